@@ -1,0 +1,129 @@
+"""Acting: unrolls of an agent in environments, and the episodes that end in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from podrace.envs.base import Batch
+from podrace.topology import AXIS
+from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
+
+
+class Episodes(NamedTuple):
+  """Episodes finished so far, counted by environment: [B] each. Every one is counted once."""
+
+  count: Array  # i32
+  return_sum: Array  # f32
+  return_square: Array  # f32
+  length_sum: Array  # i32 steps of the environment, the resetting one not among them
+
+
+class ActorState(NamedTuple):
+  """All that acting carries from one unroll to the next, [B, ...]."""
+
+  env_state: Any
+  timestep: TimeStep  # what the agent answers next
+  agent_state: Any
+  env_id: Array  # i32
+  episode_return: Array  # f32 of the episode under way
+  episode_length: Array  # i32
+  episodes: Episodes  # since the log was last read
+
+
+def no_episodes(batch_size: int) -> Episodes:
+  """None finished yet."""
+  i, f = jnp.zeros([batch_size], jnp.int32), jnp.zeros([batch_size], jnp.float32)
+  return Episodes(i, f, f, i)
+
+
+def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
+  """The state before the first step of environments `env_id` [B]."""
+  env_state, timestep = env.reset(key)
+  n = env_id.shape[0]
+  return ActorState(
+    env_state=env_state,
+    timestep=timestep,
+    agent_state=agent.initial_state(env_id),
+    env_id=env_id,
+    episode_return=jnp.zeros([n], jnp.float32),
+    episode_length=jnp.zeros([n], jnp.int32),
+    episodes=no_episodes(n),
+  )
+
+
+def count_episodes(actor: ActorState, timestep: TimeStep) -> ActorState:
+  """Accounts for one new timestep [B]."""
+  first, last = timestep.first, timestep.last
+  episode_return = jnp.where(first, 0.0, actor.episode_return + timestep.reward)
+  episode_length = jnp.where(first, 0, actor.episode_length + 1)
+  ended = jnp.where(last, episode_return, 0.0)
+  e = actor.episodes
+  episodes = Episodes(
+    count=e.count + last,
+    return_sum=e.return_sum + ended,
+    return_square=e.return_square + ended * ended,
+    length_sum=e.length_sum + jnp.where(last, episode_length, 0),
+  )
+  return actor._replace(
+    episode_return=episode_return, episode_length=episode_length, episodes=episodes
+  )
+
+
+def unroll(
+  agent: Agent, env: Batch, params: Any, actor: ActorState, key: Array, length: int
+) -> tuple[ActorState, Trajectory]:
+  """Acts for `length` steps; consecutive trajectories overlap in one timestep."""
+
+  def step(actor: ActorState, key: Array) -> tuple[ActorState, tuple[TimeStep, ActorOutput]]:
+    act_key, env_key = jax.random.split(key)
+    timestep = actor.timestep
+    output, agent_state = agent.act(params, actor.agent_state, timestep, act_key)
+    env_state, next_timestep = env.step(actor.env_state, output.action, env_key)
+    actor = actor._replace(env_state=env_state, timestep=next_timestep, agent_state=agent_state)
+    return count_episodes(actor, next_timestep), (timestep, output)
+
+  agent_state = actor.agent_state
+  actor, (timesteps, outputs) = lax.scan(step, actor, jax.random.split(key, length))
+  timesteps = jax.tree.map(
+    lambda xs, x: jnp.concatenate([xs, x[None]]), timesteps, actor.timestep
+  )
+  return actor, Trajectory(timesteps, outputs, agent_state, actor.env_id)
+
+
+def actor_on_mesh(
+  agent: Agent, env: Batch, mesh: Mesh, length: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """`begin` and `unroll` on every device of a mesh, each with its own part of the batch.
+
+  Returns `key -> ActorState` and `(params, ActorState, key) -> (ActorState, Trajectory)`;
+  `env` is one device's part. Other people's environments do not trace under `check_vma`.
+  """
+
+  def local_begin(env_id: Array, key: Array) -> ActorState:
+    return begin(agent, env, env_id, jax.random.fold_in(key, lax.axis_index(AXIS)))
+
+  def local_unroll(params: Any, actor: ActorState, key: Array) -> tuple[ActorState, Trajectory]:
+    key = jax.random.fold_in(key, lax.axis_index(AXIS))
+    return unroll(agent, env, params, actor, key, length)
+
+  timed, flat = P(None, AXIS), P(AXIS)
+  trajectory = Trajectory(timed, timed, flat, flat)
+  return (
+    jax.shard_map(
+      local_begin, mesh=mesh, in_specs=(flat, P()), out_specs=flat, check_vma=False
+    ),
+    jax.shard_map(
+      local_unroll,
+      mesh=mesh,
+      in_specs=(P(), flat, P()),
+      out_specs=(flat, trajectory),
+      check_vma=False,
+    ),
+  )

@@ -1,0 +1,113 @@
+"""IMPALA: a V-trace actor-critic (Espeholt et al. 2018, arXiv 1802.01561).
+
+One gradient per trajectory. Against the paper: the loss is a mean over the batch instead of a
+sum, so the learning rate does not depend on its size; Adam is the default, RMSProp an option.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import lax
+
+from podrace import returns
+from podrace.agents import acting
+from podrace.learner import sgd
+from podrace.networks import ActorCritic
+from podrace.topology import AXIS
+from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Impala:
+  """Hyper-parameters, and the four functions of an `Agent`."""
+
+  network: ActorCritic = ActorCritic(initializer='lecun', activation='relu')
+  learning_rate: float = 6e-4
+  anneal_learning_rate: bool = False  # linearly to 0 over the run
+  optimizer: Literal['adam', 'rmsprop'] = 'adam'
+  epsilon: float = 1e-5  # the optimiser's
+  rmsprop_decay: float = 0.99  # used by rmsprop
+  max_grad_norm: float = 40.0
+  discount: float = 0.99
+  lambda_: float = 1.0  # mixes n-step targets, as in TD(lambda)
+  clip_rho: float = 1.0  # of the importance weights in the targets
+  clip_pg_rho: float = 1.0  # of those in the policy gradient
+  value_cost: float = 0.5
+  entropy_cost: float = 0.01
+  normalize_observations: bool = False
+  normalize_rewards: bool = False
+  greedy: bool = False  # act by the mode, for evaluation
+  total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
+
+  def init(self, key: Array) -> TrainState:
+    params = acting.init_params(self, key)
+    return TrainState(params, self.optimiser().init(params.network))
+
+  def initial_state(self, env_id: Array) -> acting.PolicyState:
+    return acting.initial_state(self, env_id)
+
+  def act(
+    self, params: acting.Params, state: acting.PolicyState, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, acting.PolicyState]:
+    return acting.act(self, params, state, timestep, key)
+
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> tuple[TrainState, Array, Metrics]:
+    params, trajectory = train.params, sample.trajectory
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      total, metrics = self.loss(params._replace(network=network), trajectory, key)
+      return total, (metrics, acting.new_moments(params, trajectory))
+
+    network, opt_state, (metrics, moments) = sgd(
+      loss, self.optimiser(), params.network, train.rest
+    )
+    params = acting.merge_moments(params, moments, lax.axis_size(AXIS))
+    train = TrainState(params._replace(network=network), opt_state)
+    return train, jnp.ones_like(sample.weight), metrics
+
+  def loss(self, params: acting.Params, trajectory: Trajectory, key: Array) -> tuple[Array, Metrics]:
+    """Equations 1 and 4.2 of the paper; a mean over [T, B], masked transitions counting as 0."""
+    policy, extras = self.network.distribution, trajectory.outputs.extras
+    output, _ = self.network.unroll(
+      params.network, trajectory.agent_state.core, acting.observe(params, trajectory.timesteps)
+    )
+    logits, v_tm1, v_t = output.policy[:-1], output.value[:-1], output.value[1:]
+    log_prob = policy.log_prob(logits, extras.sample)
+    step = acting.transitions(trajectory, params, self.discount, self.lambda_)
+    vtrace = jax.vmap(
+      lambda *xs: returns.vtrace(*xs, clip_rho=self.clip_rho, clip_pg_rho=self.clip_pg_rho),
+      in_axes=1,
+      out_axes=1,
+    )
+    rho_tm1 = jnp.exp(log_prob - extras.log_prob)
+    estimate = vtrace(*lax.stop_gradient(
+      (step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t, rho_tm1)
+    ))
+    policy_loss = -jnp.mean(step.mask * estimate.advantage * log_prob)
+    value_loss = 0.5 * jnp.mean(step.mask * jnp.square(estimate.target - v_tm1))
+    entropy = jnp.mean(step.mask * policy.entropy(logits, key))
+    total = policy_loss + self.value_cost * value_loss - self.entropy_cost * entropy
+    metrics = dict(
+      loss=total,
+      policy_loss=policy_loss,
+      value_loss=value_loss,
+      entropy=entropy,
+      rho=jnp.mean(step.mask * rho_tm1),
+    )
+    return total, metrics
+
+  def optimiser(self) -> optax.GradientTransformation:
+    rate: Any = self.learning_rate
+    if self.anneal_learning_rate:
+      rate = optax.linear_schedule(self.learning_rate, 0.0, self.total_updates)
+    if self.optimizer == 'rmsprop':
+      step = optax.rmsprop(rate, decay=self.rmsprop_decay, eps=self.epsilon)
+    else:
+      step = optax.adam(rate, eps=self.epsilon)
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))

@@ -1,0 +1,220 @@
+"""PPO: proximal policy optimisation, clipped (Schulman et al. 2017, arXiv 1707.06347).
+
+Against the usual code: values of the whole trajectory are computed once when learning, not while
+acting; advantages are normalised over the whole batch of all devices, once per update; and each
+minibatch takes its own random steps of *every* environment (see `minibatch_indices`), which needs
+no sort and makes an update the same on any number of devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import lax
+
+from podrace import returns
+from podrace.agents import acting
+from podrace.learner import sgd
+from podrace.networks import ActorCritic, merge_time
+from podrace.topology import AXIS
+from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
+
+
+class Batch(NamedTuple):
+  """What the epochs go over, [T, B] each (or a minibatch of it)."""
+
+  timesteps: TimeStep  # [T, B, ...] without the last
+  extras: acting.PolicyExtras
+  value: Array  # before this update
+  advantage: Array  # normalised
+  target: Array
+  mask: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class PPO:
+  """Hyper-parameters, and the four functions of an `Agent`."""
+
+  network: ActorCritic = ActorCritic(shared=False)
+  learning_rate: float = 2.5e-4
+  anneal_learning_rate: bool = True  # linearly to 0 over the run
+  adam_epsilon: float = 1e-5
+  max_grad_norm: float = 0.5
+  epochs: int = 4
+  minibatches: int = 4
+  discount: float = 0.99
+  lambda_: float = 0.95  # of GAE
+  clip: float = 0.2  # of the ratio to the acting policy
+  clip_value: float = 0.0  # of the value's change; 0: not clipped
+  value_cost: float = 0.5
+  entropy_cost: float = 0.01
+  normalize_advantages: bool = True
+  normalize_observations: bool = False
+  normalize_rewards: bool = False
+  greedy: bool = False  # act by the mode, for evaluation
+  total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
+
+  def init(self, key: Array) -> TrainState:
+    params = acting.init_params(self, key)
+    return TrainState(params, self.optimiser().init(params.network))
+
+  def initial_state(self, env_id: Array) -> acting.PolicyState:
+    return acting.initial_state(self, env_id)
+
+  def act(
+    self, params: acting.Params, state: acting.PolicyState, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, acting.PolicyState]:
+    return acting.act(self, params, state, timestep, key)
+
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> tuple[TrainState, Array, Metrics]:
+    params, trajectory = train.params, sample.trajectory
+    batch = self.batch(params, trajectory)
+    moments = acting.new_moments(params, trajectory)
+    shuffle_key, loss_key = jax.random.split(key)
+    core = trajectory.agent_state.core
+    indices = self.minibatch_indices(shuffle_key, trajectory)
+
+    def minibatch_step(carry: Any, index: Any) -> Any:
+      network, opt_state = carry
+      minibatch, state = self.take(batch, core, index)
+
+      def loss(network: Any) -> tuple[Array, Any]:
+        total, metrics = self.loss(params._replace(network=network), state, minibatch, loss_key)
+        return total, (metrics, moments)
+
+      network, opt_state, (metrics, joined) = sgd(loss, self.optimiser(), network, opt_state)
+      return (network, opt_state), (metrics, joined)
+
+    (network, opt_state), (metrics, joined) = lax.scan(
+      minibatch_step, (params.network, train.rest), indices
+    )
+    joined = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
+    params = acting.merge_moments(params, joined, lax.axis_size(AXIS))
+    train = TrainState(params._replace(network=network), opt_state)
+    return train, jnp.ones_like(sample.weight), jax.tree.map(jnp.mean, metrics)
+
+  def batch(self, params: acting.Params, trajectory: Trajectory) -> Batch:
+    """Advantages and value targets from the parameters before the update."""
+    timesteps = acting.observe(params, trajectory.timesteps)
+    output, _ = self.network.unroll(params.network, trajectory.agent_state.core, timesteps)
+    v_tm1, v_t = output.value[:-1], output.value[1:]
+    step = acting.transitions(trajectory, params, self.discount, self.lambda_)
+    gae = jax.vmap(returns.gae, in_axes=1, out_axes=1)
+    advantage = gae(step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t)
+    target = advantage + v_tm1
+    if self.normalize_advantages:
+      advantage = standardize(advantage, step.mask)
+    return Batch(
+      timesteps=jax.tree.map(lambda x: x[:-1], timesteps),
+      extras=trajectory.outputs.extras._replace(discounted_return=()),
+      value=v_tm1,
+      advantage=advantage,
+      target=target,
+      mask=step.mask,
+    )
+
+  def loss(
+    self, params: acting.Params, state: Any, batch: Batch, key: Array
+  ) -> tuple[Array, Metrics]:
+    """Equation 9 of the paper, negated; a mean over the minibatch, masked steps counting as 0.
+
+    `batch` is [T, B]; `state` is the recurrent state before its first step.
+    """
+    policy = self.network.distribution
+    output, _ = self.network.unroll(params.network, state, batch.timesteps)
+    log_ratio = policy.log_prob(output.policy, batch.extras.sample) - batch.extras.log_prob
+    ratio = jnp.exp(log_ratio)
+    clipped = jnp.clip(ratio, 1 - self.clip, 1 + self.clip)
+    surrogate = jnp.minimum(ratio * batch.advantage, clipped * batch.advantage)
+    value_error = jnp.square(output.value - batch.target)
+    if self.clip_value > 0:
+      change = jnp.clip(output.value - batch.value, -self.clip_value, self.clip_value)
+      value_error = jnp.maximum(value_error, jnp.square(batch.value + change - batch.target))
+    policy_loss = -jnp.mean(batch.mask * surrogate)
+    value_loss = 0.5 * jnp.mean(batch.mask * value_error)
+    entropy = jnp.mean(batch.mask * policy.entropy(output.policy, key))
+    total = policy_loss + self.value_cost * value_loss - self.entropy_cost * entropy
+    metrics = dict(
+      loss=total,
+      policy_loss=policy_loss,
+      value_loss=value_loss,
+      entropy=entropy,
+      approx_kl=jnp.mean(batch.mask * (ratio - 1 - log_ratio)),
+      clip_fraction=jnp.mean(batch.mask * (jnp.abs(ratio - 1) > self.clip)),
+    )
+    return total, metrics
+
+  def minibatch_indices(self, key: Array, trajectory: Trajectory) -> Array:
+    """Which part of the batch each gradient step takes, [epochs * minibatches, size] i32.
+
+    Feed-forward: indices into the merged [T*B]. In every epoch each environment's steps are
+    permuted by t -> a*t + b (mod T), with `a` (prime to T) and `b` drawn from the key for each
+    epoch and environment, and minibatch i takes the i-th part of every environment's. That is a
+    sample without replacement, stratified over environments.
+    Recurrent: indices into [B], whole unrolls, permuted in the same manner.
+    """
+    time, envs = trajectory.outputs.extras.log_prob.shape
+    keys = jax.random.split(key, self.epochs)
+    if self.recurrent:
+      require_divisible(envs, self.minibatches, 'environments on a device')
+      order = jax.vmap(lambda k: permutation(k, envs))(keys)
+      return order.reshape(self.epochs * self.minibatches, -1)
+    require_divisible(time, self.minibatches, 'steps of an unroll')
+    by_env = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    order = jax.vmap(lambda k: jax.vmap(lambda k: permutation(k, time))(by_env(k, trajectory.env_id)))
+    steps = order(keys)  # [epochs, B, T]
+    index = steps * envs + jnp.arange(envs)[:, None]
+    index = index.reshape(self.epochs, envs, self.minibatches, -1)
+    return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)
+
+  def take(self, batch: Batch, core: Any, index: Array) -> tuple[Batch, Any]:
+    """The minibatch at `index`, and the recurrent state before it."""
+    if self.recurrent:
+      return jax.tree.map(lambda x: x[:, index], batch), jax.tree.map(lambda x: x[index], core)
+    return jax.tree.map(lambda x: x[index][None], merge_time(batch)), ()
+
+  @property
+  def recurrent(self) -> bool:
+    return bool(jax.tree.leaves(self.network.initial_state(1)))
+
+  def optimiser(self) -> optax.GradientTransformation:
+    rate: Any = self.learning_rate
+    if self.anneal_learning_rate:
+      steps = self.total_updates * self.epochs * self.minibatches
+      rate = optax.linear_schedule(self.learning_rate, 0.0, steps)
+    return optax.flatten(
+      optax.chain(
+        optax.clip_by_global_norm(self.max_grad_norm), optax.adam(rate, eps=self.adam_epsilon)
+      )
+    )
+
+
+def standardize(advantage: Array, mask: Array) -> Array:
+  """Mean 0 and variance 1 over the valid steps of all devices' batches."""
+  sums = jnp.stack([jnp.sum(mask), jnp.sum(mask * advantage), jnp.sum(mask * advantage**2)])
+  count, total, squares = lax.psum(sums, AXIS)
+  mean = total / count
+  variance = jnp.maximum(squares / count - mean**2, 0.0)
+  return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
+
+
+def permutation(key: Array, n: int) -> Array:
+  """A random affine permutation of range(n), [n] i32: t -> a*t + b (mod n), a prime to n."""
+  if n > 2**16:
+    raise ValueError(f'{n} items to permute: the products overflow past {2**16}')
+  units = jnp.asarray([a for a in range(1, max(n, 2)) if math.gcd(a, n) == 1], jnp.uint32)
+  a, b = jax.random.bits(key, (2,))
+  t = jnp.arange(n, dtype=jnp.uint32)
+  return ((units[a % len(units)] * t % n + b % n) % n).astype(jnp.int32)
+
+
+def require_divisible(size: int, parts: int, what: str) -> None:
+  """Raises ValueError with the numbers if `size` does not divide into `parts`."""
+  if size % parts:
+    raise ValueError(f'{size} {what} do not divide into {parts} minibatches')

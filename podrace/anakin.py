@@ -1,0 +1,159 @@
+"""Anakin: environment, acting and learning are one compiled program on every device.
+
+Hessel et al. 2021 (arXiv 2104.06272). One call runs as many updates as it is told to: the number
+is data, so one program serves all, and what is computed does not depend on how the updates are
+divided into calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from podrace import topology
+from podrace.actor import ActorState, actor_on_mesh
+from podrace.envs.base import batch
+from podrace.learner import learner
+from podrace.types import Agent, Array, Environment, Metrics, Replay, TrainState
+
+
+class Log(NamedTuple):
+  """What is summed up between two readings of the log, in bounded memory."""
+
+  updates: Array  # [] i32 how many updates are in `sums`
+  sums: Metrics  # of the agent's metrics
+  broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
+
+
+class State(NamedTuple):
+  """The whole state of a run; with seeds, each leaf has a leading axis for them."""
+
+  train: TrainState  # the same on all devices
+  actor: ActorState  # split over devices along [B]
+  memory: Any  # replay, split likewise
+  log: Log
+  key: Array  # of the run; never changes
+  update: Array  # [] i32 how many updates were made
+
+
+@dataclasses.dataclass(frozen=True)
+class Anakin:
+  """One agent in one kind of environment on one mesh, as two compiled functions.
+
+  `seeds` > 1 trains that many independent agents in one program; each has `num_envs`
+  environments of its own and computes what it would alone, up to rounding.
+  """
+
+  agent: Agent
+  env: Environment
+  replay: Replay
+  mesh: Mesh
+  num_envs: int
+  unroll_length: int
+  seeds: int = 1
+
+  def __post_init__(self) -> None:
+    for name in ('num_envs', 'unroll_length', 'seeds'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    topology.per_device(self.mesh, self.num_envs, 'num-envs')
+
+  @functools.cached_property
+  def _actor(self) -> tuple[Any, Any]:
+    local = batch(self.env, self.num_envs // self.mesh.size)
+    return actor_on_mesh(self.agent, local, self.mesh, self.unroll_length)
+
+  def _init_one(self, key: Array) -> State:
+    train_key, actor_key, run_key = jax.random.split(key, 3)
+    begin, unroll = self._actor
+    train = self.agent.init(train_key)
+    actor = begin(jnp.arange(self.num_envs, dtype=jnp.int32), actor_key)
+    _, example = jax.eval_shape(unroll, train.params, actor, actor_key)
+    memory = self.replay.init(example)
+    learn = learner(self.agent, self.replay, self.mesh)
+    _, _, metrics = jax.eval_shape(learn, train, memory, example, run_key)
+    if 'loss' not in metrics:
+      raise ValueError(f"learn must report a 'loss' among its metrics; it reports {sorted(metrics)}")
+    sums = {name: jnp.zeros(x.shape, jnp.float32) for name, x in metrics.items()}
+    log = Log(jnp.int32(0), sums, jnp.int32(-1))
+    return State(train, actor, memory, log, run_key, jnp.int32(0))
+
+  def _init(self, keys: Array) -> State:
+    return jax.vmap(self._init_one)(keys) if self.seeds > 1 else self._init_one(keys[0])
+
+  @functools.cached_property
+  def init(self) -> Any:
+    """keys [seeds] -> State, placed on the mesh."""
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.seeds))
+    return jax.jit(self._init, out_shardings=self.shardings(jax.eval_shape(self._init, keys)))
+
+  def shardings(self, state: Any) -> Any:
+    """Where each leaf of a State lives."""
+    split = P(None, topology.AXIS) if self.seeds > 1 else P(topology.AXIS)
+    specs = State(P(), split, split, P(), P(), P())
+    return State(*(
+      jax.tree.map(lambda _, spec=spec: NamedSharding(self.mesh, spec), part)
+      for spec, part in zip(specs, state, strict=True)
+    ))
+
+  def _update_one(self, state: State) -> State:
+    key = jax.random.fold_in(state.key, state.update)
+    act_key, learn_key = jax.random.split(key)
+    unroll = self._actor[1]
+    learn = learner(self.agent, self.replay, self.mesh)
+    actor, trajectory = unroll(state.train.params, state.actor, act_key)
+    train, memory, metrics = learn(state.train, state.memory, trajectory, learn_key)
+    broken = (state.log.broken < 0) & ~jnp.isfinite(metrics['loss'])
+    log = Log(
+      updates=state.log.updates + 1,
+      sums=jax.tree.map(lambda s, m: s + m, state.log.sums, metrics),
+      broken=jnp.where(broken, state.update, state.log.broken),
+    )
+    return State(train, actor, memory, log, state.key, state.update + 1)
+
+  def _run(self, state: State, updates: Array) -> State:
+    update = jax.vmap(self._update_one) if self.seeds > 1 else self._update_one
+    return lax.fori_loop(0, updates, lambda _, s: update(s), state)
+
+  @functools.cached_property
+  def run(self) -> Any:
+    """(State, updates [] i32) -> State. The state given is donated: it is gone afterwards."""
+    return jax.jit(self._run, donate_argnums=0)
+
+  @functools.cached_property
+  def read_log(self) -> Any:
+    """State -> (a summary, the State with its log emptied); the state given is donated.
+
+    The summary has, for each seed: `metrics` (means since the last reading), `episodes`,
+    `return_sum`, `return_square`, `length_sum`, `broken` and `finite` (of the parameters).
+    """
+
+    def read(state: State) -> tuple[Any, State]:
+      episodes, log = state.actor.episodes, state.log
+      axes = -1
+      finite = [jnp.all(jnp.isfinite(x)) for x in _floats(state.train.params)]
+      summary = dict(
+        metrics={name: x / log.updates for name, x in log.sums.items()},
+        episodes=jnp.sum(episodes.count, axes),
+        return_sum=jnp.sum(episodes.return_sum, axes),
+        return_square=jnp.sum(episodes.return_square, axes),
+        length_sum=jnp.sum(episodes.length_sum.astype(jnp.float32), axes),
+        broken=log.broken,
+        finite=jnp.all(jnp.stack(finite)),
+      )
+      zero = jax.tree.map(jnp.zeros_like, (episodes, log.updates, log.sums))
+      actor = state.actor._replace(episodes=zero[0])
+      return summary, state._replace(actor=actor, log=log._replace(updates=zero[1], sums=zero[2]))
+
+    return jax.jit(read, donate_argnums=0)
+
+
+def _floats(tree: Any) -> list[Array]:
+  return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -1,0 +1,8 @@
+"""Environments: our own, and those of other libraries through one adapter each.
+
+Importing this imports neither jax nor any of the libraries.
+"""
+
+from podrace.envs.registry import MissingExtra, UnknownName, make, names
+
+__all__ = ['MissingExtra', 'UnknownName', 'make', 'names']

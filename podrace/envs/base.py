@@ -1,0 +1,167 @@
+"""Next-step resets, for one environment and for a batch of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
+
+
+class Dynamics(Protocol):
+  """What an adapter writes: an environment that never resets itself.
+
+  `step` returns MID or LAST (see `transition`) and is not called on a finished state whose
+  result anybody uses. Wrap it in `NextStepReset` to make it an `Environment`.
+  """
+
+  observation_space: Any
+  action_space: Any
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
+  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
+
+
+def restart(observation: Any) -> TimeStep:
+  """The TimeStep that opens an episode."""
+  return TimeStep(observation, jnp.float32(0), jnp.float32(1), jnp.int8(FIRST))
+
+
+def transition(observation: Any, reward: Any, terminated: Any, truncated: Any) -> TimeStep:
+  """The TimeStep after an action. Where both flags are set, termination wins (discount 0)."""
+  terminated, truncated = jnp.asarray(terminated, bool), jnp.asarray(truncated, bool)
+  return TimeStep(
+    observation=observation,
+    reward=jnp.asarray(reward, jnp.float32),
+    discount=jnp.where(terminated, 0.0, 1.0).astype(jnp.float32),
+    step_type=jnp.where(terminated | truncated, LAST, MID).astype(jnp.int8),
+  )
+
+
+def select(condition: Array, on_true: Any, on_false: Any) -> Any:
+  """`where` over pytrees; `condition` [] or [B] is matched to the leading axes; keys are allowed."""
+
+  def leaf(x: Array, y: Array) -> Array:
+    c = condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
+    return jnp.where(c, x, y)
+
+  return jax.tree.map(leaf, on_true, on_false)
+
+
+class ResetState(NamedTuple):
+  """The state of a NextStepReset."""
+
+  inner: Any
+  last: Array  # [] bool: the episode is over, the next step opens a new one
+
+
+@dataclasses.dataclass(frozen=True)
+class NextStepReset:
+  """Makes Dynamics an Environment: the step after LAST ignores the action and returns FIRST.
+
+  `fresh_fraction` is what a *batch* of these pays for resets. 1 resets every environment on
+  every step and throws away what isn't needed: exact, and right where a reset is cheap. Less
+  than 1 makes that share of the batch's resets per step, in turn, into a shared pool of fresh
+  states, from which environments that need one take the oldest (see `Batch`).
+  """
+
+  dynamics: Dynamics
+  fresh_fraction: float = 1.0
+
+  @property
+  def observation_space(self) -> Any:
+    return self.dynamics.observation_space
+
+  @property
+  def action_space(self) -> Any:
+    return self.dynamics.action_space
+
+  def reset(self, key: Array) -> tuple[ResetState, TimeStep]:
+    inner, timestep = self.dynamics.reset(key)
+    return ResetState(inner, jnp.bool_(False)), timestep
+
+  def step(self, state: ResetState, action: Any, key: Array) -> tuple[ResetState, TimeStep]:
+    step_key, reset_key = jax.random.split(key)
+    stepped = self.dynamics.step(state.inner, action, step_key)
+    fresh = self.dynamics.reset(reset_key)
+    inner, timestep = select(state.last, fresh, stepped)
+    return ResetState(inner, timestep.last), timestep
+
+
+class Batch(NamedTuple):
+  """B environments on one device, as two pure functions."""
+
+  reset: Any  # key -> (state, TimeStep [B])
+  step: Any  # state, action [B], key -> (state, TimeStep [B])
+
+
+class PooledState(NamedTuple):
+  """The state of a batch with a pool of fresh states."""
+
+  inner: Any  # [B, ...]
+  last: Array  # [B] bool
+  pool: tuple[Any, TimeStep]  # [B, ...] what `reset` gave
+  oldest: Array  # [1] i32 the slot that the next environment to reset takes
+  used: Array  # [1] i32 how many slots, up to `oldest`, have been taken and not refilled
+
+
+def batch(env: Environment, num_envs: int) -> Batch:
+  """Steps `num_envs` copies of `env` together.
+
+  A NextStepReset with `fresh_fraction` < 1 keeps a ring of `num_envs` fresh states. Each
+  environment that must reset takes the oldest of them; whenever a chunk of
+  `fresh_fraction * num_envs` has been used up, that chunk is made anew. So a reset is computed
+  about once per episode instead of once per step, and no two environments get the same fresh
+  state unless more than `num_envs` episodes end before the ring can be refilled.
+  """
+  if isinstance(env, NextStepReset) and env.fresh_fraction < 1:
+    return _pooled(env.dynamics, num_envs, math.ceil(env.fresh_fraction * num_envs))
+
+  def reset(key: Array) -> tuple[Any, TimeStep]:
+    return jax.vmap(env.reset)(jax.random.split(key, num_envs))
+
+  def step(state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
+    return jax.vmap(env.step)(state, action, jax.random.split(key, num_envs))
+
+  return Batch(reset, step)
+
+
+def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
+  def resets(key: Array, n: int) -> tuple[Any, TimeStep]:
+    return jax.vmap(dynamics.reset)(jax.random.split(key, n))
+
+  def reset(key: Array) -> tuple[PooledState, TimeStep]:
+    first_key, pool_key = jax.random.split(key)
+    inner, timestep = resets(first_key, num_envs)
+    pool = resets(pool_key, num_envs)
+    zero = jnp.zeros([1], jnp.int32)
+    return PooledState(inner, timestep.last, pool, zero, zero), timestep
+
+  def refill(pool: Any, start: Array, key: Array) -> Any:
+    slots = (start + jnp.arange(chunk)) % num_envs
+    return jax.tree.map(lambda p, f: p.at[slots].set(f), pool, resets(key, chunk))
+
+  def step(state: PooledState, action: Any, key: Array) -> tuple[PooledState, TimeStep]:
+    step_key, refill_key = jax.random.split(key)
+    stepped = jax.vmap(dynamics.step)(state.inner, action, jax.random.split(step_key, num_envs))
+    rank = jnp.cumsum(state.last) - 1  # the k-th environment to reset takes the k-th oldest slot
+    slots = (state.oldest + rank) % num_envs
+    fresh = jax.tree.map(lambda p: p[slots], state.pool)
+    inner, timestep = select(state.last, fresh, stepped)
+    taken = jnp.sum(state.last, dtype=jnp.int32)
+    oldest, used = (state.oldest + taken) % num_envs, state.used + taken
+    enough = used[0] >= chunk
+    pool = jax.lax.cond(
+      enough,
+      lambda pool: refill(pool, oldest - used, refill_key),
+      lambda pool: pool,
+      state.pool,
+    )
+    used = jnp.where(enough, used - chunk, used)
+    return PooledState(inner, timestep.last, pool, oldest, used), timestep
+
+  return Batch(reset, step)

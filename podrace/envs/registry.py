@@ -1,0 +1,173 @@
+"""What environments there are, and how a name becomes one; without importing jax or a library.
+
+A name is `LIB:NAME`, optionally followed by options: `LIB:NAME,key=value,key=value`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from podrace.types import Environment
+
+Value = bool | int | float | str
+
+
+class UnknownName(ValueError):
+  """The name of an environment, or an option of it, that nothing answers to."""
+
+
+class MissingExtra(ValueError):
+  """An environment whose library is not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+  """One source of environments: the module that adapts it, and what it offers.
+
+  The module has `make(name: str, options: Mapping[str, Value]) -> Environment`. The names are
+  written down here because importing a library takes seconds; a test compares them with it.
+  """
+
+  module: str
+  extra: str  # of podrace, that installs it; '' if it is always there
+  description: str
+  names: tuple[str, ...]
+
+
+LIBRARIES: Mapping[str, Library] = {
+  'podrace': Library(
+    module='podrace.envs.own',
+    extra='',
+    description='small tasks that tell whether an agent learns at all',
+    names=('catch', 'memory'),
+  ),
+  'gymnax': Library(
+    module='podrace.envs.gymnax',
+    extra='gymnax',
+    description='classic control, MinAtar, bsuite and small tasks',
+    names=(
+      'CartPole-v1',
+      'Pendulum-v1',
+      'Acrobot-v1',
+      'MountainCar-v0',
+      'MountainCarContinuous-v0',
+      'Asterix-MinAtar',
+      'Breakout-MinAtar',
+      'Freeway-MinAtar',
+      'Seaquest-MinAtar',
+      'SpaceInvaders-MinAtar',
+      'Catch-bsuite',
+      'DeepSea-bsuite',
+      'MemoryChain-bsuite',
+      'UmbrellaChain-bsuite',
+      'DiscountingChain-bsuite',
+      'SimpleBandit-bsuite',
+      'FourRooms-misc',
+      'MetaMaze-misc',
+      'PointRobot-misc',
+      'BernoulliBandit-misc',
+      'GaussianBandit-misc',
+      'Reacher-misc',
+      'Swimmer-misc',
+      'Pong-misc',
+      'FrozenLake-misc',
+    ),
+  ),
+}
+
+
+def names() -> dict[str, tuple[str, ...]]:
+  """Every environment's name, by library, for listing them."""
+  return {key: library.names for key, library in LIBRARIES.items()}
+
+
+def make(name: str) -> Environment:
+  """The environment that `LIB:NAME,key=value,...` names; raises UnknownName or MissingExtra."""
+  key, env, options = parse(name)
+  if key not in LIBRARIES:
+    raise UnknownName(
+      f'no library {key!r} in environment {name!r}{_nearest(key, LIBRARIES)}; '
+      f'the libraries are {", ".join(LIBRARIES)}'
+    )
+  library = LIBRARIES[key]
+  if env not in library.names:
+    raise UnknownName(
+      f'{key} has no environment {env!r}{_nearest(env, library.names)}; '
+      f"'podrace list' names its {len(library.names)}"
+    )
+  try:
+    return importlib.import_module(library.module).make(env, options)
+  except ImportError as error:
+    raise MissingExtra(
+      f"environment '{key}:{env}' needs the extra {library.extra!r}: "
+      f"pip install 'podrace[{library.extra}]' ({error})"
+    ) from error
+
+
+def parse(name: str) -> tuple[str, str, dict[str, Value]]:
+  """Splits `LIB:NAME,key=value,...` into library, name and options."""
+  head, *pairs = name.split(',')
+  key, colon, env = head.partition(':')
+  if not (key and colon and env):
+    raise UnknownName(f'an environment is named LIB:NAME[,key=value...], not {name!r}')
+  options: dict[str, Value] = {}
+  for pair in pairs:
+    option, equals, text = pair.partition('=')
+    if not (option and equals and text):
+      raise UnknownName(f'an option is key=value, not {pair!r}, in environment {name!r}')
+    if option in options:
+      raise UnknownName(f'option {option!r} comes twice in environment {name!r}')
+    options[option] = _value(text)
+  return key, env, options
+
+
+def read_options(
+  env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
+) -> dict[str, Value]:
+  """`defaults` with `options` put over them; what `env` does not take is refused.
+
+  An option has the type of its default; an int may stand for a float.
+  """
+  takes = ', '.join(f'{k}={_text(v)}' for k, v in sorted(defaults.items())) or 'no options'
+  result = dict(defaults)
+  for option, value in options.items():
+    if option not in defaults:
+      raise UnknownName(
+        f'{env} has no option {option!r}{_nearest(option, defaults)}; it takes {takes}'
+      )
+    kind = type(defaults[option])
+    if kind is float and type(value) is int:
+      value = float(value)
+    if type(value) is not kind:
+      raise UnknownName(
+        f'option {option}={_text(value)} of {env} is not of type {kind.__name__}; '
+        f'it takes {takes}'
+      )
+    result[option] = value
+  return result
+
+
+def _value(text: str) -> Value:
+  if text in ('true', 'false'):
+    return text == 'true'
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      pass
+  return text
+
+
+def _text(value: Value) -> str:
+  return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+  by_lower = {k.lower(): k for k in known}
+  near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
+  return f' (nearest: {", ".join(by_lower[n] for n in near)})' if near else ''

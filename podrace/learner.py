@@ -1,0 +1,68 @@
+"""The learner step, and the one place where gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from podrace.topology import AXIS
+from podrace.types import Agent, Array, Metrics, Replay, TrainState, Trajectory
+
+
+def sgd(
+  loss: Callable[..., tuple[Array, Any]],
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  opt_state: Any,
+  *args: Any,
+) -> tuple[Any, Any, Any]:
+  """One gradient step, averaged over all learner devices.
+
+  `loss(params, *args)` returns this device's mean loss and any tree of floats; that tree comes
+  back averaged over the devices, in the same all-reduce as the gradients. There is no other
+  collective here, and none anywhere else that depends on gradients.
+
+  The parameters are made to vary over the devices first. Without that, under `check_vma`, the
+  gradient of a replicated parameter is already a sum over devices, and `pmean` of it is wrong
+  by a factor of their number, silently.
+  """
+  local = lax.pcast(params, AXIS, to='varying')
+  grads, aux = jax.grad(loss, has_aux=True)(local, *args)
+  grads, aux = lax.pmean((grads, aux), AXIS)
+  updates, opt_state = optimizer.update(grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state, aux
+
+
+def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) -> Callable[..., Any]:
+  """The learner step on a mesh: remember, sample, learn, re-prioritise.
+
+  Returns `(train, memory, trajectory, key) -> (train, memory, metrics)`; `train` and `metrics`
+  are the same on every device, the rest is split over them. `check_vma=True` has JAX prove that
+  `train` is; an agent whose `learn` calls code that doesn't trace under the check opts out.
+  """
+
+  def step(
+    train: TrainState, memory: Any, trajectory: Trajectory, key: Array
+  ) -> tuple[TrainState, Any, Metrics]:
+    sample_key, learn_key = jax.random.split(key)
+    memory = replay.add(memory, trajectory)
+    sample = replay.sample(memory, sample_key)
+    train, priority, metrics = agent.learn(train, sample, learn_key)
+    return train, replay.update(memory, sample.index, priority), metrics
+
+  # A trajectory's leaves are [T, B] (timesteps, outputs) or [B]: both are split along B.
+  timed, flat = P(None, AXIS), P(AXIS)
+  trajectory = Trajectory(timed, timed, flat, flat)
+  return jax.shard_map(
+    step,
+    mesh=mesh,
+    in_specs=(P(), flat, trajectory, P()),
+    out_specs=(P(), flat, P()),
+    check_vma=check_vma,
+  )

@@ -1,0 +1,472 @@
+"""Networks. `Network` is all that agents ask for; `ActorCritic` is the one that ships.
+
+Only this file imports flax. A network from Haiku, Equinox, NNX or by hand fits as well: see
+examples/own_network.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import linen as nn
+
+from podrace import distributions
+from podrace.types import Array, TimeStep
+
+
+class Network(Protocol):
+  """Four pure functions over a plain pytree of arrays.
+
+  `step` acts, on [B, ...]; `unroll` learns, on [T, B, ...], from the state before the first
+  timestep. The state is reset where a timestep is FIRST, before that timestep is seen.
+  """
+
+  def init(self, key: Array) -> Any: ...
+  def initial_state(self, batch_size: int) -> Any: ...
+  def step(self, params: Any, state: Any, timestep: TimeStep) -> tuple[Any, Any]: ...
+  def unroll(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Any, Any]: ...
+
+
+class PolicyValue(NamedTuple):
+  """What an actor-critic network says of each timestep."""
+
+  policy: Array  # [..., P] f32 what the action distribution takes
+  value: Array  # [...] f32
+
+
+# --- for any network --------------------------------------------------------------------------
+
+
+def merge_time(tree: Any) -> Any:
+  """[T, B, ...] -> [T*B, ...]."""
+  return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), tree)
+
+
+def split_time(tree: Any, length: int) -> Any:
+  """[T*B, ...] -> [T, B, ...]."""
+  return jax.tree.map(lambda x: x.reshape((length, -1, *x.shape[1:])), tree)
+
+
+def reset_where(first: Array, initial: Any, state: Any) -> Any:
+  """`state` [B, ...], replaced by `initial` where `first` [B]."""
+  return jax.tree.map(
+    lambda i, s: jnp.where(first.reshape((-1,) + (1,) * (s.ndim - 1)), i, s), initial, state
+  )
+
+
+def unroll_steps(network: Network, params: Any, state: Any, timesteps: TimeStep) -> Any:
+  """`unroll` by `step` alone, for a network that has nothing faster."""
+
+  def step(state: Any, timestep: TimeStep) -> Any:
+    output, state = network.step(params, state, timestep)
+    return state, output
+
+  state, outputs = jax.lax.scan(step, state, timesteps)
+  return outputs, state
+
+
+def unroll_merged(network: Network, params: Any, state: Any, timesteps: TimeStep) -> Any:
+  """`unroll` of a network without state: one step on the merged [T*B]."""
+  outputs, state = network.step(params, state, merge_time(timesteps))
+  return split_time(outputs, timesteps.reward.shape[0]), state
+
+
+# --- torsos -----------------------------------------------------------------------------------
+
+
+def _patches_conv(x: Array, kernel: Array, stride: int, padding: str) -> Array:
+  """A convolution as strided slices, concatenated, times one matrix.
+
+  On CPU this is 5 to 15 times faster than XLA's convolution inside a loop, where everything is.
+  """
+  height, width, channels, features = kernel.shape
+  if padding == 'SAME':
+    x = jnp.pad(x, [(0, 0), *(_same(x.shape[1 + i], kernel.shape[i], stride) for i in (0, 1)), (0, 0)])
+  rows = (x.shape[1] - height) // stride + 1
+  columns = (x.shape[2] - width) // stride + 1
+  parts = [
+    x[:, i : i + (rows - 1) * stride + 1 : stride, j : j + (columns - 1) * stride + 1 : stride]
+    for i in range(height)
+    for j in range(width)
+  ]
+  patches = jnp.concatenate(parts, axis=-1).reshape(-1, height * width * channels)
+  out = patches @ kernel.reshape(-1, features)
+  return out.reshape(x.shape[0], rows, columns, features)
+
+
+def _same(size: int, window: int, stride: int) -> tuple[int, int]:
+  total = max((math.ceil(size / stride) - 1) * stride + window - size, 0)
+  return total // 2, total - total // 2
+
+
+def _xla_conv(x: Array, kernel: Array, stride: int, padding: str) -> Array:
+  return jax.lax.conv_general_dilated(
+    x, kernel, (stride, stride), padding, dimension_numbers=('NHWC', 'HWIO', 'NHWC')
+  )
+
+
+def conv2d(x: Array, kernel: Array, stride: int, padding: str) -> Array:
+  """A 2-D convolution, [B, H, W, C] with [h, w, C, F], the fast way on each platform."""
+  settings = dict(stride=stride, padding=padding)
+  return jax.lax.platform_dependent(
+    x,
+    kernel,
+    cpu=functools.partial(_patches_conv, **settings),
+    default=functools.partial(_xla_conv, **settings),
+  )
+
+
+class Conv(nn.Module):
+  """A convolution layer with bias."""
+
+  features: int
+  size: int
+  stride: int = 1
+  padding: str = 'VALID'
+  kernel_init: Any = nn.initializers.lecun_normal()
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    shape = (self.size, self.size, x.shape[-1], self.features)
+    kernel = self.param('kernel', self.kernel_init, shape)
+    bias = self.param('bias', nn.initializers.zeros_init(), (self.features,))
+    return conv2d(x, kernel, self.stride, self.padding) + bias
+
+
+class Mlp(nn.Module):
+  """Fully connected layers, each followed by the activation."""
+
+  hidden: tuple[int, ...]
+  activation: Callable[[Array], Array]
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    for size in self.hidden:
+      x = self.activation(nn.Dense(size, kernel_init=self.kernel_init)(x))
+    return x
+
+
+class Nature(nn.Module):
+  """The convolutions of Mnih et al. 2015 (Nature 518): 32x8/4, 64x4/2, 64x3/1."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
+    return x
+
+
+class ImpalaShallow(nn.Module):
+  """The shallow convolutions of Espeholt et al. 2018 (arXiv 1802.01561, fig. 3): 16x8/4, 32x4/2."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    for features, size, stride in ((16, 8, 4), (32, 4, 2)):
+      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
+    return x
+
+
+class ImpalaDeep(nn.Module):
+  """The residual network of Espeholt et al. 2018 (fig. 3): 16, 32, 32 channels, 2 blocks each."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    conv = functools.partial(Conv, size=3, padding='SAME', kernel_init=self.kernel_init)
+    for features in (16, 32, 32):
+      x = nn.max_pool(conv(features)(x), (3, 3), strides=(2, 2), padding='SAME')
+      for _ in range(2):
+        y = conv(features)(nn.relu(x))
+        x = x + conv(features)(nn.relu(y))
+    return nn.relu(x)
+
+
+class Grid(nn.Module):
+  """One 3x3 convolution of 16 channels, as MinAtar's baselines have (arXiv 1903.03176)."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    return nn.relu(Conv(16, 3, kernel_init=self.kernel_init)(x))
+
+
+IMAGE_TORSOS = {
+  'nature': Nature,
+  'impala': ImpalaShallow,
+  'impala-deep': ImpalaDeep,
+  'grid': Grid,
+}
+
+
+class Torso(nn.Module):
+  """Observations [B, ...] to features [B, F]: images through convolutions, then all through an MLP."""
+
+  image: str  # a key of IMAGE_TORSOS, or 'mlp' to flatten images too
+  hidden: tuple[int, ...]
+  activation: Callable[[Array], Array]
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, observation: Any) -> Array:
+    flat = []
+    for x in jax.tree.leaves(observation):
+      if x.ndim == 4 and self.image != 'mlp':
+        x = IMAGE_TORSOS[self.image](self.kernel_init)(x)
+      flat.append(x.reshape(x.shape[0], -1))
+    return Mlp(self.hidden, self.activation, self.kernel_init)(jnp.concatenate(flat, axis=-1))
+
+
+# --- cores ------------------------------------------------------------------------------------
+
+
+class Core(nn.Module):
+  """GRU or LSTM over time, reset where `first`; the products with the inputs are out of the loop.
+
+  GRU: Cho et al. 2014 (arXiv 1406.1078), with the reset gate behind the product, as in cuDNN.
+  LSTM: Hochreiter and Schmidhuber 1997, forget bias 1 (Jozefowicz et al. 2015).
+  """
+
+  kind: str
+  size: int
+
+  @nn.compact
+  def __call__(self, state: Any, x: Array, first: Array) -> tuple[Array, Any]:
+    """state: [B, size] arrays; x: [T, B, F]; first: [T, B]. Returns [T, B, size] and the state."""
+    gates = {'gru': 3, 'lstm': 4}[self.kind]
+    inputs = nn.Dense(gates * self.size, name='input')(x)
+    kernel = self.param('recurrent', nn.initializers.orthogonal(), (self.size, gates * self.size))
+    candidate_bias = self.param('bias', nn.initializers.zeros_init(), (self.size,))
+    cell = {'gru': _gru, 'lstm': _lstm}[self.kind]
+
+    def step(state: Any, inputs: tuple[Array, Array]) -> tuple[Any, Array]:
+      x, first = inputs
+      state = reset_where(first, jax.tree.map(jnp.zeros_like, state), state)
+      state = cell(state, x, kernel, candidate_bias)
+      return state, state[0]
+
+    state, outputs = jax.lax.scan(step, state, (inputs, first))
+    return outputs, state
+
+
+def _gru(state: Any, x: Array, kernel: Array, bias: Array) -> Any:
+  (h,) = state
+  x_r, x_z, x_n = jnp.split(x, 3, axis=-1)
+  h_r, h_z, h_n = jnp.split(h @ kernel, 3, axis=-1)
+  r, z = nn.sigmoid(x_r + h_r), nn.sigmoid(x_z + h_z)
+  n = jnp.tanh(x_n + r * (h_n + bias))
+  return ((1 - z) * n + z * h,)
+
+
+def _lstm(state: Any, x: Array, kernel: Array, bias: Array) -> Any:
+  h, c = state
+  i, f, g, o = jnp.split(x + h @ kernel, 4, axis=-1)
+  c = nn.sigmoid(f + 1.0) * c + nn.sigmoid(i) * jnp.tanh(g + bias)
+  return nn.sigmoid(o) * jnp.tanh(c), c
+
+
+# --- the actor-critic -------------------------------------------------------------------------
+
+INITIALIZERS = {
+  # Schulman et al.'s PPO as released in OpenAI's baselines
+  'orthogonal': lambda: nn.initializers.orthogonal(math.sqrt(2)),
+  # Sonnet's default, a truncated normal of 1/sqrt(fan in): IMPALA and DQN
+  'lecun': nn.initializers.lecun_normal,
+}
+
+
+class _ActorCritic(nn.Module):
+  settings: ActorCritic
+
+  def setup(self) -> None:
+    s = self.settings
+    init = INITIALIZERS[s.initializer]()
+    activation = {'tanh': jnp.tanh, 'relu': nn.relu}[s.activation]
+    torso = functools.partial(Torso, s.image_torso, s.hidden, activation, init)
+    self.torso = torso()
+    if not s.shares_torso:
+      self.value_torso = torso()
+    if s.core != 'none':
+      self.rnn = Core(s.core, s.core_size)
+    small = s.initializer == 'orthogonal'
+    head = nn.initializers.orthogonal
+    size = s.distribution.size
+    if s.has_log_std:
+      size //= 2
+      start = nn.initializers.constant(s.initial_log_std)
+      self.log_std = self.param('log_std', start, (size,))
+    self.policy_head = nn.Dense(size, kernel_init=head(0.01) if small else init)
+    self.value_head = nn.Dense(1, kernel_init=head(1.0) if small else init)
+
+  def __call__(self, state: Any, timesteps: TimeStep) -> tuple[PolicyValue, Any]:
+    """[T, B, ...]; T is 1 to act."""
+    length = timesteps.reward.shape[0]
+    merged = merge_time(timesteps.observation)
+    observation, mask = self.settings.prepare(merged)
+    policy = self.torso(observation)
+    value = policy if self.settings.shares_torso else self.value_torso(observation)
+    if self.settings.core != 'none':
+      outputs, state = self.rnn(state, split_time(policy, length), timesteps.first)
+      policy = value = merge_time(outputs)
+    logits = self.policy_head(policy)
+    if self.settings.has_log_std:
+      logits = jnp.concatenate([logits, jnp.broadcast_to(self.log_std, logits.shape)], axis=-1)
+    if mask is not None:
+      logits = jnp.where(mask.reshape(logits.shape), logits, distributions.MASKED)
+    output = PolicyValue(logits, self.value_head(value)[..., 0])
+    return split_time(output, length), state
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorCritic:
+  """Torso, core and two heads, built from an environment's spaces; a `Network`.
+
+  Observations may be any tree of boxes and discrete values; uint8 images are divided by 255,
+  discrete values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
+  """
+
+  torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid'] = 'auto'
+  # ^ for images; auto: nature from 36 pixels a side, grid below
+  hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
+  activation: Literal['tanh', 'relu'] = 'tanh'
+  initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
+  shared: bool = True  # policy and value share the torso (always so for images and recurrent)
+  core: Literal['none', 'gru', 'lstm'] = 'none'
+  core_size: int = 128
+  squash: bool = False  # continuous actions: tanh-Normal, standard deviation from the network
+  initial_log_std: float = 0.0  # continuous actions without squash: where log std starts
+  observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
+  action_space: Annotated[Any, tyro.conf.Suppress] = None
+
+  def bind(self, observation_space: Any, action_space: Any) -> ActorCritic:
+    """This network for these spaces.
+
+    Raises:
+      ValueError: if it can't be built for them.
+    """
+    bound = dataclasses.replace(
+      self, observation_space=observation_space, action_space=action_space
+    )
+    bound.prepare(_zeros(observation_space))
+    if not bound.distribution.size:
+      raise ValueError(f'an empty action space: {action_space}')
+    return bound
+
+  @functools.cached_property
+  def distribution(self) -> distributions.Distribution:
+    """The action distribution that goes with this network's policy output."""
+    return distributions.for_space(self.action_space, self.squash)
+
+  @property
+  def has_log_std(self) -> bool:
+    return type(self.distribution) is distributions.Normal
+
+  @functools.cached_property
+  def image_torso(self) -> str:
+    images = [s for s in _boxes(self.observation_space) if len(s.shape) == 3]
+    if self.torso in IMAGE_TORSOS and not images:
+      raise ValueError(
+        f'torso {self.torso!r} needs an image, [height, width, channels]; '
+        f'the observation space is {self.observation_space}'
+      )
+    if self.torso != 'auto' or not images:
+      return 'mlp' if self.torso == 'auto' else self.torso
+    return 'nature' if min(images[0].shape[:2]) >= 36 else 'grid'
+
+  @property
+  def shares_torso(self) -> bool:
+    return self.shared or self.core != 'none' or self.image_torso != 'mlp'
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _ActorCritic(self)
+
+  def prepare(self, observation: Any) -> tuple[Any, Array | None]:
+    """Observations [B, ...] as floats, and the action mask if there is one."""
+    mask = None
+    if isinstance(observation, dict) and 'action_mask' in observation:
+      if not isinstance(self.distribution, distributions.Categorical | distributions.MultiCategorical):
+        raise ValueError(f'action_mask in the observation, but the actions are {self.action_space}')
+      observation = dict(observation)
+      mask = observation.pop('action_mask')
+      space = {k: v for k, v in self.observation_space.items() if k != 'action_mask'}
+    else:
+      space = self.observation_space
+    return _floats(space, observation), mask
+
+  def example(self) -> TimeStep:
+    """A timestep [1, ...] of zeros."""
+    observation = _zeros(self.observation_space)
+    return TimeStep(observation, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
+
+  def init(self, key: Array) -> Any:
+    timesteps = jax.tree.map(lambda x: x[None], self.example())
+    return self.module.init(key, self.initial_state(1), timesteps)['params']
+
+  def initial_state(self, batch_size: int) -> Any:
+    zeros = jnp.zeros([batch_size, self.core_size])
+    return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
+
+  def step(self, params: Any, state: Any, timestep: TimeStep) -> tuple[PolicyValue, Any]:
+    timesteps = jax.tree.map(lambda x: x[None], timestep)
+    outputs, state = self.unroll(params, state, timesteps)
+    return jax.tree.map(lambda x: x[0], outputs), state
+
+  def unroll(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[PolicyValue, Any]:
+    return self.module.apply({'params': params}, state, timesteps)
+
+
+def _zeros(space: Any) -> Any:
+  """Observations [1, ...] of zeros, in a gymnasium space's shape."""
+  from gymnasium import spaces
+
+  if isinstance(space, spaces.Dict):
+    return {k: _zeros(v) for k, v in space.items()}
+  if isinstance(space, spaces.Tuple):
+    return tuple(_zeros(s) for s in space)
+  return jnp.zeros((1, *space.shape), space.dtype)
+
+
+def _boxes(space: Any) -> list[Any]:
+  from gymnasium import spaces
+
+  if isinstance(space, spaces.Dict):
+    return [b for k, v in space.items() if k != 'action_mask' for b in _boxes(v)]
+  if isinstance(space, spaces.Tuple):
+    return [b for s in space for b in _boxes(s)]
+  return [space] if isinstance(space, spaces.Box) else []
+
+
+def _floats(space: Any, x: Any) -> Any:
+  """Observations as floats, by what their space says they are."""
+  from gymnasium import spaces
+
+  if isinstance(space, dict | spaces.Dict):
+    return {k: _floats(s, x[k]) for k, s in space.items()}
+  if isinstance(space, spaces.Tuple):
+    return tuple(_floats(s, v) for s, v in zip(space, x, strict=True))
+  if isinstance(space, spaces.Discrete):
+    return jax.nn.one_hot(x - int(space.start), int(space.n))
+  if isinstance(space, spaces.MultiDiscrete):
+    parts = [
+      jax.nn.one_hot(x[..., i] - int(space.start[i]), int(n)) for i, n in enumerate(space.nvec)
+    ]
+    return jnp.concatenate(parts, axis=-1)
+  if isinstance(space, spaces.Box | spaces.MultiBinary):
+    scale = 255.0 if space.dtype == np.uint8 and len(space.shape) == 3 else 1.0
+    return x.astype(jnp.float32) / scale
+  raise ValueError(f'no network input for the observation space {space}')

@@ -1,0 +1,53 @@
+"""Devices, meshes and processes."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXIS = 'data'  # the one mesh axis: environments, and with them the batch, are split along it
+
+
+def learner_mesh(num_devices: int | None = None) -> Mesh:
+  """A mesh over `num_devices` of all processes' devices (None: all of them).
+
+  Raises:
+    ValueError: if there are fewer, or if they leave a process of the run without any.
+  """
+  devices = jax.devices()
+  if num_devices is None:
+    num_devices = len(devices)
+  if not 1 <= num_devices <= len(devices):
+    raise ValueError(
+      f'--devices {num_devices}: JAX sees {len(devices)} {devices[0].platform} device(s)'
+      + (
+        f'; to try things out on fake ones, set JAX_NUM_CPU_DEVICES={num_devices}'
+        if devices[0].platform == 'cpu' and num_devices > 1
+        else ''
+      )
+    )
+  chosen = devices[:num_devices]
+  if len({d.process_index for d in chosen}) != jax.process_count():
+    raise ValueError(
+      f'--devices {num_devices} leaves a process without a device: '
+      f'{jax.process_count()} processes have {len(devices)} devices in all'
+    )
+  return Mesh(np.array(chosen), (AXIS,))
+
+
+def per_device(mesh: Mesh, total: int, name: str) -> int:
+  """`total` divided over the mesh; `name` is the flag it came from.
+
+  Raises:
+    ValueError: if it does not divide.
+  """
+  if total < mesh.size or total % mesh.size:
+    raise ValueError(f'--{name} {total} does not divide over {mesh.size} devices')
+  return total // mesh.size
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """The same on every device."""
+  return NamedSharding(mesh, P())

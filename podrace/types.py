@@ -1,0 +1,108 @@
+"""The nouns: what environments say, what agents do, and what learning passes on.
+
+Letters used for shapes everywhere: T time, B batch (environments), A actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+Array = jax.Array
+Metrics = dict[str, Array]  # scalars, all of the same meaning on every device
+
+FIRST, MID, LAST = 0, 1, 2  # values of TimeStep.step_type
+
+
+class TimeStep(NamedTuple):
+  """What environments say at time t (dm_env's TimeStep, always arrays)."""
+
+  observation: Any  # [B, ...] a pytree of arrays, as the observation space declares
+  reward: Array  # [B] f32, for the action taken at t-1; 0 on FIRST
+  discount: Array  # [B] f32, 0 where the episode terminated, else 1 (1 also if truncated)
+  step_type: Array  # [B] i8, FIRST, MID or LAST
+
+  @property
+  def first(self) -> Array:
+    """[B] bool: an episode begins here."""
+    return self.step_type == FIRST
+
+  @property
+  def last(self) -> Array:
+    """[B] bool: an episode ends here; the next action is ignored."""
+    return self.step_type == LAST
+
+
+class ActorOutput(NamedTuple):
+  """What an agent does at time t."""
+
+  action: Any  # [B, ...] as the action space declares
+  extras: Any = ()  # [B, ...] whatever `learn` will want: log-probabilities, values, ...
+
+
+class Trajectory(NamedTuple):
+  """The only currency between actors, replay and learners."""
+
+  timesteps: TimeStep  # [T+1, B, ...] the last one bootstraps, and opens the next trajectory
+  outputs: ActorOutput  # [T, B, ...]
+  agent_state: Any  # [B, ...] the recurrent state before timesteps[0]
+  env_id: Array  # [B] i32 which environment, counted over all devices
+
+
+class Sample(NamedTuple):
+  """What replay gives the learner."""
+
+  trajectory: Trajectory
+  weight: Array  # [B] f32 importance weight
+  index: Array  # [B] i32 where replay keeps it
+
+
+class TrainState(NamedTuple):
+  """What an agent learns; `params` against `rest` is all that architectures know of it."""
+
+  params: Any  # all that `act` needs, so all that actors are ever sent
+  rest: Any  # optimiser state, target networks, counters, meta-parameters
+
+
+class Environment(Protocol):
+  """A pure environment; one copy, which the runner vmaps.
+
+  `step` after LAST ignores the action and returns FIRST, of a new episode (next-step reset).
+  """
+
+  observation_space: Any  # gymnasium.spaces.Space of one environment
+  action_space: Any
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
+  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
+
+
+class Agent(Protocol):
+  """An algorithm: a frozen dataclass of hyper-parameters with four pure functions."""
+
+  def init(self, key: Array) -> TrainState: ...
+
+  def initial_state(self, env_id: Array) -> Any:
+    """The state of acting for environments [B]; () if there is none."""
+    ...
+
+  def act(
+    self, params: Any, state: Any, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, Any]: ...
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    """One update: the new state, a priority [B] for each trajectory, and scalars to report."""
+    ...
+
+
+class Replay(NamedTuple):
+  """What stands between acting and learning: sizes, bundled with four pure functions."""
+
+  init: Callable[[Trajectory], Any]  # from one trajectory's shapes
+  add: Callable[[Any, Trajectory], Any]
+  sample: Callable[[Any, Array], Sample]
+  update: Callable[[Any, Array, Array], Any]  # state, index [B], priority [B]
