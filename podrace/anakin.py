@@ -89,19 +89,27 @@ class Anakin:
     return jax.vmap(self._init_one)(keys) if self.seeds > 1 else self._init_one(keys[0])
 
   @functools.cached_property
-  def init(self) -> Any:
-    """keys [seeds] -> State, placed on the mesh."""
+  def shapes(self) -> State:
+    """A State of shapes, dtypes and shardings: what `init` makes and a checkpoint holds."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.seeds))
-    return jax.jit(self._init, out_shardings=self.shardings(jax.eval_shape(self._init, keys)))
-
-  def shardings(self, state: Any) -> Any:
-    """Where each leaf of a State lives."""
     split = P(None, topology.AXIS) if self.seeds > 1 else P(topology.AXIS)
     specs = State(P(), split, split, P(), P(), P())
-    return State(*(
-      jax.tree.map(lambda _, spec=spec: NamedSharding(self.mesh, spec), part)
-      for spec, part in zip(specs, state, strict=True)
-    ))
+
+    def place(spec: P, tree: Any) -> Any:
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    return State(*map(place, specs, jax.eval_shape(self._init, keys)))
+
+  @functools.cached_property
+  def shardings(self) -> State:
+    """Where each leaf of a State lives."""
+    return jax.tree.map(lambda x: x.sharding, self.shapes)
+
+  @functools.cached_property
+  def init(self) -> Any:
+    """keys [seeds] -> State, placed on the mesh."""
+    return jax.jit(self._init, out_shardings=self.shardings)
 
   def _update_one(self, state: State) -> State:
     key = jax.random.fold_in(state.key, state.update)
@@ -125,34 +133,41 @@ class Anakin:
   @functools.cached_property
   def run(self) -> Any:
     """(State, updates [] i32) -> State. The state given is donated: it is gone afterwards."""
-    return jax.jit(self._run, donate_argnums=0)
+    return jax.jit(self._run, donate_argnums=0, out_shardings=self.shardings)
 
   @functools.cached_property
   def read_log(self) -> Any:
     """State -> (a summary, the State with its log emptied); the state given is donated.
 
     The summary has, for each seed: `metrics` (means since the last reading), `episodes`,
-    `return_sum`, `return_square`, `length_sum`, `broken` and `finite` (of the parameters).
+    `return_sum`, `return_square` and `length_sum`.
     """
 
     def read(state: State) -> tuple[Any, State]:
       episodes, log = state.actor.episodes, state.log
-      axes = -1
-      finite = [jnp.all(jnp.isfinite(x)) for x in _floats(state.train.params)]
       summary = dict(
         metrics={name: x / log.updates for name, x in log.sums.items()},
-        episodes=jnp.sum(episodes.count, axes),
-        return_sum=jnp.sum(episodes.return_sum, axes),
-        return_square=jnp.sum(episodes.return_square, axes),
-        length_sum=jnp.sum(episodes.length_sum.astype(jnp.float32), axes),
-        broken=log.broken,
-        finite=jnp.all(jnp.stack(finite)),
+        episodes=jnp.sum(episodes.count, -1),
+        return_sum=jnp.sum(episodes.return_sum, -1),
+        return_square=jnp.sum(episodes.return_square, -1),
+        length_sum=jnp.sum(episodes.length_sum.astype(jnp.float32), -1),
       )
       zero = jax.tree.map(jnp.zeros_like, (episodes, log.updates, log.sums))
       actor = state.actor._replace(episodes=zero[0])
       return summary, state._replace(actor=actor, log=log._replace(updates=zero[1], sums=zero[2]))
 
-    return jax.jit(read, donate_argnums=0)
+    shardings = (topology.replicated(self.mesh), self.shardings)
+    return jax.jit(read, donate_argnums=0, out_shardings=shardings)
+
+  @functools.cached_property
+  def health(self) -> Any:
+    """State -> (the first update whose loss was not finite or -1, all parameters are finite)."""
+
+    def check(state: State) -> tuple[Array, Array]:
+      finite = [jnp.all(jnp.isfinite(x)) for x in _floats(state.train.params)]
+      return state.log.broken, jnp.all(jnp.stack(finite))
+
+    return jax.jit(check, out_shardings=topology.replicated(self.mesh))
 
 
 def _floats(tree: Any) -> list[Array]:

@@ -123,6 +123,10 @@ class Normal:
     mean, log_std = jnp.split(params, 2, axis=-1)
     return mean, log_std
 
+  def bounds(self, like: Array) -> tuple[Array, Array]:
+    low, high = (jnp.asarray(b, jnp.float32) for b in (self.low, self.high))
+    return jnp.broadcast_to(low, like.shape), jnp.broadcast_to(high, like.shape)
+
   def sample(self, params: Array, key: Array) -> Array:
     mean, log_std = self.mean_and_log_std(params)
     return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
@@ -140,7 +144,8 @@ class Normal:
     return jnp.sum(log_std + 0.5 * math.log(2 * math.pi * math.e), axis=-1)
 
   def to_action(self, x: Array) -> Array:
-    action = jnp.clip(x, jnp.asarray(self.low), jnp.asarray(self.high))
+    low, high = self.bounds(x)
+    action = jnp.clip(x, low, high)
     return action.reshape((*x.shape[:-1], *self.shape))
 
 
@@ -169,7 +174,7 @@ class TanhNormal(Normal):
     return super().entropy(params, key) + jnp.sum(self._log_det(self.sample(params, key)), axis=-1)
 
   def to_action(self, x: Array) -> Array:
-    low, high = jnp.asarray(self.low), jnp.asarray(self.high)
+    low, high = self.bounds(x)
     action = low + 0.5 * (jnp.tanh(x) + 1.0) * (high - low)
     return action.reshape((*x.shape[:-1], *self.shape))
 

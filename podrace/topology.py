@@ -51,3 +51,25 @@ def per_device(mesh: Mesh, total: int, name: str) -> int:
 def replicated(mesh: Mesh) -> NamedSharding:
   """The same on every device."""
   return NamedSharding(mesh, P())
+
+
+def join_processes(coordinator: str, num_processes: int, process_id: int) -> None:
+  """Makes this one of several processes of one run (jax.distributed; Gloo on CPU).
+
+  The first process listens on exactly the address it was given, nothing wider.
+
+  Raises:
+    ValueError: if the numbers don't fit, or the address is not HOST:PORT.
+  """
+  host, _, port = coordinator.rpartition(':')
+  if not host or not port.isdigit():
+    raise ValueError(f'--coordinator takes HOST:PORT, not {coordinator!r}')
+  if not 0 <= process_id < num_processes:
+    raise ValueError(f'--process-id {process_id} is not one of {num_processes} processes')
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.distributed.initialize(
+    coordinator,
+    num_processes,
+    process_id,
+    coordinator_bind_address=coordinator if process_id == 0 else None,
+  )

@@ -49,7 +49,7 @@ class PPO:
   epochs: int = 4
   minibatches: int = 4
   discount: float = 0.99
-  lambda_: float = 0.95  # of GAE
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # of GAE
   clip: float = 0.2  # of the ratio to the acting policy
   clip_value: float = 0.0  # of the value's change; 0: not clipped
   value_cost: float = 0.5
@@ -169,7 +169,7 @@ class PPO:
     by_env = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     order = jax.vmap(lambda k: jax.vmap(lambda k: permutation(k, time))(by_env(k, trajectory.env_id)))
     steps = order(keys)  # [epochs, B, T]
-    index = steps * envs + jnp.arange(envs)[:, None]
+    index = steps * envs + jnp.arange(envs)[None, :, None]
     index = index.reshape(self.epochs, envs, self.minibatches, -1)
     return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)
 

@@ -1,15 +1,25 @@
-"""What the adapters share: arrays of exactly the declared types, and spaces."""
+"""What the adapters share: arrays of exactly the declared types, spaces, a time limit."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.types import Array
+from podrace.envs.base import Dynamics
+from podrace.envs.registry import UnknownName
+from podrace.types import LAST, Array, TimeStep
+
+
+def raw(key: Array) -> Array:
+  """The key as plain numbers, for libraries that keep one in their state or use one twice."""
+  return jax.random.key_data(key)
 
 
 def strong(tree: Any) -> Any:
@@ -24,6 +34,17 @@ def strong(tree: Any) -> Any:
     return jnp.asarray(x, dtype=jnp.result_type(x))
 
   return jax.tree.map(leaf, tree)
+
+
+def foreign(method: Callable[..., Any]) -> Callable[..., Any]:
+  """For methods that run a library's code: ours may be under stricter checks than it can bear."""
+
+  @functools.wraps(method)
+  def lenient(*args: Any) -> Any:
+    with jax.numpy_rank_promotion('allow'):
+      return method(*args)
+
+  return lenient
 
 
 def to_space(space: gymnasium.Space, observation: Any) -> Any:
@@ -55,3 +76,40 @@ def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> gymnasium.sp
 def discrete(n: int) -> gymnasium.spaces.Discrete:
   """The integers below n, as int32 (jax has no int64 by default)."""
   return gymnasium.spaces.Discrete(int(n), dtype=np.int32)
+
+
+class LimitedState(NamedTuple):
+  """The state of a TimeLimit."""
+
+  inner: Any
+  time: Array  # [] i32 steps since the episode began
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeLimit:
+  """Truncates the episodes of Dynamics after `steps` steps, whatever the library does."""
+
+  dynamics: Dynamics
+  steps: int
+
+  def __post_init__(self) -> None:
+    if self.steps < 1:
+      raise UnknownName(f'an episode has at least 1 step, not {self.steps}')
+
+  @property
+  def observation_space(self) -> gymnasium.Space:
+    return self.dynamics.observation_space
+
+  @property
+  def action_space(self) -> gymnasium.Space:
+    return self.dynamics.action_space
+
+  def reset(self, key: Array) -> tuple[LimitedState, TimeStep]:
+    inner, timestep = self.dynamics.reset(key)
+    return LimitedState(inner, jnp.int32(0)), timestep
+
+  def step(self, state: LimitedState, action: Any, key: Array) -> tuple[LimitedState, TimeStep]:
+    inner, timestep = self.dynamics.step(state.inner, action, key)
+    time = state.time + 1
+    step_type = jnp.where(time >= self.steps, jnp.int8(LAST), timestep.step_type)
+    return LimitedState(inner, time), timestep._replace(step_type=step_type)

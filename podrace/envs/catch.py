@@ -10,6 +10,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 
+from podrace.envs.adapt import discrete
 from podrace.envs.base import restart, transition
 from podrace.types import Array, TimeStep
 
@@ -45,7 +46,7 @@ class Catch:
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:
-    return gymnasium.spaces.Discrete(3)
+    return discrete(3)
 
   def reset(self, key: Array) -> tuple[CatchState, TimeStep]:
     column = jax.random.randint(key, (), 0, self.columns, jnp.int32)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnax.environments.spaces import Discrete
 
-from podrace.envs.adapt import box, discrete, strong, to_space
+from podrace.envs.adapt import box, discrete, foreign, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.registry import Value, read_options
 from podrace.types import Array, Environment, TimeStep
@@ -40,6 +40,7 @@ _BOUNDS_TOO_NARROW = (
 )  # observations leave the box that gymnax declares
 
 
+@foreign
 def make(name: str, options: Mapping[str, Value]) -> Environment:
   """A gymnax environment by its id; options are its constructor's and its params' scalars."""
   factory = type(gymnax.make(name)[0])
@@ -87,10 +88,12 @@ class Gymnax:
   observation_space: gymnasium.Space
   action_space: gymnasium.Space
 
+  @foreign
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
     observation, state = self.env.reset_env(key, self.params)
     return strong(state), restart(to_space(self.observation_space, observation))
 
+  @foreign
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
     action = jnp.asarray(action, self.action_space.dtype)
     observation, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)

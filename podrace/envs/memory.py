@@ -10,6 +10,7 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 
+from podrace.envs.adapt import discrete
 from podrace.envs.base import restart, transition
 from podrace.types import Array, TimeStep
 
@@ -47,7 +48,7 @@ class Memory:
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:
-    return gymnasium.spaces.Discrete(2)
+    return discrete(2)
 
   def reset(self, key: Array) -> tuple[MemoryState, TimeStep]:
     state = MemoryState(jax.random.randint(key, (), 0, 2, jnp.int32), jnp.int32(0))

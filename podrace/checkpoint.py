@@ -1,0 +1,174 @@
+"""Checkpoints: the whole state of a run, written by orbax in the background."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from podrace.types import Array
+
+
+class CheckpointError(Exception):
+  """A checkpoint could not be written or read; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """What was read back."""
+
+  step: int
+  params: Any
+  rest: Any  # None where only the parameters were asked for
+  meta: dict[str, Any]
+
+
+def fingerprint(tree: Any) -> Array:
+  """A checksum [] u32 of every bit of a tree, computed where the arrays are.
+
+  The sum over all elements, as integers, each times an odd number made from its place.
+  """
+  total = jnp.uint32(0)
+  for i, leaf in enumerate(jax.tree.leaves(tree)):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      leaf = jax.random.key_data(leaf)
+    width = 8 * leaf.dtype.itemsize
+    if leaf.dtype == bool:
+      leaf = leaf.astype(jnp.uint8)
+    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f'uint{width}')).astype(jnp.uint32)
+    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape) + jnp.uint32(i + 1)
+    total += jnp.sum(bits * (place * jnp.uint32(0x9E3779B1) | 1), dtype=jnp.uint32)
+  return total
+
+
+@jax.jit
+def _snapshot(state: Any) -> tuple[Any, Array]:
+  """A copy, so that the state itself can be donated while the copy is being written."""
+  return jax.tree.map(jnp.copy, state), fingerprint(state)
+
+
+@functools.cache
+def _fingerprint_of(structure: Any) -> Callable[[Any], Array]:
+  del structure
+  return jax.jit(fingerprint)
+
+
+class Checkpoints:
+  """The checkpoints of one run directory, by step; the last `keep` are kept."""
+
+  def __init__(self, directory: Path, keep: int = 3, writes: bool = True) -> None:
+    logging.getLogger('absl').setLevel(logging.ERROR)  # orbax tells of each save there
+    self._directory = directory.absolute()
+    options = ocp.CheckpointManagerOptions(
+      max_to_keep=keep,
+      create=writes,
+      read_only=not writes,
+      cleanup_tmp_directories=writes,
+      enable_async_checkpointing=writes,
+    )
+    items = ('params', 'rest', 'meta')
+    self._manager = ocp.CheckpointManager(self._directory, item_names=items, options=options)
+
+  def steps(self) -> list[int]:
+    """The steps for which there is one, newest first."""
+    return sorted(self._manager.all_steps(), reverse=True)
+
+  def save(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
+    """Takes a copy and returns; writing goes on in the background.
+
+    Raises:
+      CheckpointError: if this, or the one before it, could not be written.
+    """
+    self.check()
+    (params, rest), checksum = _snapshot((params, rest))
+    args = ocp.args.Composite(
+      params=ocp.args.StandardSave(params),
+      rest=ocp.args.StandardSave(rest),
+      meta=ocp.args.JsonSave({**meta, 'step': step, 'fingerprint': int(checksum)}),
+    )
+    try:
+      self._manager.save(step, args=args, force=True)
+    except Exception as e:
+      raise CheckpointError(f'checkpoint {step} in {self._directory} failed: {e}') from e
+
+  def check(self) -> None:
+    """Raises CheckpointError if a save in the background has failed."""
+    try:
+      self._manager.check_for_errors()
+    except Exception as e:
+      raise CheckpointError(f'a checkpoint in {self._directory} failed: {e}') from e
+
+  def wait(self) -> None:
+    """Returns when all is written; raises CheckpointError if that failed."""
+    try:
+      self._manager.wait_until_finished()
+    except Exception as e:
+      raise CheckpointError(f'a checkpoint in {self._directory} failed: {e}') from e
+    self.check()
+
+  def meta(self, step: int) -> dict[str, Any]:
+    """What was saved with the checkpoint at `step`; raises CheckpointError if it can't be read."""
+    try:
+      args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+      return dict(self._manager.restore(step, args=args)['meta'])
+    except Exception as e:
+      raise self._unreadable(step, e) from e
+
+  def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return CheckpointError(f'checkpoint {step} in {self._directory}: {reason[0][:300]}')
+
+  def restore(self, step: int, params: Any, rest: Any = None) -> Restored:
+    """Reads the checkpoint at `step` into trees of the given shapes and shardings.
+
+    With `rest` given, all of it is read and its checksum compared.
+
+    Raises:
+      CheckpointError: if it is damaged, or of other shapes.
+    """
+    items = {'params': ocp.args.StandardRestore(params), 'meta': ocp.args.JsonRestore()}
+    if rest is not None:
+      items['rest'] = ocp.args.StandardRestore(rest)
+    try:
+      found = self._manager.restore(step, args=ocp.args.Composite(**items))
+      restored = Restored(step, found['params'], found.get('rest'), dict(found['meta']))
+    except Exception as e:
+      raise self._unreadable(step, e) from e
+    if rest is not None:
+      tree = (restored.params, restored.rest)
+      checksum = int(_fingerprint_of(jax.tree.structure(tree))(tree))
+      if checksum != restored.meta.get('fingerprint'):
+        raise CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
+    return restored
+
+  def set_aside(self, step: int) -> Path:
+    """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
+    self._manager.wait_until_finished()
+    source = self._directory / str(step)
+    folder = self._directory.parent / 'damaged'
+    folder.mkdir(exist_ok=True)
+    target = folder / str(step)
+    n = 1
+    while target.exists():
+      n += 1
+      target = folder / f'{step}-{n}'
+    source.rename(target)
+    self._manager.reload()
+    return target
+
+  def close(self) -> None:
+    """Ends the background threads."""
+    self._manager.close()
+
+
+def read_json(path: Path) -> Any:
+  """A JSON file, or None if there is none."""
+  return json.loads(path.read_text()) if path.exists() else None

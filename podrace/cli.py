@@ -1,0 +1,348 @@
+"""The command line. What it needs of jax is imported only where something is to be computed."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from podrace.agents import AGENTS
+from podrace.config import Config, UsageError, agent_class, agent_name, flag, unknown
+from podrace.presets import PRESETS
+
+USAGE = """\
+podrace: reinforcement learning at scale in JAX
+
+  podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
+  podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
+  podrace list                        presets, agents and environments
+
+`podrace COMMAND --help` says more.
+"""
+
+EVAL_USAGE = """\
+podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR, greedily
+
+  --episodes N    how many, of each seed (default 100)
+  --seed S        of the evaluation (default 0)
+  --sample        act as in training, by sampling
+  --max-steps N   give up on episodes that are longer (default 1000000)
+
+The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
+"""
+
+# What `train` takes besides the fields of Config. Value: what follows the flag, and its help.
+TRAIN_OPTIONS = {
+  '--run-dir': ('DIR', 'where the run is kept; started again with the same one, it resumes'),
+  '--agent': ('NAME', f'{" or ".join(AGENTS)}, with its defaults (the preset has its own)'),
+  '--override': ('', 'resume although the configuration has changed'),
+  '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
+  '--quiet': ('', 'no progress'),
+  '--coordinator': ('HOST:PORT', 'of a run over several processes: where the first one listens'),
+  '--num-processes': ('N', 'of a run over several processes'),
+  '--process-id': ('I', 'which of them this is, from 0'),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
+  args = list(sys.argv[1:] if argv is None else argv)
+  code = _guarded(args)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  if code > 128:  # a compilation may still be going in a thread, and can't be told to stop
+    os._exit(code)
+  sys.exit(code)
+
+
+def _guarded(args: list[str]) -> int:
+  commands = {'train': train, 'eval': evaluate, 'list': list_names}
+  try:
+    if not args or args[0] in ('-h', '--help'):
+      print(USAGE, end='')
+      return 0
+    if args[0] == '--version':
+      from podrace import __version__
+
+      print(__version__)
+      return 0
+    if args[0] not in commands:
+      raise unknown('command', args[0], commands)
+    return commands[args[0]](args[1:])
+  except ValueError as e:  # UsageError among them: what was asked for can't be
+    return _complain(e, 2)
+  except KeyboardInterrupt:
+    return 130
+  except Exception as e:
+    from podrace.run import RunError, Stopped
+
+    if isinstance(e, Stopped):
+      print(f'stopped by {e}; start again with the same --run-dir to go on', file=sys.stderr)
+      return 128 + e.signum
+    if isinstance(e, RunError):
+      return _complain(e, 1)
+    raise  # a fault of ours: with its traceback, exit code 1
+
+
+def _complain(error: Exception, code: int) -> int:
+  if os.environ.get('PODRACE_TRACEBACK'):
+    raise error
+  print(f'podrace: {error}', file=sys.stderr)
+  return code
+
+
+# --- train --------------------------------------------------------------------------------------
+
+
+def train(args: list[str]) -> int:
+  """podrace train."""
+  if '-h' in args or '--help' in args:
+    print(train_help())
+    return 0
+  preset = args.pop(0) if args and not args[0].startswith('-') else None
+  if preset is not None and preset not in PRESETS:
+    raise unknown('preset', preset, PRESETS)
+  options, rest = split_options(args)
+  if '--agent' in options and options['--agent'] not in AGENTS:
+    raise unknown('agent', options['--agent'], AGENTS)
+  run_dir = Path(options['--run-dir']) if '--run-dir' in options else None
+  _join(options)
+
+  from podrace import run
+
+  config = parse(base_config(preset, run_dir, options.get('--agent')), rest)
+  if run_dir is None:
+    run_dir = new_run_dir(preset or config.env.partition(',')[0].replace(':', '-'))
+  sinks = tuple(s for s in options.get('--sinks', '').split(',') if s)
+  summary = run.train(
+    config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options
+  )
+  if '--quiet' not in options:
+    _report(run_dir, summary)
+  return 0
+
+
+def _report(run_dir: Path, summary: dict[str, Any]) -> None:
+  value = summary['episode_return']
+  told = 'no episode ended' if value is None else f'return {value:.2f}'
+  print(f'done: step {summary["step"]:,}, {told}, {summary["steps_per_s"]:,.0f} steps/s')
+  print(f'run directory: {run_dir}')
+  print(f'next: podrace eval {run_dir} --episodes 100')
+
+
+def split_options(args: list[str]) -> tuple[dict[str, str], list[str]]:
+  """Takes TRAIN_OPTIONS out of the arguments; the rest are fields of the config."""
+  options: dict[str, str] = {}
+  rest: list[str] = []
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name not in TRAIN_OPTIONS:
+      rest.append(arg)
+      continue
+    if TRAIN_OPTIONS[name][0] and not equals:
+      value = next(remaining, '')
+      if not value or value.startswith('--'):
+        raise UsageError(f'{name} needs a value: {TRAIN_OPTIONS[name][1]}')
+    options[name] = value
+  return options, rest
+
+
+def base_config(preset: str | None, run_dir: Path | None, agent: str | None) -> Config:
+  """What the flags change: the preset, else what the run directory records, else Catch."""
+  from podrace.run import load_config
+
+  if preset is None and run_dir is not None and (run_dir / 'config.json').exists():
+    config = load_config(run_dir)
+  else:
+    config = PRESETS[preset or 'catch']()
+  if agent is not None and agent != agent_name(config.agent):
+    config = dataclasses.replace(config, agent=agent_class(agent)())
+  return config
+
+
+def parse(config: Config, args: list[str]) -> Config:
+  """`config` with the flags' changes; tyro ends the program with code 2 where it can't."""
+  import tyro
+
+  typed = dataclasses.make_dataclass(
+    'Options',
+    [
+      (f.name, type(config.agent) if f.name == 'agent' else _type(f), dataclasses.field(default=getattr(config, f.name)))
+      for f in dataclasses.fields(Config)
+    ],
+    frozen=True,
+  )
+  values = [_whole(a) for a in args]
+  found = tyro.cli(typed, args=values, prog='podrace train', config=(tyro.conf.FlagConversionOff,))
+  return Config(**{f.name: getattr(found, f.name) for f in dataclasses.fields(Config)})
+
+
+def _type(field: dataclasses.Field[Any]) -> Any:
+  import typing
+
+  return typing.get_type_hints(Config)[field.name]
+
+
+def _whole(arg: str) -> str:
+  """1e7 and 1_000_000 as integers, where that is what they are."""
+  with contextlib.suppress(ValueError):
+    value = float(arg)
+    if value == int(value) and abs(value) >= 1000 and not arg.lstrip('-').isdigit():
+      return str(int(value))
+  return arg
+
+
+def new_run_dir(name: str) -> Path:
+  """A directory for a new run: runs/NAME-DATE-TIME."""
+  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
+  path = Path('runs') / f'{name}-{now}'
+  n = 1
+  while path.exists():
+    n += 1
+    path = Path('runs') / f'{name}-{now}-{n}'
+  return path
+
+
+def _join(options: dict[str, str]) -> None:
+  """Joins the other processes of a run, if there are any."""
+  given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
+  if not given:
+    return
+  if len(given) != 3:
+    raise UsageError('--coordinator, --num-processes and --process-id go together')
+  for name in given[1:]:
+    if not options[name].isdigit():
+      raise UsageError(f'{name} takes a whole number, not {options[name]!r}')
+  from podrace.topology import join_processes
+
+  join_processes(
+    options['--coordinator'], int(options['--num-processes']), int(options['--process-id'])
+  )
+
+
+# --- help, without importing what it tells of ---------------------------------------------------
+
+
+def train_help() -> str:
+  """The help of `train`: read from the source, since importing it would take seconds."""
+  lines = [
+    'podrace train [PRESET] [OPTIONS]: train an agent; without arguments, IMPALA on Catch',
+    '',
+    f'presets: {", ".join(PRESETS)} (see `podrace list`)',
+    '',
+    'options:',
+  ]
+  lines += [_row(name, value, help) for name, (value, help) in TRAIN_OPTIONS.items()]
+  lines += ['', 'the run (defaults of Config; presets have their own):']
+  here = Path(__file__).parent
+  lines += [_row(*f) for f in fields_of(here / 'config.py', 'Config', '--') if f[0] != '--agent']
+  for name, (module, cls) in AGENTS.items():
+    lines += ['', f'agent {name}:']
+    path = here.parent / (module.replace('.', '/') + '.py')
+    lines += [_row(*f) for f in fields_of(path, cls, '--agent.') if f[0] != '--agent.network']
+  lines += ['', 'the network of either:']
+  lines += [_row(*f) for f in fields_of(here / 'networks.py', 'ActorCritic', '--agent.network.')]
+  return '\n'.join(lines)
+
+
+def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
+  """Flag, value and help of a dataclass' fields, from its source: the comment is the help."""
+  source = path.read_text()
+  lines = source.splitlines()
+  tree = ast.parse(source)
+  body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls).body
+  found = []
+  for node in body:
+    if not isinstance(node, ast.AnnAssign) or 'Suppress' in ast.unparse(node.annotation):
+      continue
+    assert isinstance(node.target, ast.Name) and node.end_lineno is not None
+    comment = lines[node.end_lineno - 1].partition('  # ')[2]
+    following = lines[node.end_lineno].strip() if node.end_lineno < len(lines) else ''
+    if following.startswith('# ^ '):
+      comment = following[4:]
+    kind = ast.unparse(node.annotation).removeprefix('Annotated[').partition(', tyro')[0]
+    if kind.startswith('Literal['):
+      kind = '|'.join(str(v) for v in ast.literal_eval(f'({kind[8:-1]},)'))
+    if node.value is not None and not isinstance(node.value, ast.Call):
+      default = ast.literal_eval(node.value)
+      shown = ' '.join(map(str, default)) if isinstance(default, tuple) else str(default)
+      comment = f'{comment} (default {shown})'.strip()
+    found.append((prefix + flag(node.target.id), kind, comment))
+  return found
+
+
+def _row(name: str, value: str, help: str) -> str:
+  head = f'  {name} {value}'.rstrip()
+  if len(head) > 44:
+    return head + '\n' + textwrap.fill(help, 100, initial_indent=' ' * 46, subsequent_indent=' ' * 46)
+  return textwrap.fill(help, 100, initial_indent=head.ljust(46), subsequent_indent=' ' * 46) or head
+
+
+# --- eval, list ---------------------------------------------------------------------------------
+
+
+def evaluate(args: list[str]) -> int:
+  """podrace eval."""
+  if '-h' in args or '--help' in args:
+    print(EVAL_USAGE, end='')
+    return 0
+  values: dict[str, Any] = {'--episodes': 100, '--seed': 0, '--max-steps': 1_000_000}
+  sample, positional = False, []
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name == '--sample':
+      sample = True
+    elif name in values:
+      text = value if equals else next(remaining, '')
+      if not text.isdigit():
+        raise UsageError(f'{name} takes a whole number, not {text!r}')
+      values[name] = int(text)
+    elif name.startswith('-'):
+      raise unknown('option', name, [*values, '--sample'])
+    else:
+      positional.append(arg)
+  if len(positional) != 1:
+    raise UsageError(f'eval takes one run directory, not {len(positional)}: {EVAL_USAGE}')
+  from podrace.evaluate import evaluate as run_evaluation
+
+  result = run_evaluation(
+    Path(positional[0]), values['--episodes'], values['--seed'], sample, values['--max-steps']
+  )
+  print(json.dumps(result))
+  return 0
+
+
+def list_names(args: list[str]) -> int:
+  """podrace list."""
+  if '-h' in args or '--help' in args:
+    print('podrace list: presets, agents and environments')
+    return 0
+  if args:
+    raise UsageError(f'list takes no arguments, not {" ".join(args)}')
+  from podrace import envs
+
+  print('presets:')
+  for name, preset in PRESETS.items():
+    print(f'  {name:24}{(preset.__doc__ or "").splitlines()[0]}')
+  print('\nagents:')
+  for name, (module, _) in AGENTS.items():
+    path = Path(__file__).parent.parent / (module.replace('.', '/') + '.py')
+    print(f'  {name:24}{(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]}')
+  print('\nenvironments (LIB:NAME):')
+  for library, names in envs.names().items():
+    print(textwrap.fill(' '.join(f'{library}:{n}' for n in names), 100, initial_indent='  ', subsequent_indent='    ', break_on_hyphens=False))
+  return 0
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,175 @@
+"""What a run is made of. Importing this does not import jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from podrace.agents import AGENTS
+
+VERSION = 1  # of config.json
+
+
+class UsageError(ValueError):
+  """Bad usage or input; the message is for the user. The command line exits with 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """One run, exactly; recorded as config.json."""
+
+  agent: Any  # a frozen dataclass; its fields are --agent.FIELD
+  env: str = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
+  architecture: Literal['anakin', 'sebulba'] = 'anakin'
+  num_envs: int = 64  # over all devices; each seed has so many
+  unroll_length: int = 16  # environment steps between updates
+  total_steps: int = 1_000_000  # environment steps, of each seed
+  seed: int = 0
+  seeds: int = 1  # independent agents trained in one program, from seed, seed + 1, ...
+  devices: int | None = None  # how many; None: all
+  log_every: int = 0  # steps between lines of metrics.jsonl; 0: a hundredth of the run
+  checkpoint_every: int = 0  # steps between checkpoints; 0: about a minute
+  keep: int = 3  # how many checkpoints
+
+  @property
+  def steps_per_update(self) -> int:
+    return self.num_envs * self.unroll_length
+
+  @property
+  def total_updates(self) -> int:
+    return -(-self.total_steps // self.steps_per_update)
+
+  def updates(self, steps: int) -> int:
+    """`steps` in updates, at least 1."""
+    return max(1, round(steps / self.steps_per_update))
+
+
+def validate(config: Config) -> None:
+  """Raises UsageError for numbers that can't be right."""
+  for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep'):
+    value = getattr(config, name)
+    if value < 1:
+      raise UsageError(f'--{flag(name)} must be at least 1, not {value}')
+  for name in ('log_every', 'checkpoint_every', 'seed'):
+    value = getattr(config, name)
+    if value < 0:
+      raise UsageError(f'--{flag(name)} must not be negative, not {value}')
+  if config.architecture != 'anakin':
+    raise UsageError(
+      f'--architecture {config.architecture}: only anakin is there yet (environments in JAX)'
+    )
+
+
+def flag(field: str) -> str:
+  """A field's name on the command line."""
+  return field.rstrip('_').replace('_', '-')
+
+
+def unknown(kind: str, came: str, known: Iterable[str]) -> UsageError:
+  """The error for a name that isn't one, with the nearest that are."""
+  known = sorted(known)
+  near = difflib.get_close_matches(came, known, n=3, cutoff=0.5)
+  hint = f'did you mean {" or ".join(near)}?' if near else f'there are {", ".join(known)}'
+  return UsageError(f'unknown {kind} {came!r}: {hint}')
+
+
+# --- config.json --------------------------------------------------------------------------------
+
+
+def agent_class(name: str) -> Any:
+  """The class of an agent: one of ours by its name, anybody's by `module:Class`."""
+  module, _, attribute = name.partition(':')
+  if not attribute:
+    if name not in AGENTS:
+      raise unknown('agent', name, AGENTS)
+    module, attribute = AGENTS[name]
+  return getattr(importlib.import_module(module), attribute)
+
+
+def agent_name(agent: Any) -> str:
+  """What `agent_class` takes."""
+  where = (type(agent).__module__, type(agent).__qualname__)
+  names = [name for name, known in AGENTS.items() if known == where]
+  return names[0] if names else ':'.join(where)
+
+
+def to_json(config: Config) -> dict[str, Any]:
+  """The exact record of a config."""
+  record = _plain(config)
+  record['agent'] = {'name': agent_name(config.agent), **record['agent']}
+  return {'version': VERSION, **record}
+
+
+def _plain(value: Any) -> Any:
+  if dataclasses.is_dataclass(value):
+    return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if _own(f)}
+  if isinstance(value, tuple | list):
+    return [_plain(v) for v in value]
+  if value is None or isinstance(value, bool | int | float | str):
+    return value
+  return {'repr': repr(value)}  # of somebody's own; can be compared, but not made again
+
+
+BOUND = ('observation_space', 'action_space', 'total_updates')  # derived from the rest of the run
+
+
+def _own(field: dataclasses.Field[Any]) -> bool:
+  return field.name not in BOUND
+
+
+def from_json(record: dict[str, Any]) -> Config:
+  """The config that `to_json` recorded.
+
+  Raises:
+    UsageError: if the record is of another version, or has other fields than the classes.
+  """
+  record = dict(record)
+  version = record.pop('version', None)
+  if version != VERSION:
+    raise UsageError(f'config.json has version {version}, expected {VERSION}')
+  agent = dict(record.pop('agent'))
+  return _make(Config, {**record, 'agent': _make(agent_class(agent.pop('name')), agent)})
+
+
+def _make(cls: Any, record: dict[str, Any]) -> Any:
+  hints = typing.get_type_hints(cls)
+  fields = {f.name for f in dataclasses.fields(cls) if _own(f)}
+  for name in record.keys() - fields:
+    raise unknown(f'field of {cls.__name__}', name, fields)
+  values = {}
+  for name, value in record.items():
+    if dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
+      value = _make(hints[name], value)
+    values[name] = tuple(value) if isinstance(value, list) else value
+  return cls(**values)
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = '') -> list[str]:
+  """A line for each setting in which two records differ."""
+  lines = []
+  for name in [*old, *(n for n in new if n not in old)]:
+    a, b = old.get(name), new.get(name)
+    if isinstance(a, dict) and isinstance(b, dict):
+      lines += differences(a, b, f'{prefix}{name}.')
+    elif a != b:
+      lines.append(f'{prefix}{name}: {json.dumps(a)} -> {json.dumps(b)}')
+  return lines
+
+
+# --- binding ------------------------------------------------------------------------------------
+
+
+def bind(agent: Any, env: Any, total_updates: int = 0) -> Any:
+  """`agent` for the spaces of `env` and the length of the run, where it has fields for them."""
+  changes: dict[str, Any] = {}
+  fields = {f.name for f in dataclasses.fields(agent)}
+  if 'network' in fields and hasattr(agent.network, 'bind'):
+    changes['network'] = agent.network.bind(env.observation_space, env.action_space)
+  if 'total_updates' in fields:
+    changes['total_updates'] = total_updates
+  return dataclasses.replace(agent, **changes)

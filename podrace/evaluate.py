@@ -1,0 +1,150 @@
+"""Evaluation: episodes of a trained agent, each counted once, none favoured for being short."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from podrace import envs
+from podrace.checkpoint import CheckpointError, Checkpoints
+from podrace.config import Config, UsageError, bind
+from podrace.envs.base import batch
+from podrace.run import RunError, load_config
+from podrace.types import Agent, Array, Environment, TimeStep
+
+AT_ONCE = 512  # environments stepped together
+CHUNK = 1000  # steps per call, so that a signal is noticed
+
+
+def episode_returns(
+  agent: Agent,
+  env: Environment,
+  params: Any,
+  episodes: int,
+  key: Array,
+  max_steps: int = 1_000_000,
+) -> np.ndarray:
+  """The returns [episodes] f64 of so many environments' first episodes.
+
+  Taking the first episode of each, and not the first that end, keeps long ones in.
+
+  Raises:
+    RunError: if an episode is still going after `max_steps`.
+  """
+  found = []
+  for start in range(0, episodes, AT_ONCE):
+    n = min(AT_ONCE, episodes - start)
+    found.append(_round(agent, env, params, n, jax.random.fold_in(key, start), max_steps))
+  return np.concatenate(found)
+
+
+def _round(
+  agent: Agent, env: Environment, params: Any, n: int, key: Array, max_steps: int
+) -> np.ndarray:
+  both = batch(env, n)
+
+  def begin(key: Array) -> Any:
+    env_state, timestep = both.reset(key)
+    state = agent.initial_state(jnp.arange(n, dtype=jnp.int32))
+    return env_state, timestep, state, jnp.zeros([n]), jnp.zeros([n], bool)
+
+  def step(params: Any, carry: Any, key: Array) -> Any:
+    env_state, timestep, state, total, done = carry
+    act_key, env_key = jax.random.split(key)
+    output, state = agent.act(params, state, timestep, act_key)
+    env_state, timestep = both.step(env_state, output.action, env_key)
+    timestep: TimeStep
+    total = total + jnp.where(done, 0.0, timestep.reward)
+    return env_state, timestep, state, total, done | timestep.last
+
+  @functools.partial(jax.jit, donate_argnums=1)
+  def chunk(params: Any, carry: Any, t: Array, key: Array) -> Any:
+    def going(x: Any) -> Array:
+      t, carry = x
+      return (t % CHUNK != 0) & ~jnp.all(carry[-1])
+
+    def body(x: Any) -> Any:
+      t, carry = x
+      return t + 1, step(params, carry, jax.random.fold_in(key, t))
+
+    return lax.while_loop(going, body, body((t, carry)))
+
+  begin_key, run_key = jax.random.split(key)
+  t, carry = jnp.int32(0), jax.jit(begin)(begin_key)
+  while not np.all(carry[-1]):
+    if t >= max_steps:
+      raise RunError(f'{int(np.sum(~carry[-1]))} of {n} episodes have not ended in {t} steps')
+    t, carry = chunk(params, carry, t, run_key)
+  return np.asarray(carry[-2], np.float64)
+
+
+def evaluate(
+  run_dir: Path, episodes: int, seed: int = 0, sample: bool = False, max_steps: int = 1_000_000
+) -> dict[str, Any]:
+  """Evaluates the newest good checkpoint of a run; `sample` acts as in training, else greedily.
+
+  Raises:
+    UsageError: if there is no run or no checkpoint.
+  """
+  if episodes < 1:
+    raise UsageError(f'--episodes must be at least 1, not {episodes}')
+  config = load_config(run_dir)
+  env = envs.make(config.env)
+  agent = bind(config.agent, env)
+  step, params, skipped = _newest_params(config, agent, run_dir)
+  acting = agent if sample else dataclasses.replace(agent, greedy=True)
+  by_seed = [
+    episode_returns(
+      acting,
+      env,
+      jax.tree.map(lambda x, i=i: x[i], params) if config.seeds > 1 else params,
+      episodes,
+      jax.random.fold_in(jax.random.key(seed), i),
+      max_steps,
+    )
+    for i in range(config.seeds)
+  ]
+  returns = np.concatenate(by_seed)
+  result: dict[str, Any] = {
+    'episode_return_mean': float(returns.mean()),
+    'episode_return_std': float(returns.std()),
+    'episodes': len(returns),
+    'step': step,
+  }
+  if config.seeds > 1:
+    result['episode_return_mean_by_seed'] = [float(r.mean()) for r in by_seed]
+  if skipped:
+    result['damaged_checkpoints_skipped'] = skipped
+  return result
+
+
+def _newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any, list[int]]:
+  device = jax.local_devices()[0]
+  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), config.seeds))
+
+  def params(keys: Array) -> Any:
+    return jax.vmap(agent.init)(keys).params if config.seeds > 1 else agent.init(keys[0]).params
+
+  one = jax.sharding.SingleDeviceSharding(device)
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), jax.eval_shape(params, keys)
+  )
+  if not (run_dir / 'checkpoints').is_dir():
+    raise UsageError(f'{run_dir} has no checkpoints yet')
+  checkpoints = Checkpoints(run_dir / 'checkpoints', writes=False)
+  skipped: list[int] = []
+  for step in checkpoints.steps():
+    try:
+      return step, checkpoints.restore(step, shapes).params, skipped
+    except CheckpointError:
+      skipped.append(step)
+  if not skipped:
+    raise UsageError(f'{run_dir} has no checkpoint yet')
+  raise RunError(f'none of the {len(skipped)} checkpoints in {run_dir} can be read')

@@ -1,0 +1,178 @@
+"""Where a run's numbers go: metrics.jsonl always, the terminal, and other sinks on request."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from podrace.config import UsageError, unknown
+
+Line = dict[str, Any]
+
+
+class Sink(Protocol):
+  """Takes the lines of metrics.jsonl."""
+
+  def write(self, line: Line) -> None: ...
+  def close(self) -> None: ...
+
+
+class JsonLines:
+  """metrics.jsonl: one object a line, each step once, also across interruptions."""
+
+  def __init__(self, path: Path, resumed_at: int) -> None:
+    """Drops what an interrupted run wrote after the checkpoint that it goes on from."""
+    self._path = path
+    kept = [json.dumps(line) + '\n' for line in read(path) if line['step'] <= resumed_at]
+    draft = path.with_suffix('.jsonl.new')
+    draft.write_text(''.join(kept))
+    os.replace(draft, path)
+    self._file = path.open('a')
+
+  def write(self, line: Line) -> None:
+    self._file.write(json.dumps(line, allow_nan=False) + '\n')
+    self._file.flush()
+
+  def sync(self) -> None:
+    """Returns when the lines are on disk; before a checkpoint that counts on them."""
+    os.fsync(self._file.fileno())
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def read(path: Path) -> list[Line]:
+  """The lines of a metrics.jsonl; a last line that was cut off is left out."""
+  if not path.exists():
+    return []
+  lines = path.read_text().split('\n')
+  if lines.pop():  # no newline behind it: the run died while writing it
+    pass
+  return [json.loads(line) for line in lines]
+
+
+class TensorBoard:
+  """Event files in the run directory, through tensorboardX."""
+
+  def __init__(self, run_dir: Path, resumed_at: int) -> None:
+    try:
+      from tensorboardX import SummaryWriter
+    except ImportError as e:
+      raise UsageError(missing('tensorboard')) from e
+    self._writer = SummaryWriter(str(run_dir / 'tensorboard'), purge_step=resumed_at + 1)
+
+  def write(self, line: Line) -> None:
+    for name, value in numbers(line).items():
+      self._writer.add_scalar(name, value, line['step'])
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+class WandB:
+  """Weights & Biases; its own environment variables (WANDB_MODE, ...) apply."""
+
+  def __init__(self, run_dir: Path, resumed_at: int) -> None:
+    del resumed_at  # W&B itself ignores steps that it has
+    try:
+      import wandb
+    except ImportError as e:
+      raise UsageError(missing('wandb')) from e
+    name = run_dir.absolute().name
+    self._run = wandb.init(
+      project=os.environ.get('WANDB_PROJECT', 'podrace'),
+      id=''.join(c if c.isalnum() or c in '-_' else '-' for c in name),
+      name=name,
+      dir=str(run_dir),
+      resume='allow',
+    )
+
+  def write(self, line: Line) -> None:
+    self._run.log(numbers(line), step=line['step'])
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+def numbers(line: Line) -> dict[str, float]:
+  """The numbers in a line, by name; lists and what has no value left out."""
+  return {k: v for k, v in line.items() if isinstance(v, int | float) and k != 'step'}
+
+
+def missing(extra: str) -> str:
+  """What to say when a library that an extra installs is not there."""
+  return f"sink {extra!r} needs the extra {extra!r}: pip install 'podrace[{extra}]'"
+
+
+SINKS: dict[str, Callable[[Path, int], Sink]] = {'tensorboard': TensorBoard, 'wandb': WandB}
+
+
+def open_sink(name: str, run_dir: Path, resumed_at: int) -> Sink:
+  """The sink called `name`."""
+  if name not in SINKS:
+    raise unknown('sink', name, SINKS)
+  return SINKS[name](run_dir, resumed_at)
+
+
+# --- the terminal -------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+  """h:mm:ss."""
+  minutes, s = divmod(round(max(seconds, 0)), 60)
+  return f'{minutes // 60}:{minutes % 60:02d}:{s:02d}'
+
+
+class Terminal:
+  """Progress: a live line on a terminal; elsewhere plain lines, one in two seconds at most."""
+
+  def __init__(self, total_steps: int, seeds: int = 1, file: TextIO | None = None) -> None:
+    self._file = file or sys.stderr
+    self._total, self._seeds = total_steps, seeds
+    self._live = None
+    self._last: Line = {}
+    self._printed = 0.0
+    if self._file.isatty():
+      from rich.console import Console
+      from rich.live import Live
+
+      self._live = Live(console=Console(file=self._file), refresh_per_second=4)
+      self._live.start()
+
+  def say(self, message: str) -> None:
+    """A line that stays."""
+    if self._live:
+      self._live.console.print(message, highlight=False, markup=False)
+    else:
+      print(message, file=self._file, flush=True)
+
+  def progress(self, step: int, steps_per_s: float) -> None:
+    """How far the run is; only on a terminal."""
+    if self._live:
+      self._live.update(self._text(step, steps_per_s))
+
+  def write(self, line: Line) -> None:
+    self._last = line
+    text = self._text(line['step'], line['steps_per_s'])
+    if self._live:
+      self._live.update(text)
+    elif line['step'] >= self._total or time.monotonic() - self._printed > 2:
+      self._printed = time.monotonic()
+      print(text, file=self._file, flush=True)
+
+  def _text(self, step: int, steps_per_s: float) -> str:
+    left = (self._total - step) * self._seeds / steps_per_s if steps_per_s > 0 else 0
+    text = f'step {step:,} of {self._total:,} ({step / self._total:.0%})'
+    if self._last.get('episode_return') is not None:
+      text += f'  return {self._last["episode_return"]:.2f}'
+      text += f'  length {self._last["episode_length"]:.1f}'
+    return text + f'  {steps_per_s:,.0f} steps/s  {duration(left)} left'
+
+  def close(self) -> None:
+    if self._live:
+      self._live.stop()

@@ -1,0 +1,532 @@
+"""One run on the host: start or resume, step, log, checkpoint, stop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from podrace import __version__, envs, metrics
+from podrace.anakin import Anakin, State
+from podrace.checkpoint import CheckpointError, Checkpoints, read_json
+from podrace.config import Config, UsageError, bind, differences, from_json, to_json, validate
+from podrace.replay import on_policy
+from podrace.topology import learner_mesh
+
+CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
+CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
+
+
+class RunError(Exception):
+  """The run can't go on; the message is for the user. The command line exits with 1."""
+
+
+class Stopped(Exception):
+  """A signal ended the run; all that there was to save is saved."""
+
+  def __init__(self, signum: int) -> None:
+    super().__init__(signal.Signals(signum).name)
+    self.signum = signum
+
+
+@dataclasses.dataclass
+class Clock:
+  """Where the time of a run went, over all its lives."""
+
+  busy_s: float = 0.0  # in the compiled program
+  steps: int = 0  # made in `busy_s`
+
+
+class Stop:
+  """Notices SIGTERM and SIGINT while it is entered; a second Ctrl-C interrupts at once."""
+
+  def __init__(self) -> None:
+    self.signum = 0
+    self._previous: dict[int, Any] = {}
+
+  def __enter__(self) -> Stop:
+    if threading.current_thread() is threading.main_thread():
+      for signum in (signal.SIGTERM, signal.SIGINT):
+        self._previous[signum] = signal.signal(signum, self._handle)
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    for signum, handler in self._previous.items():
+      signal.signal(signum, handler)
+
+  def _handle(self, signum: int, frame: Any) -> None:
+    if self.signum and signum == signal.SIGINT:
+      raise KeyboardInterrupt
+    self.signum = signum
+
+  def during(self, work: Callable[[], Any]) -> Any:
+    """The result of `work`, which can't be interrupted and so runs beside.
+
+    Raises:
+      Stopped: if a signal came first; `work` is left to itself.
+    """
+    result: list[Any] = []
+    error: list[BaseException] = []
+
+    def target() -> None:
+      try:
+        result.append(work())
+      except BaseException as e:
+        error.append(e)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    while thread.is_alive():
+      thread.join(0.1)
+      if self.signum and jax.process_count() == 1:
+        raise Stopped(self.signum)
+    if error:
+      raise error[0]
+    return result[0]
+
+
+class Pace:
+  """How many updates a call may make so that it takes about CALL_SECONDS."""
+
+  def __init__(self) -> None:
+    self._seconds = 0.0  # of one update
+
+  def updates(self) -> int:
+    return max(1, int(CALL_SECONDS / self._seconds)) if self._seconds else 1
+
+  def observe(self, updates: int, seconds: float) -> None:
+    self._seconds = seconds / updates
+
+
+def params_sha256(params: Any) -> str:
+  """A hash over the parameter leaves' paths, dtypes, shapes and bytes, in path order."""
+  leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+  digest = hashlib.sha256()
+  for path, leaf in sorted(leaves.items()):
+    array = np.asarray(leaf.addressable_data(0))
+    digest.update(f'{path} {array.dtype} {array.shape}\n'.encode())
+    digest.update(np.ascontiguousarray(array).tobytes())
+  return digest.hexdigest()
+
+
+def shapes_sha256(state: Any) -> str:
+  """A hash over the paths, dtypes and shapes of a state."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  text = '\n'.join(f'{jax.tree_util.keystr(p)} {x.dtype} {x.shape}' for p, x in leaves)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def machine() -> dict[str, Any]:
+  """What bitwise equality of a resumed run depends on."""
+  return {
+    'device': jax.devices()[0].device_kind,
+    'devices': len(jax.devices()),
+    'cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
+    'jax': jax.__version__,
+    'podrace': __version__,
+  }
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+  """Keeps a second run out of the directory for as long as this one lives."""
+  with (run_dir / 'lock').open('w') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+      raise UsageError(f'{run_dir} is in use by another run that is still going') from None
+    yield
+
+
+def compare_config(config: Config, run_dir: Path) -> None:
+  """Raises UsageError if the run directory records another configuration, with the difference."""
+  old = read_json(run_dir / 'config.json')
+  if old is not None and (changes := differences(old, to_json(config))):
+    raise UsageError(
+      f'{run_dir} holds a run with another configuration:\n  '
+      + '\n  '.join(changes)
+      + '\ngive --override to go on with the new one, or another --run-dir'
+    )
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Writes a JSON file whole or not at all."""
+  draft = path.with_name(path.name + '.new')
+  draft.write_text(json.dumps(value, indent=2) + '\n')
+  os.replace(draft, path)
+
+
+def load_config(run_dir: Path) -> Config:
+  """The config that a run directory records.
+
+  Raises:
+    UsageError: if there is none.
+  """
+  record = read_json(run_dir / 'config.json')
+  if record is None:
+    raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
+  return from_json(record)
+
+
+def build(config: Config) -> Anakin:
+  """The program that a config describes.
+
+  Raises:
+    ValueError: with the numbers, where they don't fit each other.
+  """
+  validate(config)
+  env = envs.make(config.env)
+  agent = bind(config.agent, env, config.total_updates)
+  mesh = learner_mesh(config.devices)
+  return Anakin(
+    agent, env, on_policy(), mesh, config.num_envs, config.unroll_length, config.seeds
+  )
+
+
+def train(
+  config: Config,
+  run_dir: Path,
+  override: bool = False,
+  sinks: tuple[str, ...] = (),
+  quiet: bool = False,
+) -> dict[str, Any]:
+  """Trains, from the beginning or from the newest good checkpoint; returns the summary.
+
+  Raises:
+    UsageError, ValueError: if the config is wrong, or not that of the run in `run_dir`.
+    RunError: if the run can't go on: the loss is not finite, or the disk is full.
+    Stopped: on SIGTERM or SIGINT, after saving.
+  """
+  validate(config)
+  leader = jax.process_index() == 0
+  run_dir.mkdir(parents=True, exist_ok=True)
+  terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
+  say = (lambda message: None) if quiet or not leader else terminal.say
+  with contextlib.ExitStack() as stack:
+    stack.callback(terminal.close)
+    if leader:
+      stack.enter_context(locked(run_dir))
+    if not override:
+      compare_config(config, run_dir)
+    program = build(config)
+    summary = read_json(run_dir / 'summary.json')
+    if summary is not None and summary['step'] >= config.total_steps:
+      say(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
+      return summary
+    stop = stack.enter_context(Stop())
+    try:
+      return _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
+    except OSError as e:
+      raise RunError(f'{run_dir}: {e}; what was saved before is kept') from e
+    except CheckpointError as e:
+      raise RunError(f'{e}; the checkpoints before it are kept') from e
+
+
+class _Run:
+  """The loop of `train`, and what it keeps an eye on."""
+
+  def __init__(
+    self,
+    config: Config,
+    program: Anakin,
+    run_dir: Path,
+    stop: Stop,
+    terminal: metrics.Terminal,
+    say: Callable[[str], None],
+    sinks: tuple[str, ...],
+    quiet: bool,
+  ) -> None:
+    self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
+    self.terminal, self.say, self.sink_names, self.quiet = terminal, say, sinks, quiet
+    self.leader = jax.process_index() == 0
+    self.clock = Clock()
+    self.since_line = Clock()  # what the current line of metrics is about
+    self.compile_s = 0.0
+    self.saved = -1  # the step of the newest checkpoint
+    self.wall_before = 0.0  # seconds, of earlier lives
+    self.born = time.perf_counter()
+
+  def go(self, stack: contextlib.ExitStack) -> dict[str, Any]:
+    config = self.config
+    self.checkpoints = Checkpoints(self.run_dir / 'checkpoints', config.keep)
+    stack.callback(self.checkpoints.close)
+    started = time.perf_counter()
+    self.say(f'compiling {config.env} for {self.program.mesh.size} device(s) ...')
+    run, read_log, health = self.stop.during(self.compile)
+    self.compile_s = time.perf_counter() - started
+    self.say(f'compiled in {self.compile_s:.1f} s')
+    state = self.restore()
+    if self.leader:
+      write_json(self.run_dir / 'config.json', to_json(config))
+    if state is None:
+      keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
+      state = self.program.init(keys)
+    self.open_sinks(stack)
+    try:
+      state = self.loop(state, run, read_log, health)
+    except BaseException:
+      with contextlib.suppress(CheckpointError):
+        self.checkpoints.wait()
+      raise
+    self.checkpoints.wait()
+    return self.finish(state)
+
+  @property
+  def wall_s(self) -> float:
+    """Seconds that the run has taken, over all its lives, without the time between them."""
+    return self.wall_before + time.perf_counter() - self.born
+
+  def compile(self) -> tuple[Any, Any, Any]:
+    """The three programs of the loop, ahead of time."""
+    shapes = self.program.shapes
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    return (
+      self.program.run.lower(shapes, one).compile(),
+      self.program.read_log.lower(shapes).compile(),
+      self.program.health.lower(shapes).compile(),
+    )
+
+  def open_sinks(self, stack: contextlib.ExitStack) -> None:
+    self.sinks: list[metrics.Sink] = []
+    self.lines: metrics.JsonLines | None = None
+    if not self.leader:
+      return
+    step = max(self.saved, 0)
+    self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
+    stack.callback(self.lines.close)
+    self.sinks = [self.lines]
+    for name in self.sink_names:
+      sink = metrics.open_sink(name, self.run_dir, step)
+      stack.callback(sink.close)
+      self.sinks.append(sink)
+    if not self.quiet:
+      self.sinks.append(self.terminal)
+
+  # --- the loop ---------------------------------------------------------------------------------
+
+  def loop(self, state: State, run: Any, read_log: Any, health: Any) -> State:
+    config, pace = self.config, Pace()
+    per_line = config.updates(config.log_every or config.total_steps / 100)
+    per_save = config.updates(config.checkpoint_every) if config.checkpoint_every else 0
+    update, total = self.updates_done(state), config.total_updates
+    last_save = time.perf_counter()
+    while update < total:
+      began = time.perf_counter()
+      goals = [total, _next(update, per_line)] + ([_next(update, per_save)] if per_save else [])
+      n, stop, save = self.agree(
+        min(min(goals) - update, pace.updates()),
+        self.stop.signum,
+        time.perf_counter() - last_save > CHECKPOINT_SECONDS,
+      )
+      state = jax.block_until_ready(run(state, np.int32(n)))
+      broken, finite = jax.device_get(health(state))
+      seconds = time.perf_counter() - began
+      pace.observe(n, seconds)
+      update += n
+      self.account(n, seconds)
+      self.check_health(broken, finite, update)
+      if update % per_line == 0 or update == total:
+        summary, state = read_log(state)
+        self.log(update, jax.device_get(summary))
+      elif not self.quiet:
+        self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
+      due = update % per_save == 0 if per_save else save
+      if due or stop or update == total:
+        self.save(update, state)
+        last_save = time.perf_counter()
+      if stop and update < total:
+        self.checkpoints.wait()
+        raise Stopped(stop)
+    return state
+
+  def agree(self, updates: int, signum: int, save: bool) -> tuple[int, int, bool]:
+    """The same decisions on all processes: the first one's, and anybody's signal."""
+    if jax.process_count() == 1:
+      return updates, signum, save
+    told = multihost_utils.process_allgather(np.array([updates, signum, save], np.int32))
+    return int(told[0, 0]), int(told[:, 1].max()), bool(told[0, 2])
+
+  def account(self, updates: int, seconds: float) -> None:
+    steps = updates * self.config.steps_per_update * self.config.seeds
+    for clock in (self.clock, self.since_line):
+      clock.busy_s += seconds
+      clock.steps += steps
+
+  @staticmethod
+  def rate(clock: Clock) -> float:
+    return clock.steps / clock.busy_s if clock.busy_s else 0.0
+
+  def check_health(self, broken: Any, finite: Any, update: int) -> None:
+    """Ends the run if the loss or the parameters are not finite any more."""
+    bad = [int(b) for b in np.atleast_1d(broken) if b >= 0]
+    if not bad and np.all(finite):
+      return
+    per_update = self.config.steps_per_update
+    if bad:
+      what = f'the loss is NaN or infinite at step {(min(bad) + 1) * per_update:,}'
+    else:
+      what = f'a parameter is NaN or infinite at step {update * per_update:,}'
+    kept = f'the last good checkpoint is step {self.saved:,}' if self.saved >= 0 else (
+      'there is no checkpoint yet'
+    )
+    raise RunError(f'{what}; {kept}, in {self.run_dir / "checkpoints"}')
+
+  def log(self, update: int, summary: dict[str, Any]) -> None:
+    """Writes a line of metrics."""
+    episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
+    total = int(episodes.sum())
+
+    def mean(name: str) -> float | None:
+      return float(np.sum(summary[name], dtype=np.float64)) / total if total else None
+
+    episode_return, square = mean('return_sum'), mean('return_square')
+    std = None
+    if episode_return is not None and square is not None:
+      std = math.sqrt(max(square - episode_return**2, 0.0))
+    line: metrics.Line = {
+      'step': update * self.config.steps_per_update,
+      'wall_s': round(self.wall_s, 3),
+      'steps_per_s': round(self.rate(self.since_line), 1),
+      'episode_return': episode_return,
+      'episode_return_std': std,
+      'episode_length': mean('length_sum'),
+      'episodes': total,
+    }
+    if self.config.seeds > 1:
+      sums = np.asarray(summary['return_sum'], np.float64)
+      line['episode_return_by_seed'] = [
+        float(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
+      ]
+      line['episodes_by_seed'] = episodes.tolist()
+    line |= {name: float(np.mean(x)) for name, x in summary['metrics'].items()}
+    self.since_line = Clock()
+    for sink in self.sinks:
+      sink.write(line)
+
+  # --- checkpoints ------------------------------------------------------------------------------
+
+  def save(self, update: int, state: State) -> None:
+    step = update * self.config.steps_per_update
+    if step == self.saved:
+      return
+    if self.lines:
+      self.lines.sync()
+    meta = {
+      'update': update,
+      'wall_s': self.wall_s,
+      'clock': dataclasses.asdict(self.clock),
+      'since_line': dataclasses.asdict(self.since_line),
+      'machine': machine(),
+      'mesh': self.program.mesh.size,
+      'shapes': shapes_sha256(self.program.shapes),
+    }
+    params, rest = _split(state)
+    self.checkpoints.save(step, params, rest, meta)
+    self.saved = step
+
+  def restore(self) -> State | None:
+    """The newest checkpoint that is whole; None if there is none at all."""
+    params, rest = _split(self.program.shapes)
+    steps = self.checkpoints.steps()
+    for step in steps:
+      try:
+        self.check_fits(self.checkpoints.meta(step))
+        found = self.checkpoints.restore(step, params, rest)
+      except CheckpointError as e:
+        if jax.process_count() > 1:
+          raise
+        aside = self.checkpoints.set_aside(step)
+        self.say(f'damaged: {e}\nmoved to {aside}; trying the one before')
+        continue
+      meta = found.meta
+      self.saved = step
+      self.wall_before = meta['wall_s']
+      self.clock, self.since_line = Clock(**meta['clock']), Clock(**meta['since_line'])
+      self.say(f'resuming at step {step:,}')
+      here = machine()
+      if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
+        self.say(f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit')
+      return found.rest._replace(train=found.rest.train._replace(params=found.params))
+    if steps:
+      raise RunError(f'none of the {len(steps)} checkpoints in {self.run_dir} can be read')
+    return None
+
+  def check_fits(self, meta: dict[str, Any]) -> None:
+    """Raises UsageError if a checkpoint is whole but of another program's state."""
+    if meta['mesh'] != self.program.mesh.size:
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]} device(s), '
+        f'this run has {self.program.mesh.size}: give --devices {meta["mesh"]}'
+      )
+    if meta['shapes'] != shapes_sha256(self.program.shapes):
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
+        'network, the environment or --num-envs has changed; start afresh in another --run-dir'
+      )
+
+  def updates_done(self, state: State) -> int:
+    return int(np.atleast_1d(jax.device_get(state.update))[0])
+
+  def finish(self, state: State) -> dict[str, Any]:
+    """The summary, written once the last checkpoint is on disk."""
+    summary = {
+      'step': self.updates_done(state) * self.config.steps_per_update,
+      **final_return(self.run_dir / 'metrics.jsonl'),
+      'steps_per_s': round(self.rate(self.clock), 1),
+      'compile_s': round(self.compile_s, 3),
+      'wall_s': round(self.wall_s, 3),
+      'params_sha256': params_sha256(state.train.params),
+      'machine': machine(),
+    }
+    if self.leader:
+      write_json(self.run_dir / 'summary.json', summary)
+    return summary
+
+
+def final_return(path: Path) -> dict[str, Any]:
+  """The mean return of the episodes that ended in the last tenth of the run."""
+  lines = metrics.read(path)
+  start = 0.9 * lines[-1]['step'] if lines else 0
+  tail = [line for line in lines if line['step'] > start and line['episodes']]
+  if not tail:
+    tail = [line for line in lines if line['episodes']][-1:]
+  episodes = sum(line['episodes'] for line in tail)
+  if not episodes:
+    return {'episode_return': None, 'episodes': 0}
+  total = sum(line['episode_return'] * line['episodes'] for line in tail)
+  result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
+  if 'episode_return_by_seed' in tail[-1]:
+    pairs = [
+      [
+        (line['episode_return_by_seed'][i] or 0.0, line['episodes_by_seed'][i]) for line in tail
+      ]
+      for i in range(len(tail[-1]['episodes_by_seed']))
+    ]
+    result['episode_return_by_seed'] = [
+      sum(r * n for r, n in seed) / max(sum(n for _, n in seed), 1) for seed in pairs
+    ]
+  return result
+
+
+def _next(update: int, every: int) -> int:
+  return (update // every + 1) * every
+
+
+def _split(state: State) -> tuple[Any, State]:
+  """The parameters, and the state without them: what a checkpoint keeps apart."""
+  return state.train.params, state._replace(train=state.train._replace(params=()))
