@@ -12,11 +12,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import common
 import jax
 import numpy as np
 import rejax
-
-import common
 
 
 class Peer:

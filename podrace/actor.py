@@ -12,14 +12,14 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace.envs.base import Batch
-from podrace.topology import AXIS
+from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
 
 
 class Episodes(NamedTuple):
   """Episodes finished so far, counted by environment: [B] each. Every one is counted once."""
 
-  count: Array  # i32
+  count: Array  # type: ignore[assignment]  # i32
   return_sum: Array  # f32
   return_square: Array  # f32
   length_sum: Array  # i32 steps of the environment, the resetting one not among them
@@ -113,8 +113,7 @@ def actor_on_mesh(
     key = jax.random.fold_in(key, lax.axis_index(AXIS))
     return unroll(agent, env, params, actor, key, length)
 
-  timed, flat = P(None, AXIS), P(AXIS)
-  trajectory = Trajectory(timed, timed, flat, flat)
+  flat = P(AXIS)
   return (
     jax.shard_map(
       local_begin, mesh=mesh, in_specs=(flat, P()), out_specs=flat, check_vma=False
@@ -123,7 +122,7 @@ def actor_on_mesh(
       local_unroll,
       mesh=mesh,
       in_specs=(P(), flat, P()),
-      out_specs=(flat, trajectory),
+      out_specs=(flat, TRAJECTORY_SPECS),
       check_vma=False,
     ),
   )

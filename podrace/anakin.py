@@ -93,7 +93,7 @@ class Anakin:
     """A State of shapes, dtypes and shardings: what `init` makes and a checkpoint holds."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.seeds))
     split = P(None, topology.AXIS) if self.seeds > 1 else P(topology.AXIS)
-    specs = State(P(), split, split, P(), P(), P())
+    specs = (P(), split, split, P(), P(), P())  # of State's fields
 
     def place(spec: P, tree: Any) -> Any:
       sharding = NamedSharding(self.mesh, spec)

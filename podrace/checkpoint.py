@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from podrace.config import UsageError
 from podrace.types import Array
 
 
@@ -65,8 +67,9 @@ class Checkpoints:
   """The checkpoints of one run directory, by step; the last `keep` are kept."""
 
   def __init__(self, directory: Path, keep: int = 3, writes: bool = True) -> None:
-    logging.getLogger('absl').setLevel(logging.ERROR)  # orbax tells of each save there
+    logging.getLogger('absl').setLevel(logging.CRITICAL)  # orbax tells there what it also raises
     self._directory = directory.absolute()
+    self.half_written = sorted(p.name for p in directory.glob('*.orbax-checkpoint-tmp*'))
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
       create=writes,
@@ -90,9 +93,9 @@ class Checkpoints:
     self.check()
     (params, rest), checksum = _snapshot((params, rest))
     args = ocp.args.Composite(
-      params=ocp.args.StandardSave(params),
-      rest=ocp.args.StandardSave(rest),
-      meta=ocp.args.JsonSave({**meta, 'step': step, 'fingerprint': int(checksum)}),
+      params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
+      rest=ocp.args.StandardSave((rest,)),
+      meta=ocp.args.JsonSave(_signed({**meta, 'step': step, 'fingerprint': int(checksum)})),
     )
     try:
       self._manager.save(step, args=args, force=True)
@@ -118,13 +121,19 @@ class Checkpoints:
     """What was saved with the checkpoint at `step`; raises CheckpointError if it can't be read."""
     try:
       args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-      return dict(self._manager.restore(step, args=args)['meta'])
+      meta = dict(self._manager.restore(step, args=args)['meta'])
     except Exception as e:
       raise self._unreadable(step, e) from e
+    if meta != _signed(meta):
+      raise self._wrong(step)
+    return meta
 
   def _unreadable(self, step: int, error: Exception) -> CheckpointError:
     reason = str(error).strip().splitlines() or [type(error).__name__]
     return CheckpointError(f'checkpoint {step} in {self._directory}: {reason[0][:300]}')
+
+  def _wrong(self, step: int) -> CheckpointError:
+    return CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
 
   def restore(self, step: int, params: Any, rest: Any = None) -> Restored:
     """Reads the checkpoint at `step` into trees of the given shapes and shardings.
@@ -134,20 +143,21 @@ class Checkpoints:
     Raises:
       CheckpointError: if it is damaged, or of other shapes.
     """
-    items = {'params': ocp.args.StandardRestore(params), 'meta': ocp.args.JsonRestore()}
+    meta = self.meta(step)
+    items = {'params': ocp.args.StandardRestore((params,))}
     if rest is not None:
-      items['rest'] = ocp.args.StandardRestore(rest)
+      items['rest'] = ocp.args.StandardRestore((rest,))
     try:
       found = self._manager.restore(step, args=ocp.args.Composite(**items))
-      restored = Restored(step, found['params'], found.get('rest'), dict(found['meta']))
+      (params,), (rest,) = found['params'], found.get('rest') or (None,)
     except Exception as e:
       raise self._unreadable(step, e) from e
     if rest is not None:
-      tree = (restored.params, restored.rest)
+      tree = (params, rest)
       checksum = int(_fingerprint_of(jax.tree.structure(tree))(tree))
-      if checksum != restored.meta.get('fingerprint'):
-        raise CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
-    return restored
+      if checksum != meta['fingerprint']:
+        raise self._wrong(step)
+    return Restored(step, params, rest, meta)
 
   def set_aside(self, step: int) -> Path:
     """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
@@ -169,6 +179,16 @@ class Checkpoints:
     self._manager.close()
 
 
+def _signed(meta: dict[str, Any]) -> dict[str, Any]:
+  """`meta` with a hash of all else that is in it."""
+  rest = {k: v for k, v in meta.items() if k != 'sha256'}
+  text = json.dumps(rest, sort_keys=True)
+  return {**rest, 'sha256': hashlib.sha256(text.encode()).hexdigest()}
+
+
 def read_json(path: Path) -> Any:
-  """A JSON file, or None if there is none."""
-  return json.loads(path.read_text()) if path.exists() else None
+  """A JSON file, or None if there is none; raises UsageError if it isn't JSON."""
+  try:
+    return json.loads(path.read_text()) if path.exists() else None
+  except ValueError as e:
+    raise UsageError(f'{path} is not JSON: {e}') from e

@@ -42,7 +42,7 @@ The last line printed is JSON: episode_return_mean, episode_return_std, episodes
 # What `train` takes besides the fields of Config. Value: what follows the flag, and its help.
 TRAIN_OPTIONS = {
   '--run-dir': ('DIR', 'where the run is kept; started again with the same one, it resumes'),
-  '--agent': ('NAME', f'{" or ".join(AGENTS)}, with its defaults (the preset has its own)'),
+  '--agent': ('NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'),
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress'),
@@ -111,14 +111,16 @@ def train(args: list[str]) -> int:
   if preset is not None and preset not in PRESETS:
     raise unknown('preset', preset, PRESETS)
   options, rest = split_options(args)
-  if '--agent' in options and options['--agent'] not in AGENTS:
-    raise unknown('agent', options['--agent'], AGENTS)
+  agent = options.get('--agent')
+  if agent is not None and agent not in AGENTS and ':' not in agent:
+    raise unknown('agent', agent, AGENTS)
+  sys.path.insert(0, '')  # for agents and environments of the user's own, as `python -m` does
   run_dir = Path(options['--run-dir']) if '--run-dir' in options else None
+  config = parse(base_config(preset, run_dir, agent), rest)
   _join(options)
 
   from podrace import run
 
-  config = parse(base_config(preset, run_dir, options.get('--agent')), rest)
   if run_dir is None:
     run_dir = new_run_dir(preset or config.env.partition(',')[0].replace(':', '-'))
   sinks = tuple(s for s in options.get('--sinks', '').split(',') if s)
@@ -194,7 +196,7 @@ def _type(field: dataclasses.Field[Any]) -> Any:
 
 def _whole(arg: str) -> str:
   """1e7 and 1_000_000 as integers, where that is what they are."""
-  with contextlib.suppress(ValueError):
+  with contextlib.suppress(ValueError, OverflowError):
     value = float(arg)
     if value == int(value) and abs(value) >= 1000 and not arg.lstrip('-').isdigit():
       return str(int(value))

@@ -59,6 +59,8 @@ def validate(config: Config) -> None:
     value = getattr(config, name)
     if value < 0:
       raise UsageError(f'--{flag(name)} must not be negative, not {value}')
+  if config.seed + config.seeds > 2**32:
+    raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
   if config.architecture != 'anakin':
     raise UsageError(
       f'--architecture {config.architecture}: only anakin is there yet (environments in JAX)'
@@ -88,7 +90,10 @@ def agent_class(name: str) -> Any:
     if name not in AGENTS:
       raise unknown('agent', name, AGENTS)
     module, attribute = AGENTS[name]
-  return getattr(importlib.import_module(module), attribute)
+  try:
+    return getattr(importlib.import_module(module), attribute)
+  except (ImportError, AttributeError) as e:
+    raise UsageError(f'no agent {name!r}: {e}') from e
 
 
 def agent_name(agent: Any) -> str:
@@ -128,12 +133,15 @@ def from_json(record: dict[str, Any]) -> Config:
   Raises:
     UsageError: if the record is of another version, or has other fields than the classes.
   """
-  record = dict(record)
-  version = record.pop('version', None)
+  version = record.get('version') if isinstance(record, dict) else None
   if version != VERSION:
     raise UsageError(f'config.json has version {version}, expected {VERSION}')
-  agent = dict(record.pop('agent'))
-  return _make(Config, {**record, 'agent': _make(agent_class(agent.pop('name')), agent)})
+  try:
+    agent = dict(record['agent'])
+    agent = _make(agent_class(agent.pop('name')), agent)
+    return _make(Config, {k: v for k, v in record.items() if k != 'version'} | {'agent': agent})
+  except (KeyError, TypeError) as e:
+    raise UsageError(f'config.json is not the record of a run: {e!r}') from e
 
 
 def _make(cls: Any, record: dict[str, Any]) -> Any:

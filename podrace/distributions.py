@@ -90,10 +90,11 @@ class MultiCategorical:
     return jnp.stack([c.mode(p) for c, p in self._parts(params)], axis=-1)
 
   def log_prob(self, params: Array, x: Array) -> Array:
-    return sum(c.log_prob(p, x[..., i]) for i, (c, p) in enumerate(self._parts(params)))
+    parts = [c.log_prob(p, x[..., i]) for i, (c, p) in enumerate(self._parts(params))]
+    return jnp.sum(jnp.stack(parts), axis=0)
 
   def entropy(self, params: Array, key: Array) -> Array:
-    return sum(c.entropy(p, key) for c, p in self._parts(params))
+    return jnp.sum(jnp.stack([c.entropy(p, key) for c, p in self._parts(params)]), axis=0)
 
   def to_action(self, x: Array) -> Array:
     return x

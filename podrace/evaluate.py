@@ -17,7 +17,7 @@ from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, UsageError, bind
 from podrace.envs.base import batch
 from podrace.run import RunError, load_config
-from podrace.types import Agent, Array, Environment, TimeStep
+from podrace.types import Agent, Array, Environment
 
 AT_ONCE = 512  # environments stepped together
 CHUNK = 1000  # steps per call, so that a signal is noticed
@@ -60,7 +60,6 @@ def _round(
     act_key, env_key = jax.random.split(key)
     output, state = agent.act(params, state, timestep, act_key)
     env_state, timestep = both.step(env_state, output.action, env_key)
-    timestep: TimeStep
     total = total + jnp.where(done, 0.0, timestep.reward)
     return env_state, timestep, state, total, done | timestep.last
 
@@ -99,10 +98,13 @@ def evaluate(
   env = envs.make(config.env)
   agent = bind(config.agent, env)
   step, params, skipped = _newest_params(config, agent, run_dir)
-  acting = agent if sample else dataclasses.replace(agent, greedy=True)
+  if not sample:
+    if not hasattr(agent, 'greedy'):
+      raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
+    agent = dataclasses.replace(agent, greedy=True)
   by_seed = [
     episode_returns(
-      acting,
+      agent,
       env,
       jax.tree.map(lambda x, i=i: x[i], params) if config.seeds > 1 else params,
       episodes,

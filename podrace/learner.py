@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from podrace.topology import AXIS
+from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import Agent, Array, Metrics, Replay, TrainState, Trajectory
 
 
@@ -56,13 +56,11 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) ->
     train, priority, metrics = agent.learn(train, sample, learn_key)
     return train, replay.update(memory, sample.index, priority), metrics
 
-  # A trajectory's leaves are [T, B] (timesteps, outputs) or [B]: both are split along B.
-  timed, flat = P(None, AXIS), P(AXIS)
-  trajectory = Trajectory(timed, timed, flat, flat)
+  flat = P(AXIS)
   return jax.shard_map(
     step,
     mesh=mesh,
-    in_specs=(P(), flat, trajectory, P()),
+    in_specs=(P(), flat, TRAJECTORY_SPECS, P()),
     out_specs=(P(), flat, P()),
     check_vma=check_vma,
   )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from podrace.config import UsageError, unknown
+from podrace.config import UsageError
 
 Line = dict[str, Any]
 
@@ -27,7 +28,6 @@ class JsonLines:
 
   def __init__(self, path: Path, resumed_at: int) -> None:
     """Drops what an interrupted run wrote after the checkpoint that it goes on from."""
-    self._path = path
     kept = [json.dumps(line) + '\n' for line in read(path) if line['step'] <= resumed_at]
     draft = path.with_suffix('.jsonl.new')
     draft.write_text(''.join(kept))
@@ -50,21 +50,32 @@ def read(path: Path) -> list[Line]:
   """The lines of a metrics.jsonl; a last line that was cut off is left out."""
   if not path.exists():
     return []
-  lines = path.read_text().split('\n')
-  if lines.pop():  # no newline behind it: the run died while writing it
-    pass
-  return [json.loads(line) for line in lines]
+  whole = path.read_text().split('\n')[:-1]  # no newline behind it: the run died while writing it
+  return [_parse(path, number, line) for number, line in enumerate(whole, start=1)]
+
+
+def _parse(path: Path, number: int, line: str) -> Line:
+  try:
+    return json.loads(line)
+  except ValueError as e:
+    raise UsageError(f'{path}, line {number}, is not JSON: {e}') from e
 
 
 class TensorBoard:
-  """Event files in the run directory, through tensorboardX."""
+  """Event files in the run directory, through tensorboardX.
 
-  def __init__(self, run_dir: Path, resumed_at: int) -> None:
+  Its writer may lose what it was given last. So a resumed run tells everything again, out of
+  metrics.jsonl, and TensorBoard forgets what it had.
+  """
+
+  def __init__(self, run_dir: Path) -> None:
     try:
       from tensorboardX import SummaryWriter
     except ImportError as e:
       raise UsageError(missing('tensorboard')) from e
-    self._writer = SummaryWriter(str(run_dir / 'tensorboard'), purge_step=resumed_at + 1)
+    self._writer = SummaryWriter(str(run_dir / 'tensorboard'), purge_step=0)
+    for line in read(run_dir / 'metrics.jsonl'):
+      self.write(line)
 
   def write(self, line: Line) -> None:
     for name, value in numbers(line).items():
@@ -75,10 +86,9 @@ class TensorBoard:
 
 
 class WandB:
-  """Weights & Biases; its own environment variables (WANDB_MODE, ...) apply."""
+  """Weights & Biases, which ignores steps that it has; its environment variables apply."""
 
-  def __init__(self, run_dir: Path, resumed_at: int) -> None:
-    del resumed_at  # W&B itself ignores steps that it has
+  def __init__(self, run_dir: Path) -> None:
     try:
       import wandb
     except ImportError as e:
@@ -99,6 +109,11 @@ class WandB:
     self._run.finish()
 
 
+def number(x: Any) -> float | None:
+  """`x`, or None where it is not finite, which JSON has no word for."""
+  return float(x) if math.isfinite(x) else None
+
+
 def numbers(line: Line) -> dict[str, float]:
   """The numbers in a line, by name; lists and what has no value left out."""
   return {k: v for k, v in line.items() if isinstance(v, int | float) and k != 'step'}
@@ -109,14 +124,7 @@ def missing(extra: str) -> str:
   return f"sink {extra!r} needs the extra {extra!r}: pip install 'podrace[{extra}]'"
 
 
-SINKS: dict[str, Callable[[Path, int], Sink]] = {'tensorboard': TensorBoard, 'wandb': WandB}
-
-
-def open_sink(name: str, run_dir: Path, resumed_at: int) -> Sink:
-  """The sink called `name`."""
-  if name not in SINKS:
-    raise unknown('sink', name, SINKS)
-  return SINKS[name](run_dir, resumed_at)
+SINKS: dict[str, Callable[[Path], Sink]] = {'tensorboard': TensorBoard, 'wandb': WandB}
 
 
 # --- the terminal -------------------------------------------------------------------------------
@@ -134,36 +142,40 @@ class Terminal:
   def __init__(self, total_steps: int, seeds: int = 1, file: TextIO | None = None) -> None:
     self._file = file or sys.stderr
     self._total, self._seeds = total_steps, seeds
-    self._live = None
+    self._live: Any = None  # begins with the first progress
+    self._console: Any = None
     self._last: Line = {}
     self._printed = 0.0
     if self._file.isatty():
       from rich.console import Console
-      from rich.live import Live
 
-      self._live = Live(console=Console(file=self._file), refresh_per_second=4)
-      self._live.start()
+      self._console = Console(file=self._file)
 
   def say(self, message: str) -> None:
     """A line that stays."""
-    if self._live:
-      self._live.console.print(message, highlight=False, markup=False)
+    if self._console:
+      self._console.print(message, highlight=False, markup=False)
     else:
       print(message, file=self._file, flush=True)
 
   def progress(self, step: int, steps_per_s: float) -> None:
     """How far the run is; only on a terminal."""
-    if self._live:
-      self._live.update(self._text(step, steps_per_s))
+    if not self._console:
+      return
+    if not self._live:
+      from rich.live import Live
+
+      self._live = Live(console=self._console, refresh_per_second=4)
+      self._live.start()
+    self._live.update(self._text(step, steps_per_s))
 
   def write(self, line: Line) -> None:
     self._last = line
-    text = self._text(line['step'], line['steps_per_s'])
-    if self._live:
-      self._live.update(text)
+    if self._console:
+      self.progress(line['step'], line['steps_per_s'])
     elif line['step'] >= self._total or time.monotonic() - self._printed > 2:
       self._printed = time.monotonic()
-      print(text, file=self._file, flush=True)
+      print(self._text(line['step'], line['steps_per_s']), file=self._file, flush=True)
 
   def _text(self, step: int, steps_per_s: float) -> str:
     left = (self._total - step) * self._seeds / steps_per_s if steps_per_s > 0 else 0

@@ -115,12 +115,11 @@ def _xla_conv(x: Array, kernel: Array, stride: int, padding: str) -> Array:
 
 def conv2d(x: Array, kernel: Array, stride: int, padding: str) -> Array:
   """A 2-D convolution, [B, H, W, C] with [h, w, C, F], the fast way on each platform."""
-  settings = dict(stride=stride, padding=padding)
   return jax.lax.platform_dependent(
     x,
     kernel,
-    cpu=functools.partial(_patches_conv, **settings),
-    default=functools.partial(_xla_conv, **settings),
+    cpu=functools.partial(_patches_conv, stride=stride, padding=padding),
+    default=functools.partial(_xla_conv, stride=stride, padding=padding),
   )
 
 
@@ -138,7 +137,7 @@ class Conv(nn.Module):
     shape = (self.size, self.size, x.shape[-1], self.features)
     kernel = self.param('kernel', self.kernel_init, shape)
     bias = self.param('bias', nn.initializers.zeros_init(), (self.features,))
-    return conv2d(x, kernel, self.stride, self.padding) + bias
+    return conv2d(x, kernel, self.stride, self.padding) + bias[None, None, None]
 
 
 class Mlp(nn.Module):
@@ -256,7 +255,7 @@ class Core(nn.Module):
     def step(state: Any, inputs: tuple[Array, Array]) -> tuple[Any, Array]:
       x, first = inputs
       state = reset_where(first, jax.tree.map(jnp.zeros_like, state), state)
-      state = cell(state, x, kernel, candidate_bias)
+      state = cell(state, x, kernel, candidate_bias[None])
       return state, state[0]
 
     state, outputs = jax.lax.scan(step, state, (inputs, first))
@@ -335,8 +334,8 @@ class _ActorCritic(nn.Module):
 class ActorCritic:
   """Torso, core and two heads, built from an environment's spaces; a `Network`.
 
-  Observations may be any tree of boxes and discrete values; uint8 images are divided by 255,
-  discrete values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
+  Observations may be any tree of boxes and discrete values; integers are divided by their bound
+  (pixels by 255), discrete values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
   """
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid'] = 'auto'
@@ -351,6 +350,10 @@ class ActorCritic:
   initial_log_std: float = 0.0  # continuous actions without squash: where log std starts
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None
+
+  def __post_init__(self) -> None:
+    if min(self.core_size, *self.hidden, 1) < 1:
+      raise ValueError(f'sizes must be at least 1: {self.hidden=} {self.core_size=}')
 
   def bind(self, observation_space: Any, action_space: Any) -> ActorCritic:
     """This network for these spaces.
@@ -403,6 +406,11 @@ class ActorCritic:
         raise ValueError(f'action_mask in the observation, but the actions are {self.action_space}')
       observation = dict(observation)
       mask = observation.pop('action_mask')
+      if math.prod(mask.shape[1:]) != self.distribution.size:
+        raise ValueError(
+          f'the observation\'s action_mask has shape {mask.shape[1:]}; '
+          f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
+        )
       space = {k: v for k, v in self.observation_space.items() if k != 'action_mask'}
     else:
       space = self.observation_space
@@ -438,7 +446,9 @@ def _zeros(space: Any) -> Any:
     return {k: _zeros(v) for k, v in space.items()}
   if isinstance(space, spaces.Tuple):
     return tuple(_zeros(s) for s in space)
-  return jnp.zeros((1, *space.shape), space.dtype)
+  if space.shape is None:
+    raise ValueError(f'no network input for the observation space {space}')
+  return jnp.asarray(np.zeros((1, *space.shape), space.dtype))  # int64 becomes int32
 
 
 def _boxes(space: Any) -> list[Any]:
@@ -466,7 +476,16 @@ def _floats(space: Any, x: Any) -> Any:
       jax.nn.one_hot(x[..., i] - int(space.start[i]), int(n)) for i, n in enumerate(space.nvec)
     ]
     return jnp.concatenate(parts, axis=-1)
-  if isinstance(space, spaces.Box | spaces.MultiBinary):
-    scale = 255.0 if space.dtype == np.uint8 and len(space.shape) == 3 else 1.0
-    return x.astype(jnp.float32) / scale
+  if isinstance(space, spaces.MultiBinary):
+    return x.astype(jnp.float32)
+  if isinstance(space, spaces.Box):
+    return x.astype(jnp.float32) / _scale(space)
   raise ValueError(f'no network input for the observation space {space}')
+
+
+def _scale(space: Any) -> float:
+  """What integers are divided by so as to lie within [-1, 1]: 255 for pixels; 1 if unbounded."""
+  if not np.issubdtype(space.dtype, np.integer):
+    return 1.0
+  largest = float(max(abs(np.max(space.high).item()), abs(np.min(space.low).item()), 1))
+  return largest if largest < np.iinfo(np.int32).max else 1.0

@@ -13,17 +13,18 @@ from podrace.types import Array
 class Statistics(NamedTuple):
   """Mean and variance of all that was seen; `mean` and `var` are pytrees like one element."""
 
-  count: Array  # [] f32 elements
+  count: Array  # type: ignore[assignment]  # [] f32 elements
   mean: Any
   var: Any
 
 
 class Moments(NamedTuple):
-  """What one batch adds, relative to the mean so far; a mean, so `pmean` joins the devices'."""
+  """What one device's batch adds; all are means, so one `pmean` joins the devices'."""
 
-  count: Array  # [] f32 elements on this device
+  count: Array  # type: ignore[assignment]  # [] f32 elements on this device
   shift: Any  # mean of x - statistics.mean
-  square: Any  # mean of (x - statistics.mean)^2
+  square: Any  # that, squared; after `pmean` it tells how far the devices' means are apart
+  within: Any  # variance of x on this device, around its own mean
 
 
 def init(example: Any) -> Statistics:
@@ -36,15 +37,17 @@ def init(example: Any) -> Statistics:
 def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
   """This device's part of a batch whose first `batch_axes` axes are elements."""
   axes = tuple(range(batch_axes))
-  deviation = jax.tree.map(lambda x, m: x.astype(jnp.float32) - m, batch, statistics.mean)
+  deviation = jax.tree.map(lambda x, m: x.astype(jnp.float32) - _under(x, m), batch, statistics.mean)
   first = jax.tree.leaves(batch)[0]
   count = 1
   for size in first.shape[:batch_axes]:
     count *= size
+  shift = jax.tree.map(lambda d: jnp.mean(d, axes), deviation)
   return Moments(
     count=jnp.float32(count),
-    shift=jax.tree.map(lambda d: jnp.mean(d, axes), deviation),
-    square=jax.tree.map(lambda d: jnp.mean(d * d, axes), deviation),
+    shift=shift,
+    square=jax.tree.map(jnp.square, shift),
+    within=jax.tree.map(lambda d, s: jnp.mean(jnp.square(d - _under(d, s)), axes), deviation, shift),
   )
 
 
@@ -53,20 +56,30 @@ def merge(statistics: Statistics, joined: Moments, num_devices: int) -> Statisti
   added = joined.count * num_devices
   total = statistics.count + added
   share = added / total
+
+  def variance(v: Array, s: Array, square: Array, within: Array) -> Array:
+    # Of the first batch `s` is the mean itself. Where that is large, a difference of squares as
+    # small as this is rounding and not a difference between devices.
+    between = square - s * s
+    between = jnp.where(between > 1e-6 * square, between, 0.0)
+    return (1 - share) * v + share * (within + between + (1 - share) * s * s)
+
   mean = jax.tree.map(lambda m, s: m + share * s, statistics.mean, joined.shift)
-  var = jax.tree.map(
-    lambda v, s, q: (1 - share) * v + share * q - jnp.square(share * s),
-    statistics.var,
-    joined.shift,
-    joined.square,
-  )
-  return Statistics(total, mean, jax.tree.map(lambda v: jnp.maximum(v, 0.0), var))
+  var = jax.tree.map(variance, statistics.var, joined.shift, joined.square, joined.within)
+  return Statistics(total, mean, var)
+
+
+def _under(x: Array, element: Array) -> Array:
+  """`element` with leading axes of 1 for the batch axes of `x`."""
+  return element.reshape((1,) * (jnp.ndim(x) - jnp.ndim(element)) + jnp.shape(element))
 
 
 def standardize(statistics: Statistics, x: Any, clip: float = 10.0) -> Any:
   """(x - mean) / std, clipped to +-`clip` as in OpenAI's baselines."""
   return jax.tree.map(
-    lambda x, m, v: jnp.clip((x - m) * jax.lax.rsqrt(v + 1e-8), -clip, clip),
+    lambda x, m, v: jnp.clip(
+      (x - _under(x, m)) * jax.lax.rsqrt(_under(x, v) + 1e-8), -clip, clip
+    ),
     x,
     statistics.mean,
     statistics.var,

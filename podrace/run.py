@@ -24,7 +24,16 @@ from jax.experimental import multihost_utils
 from podrace import __version__, envs, metrics
 from podrace.anakin import Anakin, State
 from podrace.checkpoint import CheckpointError, Checkpoints, read_json
-from podrace.config import Config, UsageError, bind, differences, from_json, to_json, validate
+from podrace.config import (
+  Config,
+  UsageError,
+  bind,
+  differences,
+  from_json,
+  to_json,
+  unknown,
+  validate,
+)
 from podrace.replay import on_policy
 from podrace.topology import learner_mesh
 
@@ -148,14 +157,14 @@ def locked(run_dir: Path) -> Iterator[None]:
   with (run_dir / 'lock').open('w') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
       raise UsageError(f'{run_dir} is in use by another run that is still going') from None
     yield
 
 
 def compare_config(config: Config, run_dir: Path) -> None:
   """Raises UsageError if the run directory records another configuration, with the difference."""
-  old = read_json(run_dir / 'config.json')
+  old = read_record(run_dir)
   if old is not None and (changes := differences(old, to_json(config))):
     raise UsageError(
       f'{run_dir} holds a run with another configuration:\n  '
@@ -171,13 +180,21 @@ def write_json(path: Path, value: Any) -> None:
   os.replace(draft, path)
 
 
+def read_record(run_dir: Path) -> dict[str, Any] | None:
+  """What config.json holds, or None if there is none."""
+  record = read_json(run_dir / 'config.json')
+  if not isinstance(record, dict | None):
+    raise UsageError(f'{run_dir / "config.json"} is not the record of a run')
+  return record
+
+
 def load_config(run_dir: Path) -> Config:
   """The config that a run directory records.
 
   Raises:
     UsageError: if there is none.
   """
-  record = read_json(run_dir / 'config.json')
+  record = read_record(run_dir)
   if record is None:
     raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
   return from_json(record)
@@ -213,11 +230,17 @@ def train(
     Stopped: on SIGTERM or SIGINT, after saving.
   """
   validate(config)
+  for name in sinks:
+    if name not in metrics.SINKS:
+      raise unknown('sink', name, metrics.SINKS)
   leader = jax.process_index() == 0
-  run_dir.mkdir(parents=True, exist_ok=True)
+  try:
+    run_dir.mkdir(parents=True, exist_ok=True)
+  except (FileExistsError, NotADirectoryError, PermissionError) as e:
+    raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
   say = (lambda message: None) if quiet or not leader else terminal.say
-  with contextlib.ExitStack() as stack:
+  with _told(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
     if leader:
       stack.enter_context(locked(run_dir))
@@ -229,12 +252,20 @@ def train(
       say(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
       return summary
     stop = stack.enter_context(Stop())
-    try:
-      return _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
-    except OSError as e:
-      raise RunError(f'{run_dir}: {e}; what was saved before is kept') from e
-    except CheckpointError as e:
-      raise RunError(f'{e}; the checkpoints before it are kept') from e
+    return _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
+
+
+@contextlib.contextmanager
+def _told(run_dir: Path) -> Iterator[None]:
+  """What the machine can do to a run, as RunError."""
+  try:
+    yield
+  except OSError as e:
+    raise RunError(f'{run_dir}: {e}; what was saved before is kept') from e
+  except CheckpointError as e:
+    raise RunError(f'{e}; the checkpoints before it are kept') from e
+  except jax.errors.JaxRuntimeError as e:
+    raise RunError(f'JAX failed, on this device or with another process: {e}') from e
 
 
 class _Run:
@@ -274,8 +305,8 @@ class _Run:
     if self.leader:
       write_json(self.run_dir / 'config.json', to_json(config))
     if state is None:
-      keys = jnp.stack([jax.random.key(config.seed + i) for i in range(config.seeds)])
-      state = self.program.init(keys)
+      seeds = np.arange(config.seed, config.seed + config.seeds, dtype=np.uint32)
+      state = self.program.init(jax.vmap(jax.random.key)(seeds))
     self.open_sinks(stack)
     try:
       state = self.loop(state, run, read_log, health)
@@ -306,12 +337,11 @@ class _Run:
     self.lines: metrics.JsonLines | None = None
     if not self.leader:
       return
-    step = max(self.saved, 0)
-    self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
+    self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', max(self.saved, 0))
     stack.callback(self.lines.close)
     self.sinks = [self.lines]
     for name in self.sink_names:
-      sink = metrics.open_sink(name, self.run_dir, step)
+      sink = metrics.SINKS[name](self.run_dir)
       stack.callback(sink.close)
       self.sinks.append(sink)
     if not self.quiet:
@@ -321,7 +351,7 @@ class _Run:
 
   def loop(self, state: State, run: Any, read_log: Any, health: Any) -> State:
     config, pace = self.config, Pace()
-    per_line = config.updates(config.log_every or config.total_steps / 100)
+    per_line = config.updates(config.log_every or -(-config.total_steps // 100))
     per_save = config.updates(config.checkpoint_every) if config.checkpoint_every else 0
     update, total = self.updates_done(state), config.total_updates
     last_save = time.perf_counter()
@@ -392,7 +422,7 @@ class _Run:
     total = int(episodes.sum())
 
     def mean(name: str) -> float | None:
-      return float(np.sum(summary[name], dtype=np.float64)) / total if total else None
+      return metrics.number(np.sum(summary[name], dtype=np.float64) / total) if total else None
 
     episode_return, square = mean('return_sum'), mean('return_square')
     std = None
@@ -410,10 +440,10 @@ class _Run:
     if self.config.seeds > 1:
       sums = np.asarray(summary['return_sum'], np.float64)
       line['episode_return_by_seed'] = [
-        float(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
+        metrics.number(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
       ]
       line['episodes_by_seed'] = episodes.tolist()
-    line |= {name: float(np.mean(x)) for name, x in summary['metrics'].items()}
+    line |= {name: metrics.number(np.mean(x)) for name, x in summary['metrics'].items()}
     self.since_line = Clock()
     for sink in self.sinks:
       sink.write(line)
@@ -442,17 +472,21 @@ class _Run:
   def restore(self) -> State | None:
     """The newest checkpoint that is whole; None if there is none at all."""
     params, rest = _split(self.program.shapes)
-    steps = self.checkpoints.steps()
-    for step in steps:
+    if self.checkpoints.half_written:
+      self.say(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
+    damaged: list[int] = []
+    for step in self.checkpoints.steps():
       try:
         self.check_fits(self.checkpoints.meta(step))
         found = self.checkpoints.restore(step, params, rest)
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
-        aside = self.checkpoints.set_aside(step)
-        self.say(f'damaged: {e}\nmoved to {aside}; trying the one before')
+        self.say(f'damaged: {e}')
+        damaged.append(step)
         continue
+      for bad in damaged:
+        self.say(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
       meta = found.meta
       self.saved = step
       self.wall_before = meta['wall_s']
@@ -462,8 +496,11 @@ class _Run:
       if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
         self.say(f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit')
       return found.rest._replace(train=found.rest.train._replace(params=found.params))
-    if steps:
-      raise RunError(f'none of the {len(steps)} checkpoints in {self.run_dir} can be read')
+    if damaged:
+      raise RunError(
+        f'none of the {len(damaged)} checkpoints in {self.run_dir} can be read; '
+        'to begin again, take another --run-dir'
+      )
     return None
 
   def check_fits(self, meta: dict[str, Any]) -> None:

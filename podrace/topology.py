@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from podrace.types import Trajectory
+
 AXIS = 'data'  # the one mesh axis: environments, and with them the batch, are split along it
+
+# How a Trajectory lies on a mesh: its leaves are [T, B] (timesteps, outputs) or [B], split along B.
+_timed: Any = P(None, AXIS)
+_flat: Any = P(AXIS)
+TRAJECTORY_SPECS = Trajectory(_timed, _timed, agent_state=_flat, env_id=_flat)
 
 
 def learner_mesh(num_devices: int | None = None) -> Mesh:
@@ -62,8 +72,12 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
     ValueError: if the numbers don't fit, or the address is not HOST:PORT.
   """
   host, _, port = coordinator.rpartition(':')
-  if not host or not port.isdigit():
+  if not host or not port.isdigit() or not 0 < int(port) < 2**16:
     raise ValueError(f'--coordinator takes HOST:PORT, not {coordinator!r}')
+  try:
+    socket.getaddrinfo(host, int(port))
+  except OSError as e:
+    raise ValueError(f'--coordinator {coordinator}: {e.strerror}') from e
   if not 0 <= process_id < num_processes:
     raise ValueError(f'--process-id {process_id} is not one of {num_processes} processes')
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')

@@ -56,7 +56,7 @@ class Sample(NamedTuple):
 
   trajectory: Trajectory
   weight: Array  # [B] f32 importance weight
-  index: Array  # [B] i32 where replay keeps it
+  index: Array  # type: ignore[assignment]  # [B] i32 where replay keeps it
 
 
 class TrainState(NamedTuple):
@@ -72,9 +72,13 @@ class Environment(Protocol):
   `step` after LAST ignores the action and returns FIRST, of a new episode (next-step reset).
   """
 
-  observation_space: Any  # gymnasium.spaces.Space of one environment
-  action_space: Any
+  @property
+  def observation_space(self) -> Any:
+    """A gymnasium.spaces.Space, of one environment."""
+    ...
 
+  @property
+  def action_space(self) -> Any: ...
   def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
   def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
 

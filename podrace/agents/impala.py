@@ -7,6 +7,7 @@ sum, so the learning rate does not depend on its size; Adam is the default, RMSP
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Annotated, Any, Literal
 
 import jax
@@ -80,11 +81,10 @@ class Impala:
     logits, v_tm1, v_t = output.policy[:-1], output.value[:-1], output.value[1:]
     log_prob = policy.log_prob(logits, extras.sample)
     step = acting.transitions(trajectory, params, self.discount, self.lambda_)
-    vtrace = jax.vmap(
-      lambda *xs: returns.vtrace(*xs, clip_rho=self.clip_rho, clip_pg_rho=self.clip_pg_rho),
-      in_axes=1,
-      out_axes=1,
+    one_stream = functools.partial(
+      returns.vtrace, clip_rho=self.clip_rho, clip_pg_rho=self.clip_pg_rho
     )
+    vtrace = jax.vmap(one_stream, in_axes=1, out_axes=1)
     rho_tm1 = jnp.exp(log_prob - extras.log_prob)
     estimate = vtrace(*lax.stop_gradient(
       (step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t, rho_tm1)

@@ -60,6 +60,10 @@ class PPO:
   greedy: bool = False  # act by the mode, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
+  def __post_init__(self) -> None:
+    if min(self.epochs, self.minibatches) < 1:
+      raise ValueError(f'there must be at least 1 of each: {self.epochs=} {self.minibatches=}')
+
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)
     return TrainState(params, self.optimiser().init(params.network))
@@ -163,12 +167,14 @@ class PPO:
     keys = jax.random.split(key, self.epochs)
     if self.recurrent:
       require_divisible(envs, self.minibatches, 'environments on a device')
-      order = jax.vmap(lambda k: permutation(k, envs))(keys)
-      return order.reshape(self.epochs * self.minibatches, -1)
+      columns = jax.vmap(lambda k: permutation(k, envs))(keys)
+      return columns.reshape(self.epochs * self.minibatches, -1)
     require_divisible(time, self.minibatches, 'steps of an unroll')
-    by_env = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    order = jax.vmap(lambda k: jax.vmap(lambda k: permutation(k, time))(by_env(k, trajectory.env_id)))
-    steps = order(keys)  # [epochs, B, T]
+
+    def one(key: Array, env_id: Array) -> Array:
+      return permutation(jax.random.fold_in(key, env_id), time)
+
+    steps = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(keys, trajectory.env_id)  # [epochs, B, T]
     index = steps * envs + jnp.arange(envs)[None, :, None]
     index = index.reshape(self.epochs, envs, self.minibatches, -1)
     return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)

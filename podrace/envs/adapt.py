@@ -60,7 +60,7 @@ def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> gymnasium.sp
   """A Box from bounds that broadcast; what a float's largest number bounds is unbounded."""
   dtype = np.dtype(dtype)
   if dtype == np.bool_:
-    return gymnasium.spaces.Box(0, 1, shape, np.bool_)
+    low, high = False, True
   low, high = np.asarray(low), np.asarray(high)
   if np.issubdtype(dtype, np.floating):
     huge = np.finfo(np.float32).max
@@ -68,8 +68,10 @@ def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> gymnasium.sp
     low = np.where(low <= -huge, -np.inf, low)
     high = np.where(high >= huge, np.inf, high)
   return gymnasium.spaces.Box(
-    np.broadcast_to(low, shape).astype(dtype), np.broadcast_to(high, shape).astype(dtype),
-    shape, dtype.type,
+    np.broadcast_to(low, shape).astype(dtype),
+    np.broadcast_to(high, shape).astype(dtype),
+    shape,
+    dtype.type,
   )
 
 

@@ -19,9 +19,10 @@ class Dynamics(Protocol):
   result anybody uses. Wrap it in `NextStepReset` to make it an `Environment`.
   """
 
-  observation_space: Any
-  action_space: Any
-
+  @property
+  def observation_space(self) -> Any: ...
+  @property
+  def action_space(self) -> Any: ...
   def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
   def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import gymnasium
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from podrace.envs.adapt import discrete
+from podrace.envs.adapt import box, discrete
 from podrace.envs.base import restart, transition
 from podrace.types import Array, TimeStep
 
@@ -42,7 +43,7 @@ class Catch:
   @cached_property
   def observation_space(self) -> gymnasium.spaces.Box:
     """The board: 1 at the ball and at the paddle."""
-    return gymnasium.spaces.Box(0, 1, (self.rows, self.columns), 'float32')
+    return box(0, 1, (self.rows, self.columns), np.float32)
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:

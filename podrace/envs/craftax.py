@@ -34,7 +34,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   values = read_options(f'craftax:{name}', options, {'fresh_fraction': 1.0, **given})
   changed = {k: values[k] for k in given if k in options} | {'max_timesteps': _NEVER}
   params = params.replace(**changed)
-  seen, _ = jax.eval_shape(lambda key: env.reset_env(key, params), jax.random.key(0))
+  seen, _ = jax.eval_shape(lambda key: env.reset_env(raw(key), params), jax.random.key(0))
   space = env.observation_space(params)
   dynamics = Craftax(
     env,

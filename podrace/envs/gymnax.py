@@ -51,7 +51,9 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   env, params = gymnax.make(name, **{k: values[k] for k in built})
   changed = {k: values[k] for k in given if k in options}
   params = params.replace(**changed)
-  dynamics = Gymnax(name, env, params, _observation_space(name, env, params), _action_space(env, params))
+  dynamics = Gymnax(
+    name, env, params, _observation_space(name, env, params), _action_space(env, params)
+  )
   return NextStepReset(dynamics, values['fresh_fraction'])
 
 

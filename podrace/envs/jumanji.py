@@ -52,7 +52,7 @@ def _dynamics(name: str, env: jumanji.Environment) -> Jumanji:
   return Jumanji(env, space, action_space(env.action_spec))
 
 
-def observation_space(spec: specs.Spec) -> gymnasium.Space:
+def observation_space(spec: Any) -> Any:
   """The space of what a spec describes; one of several fields is a Dict, by field."""
   if isinstance(spec, specs.DiscreteArray):
     return discrete(spec.num_values)
@@ -63,11 +63,11 @@ def observation_space(spec: specs.Spec) -> gymnasium.Space:
   fields = {k: observation_space(v) for k, v in spec._specs.items()}
   count = fields.get('step_count')
   if isinstance(count, gymnasium.spaces.Discrete):  # it is a number, not a category
-    fields['step_count'] = box(0, count.n - 1, (), np.int32)
+    fields['step_count'] = box(0, int(count.n) - 1, (), np.int32)
   return gymnasium.spaces.Dict(fields)
 
 
-def action_space(spec: specs.Spec) -> gymnasium.Space:
+def action_space(spec: Any) -> gymnasium.Space:
   """Discrete, MultiDiscrete (also for bounded integers from 0) or Box."""
   if isinstance(spec, specs.DiscreteArray):
     return discrete(spec.num_values)

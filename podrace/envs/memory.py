@@ -9,8 +9,9 @@ from typing import NamedTuple
 import gymnasium
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from podrace.envs.adapt import discrete
+from podrace.envs.adapt import box, discrete
 from podrace.envs.base import restart, transition
 from podrace.types import Array, TimeStep
 
@@ -44,7 +45,7 @@ class Memory:
   @cached_property
   def observation_space(self) -> gymnasium.spaces.Box:
     """The cue (-1 or 1 at first, then 0), the share of time left, and whether this is the query."""
-    return gymnasium.spaces.Box(-1, 1, (3,), 'float32')
+    return box(-1, 1, (3,), np.float32)
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:

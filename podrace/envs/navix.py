@@ -10,7 +10,6 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import navix
-import numpy as np
 from navix import observations
 from navix.environments.environment import StepType, Timestep
 
@@ -48,9 +47,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     raise UnknownName(f'navix has no observation {kind!r}; it has {", ".join(OBSERVATIONS)}')
   if values['max_steps'] < 1:
     raise UnknownName(f'an episode has at least 1 step, not {values["max_steps"]}')
-  env = navix.make(
-    name, max_steps=values['max_steps'], observation_fn=getattr(observations, kind)
-  )
+  env = navix.make(name, max_steps=values['max_steps'], observation_fn=getattr(observations, kind))
   seen = jax.eval_shape(env.reset, jax.random.key(0)).observation
   space = box(0, 255, seen.shape, seen.dtype)
   dynamics = Navix(env, space, discrete(env.action_space.n), kind.startswith('rgb'))

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import importlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from podrace.types import Environment
@@ -237,13 +237,13 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
 
 def read_options(
   env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
-) -> dict[str, Value]:
+) -> dict[str, Any]:
   """`defaults` with `options` put over them; what `env` does not take is refused.
 
   An option has the type of its default; an int may stand for a float.
   """
   takes = ', '.join(f'{k}={_text(v)}' for k, v in sorted(defaults.items())) or 'no options'
-  result = dict(defaults)
+  result: dict[str, Any] = dict(defaults)
   for option, value in options.items():
     if option not in defaults:
       raise UnknownName(
@@ -254,8 +254,7 @@ def read_options(
       value = float(value)
     if type(value) is not kind:
       raise UnknownName(
-        f'option {option}={_text(value)} of {env} is not of type {kind.__name__}; '
-        f'it takes {takes}'
+        f'option {option}={_text(value)} of {env} is not of type {kind.__name__}; it takes {takes}'
       )
     result[option] = value
   return result

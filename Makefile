@@ -1,0 +1,49 @@
+# `make train` and `make test` do all set-up on a machine with Python >= 3.11, make and a C compiler.
+
+PYTHON ?= python3
+BIN := .venv/bin
+RUN_DIR ?= runs/minatar-breakout-$(shell date +%Y%m%d-%H%M%S)
+WORKERS ?= 2
+
+.PHONY: setup train test test-all lint format bench bench-gpu clean
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "podrace needs Python >= 3.11, this is " + sys.version + "; say make PYTHON=python3.12, for example")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+train: setup
+	$(BIN)/podrace train minatar-breakout --total-steps 4_000_000 --run-dir $(RUN_DIR)
+	@echo
+	@echo "run directory:    $(RUN_DIR)"
+	@echo "try next:         $(BIN)/podrace eval $(RUN_DIR) --episodes 100"
+	@echo "or something new: $(BIN)/podrace train        (IMPALA on Catch, seconds)"
+
+test: setup
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'not slow'
+
+test-all: setup
+	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+BENCHMARKS := ppo_cartpole catch_podracer environments resets devices scores
+
+bench: setup
+	for b in $(BENCHMARKS); do $(BIN)/python benchmarks/$$b.py || exit 1; done
+
+bench-gpu: setup
+	$(BIN)/python benchmarks/gpu.py
+
+clean:
+	rm -rf .venv build runs

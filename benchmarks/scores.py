@@ -1,0 +1,90 @@
+"""The presets' scores: trains each as `podrace train PRESET` does, evaluates it, draws the curves.
+
+    .venv/bin/python benchmarks/scores.py [PRESET ...]
+
+Writes benchmarks/results/scores.json and docs/curves.png; the presets that are not named keep what
+the file has of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from common import RESULTS, record
+
+from podrace.presets import PRESETS
+
+ROOT = Path(__file__).parent.parent
+STATED = {  # what each preset is to reach, greedily
+  'catch': 1.0,
+  'cartpole': 490.0,
+  'minatar-breakout': 20.0,
+  'memory': 0.99,
+  'brax-inverted-pendulum': 990.0,
+  'snake': 30.0,
+}
+
+
+def podrace(*args: str) -> str:
+  """What a command prints."""
+  command = [str(Path(sys.executable).parent / 'podrace'), *args]
+  return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+
+
+def score(preset: str) -> dict[str, object]:
+  """Trains and evaluates one preset."""
+  run_dir = ROOT / 'runs' / 'scores' / preset
+  shutil.rmtree(run_dir, ignore_errors=True)
+  podrace('train', preset, '--run-dir', str(run_dir))
+  greedy = json.loads(podrace('eval', str(run_dir), '--episodes', '100').splitlines()[-1])
+  summary = json.loads((run_dir / 'summary.json').read_text())
+  lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+  return {
+    'stated': STATED[preset],
+    'greedy': greedy,
+    'summary': summary,
+    'curve': [[x['step'], x['episode_return']] for x in lines if x['episodes']],
+  }
+
+
+def draw(scores: dict[str, dict]) -> None:
+  """Return against steps, a panel for each preset."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  figure, axes = plt.subplots(2, 3, figsize=(11, 5.5), layout='constrained')
+  for axis, (preset, found) in zip(axes.flat, scores.items(), strict=False):
+    steps, returns = zip(*found['curve'], strict=True)
+    axis.plot([s / 1e6 for s in steps], returns, color='#1f5fa8', linewidth=1.6)
+    axis.axhline(found['stated'], color='#999999', linewidth=0.8, linestyle='--')
+    wall = found['summary']['wall_s']
+    axis.set_title(f'{preset}: {wall:.0f} s on 2 CPU cores', fontsize=10)
+    axis.set_xlabel('million steps', fontsize=9)
+    axis.set_ylabel('episode return', fontsize=9)
+    axis.spines[['top', 'right']].set_visible(False)
+  for axis in list(axes.flat)[len(scores) :]:
+    axis.set_visible(False)
+  figure.savefig(ROOT / 'docs' / 'curves.png', dpi=110)
+
+
+def main() -> None:
+  """Scores the presets that are named, or all."""
+  path = RESULTS / 'scores.json'
+  known = json.loads(path.read_text())['results'] if path.exists() else {}
+  for preset in sys.argv[1:] or PRESETS:
+    known[preset] = score(preset)
+    reached = known[preset]['greedy']['episode_return_mean']
+    print(f'{preset}: {reached:.2f}, stated {STATED[preset]}')
+  known = {preset: known[preset] for preset in PRESETS if preset in known}
+  record('scores', known)
+  draw(known)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,190 @@
+"""`podrace` in processes of its own, watched, signalled and killed by tests.
+
+The processes are forked from one that has imported everything and computed nothing (multiprocessing's
+forkserver), which saves each the seconds of importing; they share no state of jax. `command` starts
+one the ordinary way, through the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+DEADLINE = 180.0  # seconds, for what takes a few on an idle machine
+CONTEXT = multiprocessing.get_context('forkserver')
+CONTEXT.set_forkserver_preload(
+  ['podrace.cli', 'podrace.run', 'podrace.evaluate', 'podrace.agents.ppo', 'podrace.agents.impala',
+   'podrace.envs.own', 'tyro']
+)  # fmt: skip
+
+
+def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
+  """What `condition` gives once that is true; fails if it isn't in time."""
+  end = time.monotonic() + deadline
+  while not (value := condition()):
+    assert time.monotonic() < end, f'not in {deadline} s: {condition}'
+    time.sleep(0.001)
+  return value
+
+
+def _child(args: Sequence[str], log: str, devices: int, cache: str | None) -> None:
+  file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+  os.dup2(file, 1)
+  os.dup2(file, 2)
+  jax.config.update('jax_num_cpu_devices', devices)
+  if cache:
+    use_cache(cache)
+  from podrace import cli
+
+  cli.main(args)
+
+
+def use_cache(directory: str | None) -> None:
+  """Keeps compiled programs in `directory`; None: nowhere."""
+  jax.config.update('jax_compilation_cache_dir', directory)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0 if directory else 1.0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1 if directory else 0)
+
+
+class Podrace:
+  """One `podrace ARGS`, forked; its output is in a file."""
+
+  def __init__(
+    self, args: Sequence[str], log: Path, devices: int = 1, cache: Path | None = None
+  ) -> None:
+    self.log = log
+    log.write_text('')
+    self.process = CONTEXT.Process(
+      target=_child,
+      args=(list(args), str(log), devices, str(cache) if cache else None),
+      daemon=True,
+    )
+    self.process.start()
+
+  @property
+  def output(self) -> str:
+    return self.log.read_text()
+
+  def says(self, text: str) -> None:
+    """Returns when the output has `text`; fails if the process ends without."""
+    until(lambda: text in self.output or not self.process.is_alive())
+    assert text in self.output, self.output
+
+  def kill(self) -> None:
+    """SIGKILL, and wait."""
+    self.process.kill()
+    self.wait()
+
+  def signal(self, signum: int) -> None:
+    if self.process.is_alive():
+      os.kill(self.process.pid, signum)
+
+  def wait(self, deadline: float = DEADLINE) -> int:
+    """The exit code, as a shell would have it."""
+    self.process.join(deadline)
+    code = self.process.exitcode
+    if code is None:
+      self.process.kill()
+      raise AssertionError(f'still going after {deadline} s: {self.output}')
+    return code if code >= 0 else 128 - code
+
+
+def podrace(
+  args: Sequence[str], log: Path, devices: int = 1, cache: Path | None = None
+) -> tuple[int, str]:
+  """Runs it to its end: exit code and output."""
+  one = Podrace(args, log, devices, cache)
+  return one.wait(), one.output
+
+
+def environment(**changes: str) -> dict[str, str]:
+  """The environment for a process of its own: one CPU device, whatever the tests have."""
+  plain = {k: v for k, v in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
+  return {**plain, 'JAX_PLATFORMS': 'cpu', **changes}
+
+
+def command(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+  """`podrace ARGS` through the interpreter."""
+  return subprocess.run(
+    [sys.executable, '-m', 'podrace.cli', *args],
+    capture_output=True,
+    text=True,
+    timeout=DEADLINE,
+    env=environment(**env),
+    check=False,
+  )
+
+
+# --- what a run leaves ------------------------------------------------------------------------
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+  return json.loads((run_dir / 'summary.json').read_text())
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+  return [json.loads(line) for line in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+
+
+STRICT = {'jax_debug_key_reuse': False, 'jax_numpy_rank_promotion': 'allow'}
+CLOCKED = ('wall_s', 'steps_per_s')
+
+
+def timeless(run_dir: Path) -> list[dict[str, Any]]:
+  """The lines of metrics.jsonl without what depends on the clock."""
+  return [{k: v for k, v in line.items() if k not in CLOCKED} for line in lines(run_dir)]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+  """Both ended with the same parameters, having told the same."""
+  assert summary(one)['params_sha256'] == summary(other)['params_sha256']
+  assert timeless(one) == timeless(other)
+  steps = [line['step'] for line in lines(one)]
+  assert steps == sorted(set(steps))
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+  """The steps of the checkpoints, oldest first."""
+  return sorted(int(p.name) for p in (run_dir / 'checkpoints').iterdir() if p.name.isdigit())
+
+
+def every_file(directory: Path) -> Iterator[Path]:
+  yield from sorted(p for p in directory.rglob('*') if p.is_file())
+
+
+@pytest.fixture(scope='module', autouse=True)
+def as_users_have_it() -> Iterator[None]:
+  """Runs in this process without the strict modes of conftest; for the modules that import this."""
+  strict = {name: getattr(jax.config, name) for name in STRICT}
+  for name, value in STRICT.items():
+    jax.config.update(name, value)
+  yield
+  for name, value in strict.items():
+    jax.config.update(name, value)
+
+
+class StopAt:
+  """A sink that signals its own process at a step, once."""
+
+  def __init__(self, step: int, signum: int = signal.SIGTERM) -> None:
+    self.step, self.signum = step, signum
+
+  def __call__(self, run_dir: Path) -> StopAt:
+    return self
+
+  def write(self, line: dict[str, Any]) -> None:
+    if line['step'] == self.step:
+      signal.raise_signal(self.signum)
+
+  def close(self) -> None: ...

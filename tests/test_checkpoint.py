@@ -1,0 +1,208 @@
+"""Checkpoints: what is read back is what was saved, or it is refused."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import every_file
+
+from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint, read_json
+from podrace.config import UsageError
+
+
+class Rest(NamedTuple):
+  keys: Any
+  parts: Any
+
+
+def state(seed: int = 0) -> tuple[Any, Any]:
+  """Parameters and the rest, of every type that runs have."""
+  key = jax.random.key(seed)
+  params = {'w': jax.random.normal(jax.random.fold_in(key, 1), (5, 7)), 'b': jnp.arange(3.0)}
+  flags = jax.random.bernoulli(jax.random.fold_in(key, 2), shape=(9,))
+  parts = (flags, jnp.int8([-1, 2]), jnp.uint8([255]), jnp.bfloat16([1.5]), jnp.int32(7), ())
+  return params, Rest(jax.random.split(jax.random.fold_in(key, 3), 2), parts)
+
+
+def shapes(tree: Any) -> Any:
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def bits(tree: Any) -> list[bytes]:
+  return [np.asarray(raw(x)).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def raw(x: Any) -> Any:
+  is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+  return jax.random.key_data(x) if is_key else x
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  folder = tmp_path_factory.mktemp('saved') / 'checkpoints'
+  checkpoints = Checkpoints(folder)
+  checkpoints.save(10, *state(), {'update': 1, 'wall_s': 0.1 + 0.2})
+  checkpoints.wait()
+  checkpoints.close()
+  return folder
+
+
+def test_round_trip(saved: Path) -> None:
+  params, rest = state()
+  checkpoints = Checkpoints(saved, writes=False)
+  assert checkpoints.steps() == [10]
+  found = checkpoints.restore(10, shapes(params), shapes(rest))
+  assert bits((found.params, found.rest)) == bits((params, rest))
+  assert jax.tree.structure((found.params, found.rest)) == jax.tree.structure((params, rest))
+  assert found.meta['update'] == 1 and found.meta['wall_s'] == 0.1 + 0.2
+  assert bits(checkpoints.restore(10, shapes(params)).params) == bits(params)
+
+
+def damage(file: Path, kind: str, rng: random.Random) -> None:
+  data = bytearray(file.read_bytes())
+  if kind == 'delete':
+    file.unlink()
+  elif kind == 'truncate':
+    file.write_bytes(data[: rng.randrange(len(data))] if data else data)
+  elif data:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize('kind', ['delete', 'truncate', 'flip', 'flip again', 'flip elsewhere'])
+def test_damage_to_any_file_is_noticed_or_harmless(kind: str, saved: Path, tmp_path: Path) -> None:
+  params, rest = state()
+  files = [f.relative_to(saved) for f in every_file(saved)]
+  assert len(files) > 10
+  noticed = 0
+  for i, name in enumerate(files):
+    folder = tmp_path / str(i)
+    shutil.copytree(saved, folder)
+    damage(folder / name, kind, random.Random(f'{kind} {name.name}'))
+    try:
+      checkpoints = Checkpoints(folder, writes=False)
+      if checkpoints.steps():
+        found = checkpoints.restore(10, shapes(params), shapes(rest))
+        assert bits((found.params, found.rest)) == bits((params, rest)), name
+        assert found.meta['update'] == 1
+      else:
+        noticed += 1
+    except CheckpointError as e:
+      assert 'checkpoint 10 in' in str(e)
+      noticed += 1
+  assert noticed >= 5  # the arrays of params and of rest, and meta, at least
+
+
+def test_what_is_saved_is_the_state_when_save_was_called(tmp_path: Path) -> None:
+  """Donating the state at once, as the next call does, doesn't tear what is still being written."""
+  size = 1 << 20
+  params, rest = {'w': jnp.arange(size, dtype=jnp.float32)}, jnp.zeros([size], jnp.int32)
+  spoil = jax.jit(lambda x: jax.tree.map(lambda x: x * 0 - 1, x), donate_argnums=0)
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  like = shapes((params, rest))
+  checkpoints.save(1, params, rest, {})
+  for _ in range(20):
+    params, rest = jax.block_until_ready(spoil((params, rest)))
+  checkpoints.wait()
+  found = checkpoints.restore(1, *like)
+  np.testing.assert_array_equal(found.params['w'], np.arange(size, dtype=np.float32))
+  np.testing.assert_array_equal(found.rest, np.zeros(size, np.int32))
+  checkpoints.close()
+
+
+def test_keeps_the_last(tmp_path: Path) -> None:
+  checkpoints = Checkpoints(tmp_path / 'checkpoints', keep=2)
+  for step in (1, 2, 3):
+    checkpoints.save(step, *state(step), {})
+  checkpoints.wait()
+  assert checkpoints.steps() == [3, 2]
+  assert bits(checkpoints.restore(2, *map(shapes, state(2))).params) == bits(state(2)[0])
+  checkpoints.close()
+
+
+def test_other_shapes_are_refused(saved: Path) -> None:
+  params, rest = state()
+  with pytest.raises(CheckpointError, match='checkpoint 10'):
+    Checkpoints(saved, writes=False).restore(10, shapes({'w': params['w'].T}), shapes(rest))
+
+
+def test_set_aside_loses_nothing(saved: Path, tmp_path: Path) -> None:
+  folder = tmp_path / 'run' / 'checkpoints'
+  for _ in range(2):
+    shutil.copytree(saved / '10', folder / '10')
+    checkpoints = Checkpoints(folder)
+    aside = checkpoints.set_aside(10)
+    assert checkpoints.steps() == []
+    assert len(list(every_file(aside))) == len(list(every_file(saved / '10')))
+    checkpoints.close()
+  assert {p.name for p in (tmp_path / 'run' / 'damaged').iterdir()} == {'10', '10-2'}
+
+
+def test_sharded_state(tmp_path: Path) -> None:
+  mesh = Mesh(np.array(jax.devices()[:4]), ('data',))
+  rest = jax.device_put(jnp.arange(16), NamedSharding(mesh, P('data')))
+  params = jax.device_put({'w': jnp.ones([3])}, NamedSharding(mesh, P()))
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  checkpoints.save(1, params, rest, {})
+  checkpoints.wait()
+  found = checkpoints.restore(1, shapes(params), shapes(rest))
+  assert found.rest.sharding == rest.sharding
+  assert bits(found.rest) == bits(rest)
+  one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  alone = {'w': jax.ShapeDtypeStruct((3,), jnp.float32, sharding=one)}
+  assert bits(checkpoints.restore(1, alone).params) == bits(params)
+  checkpoints.close()
+
+
+# --- the checksum -------------------------------------------------------------------------------
+
+DTYPES = ('float32', 'bfloat16', 'int32', 'uint32', 'int8', 'uint8', 'int16')
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_fingerprint_tells_any_one_bit(data: st.DataObject) -> None:
+  dtypes = data.draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+  size = data.draw(st.sampled_from([1, 3, 8]))
+  leaves = []
+  for dtype in dtypes:
+    width = jnp.dtype(dtype).itemsize * size
+    content = data.draw(st.binary(min_size=width, max_size=width))
+    leaves.append(np.frombuffer(content, jnp.dtype(dtype)))
+  before = int(fingerprint([jnp.asarray(x) for x in leaves]))
+  which = data.draw(st.integers(0, len(leaves) - 1))
+  flipped = bytearray(leaves[which].tobytes())
+  bit = data.draw(st.integers(0, 8 * len(flipped) - 1))
+  flipped[bit // 8] ^= 1 << bit % 8
+  leaves[which] = np.frombuffer(bytes(flipped), leaves[which].dtype)
+  assert int(fingerprint([jnp.asarray(x) for x in leaves])) != before
+
+
+def test_fingerprint_tells_bools_keys_and_places() -> None:
+  flags = jnp.array([True, False, True])
+  prints = [
+    int(fingerprint(x))
+    for x in (flags, ~flags, flags.at[0].set(False), flags.at[2].set(False))
+  ]
+  assert len(set(prints)) == 4
+  assert int(fingerprint(jax.random.key(0))) != int(fingerprint(jax.random.key(1)))
+  a, b = jnp.float32([1, 2]), jnp.float32([2, 1])
+  assert int(fingerprint((a, b))) != int(fingerprint((b, a)))
+
+
+def test_read_json(tmp_path: Path) -> None:
+  assert read_json(tmp_path / 'none.json') is None
+  (tmp_path / 'some.json').write_text('{"a": ')
+  with pytest.raises(UsageError, match='some.json is not JSON'):
+    read_json(tmp_path / 'some.json')

@@ -1,0 +1,407 @@
+"""The command line: a contract, so each word and each exit code of it is tested."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import (
+  Podrace,
+  checkpoints,
+  command,
+  environment,
+  lines,
+  podrace,
+  summary,
+)
+
+from podrace import cli
+from podrace.agents import AGENTS
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
+from podrace.config import Config
+from podrace.presets import PRESETS
+
+TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
+        '--total-steps', '640', '--devices', '1']  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  return tmp_path_factory.mktemp('compiled')
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+  """A finished run, made through the interpreter."""
+  run_dir = tmp_path_factory.mktemp('finished') / 'run'
+  done = command('train', 'catch', *TINY, '--run-dir', str(run_dir))
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.splitlines()[-2:] == [
+    f'run directory: {run_dir}',
+    f'next: podrace eval {run_dir} --episodes 100',
+  ]
+  assert '\x1b' not in done.stdout + done.stderr
+  return run_dir
+
+
+class Command:
+  """`podrace ARGS` in this process: exit code, standard output and standard error."""
+
+  def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+    self.capfd = capfd
+
+  def __call__(self, *args: str) -> tuple[int, str, str]:
+    self.capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+      cli.main(args)
+    return end.value.code, *self.capfd.readouterr()
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Command:
+  return Command(capfd)
+
+
+# --- help ---------------------------------------------------------------------------------------
+
+HELP = [[], ['--help'], ['-h'], ['--version'], ['train', '--help'], ['train', 'catch', '-h'],
+        ['eval', '--help'], ['list', '--help'], ['list']]  # fmt: skip
+
+
+@pytest.mark.parametrize('args', HELP, ids=' '.join)
+def test_help_does_not_import_what_it_tells_of(args: list[str]) -> None:
+  """Which is what makes it answer in under half a second."""
+  code = (
+    'import sys; from podrace import cli\n'
+    'try: cli.main(sys.argv[1:])\n'
+    'except SystemExit as e: assert e.code == 0, e.code\n'
+    'heavy = {"jax", "numpy", "flax", "orbax", "tyro", "rich", "gymnasium"} & set(sys.modules)\n'
+    'assert not heavy, heavy'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code, *args], capture_output=True, text=True, check=False
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout
+
+
+def test_help_of_train_has_every_option(run: Command) -> None:
+  _, said, _ = run('train', '--help')
+  for option in cli.TRAIN_OPTIONS:
+    assert f'  {option}' in said
+  for field in dataclasses.fields(Config):
+    if field.name != 'agent':
+      assert f'  --{cli.flag(field.name)} ' in said
+  for agent in (Impala, PPO):
+    for field in dataclasses.fields(agent):
+      if field.name not in ('network', 'total_updates'):
+        assert f'  --agent.{cli.flag(field.name)} ' in said
+  assert '--agent.network.core-size int' in said
+  assert 'observation-space' not in said and 'total-updates' not in said
+
+
+def test_list(run: Command) -> None:
+  code, said, _ = run('list')
+  assert code == 0
+  for name in (*PRESETS, *AGENTS, 'podrace:catch', 'podrace:memory', 'gymnax:CartPole-v1'):
+    assert f' {name}' in said
+  for library in ('brax', 'jumanji', 'navix', 'craftax'):
+    assert f' {library}:' in said
+
+
+# --- train --------------------------------------------------------------------------------------
+
+
+def config_of(*args: str) -> Config:
+  preset = args[0] if args and not args[0].startswith('-') else None
+  return cli.parse(cli.base_config(preset, None, None), list(args[1:] if preset else args))
+
+
+def test_without_arguments_it_is_catch_on_anakin() -> None:
+  config = config_of()
+  assert config == PRESETS['catch']()
+  assert config.env == 'podrace:catch' and config.architecture == 'anakin'
+
+
+def test_cartpole_is_ppo_on_gymnax_under_anakin() -> None:
+  config = config_of('cartpole')
+  assert type(config.agent) is PPO
+  assert config.env == 'gymnax:CartPole-v1' and config.architecture == 'anakin'
+
+
+def test_flags_reach_every_kind_of_field() -> None:
+  config = config_of(
+    'catch', '--env', 'podrace:memory,length=20', '--total-steps', '1e7', '--seed', '1_000',
+    '--devices', '2', '--checkpoint-every=500', '--agent.learning-rate', '1e-4',
+    '--agent.lambda', '0.5', '--agent.optimizer', 'rmsprop', '--agent.normalize-rewards', 'True',
+    '--agent.network.hidden', '32', '16', '--agent.network.core', 'lstm',
+  )  # fmt: skip
+  agent = config.agent
+  assert config.env == 'podrace:memory,length=20'
+  assert (config.total_steps, config.seed, config.devices) == (10_000_000, 1000, 2)
+  assert config.checkpoint_every == 500
+  assert (agent.learning_rate, agent.lambda_, agent.optimizer) == (1e-4, 0.5, 'rmsprop')
+  assert agent.normalize_rewards is True
+  assert (agent.network.hidden, agent.network.core) == ((32, 16), 'lstm')
+
+
+def test_the_agent_option_takes_the_agents_defaults() -> None:
+  assert cli.base_config('catch', None, 'ppo').agent == PPO()
+  assert cli.base_config('catch', None, 'impala') == PRESETS['catch']()
+  assert cli.base_config('catch', None, 'ppo').env == 'podrace:catch'
+
+
+def test_run_directory_through_the_interpreter(finished: Path) -> None:
+  assert {'config.json', 'metrics.jsonl', 'checkpoints', 'summary.json'} <= {
+    p.name for p in finished.iterdir()
+  }
+  for line in lines(finished):
+    assert {'step', 'wall_s', 'steps_per_s', 'episode_return', 'episode_length'} <= line.keys()
+  assert {'step', 'episode_return', 'steps_per_s', 'compile_s', 'params_sha256'} <= summary(
+    finished
+  ).keys()
+
+
+def test_a_run_directory_is_named_where_none_is_given(
+  run: Command, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  code, output = podrace(['train', *TINY], tmp_path / 'log', cache=cache)
+  assert code == 0, output
+  (run_dir,) = (tmp_path / 'runs').iterdir()
+  assert run_dir.name.startswith('podrace-catch-')
+  assert f'run directory: runs/{run_dir.name}' in output
+  assert summary(run_dir)['step'] == 640
+
+
+def test_quiet(finished: Path) -> None:
+  done = command('train', '--run-dir', str(finished), '--quiet')
+  assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+
+
+def test_finished(run: Command, finished: Path) -> None:
+  code, said, told = run('train', '--run-dir', str(finished))
+  assert code == 0
+  assert f'{finished} is finished: step 640' in told
+  assert 'next: podrace eval' in said
+
+
+def test_changed_configuration(run: Command, finished: Path, tmp_path: Path, cache: Path) -> None:
+  before = {p: p.read_bytes() for p in finished.iterdir() if p.suffix in ('.json', '.jsonl')}
+  code, _, told = run('train', '--run-dir', str(finished), '--total-steps', '1280', '--seed', '1')
+  assert code == 2
+  assert 'total_steps: 640 -> 1280' in told and 'seed: 0 -> 1' in told
+  assert 'give --override to go on with the new one' in told
+  assert {p: p.read_bytes() for p in before} == before
+  code, _, told = run('train', 'cartpole', '--run-dir', str(finished))
+  assert code == 2
+  assert 'agent.name: "impala" -> "ppo"' in told
+  args = ['train', '--run-dir', str(finished), '--total-steps', '1280', '--override']
+  code, output = podrace(args, tmp_path / 'log', cache=cache)
+  assert code == 0, output
+  assert 'resuming at step 640' in output
+  assert summary(finished)['step'] == 1280
+  assert json.loads((finished / 'config.json').read_text())['total_steps'] == 1280
+  assert podrace(args[:-3], tmp_path / 'log', cache=cache)[0] == 0  # finished, and says so
+
+
+def test_only_the_run_directory_is_needed_to_resume(tmp_path: Path, cache: Path) -> None:
+  args = ['train', 'catch', *TINY, '--total-steps', '1000000', '--log-every', '320',
+          '--checkpoint-every', '3200', '--run-dir', str(tmp_path / 'run')]  # fmt: skip
+  one = Podrace(args, tmp_path / 'log', cache=cache)
+  one.says('\nstep ')
+  again = Podrace(args, tmp_path / 'second', cache=cache)  # while the first is going
+  assert again.wait() == 2
+  assert 'is in use by another run that is still going' in again.output
+  one.signal(signal.SIGTERM)
+  assert one.wait() == 143, one.output
+  (*_, newest) = checkpoints(tmp_path / 'run')
+  again = Podrace(['train', '--run-dir', str(tmp_path / 'run')], tmp_path / 'log', cache=cache)
+  again.says(f'resuming at step {newest:,}')
+  again.signal(signal.SIGINT)
+  assert again.wait() == 130, again.output
+
+
+# --- eval ---------------------------------------------------------------------------------------
+
+
+def test_eval_ends_with_one_json_line(finished: Path) -> None:
+  done = command('eval', str(finished), '--episodes', '7')
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  assert result['episodes'] == 7
+  assert -1 <= result['episode_return_mean'] <= 1 and result['episode_return_std'] >= 0
+  assert 'Traceback' not in done.stderr
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+BAD = [
+  (['trian'], "unknown command 'trian': did you mean train"),
+  (['train', 'cartpol'], "unknown preset 'cartpol': did you mean cartpole"),
+  (['train', '--agent', 'pppo'], "unknown agent 'pppo': did you mean ppo"),
+  (['train', '--sinks', 'tensorbord'], "unknown sink 'tensorbord': did you mean tensorboard"),
+  (['train', '--env', 'gymnaks:CartPole-v1'], 'nearest: gymnax'),
+  (['train', '--env', 'gymnax:CartPole'], 'nearest: CartPole-v1'),
+  (['train', '--env', 'catch'], 'LIB:NAME'),
+  (['train', '--env', 'podrace:memory,lenght=3'], 'nearest: length'),
+  (['train', '--env', 'podrace:memory,length=x'], 'length'),
+  (['train', '--env', 'podrace:memory,length=0'], 'length'),
+  (['train', '--num-env', '4'], '--num-envs'),
+  (['train', '--agent.learning-rat', '1'], '--agent.learning-rate'),
+  (['train', '--agent.network.hiden', '1'], '--agent.network.hidden'),
+  (['train', '--agent.epochs', '3'], '--agent.epochs'),  # the agent is IMPALA
+  (['train', '--agent.optimizer', 'adamm'], 'adam'),
+  (['train', '--num-envs', 'four'], 'four'),
+  (['train', '--num-envs', '1.5'], '1.5'),
+  (['train', '--num-envs', '0'], '--num-envs must be at least 1, not 0'),
+  (['train', '--total-steps', '-5'], '--total-steps'),
+  (['train', '--seed', '5000000000'], '--seed must be less than 2^32'),
+  (['train', '--agent.network.hidden', '0'], 'hidden'),
+  (['train', '--agent', 'ppo', '--agent.minibatches', '0'], 'minibatches'),
+  (['train', '--architecture', 'sebulba'], 'only anakin'),
+  (['train', '--architecture', 'annakin'], 'anakin'),
+  (['train', '--devices', '99'], '--devices 99: JAX sees'),
+  (['train', '--devices', '3'], '--num-envs 64 does not divide over 3 devices'),
+  (
+    ['train', '--agent', 'ppo', '--agent.minibatches', '5'],
+    '16 steps of an unroll do not divide into 5 minibatches',
+  ),
+  (['train', '--agent.network.torso', 'nature', '--env', 'gymnax:CartPole-v1'], 'needs an image'),
+  (['train', '--agent.network.squash', 'True'], 'needs a continuous action space'),
+  (['train', '--run-dir'], '--run-dir needs a value'),
+  (['train', 'catch', 'cartpole'], 'cartpole'),
+  (['train', '--coordinator', '127.0.0.1:1'], 'go together'),
+  (_join := ['train', '--num-processes', '2', '--process-id', '0', '--coordinator', 'nohost'],
+   '--coordinator takes HOST:PORT'),
+  ([*_join[:-1], '127.0.0.1:0'], '--coordinator takes HOST:PORT'),
+  ([*_join[:-1], '127.0.0.1:70000'], '--coordinator takes HOST:PORT'),
+  ([*_join[:-1], 'no.such.host.invalid:70'], 'no.such.host.invalid'),
+  (['train', '--num-processes', 'x', '--process-id', '0', '--coordinator', 'a:1'], 'whole number'),
+  (['train', '--num-processes', '2', '--process-id', '2', '--coordinator', 'a:1'], '--process-id 2'),
+  (['eval'], 'eval takes one run directory'),
+  (['eval', '/nowhere'], '/nowhere is not a run directory'),
+  (['eval', '/nowhere', '--episodes', '0'], '--episodes must be at least 1, not 0'),
+  (['eval', '/nowhere', '--episodes', 'x'], "--episodes takes a whole number, not 'x'"),
+  (['eval', '/nowhere', '--episode', '3'], 'did you mean --episodes'),
+  (['list', 'presets'], 'list takes no arguments'),
+]  # fmt: skip
+
+
+@pytest.fixture
+def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+  """A working directory; bad usage must leave nothing in it that looks like a run."""
+  monkeypatch.chdir(tmp_path)
+  yield tmp_path
+  assert not list(tmp_path.rglob('config.json'))
+
+
+@pytest.mark.parametrize(('args', 'message'), BAD, ids=[' '.join(a) for a, _ in BAD])
+def test_bad_input_exits_2_with_a_message(
+  args: list[str], message: str, run: Command, unchanged: Path
+) -> None:
+  code, _, told = run(*args)
+  plain = ' '.join(told.replace('│', ' ').split())
+  assert code == 2, told
+  assert message in plain
+  assert 'Traceback' not in told
+  assert len(told.splitlines()) < 40
+
+
+def test_bad_input_through_the_interpreter(tmp_path: Path) -> None:
+  done = command('train', '--env', 'gymnax:CartPole', '--run-dir', str(tmp_path / 'run'))
+  assert done.returncode == 2 and done.stdout == ''
+  (line,) = done.stderr.splitlines()
+  assert line.startswith("podrace: gymnax has no environment 'CartPole'")
+
+
+@pytest.mark.parametrize(
+  ('library', 'name'), [('gymnax', 'CartPole-v1'), ('brax', 'ant'), ('jumanji', 'Snake-v1')]
+)
+def test_missing_extra(
+  library: str, name: str, run: Command, unchanged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setitem(sys.modules, library, None)
+  monkeypatch.delitem(sys.modules, f'podrace.envs.{library}', raising=False)
+  code, _, told = run('train', '--env', f'{library}:{name}')
+  assert code == 2
+  assert f"pip install 'podrace[{library}]'" in told
+
+
+def test_infinite_learning_rate(tmp_path: Path, cache: Path) -> None:
+  run_dir = tmp_path / 'run'
+  args = ['train', *TINY, '--agent.learning-rate', 'inf', '--run-dir', str(run_dir)]
+  code, output = podrace(args, tmp_path / 'log', cache=cache)
+  assert code == 1
+  assert 'NaN or infinite at step' in output and 'there is no checkpoint yet' in output
+  assert 'Traceback' not in output
+  assert checkpoints(run_dir) == []
+  code, output = podrace(['eval', str(run_dir)], tmp_path / 'log', cache=cache)
+  assert code == 2 and 'has no checkpoint yet' in output
+
+
+# --- bad directories ----------------------------------------------------------------------------
+
+
+def test_run_dir_that_is_a_file(run: Command, unchanged: Path) -> None:
+  (unchanged / 'file').write_text('mine')
+  for path in ('file', 'file/run'):
+    code, _, told = run('train', *TINY, '--run-dir', path)
+    assert code == 2
+    assert f'--run-dir {path} cannot be a directory' in told
+  assert (unchanged / 'file').read_text() == 'mine'
+
+
+@pytest.mark.parametrize('garbled', ['', '{"version": 1', '[]', '{"version": 99}', '{"version": 1}'])
+def test_garbled_config(garbled: str, run: Command, tmp_path: Path) -> None:
+  (tmp_path / 'config.json').write_text(garbled)
+  for args in (['train', '--run-dir'], ['train', 'catch', '--run-dir'], ['eval']):
+    code, _, told = run(*args, str(tmp_path))
+    assert code == 2
+    assert 'config.json' in told or 'version' in told
+    assert 'Traceback' not in told
+  assert (tmp_path / 'config.json').read_text() == garbled
+
+
+def test_unwritable_directory(tmp_path: Path) -> None:
+  """As a user who is not root, for whom there are no unwritable directories."""
+  folder = tmp_path / 'closed'
+  folder.mkdir(mode=0o555)
+  as_nobody = {'user': 65534, 'group': 65534} if os.geteuid() == 0 else {}
+  for parent in (tmp_path, *tmp_path.parents):
+    if as_nobody and not parent.stat().st_mode & 0o001:
+      parent.chmod(parent.stat().st_mode | 0o001)
+  for path in (folder, folder / 'run'):
+    args = [sys.executable, '-m', 'podrace.cli', 'train', *TINY, '--run-dir', str(path)]
+    try:
+      done = subprocess.run(
+        args, capture_output=True, text=True, check=False, env=environment(), **as_nobody
+      )
+    except PermissionError:
+      pytest.skip('the interpreter is not readable for others')
+    if 'Permission' in done.stderr and 'python' in done.stderr and 'podrace:' not in done.stderr:
+      pytest.skip('the interpreter is not readable for others')
+    assert done.returncode == 2, done.stderr
+    assert 'Permission denied' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_a_fault_of_ours_keeps_its_traceback(
+  run: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def broken(args: list[str]) -> int:
+    raise AssertionError('ours')
+
+  monkeypatch.setattr(cli, 'list_names', broken)
+  with pytest.raises(AssertionError, match='ours'):
+    cli.main(['list'])
+  monkeypatch.setenv('PODRACE_TRACEBACK', '1')
+  with pytest.raises(ValueError, match='unknown command'):
+    cli.main(['lits'])

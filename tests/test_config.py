@@ -1,0 +1,129 @@
+"""Configurations: their record, their differences, and that every field of them is used."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from podrace import config as configs
+from podrace.agents import AGENTS
+from podrace.config import Config, UsageError, differences, from_json, to_json, validate
+from podrace.networks import ActorCritic
+from podrace.presets import PRESETS
+
+SOURCE = Path(configs.__file__).parent
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+def test_config_json_makes_the_config_again(preset: str) -> None:
+  config = PRESETS[preset]()
+  record = json.loads(json.dumps(to_json(config)))
+  assert from_json(record) == config
+  assert hash(from_json(record).agent)  # tuples are tuples again
+  assert differences(record, to_json(config)) == []
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+def test_presets_are_valid_and_say_what_they_are(preset: str) -> None:
+  validate(PRESETS[preset]())
+  assert PRESETS[preset].__doc__
+
+
+def test_differences() -> None:
+  old = to_json(PRESETS['catch']())
+  config = PRESETS['catch']()
+  network = dataclasses.replace(config.agent.network, hidden=(32,), core='gru')
+  new = to_json(
+    dataclasses.replace(config, agent=dataclasses.replace(config.agent, network=network), seed=3)
+  )
+  assert sorted(differences(old, new)) == [
+    'agent.network.core: "none" -> "gru"',
+    'agent.network.hidden: [64, 64] -> [32]',
+    'seed: 0 -> 3',
+  ]
+
+
+def test_any_field_of_a_config_shows_in_its_record() -> None:
+  config = PRESETS['catch']()
+  for field in dataclasses.fields(Config):
+    if field.name == 'agent':
+      continue
+    value = getattr(config, field.name)
+    other = dataclasses.replace(config, **{field.name: 'x' if isinstance(value, str) else 77})
+    assert len(differences(to_json(config), to_json(other))) == 1, field.name
+
+
+def test_a_record_of_another_version_or_with_other_fields_is_refused() -> None:
+  record = to_json(PRESETS['catch']())
+  with pytest.raises(UsageError, match='version 0, expected 1'):
+    from_json({**record, 'version': 0})
+  with pytest.raises(UsageError, match="unknown field of Config 'num_env': did you mean num_envs"):
+    from_json({**record, 'num_env': 3})
+  agent = {**record['agent'], 'learning_rat': 1.0}
+  with pytest.raises(UsageError, match='unknown field of Impala.*learning_rate'):
+    from_json({**record, 'agent': agent})
+  with pytest.raises(UsageError, match="unknown agent 'impalla': did you mean impala"):
+    from_json({**record, 'agent': {'name': 'impalla'}})
+  with pytest.raises(UsageError, match='no agent'):
+    from_json({**record, 'agent': {'name': 'nowhere:Agent'}})
+  for garbled in ({}, [], {'version': 1}, {'version': 1, 'agent': 3}):
+    with pytest.raises(UsageError, match=r'config\.json'):
+      from_json(garbled)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnAgent:
+  """Somebody's own, with a field that JSON can't hold."""
+
+  network: ActorCritic = ActorCritic()
+  temperature: float = 1.0
+  layers: tuple[int, ...] = (1, 2)
+
+
+def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:
+  config = Config(agent=OwnAgent(temperature=0.5))
+  record = json.loads(json.dumps(to_json(config)))
+  assert record['agent']['name'] == f'{__name__}:OwnAgent'
+  assert from_json(record) == config
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'num_envs': 0}, '--num-envs must be at least 1, not 0'),
+    ({'unroll_length': -4}, '--unroll-length must be at least 1, not -4'),
+    ({'total_steps': 0}, '--total-steps must be at least 1, not 0'),
+    ({'seeds': 0}, '--seeds must be at least 1, not 0'),
+    ({'keep': 0}, '--keep must be at least 1, not 0'),
+    ({'log_every': -1}, '--log-every must not be negative, not -1'),
+    ({'checkpoint_every': -1}, '--checkpoint-every must not be negative, not -1'),
+    ({'seed': -1}, '--seed must not be negative, not -1'),
+    ({'seed': 2**40}, '--seed'),
+    ({'architecture': 'sebulba'}, 'only anakin'),
+  ],
+)
+def test_numbers_that_cannot_be_right(change: dict, message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    validate(dataclasses.replace(PRESETS['catch'](), **change))
+
+
+def attributes_read() -> set[str]:
+  """The names after a dot in podrace, where something is read."""
+  names = set()
+  for file in SOURCE.rglob('*.py'):
+    for node in ast.walk(ast.parse(file.read_text())):
+      if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        names.add(node.attr)
+  return names
+
+
+@pytest.mark.parametrize('cls', ['config', 'network', *AGENTS])
+def test_every_field_is_read(cls: str) -> None:
+  known = {'config': Config, 'network': ActorCritic}
+  fields = dataclasses.fields(known.get(cls) or configs.agent_class(cls))
+  read = attributes_read()
+  assert [f.name for f in fields if f.name not in read] == []

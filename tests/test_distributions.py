@@ -1,0 +1,256 @@
+"""Action distributions: against distrax, by counting samples, and at the spaces' bounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import distrax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from podrace import distributions
+from podrace.distributions import MASKED, Categorical, MultiCategorical, Normal, TanhNormal
+
+# Sums of a few float32 terms of size about 10: some units in the last place.
+TOLERANCE = dict(rtol=1e-5, atol=1e-5)
+
+BATCH = (6, 5)
+
+
+def key(seed: int = 0) -> jax.Array:
+  return jax.random.key(seed)
+
+
+def random_params(size: int, seed: int = 0, scale: float = 2.0) -> jax.Array:
+  return scale * jax.random.normal(jax.random.key(seed), (*BATCH, size))
+
+
+def parts(params: jax.Array) -> list[distrax.Categorical]:
+  """The oracle of MultiCategorical((2, 3, 4))."""
+  return [distrax.Categorical(p) for p in jnp.split(params, [2, 5], axis=-1)]
+
+
+def box(n: int, low: float = -2.0, high: float = 3.0) -> tuple[tuple[int], tuple, tuple]:
+  return (n,), (low,) * n, (high,) * n
+
+
+# --- against distrax --------------------------------------------------------------------------
+
+
+def test_categorical_is_distraxs() -> None:
+  ours, params = Categorical(5), random_params(5)
+  theirs = distrax.Categorical(params)
+  x = ours.sample(params, key())
+  assert x.shape == BATCH and x.dtype == jnp.int32
+  np.testing.assert_allclose(ours.log_prob(params, x), theirs.log_prob(x), **TOLERANCE)
+  np.testing.assert_allclose(ours.entropy(params, key()), theirs.entropy(), **TOLERANCE)
+  assert np.array_equal(ours.mode(params), theirs.mode())
+
+
+def test_multi_categorical_is_a_product_of_distraxs() -> None:
+  ours, params = MultiCategorical((2, 3, 4)), random_params(9)
+  assert ours.size == 9
+  x = ours.sample(params, key())
+  assert x.shape == (*BATCH, 3) and x.dtype == jnp.int32
+  log_prob = sum(c.log_prob(x[..., i]) for i, c in enumerate(parts(params)))
+  entropy = sum(c.entropy() for c in parts(params))
+  np.testing.assert_allclose(ours.log_prob(params, x), log_prob, **TOLERANCE)
+  np.testing.assert_allclose(ours.entropy(params, key()), entropy, **TOLERANCE)
+  mode = jnp.stack([c.mode() for c in parts(params)], axis=-1)
+  assert np.array_equal(ours.mode(params), mode)
+
+
+def test_normal_is_distraxs() -> None:
+  ours, params = Normal(*box(3)), random_params(6)
+  assert ours.size == 6
+  theirs = distrax.MultivariateNormalDiag(params[..., :3], jnp.exp(params[..., 3:]))
+  x = ours.sample(params, key())
+  assert x.shape == (*BATCH, 3)
+  np.testing.assert_allclose(ours.log_prob(params, x), theirs.log_prob(x), **TOLERANCE)
+  np.testing.assert_allclose(ours.entropy(params, key()), theirs.entropy(), **TOLERANCE)
+  assert np.array_equal(ours.mode(params), theirs.mode())
+
+
+def test_tanh_normal_is_distraxs() -> None:
+  ours, params = TanhNormal(*box(3)), random_params(6, scale=1.0)
+  normal = distrax.Normal(params[..., :3], jnp.exp(jnp.clip(params[..., 3:], -5, 2)))
+  theirs = distrax.Independent(distrax.Transformed(normal, distrax.Tanh()), 1)
+  # distrax inverts its own sample where it can; the density at tanh(x) is what is compared.
+  x = jnp.clip(ours.sample(params, key()), -3, 3)  # beyond, distrax's own atanh loses digits
+  expected = theirs.log_prob(jnp.tanh(x))
+  # atanh(tanh(x)) at |x| = 3 keeps 1 - tanh^2 = 1e-2 to about 1e-5 of itself
+  np.testing.assert_allclose(ours.log_prob(params, x), expected, rtol=1e-4, atol=1e-3)
+  assert np.array_equal(ours.mode(params), params[..., :3])
+
+
+@pytest.mark.parametrize('x', [-100.0, -20.0, 0.0, 20.0, 100.0])
+def test_tanh_normal_is_finite_far_out(x: float) -> None:
+  """log(1 - tanh(x)^2) is about 2 (log 2 - |x|), where 1 - tanh(x)^2 itself is 0."""
+  ours, params = TanhNormal(*box(1)), jnp.array([x, 0.0])  # the mean is x: a standard normal there
+  log_prob, grad = jax.value_and_grad(ours.log_prob)(params, jnp.array([x]))
+  correction = 0.0 if x == 0 else 2 * (np.log(2) - abs(x))
+  np.testing.assert_allclose(log_prob, -0.5 * np.log(2 * np.pi) - correction, rtol=1e-5)
+  assert np.all(np.isfinite(grad))
+
+
+def test_tanh_normals_density_is_normalised() -> None:
+  """On (-1, 1), by quadrature: an oracle that needs no other library."""
+  ours, params = TanhNormal(*box(1)), jnp.array([0.3, -0.5])
+  y = (np.arange(20_000) + 0.5) / 10_000 - 1
+  log_prob = jax.vmap(lambda x: ours.log_prob(params, x))(jnp.arctanh(jnp.asarray(y)[:, None]))
+  # the midpoint rule of a smooth density that is 0 at both ends; float32 sums
+  np.testing.assert_allclose(np.mean(np.exp(log_prob, dtype=np.float64)) * 2, 1, atol=1e-4)
+
+
+def test_tanh_normals_entropy_is_right_on_average() -> None:
+  """Its expectation is that of -log_prob; both are estimated, from different samples."""
+  ours, n = TanhNormal(*box(2)), 100_000
+  params = jnp.broadcast_to(jnp.array([0.5, -1.0, -0.3, 0.2]), (n, 4))
+  entropy_key, sample_key = jax.random.split(key())
+  estimates = np.asarray(ours.entropy(params, entropy_key), np.float64)
+  surprise = -np.asarray(ours.log_prob(params, ours.sample(params, sample_key)), np.float64)
+  error = np.sqrt((np.var(estimates) + np.var(surprise)) / n)
+  assert abs(np.mean(estimates) - np.mean(surprise)) < 4 * error  # 4 standard errors, fixed seed
+  assert error < 0.01  # so that it can fail
+
+
+def test_tanh_normal_keeps_its_deviation_within_bounds() -> None:
+  _, log_std = TanhNormal(*box(2)).mean_and_log_std(jnp.array([0.0, 0.0, -50.0, 50.0]))
+  assert log_std.tolist() == [-5, 2]
+
+
+# --- samples ----------------------------------------------------------------------------------
+
+
+def chi_squared(counts: np.ndarray, probabilities: np.ndarray) -> float:
+  expected = probabilities * counts.sum()
+  return float(np.sum((counts - expected) ** 2 / expected))
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_categorical_samples_have_their_probabilities(seed: int) -> None:
+  logits = jax.random.normal(jax.random.key(seed), (6,))
+  x = Categorical(6).sample(jnp.broadcast_to(logits, (200_000, 6)), jax.random.key(seed + 100))
+  counts = np.bincount(x, minlength=6)
+  # chi-squared with 5 degrees of freedom is above 20.5 once in a thousand
+  assert chi_squared(counts, np.asarray(jax.nn.softmax(logits), np.float64)) < 20.5
+
+
+def test_multi_categorical_samples_are_independent() -> None:
+  ours = MultiCategorical((2, 3))
+  params = jnp.array([0.3, -0.2, 1.0, 0.0, -1.0])
+  x = ours.sample(jnp.broadcast_to(params, (200_000, 5)), key())
+  counts = np.bincount(x[:, 0] * 3 + x[:, 1], minlength=6)
+  p, q = jax.nn.softmax(params[:2]), jax.nn.softmax(params[2:])
+  assert chi_squared(counts, np.outer(p, q).reshape(-1).astype(np.float64)) < 20.5  # see above
+
+
+def test_normal_samples_have_their_distribution() -> None:
+  """Counted in ten slices of equal probability."""
+  ours, params = Normal(*box(1)), jnp.array([1.5, -0.7])
+  x = ours.sample(jnp.broadcast_to(params, (200_000, 2)), key())[:, 0]
+  u = jax.scipy.stats.norm.cdf((x - 1.5) / np.exp(-0.7))
+  counts = np.bincount(np.clip(np.asarray(u) * 10, 0, 9).astype(int), minlength=10)
+  # chi-squared with 9 degrees of freedom is above 27.9 once in a thousand
+  assert chi_squared(counts, np.full(10, 0.1)) < 27.9
+
+
+MASKS = {
+  'first': [False, True, True, True, True],
+  'last': [True, True, True, True, False],
+  'both ends': [False, True, True, True, False],
+  'all but the first': [True, False, False, False, False],
+  'all but the last': [False, False, False, False, True],
+  'all but one': [False, False, True, False, False],
+}
+
+
+@pytest.mark.parametrize('mask', MASKS.values(), ids=MASKS)
+def test_masked_actions_are_never_sampled(mask: list[bool]) -> None:
+  logits = jnp.where(jnp.array(mask), jnp.array([8.0, -8.0, 0.1, -8.0, 8.0]), MASKED)
+  x = Categorical(5).sample(jnp.broadcast_to(logits, (1_000_000, 5)), key())
+  counts = np.bincount(x, minlength=5)
+  assert counts.sum() == 1_000_000 and len(counts) == 5
+  assert not counts[~np.array(mask)].any()
+  assert mask[int(Categorical(5).mode(logits))]
+
+
+def test_masked_actions_are_never_sampled_whatever_the_random_number() -> None:
+  """At the ends of [0, 1), which a million samples need not reach."""
+  ours, mask = Categorical(4), jnp.array([False, True, True, False])
+  logits = jnp.where(mask, jnp.array([0.0, 0.3, 7.0, 0.0]), MASKED)
+  for u in (0.0, np.float32(1) - np.float32(2) ** -24):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(jax.random, 'uniform', lambda key, shape, u=u: jnp.full(shape, u, jnp.float32))
+      assert mask[int(ours.sample(logits, key()))]
+
+
+def test_masked_gradients_are_finite() -> None:
+  ours, mask = Categorical(3), jnp.array([True, False, True])
+
+  def f(logits: jax.Array) -> jax.Array:
+    logits = jnp.where(mask, logits, MASKED)
+    return ours.log_prob(logits, jnp.int32(2)) + ours.entropy(logits, key())
+
+  value, grad = jax.value_and_grad(f)(jnp.array([0.0, 5.0, 0.0]))
+  # two equal choices: log 1/2, plus an entropy of log 2
+  np.testing.assert_allclose(value, 0, atol=1e-6)
+  np.testing.assert_allclose(grad, [-0.5, 0, 0.5], atol=1e-6)
+
+
+# --- actions ----------------------------------------------------------------------------------
+
+
+def space(dtype: Any = np.float32) -> spaces.Box:
+  return spaces.Box(np.array([[-1, 0], [2, -5]], dtype), np.array([[1, 0.5], [3, 5]], dtype))
+
+
+@pytest.mark.parametrize('squash', [False, True])
+def test_actions_lie_within_the_space(squash: bool) -> None:
+  ours = distributions.for_space(space(), squash)
+  assert type(ours) is (TanhNormal if squash else Normal)
+  x = jnp.array([[0.0, 0, 0, 0], [-99, -99, -99, -99], [99, 99, 99, 99]])
+  actions = np.asarray(ours.to_action(x))
+  assert actions.shape == (3, 2, 2)
+  assert all(space().contains(a) for a in actions)
+  assert np.array_equal(actions[1], space().low) and np.array_equal(actions[2], space().high)
+  middle = (space().low + space().high) / 2
+  np.testing.assert_allclose(actions[0], middle if squash else [[0, 0], [2, 0]], rtol=1e-6)
+
+
+def test_a_normals_action_is_its_sample_within_the_bounds() -> None:
+  ours = distributions.for_space(spaces.Box(-2, 2, (3,)))
+  assert ours.to_action(jnp.array([-1.5, 0.0, 1.9])).tolist() == pytest.approx([-1.5, 0.0, 1.9])
+
+
+def test_unbounded_boxes_are_not_clipped() -> None:
+  ours = distributions.for_space(spaces.Box(-np.inf, np.inf, (2,)))
+  assert ours.to_action(jnp.array([-1e6, 1e6])).tolist() == [-1e6, 1e6]
+
+
+def test_for_space() -> None:
+  assert distributions.for_space(spaces.Discrete(4)) == Categorical(4)
+  assert distributions.for_space(spaces.MultiDiscrete([2, 3])) == MultiCategorical((2, 3))
+  box_space = spaces.Box(-1, 2, (2,))
+  assert distributions.for_space(box_space) == Normal((2,), (-1, -1), (2, 2))
+  assert distributions.for_space(box_space, squash=True) == TanhNormal((2,), (-1, -1), (2, 2))
+
+
+REFUSED = {
+  'discrete from 1': (spaces.Discrete(3, start=1), False, 'from 0'),
+  'multi-discrete from 1': (spaces.MultiDiscrete([3, 3], start=[0, 1]), False, 'from 0'),
+  'two axes': (spaces.MultiDiscrete([[2, 2], [2, 2]]), False, 'one axis'),
+  'integers': (spaces.Box(0, 5, (2,), np.int32), False, 'Box of floats'),
+  'dict': (spaces.Dict(a=spaces.Discrete(2)), False, 'no distribution'),
+  'squashed discrete': (spaces.Discrete(3), True, 'continuous'),
+  'squashed unbounded': (spaces.Box(0, np.inf, (2,)), True, 'bounded'),
+}
+
+
+@pytest.mark.parametrize(('refused', 'squash', 'message'), REFUSED.values(), ids=REFUSED)
+def test_for_space_refuses(refused: Any, squash: bool, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    distributions.for_space(refused, squash)

@@ -1,0 +1,122 @@
+"""Evaluation: each environment's first episode, by the newest checkpoint that is whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processes import as_users_have_it, checkpoints, every_file  # noqa: F401
+
+from podrace import run
+from podrace.agents.impala import Impala
+from podrace.config import Config, UsageError
+from podrace.envs.base import NextStepReset, restart, transition
+from podrace.evaluate import episode_returns, evaluate
+from podrace.networks import ActorCritic
+from podrace.types import ActorOutput
+
+
+class State(NamedTuple):
+  time: Any
+  length: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+  """Episodes of 1 to 8 steps, by chance; reward 1 a step."""
+
+  observation_space = gymnasium.spaces.Box(0, 1, (1,), 'float32')
+  action_space = gymnasium.spaces.Discrete(2)
+
+  def reset(self, key: Any) -> Any:
+    return State(jnp.int32(0), jax.random.randint(key, (), 1, 9)), restart(jnp.zeros([1]))
+
+  def step(self, state: State, action: Any, key: Any) -> Any:
+    state = State(state.time + 1, state.length)
+    return state, transition(jnp.zeros([1]), 1.0, state.time >= state.length, False)
+
+
+class Idle:
+  """Does nothing, without parameters."""
+
+  def initial_state(self, env_id: Any) -> Any:
+    return ()
+
+  def act(self, params: Any, state: Any, timestep: Any, key: Any) -> Any:
+    return ActorOutput(jnp.zeros(timestep.reward.shape, jnp.int32)), state
+
+
+def test_long_episodes_count_as_much_as_short_ones() -> None:
+  returns = episode_returns(Idle(), NextStepReset(Lengths()), (), 1200, jax.random.key(0))
+  assert returns.shape == (1200,)
+  counts = np.bincount(returns.astype(int), minlength=9)[1:]
+  assert counts.min() > 100 and counts.max() < 200  # 150 expected of each length
+  assert returns.mean() == pytest.approx(4.5, abs=0.25)
+
+
+def test_an_episode_that_does_not_end() -> None:
+  @dataclasses.dataclass(frozen=True)
+  class Endless(Lengths):
+    def step(self, state: State, action: Any, key: Any) -> Any:
+      return state, transition(jnp.zeros([1]), 1.0, False, False)
+
+  with pytest.raises(run.RunError, match='3 of 3 episodes have not ended in 2000 steps'):
+    episode_returns(Idle(), NextStepReset(Endless()), (), 3, jax.random.key(0), max_steps=2000)
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """On eight devices with two seeds, normalised and recurrent: evaluation needs one device."""
+  agent = Impala(
+    network=ActorCritic(hidden=(16,), core='gru', core_size=8), learning_rate=3e-3
+  )
+  config = Config(agent=agent, num_envs=16, unroll_length=8, total_steps=2560, seeds=2,
+                  checkpoint_every=1280)  # fmt: skip
+  run_dir = tmp_path_factory.mktemp('trained') / 'run'
+  run.train(config, run_dir, quiet=True)
+  return run_dir
+
+
+def test_evaluate(trained: Path) -> None:
+  result = evaluate(trained, 10)
+  assert result == evaluate(trained, 10)
+  assert result['episodes'] == 20 and result['step'] == 2560
+  assert np.mean(result['episode_return_mean_by_seed']) == pytest.approx(
+    result['episode_return_mean']
+  )
+  sampled = evaluate(trained, 200, sample=True)
+  assert abs(sampled['episode_return_mean']) <= 1
+  assert sampled != evaluate(trained, 200, seed=1, sample=True)
+
+
+def test_a_damaged_checkpoint_is_skipped_and_left(trained: Path) -> None:
+  before, newest = checkpoints(trained)
+  file = max(every_file(trained / 'checkpoints' / str(newest) / 'params'), key=lambda p: p.stat().st_size)
+  whole = file.read_bytes()
+  try:
+    file.write_bytes(whole[:-20])
+    result = evaluate(trained, 2)
+    assert result['step'] == before
+    assert result['damaged_checkpoints_skipped'] == [newest]
+    assert checkpoints(trained) == [before, newest]
+  finally:
+    file.write_bytes(whole)
+
+
+def test_what_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
+  with pytest.raises(UsageError, match='is not a run directory: it has no config'):
+    evaluate(tmp_path, 1)
+  with pytest.raises(UsageError, match='--episodes must be at least 1, not 0'):
+    evaluate(trained, 0)
+  (tmp_path / 'config.json').write_bytes((trained / 'config.json').read_bytes())
+  with pytest.raises(UsageError, match='has no checkpoints yet'):
+    evaluate(tmp_path, 1)
+  (tmp_path / 'checkpoints').mkdir()
+  with pytest.raises(UsageError, match='has no checkpoint yet'):
+    evaluate(tmp_path, 1)

@@ -1,0 +1,198 @@
+"""metrics.jsonl, the other sinks, and the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import until
+
+from podrace import metrics
+from podrace.config import UsageError
+
+
+def line(step: int, **more: object) -> dict:
+  plain = {'step': step, 'wall_s': 0.5, 'steps_per_s': 10.0, 'episode_return': 1.0, 'episode_length': 9.0}
+  return {**plain, **more}
+
+
+# --- metrics.jsonl ------------------------------------------------------------------------------
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+  file = tmp_path / 'metrics.jsonl'
+  file.write_text('{"step": 1}\n{"step": 2}\n{"st')
+  assert metrics.read(file) == [{'step': 1}, {'step': 2}]
+  file.write_text('{"step": 1}\n{"step": 2}')  # whole, but who can tell
+  assert metrics.read(file) == [{'step': 1}]
+  file.write_text('')
+  assert metrics.read(file) == []
+  assert metrics.read(tmp_path / 'none.jsonl') == []
+
+
+def test_a_garbled_line_names_the_file(tmp_path: Path) -> None:
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\nnonsense\n')
+  with pytest.raises(UsageError, match=r'metrics\.jsonl, line 2, is not JSON'):
+    metrics.read(tmp_path / 'metrics.jsonl')
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+  lines = metrics.JsonLines(tmp_path / 'metrics.jsonl', 0)
+  for step in (1, 2, 3):
+    lines.write(line(step))
+  lines.sync()
+  lines.close()
+  resumed = metrics.JsonLines(tmp_path / 'metrics.jsonl', 2)
+  resumed.write(line(3, loss=0.5))
+  resumed.close()
+  found = metrics.read(tmp_path / 'metrics.jsonl')
+  assert found == [line(1), line(2), line(3, loss=0.5)]
+
+
+def test_a_number_that_json_has_no_word_for() -> None:
+  assert metrics.number(float('nan')) is None
+  assert metrics.number(float('-inf')) is None
+  assert metrics.number(1) == 1.0
+  given = line(1, episode_return=None, loss=0.25, episodes_by_seed=[1, 2])
+  assert set(metrics.numbers(given)) == {'wall_s', 'steps_per_s', 'episode_length', 'loss'}
+
+
+# --- other sinks --------------------------------------------------------------------------------
+
+
+def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
+  event_accumulator = pytest.importorskip(
+    'tensorboard.backend.event_processing.event_accumulator'
+  )
+  pytest.importorskip('tensorboardX')
+  lines = metrics.JsonLines(tmp_path / 'metrics.jsonl', 0)
+  first = metrics.TensorBoard(tmp_path)
+  for step in (10, 20, 30):
+    for sink in (lines, first):
+      sink.write(line(step, loss=1.0))
+  second = int(time.time())  # which is in a file's name
+  until(lambda: int(time.time()) > second)
+  lines = metrics.JsonLines(tmp_path / 'metrics.jsonl', 20)  # it was killed, `first` not closed
+  resumed = metrics.TensorBoard(tmp_path)
+  for step in (30, 40):
+    for sink in (lines, resumed):
+      sink.write(line(step, loss=2.0))
+  resumed.close()
+  events = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard'))
+  events.Reload()
+  found = [(e.step, e.value) for e in events.Scalars('loss')]
+  assert found == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0)]
+  assert 'episode_return' in events.Tags()['scalars']
+  first.close()
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  pytest.importorskip('wandb')
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  monkeypatch.setenv('WANDB_SILENT', 'true')
+  sink = metrics.WandB(tmp_path)
+  sink.write(line(10, loss=1.0, nothing=None))
+  sink.close()
+  assert list(tmp_path.glob('wandb/offline-run-*/run-*.wandb'))
+
+
+@pytest.mark.parametrize(('name', 'module'), [('tensorboard', 'tensorboardX'), ('wandb', 'wandb')])
+def test_a_sink_that_is_not_installed_says_what_to_install(
+  name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setitem(sys.modules, module, None)
+  with pytest.raises(UsageError, match=rf"pip install 'podrace\[{name}\]'"):
+    metrics.SINKS[name](tmp_path)
+
+
+# --- the terminal -------------------------------------------------------------------------------
+
+
+def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+  file = io.StringIO()
+  terminal = metrics.Terminal(100, file=file)
+  terminal.say('compiling')
+  terminal.progress(5, 10.0)  # only where it can be overwritten
+  for step in range(10, 110, 10):
+    terminal.write(line(step))
+  terminal.close()
+  said = file.getvalue().splitlines()
+  assert said[0] == 'compiling'
+  assert said[1] == 'step 10 of 100 (10%)  return 1.00  length 9.0  10 steps/s  0:00:09 left'
+  assert said[-1].startswith('step 100 of 100 (100%)')
+  assert len(said) == 3  # the first, the last, and between them one in two seconds at most
+  assert '\x1b' not in file.getvalue()
+
+
+class Screen:
+  """A pseudo-terminal, and what was written to it."""
+
+  def __init__(self) -> None:
+    self._outer, self._inner = pty.openpty()
+    os.set_blocking(self._outer, False)
+    self.file = os.fdopen(self._inner, 'w')
+    self.raw = ''
+
+  def shown(self) -> str:
+    """All text up to now, without colours."""
+    self.file.flush()
+    with contextlib.suppress(BlockingIOError):
+      while True:
+        self.raw += os.read(self._outer, 65536).decode()
+    return re.sub(r'\x1b\[[0-9;]*m', '', self.raw)
+
+  def close(self) -> None:
+    self.file.close()
+    os.close(self._outer)
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+  monkeypatch.setenv('TERM', 'xterm-256color')
+  monkeypatch.setenv('COLUMNS', '120')
+  screen = Screen()
+  yield screen
+  screen.close()
+
+
+def test_live_progress_on_a_terminal(screen: Screen) -> None:
+  terminal = metrics.Terminal(100, file=screen.file)
+  terminal.say('compiling [bold]')
+  assert 'compiling [bold]' in screen.shown()
+  terminal.progress(5, 10.0)
+  until(lambda: 'step 5 of 100 (5%)' in screen.shown())
+  terminal.say('between')
+  terminal.write(line(100))
+  terminal.close()
+  assert 'between' in screen.shown()
+  assert 'step 100 of 100 (100%)  return 1.00' in screen.shown()
+  assert screen.raw.count('\x1b[?25l') == screen.raw.count('\x1b[?25h') == 1  # the cursor is back
+  assert screen.raw.endswith('\n\x1b[?25h')
+
+
+def test_nothing_to_tell_shows_nothing(screen: Screen) -> None:
+  metrics.Terminal(100, file=screen.file).close()
+  assert screen.shown() == ''
+
+
+def test_durations() -> None:
+  assert metrics.duration(0) == '0:00:00'
+  assert metrics.duration(3725.4) == '1:02:05'
+  assert metrics.duration(-3) == '0:00:00'
+
+
+def test_lines_survive_without_close(tmp_path: Path) -> None:
+  lines = metrics.JsonLines(tmp_path / 'metrics.jsonl', 0)
+  lines.write(line(1))
+  until(lambda: (tmp_path / 'metrics.jsonl').read_text())
+  assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == line(1)
+  lines.close()

@@ -1,0 +1,126 @@
+"""Running statistics: against numpy over everything that was seen, however it was divided."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from podrace import normalize, topology
+from podrace.normalize import Statistics
+
+RNG = np.random.default_rng(0)
+
+# float32 means of some hundred numbers near 1: a few units in the last place
+TOLERANCE = dict(rtol=2e-6, atol=2e-6)
+
+
+def data(length: int = 24, batch: int = 8) -> dict[str, np.ndarray]:
+  """[T, B, ...] of two kinds of observations, with means and scales of their own."""
+  vector = RNG.normal([0.5, -1, 2], [1, 0.1, 3], (length, batch, 3)).astype(np.float32)
+  return dict(vector=vector, scalar=RNG.uniform(0, 1, (length, batch)).astype(np.float32))
+
+
+def example() -> dict[str, np.ndarray]:
+  return dict(vector=np.zeros(3), scalar=np.zeros(()))
+
+
+def see(statistics: Statistics, *batches: Any) -> Statistics:
+  for batch in batches:
+    statistics = normalize.merge(statistics, normalize.moments(statistics, batch), num_devices=1)
+  return statistics
+
+
+@functools.cache
+def see_on_devices(devices: int) -> Any:
+  """(statistics, batch) -> statistics, the batch split over devices as agents do it: one pmean."""
+
+  def step(statistics: Statistics, batch: Any) -> Statistics:
+    joined = jax.lax.pmean(normalize.moments(statistics, batch), topology.AXIS)
+    return normalize.merge(statistics, joined, jax.lax.axis_size(topology.AXIS))
+
+  mesh = topology.learner_mesh(devices)
+  specs = (P(), P(None, topology.AXIS))
+  return jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P()))
+
+
+def assert_numpys(statistics: Statistics, x: Any, **tolerance: float) -> None:
+  """Mean and variance of all elements of `x`, in float64."""
+  count = x['scalar'].size
+  assert float(statistics.count) == count
+  for name, values in x.items():
+    flat = values.astype(np.float64).reshape(count, -1)
+    mean, var = (np.asarray(s[name]).reshape(-1) for s in (statistics.mean, statistics.var))
+    np.testing.assert_allclose(mean, flat.mean(0), **tolerance)
+    np.testing.assert_allclose(var, flat.var(0), **tolerance)
+
+
+def test_one_batch() -> None:
+  x = data()
+  assert_numpys(see(normalize.init(example()), x), x, **TOLERANCE)
+
+
+@pytest.mark.parametrize('cuts', [[12], [1, 2, 3], [23], list(range(1, 24))])
+def test_however_it_is_divided_over_batches(cuts: list[int]) -> None:
+  x = data()
+  pieces = {k: np.split(v, cuts) for k, v in x.items()}
+  batches = [{k: pieces[k][i] for k in x} for i in range(len(cuts) + 1)]
+  # each merge rounds once more: up to 24 of them
+  assert_numpys(see(normalize.init(example()), *batches), x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('devices', [1, 2, 8])
+def test_however_it_is_divided_over_devices(devices: int) -> None:
+  first, second = data(), data()
+  statistics = see_on_devices(devices)(normalize.init(example()), first)
+  statistics = see_on_devices(devices)(statistics, second)
+  x = {k: np.concatenate([first[k], second[k]]) for k in first}
+  assert_numpys(statistics, x, **TOLERANCE)
+
+
+@pytest.mark.parametrize('devices', [1, 8])
+@pytest.mark.parametrize('batches', [1, 2, 50])
+def test_a_large_offset_keeps_its_precision(devices: int, batches: int) -> None:
+  """Mean 1e4 and deviation 1: of E[x^2] - E[x]^2 no digit would be left in float32."""
+  x = RNG.normal(1e4, 1, (batches, 64, 16)).astype(np.float32)
+  statistics = normalize.init(np.float32(0))
+  for batch in x:
+    statistics = see_on_devices(devices)(statistics, batch)
+  # neighbours in float32 are 1e-3 apart at 1e4, and a mean of a thousand such rounds a few times
+  np.testing.assert_allclose(statistics.mean, x.mean(dtype=np.float64), atol=5e-3)
+  # Of the first batch, `merge` takes the difference between the devices' means for rounding: of
+  # 128 elements each that is 1/128 of the variance, give or take twice as much.
+  rtol = 1e-3 if devices == 1 else 3 / 128
+  np.testing.assert_allclose(statistics.var, x.var(dtype=np.float64), rtol=rtol)
+
+
+def test_nothing_seen_yet_changes_nothing() -> None:
+  x = {'vector': np.float32([1, 2, 3]), 'scalar': np.float32(-4)}
+  y = normalize.standardize(normalize.init(example()), x)
+  for name in x:
+    np.testing.assert_allclose(y[name], x[name], rtol=1e-6)
+
+
+def test_standardize() -> None:
+  statistics = Statistics(jnp.float32(9), jnp.array([1.0, 2.0]), jnp.array([4.0, 0.25]))
+  y = normalize.standardize(statistics, jnp.array([[3.0, 1.0], [1.0, 2.0], [999.0, -999.0]]))
+  # (3 - 1) / 2, (1 - 2) / 0.5; nothing; clipped
+  np.testing.assert_allclose(y, [[1, -2], [0, 0], [10, -10]], rtol=1e-6)
+
+
+def test_scale_keeps_the_sign() -> None:
+  statistics = Statistics(jnp.float32(9), jnp.float32(100), jnp.float32(4))
+  y = normalize.scale(statistics, jnp.array([3.0, -1.0, 0.0, 999.0]))
+  np.testing.assert_allclose(y, [1.5, -0.5, 0, 10], rtol=1e-6)
+
+
+def test_a_constant_has_no_variance_and_no_nan() -> None:
+  statistics = see(normalize.init(example()), {k: np.full_like(v, 7) for k, v in data().items()})
+  assert float(statistics.var['scalar']) == 0
+  y = normalize.standardize(statistics, {'vector': np.full(3, 7.0), 'scalar': np.float32(8)})
+  assert y['vector'].tolist() == [0, 0, 0] and float(y['scalar']) == 10

@@ -1,0 +1,396 @@
+"""A run that is killed, stopped or damaged ends as one that never was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from processes import (  # noqa: F401
+  DEADLINE,
+  Podrace,
+  StopAt,
+  as_users_have_it,
+  assert_same_run,
+  checkpoints,
+  every_file,
+  podrace,
+  until,
+)
+
+from podrace import cli, metrics, run
+
+# 1,000 updates of 32 steps: 100 lines of metrics, 10 checkpoints.
+TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
+        '--total-steps', '32000', '--log-every', '320', '--checkpoint-every', '3200']  # fmt: skip
+PPO = ['--agent', 'ppo', '--agent.epochs', '2', '--agent.minibatches', '2',
+       '--agent.normalize-observations', 'True', '--agent.normalize-rewards', 'True']  # fmt: skip
+CASES = {
+  'ppo-normalised': (1, [*PPO, *TINY]),
+  'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
+  'two-seeds': (1, ['--seeds', '2', *TINY]),
+  'two-devices': (2, [*PPO, *TINY, '--devices', '2']),
+  'pooled-resets': (
+    1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
+  ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  return tmp_path_factory.mktemp('compiled')
+
+
+class Undisturbed:
+  """For each case the directory of a run that nothing happened to, made when first asked for."""
+
+  def __init__(self, folder: Path, cache: Path) -> None:
+    self.folder, self.cache = folder, cache
+
+  def __getitem__(self, case: str) -> Path:
+    run_dir = self.folder / case
+    if not run_dir.exists():
+      devices, args = CASES[case]
+      log = self.folder / f'{case}.txt'
+      code, output = podrace(train(run_dir, args), log, devices, self.cache)
+      assert code == 0, output
+    return run_dir
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Undisturbed:
+  return Undisturbed(tmp_path_factory.mktemp('undisturbed'), cache)
+
+
+def train(run_dir: Path, args: Sequence[str]) -> list[str]:
+  return ['train', 'catch', *args, '--run-dir', str(run_dir)]
+
+
+class Lives:
+  """One run in `tmp_path/run`, in as many processes as it takes."""
+
+  def __init__(self, tmp_path: Path, case: str, cache: Path | None) -> None:
+    self.run_dir, self.cache = tmp_path / 'run', cache
+    self.devices, self.args = CASES[case]
+    self.log = tmp_path / 'log.txt'
+
+  def start(self) -> Podrace:
+    return Podrace(train(self.run_dir, self.args), self.log, self.devices, self.cache)
+
+  def finish(self) -> str:
+    code, output = podrace(train(self.run_dir, self.args), self.log, self.devices, self.cache)
+    assert code == 0, output
+    return output
+
+
+# --- SIGKILL ------------------------------------------------------------------------------------
+
+
+def killed_at_random(lives: Lives, kills: int, seed: int) -> None:
+  """Kills the run `kills` times: from its first moment on, and while it trains."""
+  moments = random.Random(seed)
+  resumed = 0
+  for _ in range(kills):
+    one = lives.start()
+    if event := moments.choice(['', 'compiled in', '\nstep ', '\nstep ', '\nstep ']):
+      one.says(event)
+    one.process.join(moments.uniform(0.0, 0.3))
+    one.kill()
+    resumed += 'resuming' in one.output
+  lives.finish()
+  assert resumed or kills < 20
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_killed_three_times(
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  killed_at_random(lives := Lives(tmp_path, case, cache), 3, seed=len(case))
+  assert_same_run(lives.run_dir, undisturbed[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', CASES)
+def test_killed_twenty_times(
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  killed_at_random(lives := Lives(tmp_path, case, cache), 20, seed=2026)
+  assert_same_run(lives.run_dir, undisturbed[case])
+
+
+def test_the_compilation_cache_of_these_tests_changes_nothing(
+  tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+  lives = Lives(tmp_path, 'ppo-normalised', cache=None)
+  lives.finish()
+  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+
+
+def test_killed_while_writing_checkpoints(
+  tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  lives, told = Lives(tmp_path, 'ppo-normalised', cache), 0
+  folder = lives.run_dir / 'checkpoints'
+  for _ in range(3):
+    before = set(folder.glob('*tmp*'))
+    one = lives.start()
+    until(lambda one=one, before=before: set(folder.glob('*tmp*')) - before
+          or not one.process.is_alive())  # fmt: skip
+    one.kill()
+    told += 'half-written' in one.output
+  told += 'half-written' in lives.finish()
+  assert told > 0
+  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+
+
+def test_killed_while_writing_metrics(
+  tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  lives = Lives(tmp_path, 'impala-gru', cache)
+  file = lives.run_dir / 'metrics.jsonl'
+  for _ in range(2):
+    one = lives.start()
+    one.says('\nstep ')
+    size = file.stat().st_size
+    until(lambda size=size, one=one: file.stat().st_size > size or not one.process.is_alive())
+    one.kill()
+  with file.open('a') as f:
+    f.write('{"step": 999999, "epi')  # the line that a kill cuts off, if it comes at its worst
+  lives.finish()
+  assert_same_run(lives.run_dir, undisturbed['impala-gru'])
+
+
+# --- SIGTERM, SIGINT ----------------------------------------------------------------------------
+
+SOON = 15.0  # seconds; a matter of less than one on an idle machine
+
+
+@pytest.mark.parametrize('moment', ['compiling', 'compiled in', '\nstep ', 'checkpoint'])
+@pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_save_first(
+  signum: int, code: int, moment: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  lives = Lives(tmp_path, 'ppo-normalised', cache)
+  if moment == 'compiling':
+    lives.cache = None  # it takes seconds then
+  one = lives.start()
+  if moment == 'checkpoint':
+    until(lambda: list((lives.run_dir / 'checkpoints').glob('*tmp*')))
+  else:
+    one.says(moment)
+  one.signal(signum)
+  assert one.wait(SOON) == code, one.output
+  assert 'start again with the same --run-dir' in one.output
+  assert 'Traceback' not in one.output
+  saved = checkpoints(lives.run_dir)
+  assert bool(saved) == (moment != 'compiling')
+  lives.cache = cache
+  output = lives.finish()
+  assert not saved or f'resuming at step {saved[-1]:,}' in output
+  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+
+
+# --- in this process ----------------------------------------------------------------------------
+
+
+class Here:
+  """Runs of one small case in this process: the exit code, and what was said."""
+
+  args = ('--devices', '1', '--agent', 'ppo', *TINY)
+
+  def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    self.folder, self.capfd = folder, capfd
+
+  def __call__(self, name: str, *more: str) -> tuple[int, str]:
+    self.capfd.readouterr()
+    with pytest.raises(SystemExit) as end, no_exit():
+      cli.main([*train(self.folder / name, self.args), *more])
+    return end.value.code, ''.join(self.capfd.readouterr())
+
+
+@contextlib.contextmanager
+def no_exit() -> Iterator[None]:
+  """os._exit as SystemExit, so that this process outlives a run that a signal stopped."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(os, '_exit', sys.exit)
+    yield
+
+
+@pytest.fixture
+def here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Here:
+  return Here(tmp_path, capfd)
+
+
+@pytest.fixture(scope='module')
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A run that was stopped at step 16,000 with three checkpoints; beside it `whole`, finished."""
+  folder = tmp_path_factory.mktemp('half')
+  with pytest.MonkeyPatch.context() as patch, no_exit():
+    patch.setitem(metrics.SINKS, 'stop', StopAt(15_680))
+    for name, code, more in (('whole', 0, []), ('half', 143, ['--sinks', 'stop'])):
+      with pytest.raises(SystemExit) as end:
+        cli.main([*train(folder / name, Here.args), *more])
+      assert end.value.code == code
+  assert len(checkpoints(folder / 'half')) == 3
+  return folder
+
+
+@pytest.mark.parametrize('seconds', [1e-9, 0.01, 5.0])
+def test_what_is_computed_does_not_depend_on_the_clock(
+  seconds: float, here: Here, half: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(run, 'CALL_SECONDS', seconds)
+  monkeypatch.setattr(run, 'CHECKPOINT_SECONDS', 0.2)
+  assert here('other', '--checkpoint-every', '0', '--override')[0] == 0
+  assert_same_run(here.folder / 'other', half / 'whole')
+
+
+def truncate(checkpoint: Path) -> None:
+  file = largest(checkpoint / 'rest')
+  os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(checkpoint: Path) -> None:
+  file = largest(checkpoint / 'params')
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(data)
+
+
+def flip_meta(checkpoint: Path) -> None:
+  file = checkpoint / 'meta' / 'metadata'
+  file.write_text(file.read_text().replace('"mesh": 1', '"mesh": 3'))
+
+
+def delete(checkpoint: Path) -> None:
+  largest(checkpoint / 'params').unlink()
+
+
+def empty_meta(checkpoint: Path) -> None:
+  (checkpoint / 'meta' / 'metadata').write_text('')
+
+
+def largest(folder: Path) -> Path:
+  return max(every_file(folder), key=lambda p: p.stat().st_size)
+
+
+@pytest.mark.parametrize('damage', [truncate, flip, flip_meta, delete, empty_meta])
+def test_the_one_before_a_damaged_checkpoint_is_used(damage, here: Here, half: Path) -> None:
+  run_dir = here.folder / 'half'
+  shutil.copytree(half / 'half', run_dir)
+  *_, before, newest = checkpoints(run_dir)
+  damage(run_dir / 'checkpoints' / str(newest))
+  damaged = contents(run_dir / 'checkpoints' / str(newest))
+  code, output = here('half')
+  assert code == 0, output
+  assert f'damaged: checkpoint {newest}' in output
+  assert f'resuming at step {before:,}' in output
+  assert contents(run_dir / 'damaged' / str(newest)) == damaged
+  assert_same_run(run_dir, half / 'whole')
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+  return {str(p.relative_to(folder)): p.read_bytes() for p in every_file(folder)}
+
+
+def test_a_half_written_checkpoint_is_not_taken_for_one(here: Here, half: Path) -> None:
+  run_dir = here.folder / 'half'
+  shutil.copytree(half / 'half', run_dir)
+  *_, before, newest = checkpoints(run_dir)
+  draft = run_dir / 'checkpoints' / f'{newest}.orbax-checkpoint-tmp'
+  (run_dir / 'checkpoints' / str(newest)).rename(draft)
+  shutil.rmtree(draft / 'params')
+  code, output = here('half')
+  assert code == 0, output
+  assert f'half-written: {draft.name}' in output
+  assert f'resuming at step {before:,}' in output
+  assert_same_run(run_dir, half / 'whole')
+
+
+def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
+  run_dir = here.folder / 'half'
+  shutil.copytree(half / 'half', run_dir)
+  for step in checkpoints(run_dir):
+    flip(run_dir / 'checkpoints' / str(step))
+  before = contents(run_dir)
+  for _ in range(2):  # and it doesn't begin again by itself when it is started again
+    code, output = here('half')
+    assert code == 1
+    assert 'none of the 3 checkpoints in' in output
+    assert 'Traceback' not in output
+    assert contents(run_dir) == before
+
+
+def test_another_machine_is_told(here: Here, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  shutil.copytree(half / 'half', here.folder / 'half')
+  elsewhere = {**run.machine(), 'jax': '9.9'}
+  monkeypatch.setattr(run, 'machine', lambda: elsewhere)
+  code, output = here('half')
+  assert code == 0
+  assert 'not bit for bit' in output and '-> 9.9' in output
+
+
+# --- full disk ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+  folder.mkdir()
+  size = f'size={kilobytes}k'
+  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', size, 'none', folder], check=False)
+  if mounted.returncode:
+    pytest.skip('mounting a small tmpfs needs root, or user namespaces')
+  try:
+    yield
+  finally:
+    subprocess.run(['umount', '-l', folder], check=True)
+
+
+def test_full_disk(
+  request: pytest.FixtureRequest, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  if os.geteuid() != 0 and 'INSIDE' not in os.environ:
+    inside = ['unshare', '-rm', sys.executable, '-m', 'pytest', '-q', request.node.nodeid]
+    done = subprocess.run(inside, env={**os.environ, 'INSIDE': '1'}, timeout=DEADLINE, check=False)
+    if done.returncode:
+      pytest.skip('needs root, or user namespaces')
+    return
+  case = 'ppo-normalised'
+  lives = Lives(tmp_path, case, cache)
+  lives.run_dir = tmp_path / 'disk' / 'run'
+  with small_disk(tmp_path / 'disk', 4096):
+    one = lives.start()
+    until(lambda: len(saved_in(lives.run_dir)) >= 2)
+    one.signal(signal.SIGSTOP)
+    filler = tmp_path / 'disk' / 'filler'
+    with contextlib.suppress(OSError), filler.open('wb', buffering=0) as f:
+      while True:
+        f.write(b'x' * 4096)
+    one.signal(signal.SIGCONT)
+    assert one.wait() == 1, one.output
+    assert last_word(one.output)
+    kept = saved_in(lives.run_dir)
+    assert kept
+    code, output = podrace(train(lives.run_dir, lives.args), lives.log, 1, cache)  # still full
+    assert code == 1 and last_word(output), output
+    assert saved_in(lives.run_dir)
+    filler.unlink()
+    assert 'resuming at step' in lives.finish()
+    assert_same_run(lives.run_dir, undisturbed[case])
+
+
+def last_word(output: str) -> bool:
+  """That the last line is for the user; tensorstore may print its own troubles before."""
+  line = output.splitlines()[-1]
+  return line.startswith('podrace: ') and 'No space left on device' in line
+
+
+def saved_in(run_dir: Path) -> list[int]:
+  return checkpoints(run_dir) if (run_dir / 'checkpoints').is_dir() else []

@@ -1,0 +1,278 @@
+"""What a run leaves in its directory, and what it says when it can't go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processes import StopAt, as_users_have_it, checkpoints, lines, summary  # noqa: F401
+
+from podrace import envs, metrics, run
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
+from podrace.config import Config, UsageError, bind, from_json
+from podrace.evaluate import evaluate
+from podrace.networks import ActorCritic
+
+SMALL = ActorCritic(hidden=(16,), initializer='lecun')
+CONFIG = Config(
+  agent=Impala(network=SMALL),
+  num_envs=4,
+  unroll_length=8,
+  total_steps=3200,
+  devices=1,
+  log_every=320,
+  checkpoint_every=1600,
+)
+
+
+def change(config: Config = CONFIG, **changes: Any) -> Config:
+  return dataclasses.replace(config, **changes)
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  run_dir = tmp_path_factory.mktemp('finished') / 'run'
+  run.train(CONFIG, run_dir, quiet=True)
+  return run_dir
+
+
+@pytest.fixture(scope='module')
+def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  run_dir = tmp_path_factory.mktemp('seeds') / 'run'
+  run.train(change(seeds=2), run_dir, quiet=True)
+  return run_dir
+
+
+# --- the run directory --------------------------------------------------------------------------
+
+
+def test_run_directory(finished: Path) -> None:
+  assert {p.name for p in finished.iterdir()} == {
+    'config.json', 'metrics.jsonl', 'checkpoints', 'summary.json', 'lock'
+  }  # fmt: skip
+  assert from_json(json.loads((finished / 'config.json').read_text())) == CONFIG
+  assert checkpoints(finished) == [1600, 3200]
+
+
+def test_metrics_lines(finished: Path) -> None:
+  found = lines(finished)
+  assert [line['step'] for line in found] == list(range(320, 3201, 320))
+  for line in found:
+    assert line['wall_s'] > 0 and line['steps_per_s'] > 0
+    assert line['episodes'] > 0 and -1 <= line['episode_return'] <= 1
+    assert line['episode_length'] == 9
+    assert line['episode_return_std'] == pytest.approx(
+      math.sqrt(1 - line['episode_return'] ** 2), abs=1e-5
+    )
+    assert {'loss', 'entropy'} < line.keys()
+  # An episode of Catch is 9 steps and one that resets: every one of them is counted once.
+  assert sum(line['episodes'] for line in found) == CONFIG.num_envs * ((3200 // 4 + 1) // 10)
+
+
+def test_summary(finished: Path) -> None:
+  found = summary(finished)
+  assert found['step'] == 3200
+  assert found['steps_per_s'] > 0 and found['compile_s'] > 0
+  tail = [line for line in lines(finished) if line['step'] > 0.9 * 3200]
+  episodes = sum(line['episodes'] for line in tail)
+  total = sum(line['episode_return'] * line['episodes'] for line in tail)
+  assert found['episode_return'] == pytest.approx(total / episodes)
+  assert len(found['params_sha256']) == 64
+
+
+def test_params_sha256_is_what_the_contract_says() -> None:
+  params = {'b': jnp.arange(3, dtype=jnp.int32), 'a': {'z': jnp.ones([2, 2]), 'y': jnp.float32(1)}}
+  expected = hashlib.sha256(
+    b"['a']['y'] float32 ()\n" + np.float32(1).tobytes()
+    + b"['a']['z'] float32 (2, 2)\n" + np.ones([2, 2], np.float32).tobytes()
+    + b"['b'] int32 (3,)\n" + np.arange(3, dtype=np.int32).tobytes()
+  )  # fmt: skip
+  assert run.params_sha256(params) == expected.hexdigest()
+  for other in (
+    {**params, 'b': params['b'].at[0].set(1)},
+    {**params, 'b': params['b'].astype(jnp.uint32)},
+    {**params, 'b': params['b'][None]},
+    {'a': params['a'], 'c': params['b']},
+  ):
+    assert run.params_sha256(other) != expected.hexdigest()
+
+
+def test_two_seeds(two_seeds: Path, finished: Path) -> None:
+  for line, alone in zip(lines(two_seeds), lines(finished), strict=True):
+    assert len(line['episode_return_by_seed']) == len(line['episodes_by_seed']) == 2
+    assert line['episodes'] == sum(line['episodes_by_seed'])
+    mean = np.average(line['episode_return_by_seed'], weights=line['episodes_by_seed'])
+    assert line['episode_return'] == pytest.approx(mean)
+    assert line['episodes_by_seed'][0] == alone['episodes']
+  assert len(summary(two_seeds)['episode_return_by_seed']) == 2
+
+
+def test_finished_says_so(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  before = (finished / 'summary.json').read_bytes()
+  assert run.train(CONFIG, finished) == summary(finished)
+  assert 'is finished: step 3,200' in capsys.readouterr().err
+  assert (finished / 'summary.json').read_bytes() == before
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
+  """Not the loss or the parameters, which end a run: an infinite ratio is clipped in the loss."""
+  run.train(change(agent=OddMetric(network=SMALL)), tmp_path / 'run', quiet=True)
+  assert all(line['odd'] is None for line in lines(tmp_path / 'run'))
+  assert all(isinstance(line['loss'], float) for line in lines(tmp_path / 'run'))
+
+
+@dataclasses.dataclass(frozen=True)
+class OddMetric(Impala):
+  """An agent with a metric that is infinite."""
+
+  def learn(self, train, sample, key):
+    train, priority, found = super().learn(train, sample, key)
+    return train, priority, {**found, 'odd': found['loss'] * 0 + jnp.inf}
+
+
+# --- starting again -----------------------------------------------------------------------------
+
+
+def test_a_changed_configuration_is_refused(finished: Path, tmp_path: Path) -> None:
+  changed = change(total_steps=6400, agent=dataclasses.replace(CONFIG.agent, discount=0.5))
+  with pytest.raises(UsageError) as e:
+    run.train(changed, finished)
+  assert 'agent.discount: 0.99 -> 0.5' in str(e.value)
+  assert 'total_steps: 3200 -> 6400' in str(e.value)
+  assert '--override' in str(e.value)
+  assert summary(finished)['step'] == 3200
+
+
+def test_override_goes_on_with_the_new_configuration(tmp_path: Path) -> None:
+  run.train(change(total_steps=1600), tmp_path, quiet=True)
+  first = lines(tmp_path)
+  run.train(change(total_steps=3200), tmp_path, override=True, quiet=True)
+  assert lines(tmp_path)[: len(first)] == first  # it went on, and did not begin again
+  assert lines(tmp_path)[-1]['step'] == summary(tmp_path)['step'] == 3200
+  assert json.loads((tmp_path / 'config.json').read_text())['total_steps'] == 3200
+
+
+@pytest.mark.parametrize(
+  ('changed', 'message'),
+  [
+    ({'agent': Impala(network=ActorCritic(hidden=(8,)))}, 'another kind of state'),
+    ({'num_envs': 8}, 'another kind of state'),
+    ({'devices': 2}, 'give --devices 1'),
+  ],
+)
+def test_override_cannot_change_the_state(
+  changed: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setitem(metrics.SINKS, 'stop', StopAt(320))
+  with pytest.raises(run.Stopped):
+    run.train(CONFIG, tmp_path, sinks=('stop',), quiet=True)
+  record = (tmp_path / 'config.json').read_bytes()
+  with pytest.raises(UsageError, match=message):
+    run.train(change(**changed), tmp_path, override=True, quiet=True)
+  assert checkpoints(tmp_path) == [320]
+  assert (tmp_path / 'config.json').read_bytes() == record  # and is still what can be resumed
+
+
+def test_a_second_process_is_refused(tmp_path: Path) -> None:
+  with (tmp_path / 'lock').open('w') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    with pytest.raises(UsageError, match='in use by another run'):
+      run.train(CONFIG, tmp_path)
+  run.train(change(total_steps=32), tmp_path, quiet=True)
+
+
+# --- NaN ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sick(PPO):
+  """PPO whose parameters or loss stop being finite after some updates."""
+
+  after: int = 60
+  sick: str = 'loss'
+
+  def learn(self, train, sample, key):
+    train, priority, found = super().learn(train, sample, key)
+    count = jax.tree.leaves(train.rest)[0]  # of gradient steps
+    bad = jnp.where(count > self.after * self.epochs * self.minibatches, jnp.nan, 0.0)
+    if self.sick == 'loss':
+      return train, priority, {**found, 'loss': found['loss'] + bad}
+    params = train.params._replace(network=jax.tree.map(lambda x: x + bad, train.params.network))
+    return train._replace(params=params), priority, found
+
+
+@pytest.mark.parametrize('sick', ['loss', 'parameter'])
+@pytest.mark.parametrize('seeds', [1, 2])
+def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: Path) -> None:
+  config = change(agent=Sick(network=SMALL, sick=sick, minibatches=1, epochs=1), seeds=seeds)
+  with pytest.raises(run.RunError) as e:
+    run.train(config, tmp_path, quiet=True)
+  assert f'{sick} is NaN or infinite at step' in str(e.value)
+  assert 'the last good checkpoint is step 1,600' in str(e.value)
+  assert checkpoints(tmp_path) == [1600]
+  if sick == 'loss':  # the very update is known, however many there were in a call
+    assert f'at step {61 * 32:,}' in str(e.value)
+  result = evaluate(tmp_path, 3)
+  assert result['step'] == 1600
+
+
+def test_nan_at_once(tmp_path: Path) -> None:
+  agent = Impala(network=SMALL, learning_rate=math.inf)
+  with pytest.raises(run.RunError, match=r'NaN or infinite at step .*there is no checkpoint yet'):
+    run.train(change(agent=agent), tmp_path, quiet=True)
+  assert checkpoints(tmp_path) == []
+
+
+# --- what does not fit --------------------------------------------------------------------------
+
+
+def build(config: Config) -> None:
+  program = run.build(config)
+  program.shapes  # noqa: B018, traces the agent
+
+
+@pytest.mark.parametrize(
+  ('config', 'message'),
+  [
+    (change(num_envs=6, devices=4), '--num-envs 6 does not divide over 4 devices'),
+    (change(num_envs=2, devices=4), '--num-envs 2 does not divide over 4 devices'),
+    (change(devices=9), '--devices 9: JAX sees 8 cpu'),
+    (change(devices=0), '--devices 0'),
+    (change(agent=PPO(minibatches=3)), '8 steps of an unroll do not divide into 3 minibatches'),
+    (
+      change(agent=PPO(network=ActorCritic(core='gru'), minibatches=8)),
+      '4 environments on a device do not divide into 8 minibatches',
+    ),
+    (change(agent=PPO(minibatches=0)), 'minibatches'),
+    (change(agent=PPO(epochs=0)), 'epochs'),
+    (change(agent=Impala(network=ActorCritic(hidden=(0,)))), 'hidden'),
+    (change(agent=Impala(network=ActorCritic(core='gru', core_size=-1))), 'core_size'),
+    (change(env='gymnax:CartPole-v1', agent=Impala(network=ActorCritic(torso='nature'))),
+     "torso 'nature' needs an image"),
+    (change(agent=Impala(network=ActorCritic(squash=True))), 'tanh-Normal needs a continuous action space, not Discrete'),
+    (change(env='podrace:catch,rows=1'), 'rows'),
+  ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_numbers(config: Config, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    build(config)
+
+
+def test_a_space_that_no_head_is_for() -> None:
+  from gymnasium import spaces
+
+  env = envs.make('podrace:catch')
+  for name, space in (('action_space', spaces.Text(3)), ('observation_space', spaces.Text(3))):
+    odd = {'action_space': env.action_space, 'observation_space': env.observation_space}
+    with pytest.raises(ValueError, match='Text'):
+      bind(Impala(), type('Odd', (), {**odd, name: space})())
