@@ -21,7 +21,7 @@ import common
 COUNTS = (1, 2, 4, 8)
 TARGET = 0.10  # growth per doubling
 SETTINGS = {  # name -> environment, environments in all, unroll length
-  'ppo-cartpole': ('gymnax:CartPole-v1', 2048, 128),
+  'ppo-cartpole': ('gymnax:CartPole-v1', 1024, 128),
   'impala-breakout': ('gymnax:Breakout-MinAtar', 512, 32),
 }
 

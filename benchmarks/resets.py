@@ -3,7 +3,8 @@
 `fresh_fraction` 1 resets every environment on every step; less keeps a pool of fresh states (see
 `podrace.envs.base`). The adapters' defaults are chosen from what this prints. The policy is random,
 so episodes are as short as they get; `episode_steps` is their mean length with the reset step
-counted. A pool keeps up where `fresh_fraction * episode_steps >= 1`; below, states are used twice.
+counted. Of the two rates, `steps_per_cpu_s` (all threads) is the one to compare on a shared machine.
+A pool keeps up where `fresh_fraction * episode_steps >= 1`; below, states are used twice.
 
   python benchmarks/resets.py [--num-envs 64] [--seconds 2]
 """
@@ -80,16 +81,17 @@ def measure(name: str, fraction: float, num_envs: int, steps: int, seconds: floa
   run, state = compile_rollout(env, num_envs, steps)
   compiled = time.perf_counter()
   state, ends, _ = jax.block_until_ready(run(state, jax.random.key(1)))  # leave the start behind
-  calls, total_ends, start_run = 0, 0, time.perf_counter()
+  calls, total_ends, start_run, start_cpu = 0, 0, time.perf_counter(), time.process_time()
   while time.perf_counter() - start_run < seconds or calls < 2:
     state, ends, _ = jax.block_until_ready(run(state, jax.random.key(2 + calls)))
     calls, total_ends = calls + 1, total_ends + int(ends)
-  wall = time.perf_counter() - start_run
+  wall, cpu = time.perf_counter() - start_run, time.process_time() - start_cpu
   env_steps = calls * steps * num_envs
   return {
     'env': name,
     'fresh_fraction': fraction,
     'steps_per_s': round(env_steps / wall),
+    'steps_per_cpu_s': round(env_steps / cpu),
     'episode_steps': round(env_steps / total_ends, 1) if total_ends else None,
     'compile_s': round(compiled - start, 1),
   }

@@ -85,7 +85,10 @@ def _guarded(args: list[str]) -> int:
     from podrace.run import RunError, Stopped
 
     if isinstance(e, Stopped):
+      from podrace.topology import leave_processes
+
       print(f'stopped by {e}; start again with the same --run-dir to go on', file=sys.stderr)
+      leave_processes()
       return 128 + e.signum
     if isinstance(e, RunError):
       return _complain(e, 1)
@@ -342,6 +345,7 @@ def list_names(args: list[str]) -> int:
     print(f'  {name:24}{(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]}')
   print('\nenvironments (LIB:NAME):')
   for library, names in envs.names().items():
+    names = names or ('MODULE.FUNCTION',)
     print(textwrap.fill(' '.join(f'{library}:{n}' for n in names), 100, initial_indent='  ', subsequent_indent='    ', break_on_hyphens=False))
   return 0
 

@@ -134,6 +134,10 @@ class Conv(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    if self.padding == 'VALID' and min(x.shape[1:3]) < self.size:
+      raise ValueError(
+        f'a convolution of {self.size}x{self.size} does not fit an image of {x.shape[1]}x{x.shape[2]}'
+      )
     shape = (self.size, self.size, x.shape[-1], self.features)
     kernel = self.param('kernel', self.kernel_init, shape)
     bias = self.param('bias', nn.initializers.zeros_init(), (self.features,))
@@ -364,9 +368,9 @@ class ActorCritic:
     bound = dataclasses.replace(
       self, observation_space=observation_space, action_space=action_space
     )
-    bound.prepare(_zeros(observation_space))
     if not bound.distribution.size:
       raise ValueError(f'an empty action space: {action_space}')
+    jax.eval_shape(bound.init, jax.random.key(0))
     return bound
 
   @functools.cached_property
@@ -446,6 +450,8 @@ def _zeros(space: Any) -> Any:
     return {k: _zeros(v) for k, v in space.items()}
   if isinstance(space, spaces.Tuple):
     return tuple(_zeros(s) for s in space)
+  if space.shape is None:
+    raise ValueError(f'no network input for the observation space {space}')
   if space.shape is None:
     raise ValueError(f'no network input for the observation space {space}')
   return jnp.asarray(np.zeros((1, *space.shape), space.dtype))  # int64 becomes int32

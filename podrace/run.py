@@ -154,7 +154,11 @@ def machine() -> dict[str, Any]:
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
   """Keeps a second run out of the directory for as long as this one lives."""
-  with (run_dir / 'lock').open('w') as file:
+  try:
+    file = (run_dir / 'lock').open('w')
+  except OSError as e:
+    raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
+  with file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -236,7 +240,7 @@ def train(
   leader = jax.process_index() == 0
   try:
     run_dir.mkdir(parents=True, exist_ok=True)
-  except (FileExistsError, NotADirectoryError, PermissionError) as e:
+  except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
   say = (lambda message: None) if quiet or not leader else terminal.say

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace.types import Trajectory
 
+SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
 AXIS = 'data'  # the one mesh axis: environments, and with them the batch, are split along it
 
 # How a Trajectory lies on a mesh: its leaves are [T, B] (timesteps, outputs) or [B], split along B.
@@ -86,4 +87,12 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
     num_processes,
     process_id,
     coordinator_bind_address=coordinator if process_id == 0 else None,
+    heartbeat_timeout_seconds=SILENCE_SECONDS,
+    shutdown_timeout_seconds=SILENCE_SECONDS,
   )
+
+
+def leave_processes() -> None:
+  """Waits until all processes of the run are here: one that is gone first takes the others down."""
+  if jax.distributed.is_initialized():
+    jax.distributed.shutdown()

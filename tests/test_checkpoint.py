@@ -204,5 +204,5 @@ def test_fingerprint_tells_bools_keys_and_places() -> None:
 def test_read_json(tmp_path: Path) -> None:
   assert read_json(tmp_path / 'none.json') is None
   (tmp_path / 'some.json').write_text('{"a": ')
-  with pytest.raises(UsageError, match='some.json is not JSON'):
+  with pytest.raises(UsageError, match=r'some\.json is not JSON'):
     read_json(tmp_path / 'some.json')

@@ -1,7 +1,9 @@
 """The command line: a contract, so each word and each exit code of it is tested."""
+# ruff: noqa: F401, F811 (fixtures of processes)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,9 +16,10 @@ from pathlib import Path
 import pytest
 from processes import (
   Podrace,
+  as_users_have_it,
+  cache,
   checkpoints,
   command,
-  environment,
   lines,
   podrace,
   summary,
@@ -31,11 +34,6 @@ from podrace.presets import PRESETS
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '640', '--devices', '1']  # fmt: skip
-
-
-@pytest.fixture(scope='module')
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  return tmp_path_factory.mktemp('compiled')
 
 
 @pytest.fixture(scope='module')
@@ -286,7 +284,8 @@ BAD = [
   ([*_join[:-1], '127.0.0.1:70000'], '--coordinator takes HOST:PORT'),
   ([*_join[:-1], 'no.such.host.invalid:70'], 'no.such.host.invalid'),
   (['train', '--num-processes', 'x', '--process-id', '0', '--coordinator', 'a:1'], 'whole number'),
-  (['train', '--num-processes', '2', '--process-id', '2', '--coordinator', 'a:1'], '--process-id 2'),
+  (['train', '--num-processes', '2', '--process-id', '2',
+    '--coordinator', '127.0.0.1:1'], '--process-id 2'),
   (['eval'], 'eval takes one run directory'),
   (['eval', '/nowhere'], '/nowhere is not a run directory'),
   (['eval', '/nowhere', '--episodes', '0'], '--episodes must be at least 1, not 0'),
@@ -371,26 +370,20 @@ def test_garbled_config(garbled: str, run: Command, tmp_path: Path) -> None:
   assert (tmp_path / 'config.json').read_text() == garbled
 
 
-def test_unwritable_directory(tmp_path: Path) -> None:
-  """As a user who is not root, for whom there are no unwritable directories."""
-  folder = tmp_path / 'closed'
+def test_unwritable_directory(run: Command, unchanged: Path) -> None:
+  """Read-only by its mode; for root, who may write there all the same, by its file system."""
+  folder = unchanged / 'closed'
   folder.mkdir(mode=0o555)
-  as_nobody = {'user': 65534, 'group': 65534} if os.geteuid() == 0 else {}
-  for parent in (tmp_path, *tmp_path.parents):
-    if as_nobody and not parent.stat().st_mode & 0o001:
-      parent.chmod(parent.stat().st_mode | 0o001)
-  for path in (folder, folder / 'run'):
-    args = [sys.executable, '-m', 'podrace.cli', 'train', *TINY, '--run-dir', str(path)]
-    try:
-      done = subprocess.run(
-        args, capture_output=True, text=True, check=False, env=environment(), **as_nobody
-      )
-    except PermissionError:
-      pytest.skip('the interpreter is not readable for others')
-    if 'Permission' in done.stderr and 'python' in done.stderr and 'podrace:' not in done.stderr:
-      pytest.skip('the interpreter is not readable for others')
-    assert done.returncode == 2, done.stderr
-    assert 'Permission denied' in done.stderr and 'Traceback' not in done.stderr
+  with contextlib.ExitStack() as stack:
+    if os.geteuid() == 0:
+      mount = ['mount', '-t', 'tmpfs', '-o', 'ro', 'none', str(folder)]
+      if subprocess.run(mount, check=False).returncode:
+        pytest.skip('mounting is not allowed')
+      stack.callback(subprocess.run, ['umount', folder], check=True)
+    for path, why in ((folder, 'cannot be written to'), (folder / 'run', 'cannot be a directory')):
+      code, _, told = run('train', *TINY, '--run-dir', str(path))
+      assert code == 2
+      assert f'--run-dir {path} {why}' in told
 
 
 def test_a_fault_of_ours_keeps_its_traceback(

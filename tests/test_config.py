@@ -64,7 +64,7 @@ def test_a_record_of_another_version_or_with_other_fields_is_refused() -> None:
   with pytest.raises(UsageError, match="unknown field of Config 'num_env': did you mean num_envs"):
     from_json({**record, 'num_env': 3})
   agent = {**record['agent'], 'learning_rat': 1.0}
-  with pytest.raises(UsageError, match='unknown field of Impala.*learning_rate'):
+  with pytest.raises(UsageError, match=r'unknown field of Impala.*learning_rate'):
     from_json({**record, 'agent': agent})
   with pytest.raises(UsageError, match="unknown agent 'impalla': did you mean impala"):
     from_json({**record, 'agent': {'name': 'impalla'}})

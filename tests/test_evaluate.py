@@ -1,4 +1,5 @@
 """Evaluation: each environment's first episode, by the newest checkpoint that is whole."""
+# ruff: noqa: F401 (fixtures of processes)
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import as_users_have_it, checkpoints, every_file  # noqa: F401
+from processes import as_users_have_it, cache, checkpoints, every_file
 
 from podrace import run
 from podrace.agents.impala import Impala

@@ -32,6 +32,8 @@ IMAGES = {  # the smallest that each takes without degenerating
   'impala-deep': (9, 9, 2),
   'grid': (5, 5, 2),
 }
+# Here compiling takes the time, not running.
+jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 CORES = ['none', 'gru', 'lstm']
 
 
@@ -63,6 +65,10 @@ def timesteps(space: Any, types: Any = None) -> TimeStep:
   return TimeStep(observations(space, *types.shape), ones, ones, types)
 
 
+def init(net: ActorCritic) -> Any:
+  return jit(net.init)(key())
+
+
 def random_state(net: ActorCritic, batch: int = B) -> Any:
   zeros = net.initial_state(batch)
   return tuple(jax.random.normal(key(9 + i), x.shape) for i, x in enumerate(zeros))
@@ -78,13 +84,15 @@ def paths(net: ActorCritic) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize('core', CORES)
 @pytest.mark.parametrize('torso', IMAGES)
-def test_unroll_is_step_by_step(torso: str, core: str) -> None:
+def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  if torso != 'grid':  # XLA's convolution compiles ten times faster; that ours is equal, see below
+    monkeypatch.setattr(networks, 'conv2d', networks._xla_conv)
   space = spaces.Box(0, 255, IMAGES[torso], np.uint8)
   net = network(space, torso=torso, core=core)
-  params = net.init(key())
+  params = init(net)
   state, steps = random_state(net), timesteps(space)
-  unrolled, end = jax.jit(net.unroll)(params, state, steps)
-  stepped, stepped_end = jax.jit(functools.partial(networks.unroll_steps, net))(params, state, steps)
+  unrolled, end = jit(net.unroll)(params, state, steps)
+  stepped, stepped_end = jit(functools.partial(networks.unroll_steps, net))(params, state, steps)
   assert unrolled.policy.shape == (T, B, 3) and unrolled.value.shape == (T, B)
   assert [x.shape for x in end] == {'none': 0, 'gru': 1, 'lstm': 2}[core] * [(B, 4)]
   for x, y in zip(jax.tree.leaves((unrolled, end)), jax.tree.leaves((stepped, stepped_end)), strict=True):
@@ -97,8 +105,8 @@ def test_unroll_is_step_by_step(torso: str, core: str) -> None:
 def test_unroll_is_step_by_step_for_vectors(action: Any, core: str, shared: bool) -> None:
   net = network(vector(), action, core=core, shared=shared)
   params, state, steps = net.init(key()), random_state(net), timesteps(vector())
-  unrolled, _ = jax.jit(net.unroll)(params, state, steps)
-  stepped, _ = jax.jit(functools.partial(networks.unroll_steps, net))(params, state, steps)
+  unrolled, _ = jit(net.unroll)(params, state, steps)
+  stepped, _ = jit(functools.partial(networks.unroll_steps, net))(params, state, steps)
   assert unrolled.policy.shape == (T, B, net.distribution.size)
   np.testing.assert_allclose(unrolled.policy, stepped.policy, **TOLERANCE)
   np.testing.assert_allclose(unrolled.value, stepped.value, **TOLERANCE)
@@ -118,11 +126,11 @@ def test_unroll_merged_is_step_by_step() -> None:
 def test_first_forgets(core: str) -> None:
   """Environment 0 begins anew at time 3; what was before makes no difference, to the bit."""
   net = network(core=core)
-  params = net.init(key())
+  params = init(net)
   types = np.full((T, 2), MID)
   types[2, 0], types[3, 0] = LAST, FIRST
   steps = timesteps(vector(), types)
-  unroll = jax.jit(net.unroll)
+  unroll = jit(net.unroll)
   one, _ = unroll(params, random_state(net, 2), steps)
   observation = np.copy(steps.observation)
   observation[:3] += 1
@@ -140,7 +148,7 @@ def test_first_forgets(core: str) -> None:
 @pytest.mark.parametrize('core', ['gru', 'lstm'])
 def test_no_gradient_passes_first(core: str) -> None:
   net = network(core=core)
-  params = net.init(key())
+  params = init(net)
   types = np.full((T, 2), MID)
   types[3, 0] = FIRST
 
@@ -241,7 +249,7 @@ CONVOLUTIONS = [  # height, width, window, stride, padding
   (9, 12, 4, 2, 'VALID'),
   (9, 12, 4, 2, 'SAME'),
   (11, 8, 8, 4, 'VALID'),
-  (11, 8, 8, 4, 'SAME'),
+  (7, 8, 5, 3, 'SAME'),
   (7, 7, 1, 1, 'VALID'),
   (7, 7, 1, 3, 'SAME'),
   (3, 3, 3, 2, 'VALID'),
@@ -256,18 +264,23 @@ def test_patches_are_a_convolution(
   x = jax.random.normal(key(1), (2, height, width, 3))
   kernel = jax.random.normal(key(2), (window, window, 3, 5))
 
-  @functools.partial(jax.jit, static_argnums=0)
+  @functools.partial(jit, static_argnums=0)
   def value_and_grads(conv: Any, x: jax.Array, kernel: jax.Array) -> Any:
     y, back = jax.vjp(lambda x, k: conv(x, k, stride, padding), x, kernel)
     return y, *back(jnp.cos(y))
 
   ours = value_and_grads(networks._patches_conv, x, kernel)
   xlas = value_and_grads(networks._xla_conv, x, kernel)
-  used = value_and_grads(networks.conv2d, x, kernel)
-  for a, b, c in zip(ours, xlas, used, strict=True):
-    # up to 192 products of size 1, and up to 100 of those
-    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-    assert np.array_equal(a, c)  # on CPU
+  for a, b in zip(ours, xlas, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)  # sums of up to 192 products of size 1
+
+
+def test_convolutions_on_cpu_are_by_patches() -> None:
+  x, kernel = jax.random.normal(key(1), (2, 6, 5, 3)), jax.random.normal(key(2), (3, 3, 3, 5))
+  text = jax.jit(networks.conv2d, static_argnums=(2, 3)).lower(x, kernel, 1, 'SAME').compile().as_text()
+  assert ' convolution(' not in text
+  used = networks.conv2d(x, kernel, 1, 'SAME')
+  np.testing.assert_allclose(used, networks._xla_conv(x, kernel, 1, 'SAME'), rtol=1e-4, atol=1e-4)
 
 
 # --- observations -----------------------------------------------------------------------------
@@ -309,7 +322,7 @@ TREES = {
 def test_every_part_of_an_observation_is_seen(space: Any, core: str) -> None:
   net = network(space, core=core)
   params, steps = net.init(key()), timesteps(space)
-  unroll = jax.jit(net.unroll)
+  unroll = jit(net.unroll)
   before, _ = unroll(params, net.initial_state(B), steps)
   assert before.policy.shape == (T, B, 3)
   leaves, structure = jax.tree.flatten(steps.observation)
@@ -430,7 +443,7 @@ def assert_orthogonal(kernel: jax.Array, gain: float) -> None:
 def test_orthogonal_initialisation() -> None:
   """Gain sqrt 2, but 0.01 for the policy and 1 for the value; biases 0, as in OpenAI's baselines."""
   net = network(vector(20), hidden=(16, 12), shared=False)
-  params = net.init(key())
+  params = init(net)
   for torso in ('torso', 'value_torso'):
     for layer in ('Dense_0', 'Dense_1'):
       assert_orthogonal(params[torso]['Mlp_0'][layer]['kernel'], math.sqrt(2))
@@ -443,7 +456,8 @@ def test_orthogonal_initialisation() -> None:
 
 
 def test_convolutions_begin_orthogonal() -> None:
-  params = network(spaces.Box(0, 255, (20, 20, 3), np.uint8), torso='impala').init(key())
+  net = network(spaces.Box(0, 255, (20, 20, 3), np.uint8), torso='impala')
+  params = init(net)
   for layer in params['torso']['ImpalaShallow_0'].values():
     assert_orthogonal(layer['kernel'], math.sqrt(2))
 
@@ -456,7 +470,7 @@ def test_cores_begin_orthogonal() -> None:
 def test_lecun_initialisation() -> None:
   """A truncated normal of variance 1 / fan in, also for the heads."""
   net = network(vector(400), spaces.Discrete(100), hidden=(300,), initializer='lecun')
-  params = net.init(key())
+  params = init(net)
   for kernel in (params['torso']['Mlp_0']['Dense_0']['kernel'], params['policy_head']['kernel']):
     scaled = np.asarray(kernel, np.float64) * math.sqrt(kernel.shape[0])
     # 30,000 draws: a standard error of 0.4% for the deviation
@@ -473,7 +487,7 @@ def test_log_std_begins_where_told() -> None:
 @pytest.mark.parametrize(('activation', 'f'), [('tanh', np.tanh), ('relu', lambda x: np.maximum(x, 0))])
 def test_a_feed_forward_network_by_hand(activation: str, f: Any) -> None:
   net = network(hidden=(8, 7), activation=activation)
-  params = net.init(key())
+  params = init(net)
   x = streams.floats(3)(np.random.default_rng(0), (B,))
   step = TimeStep(x, np.zeros(B), np.ones(B), np.ones(B, np.int8))
   output, _ = net.step(params, (), step)
@@ -489,7 +503,8 @@ REFUSED = {
   'no image': (dict(torso='nature'), vector(), spaces.Discrete(2), 'needs an image'),
   'no distribution': (dict(), vector(), spaces.Discrete(2, start=1), 'no distribution'),
   'no actions': (dict(), vector(), spaces.Box(-1, 1, (0,)), 'empty action space'),
-  'no input': (dict(), spaces.Text(5), spaces.Discrete(2), ''),
+  'no input': (dict(), spaces.Sequence(vector()), spaces.Discrete(2), 'observation space'),
+  'image too small': (dict(torso='nature'), spaces.Box(0, 1, (35, 40, 1)), spaces.Discrete(2), '3x3'),
   'masked box': (
     dict(),
     spaces.Dict(x=vector(), action_mask=spaces.MultiBinary(2)),

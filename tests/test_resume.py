@@ -1,4 +1,5 @@
 """A run that is killed, stopped or damaged ends as one that never was."""
+# ruff: noqa: F401, F811 (fixtures of processes)
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from processes import (  # noqa: F401
+from processes import (
   DEADLINE,
   Podrace,
   StopAt,
   as_users_have_it,
   assert_same_run,
+  cache,
   checkpoints,
   every_file,
   podrace,
@@ -41,11 +43,6 @@ CASES = {
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope='module')
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  return tmp_path_factory.mktemp('compiled')
 
 
 class Undisturbed:

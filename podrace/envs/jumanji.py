@@ -25,6 +25,10 @@ from podrace.envs.base import Dynamics, NextStepReset, restart, transition
 from podrace.envs.registry import Value, read_options
 from podrace.types import Array, Environment, TimeStep
 
+# Episodes of fewer than four steps (one wrong move ends them) would use a pool's states twice. All
+# environments without a time limit count as such.
+_ENDS_AT_ONCE = ('Cleaner-v0',)
+
 
 @foreign
 def make(name: str, options: Mapping[str, Value]) -> Environment:
@@ -33,6 +37,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   defaults: dict[str, Value] = {'fresh_fraction': 1.0}
   if hasattr(env, 'time_limit'):
     defaults['time_limit'] = int(env.time_limit)
+    if name not in _ENDS_AT_ONCE:
+      defaults['fresh_fraction'] = 0.25
   values = read_options(f'jumanji:{name}', options, defaults)
   dynamics: Dynamics
   if 'time_limit' in values:

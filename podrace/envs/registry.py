@@ -185,6 +185,12 @@ LIBRARIES: Mapping[str, Library] = {
       'Craftax-Classic-Pixels-v1',
     ),
   ),
+  'python': Library(
+    module='podrace.envs.python',
+    extra='',
+    description='your own: python:module.function',
+    names=(),
+  ),
 }
 
 
@@ -202,7 +208,7 @@ def make(name: str) -> Environment:
       f'the libraries are {", ".join(LIBRARIES)}'
     )
   library = LIBRARIES[key]
-  if env not in library.names:
+  if library.names and env not in library.names:
     raise UnknownName(
       f'{key} has no environment {env!r}{_nearest(env, library.names)}; '
       f"'podrace list' names its {len(library.names)}"

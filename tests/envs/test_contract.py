@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 
 import podrace.envs
-from podrace.envs.base import NextStepReset, batch, select
-from podrace.types import FIRST, LAST, MID, TimeStep
+from podrace.envs import contract
+from podrace.envs.base import NextStepReset
+from podrace.types import LAST, TimeStep
 
 NUM_ENVS, STEPS = 8, 60
-quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
-  jax.jit,
-  compiler_options={
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-  },
-)
 
 FAST = (
   'podrace:catch',
@@ -101,126 +95,101 @@ def make(name: str) -> NextStepReset:
   return podrace.envs.make(name)
 
 
-def sample(space: gymnasium.Space, key: jax.Array, n: int) -> jax.Array:
-  """[n, ...] actions, uniform over the space."""
-  shape = (n, *space.shape)
-  if isinstance(space, gymnasium.spaces.Discrete):
-    return jax.random.randint(key, shape, 0, space.n)
-  if isinstance(space, gymnasium.spaces.MultiDiscrete):
-    with jax.numpy_rank_promotion('allow'):
-      return jax.random.randint(key, shape, 0, jnp.asarray(space.nvec))
-  return jax.random.uniform(key, shape, minval=space.low[None], maxval=space.high[None])
-
-
 @functools.cache
 def rollout(name: str, fresh_fraction: float) -> Any:
-  """A compiled function from a seed to a stream of timesteps [T+1, B] under a random policy.
-
-  With `contrary`, the actions after LAST, and only those, are others.
-  """
   env = dataclasses.replace(make(name), fresh_fraction=fresh_fraction)
-  many = batch(env, NUM_ENVS)
-
-  @quick_jit
-  def run(seed: int, contrary: bool) -> TimeStep:
-    def step(carry: Any, key: jax.Array) -> tuple[Any, TimeStep]:
-      state, last = carry
-      act_key, other_key, env_key = jax.random.split(key, 3)
-      action = sample(env.action_space, act_key, NUM_ENVS)
-      other = sample(env.action_space, other_key, NUM_ENVS)
-      action = select(last & contrary, other, action)
-      state, timestep = many.step(state, action, env_key)
-      return (state, timestep.last), timestep
-
-    reset_key, steps_key = jax.random.split(jax.random.key(seed))
-    state, first = many.reset(reset_key)
-    _, rest = jax.lax.scan(step, (state, first.last), jax.random.split(steps_key, STEPS))
-    return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
-
-  return run
-
-
-def numpy(tree: Any) -> Any:
-  return jax.tree.map(np.asarray, tree)
+  return contract.rollout(env, STEPS, NUM_ENVS)
 
 
 @pytest.fixture(scope='module', params=[1.0, 0.25], ids=['every_step', 'pool'])
-def stream(name: str, request: pytest.FixtureRequest) -> TimeStep:
-  return numpy(rollout(name, request.param)(0, False))
+def fraction(request: pytest.FixtureRequest) -> float:
+  return request.param
 
 
-def assert_inside(space: gymnasium.Space, x: Any, where: str = 'observation') -> None:
-  """`x` [T, B, ...] has the type and the shape of `space`, and is within its bounds."""
-  if isinstance(space, gymnasium.spaces.Dict):
-    assert set(x) == set(space.spaces), where
-    for key, sub in space.spaces.items():
-      assert_inside(sub, x[key], f'{where}/{key}')
-    return
-  assert x.dtype == space.dtype and x.shape[2:] == space.shape, where
-  assert np.all(np.isfinite(x)), where
-  if isinstance(space, gymnasium.spaces.Discrete):
-    low, high = 0, space.n - 1
-  else:
-    low, high = space.low, space.high
-  assert np.all(x >= low) and np.all(x <= high), (where, x.min(), x.max())
+@pytest.fixture(scope='module')
+def stream(name: str, fraction: float) -> TimeStep:
+  return contract.as_numpy(rollout(name, fraction)(jax.random.key(0), False))
 
 
 def test_spaces_are_declared(name: str) -> None:
-  env = make(name)
-  assert isinstance(env.observation_space, gymnasium.Space)
-  action = env.action_space
-  assert action.dtype in (np.int32, np.float32)
-  if isinstance(action, gymnasium.spaces.Discrete):
-    assert action.start == 0
+  contract.check_spaces(make(name))
 
 
 def test_observations_are_in_the_space(name: str, stream: TimeStep) -> None:
-  assert_inside(make(name).observation_space, stream.observation)
+  contract.check_observations(make(name), stream)
 
 
 def test_episodes_are_first_mid_last(name: str, stream: TimeStep) -> None:
-  kind = stream.step_type
-  assert kind.dtype == np.int8 and kind.shape == (STEPS + 1, NUM_ENVS)
-  assert np.all(np.isin(kind, (FIRST, MID, LAST)))
-  assert np.all(kind[0] == FIRST)
-  np.testing.assert_array_equal(kind[1:] == FIRST, kind[:-1] == LAST)
+  contract.check_episodes(stream)
   if not name.startswith(ENDLESS):
-    assert np.any(kind == LAST)
+    assert np.any(stream.step_type == LAST)
 
 
-def test_rewards_and_discounts(name: str, stream: TimeStep) -> None:
-  assert stream.reward.dtype == stream.discount.dtype == np.float32
-  assert stream.reward.shape == stream.discount.shape == stream.step_type.shape
-  assert np.all(np.isfinite(stream.reward))
-  assert np.all(stream.reward[stream.step_type == FIRST] == 0)
-  assert np.all(np.isin(stream.discount, (0, 1)))
-  assert np.all(stream.discount[stream.step_type != LAST] == 1)
+def test_rewards_and_discounts(stream: TimeStep) -> None:
+  contract.check_rewards(stream)
 
 
-def test_the_key_is_all_there_is(name: str) -> None:
-  run = rollout(name, 0.25)
-  once, again, other = (numpy(run(seed, False)) for seed in (1, 1, 2))
-  jax.tree.map(np.testing.assert_array_equal, once, again)
+def test_the_key_is_all_there_is(name: str, fraction: float, stream: TimeStep) -> None:
+  run = rollout(name, fraction)
+  again, other = (contract.as_numpy(run(jax.random.key(seed), False)) for seed in (0, 2))
+  contract.check_equal(stream, again, 'the same key gives another stream')
   if not name.startswith(DETERMINISTIC):
-    pairs = zip(jax.tree.leaves(once), jax.tree.leaves(other), strict=True)
+    pairs = zip(jax.tree.leaves(stream), jax.tree.leaves(other), strict=True)
     assert any(np.any(x != y) for x, y in pairs)
 
 
 def test_state_keeps_its_type(name: str) -> None:
-  """A single environment, without vmap; a scan refuses what changes (also weak types)."""
-  env = make(name)
-
-  def run(key: jax.Array) -> Any:
-    reset_key, step_key = jax.random.split(key)
-    state, timestep = env.reset(reset_key)
-    action = jnp.zeros(env.action_space.shape, env.action_space.dtype)
-    step = lambda carry, key: (env.step(carry[0], action, key), ())  # noqa: E731
-    return jax.lax.scan(step, (state, timestep), jax.random.split(step_key, 3))
-
-  jax.eval_shape(run, jax.random.key(0))
+  contract.check_types(make(name))
 
 
-@pytest.mark.parametrize('fresh_fraction', [1.0, 0.25], ids=['every_step', 'pool'])
-def test_action_after_last_is_ignored(name: str, fresh_fraction: float) -> None:
-  run = rollout(name, fresh_fraction)
-  jax.tree.map(np.testing.assert_array_equal, numpy(run(3, False)), numpy(run(3, True)))
+def test_action_after_last_is_ignored(name: str, fraction: float, stream: TimeStep) -> None:
+  contrary = contract.as_numpy(rollout(name, fraction)(jax.random.key(0), True))
+  contract.check_equal(stream, contrary, 'the action after LAST is not ignored')
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+  """Catch, with one thing wrong."""
+
+  fault: str
+
+  @property
+  def good(self) -> NextStepReset:
+    return make('podrace:catch,rows=4,columns=3')
+
+  @property
+  def observation_space(self) -> Any:
+    space = self.good.observation_space
+    return gymnasium.spaces.Box(0, 0.5, space.shape) if self.fault == 'bounds' else space
+
+  @property
+  def action_space(self) -> Any:
+    return self.good.action_space
+
+  def reset(self, key: Any) -> Any:
+    return self.good.reset(key)
+
+  def step(self, state: Any, action: Any, key: Any) -> Any:
+    state, timestep = self.good.step(state, action, key)
+    if self.fault == 'order':
+      timestep = timestep._replace(step_type=jnp.minimum(timestep.step_type, LAST - 1).astype('int8'))
+    if self.fault == 'reward':
+      timestep = timestep._replace(reward=timestep.reward + 1)
+    if self.fault == 'discount':
+      timestep = timestep._replace(discount=0.99 * timestep.discount)
+    if self.fault == 'dtype':
+      timestep = timestep._replace(discount=timestep.discount.astype(jnp.float16))
+    if self.fault == 'action':
+      moved = jnp.where(timestep.first, action.astype(jnp.float32), 0.0)
+      timestep = timestep._replace(observation=timestep.observation * 0 + moved / 2)
+    return state, timestep
+
+
+@pytest.mark.parametrize('fault', ['bounds', 'order', 'reward', 'discount', 'dtype', 'action'])
+def test_check_finds(fault: str) -> None:
+  with pytest.raises((AssertionError, TypeError)):
+    contract.check(Broken(fault), jax.random.key(0), steps=30)
+
+
+def test_check_passes_what_is_right() -> None:
+  contract.check(Broken('nothing'), jax.random.key(0), steps=30)

@@ -1,0 +1,164 @@
+"""The contract of an Environment, as a check that anybody can call on their own."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrace.envs.base import batch, select
+from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
+
+quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
+  jax.jit,
+  compiler_options={
+    'xla_backend_optimization_level': 0,
+    'xla_llvm_disable_expensive_passes': True,
+  },
+)
+
+
+def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> None:
+  """Runs `num_envs` copies of `env` at random and raises AssertionError at what is wrong.
+
+  Spaces are declared; observations are in them; FIRST, MID and LAST come in order; rewards and
+  discounts are what they may be; the state keeps its types; the action after LAST is ignored; the
+  same key gives the same stream.
+  """
+  check_spaces(env)
+  check_types(env)
+  run = rollout(env, steps, num_envs)
+  stream = as_numpy(run(key, False))
+  check_observations(env, stream)
+  check_episodes(stream)
+  check_rewards(stream)
+  check_equal(stream, as_numpy(run(key, False)), 'the same key gives another stream')
+  check_equal(stream, as_numpy(run(key, True)), 'the action after LAST is not ignored')
+
+
+def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
+  """[n, ...] actions, uniform over the space."""
+  shape = (n, *(space.shape or ()))
+  if isinstance(space, gymnasium.spaces.Discrete):
+    return jax.random.randint(key, shape, 0, int(space.n))
+  if isinstance(space, gymnasium.spaces.MultiDiscrete):
+    numbers = jnp.broadcast_to(jnp.asarray(space.nvec), shape)
+    return jax.random.randint(key, shape, 0, numbers)
+  assert isinstance(space, gymnasium.spaces.Box), f'no random actions for {space}'
+  low, high = (jnp.broadcast_to(jnp.asarray(b), shape) for b in (space.low, space.high))
+  return jax.random.uniform(key, shape, minval=low, maxval=high)
+
+
+def rollout(env: Environment, steps: int, num_envs: int) -> Any:
+  """A compiled function from a key to a stream of timesteps [steps + 1, num_envs].
+
+  With its second argument, the actions after LAST, and only those, are others.
+  """
+  many = batch(env, num_envs)
+
+  @quick_jit
+  def run(key: Array, contrary: bool) -> TimeStep:
+    def step(carry: Any, key: Array) -> tuple[Any, TimeStep]:
+      state, last = carry
+      act_key, other_key, env_key = jax.random.split(key, 3)
+      action = random_action(env.action_space, act_key, num_envs)
+      other = random_action(env.action_space, other_key, num_envs)
+      action = select(last & contrary, other, action)
+      state, timestep = many.step(state, action, env_key)
+      return (state, timestep.last), timestep
+
+    reset_key, steps_key = jax.random.split(key)
+    state, first = many.reset(reset_key)
+    _, rest = jax.lax.scan(step, (state, first.last), jax.random.split(steps_key, steps))
+    return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
+
+  return lambda key, contrary: run(jax.random.clone(key), contrary)
+
+
+def as_numpy(tree: Any) -> Any:
+  """A tree of arrays on the host."""
+  return jax.tree.map(np.asarray, tree)
+
+
+def check_spaces(env: Environment) -> None:
+  """Spaces are gymnasium's; actions are i32 or f32, and discrete ones start at 0."""
+  assert isinstance(env.observation_space, gymnasium.Space)
+  action = env.action_space
+  if isinstance(action, gymnasium.spaces.Discrete):
+    assert action.start == 0, f'{action} does not start at 0'
+  else:
+    assert action.dtype in (np.int32, np.int64, np.float32), f'{action} is of {action.dtype}'
+
+
+def check_types(env: Environment) -> None:
+  """One environment, without vmap: a scan refuses a state that changes, also in weak types."""
+
+  def run(key: Array) -> Any:
+    reset_key, step_key = jax.random.split(key)
+    state, timestep = env.reset(reset_key)
+    action = random_action(env.action_space, step_key, 1)[0]
+    keys = jax.random.split(jax.random.fold_in(key, 1), 3)
+    return jax.lax.scan(lambda carry, key: (env.step(carry[0], action, key), ()), (state, timestep), keys)
+
+  with jax.debug_key_reuse(False):
+    jax.eval_shape(run, jax.random.key(0))
+
+
+def check_observations(env: Environment, stream: TimeStep) -> None:
+  """Every observation [T, B, ...] is in the declared space."""
+  _inside(env.observation_space, stream.observation, 'observation')
+
+
+def _inside(space: Any, x: Any, where: str) -> None:
+  if isinstance(space, gymnasium.spaces.Dict):
+    assert set(x) == set(space.spaces), f'{where} has {sorted(x)}, expected {sorted(space.spaces)}'
+    for key, sub in space.spaces.items():
+      _inside(sub, x[key], f'{where}/{key}')
+    return
+  if isinstance(space, gymnasium.spaces.Tuple):
+    for i, sub in enumerate(space.spaces):
+      _inside(sub, x[i], f'{where}/{i}')
+    return
+  if isinstance(space, gymnasium.spaces.Discrete):  # it declares i64, which JAX does not have
+    assert np.issubdtype(x.dtype, np.integer), f'{where} is {x.dtype}, expected integers'
+    low, high = int(space.start), int(space.start + space.n) - 1
+  else:
+    assert x.dtype == space.dtype, f'{where} is {x.dtype}, expected {space.dtype}'
+    low, high = getattr(space, 'low', 0), getattr(space, 'high', np.inf)
+  assert x.shape[2:] == space.shape, f'{where} is {x.shape[2:]}, expected {space.shape}'
+  assert np.all(np.isfinite(x)), f'{where} is not finite'
+  assert np.all(x >= low) and np.all(x <= high), (
+    f'{where} is between {x.min()} and {x.max()}, out of {space}'
+  )
+
+
+def check_episodes(stream: TimeStep) -> None:
+  """FIRST, then MID, then LAST, then FIRST again; everything else is out of order."""
+  kind = stream.step_type
+  assert kind.dtype == np.int8, f'step_type is {kind.dtype}, expected int8'
+  assert np.all(np.isin(kind, (FIRST, MID, LAST)))
+  assert np.all(kind[0] == FIRST), 'reset did not return FIRST'
+  wrong = np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))
+  assert not len(wrong), f'FIRST without LAST before it, or LAST without FIRST, at {wrong[:3].tolist()}'
+
+
+def check_rewards(stream: TimeStep) -> None:
+  """Finite f32 rewards, 0 on FIRST; f32 discounts of 0 or 1, and 1 unless LAST."""
+  for name in ('reward', 'discount'):
+    x = getattr(stream, name)
+    assert x.dtype == np.float32, f'{name} is {x.dtype}, expected float32'
+    assert x.shape == stream.step_type.shape, f'{name} has shape {x.shape}'
+  assert np.all(np.isfinite(stream.reward)), 'a reward is not finite'
+  assert np.all(stream.reward[stream.step_type == FIRST] == 0), 'a reward on FIRST is not 0'
+  assert np.all(np.isin(stream.discount, (0, 1))), 'a discount is neither 0 nor 1'
+  assert np.all(stream.discount[stream.step_type != LAST] == 1), 'discount 0 before LAST'
+
+
+def check_equal(stream: Any, other: Any, message: str) -> None:
+  """Two streams are the same to the bit."""
+  for x, y in zip(jax.tree.leaves(stream), jax.tree.leaves(other), strict=True):
+    np.testing.assert_array_equal(x, y, err_msg=message)

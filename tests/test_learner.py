@@ -1,0 +1,249 @@
+"""The learner step: the same on one device and on many, and how little they say to each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import streams
+from gymnasium import spaces
+from jax.sharding import PartitionSpec as P
+
+from podrace import topology
+from podrace.agents import acting
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
+from podrace.anakin import Anakin
+from podrace.envs import make
+from podrace.learner import learner, sgd
+from podrace.networks import ActorCritic
+from podrace.replay import on_policy
+from podrace.types import Trajectory
+
+T, B = 8, 16
+OBSERVATION = spaces.Box(-10, 10, (3,), np.float32)
+
+# Here compiling takes the time, not running.
+jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
+
+
+# --- sgd --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('check_vma', [True, False])
+@pytest.mark.parametrize('devices', [1, 8])
+def test_sgd_takes_the_gradient_of_the_whole_batch(devices: int, check_vma: bool) -> None:
+  rng = np.random.default_rng(0)
+  x, y = (rng.normal(size=s).astype(np.float32) for s in ((B, 3), (B,)))
+  w = rng.normal(size=3).astype(np.float32)
+
+  def loss(w: Any, x: Any, y: Any) -> Any:
+    error = x @ w['w'] - y
+    return jnp.mean(error**2), dict(error=jnp.mean(error))
+
+  def step(params: Any, x: Any, y: Any) -> Any:
+    optimizer = optax.sgd(0.5)
+    params, _, aux = sgd(loss, optimizer, params, optimizer.init(params), x, y)
+    return params, aux
+
+  split = P(topology.AXIS)
+  step = jax.shard_map(
+    step,
+    mesh=topology.learner_mesh(devices),
+    in_specs=(P(), split, split),
+    out_specs=P(),
+    check_vma=check_vma,
+  )
+  params, aux = jax.jit(step)({'w': w}, x, y)
+  error = np.float64(x) @ w - y
+  gradient = 2 * error @ x / B  # by hand
+  # a sum of 16 float32 products
+  np.testing.assert_allclose(params['w'], w - 0.5 * gradient, rtol=1e-6, atol=1e-6)
+  np.testing.assert_allclose(aux['error'], error.mean(), rtol=1e-6, atol=1e-6)
+
+
+# --- the same update on any number of devices -------------------------------------------------
+
+
+def network(**settings: Any) -> ActorCritic:
+  return ActorCritic(hidden=(8,), core_size=4, **settings).bind(OBSERVATION, spaces.Discrete(3))
+
+
+NORMALIZE = dict(normalize_observations=True, normalize_rewards=True)
+AGENTS = {
+  'ppo': PPO(network(shared=False), total_updates=100),
+  'ppo, normalised': PPO(network(shared=False), total_updates=100, **NORMALIZE),
+  'ppo, advantages as they are': PPO(
+    network(shared=False), total_updates=100, normalize_advantages=False
+  ),
+  'ppo, recurrent': PPO(network(core='gru'), total_updates=100, minibatches=1),
+  'impala': Impala(network(initializer='lecun')),
+  'impala, normalised': Impala(network(initializer='lecun'), **NORMALIZE),
+  'impala, recurrent': Impala(network(core='lstm')),
+  'impala, rmsprop': Impala(network(), optimizer='rmsprop', anneal_learning_rate=True, total_updates=9),
+}
+
+
+@functools.cache
+def trajectory(name: str, seed: int) -> Trajectory:
+  """Random, from a policy that is not quite the agent's."""
+  agent = AGENTS[name]
+  rng = np.random.default_rng(seed)
+  steps = streams.timesteps(rng, T + 1, B, streams.floats(3))
+  steps = steps._replace(observation=3 * steps.observation + 1)
+  core = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32), agent.network.initial_state(B)
+  )
+  x = rng.integers(0, 3, (T, B)).astype(np.int32)
+  log_prob = (-1.1 + rng.normal(0, 0.3, (T, B))).astype(np.float32)
+  carried = rng.normal(size=B).astype(np.float32) if agent.normalize_rewards else ()
+  sums = 5 * rng.normal(size=(T, B)).astype(np.float32) if agent.normalize_rewards else ()
+  extras = acting.PolicyExtras(x, log_prob, sums)
+  return streams.trajectory(steps, x, extras, acting.PolicyState(core, carried))
+
+
+@functools.cache
+def compiled(name: str, devices: int) -> Any:
+  """The learner step, and the state to begin from."""
+  agent = AGENTS[name]
+  step = learner(agent, on_policy(), topology.learner_mesh(devices))
+  train = jit(agent.init)(jax.random.key(0))
+  return jit(step).lower(train, (), trajectory(name, 0), jax.random.key(1)).compile(), train
+
+
+def learn(name: str, devices: int) -> Any:
+  """Two updates, the second with what the first made of parameters, moments and statistics."""
+  step, train = compiled(name, devices)
+  for i in range(2):
+    args = train, (), trajectory(name, i), jax.random.key(1 + i)
+    train, _, metrics = step(*jax.device_put(args, step.input_shardings[0]))
+  return jax.device_get((train, metrics))
+
+
+@pytest.mark.parametrize('name', AGENTS)
+def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
+  (one, metrics), (eight, metrics_of_eight) = learn(name, 1), learn(name, 8)
+  leaves = jax.tree_util.tree_leaves_with_path(one)
+  for (path, x), y in zip(leaves, jax.tree.leaves(eight), strict=True):
+    # Gradients differ by rounding, 1e-8. Divided by Adam's sqrt(v) + 1e-5 and taken times a
+    # learning rate of 6e-4 that is up to 6e-7 for each of up to 32 steps, if never in both
+    # directions; the parameters themselves move by about 1e-3 to 1e-2.
+    name_of_leaf = jax.tree_util.keystr(path)
+    np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6, err_msg=name_of_leaf)
+  for key, value in metrics.items():
+    np.testing.assert_allclose(value, metrics_of_eight[key], rtol=1e-4, atol=1e-5, err_msg=key)
+  start = jax.device_get(compiled(name, 1)[1])
+  moves = jax.tree.map(lambda x, y: np.max(np.abs(x - y)), start.params, one.params)
+  assert min(jax.tree.leaves(moves)) > 2e-4  # a hundred times the tolerance
+
+
+# --- collectives ------------------------------------------------------------------------------
+
+COLLECTIVES = ('all-reduce', 'all-gather', 'all-to-all', 'collective-permute', 'reduce-scatter')
+
+
+class Collective(NamedTuple):
+  kind: str
+  depth: int  # how many loops it is in
+  size: int  # numbers sent
+
+
+def collectives(text: str) -> list[Collective]:
+  """All collectives of a compiled program, from its text."""
+  inside: dict[str, tuple[str, bool]] = {}  # computation -> what calls it, whether as a loop's body
+  found, here = [], ''
+  for line in text.splitlines():
+    if start := re.match(r'(?:ENTRY )?%(\S+) \(.*{$', line):
+      here = start[1]
+      continue
+    operation = re.search(r'= (.*?) ([a-z][a-z-]*)\(', line)
+    if not operation:
+      continue
+    for role, callees in re.findall(r'(\w+)=(%[\w.-]+|{%[^}]*})', line):
+      for name in re.findall(r'%([\w.-]+)', callees):
+        inside[name] = here, operation[2] == 'while' and role == 'body'
+    kind = operation[2].removesuffix('-start')
+    if kind in COLLECTIVES:
+      shapes = re.findall(r'[a-z]\w*\[([\d,]*)\]', operation[1])
+      found.append((kind, here, sum(math.prod(map(int, filter(None, s.split(',')))) for s in shapes)))
+  assert sum(len(re.findall(rf' {kind}(?:-start)?\(', text)) for kind in COLLECTIVES) == len(found)
+
+  def depth(name: str) -> int:
+    if name not in inside:
+      return 0
+    caller, body = inside[name]
+    return body + depth(caller)
+
+  return sorted(Collective(kind, depth(name), size) for kind, name, size in found)
+
+
+def parameters(tree: Any) -> int:
+  return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def check_collectives(found: list[Collective], agent: Any, loops: int, network_size: int, seeds: int) -> None:
+  """One all-reduce for each gradient; of PPO one more, of 3 numbers, for the advantages."""
+  is_ppo = isinstance(agent, PPO)
+  assert {c.kind for c in found} == {'all-reduce'}
+  gradients = [c for c in found if c.size >= seeds * network_size]
+  assert [c.depth for c in gradients] == [loops + is_ppo]
+  assert gradients[0].size < seeds * (network_size + 50)  # metrics and moments go along
+  rest = [c for c in found if c not in gradients]
+  normalised = is_ppo and agent.normalize_advantages
+  assert rest == ([Collective('all-reduce', loops, 3 * seeds)] if normalised else [])
+
+
+@pytest.mark.parametrize('name', AGENTS)
+def test_collectives_of_the_learner_step(name: str) -> None:
+  step, train = compiled(name, 8)
+  size = parameters(train.params.network)
+  check_collectives(collectives(step.as_text()), AGENTS[name], 0, size, seeds=1)
+
+
+RUNS = {
+  'ppo': (AGENTS['ppo'], 1),
+  'ppo, normalised': (AGENTS['ppo, normalised'], 1),
+  'ppo, recurrent, 3 seeds': (AGENTS['ppo, recurrent'], 3),
+  'ppo, normalised, 3 seeds': (AGENTS['ppo, normalised'], 3),
+  'impala, recurrent': (AGENTS['impala, recurrent'], 1),
+  'impala, normalised, 3 seeds': (AGENTS['impala, normalised'], 3),
+}
+
+
+@pytest.mark.parametrize(('agent', 'seeds'), RUNS.values(), ids=RUNS)
+def test_collectives_of_a_whole_run(agent: Any, seeds: int) -> None:
+  env = make('podrace:catch')
+  net = agent.network.bind(env.observation_space, env.action_space)
+  agent = dataclasses.replace(agent, network=net)
+  anakin = Anakin(agent, env, on_policy(), topology.learner_mesh(8), B, T, seeds=seeds)
+  run = jit(anakin._run, donate_argnums=0, out_shardings=anakin.shardings)
+  text = run.lower(anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32)).compile().as_text()
+  size = parameters(anakin.shapes.train.params.network) // seeds
+  check_collectives(collectives(text), agent, 1, size, seeds)
+
+
+def test_collectives_are_found() -> None:
+  """That the count above can fail: the same by a program that has them all."""
+
+  def step(x: Any) -> Any:
+    y = jax.lax.all_gather(x, topology.AXIS).sum(0) + jax.lax.ppermute(
+      x, topology.AXIS, [(i, (i + 1) % 8) for i in range(8)]
+    )
+    y += jax.lax.fori_loop(0, 5, lambda i, y: jax.lax.psum(y, topology.AXIS) / 9, x)
+    z = jax.lax.all_to_all(x.reshape(8, 2), topology.AXIS, 0, 0).reshape(16)
+    return y + z + jnp.tile(jax.lax.psum_scatter(x, topology.AXIS, tiled=True), 8)
+
+  split = P(topology.AXIS)
+  mesh = topology.learner_mesh(8)
+  step = jax.shard_map(step, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+  found = collectives(jax.jit(step).lower(jnp.ones(128)).compile().as_text())
+  assert {c.kind for c in found} == set(COLLECTIVES)
+  assert [(c.depth, c.size) for c in found if c.kind == 'all-reduce'] == [(1, 16)]
