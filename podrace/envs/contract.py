@@ -123,12 +123,13 @@ def _inside(space: Any, x: Any, where: str) -> None:
     for i, sub in enumerate(space.spaces):
       _inside(sub, x[i], f'{where}/{i}')
     return
+  low: Any = getattr(space, 'low', 0)
+  high: Any = getattr(space, 'high', np.inf)
   if isinstance(space, gymnasium.spaces.Discrete):  # it declares i64, which JAX does not have
     assert np.issubdtype(x.dtype, np.integer), f'{where} is {x.dtype}, expected integers'
-    low, high = int(space.start), int(space.start + space.n) - 1
+    low, high = int(space.start), int(space.start) + int(space.n) - 1
   else:
     assert x.dtype == space.dtype, f'{where} is {x.dtype}, expected {space.dtype}'
-    low, high = getattr(space, 'low', 0), getattr(space, 'high', np.inf)
   assert x.shape[2:] == space.shape, f'{where} is {x.shape[2:]}, expected {space.shape}'
   assert np.all(np.isfinite(x)), f'{where} is not finite'
   assert np.all(x >= low) and np.all(x <= high), (
