@@ -105,7 +105,7 @@ def bare(env: Any, num_envs: int) -> Any:
   def step(carry: Any, key: Any) -> Any:
     state, timestep, total = carry
     action_key, env_key = jax.random.split(key)
-    state, timestep = many.step(state, random_actions(env.action_space, action_key, num_envs), env_key)
+    state, timestep = many.step(state, random_actions(env.action_space, action_key, num_envs), jax.random.split(env_key, num_envs))
     return (state, timestep, total + timestep.reward), None
 
   def scan(i: Any, carry: Any) -> Any:

@@ -6,7 +6,7 @@ so episodes are as short as they get; `episode_steps` is their mean length with 
 counted. Of the two rates, `steps_per_cpu_s` (all threads) is the one to compare on a shared machine.
 A pool keeps up where `fresh_fraction * episode_steps >= 1`; below, states are used twice.
 
-  python benchmarks/resets.py [--num-envs 64] [--seconds 2]
+  python benchmarks/resets.py [--num-envs 64] [--seconds 2] [--envs NAME ...]
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def compile_rollout(env: Any, num_envs: int, steps: int) -> tuple[Callable, Any]
 
   def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
     act_key, env_key = jax.random.split(key)
-    state, timestep = many.step(state, random_action(env.action_space, act_key, num_envs), env_key)
+    state, timestep = many.step(state, random_action(env.action_space, act_key, num_envs), jax.random.split(env_key, num_envs))
     # The observation is used, so that it is computed.
     seen = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(timestep.observation))
     return state, (jnp.sum(timestep.last), seen)
@@ -119,17 +119,20 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--num-envs', type=int, default=64)
   parser.add_argument('--seconds', type=float, default=2.0, help='of measuring, per row')
+  parser.add_argument('--envs', nargs='*', default=tuple(ENVS), choices=tuple(ENVS), metavar='NAME')
   parser.add_argument('--output', type=pathlib.Path, default=RESULTS)
   args = parser.parse_args()
-  rows = []
-  for name, (steps, fractions) in ENVS.items():
+  args.output.parent.mkdir(parents=True, exist_ok=True)
+  rows = json.loads(args.output.read_text())['results'] if args.output.exists() else []
+  rows = [row for row in rows if row['env'] not in args.envs]  # of the others, the last ones stay
+  for name in args.envs:
+    steps, fractions = ENVS[name]
     for fraction in fractions:
       rows.append(measure(name, fraction, args.num_envs, steps, args.seconds))
       print(json.dumps(rows[-1]), flush=True)
+      record = {**machine(), 'num_envs': args.num_envs, 'results': rows}
+      args.output.write_text(json.dumps(record, indent=2) + '\n')
     jax.clear_caches()
-  args.output.parent.mkdir(parents=True, exist_ok=True)
-  record = {**machine(), 'num_envs': args.num_envs, 'results': rows}
-  args.output.write_text(json.dumps(record, indent=2) + '\n')
 
 
 if __name__ == '__main__':

@@ -81,16 +81,18 @@ def unroll(
 ) -> tuple[ActorState, Trajectory]:
   """Acts for `length` steps; consecutive trajectories overlap in one timestep."""
 
-  def step(actor: ActorState, key: Array) -> tuple[ActorState, tuple[TimeStep, ActorOutput]]:
-    act_key, env_key = jax.random.split(key)
+  def step(actor: ActorState, keys: Any) -> tuple[ActorState, tuple[TimeStep, ActorOutput]]:
+    act_key, env_keys = keys
     timestep = actor.timestep
     output, agent_state = agent.act(params, actor.agent_state, timestep, act_key)
-    env_state, next_timestep = env.step(actor.env_state, output.action, env_key)
+    env_state, next_timestep = env.step(actor.env_state, output.action, env_keys)
     actor = actor._replace(env_state=env_state, timestep=next_timestep, agent_state=agent_state)
     return count_episodes(actor, next_timestep), (timestep, output)
 
   agent_state = actor.agent_state
-  actor, (timesteps, outputs) = lax.scan(step, actor, jax.random.split(key, length))
+  act_key, env_key = jax.random.split(key)  # all keys at once: in the loop they would cost more
+  keys = jax.random.split(act_key, length), jax.random.split(env_key, (length, len(actor.env_id)))
+  actor, (timesteps, outputs) = lax.scan(step, actor, keys)
   timesteps = jax.tree.map(
     lambda xs, x: jnp.concatenate([xs, x[None]]), timesteps, actor.timestep
   )

@@ -59,7 +59,7 @@ def _round(
     env_state, timestep, state, total, done = carry
     act_key, env_key = jax.random.split(key)
     output, state = agent.act(params, state, timestep, act_key)
-    env_state, timestep = both.step(env_state, output.action, env_key)
+    env_state, timestep = both.step(env_state, output.action, jax.random.split(env_key, n))
     total = total + jnp.where(done, 0.0, timestep.reward)
     return env_state, timestep, state, total, done | timestep.last
 

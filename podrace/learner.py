@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import Mesh
@@ -20,23 +21,39 @@ def sgd(
   optimizer: optax.GradientTransformation,
   params: Any,
   opt_state: Any,
-  *args: Any,
+  chunks: Any = None,
 ) -> tuple[Any, Any, Any]:
   """One gradient step, averaged over all learner devices.
 
-  `loss(params, *args)` returns this device's mean loss and any tree of floats; that tree comes
-  back averaged over the devices, in the same all-reduce as the gradients. There is no other
+  `loss(params)` returns this device's mean loss and any tree of floats; that tree comes back
+  averaged over the devices, in the same all-reduce as the gradients. There is no other
   collective here, and none anywhere else that depends on gradients.
+
+  With `chunks`, a tree of [C, ...], it is `loss(params, chunk)`, and both are averaged over the
+  chunks, one after the other: the same gradient in less memory, or in a faster one.
 
   The parameters are made to vary over the devices first. Without that, under `check_vma`, the
   gradient of a replicated parameter is already a sum over devices, and `pmean` of it is wrong
   by a factor of their number, silently.
   """
   local = lax.pcast(params, AXIS, to='varying')
-  grads, aux = jax.grad(loss, has_aux=True)(local, *args)
+  grad = jax.grad(loss, has_aux=True)
+  grads, aux = grad(local) if chunks is None else _mean_over(chunks, lambda c: grad(local, c))
   grads, aux = lax.pmean((grads, aux), AXIS)
   updates, opt_state = optimizer.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, aux
+
+
+def _mean_over(chunks: Any, f: Callable[[Any], Any]) -> Any:
+  """The mean of f(chunk) over the leading axis, with one chunk's memory."""
+  count = jax.tree.leaves(chunks)[0].shape[0]
+  first = jax.tree.map(lambda x: x[0], chunks)
+  if count == 1:
+    return f(first)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, first))
+  zeros = lax.pcast(zeros, AXIS, to='varying')  # as what is added to them
+  total, _ = lax.scan(lambda t, c: (jax.tree.map(jnp.add, t, f(c)), None), zeros, chunks)
+  return jax.tree.map(lambda x: x / count, total)
 
 
 def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) -> Callable[..., Any]:

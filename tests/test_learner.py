@@ -142,7 +142,7 @@ def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
     np.testing.assert_allclose(value, metrics_of_eight[key], rtol=1e-4, atol=1e-5, err_msg=key)
   start = jax.device_get(compiled(name, 1)[1])
   moves = jax.tree.map(lambda x, y: np.max(np.abs(x - y)), start.params, one.params)
-  assert min(jax.tree.leaves(moves)) > 2e-4  # a hundred times the tolerance
+  assert min(jax.tree.leaves(moves)) > 1e-4  # fifty times the tolerance
 
 
 # --- collectives ------------------------------------------------------------------------------
@@ -190,15 +190,22 @@ def parameters(tree: Any) -> int:
 
 
 def check_collectives(found: list[Collective], agent: Any, loops: int, network_size: int, seeds: int) -> None:
-  """One all-reduce for each gradient; of PPO one more, of 3 numbers, for the advantages."""
+  """One all-reduce for each gradient, and of PPO one more for the advantages.
+
+  That one is 3 numbers. What normalising adds to it is loop-invariant: XLA takes it out of the
+  minibatches' loop.
+  """
   is_ppo = isinstance(agent, PPO)
+  if agent.normalize_observations and loops:  # how many elements there are is known from the start
+    found.remove(Collective('all-reduce', 0, 1))  # so that is sent once in a call of the program
   assert {c.kind for c in found} == {'all-reduce'}
   gradients = [c for c in found if c.size >= seeds * network_size]
   assert [c.depth for c in gradients] == [loops + is_ppo]
-  assert gradients[0].size < seeds * (network_size + 50)  # metrics and moments go along
+  normalised = 60 * agent.normalize_observations  # moments of up to 60 numbers go along
+  assert gradients[0].size <= seeds * (network_size + normalised + 6)  # and 6 metrics
   rest = [c for c in found if c not in gradients]
-  normalised = is_ppo and agent.normalize_advantages
-  assert rest == ([Collective('all-reduce', loops, 3 * seeds)] if normalised else [])
+  assert [c.depth for c in rest] == [loops] * (is_ppo and agent.normalize_advantages)
+  assert all(3 * seeds <= c.size <= seeds * (3 + normalised) for c in rest)
 
 
 @pytest.mark.parametrize('name', AGENTS)
@@ -220,12 +227,14 @@ RUNS = {
 
 @pytest.mark.parametrize(('agent', 'seeds'), RUNS.values(), ids=RUNS)
 def test_collectives_of_a_whole_run(agent: Any, seeds: int) -> None:
-  env = make('podrace:catch')
+  env = make('podrace:memory')  # observations of 3 floats
   net = agent.network.bind(env.observation_space, env.action_space)
   agent = dataclasses.replace(agent, network=net)
   anakin = Anakin(agent, env, on_policy(), topology.learner_mesh(8), B, T, seeds=seeds)
   run = jit(anakin._run, donate_argnums=0, out_shardings=anakin.shardings)
-  text = run.lower(anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32)).compile().as_text()
+  # JAX's check takes a scan over split keys for a reuse as soon as it is under vmap.
+  with jax.debug_key_reuse(seeds == 1):
+    text = run.lower(anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32)).compile().as_text()
   size = parameters(anakin.shapes.train.params.network) // seeds
   check_collectives(collectives(text), agent, 1, size, seeds)
 

@@ -26,6 +26,9 @@ from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
+CPU_CHUNK = 512  # samples in one gradient: their activations stay in the caches
+
+
 class Batch(NamedTuple):
   """What the epochs go over, [T, B] each (or a minibatch of it)."""
 
@@ -83,20 +86,26 @@ class PPO:
     shuffle_key, loss_key = jax.random.split(key)
     core = trajectory.agent_state.core
     indices = self.minibatch_indices(shuffle_key, trajectory)
+    length = trajectory.outputs.extras.log_prob.shape[0] if self.recurrent else 1
 
-    def minibatch_step(carry: Any, index: Any) -> Any:
+    def minibatch_step(carry: Any, index_and_key: Any) -> Any:
       network, opt_state = carry
-      minibatch, state = self.take(batch, core, index)
+      index, loss_key = index_and_key
 
-      def loss(network: Any) -> tuple[Array, Any]:
+      def loss(network: Any, index: Array) -> tuple[Array, Any]:
+        minibatch, state = self.take(batch, core, index)
         total, metrics = self.loss(params._replace(network=network), state, minibatch, loss_key)
         return total, (metrics, moments)
 
-      network, opt_state, (metrics, joined) = sgd(loss, self.optimiser(), network, opt_state)
+      network, opt_state, (metrics, joined) = sgd(
+        loss, self.optimiser(), network, opt_state, self.chunks(index, length)
+      )
       return (network, opt_state), (metrics, joined)
 
     (network, opt_state), (metrics, joined) = lax.scan(
-      minibatch_step, (params.network, train.rest), indices
+      minibatch_step,
+      (params.network, train.rest),
+      (indices, jax.random.split(loss_key, len(indices))),
     )
     joined = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
     params = acting.merge_moments(params, joined, lax.axis_size(AXIS))
@@ -178,6 +187,14 @@ class PPO:
     index = steps * envs + jnp.arange(envs)[None, :, None]
     index = index.reshape(self.epochs, envs, self.minibatches, -1)
     return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)
+
+  def chunks(self, index: Array, length: int) -> Array:
+    """A minibatch's index in chunks [C, size/C], small enough for the caches where that matters."""
+    size = index.shape[0]
+    parts = [c for c in range(1, size + 1) if size % c == 0]
+    fits = [c for c in parts if CPU_CHUNK // 4 <= size // c * length <= CPU_CHUNK]
+    on_cpu = jax.default_backend() == 'cpu'
+    return index.reshape(fits[0] if on_cpu and fits else 1, -1)
 
   def take(self, batch: Batch, core: Any, index: Array) -> tuple[Batch, Any]:
     """The minibatch at `index`, and the recurrent state before it."""

@@ -93,11 +93,14 @@ class NextStepReset:
     return ResetState(inner, timestep.last), timestep
 
 
+REFILL = 0x5EED  # sets the key of a refill apart from those that an environment splits off
+
+
 class Batch(NamedTuple):
   """B environments on one device, as two pure functions."""
 
   reset: Any  # key -> (state, TimeStep [B])
-  step: Any  # state, action [B], key -> (state, TimeStep [B])
+  step: Any  # state, action [B], keys [B] -> (state, TimeStep [B])
 
 
 class PooledState(NamedTuple):
@@ -125,10 +128,7 @@ def batch(env: Environment, num_envs: int) -> Batch:
   def reset(key: Array) -> tuple[Any, TimeStep]:
     return jax.vmap(env.reset)(jax.random.split(key, num_envs))
 
-  def step(state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
-    return jax.vmap(env.step)(state, action, jax.random.split(key, num_envs))
-
-  return Batch(reset, step)
+  return Batch(reset, jax.vmap(env.step))
 
 
 def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
@@ -146,9 +146,9 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
     slots = (start + jnp.arange(chunk)) % num_envs
     return jax.tree.map(lambda p, f: p.at[slots].set(f), pool, resets(key, chunk))
 
-  def step(state: PooledState, action: Any, key: Array) -> tuple[PooledState, TimeStep]:
-    step_key, refill_key = jax.random.split(key)
-    stepped = jax.vmap(dynamics.step)(state.inner, action, jax.random.split(step_key, num_envs))
+  def step(state: PooledState, action: Any, keys: Array) -> tuple[PooledState, TimeStep]:
+    refill_key = jax.random.fold_in(keys[0], REFILL)
+    stepped = jax.vmap(dynamics.step)(state.inner, action, keys)
     rank = jnp.cumsum(state.last) - 1  # the k-th environment to reset takes the k-th oldest slot
     slots = (state.oldest + rank) % num_envs
     fresh = jax.tree.map(lambda p: p[slots], state.pool)

@@ -68,7 +68,7 @@ def rollout(env: Environment, steps: int, num_envs: int) -> Any:
       action = random_action(env.action_space, act_key, num_envs)
       other = random_action(env.action_space, other_key, num_envs)
       action = select(last & contrary, other, action)
-      state, timestep = many.step(state, action, env_key)
+      state, timestep = many.step(state, action, jax.random.split(env_key, num_envs))
       return (state, timestep.last), timestep
 
     reset_key, steps_key = jax.random.split(key)

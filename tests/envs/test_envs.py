@@ -75,7 +75,7 @@ def returns(env: NextStepReset, policy: Any, steps: int, n: int = 256) -> np.nda
   def step(carry: Any, key: jax.Array) -> Any:
     state, memory, timestep = carry
     action, memory = policy(memory, timestep)
-    state, timestep = many.step(state, action, key)
+    state, timestep = many.step(state, action, jax.random.split(key, n))
     return (state, memory, timestep), timestep.reward
 
   state, timestep = many.reset(reset_key)
@@ -308,7 +308,9 @@ def run(env: NextStepReset, num_envs: int, steps: int) -> TimeStep:
   @jax.jit
   def go(reset_key: jax.Array, keys: jax.Array) -> TimeStep:
     state, first = many.reset(reset_key)
-    _, rest = jax.lax.scan(lambda s, k: many.step(s, action, k), state, keys)
+    _, rest = jax.lax.scan(
+      lambda s, k: many.step(s, action, jax.random.split(k, num_envs)), state, keys
+    )
     return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
 
   return jax.tree.map(np.asarray, go(reset_key, jax.random.split(steps_key, steps)))
@@ -359,7 +361,7 @@ def test_under_shard_map(name: str, fraction: float) -> None:
     state, _ = many.reset(reset_key)
     action = jnp.zeros([4], jnp.int32)
     _, timesteps = jax.lax.scan(
-      lambda s, k: many.step(s, action, k), state, jax.random.split(steps_key, 40)
+      lambda s, k: many.step(s, action, k), state, jax.random.split(steps_key, (40, 4))
     )
     return timesteps.step_type
 
