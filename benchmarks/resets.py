@@ -60,7 +60,9 @@ def compile_rollout(env: Any, num_envs: int, steps: int) -> tuple[Callable, Any]
 
   def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
     act_key, env_key = jax.random.split(key)
-    state, timestep = many.step(state, random_action(env.action_space, act_key, num_envs), jax.random.split(env_key, num_envs))
+    state, timestep = many.step(
+      state, random_action(env.action_space, act_key, num_envs), jax.random.split(env_key, num_envs)
+    )
     # The observation is used, so that it is computed.
     seen = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(timestep.observation))
     return state, (jnp.sum(timestep.last), seen)
@@ -97,16 +99,22 @@ def measure(name: str, fraction: float, num_envs: int, steps: int, seconds: floa
   }
 
 
-def machine() -> dict:
-  """Where and with what this was measured."""
-  commit = subprocess.run(
-    ['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False
+def provenance() -> dict:
+  """What ran; each row of the results says which run it is from."""
+  git = lambda *args: subprocess.run(  # noqa: E731
+    ['git', *args], capture_output=True, text=True, check=False
   ).stdout.strip()
   return {
     'command': shlex.join(['python', *sys.argv]),
-    'commit': commit if len(commit) == 40 else None,
-    'machine': f'{platform.machine()}, {os.cpu_count()} cores',
+    'commit': git('rev-parse', 'HEAD') + ' (with uncommitted changes)' * bool(git('diff', 'HEAD')),
     'load_average_1m': round(os.getloadavg()[0], 1),
+  }
+
+
+def machine() -> dict:
+  """Where and with what this was measured."""
+  return {
+    'machine': f'{platform.machine()}, {os.cpu_count()} cores',
     'device': f'{len(jax.devices())} x {jax.devices()[0].device_kind}',
     'versions': {
       p: version(p) for p in ('jax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'numpy')
@@ -123,14 +131,16 @@ def main() -> None:
   parser.add_argument('--output', type=pathlib.Path, default=RESULTS)
   args = parser.parse_args()
   args.output.parent.mkdir(parents=True, exist_ok=True)
-  rows = json.loads(args.output.read_text())['results'] if args.output.exists() else []
-  rows = [row for row in rows if row['env'] not in args.envs]  # of the others, the last ones stay
+  old = json.loads(args.output.read_text()) if args.output.exists() else {'runs': [], 'results': []}
+  rows = [row for row in old['results'] if row['env'] not in args.envs]  # the others stay
+  runs = [*old['runs'], provenance()]
   for name in args.envs:
     steps, fractions = ENVS[name]
     for fraction in fractions:
-      rows.append(measure(name, fraction, args.num_envs, steps, args.seconds))
+      row = measure(name, fraction, args.num_envs, steps, args.seconds)
+      rows.append({**row, 'run': len(runs) - 1})
       print(json.dumps(rows[-1]), flush=True)
-      record = {**machine(), 'num_envs': args.num_envs, 'results': rows}
+      record = {'runs': runs, **machine(), 'num_envs': args.num_envs, 'results': rows}
       args.output.write_text(json.dumps(record, indent=2) + '\n')
     jax.clear_caches()
 

@@ -30,11 +30,11 @@ def cartpole() -> Config:
   from podrace.agents.ppo import PPO
 
   return Config(
-    agent=PPO(learning_rate=1e-3, entropy_cost=0.0),
+    agent=PPO(learning_rate=1e-3, entropy_cost=0.0, normalize_rewards=True),
     env='gymnax:CartPole-v1',
     num_envs=64,
-    unroll_length=128,
-    total_steps=1_000_000,
+    unroll_length=32,
+    total_steps=600_000,
   )
 
 
@@ -101,7 +101,7 @@ def snake() -> Config:
     env='jumanji:Snake-v1',
     num_envs=64,
     unroll_length=128,
-    total_steps=5_000_000,
+    total_steps=2_000_000,
   )
 
 

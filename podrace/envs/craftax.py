@@ -31,7 +31,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   params = env.default_params
   given = {f.name: getattr(params, f.name) for f in dataclasses.fields(params)}
   given = {k: v for k, v in given.items() if isinstance(v, bool | int | float)}
-  values = read_options(f'craftax:{name}', options, {'fresh_fraction': 1.0, **given})
+  values = read_options(f'craftax:{name}', options, {'fresh_fraction': 0.25, **given})
   changed = {k: values[k] for k in given if k in options} | {'max_timesteps': _NEVER}
   params = params.replace(**changed)
   seen, _ = jax.eval_shape(lambda key: env.reset_env(raw(key), params), jax.random.key(0))
