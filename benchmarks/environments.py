@@ -102,15 +102,17 @@ def bare(env: Any, num_envs: int) -> Any:
 
   many = batch(env, num_envs)
 
-  def step(carry: Any, key: Any) -> Any:
+  def step(carry: Any, keys: Any) -> Any:
     state, timestep, total = carry
-    action_key, env_key = jax.random.split(key)
-    state, timestep = many.step(state, random_actions(env.action_space, action_key, num_envs), jax.random.split(env_key, num_envs))
+    action_key, env_keys = keys
+    actions = random_actions(env.action_space, action_key, num_envs)
+    state, timestep = many.step(state, actions, env_keys)
     return (state, timestep, total + timestep.reward), None
 
   def scan(i: Any, carry: Any) -> Any:
-    keys = jax.random.split(jax.random.fold_in(jax.random.key(1), i), UNROLL)
-    return lax.scan(step, carry, keys)[0]
+    action_key, env_key = jax.random.split(jax.random.fold_in(jax.random.key(1), i))
+    env_keys = jax.random.split(env_key, (UNROLL, num_envs))  # outside of the loop, as the runner
+    return lax.scan(step, carry, (jax.random.split(action_key, UNROLL), env_keys))[0]
 
   def run(carry: Any, updates: Any) -> Any:
     return lax.fori_loop(0, updates, scan, carry)

@@ -35,6 +35,13 @@ def bound(agent: Any, env: Any, **settings: Any) -> Any:
   return dataclasses.replace(agent, network=network.bind(env.observation_space, env.action_space))
 
 
+@pytest.fixture(autouse=True)
+def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Most of the time here is compilation; what is computed stays the same up to rounding."""
+  options = {'xla_backend_optimization_level': 0}
+  monkeypatch.setattr(jax, 'jit', functools.partial(jax.jit, compiler_options=options))
+
+
 class Budget(NamedTuple):
   num_envs: int
   unroll_length: int

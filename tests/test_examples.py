@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import pathlib
 from typing import Any
 
+import jax
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
+
+
+@pytest.fixture(autouse=True)
+def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Most of the time here is compilation; what is computed stays the same up to rounding."""
+  options = {'xla_backend_optimization_level': 0}
+  monkeypatch.setattr(jax, 'jit', functools.partial(jax.jit, compiler_options=options))
 
 
 def load(name: str) -> Any:

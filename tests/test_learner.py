@@ -18,7 +18,7 @@ from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.agents import acting
+from podrace.agents import acting, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
@@ -38,31 +38,38 @@ jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_lev
 # --- sgd --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('chunks', [None, 1, 2])
 @pytest.mark.parametrize('check_vma', [True, False])
 @pytest.mark.parametrize('devices', [1, 8])
-def test_sgd_takes_the_gradient_of_the_whole_batch(devices: int, check_vma: bool) -> None:
+def test_sgd_takes_the_gradient_of_the_whole_batch(
+  devices: int, check_vma: bool, chunks: int | None
+) -> None:
   rng = np.random.default_rng(0)
   x, y = (rng.normal(size=s).astype(np.float32) for s in ((B, 3), (B,)))
   w = rng.normal(size=3).astype(np.float32)
 
-  def loss(w: Any, x: Any, y: Any) -> Any:
-    error = x @ w['w'] - y
+  def loss(w: Any, xy: Any) -> Any:
+    error = xy[0] @ w['w'] - xy[1]
     return jnp.mean(error**2), dict(error=jnp.mean(error))
 
-  def step(params: Any, x: Any, y: Any) -> Any:
+  def step(params: Any, xy: Any) -> Any:
     optimizer = optax.sgd(0.5)
-    params, _, aux = sgd(loss, optimizer, params, optimizer.init(params), x, y)
+    state = optimizer.init(params)
+    if chunks is None:
+      params, _, aux = sgd(lambda w: loss(w, xy), optimizer, params, state)
+    else:
+      parts = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[1:]), xy)
+      params, _, aux = sgd(loss, optimizer, params, state, parts)
     return params, aux
 
-  split = P(topology.AXIS)
   step = jax.shard_map(
     step,
     mesh=topology.learner_mesh(devices),
-    in_specs=(P(), split, split),
+    in_specs=(P(), P(topology.AXIS)),
     out_specs=P(),
     check_vma=check_vma,
   )
-  params, aux = jax.jit(step)({'w': w}, x, y)
+  params, aux = jit(step)({'w': w}, (x, y))
   error = np.float64(x) @ w - y
   gradient = 2 * error @ x / B  # by hand
   # a sum of 16 float32 products
@@ -84,6 +91,7 @@ AGENTS = {
   'ppo, advantages as they are': PPO(
     network(shared=False), total_updates=100, normalize_advantages=False
   ),
+  'ppo, in chunks': PPO(network(shared=False), total_updates=100),
   'ppo, recurrent': PPO(network(core='gru'), total_updates=100, minibatches=1),
   'impala': Impala(network(initializer='lecun')),
   'impala, normalised': Impala(network(initializer='lecun'), **NORMALIZE),
@@ -116,7 +124,9 @@ def compiled(name: str, devices: int) -> Any:
   agent = AGENTS[name]
   step = learner(agent, on_policy(), topology.learner_mesh(devices))
   train = jit(agent.init)(jax.random.key(0))
-  return jit(step).lower(train, (), trajectory(name, 0), jax.random.key(1)).compile(), train
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(ppo, 'CPU_CHUNK', 2 if 'chunks' in name else ppo.CPU_CHUNK)
+    return jit(step).lower(train, (), trajectory(name, 0), jax.random.key(1)).compile(), train
 
 
 def learn(name: str, devices: int) -> Any:
@@ -143,6 +153,44 @@ def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
   start = jax.device_get(compiled(name, 1)[1])
   moves = jax.tree.map(lambda x, y: np.max(np.abs(x - y)), start.params, one.params)
   assert min(jax.tree.leaves(moves)) > 1e-4  # fifty times the tolerance
+
+
+# --- PPO's minibatches ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['ppo', 'ppo, recurrent'])
+def test_an_epoch_takes_every_step_once(name: str) -> None:
+  agent = dataclasses.replace(AGENTS[name], minibatches=4)
+  indices = np.asarray(agent.minibatch_indices(jax.random.key(3), trajectory(name, 0)))
+  size = B if agent.recurrent else T * B
+  epochs = indices.reshape(agent.epochs, 4, size // 4)
+  for epoch in epochs:
+    assert np.array_equal(np.sort(epoch, axis=None), np.arange(size))
+    if not agent.recurrent:  # and of every environment, a minibatch takes as many
+      counts = [np.bincount(part % B, minlength=B) for part in epoch]
+      assert np.array_equal(counts, np.full((4, B), T // 4))
+  assert len({tuple(np.sort(part)) for part in epochs.reshape(-1, size // 4)}) > 8  # of 16
+
+
+@pytest.mark.parametrize('n', [1, 2, 3, 8, 9, 128, 2**16])
+def test_permutations_are_permutations(n: int) -> None:
+  permutations = jax.vmap(lambda k: ppo.permutation(k, n))(jax.random.split(jax.random.key(0), 7))
+  assert np.array_equal(np.sort(permutations, axis=1), np.tile(np.arange(n), (7, 1)))
+  if n > 8:
+    assert len(np.unique(permutations, axis=0)) == 7
+
+
+def test_permutations_are_not_too_large() -> None:
+  with pytest.raises(ValueError, match='65537 items'):
+    ppo.permutation(jax.random.key(0), 2**16 + 1)
+
+
+@pytest.mark.parametrize(('size', 'length', 'chunks'), [(4096, 1, 8), (96, 1, 1), (64, 16, 2), (521, 1, 1)])
+def test_chunks_fit_the_caches(size: int, length: int, chunks: int) -> None:
+  """At most 512 steps each; one chunk where no division gives 128 to 512."""
+  parts = AGENTS['ppo'].chunks(jnp.arange(size), length)
+  assert parts.shape == (chunks, size // chunks)
+  assert np.array_equal(parts.reshape(-1), np.arange(size))
 
 
 # --- collectives ------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.Monke
   if torso != 'grid':  # XLA's convolution compiles ten times faster; that ours is equal, see below
     monkeypatch.setattr(networks, 'conv2d', networks._xla_conv)
   space = spaces.Box(0, 255, IMAGES[torso], np.uint8)
-  net = network(space, torso=torso, core=core)
+  net = network(space, torso=torso, core=core, initializer='lecun')  # no QR to compile
   params = init(net)
   state, steps = random_state(net), timesteps(space)
   unrolled, end = jit(net.unroll)(params, state, steps)
@@ -281,6 +281,25 @@ def test_convolutions_on_cpu_are_by_patches() -> None:
   assert ' convolution(' not in text
   used = networks.conv2d(x, kernel, 1, 'SAME')
   np.testing.assert_allclose(used, networks._xla_conv(x, kernel, 1, 'SAME'), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('seeds', [None, 3])
+@pytest.mark.parametrize('width', [1, 7, 8, 40])
+def test_affine_is_a_product_and_a_sum(width: int, seeds: int | None) -> None:
+  def value_and_grads(f: Any) -> Any:
+    def one(x: Any, kernel: Any, bias: Any) -> Any:
+      y, back = jax.vjp(f, x, kernel, bias)
+      return y, *back(jnp.cos(y))
+
+    return jit(jax.vmap(one) if seeds else one)
+
+  leading = (seeds,) if seeds else ()
+  shapes = ((6, width), (width, 5), (1, 5))
+  args = [jax.random.normal(key(i), (*leading, *s)) for i, s in enumerate(shapes)]
+  ours = value_and_grads(networks.affine)(*args)
+  plain = value_and_grads(lambda x, k, b: x @ k + jnp.broadcast_to(b, (6, 5)))(*args)
+  for a, b in zip(ours, plain, strict=True):
+    np.testing.assert_allclose(a, b, **TOLERANCE)
 
 
 # --- observations -----------------------------------------------------------------------------

@@ -93,7 +93,6 @@ LIBRARIES: Mapping[str, Library] = {
       'inverted_double_pendulum',
       'pusher',
       'reacher',
-      'swimmer',
       'walker2d',
     ),
   ),

@@ -331,6 +331,12 @@ def test_ppo(settings: dict[str, Any], space: str) -> None:
   compare_ppo(RecordingPPO(**settings), space)
 
 
+def test_ppo_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of 8 samples: the mean of six gradients."""
+  monkeypatch.setattr(ppo, 'CPU_CHUNK', 8)
+  compare_ppo(RecordingPPO(epochs=1, minibatches=1), 'discrete')
+
+
 IMPALAS = {
   'default': dict(),
   'lambda': dict(lambda_=0.8),

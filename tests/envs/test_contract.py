@@ -48,9 +48,9 @@ ENDLESS = ('jumanji:Game2048-v1', 'jumanji:FlatPack-v0', 'jumanji:MultiCVRP-v0')
 
 def limited(library: str, name: str) -> str:
   """The name of an environment whose episodes are short, where there is an option for it."""
-  if library == 'gymnax' and name != 'BernoulliBandit-misc':
+  if library == 'gymnax':
     return f'{library}:{name},max_steps_in_episode=20'
-  if library == 'brax' and name not in ('fast', 'swimmer'):
+  if library == 'brax' and name != 'fast':
     return f'{library}:{name},backend=spring{LIMITS[library]}'
   if library == 'jumanji':
     return f'{library}:{name}' + ',time_limit=20' * has_limit(name)
