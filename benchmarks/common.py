@@ -82,10 +82,14 @@ def cpu_model() -> str:
   fields = dict(
     (part.strip() for part in line.split(':', 1)) for line in reversed(lines) if ':' in line
   )
-  return f'{fields.get("model name", "?")} family {fields.get("cpu family")} model {fields.get("model")}'
+  return (
+    f'{fields.get("model name", "?")} family {fields.get("cpu family")} model {fields.get("model")}'
+  )
 
 
-def versions(packages: Sequence[str] = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'podrace')) -> dict[str, str]:
+def versions(
+  packages: Sequence[str] = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'podrace'),
+) -> dict[str, str]:
   """Python's and the packages' versions; those that aren't installed are left out."""
   found = {'python': platform.python_version()}
   for package in packages:

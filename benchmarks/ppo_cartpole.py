@@ -48,13 +48,15 @@ RACES = {
   # and 2.5e-3 (with and without entropy cost), at which rejax is there soonest and stays
   'rejax-config': dict(
     config=dict(HYPER, num_envs=5, unroll_length=100, epochs=5, minibatches=5),
-    steps=5_000, calls=40,
+    steps=5_000,
+    calls=40,
   ),
   '64-envs': dict(
     config=dict(
       HYPER, num_envs=64, unroll_length=128, epochs=4, minibatches=4, learning_rate=1.5e-3
     ),
-    steps=16_384, calls=48,
+    steps=16_384,
+    calls=48,
   ),
 }
 TARGET = 475.0
@@ -230,7 +232,8 @@ def steady(python: str, repeats: int, folder: pathlib.Path) -> dict[str, Any]:
       f'{num_envs} environments: '
       + ', '.join(
         f'{k} {statistics.median(rates[k]):,.0f} steps/s, compile {statistics.median(compiles[k]):.1f} s, '
-        f'return {statistics.median(returns[k]):.0f}' for k in rates
+        f'return {statistics.median(returns[k]):.0f}'
+        for k in rates
       )
       + f'; {results[num_envs]["speedup"]:.2f}x',
       flush=True,
@@ -271,11 +274,16 @@ def race(python: str, seeds: int, folder: pathlib.Path) -> dict[str, Any]:
       result[criterion]['speedup'] = (
         walls['rejax'] / walls['podrace'] if all(walls.values()) else None
       )
-      print(f'{title}, {criterion}: ' + ', '.join(
-        f'{k} {result[criterion][k]["reached"]}/{seeds} runs, median '
-        f'{result[criterion][k]["train_s"]["median"]} s, '
-        f'{result[criterion][k]["steps"]["median"]} steps' for k in runs
-      ), flush=True)
+      print(
+        f'{title}, {criterion}: '
+        + ', '.join(
+          f'{k} {result[criterion][k]["reached"]}/{seeds} runs, median '
+          f'{result[criterion][k]["train_s"]["median"]} s, '
+          f'{result[criterion][k]["steps"]["median"]} steps'
+          for k in runs
+        ),
+        flush=True,
+      )
   return results
 
 
@@ -293,9 +301,9 @@ def arrivals(runs: list[Any], length: int, steps: int) -> dict[str, Any]:
 
 def finite(values: list[float]) -> dict[str, Any]:
   """A summary; runs that never arrive count as endless, written as null."""
-  return {
-    k: None if v == float('inf') else v for k, v in common.summary(values).items()
-  } | dict(all=[None if v == float('inf') else v for v in values])
+  return {k: None if v == float('inf') else v for k, v in common.summary(values).items()} | dict(
+    all=[None if v == float('inf') else v for v in values]
+  )
 
 
 def main() -> None:

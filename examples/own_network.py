@@ -53,7 +53,9 @@ class EquinoxNetwork(FeedForward):
     self.static = eqx.partition(self.module(jax.random.key(0)), eqx.is_array)[1]
 
   def module(self, key: Array) -> eqx.nn.MLP:
-    return eqx.nn.MLP(math.prod(self.shape), self.distribution.size + 1, width_size=64, depth=1, key=key)
+    return eqx.nn.MLP(
+      math.prod(self.shape), self.distribution.size + 1, width_size=64, depth=1, key=key
+    )
 
   def init(self, key: Array) -> Any:
     return eqx.filter(self.module(key), eqx.is_array)

@@ -93,9 +93,7 @@ def unroll(
   act_key, env_key = jax.random.split(key)  # all keys at once: in the loop they would cost more
   keys = jax.random.split(act_key, length), jax.random.split(env_key, (length, len(actor.env_id)))
   actor, (timesteps, outputs) = lax.scan(step, actor, keys)
-  timesteps = jax.tree.map(
-    lambda xs, x: jnp.concatenate([xs, x[None]]), timesteps, actor.timestep
-  )
+  timesteps = jax.tree.map(lambda xs, x: jnp.concatenate([xs, x[None]]), timesteps, actor.timestep)
   return actor, Trajectory(timesteps, outputs, agent_state, actor.env_id)
 
 
@@ -117,9 +115,7 @@ def actor_on_mesh(
 
   flat = P(AXIS)
   return (
-    jax.shard_map(
-      local_begin, mesh=mesh, in_specs=(flat, P()), out_specs=flat, check_vma=False
-    ),
+    jax.shard_map(local_begin, mesh=mesh, in_specs=(flat, P()), out_specs=flat, check_vma=False),
     jax.shard_map(
       local_unroll,
       mesh=mesh,

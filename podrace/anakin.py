@@ -80,7 +80,9 @@ class Anakin:
     learn = learner(self.agent, self.replay, self.mesh)
     _, _, metrics = jax.eval_shape(learn, train, memory, example, run_key)
     if 'loss' not in metrics:
-      raise ValueError(f"learn must report a 'loss' among its metrics; it reports {sorted(metrics)}")
+      raise ValueError(
+        f"learn must report a 'loss' among its metrics; it reports {sorted(metrics)}"
+      )
     sums = {name: jnp.zeros(x.shape, jnp.float32) for name, x in metrics.items()}
     log = Log(jnp.int32(0), sums, jnp.int32(-1))
     return State(train, actor, memory, log, run_key, jnp.int32(0))

@@ -42,7 +42,10 @@ The last line printed is JSON: episode_return_mean, episode_return_std, episodes
 # What `train` takes besides the fields of Config. Value: what follows the flag, and its help.
 TRAIN_OPTIONS = {
   '--run-dir': ('DIR', 'where the run is kept; started again with the same one, it resumes'),
-  '--agent': ('NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'),
+  '--agent': (
+    'NAME',
+    f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)',
+  ),
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress'),
@@ -181,7 +184,11 @@ def parse(config: Config, args: list[str]) -> Config:
   typed = dataclasses.make_dataclass(
     'Options',
     [
-      (f.name, type(config.agent) if f.name == 'agent' else _type(f), dataclasses.field(default=getattr(config, f.name)))
+      (
+        f.name,
+        type(config.agent) if f.name == 'agent' else _type(f),
+        dataclasses.field(default=getattr(config, f.name)),
+      )
       for f in dataclasses.fields(Config)
     ],
     frozen=True,
@@ -288,7 +295,9 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
 def _row(name: str, value: str, help: str) -> str:
   head = f'  {name} {value}'.rstrip()
   if len(head) > 44:
-    return head + '\n' + textwrap.fill(help, 100, initial_indent=' ' * 46, subsequent_indent=' ' * 46)
+    return (
+      head + '\n' + textwrap.fill(help, 100, initial_indent=' ' * 46, subsequent_indent=' ' * 46)
+    )
   return textwrap.fill(help, 100, initial_indent=head.ljust(46), subsequent_indent=' ' * 46) or head
 
 
@@ -346,7 +355,15 @@ def list_names(args: list[str]) -> int:
   print('\nenvironments (LIB:NAME):')
   for library, names in envs.names().items():
     names = names or ('MODULE.FUNCTION',)
-    print(textwrap.fill(' '.join(f'{library}:{n}' for n in names), 100, initial_indent='  ', subsequent_indent='    ', break_on_hyphens=False))
+    print(
+      textwrap.fill(
+        ' '.join(f'{library}:{n}' for n in names),
+        100,
+        initial_indent='  ',
+        subsequent_indent='    ',
+        break_on_hyphens=False,
+      )
+    )
   return 0
 
 

@@ -99,7 +99,9 @@ def _patches_conv(x: Array, kernel: Array, stride: int, padding: str) -> Array:
   """
   height, width, channels, features = kernel.shape
   if padding == 'SAME':
-    x = jnp.pad(x, [(0, 0), *(_same(x.shape[1 + i], kernel.shape[i], stride) for i in (0, 1)), (0, 0)])
+    x = jnp.pad(
+      x, [(0, 0), *(_same(x.shape[1 + i], kernel.shape[i], stride) for i in (0, 1)), (0, 0)]
+    )
   rows = (x.shape[1] - height) // stride + 1
   columns = (x.shape[2] - width) // stride + 1
   parts = [
@@ -457,13 +459,15 @@ class ActorCritic:
     """Observations [B, ...] as floats, and the action mask if there is one."""
     mask = None
     if isinstance(observation, dict) and 'action_mask' in observation:
-      if not isinstance(self.distribution, distributions.Categorical | distributions.MultiCategorical):
+      if not isinstance(
+        self.distribution, distributions.Categorical | distributions.MultiCategorical
+      ):
         raise ValueError(f'action_mask in the observation, but the actions are {self.action_space}')
       observation = dict(observation)
       mask = observation.pop('action_mask')
       if math.prod(mask.shape[1:]) != self.distribution.size:
         raise ValueError(
-          f'the observation\'s action_mask has shape {mask.shape[1:]}; '
+          f"the observation's action_mask has shape {mask.shape[1:]}; "
           f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
         )
       space = {k: v for k, v in self.observation_space.items() if k != 'action_mask'}

@@ -37,7 +37,9 @@ def init(example: Any) -> Statistics:
 def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
   """This device's part of a batch whose first `batch_axes` axes are elements."""
   axes = tuple(range(batch_axes))
-  deviation = jax.tree.map(lambda x, m: x.astype(jnp.float32) - _under(x, m), batch, statistics.mean)
+  deviation = jax.tree.map(
+    lambda x, m: x.astype(jnp.float32) - _under(x, m), batch, statistics.mean
+  )
   first = jax.tree.leaves(batch)[0]
   count = 1
   for size in first.shape[:batch_axes]:
@@ -47,7 +49,9 @@ def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
     count=jnp.float32(count),
     shift=shift,
     square=jax.tree.map(jnp.square, shift),
-    within=jax.tree.map(lambda d, s: jnp.mean(jnp.square(d - _under(d, s)), axes), deviation, shift),
+    within=jax.tree.map(
+      lambda d, s: jnp.mean(jnp.square(d - _under(d, s)), axes), deviation, shift
+    ),
   )
 
 
@@ -77,9 +81,7 @@ def _under(x: Array, element: Array) -> Array:
 def standardize(statistics: Statistics, x: Any, clip: float = 10.0) -> Any:
   """(x - mean) / std, clipped to +-`clip` as in OpenAI's baselines."""
   return jax.tree.map(
-    lambda x, m, v: jnp.clip(
-      (x - _under(x, m)) * jax.lax.rsqrt(_under(x, v) + 1e-8), -clip, clip
-    ),
+    lambda x, m, v: jnp.clip((x - _under(x, m)) * jax.lax.rsqrt(_under(x, v) + 1e-8), -clip, clip),
     x,
     statistics.mean,
     statistics.var,

@@ -124,7 +124,9 @@ class Pace:
 
 def params_sha256(params: Any) -> str:
   """A hash over the parameter leaves' paths, dtypes, shapes and bytes, in path order."""
-  leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+  leaves = {
+    jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)
+  }
   digest = hashlib.sha256()
   for path, leaf in sorted(leaves.items()):
     array = np.asarray(leaf.addressable_data(0))
@@ -214,9 +216,7 @@ def build(config: Config) -> Anakin:
   env = envs.make(config.env)
   agent = bind(config.agent, env, config.total_updates)
   mesh = learner_mesh(config.devices)
-  return Anakin(
-    agent, env, on_policy(), mesh, config.num_envs, config.unroll_length, config.seeds
-  )
+  return Anakin(agent, env, on_policy(), mesh, config.num_envs, config.unroll_length, config.seeds)
 
 
 def train(
@@ -415,8 +415,10 @@ class _Run:
       what = f'the loss is NaN or infinite at step {(min(bad) + 1) * per_update:,}'
     else:
       what = f'a parameter is NaN or infinite at step {update * per_update:,}'
-    kept = f'the last good checkpoint is step {self.saved:,}' if self.saved >= 0 else (
-      'there is no checkpoint yet'
+    kept = (
+      f'the last good checkpoint is step {self.saved:,}'
+      if self.saved >= 0
+      else ('there is no checkpoint yet')
     )
     raise RunError(f'{what}; {kept}, in {self.run_dir / "checkpoints"}')
 
@@ -498,7 +500,9 @@ class _Run:
       self.say(f'resuming at step {step:,}')
       here = machine()
       if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
-        self.say(f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit')
+        self.say(
+          f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
+        )
       return found.rest._replace(train=found.rest.train._replace(params=found.params))
     if damaged:
       raise RunError(
@@ -553,9 +557,7 @@ def final_return(path: Path) -> dict[str, Any]:
   result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
   if 'episode_return_by_seed' in tail[-1]:
     pairs = [
-      [
-        (line['episode_return_by_seed'][i] or 0.0, line['episodes_by_seed'][i]) for line in tail
-      ]
+      [(line['episode_return_by_seed'][i] or 0.0, line['episodes_by_seed'][i]) for line in tail]
       for i in range(len(tail[-1]['episodes_by_seed']))
     ]
     result['episode_return_by_seed'] = [

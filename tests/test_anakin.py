@@ -279,7 +279,12 @@ def test_every_episode_is_in_one_reading_of_the_log() -> None:
       logs.append(log)
   expected = count(jax.tree.map(lambda *xs: np.stack(xs), *stream))
   assert expected['count'].sum() > 30
-  names = dict(episodes='count', return_sum='return_sum', return_square='return_square', length_sum='length_sum')
+  names = dict(
+    episodes='count',
+    return_sum='return_sum',
+    return_square='return_square',
+    length_sum='length_sum',
+  )
   for name, field in names.items():
     assert sum(float(log[name]) for log in logs) == expected[field].sum(), name
 
@@ -307,8 +312,12 @@ def test_minibatches_that_do_not_divide() -> None:
   with pytest.raises(ValueError, match='10 steps of an unroll do not divide into 4 minibatches'):
     anakin.shapes  # noqa: B018
   env = make('podrace:catch')
-  anakin = dataclasses.replace(on_catch('ppo', 8), agent=bound(AGENTS['ppo'], env, core='gru'), num_envs=48)
-  with pytest.raises(ValueError, match='6 environments on a device do not divide into 4 minibatches'):
+  anakin = dataclasses.replace(
+    on_catch('ppo', 8), agent=bound(AGENTS['ppo'], env, core='gru'), num_envs=48
+  )
+  with pytest.raises(
+    ValueError, match='6 environments on a device do not divide into 4 minibatches'
+  ):
     anakin.shapes  # noqa: B018
 
 

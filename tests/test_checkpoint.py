@@ -192,8 +192,7 @@ def test_fingerprint_tells_any_one_bit(data: st.DataObject) -> None:
 def test_fingerprint_tells_bools_keys_and_places() -> None:
   flags = jnp.array([True, False, True])
   prints = [
-    int(fingerprint(x))
-    for x in (flags, ~flags, flags.at[0].set(False), flags.at[2].set(False))
+    int(fingerprint(x)) for x in (flags, ~flags, flags.at[0].set(False), flags.at[2].set(False))
   ]
   assert len(set(prints)) == 4
   assert int(fingerprint(jax.random.key(0))) != int(fingerprint(jax.random.key(1)))

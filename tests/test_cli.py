@@ -359,7 +359,9 @@ def test_run_dir_that_is_a_file(run: Command, unchanged: Path) -> None:
   assert (unchanged / 'file').read_text() == 'mine'
 
 
-@pytest.mark.parametrize('garbled', ['', '{"version": 1', '[]', '{"version": 99}', '{"version": 1}'])
+@pytest.mark.parametrize(
+  'garbled', ['', '{"version": 1', '[]', '{"version": 99}', '{"version": 1}']
+)
 def test_garbled_config(garbled: str, run: Command, tmp_path: Path) -> None:
   (tmp_path / 'config.json').write_text(garbled)
   for args in (['train', '--run-dir'], ['train', 'catch', '--run-dir'], ['eval']):
@@ -386,9 +388,7 @@ def test_unwritable_directory(run: Command, unchanged: Path) -> None:
       assert f'--run-dir {path} {why}' in told
 
 
-def test_a_fault_of_ours_keeps_its_traceback(
-  run: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_of_ours_keeps_its_traceback(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
   def broken(args: list[str]) -> int:
     raise AssertionError('ours')
 

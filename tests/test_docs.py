@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [p for p in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))] if '```python' in p.read_text()]
+PAGES = [
+  p
+  for p in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
+  if '```python' in p.read_text()
+]
 
 
 @pytest.mark.parametrize('page', PAGES, ids=lambda p: p.name)

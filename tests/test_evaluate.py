@@ -74,9 +74,7 @@ def test_an_episode_that_does_not_end() -> None:
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
   """On eight devices with two seeds, normalised and recurrent: evaluation needs one device."""
-  agent = Impala(
-    network=ActorCritic(hidden=(16,), core='gru', core_size=8), learning_rate=3e-3
-  )
+  agent = Impala(network=ActorCritic(hidden=(16,), core='gru', core_size=8), learning_rate=3e-3)
   config = Config(agent=agent, num_envs=16, unroll_length=8, total_steps=2560, seeds=2,
                   checkpoint_every=1280)  # fmt: skip
   run_dir = tmp_path_factory.mktemp('trained') / 'run'
@@ -98,7 +96,9 @@ def test_evaluate(trained: Path) -> None:
 
 def test_a_damaged_checkpoint_is_skipped_and_left(trained: Path) -> None:
   before, newest = checkpoints(trained)
-  file = max(every_file(trained / 'checkpoints' / str(newest) / 'params'), key=lambda p: p.stat().st_size)
+  file = max(
+    every_file(trained / 'checkpoints' / str(newest) / 'params'), key=lambda p: p.stat().st_size
+  )
   whole = file.read_bytes()
   try:
     file.write_bytes(whole[:-20])

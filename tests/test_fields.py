@@ -27,7 +27,7 @@ DISCRETE, CONTINUOUS = spaces.Discrete(3), spaces.Box(-1, 1, (2,))
 def recording(cls: type, read: set[str]) -> type:
   """A subclass that notes in `read` which attributes are asked for from outside of dataclasses."""
 
-  def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
+  def __getattribute__(self: Any, name: str) -> Any:
     read.add(name)
     return super(subclass, self).__getattribute__(name)
 

@@ -96,7 +96,9 @@ AGENTS = {
   'impala': Impala(network(initializer='lecun')),
   'impala, normalised': Impala(network(initializer='lecun'), **NORMALIZE),
   'impala, recurrent': Impala(network(core='lstm')),
-  'impala, rmsprop': Impala(network(), optimizer='rmsprop', anneal_learning_rate=True, total_updates=9),
+  'impala, rmsprop': Impala(
+    network(), optimizer='rmsprop', anneal_learning_rate=True, total_updates=9
+  ),
 }
 
 
@@ -185,7 +187,9 @@ def test_permutations_are_not_too_large() -> None:
     ppo.permutation(jax.random.key(0), 2**16 + 1)
 
 
-@pytest.mark.parametrize(('size', 'length', 'chunks'), [(4096, 1, 8), (96, 1, 1), (64, 16, 2), (521, 1, 1)])
+@pytest.mark.parametrize(
+  ('size', 'length', 'chunks'), [(4096, 1, 8), (96, 1, 1), (64, 16, 2), (521, 1, 1)]
+)
 def test_chunks_fit_the_caches(size: int, length: int, chunks: int) -> None:
   """At most 512 steps each; one chunk where no division gives 128 to 512."""
   parts = AGENTS['ppo'].chunks(jnp.arange(size), length)
@@ -221,7 +225,9 @@ def collectives(text: str) -> list[Collective]:
     kind = operation[2].removesuffix('-start')
     if kind in COLLECTIVES:
       shapes = re.findall(r'[a-z]\w*\[([\d,]*)\]', operation[1])
-      found.append((kind, here, sum(math.prod(map(int, filter(None, s.split(',')))) for s in shapes)))
+      found.append(
+        (kind, here, sum(math.prod(map(int, filter(None, s.split(',')))) for s in shapes))
+      )
   assert sum(len(re.findall(rf' {kind}(?:-start)?\(', text)) for kind in COLLECTIVES) == len(found)
 
   def depth(name: str) -> int:
@@ -237,7 +243,9 @@ def parameters(tree: Any) -> int:
   return sum(x.size for x in jax.tree.leaves(tree))
 
 
-def check_collectives(found: list[Collective], agent: Any, loops: int, network_size: int, seeds: int) -> None:
+def check_collectives(
+  found: list[Collective], agent: Any, loops: int, network_size: int, seeds: int
+) -> None:
   """One all-reduce for each gradient, and of PPO one more for the advantages.
 
   That one is 3 numbers. What normalising adds to it is loop-invariant: XLA takes it out of the

@@ -21,7 +21,13 @@ from podrace.config import UsageError
 
 
 def line(step: int, **more: object) -> dict:
-  plain = {'step': step, 'wall_s': 0.5, 'steps_per_s': 10.0, 'episode_return': 1.0, 'episode_length': 9.0}
+  plain = {
+    'step': step,
+    'wall_s': 0.5,
+    'steps_per_s': 10.0,
+    'episode_return': 1.0,
+    'episode_length': 9.0,
+  }
   return {**plain, **more}
 
 
@@ -70,9 +76,7 @@ def test_a_number_that_json_has_no_word_for() -> None:
 
 
 def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
-  event_accumulator = pytest.importorskip(
-    'tensorboard.backend.event_processing.event_accumulator'
-  )
+  event_accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
   pytest.importorskip('tensorboardX')
   lines = metrics.JsonLines(tmp_path / 'metrics.jsonl', 0)
   first = metrics.TensorBoard(tmp_path)

@@ -95,7 +95,9 @@ def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.Monke
   stepped, stepped_end = jit(functools.partial(networks.unroll_steps, net))(params, state, steps)
   assert unrolled.policy.shape == (T, B, 3) and unrolled.value.shape == (T, B)
   assert [x.shape for x in end] == {'none': 0, 'gru': 1, 'lstm': 2}[core] * [(B, 4)]
-  for x, y in zip(jax.tree.leaves((unrolled, end)), jax.tree.leaves((stepped, stepped_end)), strict=True):
+  for x, y in zip(
+    jax.tree.leaves((unrolled, end)), jax.tree.leaves((stepped, stepped_end)), strict=True
+  ):
     np.testing.assert_allclose(x, y, **TOLERANCE)
 
 
@@ -204,7 +206,7 @@ def test_lstm_is_numpys() -> None:
   w, b, u = p['input']['kernel'], p['input']['bias'], p['recurrent']
   for t in range(T):
     h, c = (np.where(first[t][:, None], 0, s) for s in (h, c))
-    gate = lambda k, extra=0.0: x[t] @ w[:, k] + b[k] + h @ u[:, k] + extra  # noqa: B023, E731
+    gate = lambda k, extra=0.0: x[t] @ w[:, k] + b[k] + h @ u[:, k] + extra  # noqa: E731
     c = sigmoid(gate(f, 1.0)) * c + sigmoid(gate(i)) * np.tanh(gate(g, p['bias']))
     h = sigmoid(gate(o)) * np.tanh(c)
     np.testing.assert_allclose(outputs[t], h, **TOLERANCE)
@@ -277,7 +279,9 @@ def test_patches_are_a_convolution(
 
 def test_convolutions_on_cpu_are_by_patches() -> None:
   x, kernel = jax.random.normal(key(1), (2, 6, 5, 3)), jax.random.normal(key(2), (3, 3, 3, 5))
-  text = jax.jit(networks.conv2d, static_argnums=(2, 3)).lower(x, kernel, 1, 'SAME').compile().as_text()
+  text = (
+    jax.jit(networks.conv2d, static_argnums=(2, 3)).lower(x, kernel, 1, 'SAME').compile().as_text()
+  )
   assert ' convolution(' not in text
   used = networks.conv2d(x, kernel, 1, 'SAME')
   np.testing.assert_allclose(used, networks._xla_conv(x, kernel, 1, 'SAME'), rtol=1e-4, atol=1e-4)
@@ -439,7 +443,8 @@ def test_what_is_shared() -> None:
 
 
 @pytest.mark.parametrize(
-  ('size', 'torso'), [((36, 40, 1), 'nature'), ((35, 84, 1), 'grid'), ((9,), 'mlp'), ((9, 9), 'mlp')]
+  ('size', 'torso'),
+  [((36, 40, 1), 'nature'), ((35, 84, 1), 'grid'), ((9,), 'mlp'), ((9, 9), 'mlp')],
 )
 def test_auto_torso(size: tuple[int, ...], torso: str) -> None:
   assert network(spaces.Box(0, 255, size, np.uint8)).image_torso == torso
@@ -503,7 +508,9 @@ def test_log_std_begins_where_told() -> None:
   assert params['log_std'].tolist() == [-1.5, -1.5]
 
 
-@pytest.mark.parametrize(('activation', 'f'), [('tanh', np.tanh), ('relu', lambda x: np.maximum(x, 0))])
+@pytest.mark.parametrize(
+  ('activation', 'f'), [('tanh', np.tanh), ('relu', lambda x: np.maximum(x, 0))]
+)
 def test_a_feed_forward_network_by_hand(activation: str, f: Any) -> None:
   net = network(hidden=(8, 7), activation=activation)
   params = init(net)
@@ -511,7 +518,10 @@ def test_a_feed_forward_network_by_hand(activation: str, f: Any) -> None:
   step = TimeStep(x, np.zeros(B), np.ones(B), np.ones(B, np.int8))
   output, _ = net.step(params, (), step)
   for layer in ('Dense_0', 'Dense_1'):
-    x = f(x @ params['torso']['Mlp_0'][layer]['kernel'] + np.asarray(params['torso']['Mlp_0'][layer]['bias'])[None])
+    x = f(
+      x @ params['torso']['Mlp_0'][layer]['kernel']
+      + np.asarray(params['torso']['Mlp_0'][layer]['bias'])[None]
+    )
   np.testing.assert_allclose(output.policy, x @ params['policy_head']['kernel'], **TOLERANCE)
   np.testing.assert_allclose(output.value, (x @ params['value_head']['kernel'])[:, 0], **TOLERANCE)
 
@@ -523,7 +533,12 @@ REFUSED = {
   'no distribution': (dict(), vector(), spaces.Discrete(2, start=1), 'no distribution'),
   'no actions': (dict(), vector(), spaces.Box(-1, 1, (0,)), 'empty action space'),
   'no input': (dict(), spaces.Sequence(vector()), spaces.Discrete(2), 'observation space'),
-  'image too small': (dict(torso='nature'), spaces.Box(0, 1, (35, 40, 1)), spaces.Discrete(2), '3x3'),
+  'image too small': (
+    dict(torso='nature'),
+    spaces.Box(0, 1, (35, 40, 1)),
+    spaces.Discrete(2),
+    '3x3',
+  ),
   'masked box': (
     dict(),
     spaces.Dict(x=vector(), action_mask=spaces.MultiBinary(2)),
@@ -539,7 +554,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(('settings', 'observation', 'action', 'message'), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+  ('settings', 'observation', 'action', 'message'), REFUSED.values(), ids=REFUSED
+)
 def test_refused(settings: dict[str, Any], observation: Any, action: Any, message: str) -> None:
   with pytest.raises(ValueError, match=message):
     ActorCritic(**settings).bind(observation, action)

@@ -99,9 +99,13 @@ def vtrace_by_episode(
         td = rewards[j] + GAMMA * values[j + 1] - values[j]
         target[k] += trace * min(clip_rho, ratios[j]) * td
     for k in range(n):
-      behind = values[k + 1] if k == n - 1 else LAMBDA * target[k + 1] + (1 - LAMBDA) * values[k + 1]
+      behind = (
+        values[k + 1] if k == n - 1 else LAMBDA * target[k + 1] + (1 - LAMBDA) * values[k + 1]
+      )
       targets[episode[k]] = target[k]
-      advantages[episode[k]] = min(clip_pg_rho, ratios[k]) * (rewards[k] + GAMMA * behind - values[k])
+      advantages[episode[k]] = min(clip_pg_rho, ratios[k]) * (
+        rewards[k] + GAMMA * behind - values[k]
+      )
   return targets, advantages
 
 
@@ -160,14 +164,14 @@ def test_gae_is_that_of_each_episode(s: dict[str, np.ndarray]) -> None:
   np.testing.assert_allclose(gae(*inputs(s))[ok], gae_by_episode(s)[ok], **TOLERANCE)
 
 
-@pytest.mark.parametrize(('clip_rho', 'clip_pg_rho'), [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0), (0.5, 0.7)])
+@pytest.mark.parametrize(
+  ('clip_rho', 'clip_pg_rho'), [(1.0, 1.0), (2.0, 1.0), (1.0, 3.0), (0.5, 0.7)]
+)
 @hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 @hypothesis.given(s=stream())
 def test_vtrace_is_rlaxs(s: dict[str, np.ndarray], clip_rho: float, clip_pg_rho: float) -> None:
   r_t, discount_t, lambda_t, v_tm1, v_t = inputs(s)
-  expected = rlax_vtrace(
-    v_tm1, v_t, r_t, discount_t, s['rho'], lambda_t, clip_rho, clip_pg_rho
-  )
+  expected = rlax_vtrace(v_tm1, v_t, r_t, discount_t, s['rho'], lambda_t, clip_rho, clip_pg_rho)
   target, advantage = vtrace(*inputs(s), s['rho'], clip_rho, clip_pg_rho)
   np.testing.assert_allclose(target - v_tm1, expected.errors, **TOLERANCE)
   np.testing.assert_allclose(advantage, expected.pg_advantage, **TOLERANCE)

@@ -36,7 +36,9 @@ class Impala:
   rmsprop_decay: float = 0.99  # used by rmsprop
   max_grad_norm: float = 40.0
   discount: float = 0.99
-  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 1.0  # mixes n-step targets, as in TD(lambda)
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = (
+    1.0  # mixes n-step targets, as in TD(lambda)
+  )
   clip_rho: float = 1.0  # of the importance weights in the targets
   clip_pg_rho: float = 1.0  # of those in the policy gradient
   value_cost: float = 0.5
@@ -58,21 +60,23 @@ class Impala:
   ) -> tuple[ActorOutput, acting.PolicyState]:
     return acting.act(self, params, state, timestep, key)
 
-  def learn(self, train: TrainState, sample: Sample, key: Array) -> tuple[TrainState, Array, Metrics]:
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
     params, trajectory = train.params, sample.trajectory
 
     def loss(network: Any) -> tuple[Array, Any]:
       total, metrics = self.loss(params._replace(network=network), trajectory, key)
       return total, (metrics, acting.new_moments(params, trajectory))
 
-    network, opt_state, (metrics, moments) = sgd(
-      loss, self.optimiser(), params.network, train.rest
-    )
+    network, opt_state, (metrics, moments) = sgd(loss, self.optimiser(), params.network, train.rest)
     params = acting.merge_moments(params, moments, lax.axis_size(AXIS))
     train = TrainState(params._replace(network=network), opt_state)
     return train, jnp.ones_like(sample.weight), metrics
 
-  def loss(self, params: acting.Params, trajectory: Trajectory, key: Array) -> tuple[Array, Metrics]:
+  def loss(
+    self, params: acting.Params, trajectory: Trajectory, key: Array
+  ) -> tuple[Array, Metrics]:
     """Equations 1 and 4.2 of the paper; a mean over [T, B], masked transitions counting as 0."""
     policy, extras = self.network.distribution, trajectory.outputs.extras
     output, _ = self.network.unroll(
@@ -86,9 +90,9 @@ class Impala:
     )
     vtrace = jax.vmap(one_stream, in_axes=1, out_axes=1)
     rho_tm1 = jnp.exp(log_prob - extras.log_prob)
-    estimate = vtrace(*lax.stop_gradient(
-      (step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t, rho_tm1)
-    ))
+    estimate = vtrace(
+      *lax.stop_gradient((step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t, rho_tm1))
+    )
     policy_loss = -jnp.mean(step.mask * estimate.advantage * log_prob)
     value_loss = 0.5 * jnp.mean(step.mask * jnp.square(estimate.target - v_tm1))
     entropy = jnp.mean(step.mask * policy.entropy(logits, key))

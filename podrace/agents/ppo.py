@@ -25,7 +25,6 @@ from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
-
 CPU_CHUNK = 512  # samples in one gradient: their activations stay in the caches
 
 
@@ -79,7 +78,9 @@ class PPO:
   ) -> tuple[ActorOutput, acting.PolicyState]:
     return acting.act(self, params, state, timestep, key)
 
-  def learn(self, train: TrainState, sample: Sample, key: Array) -> tuple[TrainState, Array, Metrics]:
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
     params, trajectory = train.params, sample.trajectory
     batch = self.batch(params, trajectory)
     moments = acting.new_moments(params, trajectory)

@@ -102,7 +102,9 @@ def check_types(env: Environment) -> None:
     state, timestep = env.reset(reset_key)
     action = random_action(env.action_space, step_key, 1)[0]
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
-    return jax.lax.scan(lambda carry, key: (env.step(carry[0], action, key), ()), (state, timestep), keys)
+    return jax.lax.scan(
+      lambda carry, key: (env.step(carry[0], action, key), ()), (state, timestep), keys
+    )
 
   with jax.debug_key_reuse(False):
     jax.eval_shape(run, jax.random.key(0))
@@ -144,7 +146,9 @@ def check_episodes(stream: TimeStep) -> None:
   assert np.all(np.isin(kind, (FIRST, MID, LAST)))
   assert np.all(kind[0] == FIRST), 'reset did not return FIRST'
   wrong = np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))
-  assert not len(wrong), f'FIRST without LAST before it, or LAST without FIRST, at {wrong[:3].tolist()}'
+  assert not len(wrong), (
+    f'FIRST without LAST before it, or LAST without FIRST, at {wrong[:3].tolist()}'
+  )
 
 
 def check_rewards(stream: TimeStep) -> None:

@@ -22,7 +22,7 @@ import streams
 from gymnasium import spaces
 
 from podrace import distributions, returns, topology
-from podrace.agents import acting, impala, ppo
+from podrace.agents import acting, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.learner import learner
@@ -94,7 +94,9 @@ def case(space: str, seed: int = 0) -> Case:
   else:
     x = rng.normal(size=(T, B, 2)).astype(np.float32)
   policy = Reference(params, space).policy
-  now = np.array([[policy(steps.observation[t, b], x[t, b])[0] for b in range(B)] for t in range(T)])
+  now = np.array(
+    [[policy(steps.observation[t, b], x[t, b])[0] for b in range(B)] for t in range(T)]
+  )
   behind = (now + rng.normal(0, 0.4, (T, B))).astype(np.float32)  # another policy's
   extras = acting.PolicyExtras(x, behind)
   trajectory = streams.trajectory(steps, x, extras, acting.PolicyState(()))
@@ -148,7 +150,9 @@ class Reference:
     return log_prob, entropy
 
 
-def differentiate(loss: Callable[[Any], float], params: Any, epsilon: float = 1e-5) -> dict[str, Any]:
+def differentiate(
+  loss: Callable[[Any], float], params: Any, epsilon: float = 1e-5
+) -> dict[str, Any]:
   """The gradient of `loss` by central differences, one parameter after the other."""
   params = jax.tree.map(lambda x: np.array(x, np.float64), params)
   gradient = {}
@@ -247,7 +251,9 @@ def impala_loss(agent: Impala, c: Case, space: str) -> Callable[[Any], float]:
     for k in range(n):
       for j in range(k, n):
         c_product = math.prod(agent.lambda_ * min(1.0, ratios[i]) for i in range(k, j))
-        td = min(agent.clip_rho, ratios[j]) * (episode.rewards[j] + agent.discount * v[j + 1] - v[j])
+        td = min(agent.clip_rho, ratios[j]) * (
+          episode.rewards[j] + agent.discount * v[j + 1] - v[j]
+        )
         corrected[k] += agent.discount ** (j - k) * c_product * td
     for k in range(n):
       target[episode.where[k]] = corrected[k]
@@ -366,7 +372,9 @@ def truncation_as_termination(trajectory: Trajectory, *args: Any) -> acting.Tran
   return step._replace(discount_t=jnp.where(after.last, 0.0, step.discount_t))
 
 
-def termination_as_truncation(trajectory: Trajectory, params: Any, discount: float, lambda_: float) -> Any:
+def termination_as_truncation(
+  trajectory: Trajectory, params: Any, discount: float, lambda_: float
+) -> Any:
   step = TRANSITIONS(trajectory, params, discount, lambda_)
   return step._replace(discount_t=jnp.full_like(step.discount_t, discount))
 
@@ -423,7 +431,9 @@ PPO_MUTATIONS = {
   **OF_TRANSITIONS,
   'advantage not normalised': (ppo, 'standardize', lambda advantage, mask: advantage),
   'normalised with masked steps': (
-    ppo, 'standardize', lambda a, mask: (a - jnp.mean(a)) / (jnp.std(a) + 1e-8)
+    ppo,
+    'standardize',
+    lambda a, mask: (a - jnp.mean(a)) / (jnp.std(a) + 1e-8),
   ),
 }
 
@@ -446,7 +456,9 @@ def test_a_mutation_of_ppo_is_noticed(
     compare_ppo(agent, 'discrete')
 
 
-@pytest.mark.parametrize(('where', 'name', 'mutant'), IMPALA_MUTATIONS.values(), ids=IMPALA_MUTATIONS)
+@pytest.mark.parametrize(
+  ('where', 'name', 'mutant'), IMPALA_MUTATIONS.values(), ids=IMPALA_MUTATIONS
+)
 def test_a_mutation_of_impala_is_noticed(
   where: Any, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

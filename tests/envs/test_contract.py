@@ -172,7 +172,9 @@ class Broken:
   def step(self, state: Any, action: Any, key: Any) -> Any:
     state, timestep = self.good.step(state, action, key)
     if self.fault == 'order':
-      timestep = timestep._replace(step_type=jnp.minimum(timestep.step_type, LAST - 1).astype('int8'))
+      timestep = timestep._replace(
+        step_type=jnp.minimum(timestep.step_type, LAST - 1).astype('int8')
+      )
     if self.fault == 'reward':
       timestep = timestep._replace(reward=timestep.reward + 1)
     if self.fault == 'discount':
