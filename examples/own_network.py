@@ -67,17 +67,14 @@ class EquinoxNetwork(FeedForward):
 
 
 class Model(nnx.Module):
-  """A convolution and two heads, as one writes them in NNX."""
+  """A hidden layer and two heads, as one writes them in NNX."""
 
   def __init__(self, shape: tuple[int, ...], num_actions: int, rngs: nnx.Rngs):
-    rows, columns = shape
-    self.conv = nnx.Conv(1, 8, (3, 3), rngs=rngs)
-    self.hidden = nnx.Linear(rows * columns * 8, 64, rngs=rngs)
+    self.hidden = nnx.Linear(math.prod(shape), 64, rngs=rngs)
     self.policy = nnx.Linear(64, num_actions, rngs=rngs)
     self.value = nnx.Linear(64, 1, rngs=rngs)
 
   def __call__(self, x: Array) -> PolicyValue:
-    x = nnx.relu(self.conv(x[..., None]))
     x = nnx.relu(self.hidden(x.reshape(x.shape[0], -1)))
     return PolicyValue(self.policy(x), self.value(x)[..., 0])
 

@@ -140,7 +140,12 @@ def learn(name: str, devices: int) -> Any:
   return jax.device_get((train, metrics))
 
 
-@pytest.mark.parametrize('name', AGENTS)
+SLOW = {'ppo, advantages as they are', 'impala, rmsprop', 'impala'}  # the others say as much
+
+
+@pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in AGENTS]
+)
 def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
   (one, metrics), (eight, metrics_of_eight) = learn(name, 1), learn(name, 8)
   leaves = jax.tree_util.tree_leaves_with_path(one)
@@ -264,7 +269,13 @@ def check_collectives(
   assert all(3 * seeds <= c.size <= seeds * (3 + normalised) for c in rest)
 
 
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=pytest.mark.slow) if name == 'impala, rmsprop' else name
+    for name in AGENTS
+  ],
+)
 def test_collectives_of_the_learner_step(name: str) -> None:
   step, train = compiled(name, 8)
   size = parameters(train.params.network)
@@ -273,15 +284,22 @@ def test_collectives_of_the_learner_step(name: str) -> None:
 
 RUNS = {
   'ppo': (AGENTS['ppo'], 1),
+  'ppo, normalised, 3 seeds': (AGENTS['ppo, normalised'], 3),
+  'impala, normalised': (AGENTS['impala, normalised'], 1),
+  'impala, recurrent, 3 seeds': (AGENTS['impala, recurrent'], 3),
+}
+SLOW_RUNS = {
   'ppo, normalised': (AGENTS['ppo, normalised'], 1),
   'ppo, recurrent, 3 seeds': (AGENTS['ppo, recurrent'], 3),
-  'ppo, normalised, 3 seeds': (AGENTS['ppo, normalised'], 3),
   'impala, recurrent': (AGENTS['impala, recurrent'], 1),
-  'impala, normalised, 3 seeds': (AGENTS['impala, normalised'], 3),
 }
 
 
-@pytest.mark.parametrize(('agent', 'seeds'), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+  ('agent', 'seeds'),
+  [pytest.param(*run, id=name) for name, run in RUNS.items()]
+  + [pytest.param(*run, id=name, marks=pytest.mark.slow) for name, run in SLOW_RUNS.items()],
+)
 def test_collectives_of_a_whole_run(agent: Any, seeds: int) -> None:
   env = make('podrace:memory')  # observations of 3 floats
   net = agent.network.bind(env.observation_space, env.action_space)

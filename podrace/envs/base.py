@@ -147,7 +147,7 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
     return jax.tree.map(lambda p, f: p.at[slots].set(f), pool, resets(key, chunk))
 
   def step(state: PooledState, action: Any, keys: Array) -> tuple[PooledState, TimeStep]:
-    refill_key = jax.random.fold_in(jax.random.clone(keys[0]), REFILL)
+    refill_key = jax.random.fold_in(jax.random.clone(keys)[0], REFILL)
     stepped = jax.vmap(dynamics.step)(state.inner, action, keys)
     rank = jnp.cumsum(state.last) - 1  # the k-th environment to reset takes the k-th oldest slot
     slots = (state.oldest + rank) % num_envs
