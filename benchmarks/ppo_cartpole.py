@@ -53,7 +53,12 @@ RACES = {
   ),
   '64-envs': dict(
     config=dict(
-      HYPER, num_envs=64, unroll_length=128, epochs=4, minibatches=4, learning_rate=1.5e-3,
+      HYPER,
+      num_envs=64,
+      unroll_length=128,
+      epochs=4,
+      minibatches=4,
+      learning_rate=1.5e-3,
       entropy_cost=0.0,
     ),
     steps=16_384,

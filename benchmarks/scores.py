@@ -1,6 +1,6 @@
 """The presets' scores: trains each as `podrace train PRESET` does, evaluates it, draws the curves.
 
-    .venv/bin/python benchmarks/scores.py [PRESET ...]
+    .venv/bin/python benchmarks/scores.py [--resume] [PRESET ...]
 
 Writes benchmarks/results/scores.json and docs/curves.png; the presets that are not named keep what
 the file has of them.
@@ -35,10 +35,11 @@ def podrace(*args: str) -> str:
   return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
 
 
-def score(preset: str) -> dict[str, object]:
-  """Trains and evaluates one preset."""
+def score(preset: str, resume: bool) -> dict[str, object]:
+  """Trains and evaluates one preset; `resume` goes on with the run that is there."""
   run_dir = ROOT / 'runs' / 'scores' / preset
-  shutil.rmtree(run_dir, ignore_errors=True)
+  if not resume:
+    shutil.rmtree(run_dir, ignore_errors=True)
   podrace('train', preset, '--run-dir', str(run_dir))
   greedy = json.loads(podrace('eval', str(run_dir), '--episodes', '100').splitlines()[-1])
   summary = json.loads((run_dir / 'summary.json').read_text())
@@ -75,7 +76,8 @@ def draw(scores: dict[str, dict]) -> None:
 
 def main() -> None:
   """Scores the presets that are named, or all."""
-  found = {preset: score(preset) for preset in sys.argv[1:] or PRESETS}
+  names = [a for a in sys.argv[1:] if a != '--resume']
+  found = {preset: score(preset, '--resume' in sys.argv) for preset in names or PRESETS}
   for preset, result in found.items():
     reached = result['greedy']['episode_return_mean']
     print(f'{preset}: {reached:.2f}, stated {STATED[preset]}')
