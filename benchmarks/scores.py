@@ -45,7 +45,6 @@ def score(preset: str, resume: bool) -> dict[str, object]:
   summary = json.loads((run_dir / 'summary.json').read_text())
   lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
   return {
-    'stated': STATED[preset],
     'greedy': greedy,
     'summary': summary,
     'curve': [[x['step'], x['episode_return']] for x in lines if x['episodes']],
@@ -63,7 +62,7 @@ def draw(scores: dict[str, dict]) -> None:
   for axis, (preset, found) in zip(axes.flat, scores.items(), strict=False):
     steps, returns = zip(*found['curve'], strict=True)
     axis.plot([s / 1e6 for s in steps], returns, color='#1f5fa8', linewidth=1.6)
-    axis.axhline(found['stated'], color='#999999', linewidth=0.8, linestyle='--')
+    axis.axhline(STATED[preset], color='#999999', linewidth=0.8, linestyle='--')
     wall = found['summary']['wall_s']
     axis.set_title(f'{preset}: {wall:.0f} s on 2 CPU cores', fontsize=10)
     axis.set_xlabel('million steps', fontsize=9)
