@@ -195,8 +195,11 @@ def test_permutations_are_not_too_large() -> None:
 @pytest.mark.parametrize(
   ('size', 'length', 'chunks'), [(4096, 1, 8), (96, 1, 1), (64, 16, 2), (521, 1, 1)]
 )
-def test_chunks_fit_the_caches(size: int, length: int, chunks: int) -> None:
+def test_chunks_fit_the_caches(
+  size: int, length: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
   """At most 512 steps each; one chunk where no division gives 128 to 512."""
+  monkeypatch.setattr(ppo, 'CPU_CHUNK', 512)
   parts = AGENTS['ppo'].chunks(jnp.arange(size), length)
   assert parts.shape == (chunks, size // chunks)
   assert np.array_equal(parts.reshape(-1), np.arange(size))

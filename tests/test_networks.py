@@ -82,8 +82,14 @@ def paths(net: ActorCritic) -> dict[str, tuple[int, ...]]:
 # --- unrolling --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('core', CORES)
-@pytest.mark.parametrize('torso', IMAGES)
+def torsos_and_cores() -> list[Any]:
+  """All pairs; of the largest torso, which compiles for seconds, all but one are slow."""
+  slow = {('impala-deep', 'none'), ('impala-deep', 'gru')}
+  pairs = [(torso, core) for torso in IMAGES for core in CORES]
+  return [pytest.param(*p, marks=pytest.mark.slow if p in slow else ()) for p in pairs]
+
+
+@pytest.mark.parametrize(('torso', 'core'), torsos_and_cores())
 def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.MonkeyPatch) -> None:
   if torso != 'grid':  # XLA's convolution compiles ten times faster; that ours is equal, see below
     monkeypatch.setattr(networks, 'conv2d', networks._xla_conv)
@@ -345,10 +351,9 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize('core', ['none', 'gru'])
 @pytest.mark.parametrize('space', TREES.values(), ids=TREES)
-def test_every_part_of_an_observation_is_seen(space: Any, core: str) -> None:
-  net = network(space, core=core)
+def test_every_part_of_an_observation_is_seen(space: Any) -> None:
+  net = network(space)
   params, steps = net.init(key()), timesteps(space)
   unroll = jit(net.unroll)
   before, _ = unroll(params, net.initial_state(B), steps)
