@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -128,7 +129,27 @@ def batch(env: Environment, num_envs: int) -> Batch:
   def reset(key: Array) -> tuple[Any, TimeStep]:
     return jax.vmap(env.reset)(jax.random.split(key, num_envs))
 
+  if isinstance(env, NextStepReset):
+    return Batch(reset, _conditional(env.dynamics))
   return Batch(reset, jax.vmap(env.step))
+
+
+def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
+  """What `vmap(NextStepReset.step)` gives, at the price of a reset only where one is needed."""
+
+  def step(state: ResetState, action: Any, keys: Array) -> tuple[ResetState, TimeStep]:
+    def each(i: int) -> Array:  # NextStepReset.step's keys; the split is only where it is needed
+      return jax.vmap(lambda key: jax.random.split(jax.random.clone(key))[i])(keys)
+
+    stepped = jax.vmap(dynamics.step)(state.inner, action, each(0))
+
+    def some(stepped: Any) -> Any:
+      return select(state.last, jax.vmap(dynamics.reset)(each(1)), stepped)
+
+    inner, timestep = jax.lax.cond(jnp.any(state.last), some, lambda stepped: stepped, stepped)
+    return ResetState(inner, timestep.last), timestep
+
+  return step
 
 
 def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
