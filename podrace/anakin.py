@@ -111,7 +111,8 @@ class Anakin:
   @functools.cached_property
   def init(self) -> Any:
     """keys [seeds] -> State, placed on the mesh."""
-    return jax.jit(self._init, out_shardings=self.shardings)
+    once = {'xla_backend_optimization_level': 1}  # it runs once: compiling it is the cost
+    return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 
   def _update_one(self, state: State) -> State:
     key = jax.random.fold_in(state.key, state.update)
