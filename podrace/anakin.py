@@ -20,16 +20,8 @@ from jax.sharding import PartitionSpec as P
 from podrace import topology
 from podrace.actor import ActorState, actor_on_mesh
 from podrace.envs.base import batch
-from podrace.learner import learner
-from podrace.types import Agent, Array, Environment, Metrics, Replay, TrainState
-
-
-class Log(NamedTuple):
-  """What is summed up between two readings of the log, in bounded memory."""
-
-  updates: Array  # [] i32 how many updates are in `sums`
-  sums: Metrics  # of the agent's metrics
-  broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
+from podrace.learner import Log, add_to_log, all_finite, empty_log, learner
+from podrace.types import Agent, Array, Environment, Replay, TrainState
 
 
 class State(NamedTuple):
@@ -79,13 +71,7 @@ class Anakin:
     memory = self.replay.init(example)
     learn = learner(self.agent, self.replay, self.mesh)
     _, _, metrics = jax.eval_shape(learn, train, memory, example, run_key)
-    if 'loss' not in metrics:
-      raise ValueError(
-        f"learn must report a 'loss' among its metrics; it reports {sorted(metrics)}"
-      )
-    sums = {name: jnp.zeros(x.shape, jnp.float32) for name, x in metrics.items()}
-    log = Log(jnp.int32(0), sums, jnp.int32(-1))
-    return State(train, actor, memory, log, run_key, jnp.int32(0))
+    return State(train, actor, memory, empty_log(metrics), run_key, jnp.int32(0))
 
   def _init(self, keys: Array) -> State:
     return jax.vmap(self._init_one)(keys) if self.seeds > 1 else self._init_one(keys[0])
@@ -121,12 +107,7 @@ class Anakin:
     learn = learner(self.agent, self.replay, self.mesh)
     actor, trajectory = unroll(state.train.params, state.actor, act_key)
     train, memory, metrics = learn(state.train, state.memory, trajectory, learn_key)
-    broken = (state.log.broken < 0) & ~jnp.isfinite(metrics['loss'])
-    log = Log(
-      updates=state.log.updates + 1,
-      sums=jax.tree.map(lambda s, m: s + m, state.log.sums, metrics),
-      broken=jnp.where(broken, state.update, state.log.broken),
-    )
+    log = add_to_log(state.log, metrics, state.update)
     return State(train, actor, memory, log, state.key, state.update + 1)
 
   def _run(self, state: State, updates: Array) -> State:
@@ -167,11 +148,6 @@ class Anakin:
     """State -> (the first update whose loss was not finite or -1, all parameters are finite)."""
 
     def check(state: State) -> tuple[Array, Array]:
-      finite = [jnp.all(jnp.isfinite(x)) for x in _floats(state.train.params)]
-      return state.log.broken, jnp.all(jnp.stack(finite))
+      return state.log.broken, all_finite(state.train.params)
 
     return jax.jit(check, out_shardings=topology.replicated(self.mesh))
-
-
-def _floats(tree: Any) -> list[Array]:
-  return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]

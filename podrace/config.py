@@ -11,8 +11,19 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from podrace.agents import AGENTS
+from podrace.envs.registry import HOST_LIBRARIES
 
 VERSION = 1  # of config.json
+SEBULBA = (  # fields that say nothing to anakin
+  'lag',
+  'max_lag',
+  'actor_devices',
+  'learner_devices',
+  'actor_threads',
+  'env_batch_size',
+  'env_threads',
+  'env_deadline',
+)
 
 
 class UsageError(ValueError):
@@ -35,6 +46,14 @@ class Config:
   log_every: int = 0  # steps between lines of metrics.jsonl; 0: a hundredth of the run
   checkpoint_every: int = 0  # steps between checkpoints; 0: about a minute
   keep: int = 3  # how many checkpoints
+  lag: Literal['0', '1', 'async'] = '1'  # sebulba: of the acting policy, in updates; async: any
+  max_lag: int = 4  # sebulba: with lag async, the most
+  actor_devices: str = ''  # sebulba: 0,1; default: a quarter of them
+  learner_devices: str = ''  # sebulba: 2,3,4,5,6,7; default: those that don't act
+  actor_threads: int = 2  # sebulba: for each actor device
+  env_batch_size: int = 0  # sebulba: act on so many of a thread as are ready; 0: all together
+  env_threads: int = 0  # sebulba: that step environments, over all pools; 0: one for each core
+  env_deadline: float = 60.0  # sebulba: seconds that environments may take to answer
 
   @property
   def steps_per_update(self) -> int:
@@ -61,10 +80,22 @@ def validate(config: Config) -> None:
       raise UsageError(f'--{flag(name)} must not be negative, not {value}')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
-  if config.architecture != 'anakin':
-    raise UsageError(
-      f'--architecture {config.architecture}: only anakin is there yet (environments in JAX)'
-    )
+  if config.architecture == 'anakin':
+    for f in dataclasses.fields(config):
+      if f.name in SEBULBA and getattr(config, f.name) != f.default:
+        raise UsageError(f'--{flag(f.name)} is for --architecture sebulba; this run is anakin')
+    library = config.env.partition(':')[0]
+    if library in HOST_LIBRARIES:
+      raise UsageError(f'{config.env} runs on the host: give --architecture sebulba')
+  else:
+    if config.seeds > 1:
+      raise UsageError(f'--seeds {config.seeds}: sebulba trains one agent in a run')
+    for name in ('actor_threads', 'max_lag'):
+      if getattr(config, name) < 1:
+        raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')
+    for name in ('env_batch_size', 'env_threads', 'env_deadline'):
+      if getattr(config, name) < 0:
+        raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')
 
 
 def flag(field: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,3 +81,42 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) ->
     out_specs=(P(), flat, P()),
     check_vma=check_vma,
   )
+
+
+# --- what is told of learning -----------------------------------------------------------------
+
+
+class Log(NamedTuple):
+  """What is summed up between two readings of the log, in bounded memory."""
+
+  updates: Array  # [] i32 how many updates are in `sums`
+  sums: Metrics  # of the agent's metrics
+  broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
+
+
+def empty_log(metrics: Metrics) -> Log:
+  """A Log for metrics of these shapes.
+
+  Raises:
+    ValueError: if there is no loss among them.
+  """
+  if 'loss' not in metrics:
+    raise ValueError(f"learn must report a 'loss' among its metrics; it reports {sorted(metrics)}")
+  sums = {name: jnp.zeros(x.shape, jnp.float32) for name, x in metrics.items()}
+  return Log(jnp.int32(0), sums, jnp.int32(-1))
+
+
+def add_to_log(log: Log, metrics: Metrics, update: Array) -> Log:
+  """The log after one more update, the run's `update`-th."""
+  broken = (log.broken < 0) & ~jnp.isfinite(metrics['loss'])
+  return Log(
+    updates=log.updates + 1,
+    sums=jax.tree.map(lambda s, m: s + m, log.sums, metrics),
+    broken=jnp.where(broken, update, log.broken),
+  )
+
+
+def all_finite(tree: Any) -> Array:
+  """Whether all floats of a tree are, [] bool."""
+  floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+  return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))

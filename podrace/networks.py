@@ -21,6 +21,9 @@ from flax import linen as nn
 from podrace import distributions
 from podrace.types import Array, TimeStep
 
+CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
+CPU_CHUNK_FRAMES = 64  # likewise, where a sample is a frame that goes through convolutions
+
 
 class Network(Protocol):
   """Four pure functions over a plain pytree of arrays, and what they are made for.
@@ -445,7 +448,13 @@ class ActorCritic:
       )
     if self.torso != 'auto' or not images:
       return 'mlp' if self.torso == 'auto' else self.torso
-    return 'nature' if min(images[0].shape[:2]) >= 36 else 'grid'
+    sides = images[0].shape[1:] if channels_first(images[0]) else images[0].shape[:2]
+    return 'nature' if min(sides) >= 36 else 'grid'
+
+  @property
+  def cpu_chunk(self) -> int:
+    """Samples in one gradient on CPU: convolutions of whole frames fill the caches with few."""
+    return CPU_CHUNK if self.image_torso in ('mlp', 'grid') else CPU_CHUNK_FRAMES
 
   @property
   def shares_torso(self) -> bool:
@@ -540,8 +549,17 @@ def _floats(space: Any, x: Any) -> Any:
   if isinstance(space, spaces.MultiBinary):
     return x.astype(jnp.float32)
   if isinstance(space, spaces.Box):
+    if channels_first(space):
+      x = jnp.moveaxis(x, -3, -1)
     return x.astype(jnp.float32) / _scale(space)
   raise ValueError(f'no network input for the observation space {space}')
+
+
+def channels_first(space: Any) -> bool:
+  """Whether a box is of pixels [channels, height, width], as Atari's stacked frames are."""
+  if len(space.shape) != 3 or space.dtype != np.uint8 or np.max(space.high) != 255:
+    return False
+  return space.shape[0] < min(space.shape[1:])
 
 
 def _scale(space: Any) -> float:

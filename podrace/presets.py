@@ -105,6 +105,22 @@ def snake() -> Config:
   )
 
 
+def pong() -> Config:
+  """IMPALA on Atari Pong under Sebulba, with the shallow network."""
+  from podrace.agents.impala import Impala
+  from podrace.networks import ActorCritic
+
+  network = ActorCritic(torso='impala', hidden=(256,), initializer='lecun', activation='relu')
+  return Config(
+    agent=Impala(network=network, learning_rate=6e-4),
+    env='ale:pong',
+    architecture='sebulba',
+    num_envs=32,
+    unroll_length=20,
+    total_steps=10_000_000,
+  )
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
   'catch': catch,
   'cartpole': cartpole,
@@ -112,4 +128,5 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'memory': memory,
   'brax-inverted-pendulum': brax_inverted_pendulum,
   'snake': snake,
+  'pong': pong,
 }

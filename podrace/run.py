@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from podrace import __version__, envs, metrics
-from podrace.anakin import Anakin, State
+from podrace.anakin import Anakin
+from podrace.architectures import Architecture, OnDevice, OnHost
 from podrace.checkpoint import CheckpointError, Checkpoints, read_json
 from podrace.config import (
   Config,
@@ -34,8 +34,10 @@ from podrace.config import (
   unknown,
   validate,
 )
+from podrace.envs.host import base as host
 from podrace.replay import on_policy
-from podrace.topology import learner_mesh
+from podrace.sebulba import ActorFailed, Sebulba
+from podrace.topology import cores, learner_mesh, split_devices
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
@@ -147,7 +149,7 @@ def machine() -> dict[str, Any]:
   return {
     'device': jax.devices()[0].device_kind,
     'devices': len(jax.devices()),
-    'cores': len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
+    'cores': cores(),
     'jax': jax.__version__,
     'podrace': __version__,
   }
@@ -206,17 +208,41 @@ def load_config(run_dir: Path) -> Config:
   return from_json(record)
 
 
-def build(config: Config) -> Anakin:
+def build(config: Config) -> Architecture:
   """The program that a config describes.
 
   Raises:
     ValueError: with the numbers, where they don't fit each other.
   """
   validate(config)
+  if config.architecture == 'sebulba':
+    return OnHost(build_sebulba(config))
   env = envs.make(config.env)
   agent = bind(config.agent, env, config.total_updates)
   mesh = learner_mesh(config.devices)
-  return Anakin(agent, env, on_policy(), mesh, config.num_envs, config.unroll_length, config.seeds)
+  return OnDevice(
+    Anakin(agent, env, on_policy(), mesh, config.num_envs, config.unroll_length, config.seeds)
+  )
+
+
+def build_sebulba(config: Config) -> Sebulba:
+  """The Sebulba that a config describes."""
+  spec = host.make(config.env)
+  return Sebulba(
+    agent=bind(config.agent, spec, config.total_updates),
+    spec=spec,
+    replay=on_policy(),
+    topology=split_devices(config.actor_devices, config.learner_devices, config.devices),
+    num_envs=config.num_envs,
+    unroll_length=config.unroll_length,
+    threads=config.actor_threads,
+    lag=config.lag,
+    max_lag=config.max_lag,
+    batch_size=config.env_batch_size,
+    env_threads=config.env_threads,
+    deadline=config.env_deadline,
+    seed=config.seed,
+  )
 
 
 def train(
@@ -278,7 +304,7 @@ class _Run:
   def __init__(
     self,
     config: Config,
-    program: Anakin,
+    program: Architecture,
     run_dir: Path,
     stop: Stop,
     terminal: metrics.Terminal,
@@ -293,6 +319,7 @@ class _Run:
     self.since_line = Clock()  # what the current line of metrics is about
     self.compile_s = 0.0
     self.saved = -1  # the step of the newest checkpoint
+    self.told: dict[str, Any] = {}  # by the architecture, before that checkpoint
     self.wall_before = 0.0  # seconds, of earlier lives
     self.born = time.perf_counter()
 
@@ -302,18 +329,21 @@ class _Run:
     stack.callback(self.checkpoints.close)
     started = time.perf_counter()
     self.say(f'compiling {config.env} for {self.program.mesh.size} device(s) ...')
-    run, read_log, health = self.stop.during(self.compile)
+    stack.callback(self.program.close)
+    self.stop.during(self.program.compile)
     self.compile_s = time.perf_counter() - started
     self.say(f'compiled in {self.compile_s:.1f} s')
     state = self.restore()
     if self.leader:
       write_json(self.run_dir / 'config.json', to_json(config))
+    seeds = np.arange(config.seed, config.seed + config.seeds, dtype=np.uint32)
+    keys = jax.vmap(jax.random.key)(seeds)
     if state is None:
-      seeds = np.arange(config.seed, config.seed + config.seeds, dtype=np.uint32)
-      state = self.program.init(jax.vmap(jax.random.key)(seeds))
+      state = self.program.init(jax.random.clone(keys))
     self.open_sinks(stack)
+    self.program.start(state, keys, self.told)
     try:
-      state = self.loop(state, run, read_log, health)
+      state = self.loop(state)
     except BaseException:
       with contextlib.suppress(CheckpointError):
         self.checkpoints.wait()
@@ -325,16 +355,6 @@ class _Run:
   def wall_s(self) -> float:
     """Seconds that the run has taken, over all its lives, without the time between them."""
     return self.wall_before + time.perf_counter() - self.born
-
-  def compile(self) -> tuple[Any, Any, Any]:
-    """The three programs of the loop, ahead of time."""
-    shapes = self.program.shapes
-    one = jax.ShapeDtypeStruct((), jnp.int32)
-    return (
-      self.program.run.lower(shapes, one).compile(),
-      self.program.read_log.lower(shapes).compile(),
-      self.program.health.lower(shapes).compile(),
-    )
 
   def open_sinks(self, stack: contextlib.ExitStack) -> None:
     self.sinks: list[metrics.Sink] = []
@@ -353,7 +373,7 @@ class _Run:
 
   # --- the loop ---------------------------------------------------------------------------------
 
-  def loop(self, state: State, run: Any, read_log: Any, health: Any) -> State:
+  def loop(self, state: Any) -> Any:
     config, pace = self.config, Pace()
     per_line = config.updates(config.log_every or -(-config.total_steps // 100))
     per_save = config.updates(config.checkpoint_every) if config.checkpoint_every else 0
@@ -367,18 +387,24 @@ class _Run:
         self.stop.signum,
         time.perf_counter() - last_save > CHECKPOINT_SECONDS,
       )
-      state = jax.block_until_ready(run(state, np.int32(n)))
-      broken, finite = jax.device_get(health(state))
+      try:
+        state, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
+      except ActorFailed as e:
+        self.save(update, state)
+        self.checkpoints.wait()
+        raise RunError(f'{e}\nthe run is saved at step {self.saved:,}') from e
+      broken, finite = self.program.health(state)
       seconds = time.perf_counter() - began
-      pace.observe(n, seconds)
       update += n
       self.account(n, seconds)
       self.check_health(broken, finite, update)
-      if update % per_line == 0 or update == total:
-        summary, state = read_log(state)
-        self.log(update, jax.device_get(summary))
-      elif not self.quiet:
-        self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
+      if n:
+        pace.observe(n, seconds)
+        if update % per_line == 0 or update == total:
+          summary, state = self.program.read_log(state)
+          self.log(update, summary)
+        elif not self.quiet:
+          self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
       due = update % per_save == 0 if per_save else save
       if due or stop or update == total:
         self.save(update, state)
@@ -450,13 +476,14 @@ class _Run:
       ]
       line['episodes_by_seed'] = episodes.tolist()
     line |= {name: metrics.number(np.mean(x)) for name, x in summary['metrics'].items()}
+    line |= summary.get('host', {})
     self.since_line = Clock()
     for sink in self.sinks:
       sink.write(line)
 
   # --- checkpoints ------------------------------------------------------------------------------
 
-  def save(self, update: int, state: State) -> None:
+  def save(self, update: int, state: Any) -> None:
     step = update * self.config.steps_per_update
     if step == self.saved:
       return
@@ -470,12 +497,13 @@ class _Run:
       'machine': machine(),
       'mesh': self.program.mesh.size,
       'shapes': shapes_sha256(self.program.shapes),
+      'told': self.program.told(),
     }
     params, rest = _split(state)
     self.checkpoints.save(step, params, rest, meta)
     self.saved = step
 
-  def restore(self) -> State | None:
+  def restore(self) -> Any | None:
     """The newest checkpoint that is whole; None if there is none at all."""
     params, rest = _split(self.program.shapes)
     if self.checkpoints.half_written:
@@ -495,7 +523,7 @@ class _Run:
         self.say(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
       meta = found.meta
       self.saved = step
-      self.wall_before = meta['wall_s']
+      self.wall_before, self.told = meta['wall_s'], meta['told']
       self.clock, self.since_line = Clock(**meta['clock']), Clock(**meta['since_line'])
       self.say(f'resuming at step {step:,}')
       here = machine()
@@ -524,10 +552,10 @@ class _Run:
         'network, the environment or --num-envs has changed; start afresh in another --run-dir'
       )
 
-  def updates_done(self, state: State) -> int:
+  def updates_done(self, state: Any) -> int:
     return int(np.atleast_1d(jax.device_get(state.update))[0])
 
-  def finish(self, state: State) -> dict[str, Any]:
+  def finish(self, state: Any) -> dict[str, Any]:
     """The summary, written once the last checkpoint is on disk."""
     summary = {
       'step': self.updates_done(state) * self.config.steps_per_update,
@@ -570,6 +598,6 @@ def _next(update: int, every: int) -> int:
   return (update // every + 1) * every
 
 
-def _split(state: State) -> tuple[Any, State]:
+def _split(state: Any) -> tuple[Any, Any]:
   """The parameters, and the state without them: what a checkpoint keeps apart."""
   return state.train.params, state._replace(train=state.train._replace(params=()))

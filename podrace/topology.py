@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,60 @@ AXIS = 'data'  # the one mesh axis: environments, and with them the batch, are s
 _timed: Any = P(None, AXIS)
 _flat: Any = P(AXIS)
 TRAJECTORY_SPECS = Trajectory(_timed, _timed, agent_state=_flat, env_id=_flat)
+
+
+class Topology(NamedTuple):
+  """Who acts and who learns."""
+
+  actors: tuple[jax.Device, ...]  # this process's
+  learners: Mesh  # all processes'
+
+  @property
+  def local_learners(self) -> list[jax.Device]:
+    """This process's learner devices, in the mesh's order."""
+    return [d for d in self.learners.devices.flat if d.process_index == jax.process_index()]
+
+
+def split_devices(actors: str = '', learners: str = '', num_devices: int | None = None) -> Topology:
+  """A topology from lists of device numbers, `0,1`, counted within each process.
+
+  By default a quarter of the first `num_devices` (None: all), at least one, acts and the rest
+  learns; a single device does both.
+
+  Raises:
+    ValueError: if a number is no device's, or comes twice.
+  """
+  local = jax.local_devices()
+  n = len(local) if num_devices is None else num_devices
+  if not 1 <= n <= len(local):
+    raise ValueError(
+      f'--devices {n}: JAX sees {len(local)} {local[0].platform} device(s) in this process'
+    )
+  act = _numbers(actors, 'actor-devices', len(local))
+  learn = _numbers(learners, 'learner-devices', len(local))
+  if not act:
+    act = [i for i in range(max(1, n // 4)) if not learn or n == 1 or i not in learn] or [0]
+  if not learn:
+    learn = [i for i in range(n) if i not in act] or act
+  per_process: dict[int, list[jax.Device]] = {}
+  for device in jax.devices():
+    per_process.setdefault(device.process_index, []).append(device)
+  chosen = [per_process[p][i] for p in sorted(per_process) for i in learn]
+  return Topology(tuple(local[i] for i in act), Mesh(np.array(chosen), (AXIS,)))
+
+
+def _numbers(text: str, flag: str, devices: int) -> list[int]:
+  if not text:
+    return []
+  parts = text.split(',')
+  if not all(p.strip().isdigit() for p in parts):
+    raise ValueError(f'--{flag} takes device numbers with commas, as 0,1; not {text!r}')
+  numbers = [int(p) for p in parts]
+  if wrong := [i for i in numbers if i >= devices]:
+    raise ValueError(f'--{flag} {text}: no device {wrong[0]}; this process has {devices}, from 0')
+  if len(set(numbers)) != len(numbers):
+    raise ValueError(f'--{flag} {text}: a device comes twice')
+  return numbers
 
 
 def learner_mesh(num_devices: int | None = None) -> Mesh:
@@ -57,6 +112,13 @@ def per_device(mesh: Mesh, total: int, name: str) -> int:
   if total < mesh.size or total % mesh.size:
     raise ValueError(f'--{name} {total} does not divide over {mesh.size} devices')
   return total // mesh.size
+
+
+def cores() -> int:
+  """How many cores this process may use."""
+  if hasattr(os, 'sched_getaffinity'):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 
 Array = jax.Array
 Metrics = dict[str, Array]  # scalars, all of the same meaning on every device
@@ -81,6 +82,33 @@ class Environment(Protocol):
   def action_space(self) -> Any: ...
   def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
   def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
+
+
+class Arrival(NamedTuple):
+  """What a HostEnvironment gives back: the environments that are ready, as numpy arrays [b]."""
+
+  env_id: np.ndarray  # i32, within the pool
+  timestep: TimeStep  # its reward is what is learned from, clipped if so asked
+  score: np.ndarray  # f32, the reward as the environment has it
+  ended: np.ndarray  # bool: a whole game is over, which not every LAST means where lives are lost
+  run_id: np.ndarray  # i32, another one after the environment was restarted
+
+
+class HostEnvironment(Protocol):
+  """A pool of stateful environments on the host.
+
+  After `reset` the FIRST of every environment arrives by itself; after that, what was sent.
+  `recv` returns at least one and at most `batch_size` environments, in any order; a pool that
+  always returns all of them in order is in lockstep.
+  """
+
+  num_envs: int
+  batch_size: int  # how many `recv` returns
+
+  def reset(self) -> None: ...
+  def send(self, env_id: np.ndarray, action: Any) -> None: ...
+  def recv(self) -> Arrival: ...
+  def close(self) -> None: ...
 
 
 class Agent(Protocol):

@@ -265,7 +265,7 @@ BAD = [
   (['train', '--seed', '5000000000'], '--seed must be less than 2^32'),
   (['train', '--agent.network.hidden', '0'], 'hidden'),
   (['train', '--agent', 'ppo', '--agent.minibatches', '0'], 'minibatches'),
-  (['train', '--architecture', 'sebulba'], 'only anakin'),
+  (['train', '--architecture', 'sebulba', '--num-envs', '7'], '--num-envs 7 does not divide'),
   (['train', '--architecture', 'annakin'], 'anakin'),
   (['train', '--devices', '99'], '--devices 99: JAX sees'),
   (['train', '--devices', '3'], '--num-envs 64 does not divide over 3 devices'),

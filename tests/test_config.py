@@ -103,7 +103,15 @@ def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:
     ({'checkpoint_every': -1}, '--checkpoint-every must not be negative, not -1'),
     ({'seed': -1}, '--seed must not be negative, not -1'),
     ({'seed': 2**40}, '--seed'),
-    ({'architecture': 'sebulba'}, 'only anakin'),
+    ({'env': 'ale:pong'}, 'ale:pong runs on the host: give --architecture sebulba'),
+    ({'lag': '0'}, '--lag is for --architecture sebulba'),
+    ({'actor_devices': '0'}, '--actor-devices is for --architecture sebulba'),
+    ({'architecture': 'sebulba', 'seeds': 2}, '--seeds 2: sebulba trains one agent'),
+    ({'architecture': 'sebulba', 'actor_threads': 0}, '--actor-threads must be at least 1, not 0'),
+    ({'architecture': 'sebulba', 'max_lag': 0}, '--max-lag must be at least 1, not 0'),
+    ({'architecture': 'sebulba', 'env_batch_size': -1}, '--env-batch-size must not be negative'),
+    ({'architecture': 'sebulba', 'env_threads': -1}, '--env-threads must not be negative'),
+    ({'architecture': 'sebulba', 'env_deadline': -1.0}, '--env-deadline must not be negative'),
   ],
 )
 def test_numbers_that_cannot_be_right(change: dict, message: str) -> None:

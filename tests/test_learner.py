@@ -17,7 +17,7 @@ import streams
 from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
-from podrace import topology
+from podrace import networks, topology
 from podrace.agents import acting, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -127,7 +127,7 @@ def compiled(name: str, devices: int) -> Any:
   step = learner(agent, on_policy(), topology.learner_mesh(devices))
   train = jit(agent.init)(jax.random.key(0))
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(ppo, 'CPU_CHUNK', 2 if 'chunks' in name else ppo.CPU_CHUNK)
+    patch.setattr(networks, 'CPU_CHUNK', 2 if 'chunks' in name else networks.CPU_CHUNK)
     return jit(step).lower(train, (), trajectory(name, 0), jax.random.key(1)).compile(), train
 
 
@@ -199,8 +199,8 @@ def test_chunks_fit_the_caches(
   size: int, length: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """At most 512 steps each; one chunk where no division gives 128 to 512."""
-  monkeypatch.setattr(ppo, 'CPU_CHUNK', 512)
-  parts = AGENTS['ppo'].chunks(jnp.arange(size), length)
+  monkeypatch.setattr(networks, 'CPU_CHUNK', 512)
+  parts = acting.chunks(AGENTS['ppo'], jnp.arange(size), length)
   assert parts.shape == (chunks, size // chunks)
   assert np.array_equal(parts.reshape(-1), np.arange(size))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podrace import normalize
+from podrace import networks, normalize
 from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
 
@@ -135,3 +135,17 @@ def merge_moments(params: Params, joined: Any, num_devices: int) -> Params:
     observation=observation and normalize.merge(params.observation, observation, num_devices),
     reward=reward and normalize.merge(params.reward, reward, num_devices),
   )
+
+
+def chunks(agent: Any, index: Array, length: int) -> Array:
+  """An index [B] of streams of `length` samples in chunks [C, B/C] for one gradient each.
+
+  On CPU a gradient over as many samples as fit the caches is faster than one over all; that is the
+  network's `cpu_chunk`. Elsewhere, or where B does not divide so, there is one chunk.
+  """
+  most = getattr(agent.network, 'cpu_chunk', networks.CPU_CHUNK)
+  size = index.shape[0]
+  parts = [c for c in range(1, size + 1) if size % c == 0]
+  fits = [c for c in parts if most // 4 <= size // c * length <= most]
+  on_cpu = jax.default_backend() == 'cpu'
+  return index.reshape(fits[0] if on_cpu and fits else 1, -1)

@@ -65,11 +65,18 @@ class Impala:
   ) -> tuple[TrainState, Array, Metrics]:
     params, trajectory = train.params, sample.trajectory
 
-    def loss(network: Any) -> tuple[Array, Any]:
-      total, metrics = self.loss(params._replace(network=network), trajectory, key)
-      return total, (metrics, acting.new_moments(params, trajectory))
+    moments = acting.new_moments(params, trajectory)
+    length, streams = trajectory.outputs.extras.log_prob.shape
 
-    network, opt_state, (metrics, moments) = sgd(loss, self.optimiser(), params.network, train.rest)
+    def loss(network: Any, index: Array) -> tuple[Array, Any]:
+      part = trajectory if index.shape[0] == streams else columns(trajectory, index)
+      total, metrics = self.loss(params._replace(network=network), part, key)
+      return total, (metrics, moments)
+
+    chunks = acting.chunks(self, jnp.arange(streams), length + 1)
+    network, opt_state, (metrics, moments) = sgd(
+      loss, self.optimiser(), params.network, train.rest, chunks
+    )
     params = acting.merge_moments(params, moments, lax.axis_size(AXIS))
     train = TrainState(params._replace(network=network), opt_state)
     return train, jnp.ones_like(sample.weight), metrics
@@ -115,3 +122,10 @@ class Impala:
     else:
       step = optax.adam(rate, eps=self.epsilon)
     return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+
+
+def columns(trajectory: Trajectory, index: Array) -> Trajectory:
+  """The streams at `index` of the batch."""
+  timed = jax.tree.map(lambda x: x[:, index], (trajectory.timesteps, trajectory.outputs))
+  flat = jax.tree.map(lambda x: x[index], (trajectory.agent_state, trajectory.env_id))
+  return Trajectory(*timed, *flat)

@@ -25,8 +25,6 @@ from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
-CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
-
 
 class Batch(NamedTuple):
   """What the epochs go over, [T, B] each (or a minibatch of it)."""
@@ -99,7 +97,7 @@ class PPO:
         return total, (metrics, moments)
 
       network, opt_state, (metrics, joined) = sgd(
-        loss, self.optimiser(), network, opt_state, self.chunks(index, length)
+        loss, self.optimiser(), network, opt_state, acting.chunks(self, index, length)
       )
       return (network, opt_state), (metrics, joined)
 
@@ -188,14 +186,6 @@ class PPO:
     index = steps * envs + jnp.arange(envs)[None, :, None]
     index = index.reshape(self.epochs, envs, self.minibatches, -1)
     return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)
-
-  def chunks(self, index: Array, length: int) -> Array:
-    """A minibatch's index in chunks [C, size/C], small enough for the caches where that matters."""
-    size = index.shape[0]
-    parts = [c for c in range(1, size + 1) if size % c == 0]
-    fits = [c for c in parts if CPU_CHUNK // 4 <= size // c * length <= CPU_CHUNK]
-    on_cpu = jax.default_backend() == 'cpu'
-    return index.reshape(fits[0] if on_cpu and fits else 1, -1)
 
   def take(self, batch: Batch, core: Any, index: Array) -> tuple[Batch, Any]:
     """The minibatch at `index`, and the recurrent state before it."""

@@ -193,6 +193,28 @@ LIBRARIES: Mapping[str, Library] = {
 }
 
 
+HOST_LIBRARIES: Mapping[str, Library] = {
+  'ale': Library(
+    module='podrace.envs.host.ale',
+    extra='ale',
+    description='Atari 2600, 108 games, in C++ threads; the ROMs come with it',
+    names=(),
+  ),
+  'envpool': Library(
+    module='podrace.envs.host.envpool',
+    extra='envpool',
+    description='Atari, classic control, MuJoCo and more in C++ threads',
+    names=(),
+  ),
+  'gymnasium': Library(
+    module='podrace.envs.host.gymnasium',
+    extra='',
+    description='any Gymnasium environment, in worker processes',
+    names=(),
+  ),
+}
+
+
 def names() -> dict[str, tuple[str, ...]]:
   """Every environment's name, by library, for listing them."""
   return {key: library.names for key, library in LIBRARIES.items()}
@@ -203,13 +225,13 @@ def make(name: str) -> Environment:
   key, env, options = parse(name)
   if key not in LIBRARIES:
     raise UnknownName(
-      f'no library {key!r} in environment {name!r}{_nearest(key, LIBRARIES)}; '
+      f'no library {key!r} in environment {name!r}{nearest(key, LIBRARIES)}; '
       f'the libraries are {", ".join(LIBRARIES)}'
     )
   library = LIBRARIES[key]
   if library.names and env not in library.names:
     raise UnknownName(
-      f'{key} has no environment {env!r}{_nearest(env, library.names)}; '
+      f'{key} has no environment {env!r}{nearest(env, library.names)}; '
       f"'podrace list' names its {len(library.names)}"
     )
   try:
@@ -252,7 +274,7 @@ def read_options(
   for option, value in options.items():
     if option not in defaults:
       raise UnknownName(
-        f'{env} has no option {option!r}{_nearest(option, defaults)}; it takes {takes}'
+        f'{env} has no option {option!r}{nearest(option, defaults)}; it takes {takes}'
       )
     kind = type(defaults[option])
     if kind is float and type(value) is int:
@@ -280,7 +302,8 @@ def _text(value: Value) -> str:
   return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+  """What to say of the known names nearest to one that isn't."""
   by_lower = {k.lower(): k for k in known}
   near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
   return f' (nearest: {", ".join(by_lower[n] for n in near)})' if near else ''

@@ -1,0 +1,206 @@
+"""What a run needs of an architecture: six functions, for each of the two."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from podrace import anakin, sebulba
+from podrace.envs.host.base import Totals
+from podrace.sebulba import Actors, Snapshot
+from podrace.types import Array
+
+
+class Architecture(Protocol):
+  """One agent in one kind of environment, ready to run. Its states have `train` and `update`."""
+
+  @property
+  def mesh(self) -> Any: ...
+  @property
+  def shapes(self) -> Any:
+    """A state of shapes, dtypes and shardings: what a checkpoint holds."""
+    ...
+
+  def compile(self) -> None: ...
+  def init(self, keys: Array) -> Any: ...
+
+  def start(self, state: Any, keys: Array, told: dict[str, Any]) -> None:
+    """Begins acting from `state`; `told` is what `told()` gave when the state was saved."""
+    ...
+
+  def advance(self, state: Any, updates: int, give_up: Callable[[], bool]) -> tuple[Any, int]:
+    """The state after so many updates, or after those that were made until `give_up`."""
+    ...
+
+  def read_log(self, state: Any) -> tuple[dict[str, Any], Any]:
+    """What there is to tell since the last time (see `Anakin.read_log`), and the state after."""
+    ...
+
+  def health(self, state: Any) -> tuple[Any, Any]:
+    """The first update whose loss was not finite or -1; whether all parameters are finite."""
+    ...
+
+  def told(self) -> dict[str, Any]:
+    """What of the log is kept on the host, for a checkpoint's meta."""
+    ...
+
+  def close(self) -> None: ...
+
+
+class OnDevice:
+  """Anakin: all of it is in the compiled program."""
+
+  def __init__(self, program: anakin.Anakin) -> None:
+    self._program = program
+    self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+
+  def compile(self) -> None:
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    self._run = self._program.run.lower(self.shapes, one).compile()
+    self._read_log = self._program.read_log.lower(self.shapes).compile()
+    self._health = self._program.health.lower(self.shapes).compile()
+
+  def start(self, state: Any, keys: Array, told: dict[str, Any]) -> None:
+    pass
+
+  def advance(self, state: Any, updates: int, give_up: Callable[[], bool]) -> tuple[Any, int]:
+    return jax.block_until_ready(self._run(state, np.int32(updates))), updates
+
+  def read_log(self, state: Any) -> tuple[dict[str, Any], Any]:
+    summary, state = self._read_log(state)
+    return jax.device_get(summary), state
+
+  def health(self, state: Any) -> tuple[Any, Any]:
+    return jax.device_get(self._health(state))
+
+  def told(self) -> dict[str, Any]:
+    return {}
+
+  def close(self) -> None:
+    pass
+
+
+@dataclasses.dataclass
+class Told:
+  """What happened on the host since the log was last read; sums, as JSON has them."""
+
+  episodes: dict[str, Any] = dataclasses.field(default_factory=lambda: dataclasses.asdict(Totals()))
+  unrolls: int = 0
+  lag_sum: int = 0
+  lag_max: int = 0
+  restarts: int = 0
+  dropped: int = 0
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  def add(self, unroll: sebulba.Unroll, update: int) -> None:
+    self.episodes = dataclasses.asdict(Totals(**self.episodes) + unroll.totals)
+    lag = update - unroll.version
+    self.unrolls += 1
+    self.lag_sum += lag
+    self.lag_max = max(self.lag_max, lag)
+    self.restarts += unroll.restarts
+    self.dropped += unroll.dropped
+    for what, seconds in unroll.seconds.items():
+      self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+  def over_processes(self) -> Told:
+    """The sum over all processes, which must all ask at the same time."""
+    if jax.process_count() == 1:
+      return self
+    whole = [self.unrolls, self.lag_sum, self.restarts, self.dropped]
+    numbers = np.array([*self.episodes.values(), *whole, self.lag_max], np.float32)
+    every = multihost_utils.process_allgather(numbers)
+    sums, most = every.sum(0), int(every[:, -1].max())
+    unrolls, lag_sum, restarts, dropped = (int(x) for x in sums[-5:-1])
+    totals = Totals(int(sums[0]), float(sums[1]), float(sums[2]), int(sums[3]))
+    episodes = dataclasses.asdict(totals)
+    return Told(episodes, unrolls, lag_sum, most, restarts, dropped, self.seconds)
+
+
+class OnHost:
+  """Sebulba: actor threads beside the learner, which is the thread that calls `advance`."""
+
+  def __init__(self, program: sebulba.Sebulba) -> None:
+    self._program = program
+    self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self._told = Told()
+    self._actors: Actors | None = None
+
+  def compile(self) -> None:
+    p, s = self._program, self.shapes
+    example = p.warm_up()
+    args = (s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, example)
+    self._learn = p.learn.lower(*args).compile()
+
+  def start(self, state: sebulba.State, keys: Array, told: dict[str, Any]) -> None:
+    self._told = Told(**told)
+    actor_key = jax.random.split(keys[0], 3)[1]
+    self._actors = Actors(self._program, state, actor_key)
+    self._update = int(jax.device_get(state.update))
+
+  def advance(
+    self, state: sebulba.State, updates: int, give_up: Callable[[], bool]
+  ) -> tuple[sebulba.State, int]:
+    assert self._actors, 'advance before start'
+    alone = jax.process_count() == 1  # several processes must do the same
+    for done in range(updates):
+      unrolls = self._actors.take(self._update, give_up if alone else lambda: False)
+      if unrolls is None:
+        return jax.block_until_ready(state), done
+      state = self._one(state, unrolls)
+    return jax.block_until_ready(state), updates
+
+  def _one(self, state: sebulba.State, unrolls: list[sebulba.Unroll]) -> sebulba.State:
+    assert self._actors
+    for unroll in unrolls:
+      self._told.add(unroll, self._update)
+    before = state.train.params
+    train, memory, log, update = self._learn(
+      before, state.train.rest, state.memory, state.log, state.key, state.update,
+      self._program.join(unrolls),
+    )  # fmt: skip
+    self._update += 1
+    self._actors.publish(self._update, train.params)
+    snapshots: tuple[Snapshot, ...] = ()
+    if self._program.saves_actors:
+      snapshots = tuple(u.snapshot for u in unrolls if u.snapshot is not None)
+    previous = before if self._program.lag == '1' else ()
+    return sebulba.State(train, memory, log, state.key, update, previous, snapshots)
+
+  def read_log(self, state: sebulba.State) -> tuple[dict[str, Any], sebulba.State]:
+    log = jax.device_get(state.log)
+    told, self._told = self._told.over_processes(), Told()
+    e = Totals(**told.episodes)
+    seconds = sum(told.seconds.values()) or 1.0
+    summary = dict(
+      metrics={name: x / log.updates for name, x in log.sums.items()},
+      episodes=e.count,
+      return_sum=e.return_sum,
+      return_square=e.return_square,
+      length_sum=e.length_sum,
+      host={
+        'policy_lag_mean': told.lag_sum / max(told.unrolls, 1),
+        'policy_lag_max': told.lag_max,
+        'env_restarts': told.restarts,
+        'dropped_steps': told.dropped,
+        **{f'actor_{k}': round(v / seconds, 4) for k, v in sorted(told.seconds.items())},
+      },
+    )
+    zero = jax.tree.map(np.zeros_like, log._replace(broken=log.broken))._replace(broken=log.broken)
+    return summary, state._replace(log=jax.device_put(zero, self._program.shardings.log))
+
+  def health(self, state: sebulba.State) -> tuple[Any, Any]:
+    return jax.device_get(self._program.health(state))
+
+  def told(self) -> dict[str, Any]:
+    return dataclasses.asdict(self._told)
+
+  def close(self) -> None:
+    if self._actors:
+      self._actors.close()

@@ -1,0 +1,99 @@
+"""EnvPool: Atari, classic control, MuJoCo and more in C++ threads (github.com/sail-sg/envpool)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import envpool
+import gymnasium
+import numpy as np
+
+from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, options_of
+from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.types import Arrival
+
+_OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'reward_clip', 'base_path', 'task')
+
+
+def make(name: str, options: Mapping[str, Value]) -> HostSpec:
+  """An environment by EnvPool's id; options are those scalars of its own configuration."""
+  known = envpool.list_all_envs()
+  if name not in known:
+    raise UnknownName(f'envpool has no environment {name!r}{nearest(name, known)}')
+  config = envpool.make_spec(name).config._asdict()
+  atari = 'reward_clip' in config
+  defaults: dict[str, Value] = {
+    k: v for k, v in config.items() if k not in _OURS and isinstance(v, bool | int | float)
+  }
+  if atari:
+    defaults['clip_rewards'] = True
+  values = options_of(f'envpool:{name}', options, defaults)
+  clip = bool(values.pop('clip_rewards', False))
+  spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
+  if config.get('max_num_players', 1) != 1:
+    raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
+  return HostSpec(
+    name=f'envpool:{name}',
+    observation_space=_space(spec.gymnasium_observation_space),
+    action_space=_space(spec.gymnasium_action_space),
+    make=lambda args: EnvPool(name, {k: v for k, v in values.items() if k in options}, clip, args),
+  )
+
+
+def _space(space: Any) -> Any:
+  """In the types that JAX has."""
+  if isinstance(space, gymnasium.spaces.Discrete):
+    return gymnasium.spaces.Discrete(int(space.n), dtype=np.int32)
+  if isinstance(space, gymnasium.spaces.Box) and space.dtype == np.float64:
+    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
+    return gymnasium.spaces.Box(low, high, space.shape, np.float32)
+  return space
+
+
+class EnvPool:
+  """A pool of EnvPool's."""
+
+  def __init__(self, name: str, values: Mapping[str, Any], clip: bool, args: PoolArgs) -> None:
+    self.num_envs, self.batch_size = args.num_envs, args.batch_size
+    self._env = envpool.make_gymnasium(
+      name,
+      num_envs=args.num_envs,
+      batch_size=args.batch_size,
+      num_threads=args.threads,
+      seed=int(args.seeds[0]) % 2**31,
+      **values,
+    )
+    self._clip = clip
+    space = self._env.action_space
+    self._action_type = space.dtype
+    self._stepper = Stepper(args.num_envs)
+    self._zeros = np.zeros(args.batch_size, np.int32)
+    self._in_order = np.arange(args.num_envs, dtype=np.int32)
+
+  def reset(self) -> None:
+    self._stepper.reset()
+    self._env.async_reset()
+
+  def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
+    self._env.send(np.asarray(action, self._action_type), np.asarray(env_id, np.int32))
+
+  def recv(self) -> Arrival:
+    observation, reward, terminated, truncated, info = self._env.recv()
+    ids = info['env_id'].astype(np.int32)
+    order: Any = slice(None)
+    if self.batch_size == self.num_envs and not np.array_equal(ids, self._in_order):
+      order = np.argsort(ids)
+      ids = ids[order]
+    observation, reward, terminated, truncated = (
+      x[order] for x in (observation, reward, terminated, truncated)
+    )
+    if observation.dtype == np.float64:
+      observation = observation.astype(np.float32)
+    learned = np.sign(reward) if self._clip else reward
+    timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)
+    score = np.where(timestep.first, 0, reward).astype(np.float32)
+    return Arrival(ids, timestep, score, timestep.last, self._zeros)
+
+  def close(self) -> None:
+    self._env.close()

@@ -1,0 +1,242 @@
+"""Any Gymnasium environment, stepped in worker processes through shared memory.
+
+A worker that dies, or takes longer than the deadline, is ended and replaced; its environments
+begin again under new run ids. An exception of an environment is the user's to see, and ends the run.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from podrace.envs.host import worker as w
+from podrace.envs.host.base import HostError, HostSpec, PoolArgs, Stepper
+from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.types import Arrival
+
+RESTARTS, WINDOW = 10, 600.0  # so many in so many seconds, and no more
+START_SECONDS = 120.0  # for a worker to import its libraries and reset
+
+
+def make(name: str, options: Mapping[str, Value]) -> HostSpec:
+  """An environment by Gymnasium's id, `MODULE:ID` to import one's own; options go to its maker."""
+  try:
+    probe = gymnasium.make(name, **dict[str, Any](options))
+  except gymnasium.error.UnregisteredEnv as error:
+    hint = nearest(name, gymnasium.registry)
+    raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
+  except (gymnasium.error.Error, ImportError, TypeError) as error:
+    raise UnknownName(f'gymnasium:{name}: {error}') from error
+  observation_space, action_space = _space(probe.observation_space), _space(probe.action_space)
+  fields = _fields(f'gymnasium:{name}', observation_space, action_space)
+  probe.close()
+  return HostSpec(
+    name=f'gymnasium:{name}',
+    observation_space=observation_space,
+    action_space=action_space,
+    make=lambda args: Workers(name, dict(options), fields, observation_space, args),
+  )
+
+
+def _space(space: Any) -> Any:
+  """In the types that JAX has."""
+  narrow = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+  if isinstance(space, spaces.Dict):
+    return spaces.Dict({k: _space(v) for k, v in space.spaces.items()})
+  if isinstance(space, spaces.Tuple):
+    return spaces.Tuple([_space(s) for s in space.spaces])
+  dtype: Any = narrow.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
+  if isinstance(space, spaces.Discrete):
+    if int(space.start):
+      raise UnknownName(f'{space} does not start at 0')
+    return spaces.Discrete(int(space.n), dtype=np.int32)
+  if isinstance(space, spaces.Box) and dtype is not space.dtype:
+    return spaces.Box(space.low.astype(dtype), space.high.astype(dtype), space.shape, dtype)
+  if isinstance(space, spaces.MultiDiscrete):
+    return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
+  return space
+
+
+def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Field]:
+  found = [*w.leaves(observation_space), (w.ACTION, action_space)]
+  for where, space in found:
+    if space.dtype is None or space.shape is None:
+      raise UnknownName(f'{name}: no arrays for {where}, which is {space}')
+  fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in found]
+  return [*fields, (w.REWARD, '<f8', []), (w.TERMINATED, '|b1', []), (w.TRUNCATED, '|b1', [])]
+
+
+class Worker:
+  """One process and its end of the pipes."""
+
+  def __init__(self, first: int, count: int) -> None:
+    self.first, self.count = first, count
+    self.ids = np.arange(first, first + count, dtype=np.int32)
+    self.asked = 0.0  # when; 0: it owes no answer
+    self.limit = START_SECONDS
+    self.lives = 0
+
+  def start(self, told: dict[str, Any], memory: int) -> None:
+    """Starts the process anew; it owes the first timesteps."""
+    ask_read, self.ask = os.pipe()
+    self.answer, answer_write = os.pipe()
+    told = {**told, 'memory': memory, 'ask': ask_read, 'answer': answer_write, 'start': self.first}
+    told['seeds'] = [int(s) + 7919 * self.lives for s in told['seeds'][self.first :][: self.count]]
+    self.process = subprocess.Popen(
+      [sys.executable, '-m', 'podrace.envs.host.worker', json.dumps(told)],
+      pass_fds=(memory, ask_read, answer_write),
+      stdin=subprocess.DEVNULL,
+    )
+    os.close(ask_read)
+    os.close(answer_write)
+    self.lives += 1
+    self.limit = START_SECONDS
+    self.go()
+
+  def go(self) -> None:
+    self.asked = time.monotonic()
+    with contextlib.suppress(BrokenPipeError):  # it is dead, which the answer's pipe will tell
+      os.write(self.ask, w.GO)
+
+  def end(self) -> None:
+    """Kills the process, by its own id, and waits for it."""
+    self.process.kill()
+    self.process.wait()
+    os.close(self.ask)
+    os.close(self.answer)
+
+
+class Workers:
+  """A pool of environments in worker processes."""
+
+  def __init__(
+    self,
+    name: str,
+    options: dict[str, Any],
+    fields: list[w.Field],
+    observation_space: Any,
+    args: PoolArgs,
+  ) -> None:
+    self.num_envs, self.batch_size = args.num_envs, args.batch_size
+    self._name, self._space, self._deadline = name, observation_space, args.deadline
+    count = min(args.threads, args.num_envs)
+    while args.num_envs % count or args.batch_size % (args.num_envs // count):
+      count += 1  # each with as many environments, and whole workers in a batch
+    each = args.num_envs // count
+    self._workers = [Worker(i * each, each) for i in range(count)]
+    self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
+    length = w.size(fields, args.num_envs)
+    self._file.truncate(length)
+    self._memory = mmap.mmap(self._file.fileno(), length)
+    self._arrays = w.arrays(self._memory, fields, args.num_envs)
+    self._told = dict(
+      name=name, options=options, fields=fields, bytes=length,
+      num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(),
+    )  # fmt: skip
+    self._stepper = Stepper(args.num_envs)
+    self._run_id = np.zeros(args.num_envs, np.int64)
+    self._ready: list[Worker] = []
+    self._restarts: collections.deque[float] = collections.deque()
+
+  def reset(self) -> None:
+    for worker in self._workers:
+      worker.start(self._told, self._file.fileno())
+
+  def send(self, env_id: np.ndarray, action: Any) -> None:
+    self._arrays[w.ACTION][env_id] = action
+    for worker in self._workers:
+      if worker.first in env_id:
+        worker.limit = self._deadline
+        worker.go()
+
+  def recv(self) -> Arrival:
+    """Waits for `batch_size` environments, or for all that were asked, if they are fewer."""
+    want = self.batch_size // self._workers[0].count
+    asked = sum(1 for x in self._workers if x.asked) + len(self._ready)
+    while len(self._ready) < min(want, asked):
+      self._wait()
+    batch, self._ready = self._ready[:want], self._ready[want:]
+    batch.sort(key=lambda x: x.first)
+    ids = np.concatenate([x.ids for x in batch])
+    a = self._arrays
+    leaves = iter([a[n][ids] for n, _ in w.leaves(self._space)])  # copies: workers write on
+    observation = _tree(self._space, leaves)
+    reward = a[w.REWARD][ids]
+    timestep: Any = self._stepper.timestep(
+      ids, observation, reward, a[w.TERMINATED][ids], a[w.TRUNCATED][ids]
+    )
+    score = reward.astype(np.float32)
+    return Arrival(ids, timestep, score, timestep.last, self._run_id[ids])
+
+  def _wait(self) -> None:
+    """Until some worker has answered, or has been replaced."""
+    waiting = {x.answer: x for x in self._workers if x.asked}
+    now = time.monotonic()
+    left = min(x.asked + x.limit for x in waiting.values()) - now
+    readable, _, _ = select.select(list(waiting), [], [], max(left, 0))
+    for fd in readable:
+      worker = waiting[fd]
+      answer = os.read(fd, 1)
+      if answer == w.DONE:
+        worker.asked = 0.0
+        self._ready.append(worker)
+      elif answer == w.FAILED:
+        text = b''.join(iter(lambda: os.read(fd, 65536), b''))
+        raise HostError(f'gymnasium:{self._name} failed in its worker:\n{text.decode()}')
+      else:
+        code = worker.process.wait()
+        reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
+        self._restart(worker, f'its process ended by {reason}')
+    if not readable:
+      for worker in waiting.values():
+        if time.monotonic() >= worker.asked + worker.limit:
+          self._restart(worker, f'it did not answer for {worker.limit:.0f} s')
+
+  def _restart(self, worker: Worker, reason: str) -> None:
+    now = time.monotonic()
+    while self._restarts and now - self._restarts[0] > WINDOW:
+      self._restarts.popleft()
+    if len(self._restarts) >= RESTARTS:
+      raise HostError(
+        f'gymnasium:{self._name}: a worker was restarted {RESTARTS} times in '
+        f'{now - self._restarts[0]:.0f} s; the last reason: {reason}'
+      )
+    self._restarts.append(now)
+    worker.end()
+    self._run_id[worker.ids] += 1
+    self._stepper.reopen(worker.ids)
+    worker.start(self._told, self._file.fileno())
+
+  @property
+  def pids(self) -> list[int]:
+    """The workers' process ids."""
+    return [x.process.pid for x in self._workers]
+
+  def close(self) -> None:
+    for worker in self._workers:
+      if worker.lives:
+        worker.end()
+    self._file.close()
+
+
+def _tree(space: Any, leaves: Any) -> Any:
+  if isinstance(space, spaces.Dict):
+    return {k: _tree(s, leaves) for k, s in space.spaces.items()}
+  if isinstance(space, spaces.Tuple):
+    return tuple(_tree(s, leaves) for s in space.spaces)
+  return next(leaves)

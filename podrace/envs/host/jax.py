@@ -1,0 +1,74 @@
+"""Environments in JAX, stepped on the host's CPU as if they were any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrace.envs.base import batch
+from podrace.types import LAST, Array, Arrival, Environment, TimeStep
+
+
+class JaxSteps:
+  """The compiled functions that all pools of one size share."""
+
+  def __init__(self, env: Environment, num_envs: int, length: int) -> None:
+    self.num_envs, self.length = num_envs, length
+    many = batch(env, num_envs)
+    self.reset = jax.jit(many.reset)
+    self.split = jax.jit(  # as numbers, of which some can be taken again and again
+      lambda key: jax.random.key_data(jax.random.split(key, (length, num_envs)))
+    )
+
+    def step(state: Any, action: Any, keys: Array, t: Array) -> Any:
+      return many.step(state, action, jax.random.wrap_key_data(keys[t]))
+
+    self.step = jax.jit(step)
+
+
+class JaxPool:
+  """A pool of copies of a pure environment, in lockstep; its state can be saved.
+
+  Its keys are those that Anakin would use: `reset_key`, and for the steps of the k-th unroll
+  `unroll_key(k)`. So the two architectures see the same environments.
+  """
+
+  def __init__(self, steps: JaxSteps, reset_key: Array, unroll_key: Callable[[int], Array]) -> None:
+    self.num_envs = self.batch_size = steps.num_envs
+    self._do, self._reset_key, self._unroll_key = steps, reset_key, unroll_key
+    self._device = jax.devices('cpu')[0]
+    self._ids = np.arange(steps.num_envs, dtype=np.int32)
+    self._zeros = np.zeros(steps.num_envs, np.int32)
+    self.state: Any = None
+    self.steps = 0  # made since the run began
+    self._waiting: TimeStep | None = None
+    self._keys: Any = None
+
+  def reset(self) -> None:
+    key = jax.device_put(self._reset_key, self._device)
+    self.state, self._waiting = self._do.reset(key)
+
+  def restore(self, state: Any, steps: int) -> None:
+    """Goes on from a saved state, of which the timestep has been seen."""
+    self.state, self.steps = jax.device_put(state, self._device), steps
+
+  def send(self, env_id: np.ndarray, action: Any) -> None:
+    unroll, t = divmod(self.steps, self._do.length)
+    if self._keys is None or t == 0:
+      self._keys = self._do.split(jax.device_put(self._unroll_key(unroll), self._device))
+    action = jax.device_put(action, self._device)
+    self.state, self._waiting = self._do.step(self.state, action, self._keys, jnp.int32(t))
+    self.steps += 1
+
+  def recv(self) -> Arrival:
+    assert self._waiting is not None, 'recv before reset or send'
+    timestep = jax.tree.map(np.asarray, self._waiting)
+    self._waiting = None
+    return Arrival(self._ids, timestep, timestep.reward, timestep.step_type == LAST, self._zeros)
+
+  def close(self) -> None:
+    pass

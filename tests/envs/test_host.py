@@ -1,0 +1,331 @@
+"""Pools of environments on the host: the contract, worker processes, and what they survive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from podrace.envs.host import base as host
+from podrace.envs.host.base import EpisodeCounter, HostError, PoolArgs
+from podrace.envs.registry import MissingExtra, UnknownName
+from podrace.types import FIRST, LAST, MID, Arrival
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setenv('PYTHONPATH', str(Path(__file__).parents[1]))
+
+
+def pool(
+  name: str, n: int = 4, batch: int = 0, threads: int = 2, deadline: float = 30.0, seed: int = 0
+) -> Any:
+  seeds = np.arange(seed, seed + n, dtype=np.uint32)
+  return host.make(name).make(PoolArgs(n, batch or n, seeds, threads, deadline))
+
+
+def random_actions(space: Any, rng: np.random.Generator, n: int) -> np.ndarray:
+  if isinstance(space, spaces.Discrete):
+    return rng.integers(0, int(space.n), n).astype(np.int32)
+  return rng.uniform(space.low, space.high, (n, *space.shape)).astype(space.dtype)
+
+
+def arrivals(
+  name: str, steps: int, seed: int = 0, contrary: bool = False, **args: Any
+) -> Iterator[Arrival]:
+  """What a pool gives for the same random actions; `contrary`: other ones after LAST."""
+  spec, rng = host.make(name), np.random.default_rng(0)
+  other = np.random.default_rng(1)
+  envs = pool(name, seed=seed, **args)
+  check = host.Checker(spec, envs.num_envs)
+  try:
+    envs.reset()
+    for _ in range(steps):
+      arrival = envs.recv()
+      check(arrival)
+      yield arrival
+      action = random_actions(spec.action_space, rng, len(arrival.env_id))
+      if contrary:
+        last = arrival.timestep.step_type == LAST
+        action[last] = random_actions(spec.action_space, other, len(action))[last]
+      envs.send(arrival.env_id, action)
+  finally:
+    envs.close()
+
+
+CONTRACT = [
+  'ale:pong,max_frames=400',
+  'ale:breakout,episodic_life=true',
+  'envpool:CartPole-v1',
+  'envpool:Pendulum-v1',
+  'envpool:HalfCheetah-v4,max_episode_steps=30',
+  'envpool:Breakout-v5',
+  'gymnasium:CartPole-v1',
+  'gymnasium:Pendulum-v1',
+  'gymnasium:host_envs:Limited-v0',
+]
+
+
+@pytest.mark.parametrize('name', CONTRACT)
+def test_contract(name: str) -> None:
+  """Types and order as declared; rewards and discounts what they may be."""
+  spec = host.make(name)
+  before = np.full(4, LAST)
+  kinds = set()
+  for arrival in arrivals(name, 300):
+    t = arrival.timestep
+    np.testing.assert_array_equal(arrival.env_id, np.arange(4))
+    assert (t.reward.dtype, t.discount.dtype, t.step_type.dtype) == (
+      np.float32,
+      np.float32,
+      np.int8,
+    )
+    np.testing.assert_array_equal(t.step_type == FIRST, before == LAST)
+    assert np.all(t.reward[t.step_type == FIRST] == 0)
+    assert np.all(arrival.score[t.step_type == FIRST] == 0)
+    assert np.all(t.discount[t.step_type != LAST] == 1)
+    assert np.all(np.isin(t.discount, (0, 1)))
+    assert np.all(arrival.ended <= (t.step_type == LAST))
+    assert all(spec.observation_space.contains(x) for x in t.observation)
+    before = t.step_type
+    kinds |= set(t.step_type.tolist())
+  assert kinds == {FIRST, MID, LAST}
+
+
+@pytest.mark.parametrize('name', [n for n in CONTRACT if 'host_envs' not in n])
+def test_same_seed_same_stream_and_the_action_after_last_is_ignored(name: str) -> None:
+  one = [a.timestep for a in arrivals(name, 120)]
+  same = [a.timestep for a in arrivals(name, 120, contrary=True)]
+  other = [a.timestep for a in arrivals(name, 120, seed=100)]
+  for x, y in zip(one, same, strict=True):
+    np.testing.assert_array_equal(x.observation, y.observation)
+    np.testing.assert_array_equal(x.reward, y.reward)
+  assert any(np.any(x.observation != y.observation) for x, y in zip(one, other, strict=True))
+
+
+def test_arrivals_do_not_change_later() -> None:
+  """Libraries reuse their buffers; what was handed out must stay as it was."""
+  for name in ('ale:pong', 'envpool:CartPole-v1', 'gymnasium:CartPole-v1'):
+    kept, copies = [], []
+    for arrival in arrivals(name, 40):
+      kept.append(arrival.timestep.observation)
+      copies.append(arrival.timestep.observation.copy())
+    for x, y in zip(kept, copies, strict=True):
+      np.testing.assert_array_equal(x, y)
+
+
+# --- how episodes end ------------------------------------------------------------------------------
+
+
+def test_a_time_limit_is_a_truncation() -> None:
+  """Limited-v0 stops after 5 steps, which is no termination."""
+  seen = [a.timestep for a in arrivals('gymnasium:host_envs:Limited-v0', 14, n=2, threads=1)]
+  for i in range(2):
+    assert [int(t.step_type[i]) for t in seen[:7]] == [FIRST, MID, MID, MID, MID, LAST, FIRST]
+    assert all(t.discount[i] == 1 for t in seen)
+
+
+def test_termination_and_truncation_are_told_apart() -> None:
+  seen = [a.timestep for a in arrivals('gymnasium:host_envs:Sequence-v0', 9, n=2, threads=1)]
+  assert [int(t.step_type[0]) for t in seen] == [FIRST, *[MID] * 6, LAST, FIRST]
+  np.testing.assert_array_equal(seen[7].discount, [0, 1])  # terminated; truncated
+
+
+def test_atari_frames_limit_truncates() -> None:
+  lasts = [
+    a.timestep.discount[a.timestep.step_type == LAST]
+    for a in arrivals('ale:pong,max_frames=400', 300)
+  ]
+  assert np.all(np.concatenate(lasts) == 1)
+
+
+def test_losing_a_life_ends_what_is_learned_but_not_the_game() -> None:
+  lives = games = 0
+  for arrival in arrivals('ale:breakout,episodic_life=true', 900, n=2):
+    lives += int((arrival.timestep.step_type == LAST).sum())
+    games += int(arrival.ended.sum())
+  assert games >= 2
+  assert lives >= 4 * games
+
+
+def test_rewards_are_clipped_for_learning_only() -> None:
+  """Ms Pac-Man's pills are worth 10."""
+  learned, told = [], []
+  for arrival in arrivals('ale:ms_pacman', 200):
+    learned.append(arrival.timestep.reward)
+    told.append(arrival.score)
+  assert set(np.unique(learned)) <= {-1.0, 0.0, 1.0}
+  assert np.max(told) >= 10
+  np.testing.assert_array_equal(np.sign(told), learned)
+
+
+def test_episodes_are_counted_exactly() -> None:
+  """Against the slow way, with games that outlast what is learned as an episode."""
+  counter, returns, lengths = EpisodeCounter(2), [], []
+  running: dict[int, list[float]] = {0: [], 1: []}
+  opens = [True, True]
+  for arrival in arrivals('ale:breakout,episodic_life=true', 900, n=2):
+    counter.add(arrival)
+    for i in range(2):
+      if not opens[i] and arrival.timestep.step_type[i] != FIRST:
+        running[i].append(float(arrival.score[i]))
+      elif not opens[i]:
+        running[i].append(float(arrival.score[i]) or 0.0)
+        lengths_fix = running[i].pop()
+        assert lengths_fix == 0  # the no-op after a lost life earns nothing here
+      opens[i] = bool(arrival.ended[i])
+      if opens[i]:
+        returns.append(sum(running[i]))
+        lengths.append(len(running[i]))
+        running[i] = []
+  totals = counter.take()
+  assert totals.count == len(returns) >= 2
+  assert totals.return_sum == sum(returns)
+  assert totals.return_square == sum(r * r for r in returns)
+  assert totals.length_sum == sum(lengths)
+  assert counter.take().count == 0
+
+
+def test_episode_counts_are_saved_exactly() -> None:
+  one = EpisodeCounter(3)
+  one.episode_return[:] = [1 / 3, 1e7 + 0.1, -5]
+  other = EpisodeCounter(3)
+  other.restore(one.state())
+  np.testing.assert_allclose(other.episode_return, one.episode_return, rtol=1e-14)
+
+
+# --- any order -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'name', ['ale:pong', 'envpool:CartPole-v1', 'gymnasium:host_envs:Sequence-v0']
+)
+def test_some_at_a_time(name: str) -> None:
+  """With a batch of 2 of 4, each environment still has a stream of its own."""
+  opens = np.ones(4, bool)
+  seen = np.zeros(4, int)
+  for arrival in arrivals(name, 200, batch=2, threads=4):
+    ids = arrival.env_id
+    assert len(ids) == len(set(ids.tolist())) == 2
+    np.testing.assert_array_equal(arrival.timestep.step_type == FIRST, opens[ids])
+    opens[ids] = arrival.timestep.step_type == LAST
+    seen[ids] += 1
+  assert seen.min() > 20
+
+
+# --- worker processes ------------------------------------------------------------------------------
+
+
+def test_workers_import_no_jax() -> None:
+  code = "import sys, podrace.envs.host.worker; sys.exit('jax' in sys.modules)"
+  assert subprocess.run([sys.executable, '-c', code], check=False).returncode == 0
+
+
+def test_trees_of_observations() -> None:
+  for t, arrival in enumerate(arrivals('gymnasium:host_envs:Trees-v0', 5)):
+    board, (number, bits) = (arrival.timestep.observation[k] for k in ('board', 'rest'))
+    assert board.shape == (4, 6, 6, 1)
+    assert np.all(board == t)
+    assert np.all(number == t % 4)
+    np.testing.assert_array_equal(bits, [[1, 0, 1]] * 4)
+
+
+def test_a_killed_worker_is_replaced() -> None:
+  envs = pool('gymnasium:host_envs:Sequence-v0', n=4, threads=2)
+  try:
+    envs.reset()
+    for step in range(40):
+      arrival = envs.recv()
+      if step == 10:
+        victim = envs.pids[1]
+        os.kill(victim, signal.SIGKILL)
+      if step >= 12:
+        np.testing.assert_array_equal(arrival.run_id, [0, 0, 1, 1])
+      envs.send(arrival.env_id, np.zeros(4, np.int32))
+    assert victim not in envs.pids
+  finally:
+    envs.close()
+
+
+def until_failure(name: str, **args: Any) -> str:
+  with pytest.raises(HostError) as told:
+    for _ in arrivals(name, 400, n=2, threads=2, **args):
+      pass
+  return str(told.value)
+
+
+def test_an_exception_is_told_with_its_traceback() -> None:
+  message = until_failure('gymnasium:host_envs:Wrong-v0,what=raise')
+  assert 'ZeroDivisionError: the game broke' in message
+  assert 'host_envs.py' in message
+
+
+@pytest.mark.parametrize(
+  ('what', 'message'),
+  [
+    ('shape', r'observation has shape (3,), declared (4,)'),
+    ('dtype', 'observation is complex64, declared float64'),
+    ('missing', 'observation of environment [0, 1] is NaN or infinite'),
+  ],
+)
+def test_what_is_wrong_is_named(what: str, message: str) -> None:
+  assert message in until_failure(f'gymnasium:host_envs:Wrong-v0,what={what}')
+
+
+@pytest.mark.slow
+def test_a_worker_that_keeps_dying_ends_the_run() -> None:
+  message = until_failure('gymnasium:host_envs:Wrong-v0,what=exit')
+  assert 'restarted 10 times' in message
+  assert 'exit code 3' in message
+
+
+def test_a_worker_that_hangs_is_replaced() -> None:
+  runs = [a.run_id.max() for a in arrivals('gymnasium:host_envs:Wrong-v0,what=hang', 34, n=1,
+                                           threads=1, deadline=0.5)]  # fmt: skip
+  assert runs[0] == 0
+  assert runs[-1] == 1
+
+
+def test_closing_ends_the_processes() -> None:
+  envs = pool('gymnasium:host_envs:Sequence-v0')
+  envs.reset()
+  pids = envs.pids
+  envs.close()
+  for pid in pids:
+    with pytest.raises(ProcessLookupError):
+      os.kill(pid, 0)
+
+
+# --- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('name', 'message'),
+  [
+    ('ale:pongg', r"ale has no game 'pongg' \(nearest: pong"),
+    ('ale:pong,stick=0.1', r"no option 'stick' \(nearest: sticky"),
+    ('ale:pong,sticky=1.5', 'sticky is a probability below 1'),
+    ('envpool:CartPol-v1', r"no environment 'CartPol-v1' \(nearest: CartPole-v1"),
+    ('gymnasium:CartPole-v9', 'CartPole-v9'),
+    ('gymnasium:nomodule:X-v0', 'nomodule'),
+    ('alee:pong', r"no library 'alee'"),
+  ],
+)
+def test_unknown_names(name: str, message: str) -> None:
+  with pytest.raises(UnknownName, match=message):
+    host.make(name)
+
+
+def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setitem(sys.modules, 'ale_py', None)
+  monkeypatch.delitem(sys.modules, 'podrace.envs.host.ale', raising=False)
+  with pytest.raises(MissingExtra, match=r"pip install 'podrace\[ale\]'"):
+    host.make('ale:pong')

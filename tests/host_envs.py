@@ -1,0 +1,84 @@
+"""Gymnasium environments for tests of worker processes; imported there by `host_envs:ID`."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Sequence(gymnasium.Env):
+  """Observes (process id, which of it, how manieth step of its life, last action)."""
+
+  observation_space = spaces.Box(-np.inf, np.inf, (4,), np.float64)
+  action_space = spaces.Discrete(5)
+  made = 0
+
+  def __init__(self, length: int = 7, slow: float = 0.0) -> None:
+    self._length, self._slow = length, slow
+    self._me, self._steps, self._in_episode = Sequence.made, -1, 0
+    Sequence.made += 1
+
+  def _observe(self, action: float) -> np.ndarray:
+    self._steps += 1
+    return np.array([os.getpid(), self._me, self._steps, action], np.float64)
+
+  def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    self._in_episode = 0
+    return self._observe(-1), {}
+
+  def step(self, action: int) -> Any:
+    time.sleep(self._slow)
+    self._in_episode += 1
+    over = self._in_episode == self._length
+    return self._observe(action), 1.0, over and self._me % 2 == 0, over and self._me % 2 == 1, {}
+
+
+class Wrong(Sequence):
+  """Does something wrong at its 30th step."""
+
+  def __init__(self, what: str) -> None:
+    super().__init__()
+    self._what = what
+
+  def step(self, action: int) -> Any:
+    observation, reward, terminated, truncated, info = super().step(action)
+    if self._steps == 30:
+      if self._what == 'raise':
+        raise ZeroDivisionError('the game broke')
+      if self._what == 'exit':
+        os._exit(3)
+      if self._what == 'hang':
+        time.sleep(1000)
+      if self._what == 'shape':
+        observation = observation[:3]
+      if self._what == 'dtype':
+        observation = observation.astype(np.complex64)
+      if self._what == 'missing':
+        observation[1] = np.nan
+    return observation, reward, terminated, truncated, info
+
+
+class Trees(Sequence):
+  """Observations and actions that are not single arrays of floats."""
+
+  observation_space = spaces.Dict(
+    board=spaces.Box(0, 255, (6, 6, 1), np.uint8),
+    rest=spaces.Tuple([spaces.Discrete(4), spaces.MultiBinary(3)]),
+  )
+  action_space = spaces.Box(-2, 2, (2,), np.float64)
+
+  def _observe(self, action: Any) -> Any:
+    self._steps += 1
+    board = np.full((6, 6, 1), self._steps % 256, np.uint8)
+    return dict(board=board, rest=(self._steps % 4, np.array([1, 0, 1], np.int8)))
+
+
+gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
+gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')
+gymnasium.register('Trees-v0', entry_point='host_envs:Trees')
+gymnasium.register('Limited-v0', entry_point='host_envs:Sequence', max_episode_steps=5)

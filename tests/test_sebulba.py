@@ -1,0 +1,412 @@
+"""Sebulba does what Anakin does, whatever its threads' timing, and ends when it must."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrace import topology
+from podrace.agents import AGENTS as NAMES
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
+from podrace.anakin import Anakin
+from podrace.architectures import OnHost
+from podrace.config import bind
+from podrace.envs import make
+from podrace.envs.host import base as host
+from podrace.networks import ActorCritic
+from podrace.replay import on_policy
+from podrace.sebulba import ActorFailed, Sebulba
+from podrace.topology import split_devices
+
+SMALL = ActorCritic(hidden=(16,))
+AGENTS = {'impala': Impala(network=SMALL), 'ppo': PPO(network=SMALL, epochs=2, minibatches=2)}
+RECURRENT = {
+  name: dataclasses.replace(a, network=dataclasses.replace(SMALL, core='gru', core_size=8))
+  for name, a in AGENTS.items()
+}
+
+
+def never() -> bool:
+  return False
+
+
+def sebulba(
+  agent: Any,
+  env: str = 'podrace:catch',
+  actors: str = '0',
+  learners: str = '0',
+  threads: int = 1,
+  num_envs: int = 8,
+  unroll_length: int = 4,
+  spec: host.HostSpec | None = None,
+  **settings: Any,
+) -> Sebulba:
+  spec = spec or host.make(env)
+  settings.setdefault('lag', '0')
+  return Sebulba(
+    bind(agent, spec, 100), spec, on_policy(), split_devices(actors, learners),
+    num_envs, unroll_length, threads, **settings,
+  )  # fmt: skip
+
+
+class Running:
+  """A Sebulba under way; `advance` makes updates."""
+
+  def __init__(self, program: Sebulba, seed: int = 0, driver: OnHost | None = None) -> None:
+    self.program = program
+    self.driver = driver or compiled(program)
+    self.state = program.init(keys(seed))
+    self.driver.start(self.state, keys(seed), {})
+
+  def advance(self, updates: int) -> Any:
+    self.state, done = self.driver.advance(self.state, updates, never)
+    assert done == updates
+    return self.state
+
+  def __enter__(self) -> Running:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.driver.close()
+
+
+def compiled(program: Sebulba) -> OnHost:
+  driver = OnHost(program)
+  driver.compile()
+  return driver
+
+
+def keys(seed: int) -> Any:
+  return jax.vmap(jax.random.key)(np.array([seed], np.uint32))
+
+
+def leaves(tree: Any) -> list[np.ndarray]:
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def assert_same(one: Any, other: Any) -> None:
+  for x, y in zip(leaves(one), leaves(other), strict=True):
+    np.testing.assert_array_equal(x, y)
+
+
+def assert_close(one: Any, other: Any, **tolerance: float) -> None:
+  for x, y in zip(leaves(one), leaves(other), strict=True):
+    np.testing.assert_allclose(x, y, **tolerance)
+
+
+# --- the promise: the same as under Anakin ---------------------------------------------------------
+
+
+def anakin_params(agent: Any, env: str, updates: int, devices: int) -> tuple[Any, dict[str, Any]]:
+  pure = make(env)
+  bound = bind(agent, pure, 100)
+  anakin = Anakin(bound, pure, on_policy(), topology.learner_mesh(devices), 8, 4)
+  state = anakin.run(anakin.init(keys(0)), jnp.int32(updates))
+  summary, state = anakin.read_log(state)
+  return state.train.params, jax.device_get(summary)
+
+
+ALL = {**AGENTS, **{f'{k}, recurrent': v for k, v in RECURRENT.items()}}
+
+
+@pytest.mark.parametrize(
+  ('name', 'threads'),
+  [
+    ('impala', 1),
+    ('ppo', 2),
+    ('impala, recurrent', 2),
+    ('ppo, recurrent', 1),
+    pytest.param('impala', 2, marks=pytest.mark.slow),
+    pytest.param('ppo', 1, marks=pytest.mark.slow),
+    pytest.param('impala, recurrent', 1, marks=pytest.mark.slow),
+    pytest.param('ppo, recurrent', 2, marks=pytest.mark.slow),
+  ],
+)
+def test_the_same_as_anakin(name: str, threads: int) -> None:
+  """One actor thread acts like Anakin's one device, two like two; to float rounding.
+
+  The programs are others, so XLA rounds differently; a different action would show as 1e-3.
+  """
+  agent = ALL[name]
+  if 'recurrent' in name and 'ppo' in name and threads == 2:
+    agent = dataclasses.replace(agent, minibatches=1)
+  params, summary = anakin_params(agent, 'podrace:catch', 12, threads)
+  with Running(sebulba(agent, threads=threads)) as run:
+    state = run.advance(12)
+    told, _ = run.driver.read_log(state)
+  assert_close(params, state.train.params, rtol=2e-4, atol=2e-6)
+  for field in ('episodes', 'return_sum', 'return_square', 'length_sum'):
+    assert told[field] == pytest.approx(float(summary[field])), field
+  assert told['episodes'] > 0
+  assert told['metrics']['loss'] == pytest.approx(float(summary['metrics']['loss']), rel=1e-3)
+
+
+def test_every_agent_is_here() -> None:
+  assert AGENTS.keys() == NAMES.keys()
+
+
+# --- lag and determinism ---------------------------------------------------------------------------
+
+
+class Jitter:
+  """A pool that sleeps at random before it answers."""
+
+  def __init__(self, pool: Any, seed: int) -> None:
+    self._pool, self._random = pool, random.Random(seed)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._pool, name)
+
+  def recv(self) -> Any:
+    time.sleep(self._random.choice([0, 0, 0, 0.002, 0.01]))
+    return self._pool.recv()
+
+
+def jittery(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+  from podrace.envs.host import jax as jax_pool
+
+  plain = jax_pool.JaxPool
+  count = iter(range(100))
+  monkeypatch.setattr(
+    jax_pool, 'JaxPool', lambda *args: Jitter(plain(*args), 100 * seed + next(count))
+  )
+
+
+@pytest.mark.parametrize('lag', ['0', '1'])
+def test_timing_changes_nothing(lag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  program = sebulba(AGENTS['impala'], lag=lag, threads=2, actors='0,1', learners='2')
+  driver = compiled(program)
+  found = []
+  for seed in range(10):
+    with monkeypatch.context() as patch:
+      jittery(patch, seed)
+      with Running(program, driver=driver) as run:
+        found.append(run.advance(6).train.params)
+  for other in found[1:]:
+    assert_same(found[0], other)
+
+
+def lags(program: Sebulba, updates: int) -> tuple[float, int]:
+  with Running(program) as run:
+    told, _ = run.driver.read_log(run.advance(updates))
+  return told['host']['policy_lag_mean'], told['host']['policy_lag_max']
+
+
+def test_lag_is_what_it_is_set_to() -> None:
+  assert lags(sebulba(AGENTS['impala'], lag='0'), 10) == (0.0, 0)
+  mean, most = lags(sebulba(AGENTS['impala'], lag='1', threads=2), 10)
+  assert (mean, most) == (0.9, 1)  # the first unroll has no older parameters to act with
+
+
+@pytest.mark.parametrize('max_lag', [1, 2, 3, 5])
+def test_async_lag_is_bounded(max_lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+  jittery(monkeypatch, max_lag)
+  _, most = lags(sebulba(AGENTS['impala'], lag='async', max_lag=max_lag, threads=4), 40)
+  assert most <= max_lag
+
+
+# --- learning --------------------------------------------------------------------------------------
+
+LEARNERS = {
+  'impala': (Impala(network=ActorCritic(hidden=(64,), initializer='lecun', activation='relu'),
+                    learning_rate=3e-3), 250),
+  'ppo': (PPO(network=ActorCritic(hidden=(64,)), learning_rate=3e-3, anneal_learning_rate=False,
+              epochs=4, minibatches=2), 120),
+}  # fmt: skip
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+  ('name', 'devices', 'lag'),
+  [
+    ('impala', 1, '1'),
+    ('ppo', 8, 'async'),
+    pytest.param('impala', 1, '0', marks=SLOW),
+    pytest.param('impala', 1, 'async', marks=SLOW),
+    pytest.param('impala', 8, '0', marks=SLOW),
+    pytest.param('impala', 8, '1', marks=SLOW),
+    pytest.param('impala', 8, 'async', marks=SLOW),
+    pytest.param('ppo', 1, '0', marks=SLOW),
+    pytest.param('ppo', 1, '1', marks=SLOW),
+    pytest.param('ppo', 1, 'async', marks=SLOW),
+    pytest.param('ppo', 8, '0', marks=SLOW),
+    pytest.param('ppo', 8, '1', marks=SLOW),
+  ],
+)
+def test_learns_catch(name: str, devices: int, lag: str) -> None:
+  agent, updates = LEARNERS[name]
+  actors, learners = ('0', '0') if devices == 1 else ('0,1', '2,3,4,5,6,7')
+  program = sebulba(
+    agent, actors=actors, learners=learners, threads=2,
+    num_envs=96, unroll_length=18, lag=lag,
+  )  # fmt: skip
+  with Running(program) as run:
+    run.driver.read_log(run.advance(updates))
+    run.driver.read_log(run.state)
+    told, _ = run.driver.read_log(run.advance(8))
+  assert told['episodes'] >= 900
+  assert told['return_sum'] / told['episodes'] > 0.9
+
+
+# --- across devices --------------------------------------------------------------------------------
+
+
+def test_collectives() -> None:
+  """Two devices act, six learn: one all-reduce for each gradient step, no all-gather."""
+  program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3,4,5,6,7', threads=1, num_envs=12)
+  example = program.warm_up()
+  s = program.shapes
+  text = (
+    program.learn.lower(s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, example)
+    .compile()
+    .as_text()
+  )
+  assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == 1
+  assert 'all-gather' not in text
+  assert 'all-to-all' not in text
+
+
+def test_nothing_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+  """From actor to learner devices and back, arrays are moved by `device_put` and never read."""
+  program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3', threads=1)
+  with Running(program) as run:
+    run.advance(1)
+    unrolls = run.driver._actors.take(1, never)
+    parts = jax.tree.leaves([u.parts for u in unrolls])
+    assert {d for x in parts for d in x.devices()} == set(program.topology.local_learners)
+    with (
+      jax.transfer_guard_device_to_host('disallow'),
+      jax.transfer_guard_host_to_device('disallow'),
+    ):
+      joined = program.join(unrolls)
+      params = jax.tree.map(lambda x: x.addressable_data(0), run.state.train.params)
+      jax.device_put(params, program.topology.actors[0])
+    assert all(x.sharding.mesh == program.mesh for x in jax.tree.leaves(joined))
+
+
+# --- failures --------------------------------------------------------------------------------------
+
+
+class Sick:
+  """A pool that does something wrong at its n-th answer."""
+
+  def __init__(self, pool: Any, at: int, wrong: Any) -> None:
+    self._pool, self._at, self._wrong, self._count = pool, at, wrong, 0
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._pool, name)
+
+  def recv(self) -> Any:
+    self._count += 1
+    arrival = self._pool.recv()
+    return self._wrong(arrival) if self._count == self._at else arrival
+
+
+def explode(arrival: Any) -> Any:
+  raise ZeroDivisionError('the game broke')
+
+
+def observing(change: Any) -> Any:
+  def wrong(arrival: Any) -> Any:
+    timestep = arrival.timestep
+    return arrival._replace(timestep=timestep._replace(observation=change(timestep.observation)))
+
+  return wrong
+
+
+def nan_in_row_3(x: np.ndarray) -> np.ndarray:
+  x = x.copy()
+  x[3, 0, 0] = np.nan
+  return x
+
+
+@pytest.mark.parametrize(
+  ('wrong', 'message'),
+  [
+    (explode, 'ZeroDivisionError: the game broke'),
+    (observing(lambda x: x[:, :9]), r'observation has shape \(9, 5\), declared \(10, 5\)'),
+    (observing(lambda x: x.astype(np.float64)), 'observation is float64, declared float32'),
+    (observing(nan_in_row_3), r'observation of environment \[3\] is NaN'),
+    (
+      lambda a: a._replace(timestep=a.timestep._replace(reward=a.timestep.reward * np.inf)),
+      'reward of environment .* is NaN or infinite',
+    ),
+  ],
+)
+def test_what_an_environment_does_wrong_is_told(
+  wrong: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  from podrace.envs.host import jax as jax_pool
+
+  plain = jax_pool.JaxPool
+  monkeypatch.setattr(jax_pool, 'JaxPool', lambda *args: Sick(plain(*args), 20, wrong))
+  with Running(sebulba(AGENTS['impala'])) as run, pytest.raises(ActorFailed, match=message):
+    run.advance(50)
+
+
+def test_an_action_outside_of_the_space_is_told() -> None:
+  @dataclasses.dataclass(frozen=True)
+  class Wild(Impala):
+    def act(self, params: Any, state: Any, timestep: Any, key: Any) -> Any:
+      output, state = super().act(params, state, timestep, key)
+      return output._replace(action=output.action + 7), state
+
+  told = pytest.raises(ActorFailed, match=r'podrace:catch: the agent chose action \[.*Discrete\(3')
+  with Running(sebulba(Wild(network=SMALL))) as run, told:
+    run.advance(5)
+
+
+def test_environments_that_hang_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+  from podrace.envs.host import jax as jax_pool
+
+  plain = jax_pool.JaxPool
+  forever = __import__('threading').Event()
+
+  def hang(arrival: Any) -> Any:
+    forever.wait(30)
+    return arrival
+
+  monkeypatch.setattr(jax_pool, 'JaxPool', lambda *args: Sick(plain(*args), 20, hang))
+  with Running(sebulba(AGENTS['impala'], deadline=0.2)) as run:
+    with pytest.raises(ActorFailed, match='actor thread 0 have not answered'):
+      run.advance(50)
+    forever.set()
+
+
+# --- sizes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('settings', 'message'),
+  [
+    (dict(num_envs=9, threads=2), r'--num-envs 9 does not divide over 2 actor threads'),
+    (dict(actors='0', learners='1,2,3', num_envs=8), 'each with 3 learner devices'),
+    (dict(batch_size=3), r'--env-batch-size 3 does not divide the 8'),
+    (dict(batch_size=4), 'need --lag async, not 0'),
+    (dict(batch_size=4, lag='async'), 'podrace:catch comes in order only'),
+    (dict(actors='0,9'), '--actor-devices 0,9: no device 9'),
+    (dict(actors='0,0'), 'a device comes twice'),
+    (dict(learners='x'), "--learner-devices takes device numbers with commas, as 0,1; not 'x'"),
+  ],
+)
+def test_sizes_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    sebulba(AGENTS['impala'], **settings)
+
+
+def test_devices_by_default() -> None:
+  every = split_devices()
+  assert [d.id for d in every.actors] == [0, 1]
+  assert [d.id for d in every.learners.devices.flat] == [2, 3, 4, 5, 6, 7]
+  alone = split_devices(num_devices=1)
+  assert [d.id for d in alone.actors] == [d.id for d in alone.learners.devices.flat] == [0]
