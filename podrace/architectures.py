@@ -161,17 +161,22 @@ class OnHost:
     for unroll in unrolls:
       self._told.add(unroll, self._update)
     before = state.train.params
-    train, memory, log, update = self._learn(
-      before, state.train.rest, state.memory, state.log, state.key, state.update,
-      self._program.join(unrolls),
-    )  # fmt: skip
+    state = self.learn(state, self._program.join(unrolls))
     self._update += 1
-    self._actors.publish(self._update, train.params)
+    self._actors.publish(self._update, state.train.params)
     snapshots: tuple[Snapshot, ...] = ()
     if self._program.saves_actors:
       snapshots = tuple(u.snapshot for u in unrolls if u.snapshot is not None)
     previous = before if self._program.lag == '1' else ()
-    return sebulba.State(train, memory, log, state.key, update, previous, snapshots)
+    return state._replace(previous=previous, actors=snapshots)
+
+  def learn(self, state: sebulba.State, batch: Any) -> sebulba.State:
+    """One update from a batch that lies on the learners' mesh."""
+    s = state
+    train, memory, log, update = self._learn(
+      s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, batch
+    )
+    return s._replace(train=train, memory=memory, log=log, update=update)
 
   def read_log(self, state: sebulba.State) -> tuple[dict[str, Any], sebulba.State]:
     log = jax.device_get(state.log)

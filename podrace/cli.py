@@ -16,6 +16,7 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.config import Config, UsageError, agent_class, agent_name, flag, unknown
+from podrace.envs.registry import HOST_LIBRARIES
 from podrace.presets import PRESETS
 
 USAGE = """\
@@ -24,6 +25,8 @@ podrace: reinforcement learning at scale in JAX
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace list                        presets, agents and environments
+  podrace devices [OPTIONS]           the devices there are, and what Sebulba would use
+  podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
 
 `podrace COMMAND --help` says more.
 """
@@ -38,6 +41,12 @@ podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR,
 
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
 """
+
+HOST_EXAMPLES = {
+  'ale': 'ale:pong, ale:breakout, ale:ms_pacman,sticky=0.25',
+  'envpool': 'envpool:CartPole-v1, envpool:Pong-v5, envpool:HalfCheetah-v4',
+  'gymnasium': 'gymnasium:CartPole-v1, gymnasium:your_module:YourEnv-v0',
+}
 
 # What `train` takes besides the fields of Config. Value: what follows the flag, and its help.
 TRAIN_OPTIONS = {
@@ -67,7 +76,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _guarded(args: list[str]) -> int:
-  commands = {'train': train, 'eval': evaluate, 'list': list_names}
+  commands = {
+    'train': train,
+    'eval': evaluate,
+    'list': list_names,
+    'devices': devices,
+    'bench': bench,
+  }
   try:
     if not args or args[0] in ('-h', '--help'):
       print(USAGE, end='')
@@ -364,6 +379,100 @@ def list_names(args: list[str]) -> int:
         break_on_hyphens=False,
       )
     )
+  print('\nenvironments on the host, for --architecture sebulba (those above as well):')
+  for library, known in HOST_LIBRARIES.items():
+    print(textwrap.fill(
+      f'{library}:NAME  {known.description}; {HOST_EXAMPLES[library]}',
+      100, initial_indent='  ', subsequent_indent='    ', break_on_hyphens=False,
+    ))  # fmt: skip
+  return 0
+
+
+# --- devices, bench -----------------------------------------------------------------------------
+
+DEVICES_USAGE = """\
+podrace devices [OPTIONS]: the devices that JAX sees, and who would act and learn under Sebulba
+
+  --actor-devices 0,1    as for train
+  --learner-devices 2,3
+  --devices N
+"""
+
+BENCH_USAGE = """\
+podrace bench sebulba [PRESET] [OPTIONS of train] [--seconds S]: how fast the environments, the
+actors' inference and the learner are alone, with the sizes of the run, and the run itself
+
+The last line printed is JSON, in steps/s: environment, inference, learner, combined; `parallel` is
+what they would reach by taking turns on the same cores, 1/(1/e + 1/i + 1/l).
+"""
+
+
+def devices(args: list[str]) -> int:
+  """podrace devices."""
+  if '-h' in args or '--help' in args:
+    print(DEVICES_USAGE, end='')
+    return 0
+  values = {'--actor-devices': '', '--learner-devices': '', '--devices': ''}
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name not in values:
+      raise unknown('option', name, values)
+    values[name] = value if equals else next(remaining, '')
+  number = values['--devices']
+  if number and not number.isdigit():
+    raise UsageError(f'--devices takes a whole number, not {number!r}')
+  import jax
+
+  from podrace.topology import cores, split_devices
+
+  topology = split_devices(
+    values['--actor-devices'], values['--learner-devices'], int(number) if number else None
+  )
+  learners = set(topology.local_learners)
+  print(f'{cores()} cores; JAX {jax.__version__}; devices of this process:')
+  for i, device in enumerate(jax.local_devices()):
+    roles = [n for n, those in (('acts', topology.actors), ('learns', learners)) if device in those]
+    memory = (device.memory_stats() or {}).get('bytes_limit')
+    size = f', {memory / 2**30:.1f} GiB' if memory else ''
+    print(f'  {i}  {device.platform}:{device.device_kind}{size}: {" and ".join(roles) or "idle"}')
+  return 0
+
+
+def bench(args: list[str]) -> int:
+  """podrace bench."""
+  if not args or args[0] in ('-h', '--help') or '--help' in args:
+    print(BENCH_USAGE, end='')
+    return 0
+  if args.pop(0) != 'sebulba':
+    raise UsageError('bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]')
+  preset = args.pop(0) if args and not args[0].startswith('-') else None
+  if preset is not None and preset not in PRESETS:
+    raise unknown('preset', preset, PRESETS)
+  seconds, rest = 10.0, []
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name == '--seconds':
+      text = value if equals else next(remaining, '')
+      try:
+        seconds = float(text)
+      except ValueError:
+        raise UsageError(f'--seconds takes a number, not {text!r}') from None
+    else:
+      rest.append(arg)
+  options, rest = split_options(rest)
+  if wrong := options.keys() - {'--agent'}:
+    raise UsageError(f'bench keeps no run: {", ".join(sorted(wrong))} has no meaning')
+  agent = options.get('--agent')
+  if agent is not None and agent not in AGENTS and ':' not in agent:
+    raise unknown('agent', agent, AGENTS)
+  sys.path.insert(0, '')
+  base = dataclasses.replace(base_config(preset, None, agent), architecture='sebulba')
+  config = parse(base, rest)
+  from podrace.bench import bench_sebulba
+
+  print(json.dumps(bench_sebulba(config, seconds)))
   return 0
 
 

@@ -16,10 +16,16 @@ from podrace import envs
 from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, UsageError, bind
 from podrace.envs.base import batch
+from podrace.envs.host import base as host
+from podrace.envs.host.base import Checker, HostSpec, PoolArgs, check_action
+from podrace.networks import outside_loops
 from podrace.run import RunError, load_config
-from podrace.types import Agent, Array, Environment
+from podrace.topology import cores
+from podrace.types import Agent, Array, Environment, HostEnvironment
 
 AT_ONCE = 512  # environments stepped together
+HOST_AT_ONCE = 32  # likewise, on the host
+HOST_DEADLINE = 60.0  # seconds that they may take to answer
 CHUNK = 1000  # steps per call, so that a signal is noticed
 
 
@@ -84,6 +90,55 @@ def _round(
   return np.asarray(carry[-2], np.float64)
 
 
+def host_returns(
+  agent: Agent, spec: HostSpec, params: Any, episodes: int, seed: int, max_steps: int = 1_000_000
+) -> np.ndarray:
+  """As `episode_returns`, of environments on the host; whole games, with unclipped rewards.
+
+  Raises:
+    RunError: if an episode is still going after `max_steps`.
+    HostError: if an environment does what none may do.
+  """
+  found = []
+  for start in range(0, episodes, HOST_AT_ONCE):
+    n = min(HOST_AT_ONCE, episodes - start)
+    seeds = np.random.SeedSequence([seed, start]).generate_state(n, np.uint32)
+    pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), HOST_DEADLINE))
+    try:
+      found.append(_host_round(agent, spec, params, pool, jax.random.key(seed), max_steps))
+    finally:
+      pool.close()
+  return np.concatenate(found)
+
+
+def _host_round(
+  agent: Agent, spec: HostSpec, params: Any, pool: HostEnvironment, key: Array, max_steps: int
+) -> np.ndarray:
+  n = pool.num_envs
+  check = Checker(spec, n)
+
+  @functools.partial(jax.jit, donate_argnums=1)
+  def act(params: Any, state: Any, timestep: Any, key: Array) -> Any:
+    with outside_loops():
+      return agent.act(params, state, timestep, key)
+
+  state = agent.initial_state(jnp.arange(n, dtype=jnp.int32))
+  total, done = np.zeros(n), np.zeros(n, bool)
+  pool.reset()
+  for t in range(max_steps):
+    arrival = pool.recv()
+    check(arrival)
+    total += np.where(done, 0, arrival.score)
+    done |= arrival.ended
+    if done.all():
+      return total
+    output, state = act(params, state, arrival.timestep, jax.random.fold_in(key, t))
+    action = np.asarray(output.action)
+    check_action(spec.name, spec.action_space, action)
+    pool.send(arrival.env_id, action)
+  raise RunError(f'{int((~done).sum())} of {n} episodes have not ended in {max_steps} steps')
+
+
 def evaluate(
   run_dir: Path, episodes: int, seed: int = 0, sample: bool = False, max_steps: int = 1_000_000
 ) -> dict[str, Any]:
@@ -95,24 +150,18 @@ def evaluate(
   if episodes < 1:
     raise UsageError(f'--episodes must be at least 1, not {episodes}')
   config = load_config(run_dir)
-  env = envs.make(config.env)
+  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind(config.agent, env)
   step, params, skipped = _newest_params(config, agent, run_dir)
   if not sample:
     if not hasattr(agent, 'greedy'):
       raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
     agent = dataclasses.replace(agent, greedy=True)
-  by_seed = [
-    episode_returns(
-      agent,
-      env,
-      jax.tree.map(lambda x, i=i: x[i], params) if config.seeds > 1 else params,
-      episodes,
-      jax.random.fold_in(jax.random.key(seed), i),
-      max_steps,
-    )
-    for i in range(config.seeds)
-  ]
+  if isinstance(env, HostSpec) and env.jax is None:
+    by_seed = [host_returns(agent, env, params, episodes, seed, max_steps)]
+  else:
+    env = env.jax if isinstance(env, HostSpec) else env
+    by_seed = returns_by_seed(config, agent, env, params, episodes, seed, max_steps)
   returns = np.concatenate(by_seed)
   result: dict[str, Any] = {
     'episode_return_mean': float(returns.mean()),
@@ -125,6 +174,29 @@ def evaluate(
   if skipped:
     result['damaged_checkpoints_skipped'] = skipped
   return result
+
+
+def returns_by_seed(
+  config: Config,
+  agent: Agent,
+  env: Environment,
+  params: Any,
+  episodes: int,
+  seed: int,
+  max_steps: int,
+) -> list[np.ndarray]:
+  """`episode_returns` of each seed of a run."""
+  return [
+    episode_returns(
+      agent,
+      env,
+      jax.tree.map(lambda x, i=i: x[i], params) if config.seeds > 1 else params,
+      episodes,
+      jax.random.fold_in(jax.random.key(seed), i),
+      max_steps,
+    )
+    for i in range(config.seeds)
+  ]
 
 
 def _newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any, list[int]]:

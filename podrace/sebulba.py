@@ -40,6 +40,7 @@ from podrace.envs.host.base import (
   check_action,
 )
 from podrace.learner import Log, add_to_log, all_finite, empty_log, learner
+from podrace.networks import outside_loops
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology
 from podrace.types import (
   ActorOutput,
@@ -113,7 +114,8 @@ class Acting:
     self, params: Any, carry: Carry, keys: Array, call: Array, t: Array, timestep: TimeStep
   ) -> tuple[Carry, Any]:
     """All environments at row t, with the call-th of the keys: the new carry, the actions [N]."""
-    output, agent_state = self.agent.act(params, carry.agent_state, timestep, _key(keys, call))
+    with outside_loops():
+      output, agent_state = self.agent.act(params, carry.agent_state, timestep, _key(keys, call))
 
     def put(rows: Array, x: Array) -> Array:
       return lax.dynamic_update_slice(rows, x[None].astype(rows.dtype), (t,) + (0,) * x.ndim)
@@ -139,7 +141,8 @@ class Acting:
   ) -> tuple[Carry, Any]:
     """Environments env_id [b], each at its own row and column; out of range: padding."""
     before = jax.tree.map(lambda x: x.at[env_id].get(mode='clip'), carry.agent_state)
-    output, after = self.agent.act(params, before, timestep, _key(keys, call))
+    with outside_loops():
+      output, after = self.agent.act(params, before, timestep, _key(keys, call))
     opens = jnp.where(row == 0, column, self.num_envs * self.groups)
     place = functools.partial(self._place, row, column)
     carry = Carry(
@@ -944,7 +947,7 @@ def _zeros(space: Any, n: int) -> Any:
 class Actors:
   """The actor threads of this process while a run is under way, and what they have told."""
 
-  def __init__(self, sebulba: Sebulba, state: State, actor_key: Array) -> None:
+  def __init__(self, sebulba: Sebulba, state: State, actor_key: Array, start: bool = True) -> None:
     self._sebulba = sebulba
     self.pipe = Pipe(sebulba.local_threads, sebulba.lag, sebulba.max_lag)
     update = int(jax.device_get(state.update))
@@ -956,8 +959,13 @@ class Actors:
       self._actor(i, update, run_key, actor_key, state.actors[i] if state.actors else None)
       for i in range(sebulba.local_threads)
     ]
-    for actor in self._threads:
+    for actor in self._threads if start else ():
       actor.thread.start()
+
+  @property
+  def pools(self) -> list[HostEnvironment]:
+    """The threads' environments."""
+    return [actor.pool for actor in self._threads]
 
   def _actor(
     self, local: int, update: int, run_key: Any, actor_key: Array, snapshot: Snapshot | None

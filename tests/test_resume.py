@@ -39,6 +39,11 @@ CASES = {
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
   'two-seeds': (1, ['--seeds', '2', *TINY]),
   'two-devices': (2, [*PPO, *TINY, '--devices', '2']),
+  'sebulba-lag-0': (1, ['--architecture', 'sebulba', '--lag', '0', *PPO, *TINY]),
+  'sebulba-lag-1': (
+    3, ['--architecture', 'sebulba', '--agent.network.core', 'gru', '--agent.network.core-size', '8',
+        *TINY, '--actor-devices', '0,1', '--learner-devices', '2', '--actor-threads', '1']
+  ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),

@@ -1,0 +1,78 @@
+"""Sebulba against its ceilings: environments, inference and learner alone, and the run itself.
+
+Each setting is `podrace bench sebulba`, in a process of its own and repeated; medians are told. On a
+CPU the stages share the cores, so the run is compared with 1/(1/e + 1/i + 1/l). The lags are
+measured as the combined rate of one setting with each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import common
+
+PONG = ['pong', '--num-envs', '32', '--unroll-length', '20']
+MLP = ['--agent', 'impala', '--agent.network.hidden', '64', '64', '--num-envs', '128',
+       '--unroll-length', '20']  # fmt: skip
+SETTINGS = {
+  'pong-impala': PONG,
+  'pong-nature': [*PONG, '--agent.network.torso', 'nature', '--agent.network.hidden', '512'],
+  'envpool-cartpole': ['--env', 'envpool:CartPole-v1', *MLP],
+  'gymnasium-cartpole': ['--env', 'gymnasium:CartPole-v1', *MLP],
+}
+LAGS = ('0', '1', 'async')
+RATES = ('environment', 'inference', 'learner', 'combined', 'parallel')
+
+
+def bench(args: list[str], seconds: float) -> dict[str, Any]:
+  command = [sys.executable, '-m', 'podrace.cli', 'bench', 'sebulba', *args]
+  done = subprocess.run(
+    [*command, '--seconds', str(seconds)], capture_output=True, text=True, check=False
+  )
+  if done.returncode:
+    raise RuntimeError(f'{command} failed:\n{done.stderr}')
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(args: list[str], repeats: int, seconds: float) -> dict[str, Any]:
+  runs = [bench(args, seconds) for _ in range(repeats)]
+  return dict(
+    args=args,
+    rates={k: common.summary([r[k] for r in runs]) for k in RATES},
+    combined_over_parallel=statistics.median(r['combined_over_parallel'] for r in runs),
+    combined_over_environment=statistics.median(r['combined_over_environment'] for r in runs),
+    actor_time=runs[-1]['actor_time'],
+    bytes=runs[-1]['bytes'],
+  )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('settings', nargs='*', help=f'of {[*SETTINGS, "lags"]}; none: all')
+  parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--seconds', type=float, default=5.0)
+  args = parser.parse_args()
+  results: dict[str, Any] = {}
+  for name in args.settings or [*SETTINGS, 'lags']:
+    if name == 'lags':
+      continue
+    r = results[name] = measure(SETTINGS[name], args.repeats, args.seconds)
+    told = ', '.join(f'{k} {r["rates"][k]["median"]:,.0f}' for k in RATES)
+    print(f'{name}: {told}; {r["combined_over_parallel"]:.2f} of parallel', flush=True)
+  if 'lags' in (args.settings or ['lags']):
+    lags: dict[str, list[float]] = {lag: [] for lag in LAGS}
+    for _ in range(args.repeats):
+      for lag in LAGS:
+        lags[lag].append(bench([*PONG, '--lag', lag], args.seconds)['combined'])
+    results['lags'] = {lag: common.summary(rates) for lag, rates in lags.items()}
+    print({lag: round(r['median']) for lag, r in results['lags'].items()}, flush=True)
+  common.record('sebulba', results)
+
+
+if __name__ == '__main__':
+  main()

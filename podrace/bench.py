@@ -1,0 +1,190 @@
+"""How fast Sebulba's stages are: each alone with the sizes of the run, and all together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrace.architectures import OnHost
+from podrace.config import Config, validate
+from podrace.run import build_sebulba
+from podrace.sebulba import Actors, Sebulba
+
+
+def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
+  """Steps/s of the environments, of inference, of the learner, and of the whole.
+
+  Environments: all threads' pools at once, with random actions. Inference: all threads at once,
+  with the last observation again and again. The learner: the same batch again and again. Each runs
+  for about `seconds` after it is compiled.
+  """
+  validate(config)
+  program = build_sebulba(config)
+  driver = OnHost(program)
+  driver.compile()
+  keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
+  state = program.init(jax.random.clone(keys))
+  rates = {
+    'environment': environment_rate(program, state, keys, seconds),
+    'inference': inference_rate(program, state, seconds),
+    'learner': learner_rate(program, driver, state, seconds),
+  }
+  state = program.init(jax.random.clone(keys))
+  rates['combined'], share = combined_rate(program, driver, state, keys, seconds)
+  rates['parallel'] = 1 / sum(1 / rates[k] for k in ('environment', 'inference', 'learner'))
+  return {
+    'env': config.env,
+    'num_envs': config.num_envs,
+    'unroll_length': config.unroll_length,
+    'threads': program.local_threads,
+    'lag': config.lag,
+    **{k: round(v, 1) for k, v in rates.items()},
+    'combined_over_parallel': round(rates['combined'] / rates['parallel'], 3),
+    'combined_over_environment': round(rates['combined'] / rates['environment'], 3),
+    'actor_time': share,
+    'bytes': memory(program),
+  }
+
+
+def memory(program: Sebulba) -> dict[str, int]:
+  """Bytes on a device: of each actor thread's unroll, and on each learner device."""
+  s, batch = program.shapes, program.warm_up()
+  held = (s.train.params, s.train.rest)
+  actor = sum(_bytes(t) for t in batch) // program.total_threads
+  return {
+    'parameters': _bytes(s.train.params),
+    'actor_thread': actor,
+    'learner_device': _bytes(held) + _bytes(batch) // program.mesh.size,
+  }
+
+
+def _bytes(tree: Any) -> int:
+  return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def together(work: list[Callable[[], int]], seconds: float) -> float:
+  """Steps/s of functions that make some steps a call, each called in a thread, all at once."""
+  counts = [0] * len(work)
+  errors: list[BaseException] = []
+  for call in work:
+    call()  # whatever happens only the first time
+  start = time.perf_counter()
+
+  def target(i: int) -> None:
+    try:
+      while time.perf_counter() < start + seconds:
+        counts[i] += work[i]()
+    except BaseException as e:
+      errors.append(e)
+
+  threads = [threading.Thread(target=target, args=(i,), daemon=True) for i in range(len(work))]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  if errors:
+    raise errors[0]
+  return sum(counts) / (time.perf_counter() - start)
+
+
+def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) -> float:
+  """All pools at once, with the same random actions again and again."""
+  pools = Actors(program, state, jax.random.split(keys[0], 3)[1], start=False).pools
+
+  def stepping(pool: Any) -> Callable[[], int]:
+    space, n = program.spec.action_space, pool.num_envs
+    space.seed(0)
+    actions = np.stack([space.sample() for _ in range(n)])
+    pool.reset()
+
+    def call() -> int:
+      arrival = pool.recv()
+      pool.send(arrival.env_id, actions[arrival.env_id])
+      return len(arrival.env_id)
+
+    return call
+
+  try:
+    return together([stepping(pool) for pool in pools], seconds)
+  finally:
+    for pool in pools:
+      pool.close()
+
+
+def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
+  """What each actor thread does for a step, but for the environments."""
+  n, length = program.envs_per_thread, program.unroll_length
+
+  def acting(local: int) -> Callable[[], int]:
+    device = program.device_of(local)
+    params = jax.device_put(
+      jax.tree.map(lambda x: x.addressable_data(0), state.train.params), device
+    )
+    env_id = jax.device_put(np.zeros(n, np.int32), device)
+    key = jax.device_put(jax.random.key(0), device)
+    held = {
+      'carry': program.programs.begin(params, env_id, program.example, jax.random.clone(key)),
+      'keys': program.programs.keys(key),
+      't': 0,
+    }
+
+    def call() -> int:
+      t = np.int32(held['t'] % length)
+      held['t'] += 1
+      with jax.default_device(device):
+        if program.ordered:
+          held['carry'], action = program.programs.step(
+            params, held['carry'], held['keys'], t, t, program.example
+          )
+          np.asarray(jax.tree.leaves(action)[0])
+          return n
+        b = program.batch_size
+        ids = np.arange(b, dtype=np.int32)
+        example = jax.tree.map(lambda x: x[:b], program.example)
+        held['carry'], action = program.programs.step_some(
+          params, held['carry'], held['keys'], t, ids, np.full(b, t), ids, example
+        )
+        np.asarray(jax.tree.leaves(action)[0])
+        return b
+
+    return call
+
+  return together([acting(i) for i in range(program.local_threads)], seconds)
+
+
+def learner_rate(program: Sebulba, driver: OnHost, state: Any, seconds: float) -> float:
+  """The same batch of zeros again and again."""
+  example = program.warm_up()
+  batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), example)
+  held = [state]
+
+  def call() -> int:
+    held[0] = jax.block_until_ready(driver.learn(held[0], batch))
+    return program.num_envs * program.unroll_length
+
+  return together([call], seconds)
+
+
+def combined_rate(
+  program: Sebulba, driver: OnHost, state: Any, keys: Any, seconds: float
+) -> tuple[float, dict[str, float]]:
+  """The run itself; and the shares of the actor threads' time."""
+  driver.start(state, keys, {})
+  try:
+    state, _ = driver.advance(state, 3, lambda: False)
+    _, state = driver.read_log(state)
+    start, updates = time.perf_counter(), 0
+    while time.perf_counter() < start + 2 * seconds:
+      state, made = driver.advance(state, 1, lambda: False)
+      updates += made
+    rate = updates * program.num_envs * program.unroll_length / (time.perf_counter() - start)
+    told, _ = driver.read_log(state)
+  finally:
+    driver.close()
+  return rate, {k: v for k, v in told['host'].items() if k.startswith('actor_')}

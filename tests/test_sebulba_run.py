@@ -1,0 +1,242 @@
+"""Sebulba's runs as processes: what they survive, and how they end."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, until
+from test_distributed import TOLERANCE, pair, parameters
+from test_sebulba import SMALL, Running, sebulba
+
+from podrace.agents.impala import Impala
+from podrace.envs.host import base as host
+from podrace.types import FIRST, LAST
+
+TINY = ['--architecture', 'sebulba', '--num-envs', '4', '--unroll-length', '8',
+        '--agent.network.hidden', '16', '--actor-threads', '2', '--env-threads', '2']  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setenv('PYTHONPATH', str(Path(__file__).parent))
+
+
+def start(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
+  run_dir = str(tmp_path / 'run')
+  return Podrace(
+    ['train', 'catch', '--env', env, *TINY, *args, '--run-dir', run_dir],
+    tmp_path / 'log.txt', 1, cache,
+  )  # fmt: skip
+
+
+# --- 50 kills --------------------------------------------------------------------------------------
+
+
+def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Every unroll that is learned from is a piece of one life of one environment, without a gap.
+
+  The environments number their steps, so pieces of the same life must follow each other.
+  """
+  monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
+  spec = host.make('gymnasium:host_envs:Sequence-v0')
+  program = sebulba(
+    Impala(network=SMALL), spec=spec, num_envs=4, unroll_length=4, lag='1', env_threads=4
+  )
+  moments = random.Random(0)
+  pieces: list[np.ndarray] = []
+  restarts = 0
+  with Running(program) as run:
+    take = run.driver._actors.take
+
+    def noted(*args: Any) -> Any:
+      unrolls = take(*args)
+      for unroll in unrolls:
+        (trajectory,) = unroll.parts
+        steps = np.asarray(trajectory.timesteps.observation)
+        kinds = np.asarray(trajectory.timesteps.step_type)
+        actions = np.asarray(trajectory.outputs.action)
+        pieces.extend(steps[:, i] for i in range(4))
+        # what was observed is what was done: but for the steps that ignore it
+        free = kinds[1:] != FIRST
+        np.testing.assert_array_equal(steps[1:, :, 3][free], actions[free])
+        np.testing.assert_array_equal(kinds[1:] == FIRST, kinds[:-1] == LAST)
+      return unrolls
+
+    run.driver._actors.take = noted
+    (workers,) = run.driver._actors.pools
+    for _ in range(50):
+      run.advance(moments.randint(1, 3))
+      os.kill(moments.choice(workers.pids), signal.SIGKILL)
+      run.advance(1)
+    run.advance(3)
+    told, _ = run.driver.read_log(run.state)
+    restarts = told['host']['env_restarts']
+  assert restarts == 50
+  lives: dict[tuple[float, float], list[np.ndarray]] = {}
+  for piece in pieces:
+    assert len({(p, w) for p, w, *_ in piece.tolist()}) == 1  # of one life
+    np.testing.assert_array_equal(np.diff(piece[:, 2]), 1)  # without a gap
+    lives.setdefault((piece[0, 0], piece[0, 1]), []).append(piece)
+  assert len(lives) >= 40
+  for of_life in lives.values():
+    assert of_life[0][0, 2] == 0  # from its beginning
+    for one, following in itertools.pairwise(of_life):
+      assert one[-1, 2] == following[0, 2]  # they overlap in one timestep, and nothing is missing
+
+
+# --- any order -------------------------------------------------------------------------------------
+
+
+class Shuffled:
+  """Environments that come back some at a time, in a random order; they number their steps."""
+
+  def __init__(self, num_envs: int, batch_size: int, seed: int) -> None:
+    self.num_envs, self.batch_size = num_envs, batch_size
+    self._random = np.random.default_rng(seed)
+    self._steps = np.full(num_envs, -1)
+    self._action = np.zeros(num_envs, np.float32)
+    self._ready: list[int] = []
+    self._stepper = host.Stepper(num_envs)
+
+  def reset(self) -> None:
+    self._ready = list(range(self.num_envs))
+    self._steps += 1
+
+  def send(self, env_id: np.ndarray, action: Any) -> None:
+    self._ready += env_id.tolist()
+    self._steps[env_id] += 1
+    self._action[env_id] = action
+
+  def recv(self) -> Any:
+    chosen = self._random.permutation(self._ready)[: self.batch_size]
+    self._ready = [i for i in self._ready if i not in chosen]
+    ids = chosen.astype(np.int32)
+    observation = np.stack([ids, self._steps[ids], self._action[ids]], axis=1).astype(np.float32)
+    over = self._steps[ids] % 6 == 5
+    none = np.zeros(len(ids), bool)
+    timestep: Any = self._stepper.timestep(
+      ids, observation, self._steps[ids].astype(np.float32), over, none
+    )
+    return host.Arrival(ids, timestep, timestep.reward, over, np.zeros(len(ids), np.int32))
+
+  def close(self) -> None: ...
+
+
+def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
+  """(environment, its first step) -> the unroll, of a greedy agent."""
+  from gymnasium import spaces
+
+  spec = host.HostSpec(
+    'shuffled', spaces.Box(-np.inf, np.inf, (3,), np.float32), spaces.Discrete(5),
+    lambda args: Shuffled(args.num_envs, args.batch_size, seed),
+  )  # fmt: skip
+  agent = Impala(network=SMALL, learning_rate=0.0, greedy=True)
+  program = sebulba(
+    agent, spec=spec, num_envs=8, unroll_length=5, lag='async', batch_size=batch_size
+  )
+  found = {}
+  with Running(program) as run:
+    for update in range(12):
+      for unroll in run.driver._actors.take(update, lambda: False):
+        (trajectory,) = jax.tree.map(np.asarray, unroll.parts)
+        for i, env in enumerate(trajectory.env_id):
+          part = jax.tree.map(lambda x, i=i: x[:, i], (trajectory.timesteps, trajectory.outputs))
+          assert set(part[0].observation[:, 0]) == {float(env)}
+          found[int(env), int(part[0].observation[0, 1])] = part
+  return found
+
+
+def test_out_of_order_gives_the_same_unrolls() -> None:
+  lockstep = unrolls_of(8, 0)
+  assert len(lockstep) == 96
+  for seed in range(3):
+    shuffled = unrolls_of(2, seed)
+    common = lockstep.keys() & shuffled.keys()
+    assert len(common) >= 60
+    for key in common:
+      for x, y in zip(jax.tree.leaves(lockstep[key]), jax.tree.leaves(shuffled[key]), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+# --- how runs end ----------------------------------------------------------------------------------
+
+
+def test_an_exception_in_an_environment_ends_the_run_with_a_checkpoint(
+  tmp_path: Path, cache: Path
+) -> None:
+  one = start('gymnasium:host_envs:Wrong-v0,what=raise', tmp_path, cache)
+  assert one.wait() == 1, one.output
+  assert 'ZeroDivisionError: the game broke' in one.output
+  assert 'the run is saved at step' in one.output
+  assert len(checkpoints(tmp_path / 'run')) == 1
+
+
+@pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_save_while_actors_are_busy(
+  signum: int, code: int, tmp_path: Path, cache: Path
+) -> None:
+  """Each step of these environments takes a tenth of a second, an update most of one."""
+  one = start('gymnasium:host_envs:Sequence-v0,slow=0.1', tmp_path, cache, '--log-every', '32')
+  one.says('step 32 of')
+  one.signal(signum)
+  assert one.wait(30) == code, one.output
+  (saved,) = checkpoints(tmp_path / 'run')
+  assert saved >= 32
+  again = start('gymnasium:host_envs:Sequence-v0,slow=0.1', tmp_path, cache, '--log-every', '32')
+  again.says(f'resuming at step {saved:,}')
+  again.says(f'step {saved + 64:,} of')
+  again.signal(signal.SIGTERM)
+  assert again.wait(30) == 143
+  steps = [line['step'] for line in lines(tmp_path / 'run')]
+  assert steps == list(range(32, steps[-1] + 1, 32))
+
+
+def test_no_worker_outlives_a_killed_run(tmp_path: Path, cache: Path) -> None:
+  one = start('gymnasium:host_envs:Sequence-v0,slow=0.01', tmp_path, cache, '--log-every', '32')
+  one.says('step 32 of')
+  children = [int(p) for p in os.popen(f'pgrep -P {one.process.pid}').read().split()]
+  assert len(children) >= 2
+  one.kill()
+  until(lambda: not any(alive(pid) for pid in children), 30)
+
+
+def alive(pid: int) -> bool:
+  try:
+    state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+  except FileNotFoundError:
+    return False
+  return state != 'Z'
+
+
+# --- several processes -----------------------------------------------------------------------------
+
+
+def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair: Any) -> None:
+  """Each with actors of its own; equal parameters, and those of one process with both's actors."""
+  args = ['--architecture', 'sebulba', '--actor-threads', '1', '--total-steps', '3200']
+  split = ['--actor-devices', '0', '--learner-devices', '1']
+  both = pair(tmp_path / 'two', *args, *split)
+  assert [p.wait() for p in both] == [0, 0], both[0].output + both[1].output
+  code, output = podrace(
+    [*both[0].popen.args[3 : 3 + 14], *args, '--run-dir', str(tmp_path / 'one'),
+     '--actor-devices', '0,1', '--learner-devices', '2,3'],
+    tmp_path / 'one.txt', 4, cache,
+  )  # fmt: skip
+  assert code == 0, output
+  (step, params), (step_alone, params_alone) = (
+    parameters(tmp_path / name) for name in ('two', 'one')
+  )
+  assert step == step_alone == 3200
+  for one, other in zip(params, params_alone, strict=True):
+    np.testing.assert_allclose(one, other, **TOLERANCE)
+  two = lines(tmp_path / 'two')
+  assert sum(x['episodes'] for x in two) == sum(x['episodes'] for x in lines(tmp_path / 'one'))
