@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,40 @@ class Restored:
   meta: dict[str, Any]
 
 
-def fingerprint(tree: Any) -> Array:
-  """A checksum [] u32 of every bit of a tree, computed where the arrays are.
+def fingerprint(tree: Any) -> int:
+  """A checksum (u32) of every bit of a tree, computed where the arrays are.
 
   The sum over all elements, as integers, each times an odd number made from its place.
   """
+  return _each_device_set(tree, copy=False)[1]
+
+
+def snapshot(tree: Any) -> tuple[Any, int]:
+  """A copy, so that the tree itself can be donated while that is being written; its fingerprint."""
+  return _each_device_set(tree, copy=True)
+
+
+def _each_device_set(tree: Any, copy: bool) -> tuple[Any, int]:
+  """One program for all leaves that are on the same devices."""
+  leaves, structure = jax.tree.flatten(tree)
+  groups: dict[Any, list[int]] = {}
+  for i, leaf in enumerate(leaves):
+    groups.setdefault(frozenset(leaf.sharding.device_set), []).append(i)
+  total = 0
+  for places in groups.values():
+    copies, part = _copy_and_sum([leaves[i] for i in places], tuple(places), copy)
+    total += int(part)
+    for i, leaf in zip(places, copies, strict=True):
+      leaves[i] = leaf
+  return jax.tree.unflatten(structure, leaves), total % 2**32
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _copy_and_sum(
+  leaves: list[Array], places: tuple[int, ...], copy: bool
+) -> tuple[list[Array], Array]:
   total = jnp.uint32(0)
-  for i, leaf in enumerate(jax.tree.leaves(tree)):
+  for i, leaf in zip(places, leaves, strict=True):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.random.key_data(leaf)
     width = 8 * leaf.dtype.itemsize
@@ -48,19 +74,7 @@ def fingerprint(tree: Any) -> Array:
     bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f'uint{width}')).astype(jnp.uint32)
     place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape) + jnp.uint32(i + 1)
     total += jnp.sum(bits * (place * jnp.uint32(0x9E3779B1) | 1), dtype=jnp.uint32)
-  return total
-
-
-@jax.jit
-def _snapshot(state: Any) -> tuple[Any, Array]:
-  """A copy, so that the state itself can be donated while the copy is being written."""
-  return jax.tree.map(jnp.copy, state), fingerprint(state)
-
-
-@functools.cache
-def _fingerprint_of(structure: Any) -> Callable[[Any], Array]:
-  del structure
-  return jax.jit(fingerprint)
+  return [jnp.copy(x) for x in leaves] if copy else leaves, total
 
 
 class Checkpoints:
@@ -91,11 +105,11 @@ class Checkpoints:
       CheckpointError: if this, or the one before it, could not be written.
     """
     self.check()
-    (params, rest), checksum = _snapshot((params, rest))
+    (params, rest), checksum = snapshot((params, rest))
     args = ocp.args.Composite(
       params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
       rest=ocp.args.StandardSave((rest,)),
-      meta=ocp.args.JsonSave(_signed({**meta, 'step': step, 'fingerprint': int(checksum)})),
+      meta=ocp.args.JsonSave(_signed({**meta, 'step': step, 'fingerprint': checksum})),
     )
     try:
       self._manager.save(step, args=args, force=True)
@@ -152,11 +166,8 @@ class Checkpoints:
       (params,), (rest,) = found['params'], found.get('rest') or (None,)
     except Exception as e:
       raise self._unreadable(step, e) from e
-    if rest is not None:
-      tree = (params, rest)
-      checksum = int(_fingerprint_of(jax.tree.structure(tree))(tree))
-      if checksum != meta['fingerprint']:
-        raise self._wrong(step)
+    if rest is not None and fingerprint((params, rest)) != meta['fingerprint']:
+      raise self._wrong(step)
     return Restored(step, params, rest, meta)
 
   def set_aside(self, step: int) -> Path:

@@ -423,6 +423,8 @@ class Actor:
     self._versions[0] = self._version
     self._new_keys()
     while True:
+      if self._sebulba.ordered and np.any(np.diff(arrival.env_id) < 0):
+        raise HostError(f'{self._spec.name} returned {arrival.env_id} where order was expected')
       if self._sebulba.ordered and len(arrival.env_id) == self._n and self._in_step():
         action = self._together(arrival)
         ids = arrival.env_id
@@ -597,7 +599,7 @@ class Actor:
   def _ship(self, parts: Any, version: int, agent_state: Any, timestep: Any) -> None:
     snapshot = None
     if (env_state := getattr(self.pool, 'state', None)) is not None:
-      episodes = jax.device_put(self._episodes.state(), jax.devices('cpu')[0])
+      episodes = jax.device_put(self._episodes.state(), jax.local_devices(backend='cpu')[0])
       snapshot = Snapshot(agent_state, timestep, env_state, episodes)
     devices = self._sebulba.topology.local_learners
     parts = tuple(jax.device_put(p, d) for p, d in zip(parts, devices, strict=True))
@@ -804,7 +806,7 @@ class Sebulba:
     agent_state = jax.eval_shape(self.agent.initial_state, jnp.zeros([n], jnp.int32))
     episodes = EpisodeCounter(n).state()
     on_device = SingleDeviceSharding(self.device_of(local))
-    on_host = SingleDeviceSharding(jax.devices('cpu')[0])
+    on_host = SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
 
     def place(sharding: Any, tree: Any) -> Any:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
@@ -982,7 +984,7 @@ class Actors:
     if s.spec.jax is not None:
       from podrace.envs.host.jax import JaxPool
 
-      host = jax.devices('cpu')[0]
+      host = jax.local_devices(backend='cpu')[0]
       pool: HostEnvironment = JaxPool(
         s.jax_steps,
         jax.random.fold_in(actor_key, index),

@@ -156,6 +156,8 @@ class Workers:
   def reset(self) -> None:
     for worker in self._workers:
       worker.start(self._told, self._file.fileno())
+    while len(self._ready) < len(self._workers):  # so that none is ahead by its start
+      self._wait()
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
     self._arrays[w.ACTION][env_id] = action

@@ -40,7 +40,7 @@ class JaxPool:
   def __init__(self, steps: JaxSteps, reset_key: Array, unroll_key: Callable[[int], Array]) -> None:
     self.num_envs = self.batch_size = steps.num_envs
     self._do, self._reset_key, self._unroll_key = steps, reset_key, unroll_key
-    self._device = jax.devices('cpu')[0]
+    self._device = jax.local_devices(backend='cpu')[0]
     self._ids = np.arange(steps.num_envs, dtype=np.int32)
     self._zeros = np.zeros(steps.num_envs, np.int32)
     self.state: Any = None
