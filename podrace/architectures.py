@@ -139,7 +139,7 @@ class OnHost:
     self._learn = p.learn.lower(*args).compile()
 
   def start(self, state: sebulba.State, keys: Array, told: dict[str, Any]) -> None:
-    self._told = Told(**told)
+    self._told = Told(**told) if jax.process_index() == 0 else Told()  # it is all processes' sum
     actor_key = jax.random.split(keys[0], 3)[1]
     self._actors = Actors(self._program, state, actor_key)
     self._update = int(jax.device_get(state.update))
@@ -150,7 +150,12 @@ class OnHost:
     assert self._actors, 'advance before start'
     alone = jax.process_count() == 1  # several processes must do the same
     for done in range(updates):
-      unrolls = self._actors.take(self._update, give_up if alone else lambda: False)
+      try:
+        unrolls = self._actors.take(self._update, give_up if alone else lambda: False)
+      except sebulba.ActorFailed:
+        if not done:
+          raise
+        unrolls = None  # the next call will raise it again; what was learned can be saved before
       if unrolls is None:
         return jax.block_until_ready(state), done
       state = self._one(state, unrolls)
@@ -204,7 +209,7 @@ class OnHost:
     return jax.device_get(self._program.health(state))
 
   def told(self) -> dict[str, Any]:
-    return dataclasses.asdict(self._told)
+    return dataclasses.asdict(self._told.over_processes())
 
   def close(self) -> None:
     if self._actors:

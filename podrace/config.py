@@ -93,7 +93,9 @@ def validate(config: Config) -> None:
     for name in ('actor_threads', 'max_lag'):
       if getattr(config, name) < 1:
         raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')
-    for name in ('env_batch_size', 'env_threads', 'env_deadline'):
+    if config.env_deadline <= 0:
+      raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
+    for name in ('env_batch_size', 'env_threads'):
       if getattr(config, name) < 0:
         raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')
 

@@ -103,9 +103,10 @@ def host_returns(
   for start in range(0, episodes, HOST_AT_ONCE):
     n = min(HOST_AT_ONCE, episodes - start)
     seeds = np.random.SeedSequence([seed, start]).generate_state(n, np.uint32)
+    round_key = jax.random.fold_in(jax.random.key(seed), start)
     pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), HOST_DEADLINE))
     try:
-      found.append(_host_round(agent, spec, params, pool, jax.random.key(seed), max_steps))
+      found.append(_host_round(agent, spec, params, pool, round_key, max_steps))
     finally:
       pool.close()
   return np.concatenate(found)
@@ -123,12 +124,14 @@ def _host_round(
       return agent.act(params, state, timestep, key)
 
   state = agent.initial_state(jnp.arange(n, dtype=jnp.int32))
-  total, done = np.zeros(n), np.zeros(n, bool)
+  total, done, run_id = np.zeros(n), np.zeros(n, bool), np.zeros(n, np.int64)
   pool.reset()
   for t in range(max_steps):
     arrival = pool.recv()
     check(arrival)
-    total += np.where(done, 0, arrival.score)
+    restarted = arrival.run_id != run_id
+    run_id = arrival.run_id
+    total = np.where(restarted & ~done, 0, total) + np.where(done, 0, arrival.score)
     done |= arrival.ended
     if done.all():
       return total

@@ -390,9 +390,7 @@ class _Run:
       try:
         state, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
       except ActorFailed as e:
-        self.save(update, state)
-        self.checkpoints.wait()
-        raise RunError(f'{e}\nthe run is saved at step {self.saved:,}') from e
+        raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
       broken, finite = self.program.health(state)
       seconds = time.perf_counter() - began
       update += n
@@ -485,7 +483,7 @@ class _Run:
 
   def save(self, update: int, state: Any) -> None:
     step = update * self.config.steps_per_update
-    if step == self.saved:
+    if step == self.saved or not update:  # a run that has not begun begins alike again
       return
     if self.lines:
       self.lines.sync()
@@ -502,6 +500,18 @@ class _Run:
     params, rest = _split(state)
     self.checkpoints.save(step, params, rest, meta)
     self.saved = step
+
+  def save_at_failure(self, update: int, state: Any) -> str:
+    """Saves if that is possible, and says what there is; raises nothing."""
+    if jax.process_count() == 1:  # else the others would have to save as well
+      try:
+        self.save(update, state)
+        self.checkpoints.wait()
+      except (CheckpointError, OSError) as e:
+        return f'and it could not be saved: {e}'
+    return (
+      f'the run is saved at step {self.saved:,}' if self.saved >= 0 else 'nothing was saved yet'
+    )
 
   def restore(self) -> Any | None:
     """The newest checkpoint that is whole; None if there is none at all."""

@@ -56,6 +56,7 @@ from podrace.types import (
 
 Lag = Literal['0', '1', 'async']
 GROUPS = 4  # unrolls that a pool may have open at once, where environments return in any order
+CLOSE_SECONDS = 5.0  # that actor threads have to end
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 
 
@@ -238,7 +239,7 @@ class Pipe:
     self._changed = threading.Condition()
     self._unrolls: list[Unroll] = []  # in the order of their arrival
     self._params: dict[int, dict[jax.Device, Any]] = {}  # version -> on each actor device
-    self._acting: dict[int, int] = {}  # thread -> the version of its unroll under way
+    self._acting: list[tuple[int, int]] = []  # (thread, version) of the unrolls under way
     self._closed = False
     self.failure: str | None = None
 
@@ -263,7 +264,7 @@ class Pipe:
         else:
           version = max(number - int(self._lag), min(self._params, default=0))
         if version in self._params:
-          self._acting[thread] = version
+          self._acting.append((thread, version))
           return version, self._params[version][device]
         self._changed.wait(POLL)
     raise Closed
@@ -276,9 +277,11 @@ class Pipe:
     """
     with self._changed:
       self._unrolls.append(unroll)
-      self._acting.pop(unroll.thread, None)
+      self._acting.remove((unroll.thread, unroll.version))
       self._changed.notify_all()
-      while self._lag == 'async' and not self._closed:
+      # A thread with another unroll under way goes on with that: somebody may wait for it.
+      alone = all(thread != unroll.thread for thread, _ in self._acting)
+      while self._lag == 'async' and alone and not self._closed:
         if sum(u.thread == unroll.thread for u in self._unrolls) <= self._capacity:
           break
         self._changed.wait(POLL)
@@ -296,11 +299,12 @@ class Pipe:
     """
     with self._changed:
       while True:
-        if self.failure:
+        stop = give_up()
+        if self.failure and not stop:
           raise ActorFailed(self.failure)
         if (batch := self._ready(update)) is not None:
           break
-        if give_up():
+        if stop:
           return None
         self._changed.wait(POLL)
       chosen = {id(u) for u in batch}
@@ -316,7 +320,7 @@ class Pipe:
     if len(batch) < self._threads:
       return None
     too_old = update - self._max_lag  # for any later update; it must be learned from now
-    if any(version <= too_old for version in self._acting.values()):
+    if any(version <= too_old for _, version in self._acting):
       return None
     return batch
 
@@ -440,7 +444,6 @@ class Actor:
   def _begin(self) -> Arrival:
     """The first arrival: of fresh environments, or what a snapshot was about to answer."""
     if self._snapshot is None:
-      self.in_env_since = time.monotonic()
       self.pool.reset()
       return self._receive()
     snapshot = self._snapshot
@@ -582,7 +585,7 @@ class Actor:
       self._group = (self._group + 1) % self._sebulba.groups
       if self._opened[self._group]:
         start = self._group * self._n
-        late = [e for e in self._member[start : start + self._n] if self._row[e] < self._length]
+        late = [e for e in range(self._n) if start <= self._column[e] < start + self._n]
         raise HostError(
           f'{self._spec.name}: environments {late[:5]} are {self._sebulba.groups} unrolls behind'
         )
@@ -598,7 +601,8 @@ class Actor:
 
   def _ship(self, parts: Any, version: int, agent_state: Any, timestep: Any) -> None:
     snapshot = None
-    if (env_state := getattr(self.pool, 'state', None)) is not None:
+    if self._sebulba.saves_actors:
+      env_state = self.pool.state  # type: ignore[attr-defined]
       episodes = jax.device_put(self._episodes.state(), jax.local_devices(backend='cpu')[0])
       snapshot = Snapshot(agent_state, timestep, env_state, episodes)
     devices = self._sebulba.topology.local_learners
@@ -957,10 +961,15 @@ class Actors:
       self.publish(update - 1, state.previous)
     self.publish(update, state.train.params)
     run_key = jax.device_get(jax.random.key_data(state.key))
-    self._threads = [
-      self._actor(i, update, run_key, actor_key, state.actors[i] if state.actors else None)
-      for i in range(sebulba.local_threads)
-    ]
+    self._threads: list[Actor] = []
+    try:
+      for i in range(sebulba.local_threads):
+        snapshot = state.actors[i] if state.actors else None
+        self._threads.append(self._actor(i, update, run_key, actor_key, snapshot))
+    except BaseException:
+      for actor in self._threads:
+        actor.pool.close()
+      raise
     for actor in self._threads if start else ():
       actor.thread.start()
 
@@ -975,10 +984,12 @@ class Actors:
     s = self._sebulba
     index, device = s.thread_index(local), s.device_of(local)
 
+    life = 0 if snapshot is not None else update  # who begins anew draws other numbers than before
+
     def unroll_key(number: int, on: jax.Device) -> Array:
       """What Anakin gives `actor.unroll` on the index-th device in the number-th update."""
       with jax.default_device(on):
-        return _unroll_key(run_key, np.uint32(number), np.uint32(index))
+        return _unroll_key(run_key, np.uint32(number), np.uint32(index), np.uint32(life))
 
     args = self._pool_args(index, update)
     if s.spec.jax is not None:
@@ -987,7 +998,7 @@ class Actors:
       host = jax.local_devices(backend='cpu')[0]
       pool: HostEnvironment = JaxPool(
         s.jax_steps,
-        jax.random.fold_in(actor_key, index),
+        _life_key(jax.random.fold_in(actor_key, index), np.uint32(life)),
         lambda number: _env_key(unroll_key(number, host)),
       )
     else:
@@ -1018,7 +1029,9 @@ class Actors:
     now, deadline = time.monotonic(), self._sebulba.deadline
     for actor in self._threads:
       since = actor.in_env_since
-      if since is not None and now - since > 2 * deadline:  # pools of processes see to it before
+      if actor.pool.watches_itself:  # and replaces what hangs
+        continue
+      if since is not None and now - since > deadline:
         raise ActorFailed(
           f'{self._sebulba.spec.name}: the environments of actor thread {actor.index} have not '
           f'answered for {now - since:.0f} s'
@@ -1028,15 +1041,27 @@ class Actors:
   def close(self) -> None:
     """Ends the threads; one that is stuck is left behind."""
     self.pipe.close()
+    end = time.monotonic() + CLOSE_SECONDS
     for actor in self._threads:
-      actor.thread.join(5.0)
+      if actor.thread.ident is not None:
+        actor.thread.join(max(end - time.monotonic(), 0))
+      if actor.thread.is_alive():
+        actor.pool.kill()
 
 
 @jax.jit
-def _unroll_key(run_key: Array, number: Array, index: Array) -> Array:
+def _unroll_key(run_key: Array, number: Array, index: Array, life: Array) -> Array:
   key = jax.random.wrap_key_data(run_key)
   act_key, _ = jax.random.split(jax.random.fold_in(key, number))
-  return jax.random.fold_in(act_key, index)
+  return _life_key(jax.random.fold_in(act_key, index), life)
+
+
+@jax.jit
+def _life_key(key: Array, life: Array) -> Array:
+  """The key itself in a run's first life, others in later ones."""
+  numbers = jax.random.key_data(key)
+  other = jax.random.key_data(jax.random.fold_in(jax.random.clone(key), life))
+  return jax.random.wrap_key_data(jnp.where(life == 0, numbers, other))
 
 
 @jax.jit

@@ -104,11 +104,16 @@ class HostEnvironment(Protocol):
 
   num_envs: int
   batch_size: int  # how many `recv` returns
+  watches_itself: bool  # replaces what hangs or dies; else somebody else must have an eye on it
 
   def reset(self) -> None: ...
   def send(self, env_id: np.ndarray, action: Any) -> None: ...
   def recv(self) -> Arrival: ...
   def close(self) -> None: ...
+
+  def kill(self) -> None:
+    """Ends processes at once, from another thread than the one that steps; if there are any."""
+    ...
 
 
 class Agent(Protocol):

@@ -111,7 +111,7 @@ def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:
     ({'architecture': 'sebulba', 'max_lag': 0}, '--max-lag must be at least 1, not 0'),
     ({'architecture': 'sebulba', 'env_batch_size': -1}, '--env-batch-size must not be negative'),
     ({'architecture': 'sebulba', 'env_threads': -1}, '--env-threads must not be negative'),
-    ({'architecture': 'sebulba', 'env_deadline': -1.0}, '--env-deadline must not be negative'),
+    ({'architecture': 'sebulba', 'env_deadline': -1.0}, '--env-deadline must be more than 0'),
   ],
 )
 def test_numbers_that_cannot_be_right(change: dict, message: str) -> None:

@@ -25,11 +25,6 @@ TINY = ['--architecture', 'sebulba', '--num-envs', '4', '--unroll-length', '8',
         '--agent.network.hidden', '16', '--actor-threads', '2', '--env-threads', '2']  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setenv('PYTHONPATH', str(Path(__file__).parent))
-
-
 def start(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
   run_dir = str(tmp_path / 'run')
   return Podrace(
@@ -99,6 +94,8 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
 class Shuffled:
   """Environments that come back some at a time, in a random order; they number their steps."""
 
+  watches_itself = False
+
   def __init__(self, num_envs: int, batch_size: int, seed: int) -> None:
     self.num_envs, self.batch_size = num_envs, batch_size
     self._random = np.random.default_rng(seed)
@@ -117,7 +114,8 @@ class Shuffled:
     self._action[env_id] = action
 
   def recv(self) -> Any:
-    chosen = self._random.permutation(self._ready)[: self.batch_size]
+    late = self._ready[: 2 * self.batch_size]  # as in real pools, nobody waits for ever
+    chosen = self._random.permutation(late)[: self.batch_size]
     if self.batch_size == self.num_envs:
       chosen = np.sort(chosen)
     self._ready = [i for i in self._ready if i not in chosen]
@@ -131,6 +129,8 @@ class Shuffled:
     return host.Arrival(ids, timestep, timestep.reward, over, np.zeros(len(ids), np.int32))
 
   def close(self) -> None: ...
+
+  def kill(self) -> None: ...
 
 
 def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
@@ -147,8 +147,8 @@ def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
   )
   found = {}
   with Running(program) as run:
-    for update in range(12):
-      for unroll in run.driver._actors.take(update, lambda: False):
+    for _ in range(12):
+      for unroll in run.driver._actors.take(0, lambda: False):
         (trajectory,) = jax.tree.map(np.asarray, unroll.parts)
         for i, env in enumerate(trajectory.env_id):
           part = jax.tree.map(lambda x, i=i: x[:, i], (trajectory.timesteps, trajectory.outputs))

@@ -75,6 +75,8 @@ def vector(
 class AtariPool:
   """Games of one kind."""
 
+  watches_itself = False
+
   def __init__(self, name: str, values: Mapping[str, Any], args: PoolArgs) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._seeds = args.seeds.astype(np.int64) % 2**31
@@ -85,7 +87,6 @@ class AtariPool:
     self._ended = np.ones(args.num_envs, bool)
     self._zeros = np.zeros(args.batch_size, np.int32)
     self._first: Arrival | None = None
-    self._in_order = np.arange(args.num_envs, dtype=np.int32)
 
   def reset(self) -> None:
     self._stepper.reset()
@@ -117,21 +118,17 @@ class AtariPool:
     info: dict[str, Any],
   ) -> Arrival:
     ids = info['env_id'].astype(np.int32)
-    order: Any = slice(None)
-    if self.batch_size == self.num_envs and not np.array_equal(ids, self._in_order):
-      order = np.argsort(ids)
-      ids = ids[order]
-    observation, reward, terminated, truncated = (
-      x[order] for x in (observation, reward, terminated, truncated)
-    )
     score = np.where(self._ended[ids], 0, reward).astype(np.float32)
-    lost = terminated & (info['lives'][order] > 0) if self._lives else np.zeros(len(ids), bool)
+    lost = terminated & (info['lives'] > 0) if self._lives else np.zeros(len(ids), bool)
     self._lost[ids] = lost
     ended = ((terminated & ~lost) | truncated) & ~self._ended[ids]
     self._ended[ids] = ended
     learned = np.sign(reward) if self._clip else reward
     timestep = self._stepper.timestep(ids, observation, learned, terminated, truncated)
     return Arrival(ids, timestep, score, ended, self._zeros)
+
+  def kill(self) -> None:
+    pass
 
   def close(self) -> None:
     self._env.close()

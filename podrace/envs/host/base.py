@@ -87,13 +87,16 @@ class Stepper:
 
   def __init__(self, num_envs: int) -> None:
     self._opens = np.ones(num_envs, bool)  # the next arrival is FIRST
+    self._over = np.zeros(num_envs, bool)  # the last one was FIRST and over at once
 
   def reset(self) -> None:
     self._opens[:] = True
+    self._over[:] = False
 
   def reopen(self, env_id: np.ndarray) -> None:
     """These were restarted: their next arrival is FIRST."""
     self._opens[env_id] = True
+    self._over[env_id] = False
 
   def timestep(
     self,
@@ -103,13 +106,20 @@ class Stepper:
     terminated: np.ndarray,
     truncated: np.ndarray,
   ) -> TimeStep:
-    """Where both flags are set, termination wins (discount 0)."""
+    """Where both flags are set, termination wins (discount 0).
+
+    What is over with its first timestep (a life that is lost while it begins) is followed by
+    another FIRST, whose discount is 0: nothing is bootstrapped from it.
+    """
     first: Any = self._opens[env_id]
-    last = (terminated | truncated) & ~first
-    self._opens[env_id] = last
+    over = terminated | truncated
+    last = over & ~first
+    at_once = self._over[env_id]
+    self._over[env_id] = over & first
+    self._opens[env_id] = over
     kind: Any = np.where(first, FIRST, np.where(last, LAST, MID)).astype(np.int8)
     learned: Any = np.where(first, 0, reward).astype(np.float32)
-    discount: Any = np.where(terminated & last, 0, 1).astype(np.float32)
+    discount: Any = np.where((terminated & last) | at_once, 0, 1).astype(np.float32)
     return TimeStep(observation, learned, discount, kind)
 
 

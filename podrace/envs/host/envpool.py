@@ -13,7 +13,17 @@ from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, options_of
 from podrace.envs.registry import UnknownName, Value, nearest
 from podrace.types import Arrival
 
-_OURS = ('num_envs', 'batch_size', 'num_threads', 'seed', 'reward_clip', 'base_path', 'task')
+_OURS = (
+  'num_envs',
+  'batch_size',
+  'num_threads',
+  'seed',
+  'reward_clip',  # as clip_rewards, for learning only
+  'base_path',
+  'task',
+  'episodic_life',  # it would be reported per life; ale: has it right
+  'zero_discount_on_life_loss',
+)
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
@@ -53,6 +63,8 @@ def _space(space: Any) -> Any:
 
 class EnvPool:
   """A pool of EnvPool's."""
+
+  watches_itself = False
 
   def __init__(self, name: str, values: Mapping[str, Any], clip: bool, args: PoolArgs) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
@@ -94,6 +106,9 @@ class EnvPool:
     timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)
     score = np.where(timestep.first, 0, reward).astype(np.float32)
     return Arrival(ids, timestep, score, timestep.last, self._zeros)
+
+  def kill(self) -> None:
+    pass
 
   def close(self) -> None:
     self._env.close()

@@ -96,11 +96,13 @@ class Worker:
     ask_read, self.ask = os.pipe()
     self.answer, answer_write = os.pipe()
     told = {**told, 'memory': memory, 'ask': ask_read, 'answer': answer_write, 'start': self.first}
+    told['path'] = [os.path.abspath(p) for p in sys.path]  # its modules are this process's
     told['seeds'] = [int(s) + 7919 * self.lives for s in told['seeds'][self.first :][: self.count]]
     self.process = subprocess.Popen(
       [sys.executable, '-m', 'podrace.envs.host.worker', json.dumps(told)],
       pass_fds=(memory, ask_read, answer_write),
       stdin=subprocess.DEVNULL,
+      start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
     )
     os.close(ask_read)
     os.close(answer_write)
@@ -124,6 +126,8 @@ class Worker:
 class Workers:
   """A pool of environments in worker processes."""
 
+  watches_itself = True
+
   def __init__(
     self,
     name: str,
@@ -134,9 +138,10 @@ class Workers:
   ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._name, self._space, self._deadline = name, observation_space, args.deadline
-    count = min(args.threads, args.num_envs)
-    while args.num_envs % count or args.batch_size % (args.num_envs // count):
-      count += 1  # each with as many environments, and whole workers in a batch
+    n, batch = args.num_envs, args.batch_size  # as many each, and whole workers in a batch
+    fits = [c for c in range(1, n + 1) if n % c == 0 and batch % (n // c) == 0]
+    few = [c for c in fits if c <= args.threads]
+    count = few[-1] if few else fits[0]
     each = args.num_envs // count
     self._workers = [Worker(i * each, each) for i in range(count)]
     self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
@@ -223,6 +228,13 @@ class Workers:
     self._run_id[worker.ids] += 1
     self._stepper.reopen(worker.ids)
     worker.start(self._told, self._file.fileno())
+
+  def kill(self) -> None:
+    """Kills the processes; they have their own ids, and are waited for."""
+    for worker in self._workers:
+      if worker.lives:
+        worker.process.kill()
+        worker.process.wait()
 
   @property
   def pids(self) -> list[int]:

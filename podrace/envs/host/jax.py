@@ -37,6 +37,8 @@ class JaxPool:
   `unroll_key(k)`. So the two architectures see the same environments.
   """
 
+  watches_itself = False
+
   def __init__(self, steps: JaxSteps, reset_key: Array, unroll_key: Callable[[int], Array]) -> None:
     self.num_envs = self.batch_size = steps.num_envs
     self._do, self._reset_key, self._unroll_key = steps, reset_key, unroll_key
@@ -69,6 +71,9 @@ class JaxPool:
     timestep = jax.tree.map(np.asarray, self._waiting)
     self._waiting = None
     return Arrival(self._ids, timestep, timestep.reward, timestep.step_type == LAST, self._zeros)
+
+  def kill(self) -> None:
+    pass
 
   def close(self) -> None:
     pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -110,7 +111,10 @@ def action_for(space: Any, x: np.ndarray) -> Any:
 
 def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
+  for signum in (signal.SIGINT, signal.SIGTERM):  # the run is told to stop, and ends its workers
+    signal.signal(signum, signal.SIG_IGN)
   told = json.loads(sys.argv[1])
+  sys.path[:] = told['path']
   memory = mmap.mmap(told['memory'], told['bytes'])
   into = arrays(memory, [(n, d, s) for n, d, s in told['fields']], told['num_envs'])
   ask, answer = told['ask'], told['answer']
@@ -119,8 +123,6 @@ def main() -> None:
     while os.read(ask, 1) == GO:  # else the run is gone
       environments.step(into, told['start'])
       os.write(answer, DONE)
-  except KeyboardInterrupt:
-    pass
   except BaseException:
     os.write(answer, FAILED + traceback.format_exc().encode())
     os.close(answer)
