@@ -1,9 +1,17 @@
-"""Eight fake devices, and JAX's strict modes, for every test."""
+"""Eight fake devices, JAX's strict modes, and one store of compiled programs, for every test."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ['JAX_NUM_CPU_DEVICES'] = '8'
+# Compiling is most of the suite's time. Workers, and processes that tests start, share what any of
+# them has compiled, and so does the next run; `make clean` removes it.
+os.environ.setdefault(
+  'JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parents[1] / 'build' / 'test-programs')
+)
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.05'
+os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 
 import jax
 

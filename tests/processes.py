@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 DEADLINE = 180.0  # seconds, for what takes a few on an idle machine
 CONTEXT = multiprocessing.get_context('forkserver')
@@ -44,19 +43,11 @@ def _child(args: Sequence[str], log: str, devices: int, cache: str | None) -> No
   os.dup2(file, 1)
   os.dup2(file, 2)
   jax.config.update('jax_num_cpu_devices', devices)
-  if cache:
-    use_cache(cache)
+  if cache is None:
+    jax.config.update('jax_enable_compilation_cache', False)
   from podrace import cli
 
   cli.main(args)
-
-
-def use_cache(directory: str | None) -> None:
-  """Keeps compiled programs in `directory`; None: nowhere."""
-  jax.config.update('jax_compilation_cache_dir', directory)
-  compilation_cache.reset_cache()
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0 if directory else 1.0)
-  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1 if directory else 0)
 
 
 class Podrace:
@@ -169,20 +160,18 @@ def every_file(directory: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope='session')
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """Where runs of this session keep compiled programs, for modules that import this."""
-  return tmp_path_factory.getbasetemp() / 'compiled'
+def cache() -> Path:
+  """Where tests keep compiled programs (see conftest), for modules that import this."""
+  return Path(os.environ['JAX_COMPILATION_CACHE_DIR'])
 
 
 @pytest.fixture(scope='module', autouse=True)
-def as_users_have_it(cache: Path) -> Iterator[None]:
+def as_users_have_it() -> Iterator[None]:
   """Runs in this process without the strict modes of conftest; for modules that import this."""
-  use_cache(str(cache))
   strict = {name: getattr(jax.config, name) for name in STRICT}
   for name, value in STRICT.items():
     jax.config.update(name, value)
   yield
-  use_cache(None)
   for name, value in strict.items():
     jax.config.update(name, value)
 

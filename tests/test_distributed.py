@@ -36,12 +36,10 @@ def free_port() -> int:
 class Process:
   """One process of a run, through the interpreter."""
 
-  def __init__(self, args: list[str], devices: int, log: Path, cache: Path) -> None:
+  def __init__(self, args: list[str], devices: int, log: Path) -> None:
     self.log = log
     env = environment(
       JAX_NUM_CPU_DEVICES=str(devices),
-      JAX_COMPILATION_CACHE_DIR=str(cache),
-      JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
     )
     with log.open('w') as file:
       self.popen = subprocess.Popen(
@@ -62,7 +60,7 @@ class Process:
 
 
 @pytest.fixture
-def pair(tmp_path: Path, cache: Path):
+def pair(tmp_path: Path):
   """Starts both processes of a run in `run_dir`; whatever is left of them ends with the test."""
   started: list[Process] = []
 
@@ -73,7 +71,6 @@ def pair(tmp_path: Path, cache: Path):
         [*ARGS, *args, '--run-dir', str(run_dir), *where, '--process-id', str(i)],
         devices=2,
         log=tmp_path / f'{run_dir.name}-{i}-{len(started)}.txt',
-        cache=cache,
       )
       for i in range(2)
     ]

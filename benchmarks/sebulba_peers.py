@@ -1,0 +1,108 @@
+"""Sebulba against stable-baselines3's PPO, and the learner against PyTorch, on this machine's cores.
+
+CartPole: Gymnasium's environment on both sides, 64 environments, unrolls of 32, 4 epochs of 4 minibatches,
+2 x 64 tanh, separate networks. SB3 is measured with both of its vector environments and the
+faster one counts. Pong: 16 environments, unrolls of 64, 4 epochs of 4 minibatches, the Nature network;
+SB3 through its own wrappers, podrace through ale-py's. The learner: one update of the shallow IMPALA
+network from 640 frames; PyTorch in both memory layouts, the faster one counts.
+
+The sides take turns, each in a process of its own. The peers have a virtual environment of their own
+(build/bench-torch), which the first run makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from typing import Any
+
+import common
+
+PEER = common.ROOT / 'build' / 'bench-torch'
+PACKAGES = ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless')
+PPO = ['--agent', 'ppo', '--agent.epochs', '4', '--agent.minibatches', '4']
+CARTPOLE = ['--env', 'gymnasium:CartPole-v1', *PPO, '--agent.network.hidden', '64', '64',
+            '--num-envs', '64', '--unroll-length', '32', '--agent.learning-rate', '1e-3']  # fmt: skip
+PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.network.hidden',
+        '512', '--agent.network.activation', 'relu', '--num-envs', '16', '--unroll-length', '64']  # fmt: skip
+
+
+def make_peer() -> None:
+  """The peers' virtual environment."""
+  if not (PEER / 'bin' / 'python').exists():
+    subprocess.run([sys.executable, '-m', 'venv', str(PEER)], check=True)
+  pip = [str(PEER / 'bin' / 'python'), '-m', 'pip', 'install', '--quiet', *PACKAGES]
+  subprocess.run(pip, check=True)
+
+
+def last_json(command: list[str]) -> dict[str, Any]:
+  done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=common.ROOT)
+  if done.returncode:
+    raise RuntimeError(f'{command} failed:\n{done.stderr}')
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def ours(args: list[str], seconds: float) -> dict[str, Any]:
+  command = [sys.executable, '-m', 'podrace.cli', 'bench', 'sebulba', *args]
+  return last_json([*command, '--seconds', str(seconds)])
+
+
+def theirs(script: str, *args: Any) -> dict[str, Any]:
+  python = str(PEER / 'bin' / 'python')
+  return last_json([python, f'benchmarks/{script}', *map(str, args)])
+
+
+def compare(name: str, ours: list[float], theirs: dict[str, list[float]]) -> dict[str, Any]:
+  fastest = max(theirs, key=lambda k: statistics.median(theirs[k]))
+  ratio = statistics.median(ours) / statistics.median(theirs[fastest])
+  print(
+    f'{name}: podrace {statistics.median(ours):,.0f}, {fastest} '
+    f'{statistics.median(theirs[fastest]):,.0f} steps/s; {ratio:.2f}x', flush=True,
+  )  # fmt: skip
+  return dict(
+    podrace=common.summary(ours),
+    peers={k: common.summary(v) for k, v in theirs.items()},
+    ratio_to_fastest=ratio,
+  )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('parts', nargs='*', help='cartpole, pong, learner; none: all')
+  parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--seconds', type=float, default=5.0)
+  args = parser.parse_args()
+  parts = args.parts or ['cartpole', 'pong', 'learner']
+  make_peer()
+  results: dict[str, Any] = {}
+  mine: list[float] = []
+  others: dict[str, list[float]] = {}
+
+  def add(name: str, rate: float) -> None:
+    others.setdefault(name, []).append(rate)
+
+  for part in parts:
+    mine, others = [], {}
+    for _ in range(args.repeats):
+      if part == 'learner':
+        mine.append(ours(['pong'], args.seconds)['learner'])
+        for layout in ('contiguous', 'channels_last'):
+          add(f'torch {layout}', theirs('peer_torch.py', 640, args.seconds, layout)['frames_per_s'])
+      elif part == 'cartpole':
+        mine.append(ours(CARTPOLE, args.seconds)['combined'])
+        for vector in ('dummy', 'subproc'):
+          r = theirs('peer_sb3.py', 'cartpole', 64, 32, 4, 4, args.seconds, vector)
+          add(f'stable-baselines3 {vector}', r['steps_per_s'])
+      else:
+        mine.append(ours(PONG, args.seconds)['combined'])
+        r = theirs('peer_sb3.py', 'pong', 16, 64, 4, 4, 3 * args.seconds, 'subproc')
+        add('stable-baselines3 subproc', r['steps_per_s'])
+    results[part] = compare(part, mine, others)
+  common.record('sebulba_peers', results)
+
+
+if __name__ == '__main__':
+  main()
