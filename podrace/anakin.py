@@ -20,12 +20,12 @@ from jax.sharding import PartitionSpec as P
 from podrace import topology
 from podrace.actor import ActorState, actor_on_mesh
 from podrace.envs.base import batch
-from podrace.learner import Log, add_to_log, all_finite, empty_log, learner
+from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.types import Agent, Array, Environment, Replay, TrainState
 
 
 class State(NamedTuple):
-  """The whole state of a run; with seeds, each leaf has a leading axis for them."""
+  """The whole state of a run; with seeds, each leaf but `update` has a leading axis for them."""
 
   train: TrainState  # the same on all devices
   actor: ActorState  # split over devices along [B]
@@ -33,6 +33,10 @@ class State(NamedTuple):
   log: Log
   key: Array  # of the run; never changes
   update: Array  # [] i32 how many updates were made
+
+
+_axes: Any = (0, 0, 0, 0, 0, None)
+SEEDS = State(*_axes)  # where each field has its axis of seeds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,13 +72,15 @@ class Anakin:
     train = self.agent.init(train_key)
     actor = begin(jnp.arange(self.num_envs, dtype=jnp.int32), actor_key)
     _, example = jax.eval_shape(unroll, train.params, actor, actor_key)
-    memory = self.replay.init(example)
+    memory = init_memory(self.replay, self.mesh, example)
     learn = learner(self.agent, self.replay, self.mesh)
-    _, _, metrics = jax.eval_shape(learn, train, memory, example, run_key)
+    _, _, metrics, _ = jax.eval_shape(learn, train, memory, example, run_key, jnp.int32(0))
     return State(train, actor, memory, empty_log(metrics), run_key, jnp.int32(0))
 
   def _init(self, keys: Array) -> State:
-    return jax.vmap(self._init_one)(keys) if self.seeds > 1 else self._init_one(keys[0])
+    if self.seeds == 1:
+      return self._init_one(keys[0])
+    return jax.vmap(self._init_one, out_axes=SEEDS)(keys)
 
   @functools.cached_property
   def shapes(self) -> State:
@@ -106,12 +112,16 @@ class Anakin:
     unroll = self._actor[1]
     learn = learner(self.agent, self.replay, self.mesh)
     actor, trajectory = unroll(state.train.params, state.actor, act_key)
-    train, memory, metrics = learn(state.train, state.memory, trajectory, learn_key)
-    log = add_to_log(state.log, metrics, state.update)
+    train, memory, metrics, count = learn(
+      state.train, state.memory, trajectory, learn_key, state.update
+    )
+    log = add_to_log(state.log, metrics, count, state.update)
     return State(train, actor, memory, log, state.key, state.update + 1)
 
   def _run(self, state: State, updates: Array) -> State:
-    update = jax.vmap(self._update_one) if self.seeds > 1 else self._update_one
+    update = self._update_one
+    if self.seeds > 1:
+      update = jax.vmap(update, in_axes=(SEEDS,), out_axes=SEEDS)
     return lax.fori_loop(0, updates, lambda _, s: update(s), state)
 
   @functools.cached_property
@@ -130,15 +140,15 @@ class Anakin:
     def read(state: State) -> tuple[Any, State]:
       episodes, log = state.actor.episodes, state.log
       summary = dict(
-        metrics={name: x / log.updates for name, x in log.sums.items()},
+        metrics={name: x / log.count for name, x in log.sums.items()},
         episodes=jnp.sum(episodes.count, -1),
         return_sum=jnp.sum(episodes.return_sum, -1),
         return_square=jnp.sum(episodes.return_square, -1),
         length_sum=jnp.sum(episodes.length_sum.astype(jnp.float32), -1),
       )
-      zero = jax.tree.map(jnp.zeros_like, (episodes, log.updates, log.sums))
+      zero = jax.tree.map(jnp.zeros_like, (episodes, log.count, log.sums))
       actor = state.actor._replace(episodes=zero[0])
-      return summary, state._replace(actor=actor, log=log._replace(updates=zero[1], sums=zero[2]))
+      return summary, state._replace(actor=actor, log=log._replace(count=zero[1], sums=zero[2]))
 
     shardings = (topology.replicated(self.mesh), self.shardings)
     return jax.jit(read, donate_argnums=0, out_shardings=shardings)

@@ -189,7 +189,7 @@ class OnHost:
     e = Totals(**told.episodes)
     seconds = sum(told.seconds.values()) or 1.0
     summary = dict(
-      metrics={name: x / log.updates for name, x in log.sums.items()},
+      metrics={k: x / log.count if log.count else np.nan for k, x in log.sums.items()},
       episodes=e.count,
       return_sum=e.return_sum,
       return_square=e.return_square,

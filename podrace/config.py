@@ -153,7 +153,12 @@ def _plain(value: Any) -> Any:
   return {'repr': repr(value)}  # of somebody's own; can be compared, but not made again
 
 
-BOUND = ('observation_space', 'action_space', 'total_updates')  # derived from the rest of the run
+BOUND = (  # derived from the rest of the run
+  'observation_space',
+  'action_space',
+  'total_updates',
+  'total_envs',
+)
 
 
 def _own(field: dataclasses.Field[Any]) -> bool:
@@ -205,12 +210,16 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = '') -> l
 # --- binding ------------------------------------------------------------------------------------
 
 
-def bind(agent: Any, env: Any, total_updates: int = 0) -> Any:
-  """`agent` for the spaces of `env` and the length of the run, where it has fields for them."""
-  changes: dict[str, Any] = {}
-  fields = {f.name for f in dataclasses.fields(agent)}
-  if 'network' in fields and hasattr(agent.network, 'bind'):
-    changes['network'] = agent.network.bind(env.observation_space, env.action_space)
-  if 'total_updates' in fields:
-    changes['total_updates'] = total_updates
-  return dataclasses.replace(agent, **changes)
+def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> Any:
+  """`agent` for the spaces of `env` and the sizes of the run, where it has fields for them.
+
+  Those are `total_updates`, `total_envs`, and networks, which have a `bind` of their own.
+  """
+  fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
+  changes = {
+    name: value.bind(env.observation_space, env.action_space)
+    for name, value in fields.items()
+    if hasattr(value, 'bind')
+  }
+  sizes = {'total_updates': total_updates, 'total_envs': total_envs}
+  return dataclasses.replace(agent, **changes, **{k: v for k, v in sizes.items() if k in fields})

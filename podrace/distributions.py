@@ -175,9 +175,19 @@ class TanhNormal(Normal):
     return super().entropy(params, key) + jnp.sum(self._log_det(self.sample(params, key)), axis=-1)
 
   def to_action(self, x: Array) -> Array:
+    return self.from_unit(jnp.tanh(x))
+
+  def from_unit(self, x: Array) -> Array:
+    """Actions [..., *shape] from [..., n], which is clipped to [-1, 1]."""
     low, high = self.bounds(x)
-    action = low + 0.5 * (jnp.tanh(x) + 1.0) * (high - low)
+    action = low + 0.5 * (jnp.clip(x, -1.0, 1.0) + 1.0) * (high - low)
     return action.reshape((*x.shape[:-1], *self.shape))
+
+  def to_unit(self, action: Array) -> Array:
+    """Actions [..., *shape] as [..., n] within [-1, 1]: tanh of their raw samples."""
+    flat = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
+    low, high = self.bounds(flat)
+    return 2.0 * (flat - low) / (high - low) - 1.0
 
 
 def for_space(space: Any, squash: bool = False) -> Distribution:
@@ -204,3 +214,14 @@ def for_space(space: Any, squash: bool = False) -> Distribution:
     f'no distribution for the action space {space}: expected Discrete (from 0), MultiDiscrete '
     '(one axis, from 0) or a Box of floats'
   )
+
+
+def squashed(space: Any) -> TanhNormal:
+  """The tanh-Normal over a bounded box.
+
+  Raises:
+    ValueError: if the space is something else.
+  """
+  found = for_space(space, squash=True)
+  assert isinstance(found, TanhNormal)
+  return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,12 +23,14 @@ def sgd(
   params: Any,
   opt_state: Any,
   chunks: Any = None,
-) -> tuple[Any, Any, Any]:
+  keep: bool = False,
+) -> tuple[Any, ...]:
   """One gradient step, averaged over all learner devices.
 
   `loss(params)` returns this device's mean loss and any tree of floats; that tree comes back
   averaged over the devices, in the same all-reduce as the gradients. There is no other
-  collective here, and none anywhere else that depends on gradients.
+  collective here, and none anywhere else that depends on gradients. With `keep` it returns its
+  loss and two trees, of which the second comes back as it is, this device's own.
 
   With `chunks`, a tree of [C, ...], it is `loss(params, chunk)`, and both are averaged over the
   chunks, one after the other: the same gradient in less memory, or in a faster one.
@@ -39,9 +42,10 @@ def sgd(
   local = lax.pcast(params, AXIS, to='varying')
   grad = jax.grad(loss, has_aux=True)
   grads, aux = grad(local) if chunks is None else _mean_over(chunks, lambda c: grad(local, c))
+  aux, *kept = aux if keep else (aux,)
   grads, aux = lax.pmean((grads, aux), AXIS)
   updates, opt_state = optimizer.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state, aux
+  return optax.apply_updates(params, updates), opt_state, aux, *kept
 
 
 def _mean_over(chunks: Any, f: Callable[[Any], Any]) -> Any:
@@ -56,29 +60,71 @@ def _mean_over(chunks: Any, f: Callable[[Any], Any]) -> Any:
   return jax.tree.map(lambda x: x / count, total)
 
 
-def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) -> Callable[..., Any]:
-  """The learner step on a mesh: remember, sample, learn, re-prioritise.
+def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformation:
+  """Adam for each field of a NamedTuple of parameters, with a learning rate of its own."""
+  return optax.multi_transform(
+    {name: optax.flatten(optax.adam(rate)) for name, rate in rates.items()},
+    kind(**{name: name for name in rates}),
+  )
 
-  Returns `(train, memory, trajectory, key) -> (train, memory, metrics)`; `train` and `metrics`
-  are the same on every device, the rest is split over them. `check_vma=True` has JAX prove that
+
+def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
+  """The empty replay of every device of a mesh; `example` is the shapes of all their trajectories."""
+
+  def part(spec: Any, x: Any) -> Any:
+    axis = len(spec) - 1
+    shape = list(x.shape)
+    shape[axis] //= mesh.size
+    return jax.ShapeDtypeStruct(shape, x.dtype)
+
+  local = Trajectory(
+    *(
+      jax.tree.map(functools.partial(part, spec), field)
+      for spec, field in zip(TRAJECTORY_SPECS, example, strict=True)
+    )
+  )
+  return jax.shard_map(lambda: replay.init(local), mesh=mesh, in_specs=(), out_specs=P(AXIS))()
+
+
+def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) -> Callable[..., Any]:
+  """The learner step on a mesh: remember; then sample, learn and re-prioritise, as often as is due.
+
+  Returns `(train, memory, trajectory, key, update) -> (train, memory, metrics, count)`; `metrics`
+  are summed over the `count` samples that were learned from. `train`, `metrics` and `count` are
+  the same on every device, the rest is split over them. `check_vma=True` has JAX prove that
   `train` is; an agent whose `learn` calls code that doesn't trace under the check opts out.
   """
 
-  def step(
-    train: TrainState, memory: Any, trajectory: Trajectory, key: Array
-  ) -> tuple[TrainState, Any, Metrics]:
+  def once(train: TrainState, memory: Any, key: Array) -> tuple[TrainState, Any, Metrics]:
     sample_key, learn_key = jax.random.split(key)
-    memory = replay.add(memory, trajectory)
     sample = replay.sample(memory, sample_key)
     train, priority, metrics = agent.learn(train, sample, learn_key)
     return train, replay.update(memory, sample.index, priority), metrics
+
+  def step(
+    train: TrainState, memory: Any, trajectory: Trajectory, key: Array, update: Array
+  ) -> tuple[TrainState, Any, Metrics, Array]:
+    memory = replay.add(memory, trajectory)
+    times = replay.times(update)
+    if isinstance(times, int) and times == 1:
+      return *once(train, memory, key), jnp.int32(1)
+
+    def again(i: Array, carry: Any) -> Any:
+      train, memory, sums = carry
+      train, memory, metrics = once(train, memory, jax.random.fold_in(key, i))
+      return train, memory, jax.tree.map(jnp.add, sums, metrics)
+
+    _, _, metrics = jax.eval_shape(once, train, memory, key)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), metrics)
+    train, memory, sums = lax.fori_loop(0, times, again, (train, memory, zeros))
+    return train, memory, sums, jnp.asarray(times, jnp.int32)
 
   flat = P(AXIS)
   return jax.shard_map(
     step,
     mesh=mesh,
-    in_specs=(P(), flat, TRAJECTORY_SPECS, P()),
-    out_specs=(P(), flat, P()),
+    in_specs=(P(), flat, TRAJECTORY_SPECS, P(), P()),
+    out_specs=(P(), flat, P(), P()),
     check_vma=check_vma,
   )
 
@@ -89,7 +135,7 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) ->
 class Log(NamedTuple):
   """What is summed up between two readings of the log, in bounded memory."""
 
-  updates: Array  # [] i32 how many updates are in `sums`
+  count: Array  # type: ignore[assignment]  # [] i32 how many samples' metrics are in `sums`
   sums: Metrics  # of the agent's metrics
   broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
 
@@ -106,12 +152,12 @@ def empty_log(metrics: Metrics) -> Log:
   return Log(jnp.int32(0), sums, jnp.int32(-1))
 
 
-def add_to_log(log: Log, metrics: Metrics, update: Array) -> Log:
-  """The log after one more update, the run's `update`-th."""
-  broken = (log.broken < 0) & ~jnp.isfinite(metrics['loss'])
+def add_to_log(log: Log, sums: Metrics, count: Array, update: Array) -> Log:
+  """The log after one more update, the run's `update`-th, and what `learner` told of it."""
+  broken = (log.broken < 0) & ~jnp.isfinite(sums['loss'])
   return Log(
-    updates=log.updates + 1,
-    sums=jax.tree.map(lambda s, m: s + m, log.sums, metrics),
+    count=log.count + count,
+    sums=jax.tree.map(jnp.add, log.sums, sums),
     broken=jnp.where(broken, update, log.broken),
   )
 

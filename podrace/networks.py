@@ -378,12 +378,10 @@ class _ActorCritic(nn.Module):
 
   def setup(self) -> None:
     s = self.settings
-    init = INITIALIZERS[s.initializer]()
-    activation = {'tanh': jnp.tanh, 'relu': nn.relu}[s.activation]
-    torso = functools.partial(Torso, s.image_torso, s.hidden, activation, init)
-    self.torso = torso()
+    init = s.kernel_init
+    self.torso = s.make_torso()
     if not s.shares_torso:
-      self.value_torso = torso()
+      self.value_torso = s.make_torso()
     if s.core != 'none':
       self.rnn = Core(s.core, s.core_size)
     small = s.initializer == 'orthogonal'
@@ -416,11 +414,12 @@ class _ActorCritic(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class ActorCritic:
-  """Torso, core and two heads, built from an environment's spaces; a `Network`.
+class Body:
+  """What the shipped networks have in common: from observations through torso and core.
 
   Observations may be any tree of boxes and discrete values; integers are divided by their bound
-  (pixels by 255), discrete values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
+  (pixels by 255), discrete values become one-hot. An entry `action_mask` forbids discrete actions
+  where it is 0.
   """
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid'] = 'auto'
@@ -428,11 +427,8 @@ class ActorCritic:
   hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
   activation: Literal['tanh', 'relu'] = 'tanh'
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
-  shared: bool = True  # policy and value share the torso (always so for images and recurrent)
   core: Literal['none', 'gru', 'lstm'] = 'none'
   core_size: int = 128
-  squash: bool = False  # continuous actions: tanh-Normal, standard deviation from the network
-  initial_log_std: float = 0.0  # continuous actions without squash: where log std starts
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
@@ -440,7 +436,7 @@ class ActorCritic:
     if min(self.core_size, *self.hidden, 1) < 1:
       raise ValueError(f'sizes must be at least 1: {self.hidden=} {self.core_size=}')
 
-  def bind(self, observation_space: Any, action_space: Any) -> ActorCritic:
+  def bind(self, observation_space: Any, action_space: Any) -> Any:
     """This network for these spaces.
 
     Raises:
@@ -456,12 +452,13 @@ class ActorCritic:
 
   @functools.cached_property
   def distribution(self) -> distributions.Distribution:
-    """The action distribution that goes with this network's policy output."""
-    return distributions.for_space(self.action_space, self.squash)
+    """The kind of actions there are."""
+    return distributions.for_space(self.action_space)
 
-  @property
-  def has_log_std(self) -> bool:
-    return type(self.distribution) is distributions.Normal
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    """The flax module, from (state, timesteps) to (outputs, state)."""
+    raise NotImplementedError
 
   @functools.cached_property
   def image_torso(self) -> str:
@@ -482,12 +479,13 @@ class ActorCritic:
     return CPU_CHUNK if self.image_torso in ('mlp', 'grid') else CPU_CHUNK_FRAMES
 
   @property
-  def shares_torso(self) -> bool:
-    return self.shared or self.core != 'none' or self.image_torso != 'mlp'
+  def kernel_init(self) -> Any:
+    return INITIALIZERS[self.initializer]()
 
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    return _ActorCritic(self)
+  def make_torso(self) -> nn.Module:
+    """Observations, prepared, to features."""
+    activation = {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
+    return Torso(self.image_torso, self.hidden, activation, self.kernel_init)
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
     """Observations [B, ...] as floats, and the action mask if there is one."""
@@ -522,13 +520,257 @@ class ActorCritic:
     zeros = jnp.zeros([batch_size, self.core_size])
     return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
 
-  def step(self, params: Any, state: Any, timestep: TimeStep) -> tuple[PolicyValue, Any]:
+  def step(self, params: Any, state: Any, timestep: TimeStep, key: Any = None) -> Any:
     timesteps = jax.tree.map(lambda x: x[None], timestep)
-    outputs, state = self.unroll(params, state, timesteps)
+    outputs, state = self.unroll(params, state, timesteps, key)
     return jax.tree.map(lambda x: x[0], outputs), state
 
-  def unroll(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[PolicyValue, Any]:
-    return self.module.apply({'params': params}, state, timesteps)
+  def unroll(self, params: Any, state: Any, timesteps: TimeStep, key: Any = None) -> Any:
+    """`key` is for networks that draw noise; without, there is none."""
+    rngs = None if key is None else {'noise': key}
+    return self.module.apply({'params': params}, state, timesteps, rngs=rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class ActorCritic(Body):
+  """Torso, core and two heads, built from an environment's spaces; a `Network`."""
+
+  shared: bool = True  # policy and value share the torso (always so for images and recurrent)
+  squash: bool = False  # continuous actions: tanh-Normal, standard deviation from the network
+  initial_log_std: float = 0.0  # continuous actions without squash: where log std starts
+
+  @functools.cached_property
+  def distribution(self) -> distributions.Distribution:
+    """The action distribution that goes with this network's policy output."""
+    return distributions.for_space(self.action_space, self.squash)
+
+  @property
+  def has_log_std(self) -> bool:
+    return type(self.distribution) is distributions.Normal
+
+  @property
+  def shares_torso(self) -> bool:
+    return self.shared or self.core != 'none' or self.image_torso != 'mlp'
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _ActorCritic(self)
+
+
+# --- values of discrete actions ---------------------------------------------------------------
+
+
+class NoisyDense(nn.Module):
+  """A layer with learned noise (Fortunato et al. 2018, arXiv 1706.10295): factorised Gaussian.
+
+  Without a key for 'noise' it is the mean of its layers.
+  """
+
+  features: int
+  sigma: float = 0.5
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    inputs = x.shape[-1]
+    bound = 1 / math.sqrt(inputs)
+
+    def uniform(key: Array, shape: tuple[int, ...]) -> Array:
+      return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+    sigma = nn.initializers.constant(self.sigma * bound)
+    kernel = self.param('kernel', uniform, (inputs, self.features))
+    bias = self.param('bias', uniform, (self.features,))
+    kernel_sigma = self.param('kernel_sigma', sigma, (inputs, self.features))
+    bias_sigma = self.param('bias_sigma', sigma, (self.features,))
+    if self.has_rng('noise'):
+      in_key, out_key = jax.random.split(self.make_rng('noise'))
+      noise_in, noise_out = self._noise(in_key, inputs), self._noise(out_key, self.features)
+      kernel += kernel_sigma * noise_in[:, None] * noise_out[None]
+      bias += bias_sigma * noise_out
+    return affine(x, kernel, bias[None])
+
+  @staticmethod
+  def _noise(key: Array, size: int) -> Array:
+    x = jax.random.normal(key, (size,))
+    return jnp.sign(x) * jnp.sqrt(jnp.abs(x))
+
+
+class _QNetwork(nn.Module):
+  settings: QNetwork
+
+  def setup(self) -> None:
+    s = self.settings
+    self.torso = s.make_torso()
+    if s.core != 'none':
+      self.rnn = Core(s.core, s.core_size)
+    size = s.num_actions * s.atoms
+    self.advantage_hidden, self.advantage_head = self._layers(size)
+    if s.dueling:
+      self.value_hidden, self.value_head = self._layers(s.atoms)
+
+  def _layers(self, features: int) -> tuple[Any, Any]:
+    """A hidden layer of its own if a stream has one, and a head."""
+    s = self.settings
+    make = NoisyDense if s.noisy else functools.partial(Dense, kernel_init=s.kernel_init)
+    return make(s.head_size) if s.head_size else None, make(features)
+
+  def __call__(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+    """[T, B, ...] -> [T, B, A, atoms]; T is 1 to act."""
+    s, length = self.settings, timesteps.reward.shape[0]
+    observation, mask = s.prepare(merge_time(timesteps.observation))
+    x = self.torso(observation)
+    if s.core != 'none':
+      outputs, state = self.rnn(state, split_time(x, length), timesteps.first)
+      x = merge_time(outputs)
+    q = self._stream(x, self.advantage_hidden, self.advantage_head)
+    q = q.reshape(-1, s.num_actions, s.atoms)
+    if s.dueling:
+      value = self._stream(x, self.value_hidden, self.value_head)
+      q = q - jnp.mean(q, axis=1, keepdims=True) + value[:, None]
+    if mask is not None:
+      if s.categorical:
+        raise ValueError('a categorical head takes no action_mask; the others do')
+      q = jnp.where(mask.reshape(*q.shape[:2], 1), q, distributions.MASKED)
+    return split_time(q, length), state
+
+  def _stream(self, x: Array, hidden: Any, head: Any) -> Array:
+    return head(x if hidden is None else nn.relu(hidden(x)))
+
+
+@dataclasses.dataclass(frozen=True)
+class QNetwork(Body):
+  """Values of discrete actions, or the distributions of their returns: [..., A, atoms].
+
+  Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` says what the atoms are: one value;
+  the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
+  (QR-DQN, Dabney et al. 2018, arXiv 1710.10044).
+  """
+
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  head: Literal['value', 'categorical', 'quantile'] = 'value'
+  num_atoms: int = 51  # of the distributional heads
+  v_min: float = -10.0  # the least return of the categorical head
+  v_max: float = 10.0
+  head_size: int = 0  # units of a hidden layer in each stream; 0: none
+  dueling: bool = False
+  noisy: bool = False  # noise in the heads instead of random actions
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.head != 'value' and self.num_atoms < 2:
+      raise ValueError(f'a {self.head} head needs at least 2 atoms, not {self.num_atoms}')
+    if self.v_min >= self.v_max:
+      raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+
+  @property
+  def categorical(self) -> bool:
+    return self.head == 'categorical'
+
+  @property
+  def atoms(self) -> int:
+    return 1 if self.head == 'value' else self.num_atoms
+
+  @property
+  def support(self) -> Array:
+    """The returns [atoms] of the categorical head."""
+    return jnp.linspace(self.v_min, self.v_max, self.num_atoms)
+
+  @property
+  def num_actions(self) -> int:
+    if not isinstance(self.distribution, distributions.Categorical):
+      raise ValueError(f'values of actions need a Discrete action space, not {self.action_space}')
+    return self.distribution.num_actions
+
+  def mean(self, q: Array) -> Array:
+    """The expected returns [..., A] of outputs [..., A, atoms]."""
+    if self.categorical:
+      return jnp.sum(jax.nn.softmax(q) * self.support.reshape((1,) * (q.ndim - 1) + (-1,)), axis=-1)
+    return jnp.mean(q, axis=-1)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _QNetwork(self)
+
+
+# --- continuous actions -----------------------------------------------------------------------
+
+
+class _Actor(nn.Module):
+  settings: Actor
+
+  @nn.compact
+  def __call__(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+    s, length = self.settings, timesteps.reward.shape[0]
+    x = s.make_torso()(s.prepare(merge_time(timesteps.observation))[0])
+    size = s.distribution.size // (2 if s.deterministic else 1)
+    return split_time(Dense(size, kernel_init=s.kernel_init)(x), length), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Actor(Body):
+  """A policy over a bounded box: what a tanh-Normal takes, or raw actions before tanh."""
+
+  hidden: tuple[int, ...] = (256, 256)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  deterministic: Annotated[bool, tyro.conf.Suppress] = False  # the agent's choice
+
+  @functools.cached_property
+  def distribution(self) -> distributions.TanhNormal:
+    return distributions.squashed(self.action_space)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _Actor(self)
+
+
+class _Critic(nn.Module):
+  settings: Critic
+
+  @nn.compact
+  def __call__(self, observation: Any, action: Array) -> Array:
+    """Observations [B, ...] and actions [B, n] in [-1, 1] -> [critics, B, atoms]."""
+    s = self.settings
+    activation = {'tanh': jnp.tanh, 'relu': nn.relu}[s.activation]
+    flat = [x.reshape(x.shape[0], -1) for x in jax.tree.leaves(s.prepare(observation)[0])]
+    x = jnp.concatenate([*flat, action], axis=-1)
+    outputs = []
+    for _ in range(s.critics):
+      y = Mlp(s.hidden, activation, s.kernel_init)(x)
+      outputs.append(Dense(s.atoms, kernel_init=s.kernel_init)(y))
+    return jnp.stack(outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic(Body):
+  """Values of continuous actions: several critics, or the distribution of returns."""
+
+  hidden: tuple[int, ...] = (256, 256)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  critics: Annotated[int, tyro.conf.Suppress] = 1  # the agent's choice
+  atoms: Annotated[int, tyro.conf.Suppress] = 1
+
+  @functools.cached_property
+  def distribution(self) -> distributions.TanhNormal:
+    return distributions.squashed(self.action_space)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _Critic(self)
+
+  def init(self, key: Array) -> Any:
+    action = jnp.zeros((1, math.prod(self.action_space.shape)))
+    return self.module.init(key, self.example().observation, action)['params']
+
+  def value(self, params: Any, observation: Any, action: Array) -> Array:
+    """[critics, B, atoms] of observations [B, ...] and actions [B, n] in [-1, 1]."""
+    values: Any = self.module.apply({'params': params}, observation, action)
+    return values
+
+
+# --- spaces -----------------------------------------------------------------------------------
 
 
 def _zeros(space: Any) -> Any:
@@ -539,8 +781,6 @@ def _zeros(space: Any) -> Any:
     return {k: _zeros(v) for k, v in space.items()}
   if isinstance(space, spaces.Tuple):
     return tuple(_zeros(s) for s in space)
-  if space.shape is None:
-    raise ValueError(f'no network input for the observation space {space}')
   if space.shape is None:
     raise ValueError(f'no network input for the observation space {space}')
   return jnp.asarray(np.zeros((1, *space.shape), space.dtype))  # int64 becomes int32

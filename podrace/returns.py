@@ -72,3 +72,82 @@ def vtrace(
   target_t = jnp.concatenate([target[1:], v_t[-1:]])  # v_{s+1}
   q = r_t + discount_t * (lambda_t * target_t + (1 - lambda_t) * v_t)
   return VTrace(target, jnp.minimum(clip_pg_rho, rho_tm1) * (q - v_tm1))
+
+
+class NStep(NamedTuple):
+  """One transition over several steps, [] each."""
+
+  r_t: Array  # f32 the discounted sum of the rewards
+  discount_t: Array  # f32 of the value that is bootstrapped from; 0 where the episode terminated
+  index: Array  # type: ignore[assignment]  # i32 the timestep of that value: n, or less where the episode ended
+
+
+def n_step(r_t: Array, discount_t: Array, last_t: Array) -> NStep:
+  """The transition from timestep 0 over n steps, or fewer where a timestep t is LAST.
+
+  Sutton and Barto 2018, eq. 7.1. Shapes: r_t, discount_t [n] f32; last_t [n] bool.
+  """
+  going = jnp.concatenate([jnp.ones_like(last_t[:1]), jnp.cumsum(last_t[:-1]) == 0])
+  before = jnp.concatenate([jnp.ones_like(discount_t[:1]), jnp.cumprod(discount_t)[:-1]])
+  reward = jnp.sum(jnp.where(going, before * r_t, 0.0))
+  discount = jnp.prod(jnp.where(going, discount_t, 1.0))
+  return NStep(reward, discount, jnp.sum(going, dtype=jnp.int32))
+
+
+def n_step_bootstrapped(
+  r_t: Array, discount_t: Array, lambda_t: Array, v_t: Array, n: int
+) -> Array:
+  """n-step targets for each of T timesteps [T] f32; the last n of them look less far.
+
+  Where `lambda_t` [T] is 0, at episode ends, v_t is bootstrapped from instead of looking further.
+  Shapes: all [T] f32.
+  """
+  length = r_t.shape[0]
+  target = jnp.concatenate([v_t[n - 1 :], jnp.broadcast_to(v_t[-1:], (min(n - 1, length),))])
+  target = target[:length]
+
+  def pad(x: Array, value: float) -> Array:
+    return jnp.concatenate([x, jnp.full_like(x[:1], value, shape=(n - 1,))])
+
+  r, discount, lambda_ = pad(r_t, 0.0), pad(discount_t, 1.0), pad(lambda_t, 1.0)
+  v = jnp.concatenate([v_t, jnp.broadcast_to(v_t[-1:], (n - 1,))])
+  for i in reversed(range(n)):
+    now = slice(i, i + length)
+    target = r[now] + discount[now] * ((1 - lambda_[now]) * v[now] + lambda_[now] * target)
+  return target
+
+
+def rescale(x: Array, epsilon: float = 1e-3) -> Array:
+  """h(x), which brings returns closer together (Pohlen et al. 2018, arXiv 1805.11593, prop. A.2)."""
+  return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + epsilon * x
+
+
+def unscale(x: Array, epsilon: float = 1e-3) -> Array:
+  """The inverse of `rescale`."""
+  root = jnp.sqrt(1 + 4 * epsilon * (jnp.abs(x) + 1 + epsilon))
+  return jnp.sign(x) * (jnp.square((root - 1) / (2 * epsilon)) - 1)
+
+
+def project(atoms: Array, probabilities: Array, support: Array) -> Array:
+  """A distribution over any atoms [N] as one over an even support [M] (C51's projection).
+
+  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). Shapes: f32; returns probabilities [M].
+  """
+  spacing = support[1] - support[0]
+  atoms = jnp.clip(atoms, support[0], support[-1])
+  share = jnp.clip(1 - jnp.abs(atoms[None] - support[:, None]) / spacing, 0, 1)
+  return share @ probabilities
+
+
+def quantile_loss(quantiles: Array, targets: Array, threshold: float = 1.0) -> Array:
+  """The quantile Huber loss of quantiles [N] against sampled targets [M], [] f32.
+
+  Dabney et al. 2018 (arXiv 1710.10044, eq. 10).
+  """
+  n = quantiles.shape[0]
+  tau = (jnp.arange(n, dtype=jnp.float32) + 0.5) / n
+  error = targets[None] - quantiles[:, None]
+  small = jnp.abs(error) <= threshold
+  huber = jnp.where(small, 0.5 * error**2, threshold * (jnp.abs(error) - 0.5 * threshold))
+  weight = jnp.abs(tau[:, None] - (error < 0))
+  return jnp.sum(jnp.mean(weight * huber / threshold, axis=1))

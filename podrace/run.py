@@ -38,6 +38,7 @@ from podrace.envs.host import base as host
 from podrace.replay import on_policy
 from podrace.sebulba import ActorFailed, Sebulba
 from podrace.topology import cores, learner_mesh, split_devices
+from podrace.types import Replay
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
@@ -218,20 +219,28 @@ def build(config: Config) -> Architecture:
   if config.architecture == 'sebulba':
     return OnHost(build_sebulba(config))
   env = envs.make(config.env)
-  agent = bind(config.agent, env, config.total_updates)
-  mesh = learner_mesh(config.devices)
+  agent = bind(config.agent, env, config.total_updates, config.num_envs)
+  replay, mesh = memory(agent, env, config), learner_mesh(config.devices)
   return OnDevice(
-    Anakin(agent, env, on_policy(), mesh, config.num_envs, config.unroll_length, config.seeds)
+    Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
   )
+
+
+def memory(agent: Any, env: Any, config: Config) -> Replay:
+  """What a bound agent learns from: its own replay, or else the newest trajectory."""
+  if not hasattr(agent, 'memory'):
+    return on_policy()
+  return agent.memory(config.num_envs, config.unroll_length, getattr(env, 'frame_stack', 0))
 
 
 def build_sebulba(config: Config) -> Sebulba:
   """The Sebulba that a config describes."""
   spec = host.make(config.env)
+  agent = bind(config.agent, spec, config.total_updates, config.num_envs)
   return Sebulba(
-    agent=bind(config.agent, spec, config.total_updates),
+    agent=agent,
     spec=spec,
-    replay=on_policy(),
+    replay=memory(agent, spec, config),
     topology=split_devices(config.actor_devices, config.learner_devices, config.devices),
     num_envs=config.num_envs,
     unroll_length=config.unroll_length,

@@ -39,7 +39,7 @@ from podrace.envs.host.base import (
   Totals,
   check_action,
 )
-from podrace.learner import Log, add_to_log, all_finite, empty_log, learner
+from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.networks import outside_loops
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology
 from podrace.types import (
@@ -231,8 +231,9 @@ class Unroll(NamedTuple):
 class Pipe:
   """Unrolls one way, versions of parameters the other way, and the end of the run both ways."""
 
-  def __init__(self, threads: int, lag: Lag, max_lag: int) -> None:
+  def __init__(self, threads: int, lag: Lag, max_lag: int, in_turn: bool) -> None:
     self._lag, self._max_lag, self._threads = lag, max_lag, threads
+    self._in_turn = in_turn or lag != 'async'  # each batch has the next unroll of every thread
     # With up to c queued unrolls beside the one under way, and the oldest learned from first, each
     # is learned from at most c + 1 updates after its parameters were the newest.
     self._capacity = min(max_lag, 3) - 1
@@ -291,8 +292,8 @@ class Pipe:
   def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
     """One batch for the learner at version `update`; None if `give_up` says so before.
 
-    As many unrolls as there are threads: the next one of each, in the threads' order; 'async', the
-    oldest that there are.
+    As many unrolls as there are threads: the next one of each, in the threads' order; 'async', if
+    replay doesn't need them in turn, the oldest that there are.
 
     Raises:
       ActorFailed: if a thread has failed.
@@ -313,7 +314,7 @@ class Pipe:
       return batch
 
   def _ready(self, update: int) -> list[Unroll] | None:
-    if self._lag != 'async':
+    if self._in_turn:
       next_of = {u.thread: u for u in reversed(self._unrolls)}
       return [next_of[t] for t in range(self._threads)] if len(next_of) == self._threads else None
     batch = sorted(self._unrolls, key=lambda u: u.version)[: self._threads]  # stable
@@ -690,6 +691,10 @@ class Sebulba:
         f'environments in any order (--env-batch-size {self.batch_size}) need --lag async, '
         f'not {self.lag}'
       )
+    if not self.ordered and self.replay.streams:
+      raise ValueError(
+        f'replay needs each environment in its place; leave out --env-batch-size {self.batch_size}'
+      )
     if not self.ordered and self.spec.ordered_only:
       raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
 
@@ -778,9 +783,9 @@ class Sebulba:
     train_key, _, run_key = jax.random.split(keys[0], 3)
     train = self.agent.init(train_key)
     example = self._example_trajectory(train.params)
-    memory = self.replay.init(example)
+    memory = init_memory(self.replay, self.mesh, example)
     learn = learner(self.agent, self.replay, self.mesh)
-    _, _, metrics = jax.eval_shape(learn, train, memory, example, run_key)
+    _, _, metrics, _ = jax.eval_shape(learn, train, memory, example, run_key, jnp.int32(0))
     previous = jax.tree.map(jnp.copy, train.params) if self.lag == '1' else ()
     return State(train, memory, empty_log(metrics), run_key, jnp.int32(0), previous, ())
 
@@ -850,10 +855,10 @@ class Sebulba:
       params: Any, rest: Any, memory: Any, log: Log, key: Array, update: Array, trajectories: Any
     ) -> Any:
       _, learn_key = jax.random.split(jax.random.fold_in(key, update))  # as Anakin's
-      train, memory, metrics = learn(
-        TrainState(params, rest), memory, join(*trajectories), learn_key
+      train, memory, metrics, count = learn(
+        TrainState(params, rest), memory, join(*trajectories), learn_key, update
       )
-      return train, memory, add_to_log(log, metrics, update), update + 1
+      return train, memory, add_to_log(log, metrics, count, update), update + 1
 
     s = self.shardings
     return jax.jit(
@@ -955,7 +960,8 @@ class Actors:
 
   def __init__(self, sebulba: Sebulba, state: State, actor_key: Array, start: bool = True) -> None:
     self._sebulba = sebulba
-    self.pipe = Pipe(sebulba.local_threads, sebulba.lag, sebulba.max_lag)
+    in_turn = sebulba.replay.streams
+    self.pipe = Pipe(sebulba.local_threads, sebulba.lag, sebulba.max_lag, in_turn)
     update = int(jax.device_get(state.update))
     if sebulba.lag == '1' and update > 0:
       self.publish(update - 1, state.previous)

@@ -132,14 +132,22 @@ class Agent(Protocol):
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    """One update: the new state, a priority [B] for each trajectory, and scalars to report."""
+    """One step: the new state, a priority [B] for each trajectory, and scalars to report.
+
+    An agent that learns from replay also has `memory(num_envs, unroll_length, stack) -> Replay`.
+    """
     ...
 
 
 class Replay(NamedTuple):
-  """What stands between acting and learning: sizes, bundled with four pure functions."""
+  """What stands between acting and learning: sizes, bundled with five pure functions.
+
+  Each device has a state of its own, of arrays with at least one axis.
+  """
 
   init: Callable[[Trajectory], Any]  # from one trajectory's shapes
   add: Callable[[Any, Trajectory], Any]
   sample: Callable[[Any, Array], Sample]
   update: Callable[[Any, Array, Array], Any]  # state, index [B], priority [B]
+  times: Callable[[Array], Array | int]  # how many samples the update-th update learns from
+  streams: bool = False  # each column of a trajectory must go on where the one before ended

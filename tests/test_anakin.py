@@ -133,7 +133,7 @@ def test_grouping_updates_into_calls_changes_nothing(name: str, devices: int) ->
     for updates in groups:
       state = anakin.run(state, jnp.int32(updates))
     ends.append(state)
-  assert int(ends[0].update) == 10 and int(ends[0].log.updates) == 10
+  assert int(ends[0].update) == 10 and int(ends[0].log.count) == 10
   for path, x in jax.tree_util.tree_leaves_with_path(ends[0]):
     for other in ends[1:]:
       y = functools.reduce(lambda tree, k: step_into(tree, k), path, other)
@@ -155,7 +155,7 @@ def bits(x: jax.Array) -> np.ndarray:
 def test_reading_the_log_changes_only_the_log() -> None:
   anakin = on_catch('impala', 1)
   _, state = anakin.read_log(anakin.run(begin(anakin), jnp.int32(3)))
-  assert int(state.log.updates) == 0 and not np.asarray(state.actor.episodes.count).any()
+  assert int(state.log.count) == 0 and not np.asarray(state.actor.episodes.count).any()
   read = anakin.run(state, jnp.int32(4))
   unread = anakin.run(begin(anakin), jnp.int32(7))
   for x, y in zip(jax.tree.leaves(read.train), jax.tree.leaves(unread.train), strict=True):

@@ -1,5 +1,4 @@
 """One run over two processes, which are started through the command line and talk over loopback."""
-# ruff: noqa: F401, F811 (fixtures of processes)
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from processes import DEADLINE, cache, checkpoints, environment, lines, summary, until
+from processes import DEADLINE, checkpoints, environment, lines, summary, until
 
 from podrace import topology
 from podrace.checkpoint import Checkpoints
@@ -116,7 +115,7 @@ def listening(pid: int) -> list[str]:
 LOOPBACK = {'0100007F', '0000000000000000FFFF00000100007F', '00000000000000000000000001000000'}
 
 
-def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair) -> None:
+def test_two_processes_are_one_run(tmp_path: Path, pair) -> None:
   """Stopped by a signal to one of them, and resumed; the same parameters as in one process."""
   run_dir = tmp_path / 'two'
   length = ['--total-steps', '6400', '--devices', '4']
@@ -139,9 +138,7 @@ def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair) -> None:
   assert summary(run_dir)['step'] == 6400
   assert [line['step'] for line in lines(run_dir)] == list(range(640, 6401, 640))
 
-  alone = Process(
-    [*ARGS, *length, '--run-dir', str(tmp_path / 'one')], 4, tmp_path / 'one.txt', cache
-  )
+  alone = Process([*ARGS, *length, '--run-dir', str(tmp_path / 'one')], 4, tmp_path / 'one.txt')
   assert alone.wait() == 0, alone.output
   step, params = parameters(run_dir)
   step_alone, params_alone = parameters(tmp_path / 'one')

@@ -34,15 +34,16 @@ TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16
         '--total-steps', '32000', '--log-every', '320', '--checkpoint-every', '1600']  # fmt: skip
 PPO = ['--agent', 'ppo', '--agent.epochs', '2', '--agent.minibatches', '2',
        '--agent.normalize-observations', 'True', '--agent.normalize-rewards', 'True']  # fmt: skip
+SHORT = [*TINY[:6], '--total-steps', '8000', '--log-every', '160', '--checkpoint-every', '800']
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
   'two-seeds': (1, ['--seeds', '2', *TINY]),
   'two-devices': (2, [*PPO, *TINY, '--devices', '2']),
-  'sebulba-lag-0': (1, ['--architecture', 'sebulba', '--lag', '0', *PPO, *TINY]),
+  'sebulba-lag-0': (1, ['--architecture', 'sebulba', '--lag', '0', *PPO, *SHORT]),
   'sebulba-lag-1': (
     3, ['--architecture', 'sebulba', '--agent.network.core', 'gru', '--agent.network.core-size', '8',
-        *TINY, '--actor-devices', '0,1', '--learner-devices', '2', '--actor-threads', '1']
+        *SHORT, '--actor-devices', '0,1', '--learner-devices', '2', '--actor-threads', '1']
   ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
@@ -123,7 +124,12 @@ def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> 
   assert_same_run(lives.run_dir, undisturbed)
 
 
-@pytest.mark.parametrize('case', CASES)
+SLOW = {'two-seeds', 'pooled-resets', 'two-devices', 'sebulba-lag-0'}
+
+
+@pytest.mark.parametrize(
+  'case', [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
+)
 def test_killed_three_times(
   case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:

@@ -231,7 +231,7 @@ SLOW = pytest.mark.slow
   ('name', 'devices', 'lag'),
   [
     ('impala', 1, '1'),
-    ('ppo', 8, 'async'),
+    pytest.param('ppo', 8, 'async', marks=SLOW),
     pytest.param('impala', 1, '0', marks=SLOW),
     pytest.param('impala', 1, 'async', marks=SLOW),
     pytest.param('impala', 8, '0', marks=SLOW),

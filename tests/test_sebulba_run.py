@@ -222,6 +222,7 @@ def alive(pid: int) -> bool:
 # --- several processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair: Any) -> None:
   """Each with actors of its own; equal parameters, and those of one process with both's actors."""
   args = ['--architecture', 'sebulba', '--actor-threads', '1', '--total-steps', '3200']

@@ -1,5 +1,6 @@
 """What stands between acting and learning. Each function here returns a `podrace.types.Replay`."""
 
 from podrace.replay.on_policy import on_policy
+from podrace.replay.windows import Buffer, windows
 
-__all__ = ['on_policy']
+__all__ = ['Buffer', 'on_policy', 'windows']

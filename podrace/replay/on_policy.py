@@ -33,4 +33,8 @@ def on_policy() -> Replay:
     del state, index, priority
     return ()
 
-  return Replay(init, add, sample, update)
+  def times(update: Array) -> int:
+    del update
+    return 1
+
+  return Replay(init, add, sample, update, times)

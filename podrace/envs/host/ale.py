@@ -48,6 +48,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     observation_space=probe.single_observation_space,
     action_space=gymnasium.spaces.Discrete(int(probe.single_action_space.n), dtype=np.int32),
     make=lambda args: AtariPool(name, values, args),
+    frame_stack=int(values['stack']),
   )
 
 

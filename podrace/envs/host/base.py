@@ -38,6 +38,7 @@ class HostSpec:
   action_space: Any
   make: Callable[[PoolArgs], HostEnvironment]
   ordered_only: bool = False  # the pool can't return less than all
+  frame_stack: int = 0  # observations are so many frames along their first axis; 0: they are not
   jax: Any = None  # the podrace Environment, if it is one in JAX, which then runs on the host CPU
 
 
@@ -62,7 +63,9 @@ def make(name: str) -> HostSpec:
     def no_pool(args: PoolArgs) -> HostEnvironment:
       raise TypeError(refused)
 
-    return HostSpec(name, pure.observation_space, pure.action_space, no_pool, True, pure)
+    return HostSpec(
+      name, pure.observation_space, pure.action_space, no_pool, ordered_only=True, jax=pure
+    )
   try:
     return importlib.import_module(library.module).make(env, options)
   except ImportError as error:

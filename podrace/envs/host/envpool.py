@@ -48,6 +48,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     observation_space=_space(spec.gymnasium_observation_space),
     action_space=_space(spec.gymnasium_action_space),
     make=lambda args: EnvPool(name, {k: v for k, v in values.items() if k in options}, clip, args),
+    frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
 
 

@@ -1,0 +1,140 @@
+"""D4PG: distributed distributional deterministic policy gradients (Barth-Maron et al. 2018).
+
+arXiv 1804.08617. A deterministic policy, explored with normal noise; a critic of the distribution
+of returns over fixed atoms; n-step targets from target networks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from podrace import returns
+from podrace.agents import valuing
+from podrace.learner import separately, sgd
+from podrace.networks import Actor, Critic
+from podrace.replay import Buffer, windows
+from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
+
+
+class Learned(NamedTuple):
+  """All that takes gradient steps."""
+
+  actor: Any
+  critic: Any
+
+
+class Rest(NamedTuple):
+  """What else is learned, and not sent to actors."""
+
+  critic: Any
+  target: Learned  # what is bootstrapped from
+  opt_state: Any
+  steps: Array  # [] i32 gradient steps so far
+
+
+@dataclasses.dataclass(frozen=True)
+class D4PG:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  actor: Actor = Actor(deterministic=True)
+  critic: Critic = Critic(atoms=51)
+  buffer: Buffer = Buffer(batch_size=256, samples_per_insert=256.0)
+  v_min: float = -150.0  # the least return that the critic knows of
+  v_max: float = 150.0
+  actor_learning_rate: float = 1e-4
+  critic_learning_rate: float = 1e-4
+  discount: float = 0.99
+  n_step: int = 5
+  noise: float = 0.3  # standard deviation of what is added to actions, which are within [-1, 1]
+  target_period: int = 100  # gradient steps between copies to the target networks
+  target_rate: float = 1.0  # how far they move then; with a period of 1, Polyak's average
+  greedy: bool = False  # act without noise, for evaluation
+
+  def __post_init__(self) -> None:
+    if self.v_min >= self.v_max:
+      raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+    if min(self.n_step, self.target_period) < 1:
+      raise ValueError(f'must be at least 1: {self.n_step=} {self.target_period=}')
+    if not self.actor.deterministic or self.critic.atoms < 2:
+      raise ValueError('d4pg has a deterministic actor, and a critic with at least 2 atoms')
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """What is learned from: windows of n steps."""
+    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+
+  def init(self, key: Array) -> TrainState:
+    actor_key, critic_key = jax.random.split(key)
+    learned = Learned(self.actor.init(actor_key), self.critic.init(critic_key))
+    rest = Rest(learned.critic, learned, self.optimiser().init(learned), jnp.int32(0))
+    return TrainState(learned.actor, rest)
+
+  def initial_state(self, env_id: Array) -> Any:
+    del env_id
+    return ()
+
+  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    action = self.policy(params, timestep)
+    if not self.greedy:
+      action = action + self.noise * jax.random.normal(key, action.shape)
+    return ActorOutput(self.actor.distribution.from_unit(action)), state
+
+  def policy(self, actor: Any, timestep: TimeStep) -> Array:
+    """The best actions [B, n], within [-1, 1]."""
+    outputs, _ = self.actor.step(actor, (), timestep)
+    return jnp.tanh(outputs)
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    del key
+    rest: Rest = train.rest
+    step = valuing.transitions(sample.trajectory, self.discount)
+    target = self.target(rest.target, step)
+    taken = self.critic.distribution.to_unit(step.action)
+
+    def loss(learned: Learned) -> tuple[Array, Any]:
+      logits = self.critic.value(learned.critic, step.before.observation, taken)[0]
+      each = -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
+      critic_loss = jnp.mean(sample.weight * step.mask * each)
+      fixed = lax.stop_gradient(learned.critic)
+      action = self.policy(learned.actor, step.before)
+      value = self.mean(self.critic.value(fixed, step.before.observation, action)[0])
+      actor_loss = -jnp.mean(step.mask * value)
+      metrics = dict(loss=critic_loss, actor_loss=actor_loss, value=jnp.mean(value))
+      return critic_loss + actor_loss, (metrics, step.mask * each + 1e-6)
+
+    learned = Learned(train.params, rest.critic)
+    learned, opt_state, metrics, priority = sgd(
+      loss, self.optimiser(), learned, rest.opt_state, keep=True
+    )
+    steps = rest.steps + 1
+    followed = valuing.follow(rest.target, learned, steps, self.target_period, self.target_rate)
+    rest = Rest(learned.critic, followed, opt_state, steps)
+    return TrainState(learned.actor, rest), priority, metrics
+
+  @property
+  def support(self) -> Array:
+    """The returns [atoms] that the critic gives probabilities to."""
+    return jnp.linspace(self.v_min, self.v_max, self.critic.atoms)
+
+  def mean(self, logits: Array) -> Array:
+    """Expected returns [B] of a critic's outputs [B, atoms]."""
+    return jnp.sum(jax.nn.softmax(logits) * self.support[None], axis=-1)
+
+  def target(self, target: Learned, step: valuing.Transitions) -> Array:
+    """The probabilities [B, atoms] that the critic should give; equation 2 of the paper."""
+    action = self.policy(target.actor, step.after)
+    logits = self.critic.value(target.critic, step.after.observation, action)[0]
+    atoms = step.r_t[:, None] + step.discount_t[:, None] * self.support[None]
+    project = jax.vmap(returns.project, in_axes=(0, 0, None))
+    return project(atoms, jax.nn.softmax(logits), self.support)
+
+  def optimiser(self) -> optax.GradientTransformation:
+    rates = dict(actor=self.actor_learning_rate, critic=self.critic_learning_rate)
+    return separately(rates, Learned)

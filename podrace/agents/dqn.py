@@ -1,0 +1,157 @@
+"""DQN (Mnih et al. 2015, Nature 518) and what was found to better it, up to Rainbow.
+
+Rainbow (Hessel et al. 2018, arXiv 1710.02298) is double, dueling, n-step, prioritised, noisy and
+distributional at once: see the preset `rainbow-minatar`. Each is a setting here or of the network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+from podrace import returns
+from podrace.agents import valuing
+from podrace.learner import sgd
+from podrace.networks import QNetwork
+from podrace.replay import Buffer, windows
+from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
+
+
+class Params(NamedTuple):
+  """All that acting needs."""
+
+  network: Any
+  epsilon: Array  # [] f32, how often an action is random
+
+
+class Rest(NamedTuple):
+  """What else is learned."""
+
+  target: Any  # the network that is bootstrapped from
+  opt_state: Any
+  steps: Array  # [] i32 gradient steps so far
+
+
+@dataclasses.dataclass(frozen=True)
+class DQN:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  network: QNetwork = QNetwork()
+  buffer: Buffer = Buffer()
+  learning_rate: float = 2.5e-4
+  adam_epsilon: float = 1.5e-4
+  max_grad_norm: float = 10.0
+  discount: float = 0.99
+  n_step: int = 1  # rewards before a value is bootstrapped from
+  double: bool = True  # the online network says which action, the target network its value
+  huber: float = 1.0  # where the loss goes from square to linear; 0: it is the square
+  target_period: int = 250  # gradient steps between copies to the target network
+  target_rate: float = 1.0  # how far it moves then; with a period of 1, Polyak's average
+  epsilon: float = 0.05  # how often an action is random, in the end
+  epsilon_steps: int = 10_000  # gradient steps until then, linearly from 1
+  epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
+  ladder_base: float = 0.4  # the first one's
+  ladder_power: float = 7.0  # the last one's is base^(1 + power)
+  greedy: bool = False  # for evaluation: no random actions, no noise
+  total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
+
+  def __post_init__(self) -> None:
+    for name in ('n_step', 'target_period', 'epsilon_steps'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    if self.network.core != 'none':
+      raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """What is learned from: windows of n steps."""
+    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+
+  def init(self, key: Array) -> TrainState:
+    network = self.network.init(key)
+    rest = Rest(network, self.optimiser().init(network), jnp.int32(0))
+    return TrainState(Params(network, jnp.float32(1)), rest)
+
+  def initial_state(self, env_id: Array) -> Any:
+    if not self.epsilon_ladder:
+      return ()
+    return valuing.ladder(env_id, self.total_envs, self.ladder_base, self.ladder_power)
+
+  def act(
+    self, params: Params, state: Any, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, Any]:
+    noise_key, explore_key = jax.random.split(key)
+    noisy = self.network.noisy and not self.greedy
+    q, _ = self.network.step(params.network, (), timestep, noise_key if noisy else None)
+    values = self.network.mean(q)
+    epsilon = state if self.epsilon_ladder else params.epsilon
+    epsilon = jnp.broadcast_to(0.0 if self.greedy or noisy else epsilon, values.shape[:1])
+    return ActorOutput(valuing.epsilon_greedy(values, epsilon, explore_key)), state
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    rest: Rest = train.rest
+    step = valuing.transitions(sample.trajectory, self.discount)
+    online_key, select_key, target_key = jax.random.split(key, 3)
+    target = self.target(rest.target, train.params.network, step, target_key, select_key)
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      q = valuing.chosen(self.outputs(network, step.before, online_key), step.action)
+      each, error = self.losses(q, target)
+      total = jnp.mean(sample.weight * step.mask * each)
+      value = jnp.mean(self.network.mean(q))
+      return total, (dict(loss=total, value=value), step.mask * error + 1e-6)
+
+    network, opt_state, metrics, priority = sgd(
+      loss, self.optimiser(), train.params.network, rest.opt_state, keep=True
+    )
+    steps = rest.steps + 1
+    followed = valuing.follow(rest.target, network, steps, self.target_period, self.target_rate)
+    decayed = 1 - (1 - self.epsilon) * steps / self.epsilon_steps
+    params = Params(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
+    metrics['epsilon'] = params.epsilon
+    return TrainState(params, Rest(followed, opt_state, steps)), priority, metrics
+
+  def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
+    """The network's [B, A, atoms], with noise if it has any."""
+    q, _ = self.network.step(network, (), timestep, key if self.network.noisy else None)
+    return q
+
+  def target(
+    self, target: Any, online: Any, step: valuing.Transitions, target_key: Array, select_key: Array
+  ) -> Array:
+    """What the outputs [B, atoms] should be: returns, or probabilities of the categorical head.
+
+    Double: van Hasselt et al. 2016 (arXiv 1509.06461, eq. 4).
+    """
+    q_t = self.outputs(target, step.after, target_key)
+    select = self.outputs(online, step.after, select_key) if self.double else q_t
+    best = jnp.argmax(self.network.mean(select), axis=-1)
+    q_t = valuing.chosen(q_t, best)
+    r_t, discount_t = step.r_t[:, None], step.discount_t[:, None]
+    if not self.network.categorical:
+      return r_t + discount_t * q_t
+    support = self.network.support
+    project = jax.vmap(returns.project, in_axes=(0, 0, None))
+    return project(r_t + discount_t * support[None], jax.nn.softmax(q_t), support)
+
+  def losses(self, q: Array, target: Array) -> tuple[Array, Array]:
+    """The loss [B] of outputs [B, atoms], and how wrong they are [B], which is the priority."""
+    if self.network.head == 'value':
+      error = (target - q)[:, 0]
+      loss = optax.huber_loss(error, delta=self.huber) if self.huber else 0.5 * error**2
+      return loss, jnp.abs(error)
+    if self.network.categorical:
+      loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
+    else:
+      loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber or 1.0))(q, target)
+    return loss, jnp.abs(loss)
+
+  def optimiser(self) -> optax.GradientTransformation:
+    step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))

@@ -1,0 +1,185 @@
+"""R2D2: recurrent replay distributed DQN (Kapturowski et al. 2019, ICLR).
+
+Sequences begin with the recurrent state that acting had there, which the first steps of each, the
+burn-in, bring up to date. Values are rescaled, double and n-step; each environment explores by an
+epsilon of its own. The constants are SEED RL's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import lax
+
+from podrace import returns
+from podrace.agents import valuing
+from podrace.learner import sgd
+from podrace.networks import QNetwork
+from podrace.replay import Buffer, windows
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Replay,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+)
+
+
+class Rest(NamedTuple):
+  """What else is learned."""
+
+  target: Any  # the network that is bootstrapped from
+  opt_state: Any
+  steps: Array  # [] i32 gradient steps so far
+
+
+class State(NamedTuple):
+  """What acting carries along, [B, ...]."""
+
+  core: Any  # the network's recurrent state
+  epsilon: Array  # [B] f32
+
+
+class Extras(NamedTuple):
+  """What acting tells for the first priority of a sequence, [B] f32 each."""
+
+  value: Array  # of the action that was taken
+  best: Array  # of the best one
+
+
+@dataclasses.dataclass(frozen=True)
+class R2D2:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  network: QNetwork = QNetwork(core='lstm', dueling=True)
+  buffer: Buffer = Buffer(batch_size=64, priority_exponent=0.9, samples_per_insert=1.5)
+  sequence: int = 80  # steps of a sequence that are learned from, after the burn-in
+  burn_in: int = 40  # steps before them
+  learning_rate: float = 1e-4
+  adam_epsilon: float = 1e-3
+  max_grad_norm: float = 40.0
+  discount: float = 0.997
+  n_step: int = 5
+  target_period: int = 2_500  # gradient steps between copies to the target network
+  rescale_epsilon: float = 1e-3  # of the value rescaling
+  max_share: float = 0.9  # of the largest error in a sequence's priority; the rest is the mean's
+  epsilon_base: float = 0.4  # environment i of n explores with base^(1 + power i / (n - 1))
+  epsilon_power: float = 7.0
+  greedy: bool = False  # for evaluation
+  total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
+
+  def __post_init__(self) -> None:
+    for name in ('sequence', 'n_step', 'target_period'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    if self.burn_in < 0:
+      raise ValueError(f'burn_in must not be negative, not {self.burn_in}')
+    if self.sequence < 2:
+      raise ValueError('a sequence of one step has no error to be ranked by; take at least 2')
+    if self.network.head != 'value' or self.network.noisy:
+      raise ValueError('r2d2 learns values: its network has the head value and no noise')
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """What is learned from: sequences that begin where unrolls do, with the state of acting."""
+    length = self.burn_in + self.sequence
+    return windows(
+      self.buffer, length, num_envs, unroll_length,
+      keep_state=True, stack=stack, initial_priority=self.initial_priority,
+    )  # fmt: skip
+
+  def init(self, key: Array) -> TrainState:
+    network = self.network.init(key)
+    return TrainState(network, Rest(network, self.optimiser().init(network), jnp.int32(0)))
+
+  def initial_state(self, env_id: Array) -> State:
+    epsilon = valuing.ladder(env_id, self.total_envs, self.epsilon_base, self.epsilon_power)
+    return State(self.network.initial_state(env_id.shape[0]), epsilon)
+
+  def act(
+    self, params: Any, state: State, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, State]:
+    q, core = self.network.step(params, state.core, timestep)
+    values = self.network.mean(q)
+    epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
+    action = valuing.epsilon_greedy(values, epsilon, key)
+    extras = Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
+    return ActorOutput(action, extras), state._replace(core=core)
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    del key
+    rest: Rest = train.rest
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      error, mask, values = self.errors(network, rest.target, sample.trajectory)
+      total = jnp.mean(sample.weight[None] * mask * 0.5 * error**2)
+      return total, (dict(loss=total, value=jnp.mean(values)), self.priority(mask * error))
+
+    network, opt_state, metrics, priority = sgd(
+      loss, self.optimiser(), train.params, rest.opt_state, keep=True
+    )
+    steps = rest.steps + 1
+    target = valuing.follow(rest.target, network, steps, self.target_period, 1.0)
+    return TrainState(network, Rest(target, opt_state, steps)), priority, metrics
+
+  def errors(self, network: Any, target: Any, window: Trajectory) -> tuple[Array, Array, Array]:
+    """Errors, their mask and the values of the actions taken, [sequence, B] each."""
+    early, late = self.split(window.timesteps)
+    core = window.agent_state.core
+    if self.burn_in:
+      _, core_online = self.network.unroll(lax.stop_gradient(network), core, early)
+      _, core_target = self.network.unroll(target, core, early)
+    else:
+      core_online = core_target = core
+    q, _ = self.network.unroll(network, core_online, late)
+    q_target, _ = self.network.unroll(target, core_target, late)
+    values, values_target = self.network.mean(q), self.network.mean(q_target)
+    best = jnp.argmax(values[1:], axis=-1)
+    v_t = valuing.chosen(values_target[1:], best)
+    taken = valuing.chosen(values[:-1], window.outputs.action[self.burn_in :])
+    goal = lax.stop_gradient(self.targets(late, v_t))
+    mask = 1.0 - late.last[:-1].astype(jnp.float32)
+    return goal - taken, mask, taken
+
+  def split(self, timesteps: TimeStep) -> tuple[TimeStep, TimeStep]:
+    """The burn-in, and what is learned from."""
+    early = jax.tree.map(lambda x: x[: self.burn_in], timesteps)
+    return early, jax.tree.map(lambda x: x[self.burn_in :], timesteps)
+
+  def targets(self, timesteps: TimeStep, v_t: Array) -> Array:
+    """What the values [T, B] at timesteps[:-1] should be, from rescaled values v_t [T, B] behind."""
+    one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
+    target = one(
+      timesteps.reward[1:],
+      self.discount * timesteps.discount[1:],
+      1.0 - timesteps.last[1:].astype(jnp.float32),
+      returns.unscale(v_t, self.rescale_epsilon),
+      self.n_step,
+    )
+    return returns.rescale(target, self.rescale_epsilon)
+
+  def priority(self, error: Array) -> Array:
+    """[B] of masked errors [T, B]; section 2.3 of the paper."""
+    size = jnp.abs(error)
+    return self.max_share * jnp.max(size, 0) + (1 - self.max_share) * jnp.mean(size, 0) + 1e-6
+
+  def initial_priority(self, window: Trajectory) -> Array:
+    """The priority of new sequences, by the values that acting saw; the last step has none yet."""
+    _, late = self.split(window.timesteps)
+    late = jax.tree.map(lambda x: x[:-1], late)
+    extras = jax.tree.map(lambda x: x[self.burn_in :], window.outputs.extras)
+    error = self.targets(late, extras.best[1:]) - extras.value[:-1]
+    return self.priority(error * (1.0 - late.last[:-1].astype(jnp.float32)))
+
+  def optimiser(self) -> optax.GradientTransformation:
+    step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))

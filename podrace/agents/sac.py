@@ -1,0 +1,153 @@
+"""SAC: soft actor-critic with an automatic temperature (Haarnoja et al. 2018, arXiv 1812.05905).
+
+Two critics, of which the smaller counts; no value network. Actor, critics and temperature take one
+gradient step together, so the actor's sees the critics of the step before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from podrace.agents import valuing
+from podrace.learner import separately, sgd
+from podrace.networks import Actor, Critic
+from podrace.replay import Buffer, windows
+from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
+
+
+class Learned(NamedTuple):
+  """All that takes gradient steps."""
+
+  actor: Any
+  critic: Any
+  log_alpha: Array  # [] f32 the temperature's
+
+
+class Rest(NamedTuple):
+  """What else is learned, and not sent to actors."""
+
+  critic: Any
+  log_alpha: Array
+  target: Any  # the critics that are bootstrapped from
+  opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class SAC:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  actor: Actor = Actor()
+  critic: Critic = Critic(critics=2)
+  buffer: Buffer = Buffer(batch_size=256, samples_per_insert=256.0)
+  actor_learning_rate: float = 3e-4
+  critic_learning_rate: float = 3e-4
+  temperature_learning_rate: float = 3e-4
+  initial_temperature: float = 1.0
+  learn_temperature: bool = True
+  target_entropy: float | None = None  # None: -1 for each number of an action
+  discount: float = 0.99
+  n_step: int = 1
+  target_rate: float = 0.005  # how far the target critics move in a step
+  greedy: bool = False  # act by the mode, for evaluation
+
+  def __post_init__(self) -> None:
+    if self.critic.critics < 1 or self.n_step < 1:
+      raise ValueError(f'at least one critic and one step: {self.critic.critics=} {self.n_step=}')
+    if self.initial_temperature <= 0:
+      raise ValueError(f'initial_temperature must be more than 0, not {self.initial_temperature}')
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """What is learned from: windows of n steps."""
+    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+
+  def init(self, key: Array) -> TrainState:
+    actor_key, critic_key = jax.random.split(key)
+    log_alpha = jnp.float32(math.log(self.initial_temperature))
+    learned = Learned(self.actor.init(actor_key), self.critic.init(critic_key), log_alpha)
+    opt_state = self.optimiser().init(learned)
+    return TrainState(learned.actor, Rest(learned.critic, log_alpha, learned.critic, opt_state))
+
+  def initial_state(self, env_id: Array) -> Any:
+    del env_id
+    return ()
+
+  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    outputs, _ = self.actor.step(params, (), timestep)
+    policy = self.actor.distribution
+    x = policy.mode(outputs) if self.greedy else policy.sample(outputs, key)
+    return ActorOutput(policy.to_action(x)), state
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    rest: Rest = train.rest
+    step = valuing.transitions(sample.trajectory, self.discount)
+    target_key, actor_key = jax.random.split(key)
+    target = self.target(train.params, rest, step, target_key)
+    taken = self.critic.distribution.to_unit(step.action)
+    weight = sample.weight * step.mask
+
+    def loss(learned: Learned) -> tuple[Array, Any]:
+      q = self.critic.value(learned.critic, step.before.observation, taken)[..., 0]
+      error = target[None] - q
+      critic_loss = 0.5 * jnp.mean(weight[None] * jnp.square(error)) * q.shape[0]
+      action, log_prob = self.draw(learned.actor, step.before, actor_key)
+      fixed = lax.stop_gradient(learned.critic)
+      alpha = jnp.exp(lax.stop_gradient(learned.log_alpha))
+      value = jnp.min(self.critic.value(fixed, step.before.observation, action)[..., 0], axis=0)
+      actor_loss = jnp.mean(step.mask * (alpha * log_prob - value))
+      surplus = lax.stop_gradient(-log_prob) - self.entropy_goal
+      alpha_loss = jnp.exp(learned.log_alpha) * jnp.mean(step.mask * surplus)
+      total = critic_loss + actor_loss + (alpha_loss if self.learn_temperature else 0.0)
+      metrics = dict(
+        loss=critic_loss,
+        actor_loss=actor_loss,
+        value=jnp.mean(value),
+        entropy=-jnp.mean(step.mask * log_prob),
+        temperature=alpha,
+      )
+      priority = step.mask * jnp.mean(jnp.abs(error), axis=0) + 1e-6
+      return total, (metrics, priority)
+
+    learned = Learned(train.params, rest.critic, rest.log_alpha)
+    learned, opt_state, metrics, priority = sgd(
+      loss, self.optimiser(), learned, rest.opt_state, keep=True
+    )
+    followed = optax.incremental_update(learned.critic, rest.target, self.target_rate)
+    rest = Rest(learned.critic, learned.log_alpha, followed, opt_state)
+    return TrainState(learned.actor, rest), priority, metrics
+
+  def draw(self, actor: Any, timestep: TimeStep, key: Array) -> tuple[Array, Array]:
+    """Actions [B, n] within [-1, 1] by the policy, and the logarithms of their densities [B]."""
+    outputs, _ = self.actor.step(actor, (), timestep)
+    policy = self.actor.distribution
+    x = policy.sample(outputs, key)
+    return jnp.tanh(x), policy.log_prob(outputs, x)
+
+  def target(self, actor: Any, rest: Rest, step: valuing.Transitions, key: Array) -> Array:
+    """What the critics should say, [B]; equation 3 of the paper."""
+    action, log_prob = self.draw(actor, step.after, key)
+    q_t = jnp.min(self.critic.value(rest.target, step.after.observation, action)[..., 0], axis=0)
+    v_t = q_t - jnp.exp(rest.log_alpha) * log_prob
+    return step.r_t + step.discount_t * v_t
+
+  @property
+  def entropy_goal(self) -> float:
+    if self.target_entropy is not None:
+      return self.target_entropy
+    return -float(math.prod(self.actor.action_space.shape))
+
+  def optimiser(self) -> optax.GradientTransformation:
+    rates = dict(
+      actor=self.actor_learning_rate,
+      critic=self.critic_learning_rate,
+      log_alpha=self.temperature_learning_rate,
+    )
+    return separately(rates, Learned)

@@ -1,0 +1,78 @@
+"""How value-based agents explore, and the transitions they learn from."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from podrace import returns
+from podrace.distributions import MASKED
+from podrace.types import Array, TimeStep, Trajectory
+
+
+class Transitions(NamedTuple):
+  """One n-step transition for each of B windows."""
+
+  r_t: Array  # [B] f32
+  discount_t: Array  # [B] f32
+  before: TimeStep  # [B, ...] where the action was taken
+  after: TimeStep  # [B, ...] what is bootstrapped from
+  action: Any  # [B, ...]
+  mask: Array  # [B] f32, 0 for LAST -> FIRST, which is no transition of any episode
+
+
+def transitions(window: Trajectory, discount: float) -> Transitions:
+  """Windows [n+1, B] as one transition each, ended early where an episode ends."""
+  timesteps = window.timesteps
+  step = jax.vmap(returns.n_step, in_axes=1)(
+    timesteps.reward[1:], discount * timesteps.discount[1:], timesteps.last[1:]
+  )
+  streams = jnp.arange(step.index.shape[0])
+  before = jax.tree.map(lambda x: x[0], timesteps)
+  return Transitions(
+    r_t=step.r_t,
+    discount_t=step.discount_t,
+    before=before,
+    after=jax.tree.map(lambda x: x[step.index, streams], timesteps),
+    action=jax.tree.map(lambda x: x[0], window.outputs.action),
+    mask=1.0 - before.last.astype(jnp.float32),
+  )
+
+
+def ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
+  """Epsilon of each environment [B]: base^(1 + power i / (n - 1)) (Horgan et al. 2018, Ape-X)."""
+  return base ** (1 + power * env_id / max(total_envs - 1, 1))
+
+
+def epsilon_greedy(values: Array, epsilon: Array, key: Array) -> Array:
+  """Actions [B] i32 by values [B, A]: at random with probability epsilon [B], else the best.
+
+  Of several best ones, any; an action that the environment forbids, never.
+  """
+  explore_key, random_key = jax.random.split(key)
+  noise = jax.random.uniform(random_key, values.shape)
+  allowed = values > MASKED / 2
+  best = allowed & (values == jnp.max(values, axis=-1, keepdims=True))
+  explore = jax.random.uniform(explore_key, epsilon.shape) < epsilon
+  among = jnp.where(explore[:, None], allowed, best)
+  return jnp.argmax(jnp.where(among, noise, -1.0), axis=-1).astype(jnp.int32)
+
+
+def chosen(values: Array, action: Array) -> Array:
+  """values [..., A, *rest] of actions [...]: [..., *rest]."""
+  rest = values.ndim - action.ndim - 1
+  index = action.reshape(action.shape + (1,) * (rest + 1))
+  return jnp.take_along_axis(values, index, axis=action.ndim).squeeze(action.ndim)
+
+
+def follow(target: Any, online: Any, steps: Array, period: int, rate: float) -> Any:
+  """The target network after `steps` gradient steps: a copy every `period`, or Polyak's average.
+
+  With `rate` less than 1 it moves so much of the way at every step, and `period` is 1.
+  """
+  now = steps % period == 0
+  moved = optax.incremental_update(online, target, rate)
+  return jax.tree.map(lambda new, old: jnp.where(now, new, old), moved, target)

@@ -1,0 +1,361 @@
+"""Replay on the device: windows cut from the streams of experience of single environments.
+
+Each environment's timesteps are a ring of rows, every observation stored once, and a window is a
+slice of it. An n-step transition is a window of n steps; a sequence with burn-in is a longer one.
+Lin 1992; with priorities, Schaul et al. 2016 (arXiv 1511.05952); of sequences, Kapturowski et al.
+2019 (R2D2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from podrace.replay import sum_tree
+from podrace.types import FIRST, LAST, ActorOutput, Array, Replay, Sample, TimeStep, Trajectory
+
+CONTINUED, ZEROS, REPEATED = 0, 1, 2  # what a stack of frames shows of the time before
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+  """What is remembered, and how often it is learned from; the settings of `windows`."""
+
+  capacity: int = 100_000  # environment steps, of all environments
+  batch_size: int = 32  # windows in one gradient, over all devices
+  min_size: int = 1_000  # environment steps before learning begins
+  samples_per_insert: float = 8.0  # windows learned from for every step that is stored, exactly
+  priority_exponent: float = 0.0  # 0: all windows alike; 1: in proportion to their priority
+  importance_exponent: float = 0.6  # how far that is corrected for; 1: wholly
+
+  def __post_init__(self) -> None:
+    for name in ('capacity', 'batch_size', 'min_size'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    if self.samples_per_insert <= 0:
+      raise ValueError(f'samples_per_insert must be more than 0, not {self.samples_per_insert}')
+    for name in ('priority_exponent', 'importance_exponent'):
+      if not 0 <= getattr(self, name) <= 1:
+        raise ValueError(f'{name} must be within [0, 1], not {getattr(self, name)}')
+    if self.min_size > self.capacity:
+      raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
+
+
+class Memory(NamedTuple):
+  """B streams in rings of C rows; on each device its own."""
+
+  timesteps: TimeStep  # [B, C, ...]; of stacked frames only the newest
+  outputs: ActorOutput  # [B, C, ...]
+  stacks: Any  # [B, C] i8, what a stack of frames at FIRST shows; () without stacks
+  agent_state: Any  # [B, C / period, ...] before each row where a window may start
+  env_id: Array  # [B] i32
+  head: Array  # [1] i32 the newest timestep's row, counted from the beginning
+  tree: Any  # priorities to the power of the exponent, by window; () if all are alike
+  highest: Array  # [1] f32 the highest priority so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+  """The four functions of a Replay, and the sizes they know."""
+
+  buffer: Buffer
+  length: int  # L: steps of a window, which has L + 1 timesteps
+  num_envs: int  # of all devices
+  unroll_length: int  # T: rows that come at a time
+  period: int  # windows start at rows that this divides
+  stack: int  # frames in an observation, along its first axis; 0: it is no stack
+  initial_priority: Callable[[Trajectory], Array] | None
+
+  @property
+  def lookback(self) -> int:
+    return max(self.stack - 1, 0)
+
+  @property
+  def rows(self) -> int:
+    """C: a multiple of T."""
+    wanted = -(-self.buffer.capacity // self.num_envs) + self.lookback + 1
+    return -(-max(wanted, self.length + self.unroll_length + 1) // self.unroll_length) * (
+      self.unroll_length
+    )
+
+  @property
+  def starts(self) -> int:
+    """Rows of a ring where windows may start."""
+    return self.rows // self.period
+
+  @property
+  def prioritised(self) -> bool:
+    return self.buffer.priority_exponent > 0
+
+  # --- how often
+
+  def times(self, update: Array) -> Array:
+    """How many samples are learned from in the update-th update, [] i32.
+
+    Over u updates these are floor(u * samples_per_insert * inserts / batch), counted from where
+    `min_size` was reached; a function of the update alone, so it is the same on all devices.
+    """
+    b = self.buffer
+    steps = self.num_envs * self.unroll_length
+    rate = Fraction(b.samples_per_insert).limit_denominator(10_000) * steps / b.batch_size
+    p, q = rate.numerator, rate.denominator
+    if p * q >= 2**31:
+      raise ValueError(
+        f'samples_per_insert {b.samples_per_insert} makes {rate} samples in an update: too odd a '
+        'number to keep exactly'
+      )
+    ready = max(-(-b.min_size // steps), -(-self.length // self.unroll_length)) - 1
+    phase = jnp.maximum(update - ready, 0) % q
+    due = (p // q) + ((phase + 1) * (p % q)) // q - (phase * (p % q)) // q
+    return jnp.where(update >= ready, due, 0).astype(jnp.int32)
+
+  # --- the four functions
+
+  def init(self, example: Trajectory) -> Memory:
+    """An empty memory; `example` is one device's trajectory, of which the shapes matter."""
+    streams = example.env_id.shape[0]
+
+    def ring(rows: int, x: Any, skip: int) -> Array:
+      return jnp.zeros((streams, rows, *x.shape[skip:]), x.dtype)
+
+    timesteps = jax.eval_shape(self._newest_frames, example.timesteps)
+    timesteps, outputs = jax.tree.map(
+      functools.partial(ring, self.rows, skip=2), (timesteps, example.outputs)
+    )
+    return Memory(
+      timesteps=timesteps,
+      outputs=outputs,
+      stacks=jnp.zeros((streams, self.rows), jnp.int8) if self.stack else (),
+      agent_state=jax.tree.map(
+        functools.partial(ring, self.starts, skip=1), self._kept(example.agent_state)
+      ),
+      env_id=jnp.zeros(streams, jnp.int32),
+      head=jnp.zeros(1, jnp.int32),
+      tree=sum_tree.empty(streams * self.starts) if self.prioritised else (),
+      highest=jnp.ones(1),
+    )
+
+  def _kept(self, agent_state: Any) -> Any:
+    """The state is kept only if windows start where it is known."""
+    return agent_state if self.period == self.unroll_length else ()
+
+  def add(self, memory: Memory, trajectory: Trajectory) -> Memory:
+    """Stores T rows of each stream, the newest timestep for now in a row of its own."""
+    head, rows, length = memory.head[0], self.rows, self.unroll_length
+    slot = head % rows
+
+    def put(ring: Array, x: Array, at: Array) -> Array:
+      x = jnp.moveaxis(x, 0, 1).astype(ring.dtype)
+      return lax.dynamic_update_slice(ring, x, (jnp.int32(0), at) + (jnp.int32(0),) * (x.ndim - 2))
+
+    def put_all(ring: Array, x: Array) -> Array:
+      ring = put(ring, x[:length], slot)
+      return put(ring, x[length:], (slot + length) % rows)
+
+    timesteps = self._newest_frames(trajectory.timesteps)
+    memory = memory._replace(
+      timesteps=jax.tree.map(put_all, memory.timesteps, timesteps),
+      outputs=jax.tree.map(lambda r, x: put(r, x, slot), memory.outputs, trajectory.outputs),
+      agent_state=jax.tree.map(
+        lambda r, x: put(r, x[None], slot // self.period),
+        memory.agent_state,
+        self._kept(trajectory.agent_state),
+      ),
+      env_id=trajectory.env_id,
+      head=memory.head + length,
+    )
+    if self.stack:
+      stacks = _what_is_before(trajectory.timesteps)
+      memory = memory._replace(stacks=put_all(memory.stacks, stacks))
+    return self._admit(memory) if self.prioritised else memory
+
+  def sample(self, memory: Memory, key: Array) -> Sample:
+    """Windows of this device's streams, with importance weights."""
+    streams = memory.env_id.shape[0]
+    size = self._batch_per_device(streams)
+    if not self.prioritised:
+      stream_key, start_key = jax.random.split(key)
+      stream = jax.random.randint(stream_key, [size], 0, streams)
+      oldest, newest = self._valid(memory.head[0])
+      count = (newest - oldest) // self.period + 1
+      start = oldest + self.period * jax.random.randint(start_key, [size], 0, count)
+      weight = jnp.ones([size])
+      index = stream * self.starts + start % self.rows // self.period
+    else:
+      index = sum_tree.find(memory.tree, jax.random.uniform(key, [size]))
+      stream, start = index // self.starts, index % self.starts * self.period
+      probability = sum_tree.get(memory.tree, index) / sum_tree.total(memory.tree)
+      oldest, newest = self._valid(memory.head[0])
+      items = streams * ((newest - oldest) // self.period + 1)
+      weight = (items * probability) ** -self.buffer.importance_exponent
+      weight = weight / jnp.max(weight)
+    return Sample(self._window(memory, stream, start), weight, index)
+
+  def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
+    """Gives windows [n] that were sampled new priorities [n], at least 0."""
+    if not self.prioritised:
+      return memory
+    return memory._replace(
+      tree=sum_tree.assign(memory.tree, index, priority**self.buffer.priority_exponent),
+      highest=jnp.maximum(memory.highest, jnp.max(priority)),
+    )
+
+  # --- which windows there are
+
+  def _batch_per_device(self, streams: int) -> int:
+    size = self.buffer.batch_size * streams
+    if size % self.num_envs:
+      raise ValueError(
+        f'batch_size {self.buffer.batch_size} does not divide over '
+        f'{self.num_envs // streams} learner devices'
+      )
+    return size // self.num_envs
+
+  def _valid(self, head: Array) -> tuple[Array, Array]:
+    """The oldest and the newest row where a window may start."""
+    oldest = jnp.maximum(head - self.rows + 1 + self.lookback, 0)
+    oldest = -(-oldest // self.period) * self.period
+    return oldest, (head - self.length) // self.period * self.period
+
+  def _admit(self, memory: Memory) -> Memory:
+    """Windows that have become whole get a priority; those that are overwritten lose theirs."""
+    head, t = memory.head[0], self.unroll_length
+    streams = jnp.arange(memory.env_id.shape[0], dtype=jnp.int32)[:, None]
+    none = jnp.iinfo(jnp.int32).max
+    steps = jnp.arange(t // self.period, dtype=jnp.int32) * self.period
+
+    def indices(first: Array) -> tuple[Array, Array]:
+      """Of the windows that start at rows from `first`, and whether there are such rows."""
+      rows = (-(-first // self.period) * self.period + steps)[None]
+      there = jnp.broadcast_to(rows >= 0, (streams.shape[0], steps.shape[0]))
+      index = streams * self.starts + rows % self.rows // self.period
+      return jnp.where(there, index, none).reshape(-1), rows
+
+    gone, _ = indices(head - t - self.rows + 1 + self.lookback)
+    new, rows = indices(head - t - self.length + 1)
+    if self.initial_priority is None:
+      priority = jnp.full(new.shape, memory.highest[0])
+    else:
+      stream = jnp.broadcast_to(streams, (streams.shape[0], steps.shape[0])).reshape(-1)
+      start = jnp.broadcast_to(rows, (streams.shape[0], steps.shape[0])).reshape(-1)
+      timesteps = memory.timesteps._replace(observation=())
+      window = self._window(memory._replace(timesteps=timesteps, stacks=()), stream, start)
+      priority = self.initial_priority(window)
+    tree = sum_tree.assign(memory.tree, gone, jnp.zeros(gone.shape))
+    return memory._replace(tree=sum_tree.assign(tree, new, priority**self.buffer.priority_exponent))
+
+  # --- what is in them
+
+  def _window(self, memory: Memory, stream: Array, start: Array) -> Trajectory:
+    """The windows [L+1, n, ...] of streams [n] from rows [n]."""
+    steps = jnp.arange(self.length + 1, dtype=jnp.int32)[:, None]
+    rows = (start[None] + steps) % self.rows
+    stream = stream[None]
+    timesteps = jax.tree.map(lambda x: x[stream, rows], memory.timesteps)
+    timesteps = timesteps._replace(step_type=_end_what_is_cut(timesteps.step_type))
+    if self.stack and jax.tree.leaves(timesteps.observation):
+      observation = jax.tree.map(
+        lambda x: self._restack(x, memory, stream, start), memory.timesteps.observation
+      )
+      timesteps = timesteps._replace(observation=observation)
+    return Trajectory(
+      timesteps,
+      jax.tree.map(lambda x: x[stream, rows[:-1]], memory.outputs),
+      jax.tree.map(lambda x: x[stream[0], start % self.rows // self.period], memory.agent_state),
+      memory.env_id[stream[0]],
+    )
+
+  def _restack(self, frames: Array, memory: Memory, stream: Array, start: Array) -> Array:
+    """[L+1, n, stack, ...] from single frames [B, C, ...], as the environment had stacked them."""
+    back = self.lookback
+    steps = jnp.arange(-back, self.length + 1, dtype=jnp.int32)[:, None]
+    rows = (start[None] + steps) % self.rows
+    ring_type, ring_kind = memory.timesteps.step_type, memory.stacks
+    kind = ring_kind[stream, rows]
+    opens = (ring_type[stream, rows] == FIRST) & (kind != CONTINUED)
+    position = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    opened = lax.cummax(jnp.where(opens, position, -1), axis=0)  # since where a stack goes back
+    source, blank = [], []
+    for depth in range(back, -1, -1):
+      at = position[back:] - depth
+      since = opened[back:]
+      outside = at < since
+      source.append(jnp.where(outside, since, at))
+      kind_since = jnp.take_along_axis(kind, jnp.maximum(since, 0), axis=0)
+      blank.append(outside & (kind_since == ZEROS))
+    at, empty = jnp.stack(source, axis=2), jnp.stack(blank, axis=2)  # [L+1, n, stack]
+    at = (start[None, :, None] - back + at) % self.rows
+    found = frames[stream[..., None], at]
+    return jnp.where(empty.reshape(empty.shape + (1,) * (found.ndim - 3)), 0, found)
+
+  def _newest_frames(self, timesteps: TimeStep) -> TimeStep:
+    if not self.stack:
+      return timesteps
+    for x in jax.tree.leaves(timesteps.observation):
+      if x.shape[2] != self.stack:
+        raise ValueError(f'observations {x.shape[2:]} are not stacks of {self.stack} frames')
+    newest = jax.tree.map(lambda x: x[:, :, -1], timesteps.observation)
+    return timesteps._replace(observation=newest)
+
+
+def _what_is_before(timesteps: TimeStep) -> Array:
+  """What the stacks [T, B, stack, ...] show before their newest frame: CONTINUED, ... [T, B] i8.
+
+  A stack is empty before the episode, or shows its first frame again and again, or goes on from
+  the frames before, as where only a life was lost.
+  """
+  (x,) = jax.tree.leaves(timesteps.observation)
+  flat = x.reshape(*x.shape[:3], -1)
+  empty = jnp.all(flat[:, :, :-1] == 0, axis=(2, 3))
+  same = jnp.all(flat[:, :, :-1] == flat[:, :, -1:], axis=(2, 3))
+  kind = jnp.where(empty, ZEROS, jnp.where(same, REPEATED, CONTINUED))
+  return jnp.where(timesteps.first, kind, CONTINUED).astype(jnp.int8)
+
+
+def _end_what_is_cut(step_type: Array) -> Array:
+  """A stream that breaks off, as when its environment was restarted, ends like a truncation.
+
+  The step before a FIRST [T, n] is LAST, but for where the rest of an episode was lost. Its discount is
+  1, so it is bootstrapped from.
+  """
+  cut = (step_type[:-1] != LAST) & (step_type[1:] == FIRST)
+  return step_type.at[:-1].set(jnp.where(cut, LAST, step_type[:-1]).astype(step_type.dtype))
+
+
+def windows(
+  buffer: Buffer,
+  length: int,
+  num_envs: int,
+  unroll_length: int,
+  keep_state: bool = False,
+  stack: int = 0,
+  initial_priority: Callable[[Trajectory], Array] | None = None,
+) -> Replay:
+  """A Replay of windows of `length` steps.
+
+  With `keep_state` they start only where unrolls do, and have the agent's state there: sequences
+  of a recurrent agent, which overlap by `length - unroll_length`. Without, they start anywhere.
+
+  `stack`: observations are stacks of so many frames along their first axis; single ones are kept.
+  `initial_priority`: of windows [L+1, n] without observations, from what acting has told in its
+  extras; without, new windows have the highest priority so far.
+
+  Raises:
+    ValueError: with the numbers, where they don't fit each other.
+  """
+  period = unroll_length if keep_state else 1
+  w = Windows(buffer, length, num_envs, unroll_length, period, stack, initial_priority)
+  if w.starts * num_envs >= 2**30:
+    raise ValueError(f'a capacity of {buffer.capacity} is too much: at most 2^30 windows')
+  if math.ceil(buffer.min_size / num_envs) > w.rows:
+    raise ValueError(f'min_size {buffer.min_size} is more than the {w.rows * num_envs} rows')
+  w.times(jnp.int32(0))
+  return Replay(w.init, w.add, w.sample, w.update, w.times, streams=True)
