@@ -97,7 +97,7 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) ->
 
   def once(train: TrainState, memory: Any, key: Array) -> tuple[TrainState, Any, Metrics]:
     sample_key, learn_key = jax.random.split(key)
-    sample = replay.sample(memory, sample_key)
+    sample = replay.sample(memory, jax.random.fold_in(sample_key, lax.axis_index(AXIS)))
     train, priority, metrics = agent.learn(train, sample, learn_key)
     return train, replay.update(memory, sample.index, priority), metrics
 

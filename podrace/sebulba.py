@@ -879,11 +879,10 @@ class Sebulba:
     """Compiles the actors' programs on all their devices; the shapes that `learn` is given."""
     for device in dict.fromkeys(self.topology.actors):
       with jax.default_device(device):
-        key = jax.device_put(jax.random.key(0), device)
-        params = jax.jit(lambda key: self.agent.init(key).params)(key)
+        params = jax.jit(lambda key: self.agent.init(key).params)(jax.random.key(0))
         env_id = jax.device_put(np.zeros(self.envs_per_thread, np.int32), device)
-        carry = self.programs.begin(params, env_id, self.example, key)
-        keys = self.programs.keys(key)
+        carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
+        keys = self.programs.keys(jax.random.key(2))
         if self.ordered:
           zero = np.int32(0)
           carry, _ = self.programs.step(params, carry, keys, zero, zero, self.example)

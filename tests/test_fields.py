@@ -53,7 +53,7 @@ def use(agent: Any) -> None:
 
     timesteps = TimeStep(*over_time(timestep, T + 1))
     trajectory = Trajectory(timesteps, over_time(output, T), state, jnp.arange(B))
-    return step(train, (), trajectory, learn_key)
+    return step(train, (), trajectory, learn_key, jnp.int32(0))
 
   jax.eval_shape(everything, jax.random.key(0))
 

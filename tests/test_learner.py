@@ -128,15 +128,17 @@ def compiled(name: str, devices: int) -> Any:
   train = jit(agent.init)(jax.random.key(0))
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(networks, 'CPU_CHUNK', 2 if 'chunks' in name else networks.CPU_CHUNK)
-    return jit(step).lower(train, (), trajectory(name, 0), jax.random.key(1)).compile(), train
+    return jit(step).lower(
+      train, (), trajectory(name, 0), jax.random.key(1), jnp.int32(0)
+    ).compile(), train
 
 
 def learn(name: str, devices: int) -> Any:
   """Two updates, the second with what the first made of parameters, moments and statistics."""
   step, train = compiled(name, devices)
   for i in range(2):
-    args = train, (), trajectory(name, i), jax.random.key(1 + i)
-    train, _, metrics = step(*jax.device_put(args, step.input_shardings[0]))
+    args = train, (), trajectory(name, i), jax.random.key(1 + i), np.int32(i)
+    train, _, metrics, _ = step(*jax.device_put(args, step.input_shardings[0]))
   return jax.device_get((train, metrics))
 
 

@@ -34,7 +34,11 @@ TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16
         '--total-steps', '32000', '--log-every', '320', '--checkpoint-every', '1600']  # fmt: skip
 PPO = ['--agent', 'ppo', '--agent.epochs', '2', '--agent.minibatches', '2',
        '--agent.normalize-observations', 'True', '--agent.normalize-rewards', 'True']  # fmt: skip
+HALF = [*TINY[:6], '--total-steps', '16000', '--log-every', '320', '--checkpoint-every', '1600']
 SHORT = [*TINY[:6], '--total-steps', '8000', '--log-every', '160', '--checkpoint-every', '800']
+REPLAY = ['--agent.buffer.capacity', '2048', '--agent.buffer.priority-exponent', '0.6',
+          '--agent.buffer.min-size', '500', '--agent.buffer.samples-per-insert', '3.7',
+          '--agent.buffer.batch-size', '16']  # fmt: skip
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -44,6 +48,14 @@ CASES = {
   'sebulba-lag-1': (
     3, ['--architecture', 'sebulba', '--agent.network.core', 'gru', '--agent.network.core-size', '8',
         *SHORT, '--actor-devices', '0,1', '--learner-devices', '2', '--actor-threads', '1']
+  ),
+  'replay': (
+    1, ['--agent', 'dqn', *HALF, *REPLAY]
+  ),
+  'replay-sebulba': (
+    1, ['--architecture', 'sebulba', '--lag', '1', '--agent', 'r2d2', '--agent.network.core', 'gru',
+        '--agent.network.core-size', '8', '--agent.sequence', '8', '--agent.burn-in', '8',
+        *SHORT, *REPLAY]
   ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
@@ -124,7 +136,7 @@ def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> 
   assert_same_run(lives.run_dir, undisturbed)
 
 
-SLOW = {'two-seeds', 'pooled-resets', 'two-devices', 'sebulba-lag-0'}
+SLOW = {'two-seeds', 'pooled-resets', 'two-devices', 'sebulba-lag-0', 'replay-sebulba'}
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def recorded(agent: Any, c: Case) -> Any:
   train = TrainState(acting.Params(c.params), jax.tree.map(np.zeros_like, c.params))
   step = learner(agent, on_policy(), topology.learner_mesh(1))
   step = jax.jit(step, compiler_options={'xla_backend_optimization_level': 0})  # compiles faster
-  train, _, metrics = step(train, (), c.trajectory, jax.random.key(1))
+  train, _, metrics, _ = step(train, (), c.trajectory, jax.random.key(1), np.int32(0))
   return flatten(train.rest), {k: float(v) for k, v in metrics.items()}
 
 

@@ -1,0 +1,329 @@
+"""What value-based agents learn from: targets and losses against rlax, numpy and hand-made numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rlax
+import streams
+from gymnasium import spaces
+
+from podrace import returns, topology
+from podrace.agents import valuing
+from podrace.agents.d4pg import D4PG
+from podrace.agents.dqn import DQN
+from podrace.agents.r2d2 import R2D2
+from podrace.agents.sac import SAC
+from podrace.learner import learner
+from podrace.networks import QNetwork
+from podrace.types import FIRST, LAST, MID, ActorOutput, Replay, Sample, TimeStep, Trajectory
+
+T, B = 12, 7
+
+
+def test_n_step_by_hand() -> None:
+  r, d = jnp.array([1.0, 2.0, 4.0]), jnp.array([0.5, 0.5, 0.5])
+
+  def step(d: Any, last: list[bool]) -> tuple[float, ...]:
+    return tuple(float(x) for x in returns.n_step(r, d, jnp.array(last)))
+
+  assert step(d, [False, False, False]) == (1 + 1 + 1, 0.125, 3)
+  assert step(d, [False, True, False]) == (1 + 1, 0.25, 2)  # truncated: bootstrapped from there
+  assert step(d.at[0].set(0), [True, False, False]) == (1, 0, 1)  # terminated
+  assert step(d, [False, False, True]) == (3, 0.125, 3)
+
+
+@pytest.mark.parametrize('n', [1, 2, 5, 12, 20])
+def test_n_step_bootstrapped(n: int) -> None:
+  rng = np.random.default_rng(n)
+  r, v = (rng.normal(size=T).astype(np.float32) for _ in range(2))
+  d = (0.9 * (rng.random(T) > 0.2)).astype(np.float32)
+  ones = np.ones(T, np.float32)
+  expected = rlax.n_step_bootstrapped_returns(r, d, v, min(n, T))
+  found = returns.n_step_bootstrapped(r, d, ones, v, n)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+  # by the transition's own rule, where episodes end
+  last = rng.random(T) < 0.3
+  found = returns.n_step_bootstrapped(r, d, 1.0 - last, v, n)
+  for t in range(T):
+    one = returns.n_step(r[t : t + n], d[t : t + n], jnp.asarray(last[t : t + n]))
+    expected = one.r_t + one.discount_t * v[t + int(one.index) - 1]
+    assert float(found[t]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
+
+
+def test_rescaling() -> None:
+  x = jnp.linspace(-300, 300, 1001)
+  pair = rlax.SIGNED_HYPERBOLIC_PAIR
+  np.testing.assert_allclose(returns.rescale(x), pair.apply(x), rtol=1e-5, atol=1e-5)
+  np.testing.assert_allclose(returns.unscale(returns.rescale(x)), x, rtol=2e-3, atol=2e-3)
+
+
+def test_projection() -> None:
+  rng = np.random.default_rng(0)
+  support = jnp.linspace(-2, 3, 11)
+  for _ in range(20):
+    atoms = np.sort(rng.uniform(-4, 5, 11)).astype(np.float32)
+    p = rng.dirichlet(np.ones(11)).astype(np.float32)
+    found = returns.project(atoms, p, support)
+    expected = rlax.categorical_l2_project(atoms, p, support)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert float(found.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_quantile_loss() -> None:
+  rng = np.random.default_rng(0)
+  q, target = rng.normal(0, 2, size=(2, 3, 9)).astype(np.float32)  # [2, A, N]
+  tau = (np.arange(9, dtype=np.float32) + 0.5) / 9
+  loss = rlax.quantile_q_learning(q.T, tau, 1, 0.0, 1.0, target.T, target.T, huber_param=1.0)
+  best = int(np.argmax(target.mean(-1)))
+  found = returns.quantile_loss(q[1], target[best])
+  assert float(found) == pytest.approx(float(loss), rel=1e-4)
+
+
+def test_epsilon_ladder_is_ape_x_s() -> None:
+  found = valuing.ladder(jnp.arange(8), 8, 0.4, 7.0)
+  np.testing.assert_allclose(found, [0.4 ** (1 + 7 * i / 7) for i in range(8)], rtol=1e-5)
+
+
+def test_epsilon_greedy() -> None:
+  values = jnp.tile(jnp.array([[0.0, 2.0, -1e9, 2.0, 1.0]]), (40_000, 1))
+  epsilon = jnp.full(40_000, 0.2)
+  action = valuing.epsilon_greedy(values, epsilon, jax.random.key(0))
+  share = np.bincount(action, minlength=5) / 40_000
+  np.testing.assert_allclose(share, [0.05, 0.45, 0, 0.45, 0.05], atol=0.01)
+  assert share[2] == 0
+  best = valuing.epsilon_greedy(values, 0 * epsilon, jax.random.key(1))
+  assert set(np.asarray(best).tolist()) == {1, 3}
+
+
+# --- whole losses ---------------------------------------------------------------------------------
+
+
+def fixed(sample: Sample) -> Replay:
+  """A replay that always gives this sample; its state adds up the priorities."""
+
+  def update(state: Any, index: Any, priority: Any) -> Any:
+    return state + priority
+
+  return Replay(
+    lambda example: jnp.zeros(B),
+    lambda state, trajectory: state,
+    lambda state, key: jax.tree.map(jnp.asarray, sample),
+    update,
+    lambda update: 1,
+  )
+
+
+def learn(agent: Any, train: Any, sample: Sample) -> tuple[Any, Any, Any]:
+  """(the new state, priorities, metrics) of one step on one device."""
+  step = learner(agent, fixed(sample), topology.learner_mesh(1), check_vma=False)
+  train, priority, metrics, _ = jax.jit(step)(
+    train, jnp.zeros(B), sample.trajectory, jax.random.key(1), jnp.int32(0)
+  )
+  return train, priority, metrics
+
+
+def random_window(length: int, seed: int, action: Any, state: Any = (), extras: Any = ()) -> Any:
+  rng = np.random.default_rng(seed)
+  steps = streams.timesteps(rng, length + 1, B, streams.floats(3))
+  outputs = ActorOutput(action(rng, (length, B)), extras)
+  return Trajectory(steps, outputs, state, np.arange(B, dtype=np.int32))
+
+
+def discrete(rng: Any, shape: Any) -> Any:
+  return rng.integers(0, 4, shape).astype(np.int32)
+
+
+VECTOR = spaces.Box(-10, 10, (3,), np.float32)
+
+
+def q_values(network: QNetwork, params: Any, timesteps: TimeStep, state: Any = ()) -> np.ndarray:
+  q, _ = network.unroll(params, state, timesteps)
+  return np.asarray(network.mean(q))
+
+
+@pytest.mark.parametrize('double', [True, False])
+@pytest.mark.parametrize('dueling', [True, False])
+@pytest.mark.parametrize('n', [1, 3])
+def test_dqn(n: int, dueling: bool, double: bool) -> None:
+  """Errors, priorities and loss, written out for each window."""
+  network = QNetwork(hidden=(8,), dueling=dueling).bind(VECTOR, spaces.Discrete(4))
+  agent = DQN(network=network, n_step=n, double=double, huber=0.7, discount=0.9)
+  train = agent.init(jax.random.key(0))
+  target = agent.init(jax.random.key(1)).params.network
+  train = train._replace(rest=train.rest._replace(target=target))
+  window = random_window(n, 5, discrete)
+  weight = np.linspace(0.1, 1, B).astype(np.float32)
+  new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
+  q, q_target = (q_values(network, p, window.timesteps) for p in (train.params.network, target))
+  steps, losses = window.timesteps, []
+  for b in range(B):
+    total, discount, t = 0.0, 1.0, 0
+    while t < n:
+      t += 1
+      total += discount * steps.reward[t, b]
+      discount *= 0.9 * steps.discount[t, b]
+      if steps.step_type[t, b] == LAST:
+        break
+    best = np.argmax((q if double else q_target)[t, b])
+    error = total + discount * q_target[t, b, best] - q[0, b, window.outputs.action[0, b]]
+    if steps.step_type[0, b] == LAST:
+      assert priority[b] == pytest.approx(1e-6)
+      losses.append(0.0)
+    else:
+      assert float(priority[b]) == pytest.approx(abs(error) + 1e-6, rel=1e-4, abs=1e-6)
+      small = abs(error) <= 0.7
+      losses.append(0.5 * error**2 if small else 0.7 * (abs(error) - 0.35))
+  assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-4)
+  assert int(new.rest.steps) == 1
+
+
+@pytest.mark.parametrize('burn_in', [0, 3])
+def test_r2d2_against_numpy(burn_in: int) -> None:
+  """Loss, priorities, and what the burn-in is for, with truncated and terminated episodes."""
+  network = QNetwork(hidden=(8,), core='gru', core_size=5, dueling=True)
+  network = network.bind(VECTOR, spaces.Discrete(4))
+  agent = R2D2(network=network, sequence=T - burn_in, burn_in=burn_in, n_step=3, total_envs=B)
+  train = agent.init(jax.random.key(0))
+  target = agent.init(jax.random.key(1)).params
+  train = train._replace(rest=train.rest._replace(target=target))
+  rng = np.random.default_rng(1)
+  state = agent.initial_state(jnp.arange(B))
+  state = state._replace(core=(rng.normal(size=(B, 5)).astype(np.float32),))
+  window = random_window(T, 3, discrete, state)
+  weight = np.linspace(0.1, 1, B).astype(np.float32)
+  _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
+
+  def h(x: float) -> float:
+    return np.sign(x) * (np.sqrt(abs(x) + 1) - 1) + 1e-3 * x
+
+  def inverse(x: float) -> float:
+    return np.sign(x) * (((np.sqrt(1 + 4e-3 * (abs(x) + 1 + 1e-3)) - 1) / 2e-3) ** 2 - 1)
+
+  q, q_target = (q_values(network, p, window.timesteps, state.core) for p in (train.params, target))
+  steps, error = window.timesteps, np.zeros((T, B))
+  for b in range(B):
+    for t in range(burn_in, T):
+      if steps.step_type[t, b] == LAST:
+        continue
+      total, discount, s = 0.0, 1.0, t
+      while s < min(t + 3, T):
+        s += 1
+        total += discount * steps.reward[s, b]
+        discount *= 0.997 * steps.discount[s, b]
+        if steps.step_type[s, b] == LAST:
+          break
+      value = inverse(q_target[s, b, np.argmax(q[s, b])])
+      taken = q[t, b, window.outputs.action[t, b]]
+      error[t, b] = h(total + discount * value) - taken
+  error = error[burn_in:]
+  expected = 0.9 * np.abs(error).max(0) + 0.1 * np.abs(error).mean(0)
+  np.testing.assert_allclose(priority, expected, rtol=5e-3, atol=1e-4)
+  loss = np.mean(weight[None] * 0.5 * error**2)
+  assert float(metrics['loss']) == pytest.approx(loss, rel=5e-3)
+
+
+def test_r2d2_initial_priority_is_that_of_learning() -> None:
+  """With the same parameters everywhere, but for the last step, whose value acting had not seen."""
+  network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
+  agent = R2D2(network=network, sequence=T - 2, burn_in=2, n_step=1, total_envs=B)
+  train = agent.init(jax.random.key(0))
+  state = agent.initial_state(jnp.arange(B))
+  window = random_window(T, 3, discrete, state)
+  q = q_values(network, train.params, window.timesteps, state.core)
+  action = window.outputs.action
+  from podrace.agents.r2d2 import Extras
+
+  taken = np.take_along_axis(q[:-1], action[..., None], -1)[..., 0]
+  told = window._replace(outputs=ActorOutput(action, Extras(taken, q[:-1].max(-1))))
+  found = agent.initial_priority(told._replace(timesteps=told.timesteps._replace(observation=())))
+  error, mask, _ = agent.errors(train.params, train.params, window)
+  np.testing.assert_allclose(found, agent.priority((mask * error)[:-1]), rtol=1e-4, atol=1e-5)
+
+
+CONTINUOUS = spaces.Box(np.float32([-2, 0]), np.float32([2, 10]))
+
+
+def continuous(rng: Any, shape: Any) -> Any:
+  return (CONTINUOUS.low + rng.random((*shape, 2)) * [4, 10]).astype(np.float32)
+
+
+def bound(agent: Any) -> Any:
+  return dataclasses.replace(
+    agent, actor=agent.actor.bind(VECTOR, CONTINUOUS), critic=agent.critic.bind(VECTOR, CONTINUOUS)
+  )
+
+
+def test_sac() -> None:
+  """The critics' loss against their target, for each window; the temperature's direction."""
+  agent = bound(SAC(target_entropy=5.0, discount=0.9))
+  train = agent.init(jax.random.key(0))
+  window = random_window(1, 5, continuous)
+  weight = np.linspace(0.1, 1, B).astype(np.float32)
+  new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
+  step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
+  _, learn_key = jax.random.split(jax.random.key(1))
+  target_key, _ = jax.random.split(learn_key)
+  outputs, _ = agent.actor.step(train.params, (), step.after)
+  x = agent.actor.distribution.sample(outputs, target_key)
+  log_prob = agent.actor.distribution.log_prob(outputs, x)
+  rest = train.rest
+  q = agent.critic.value(rest.target, step.after.observation, jnp.tanh(x))[..., 0]
+  target = step.r_t + step.discount_t * (q.min(0) - np.exp(rest.log_alpha) * log_prob)
+  unit = (window.outputs.action[0] - [-2, 0]) / [4, 10] * 2 - 1
+  q = agent.critic.value(rest.critic, step.before.observation, jnp.float32(unit))[..., 0]
+  error = np.asarray(step.mask) * (np.asarray(target)[None] - np.asarray(q))
+  loss = 0.5 * np.mean(weight * (error**2).sum(0))
+  assert float(metrics['loss']) == pytest.approx(loss, rel=1e-3)
+  np.testing.assert_allclose(priority, np.abs(error).mean(0) + 1e-6, rtol=1e-3, atol=1e-5)
+  assert float(new.rest.log_alpha) > float(rest.log_alpha)  # the entropy is less than 5
+  moved = jax.tree.leaves(jax.tree.map(lambda a, b: (a - b).max(), new.rest.target, rest.target))
+  assert 0 < float(np.max(np.abs(moved))) < 1e-4  # by 0.005 of a step of about 3e-4
+
+
+def test_d4pg() -> None:
+  agent = bound(D4PG(n_step=2, discount=0.9, v_min=-3, v_max=3))
+  train = agent.init(jax.random.key(0))
+  window = random_window(2, 5, continuous)
+  weight = np.linspace(0.1, 1, B).astype(np.float32)
+  _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
+  step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
+  action = jnp.tanh(agent.actor.step(train.params, (), step.after)[0])
+  support = np.linspace(-3, 3, 51).astype(np.float32)
+  q_t = agent.critic.value(train.rest.critic, step.after.observation, action)[0]
+  unit = (window.outputs.action[0] - [-2, 0]) / [4, 10] * 2 - 1
+  logits = agent.critic.value(train.rest.critic, step.before.observation, jnp.float32(unit))[0]
+  losses = []
+  for b in range(B):
+    atoms = np.float32(step.r_t[b] + step.discount_t[b] * support)
+    p = rlax.categorical_l2_project(atoms, jax.nn.softmax(q_t[b]), support)
+    losses.append(float(step.mask[b]) * float(-np.sum(p * jax.nn.log_softmax(logits[b]))))
+  assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
+  np.testing.assert_allclose(priority, np.array(losses) + 1e-6, rtol=1e-3, atol=1e-4)
+
+
+def test_noise_is_drawn_and_can_be_left_out() -> None:
+  network = QNetwork(hidden=(8,), noisy=True, dueling=True).bind(VECTOR, spaces.Discrete(4))
+  params = network.init(jax.random.key(0))
+  timestep = network.example()._replace(observation=jnp.ones((1, 3)))
+
+  def q(key: Any) -> np.ndarray:
+    return np.asarray(network.step(params, (), timestep, key)[0])
+
+  assert np.abs(q(jax.random.key(1)) - q(jax.random.key(2))).max() > 1e-3
+  np.testing.assert_array_equal(q(None), q(None))
+  mean = np.mean([q(jax.random.key(i)) for i in range(400)], axis=0)
+  np.testing.assert_allclose(mean, q(None), atol=0.1)
+
+
+def test_step_types_of_these_streams() -> None:
+  """That the windows above have what they are to tell apart."""
+  kinds = np.asarray(random_window(T, 3, discrete).timesteps.step_type)
+  assert {FIRST, MID, LAST} <= set(kinds.ravel().tolist())
+  first = np.asarray(random_window(3, 5, discrete).timesteps.step_type)
+  assert (first[0] == LAST).any() and (first[1:3] == LAST).any()

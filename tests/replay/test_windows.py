@@ -1,0 +1,251 @@
+"""Windows of replay, against a plain list of everything that ever happened."""
+
+from __future__ import annotations
+
+import collections
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from podrace.replay import Buffer, windows
+from podrace.types import FIRST, LAST, MID, ActorOutput, TimeStep, Trajectory
+
+B, T = 3, 4
+
+
+class World:
+  """Streams of numbered timesteps, with episodes of random lengths; all of it is kept."""
+
+  def __init__(self, seed: int, stack: int = 0, kinds: tuple[str, ...] = ('zeros',)) -> None:
+    self._rng = np.random.default_rng(seed)
+    self._stack, self._kinds = stack, kinds
+    self.rows: list[list[dict[str, Any]]] = [[] for _ in range(B)]
+    self._frames = [np.zeros((stack, 2, 2), np.uint8) for _ in range(B)]
+    self._left = [0] * B
+    for b in range(B):
+      self._next(b, FIRST)
+
+  def _next(self, b: int, step_type: int) -> None:
+    rng, n = self._rng, len(self.rows[b])
+    frame = rng.integers(1, 255, (2, 2)).astype(np.uint8)
+    frames = np.concatenate([self._frames[b][1:], frame[None]]) if self._stack else None
+    if step_type == FIRST:
+      self._left[b] = int(rng.integers(1, 7))
+      kind = rng.choice(self._kinds)
+      if self._stack and kind == 'zeros':
+        frames = np.concatenate([np.zeros((self._stack - 1, 2, 2), np.uint8), frame[None]])
+      elif self._stack and kind == 'repeated':
+        frames = np.repeat(frame[None], self._stack, axis=0)
+    if self._stack:
+      self._frames[b] = frames
+    self.rows[b].append(
+      dict(
+        observation=frames if self._stack else np.float32([b, n]),
+        reward=np.float32(rng.normal()),
+        discount=np.float32(step_type != LAST or rng.random() < 0.5),
+        step_type=np.int8(step_type),
+        action=np.int32(rng.integers(5)),
+        state=np.float32([b, n, 7]),
+      )
+    )
+
+  def step(self, b: int) -> None:
+    if self.rows[b][-1]['step_type'] == LAST:
+      return self._next(b, FIRST)
+    self._left[b] -= 1
+    return self._next(b, LAST if self._left[b] <= 0 else MID)
+
+  def cut(self, b: int) -> None:
+    """The newest timestep is lost, and an episode begins in its place."""
+    self.rows[b].pop()
+    self._next(b, FIRST)
+
+  def unroll(self) -> Trajectory:
+    for b in range(B):
+      for _ in range(T):
+        self.step(b)
+    begin = len(self.rows[0]) - T - 1
+
+    def stacked(name: str, rows: int) -> np.ndarray:
+      return np.stack([[self.rows[b][begin + t][name] for b in range(B)] for t in range(rows)])
+
+    fields = (stacked(n, T + 1) for n in TimeStep._fields)
+    return Trajectory(
+      TimeStep(*fields),
+      ActorOutput(stacked('action', T)),
+      stacked('state', 1)[0],
+      np.arange(B, dtype=np.int32),
+    )
+
+
+def check(world: World, sample: Any, length: int) -> list[tuple[int, int]]:
+  """Every window is a piece of one stream as it happened; returns (stream, first row) of each."""
+  trajectory = jax.tree.map(np.asarray, sample.trajectory)
+  starts = []
+  for i, b in enumerate(trajectory.env_id):
+    rewards = trajectory.timesteps.reward[:, i]
+    rows = world.rows[b]
+    (start,) = [
+      s for s in range(len(rows) - length) if rows[s]['reward'] == rewards[0]
+    ]  # no two rewards are the same
+    for t in range(length + 1):
+      row = rows[start + t]
+      cut = t < length and row['step_type'] != LAST and rows[start + t + 1]['step_type'] == FIRST
+      assert trajectory.timesteps.step_type[t, i] == (LAST if cut else row['step_type'])
+      for name in ('observation', 'reward', 'discount'):
+        np.testing.assert_array_equal(getattr(trajectory.timesteps, name)[t, i], row[name])
+      if t < length:
+        assert trajectory.outputs.action[t, i] == row['action']
+    starts.append((int(b), start))
+  return starts
+
+
+def settings(**changes: Any) -> Buffer:
+  return Buffer(**{**dict(capacity=60, batch_size=96, min_size=1), **changes})
+
+
+@pytest.mark.parametrize('exponent', [0.0, 1.0])
+@pytest.mark.parametrize(('length', 'keep_state'), [(1, False), (3, False), (6, True), (4, True)])
+def test_windows_are_those_of_a_plain_list(length: int, keep_state: bool, exponent: float) -> None:
+  """Through several turns of the ring: all the windows that there are, and no others."""
+  world = World(length)
+  replay = windows(settings(priority_exponent=exponent), length, B, T, keep_state=keep_state)
+  add, sample = jax.jit(replay.add), jax.jit(replay.sample)
+  memory, rows = None, 0
+  for unroll in range(20):
+    if unroll == 9:
+      world.cut(1)
+    trajectory = world.unroll()
+    if memory is None:
+      memory = replay.init(trajectory)
+      rows = memory.timesteps.reward.shape[1]
+    memory = add(memory, trajectory)
+    if T * (unroll + 1) < length:
+      continue
+    seen: collections.Counter[tuple[int, int]] = collections.Counter()
+    for i in range(6):
+      found = sample(memory, jax.random.key(100 * unroll + i))
+      starts = check(world, found, length)
+      seen.update(starts)
+      if keep_state:
+        expected = [world.rows[b][s]['state'] for b, s in starts]
+        np.testing.assert_array_equal(found.trajectory.agent_state, expected)
+    head = len(world.rows[0]) - 1
+    period = T if keep_state else 1
+    valid = {
+      (b, s)
+      for b in range(B)
+      for s in range(max(head - rows + 1, 0), head - length + 1)
+      if s % period == 0
+    }
+    assert set(seen) <= valid
+    if unroll == 19:
+      counts = [seen[v] for v in sorted(valid)]
+      assert stats.chisquare(counts).pvalue > 1e-3
+      assert len(valid) * period >= 60 - B * (length + 2 * T)
+
+
+@pytest.mark.parametrize('kinds', [('zeros',), ('repeated',), ('zeros', 'repeated', 'continued')])
+def test_stacks_of_frames_are_put_together_again(kinds: tuple[str, ...]) -> None:
+  """Bit for bit, whatever an environment shows before an episode; each frame is kept once."""
+  world = World(3, stack=4, kinds=kinds)
+  world.rows[0][0]['observation'][:3] = 0  # nothing is before the first episode
+  for b in range(B):
+    world.rows[b][0]['observation'][:3] = 0
+    world._frames[b][:3] = 0
+  replay = windows(settings(), 3, B, T, stack=4)
+  memory = replay.init(jax.eval_shape(lambda: World(3, stack=4, kinds=kinds).unroll()))
+  assert memory.timesteps.observation.shape[2:] == (2, 2)
+  add, sample = jax.jit(replay.add), jax.jit(replay.sample)
+  for unroll in range(25):
+    if unroll == 11:
+      world._kinds = ('zeros',)
+      world.cut(1)
+      world._kinds = kinds
+    memory = add(memory, world.unroll())
+    check(world, sample(memory, jax.random.key(unroll)), 3)
+
+
+def test_bytes_of_an_atari_transition() -> None:
+  """One frame, and little else."""
+  n, steps = 4, 10_000
+  replay = windows(Buffer(capacity=steps, priority_exponent=0.6), 3, n, 20, stack=4)
+  timed = TimeStep(
+    jax.ShapeDtypeStruct((21, n, 4, 84, 84), jnp.uint8),
+    *(jax.ShapeDtypeStruct((21, n), d) for d in (jnp.float32, jnp.float32, jnp.int8)),
+  )
+  action = ActorOutput(jax.ShapeDtypeStruct((20, n), jnp.int32))
+  example = Trajectory(timed, action, (), jax.ShapeDtypeStruct((n,), jnp.int32))
+  memory = jax.eval_shape(replay.init, example)
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(memory))
+  assert size / steps <= 7200
+
+
+def test_prioritised_sampling() -> None:
+  """In proportion to the exponent's power, with the paper's weights; new ones at the highest."""
+  world = World(0)
+  buffer = settings(priority_exponent=0.5, importance_exponent=0.4, capacity=200)
+  replay = windows(buffer, 2, B, T)
+  memory = replay.init(world.unroll())
+  world = World(0)
+  for _ in range(10):
+    memory = replay.add(memory, world.unroll())
+  index = np.unique(
+    np.concatenate([replay.sample(memory, jax.random.key(i)).index for i in range(40)])
+  )
+  assert len(index) == B * (10 * T - 1)  # a window of 2 steps needs 3 timesteps, 41 are there
+  priority = np.linspace(0, 9, len(index)).astype(np.float32)  # the first never again
+  memory = replay.update(memory, jnp.asarray(index), jnp.asarray(priority))
+  chance = np.sqrt(priority) / np.sqrt(priority).sum()
+  counts = collections.Counter()
+  for i in range(60):
+    sample = replay.sample(memory, jax.random.key(1000 + i))
+    counts.update(np.asarray(sample.index).tolist())
+    position = np.searchsorted(index, sample.index)
+    weight = (len(index) * chance[position]) ** -0.4
+    np.testing.assert_allclose(sample.weight, weight / weight.max(), rtol=1e-4)
+  assert counts[int(index[0])] == 0
+  total = sum(counts.values())
+  told = stats.chisquare([counts[int(i)] for i in index[1:]], chance[1:] / chance.sum() * total)
+  assert told.pvalue > 1e-3
+  assert float(memory.highest[0]) == 9
+  before = float(memory.tree[0].sum())
+  memory = replay.add(memory, world.unroll())  # the ring isn't full, so nothing goes
+  gained = float(memory.tree[0].sum()) - before
+  assert gained == pytest.approx(B * T * 3.0, rel=1e-5)
+
+
+@pytest.mark.parametrize('ratio', [0.3, 1.0, 1.5, 8.0, 7.77])
+@pytest.mark.parametrize('min_size', [1, 12, 50, 100])
+def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
+  buffer = settings(batch_size=32, samples_per_insert=ratio, min_size=min_size, capacity=1000)
+  replay = windows(buffer, 3, B, T)
+  learned, ready = 0, None
+  for update, times in enumerate(jax.vmap(replay.times)(jnp.arange(500)).tolist()):
+    inserted = (update + 1) * B * T
+    if inserted < min_size:
+      assert times == 0
+      continue
+    ready = update if ready is None else ready
+    learned += times
+    due = Fraction(ratio).limit_denominator(10_000) * (update + 1 - ready) * B * T / 32
+    assert learned == int(due)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    (dict(capacity=0), 'capacity must be at least 1, not 0'),
+    (dict(min_size=2000, capacity=1000), 'min_size 2000 is more than the capacity of 1000'),
+    (dict(samples_per_insert=0.0), 'samples_per_insert must be more than 0'),
+    (dict(priority_exponent=1.5), r'priority_exponent must be within \[0, 1\], not 1.5'),
+  ],
+)
+def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    settings(**changes)

@@ -1,0 +1,267 @@
+"""Agents with replay, under both architectures: they learn, and what they compute is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_sebulba import AGENTS as ON_POLICY
+from test_sebulba import Running, assert_close, assert_same, compiled, jittery, keys
+
+from podrace import topology
+from podrace.agents import AGENTS as NAMES
+from podrace.agents.d4pg import D4PG
+from podrace.agents.dqn import DQN
+from podrace.agents.r2d2 import R2D2
+from podrace.agents.sac import SAC
+from podrace.anakin import Anakin
+from podrace.config import bind
+from podrace.envs import make
+from podrace.envs.host import base as host
+from podrace.networks import Actor, Critic, QNetwork
+from podrace.replay import Buffer
+from podrace.sebulba import Sebulba
+from podrace.topology import split_devices
+
+SLOW = pytest.mark.slow
+SMALL = Buffer(capacity=512, batch_size=24, min_size=64, samples_per_insert=1.5)
+RANKED = dataclasses.replace(SMALL, priority_exponent=0.6)
+AGENTS = {
+  'dqn': DQN(QNetwork(hidden=(16,), dueling=True), RANKED, n_step=2, target_period=3),
+  'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
+  'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
+  'd4pg': D4PG(Actor(hidden=(16,), deterministic=True), Critic(hidden=(16,), atoms=11), SMALL),
+}
+ENVS = {'dqn': 'podrace:catch', 'r2d2': 'podrace:catch'}
+
+
+def env_of(name: str) -> str:
+  return ENVS.get(name, 'gymnax:Pendulum-v1')
+
+
+def anakin(
+  agent: Any, env: str, devices: int = 1, num_envs: int = 8, length: int = 4, seeds: int = 1
+) -> Anakin:
+  pure = make(env)
+  agent = bind(agent, pure, 100, num_envs)
+  mesh = topology.learner_mesh(devices)
+  return Anakin(agent, pure, agent.memory(num_envs, length), mesh, num_envs, length, seeds)
+
+
+def sebulba(
+  agent: Any,
+  env: str,
+  actors: str = '0',
+  learners: str = '0',
+  threads: int = 1,
+  num_envs: int = 8,
+  length: int = 4,
+  lag: Any = '0',
+) -> Sebulba:
+  spec = host.make(env)
+  agent = bind(agent, spec, 100, num_envs)
+  return Sebulba(
+    agent, spec, agent.memory(num_envs, length), split_devices(actors, learners),
+    num_envs, length, threads, lag=lag,
+  )  # fmt: skip
+
+
+def test_every_agent_is_here_or_there() -> None:
+  assert AGENTS.keys() | ON_POLICY.keys() == NAMES.keys()
+
+
+@pytest.mark.parametrize(
+  'name', ['dqn', 'sac', pytest.param('r2d2', marks=SLOW), pytest.param('d4pg', marks=SLOW)]
+)
+def test_the_same_under_both_architectures(name: str) -> None:
+  """To float rounding, replay included; another action or another sample would show as 1e-3.
+
+  On one device: several would each draw samples of their own.
+  """
+  program = anakin(AGENTS[name], env_of(name))
+  state = program.run(program.init(keys(0)), jnp.int32(20))
+  with Running(sebulba(AGENTS[name], env_of(name))) as run:
+    other = run.advance(20)
+  assert_close(state.train, other.train, rtol=5e-4, atol=5e-6)
+  one, two = (jax.device_get(s.memory.timesteps) for s in (state, other))
+  np.testing.assert_array_equal(one.step_type, two.step_type)
+  assert_close(one.observation, two.observation, rtol=2e-3, atol=2e-4)
+  assert int(state.log.count) == int(other.log.count) > 0
+
+
+@pytest.mark.parametrize('name', AGENTS)
+def test_collectives(name: str) -> None:
+  """One all-reduce for each gradient step, on six devices; nothing else."""
+  program = anakin(AGENTS[name], env_of(name), 4)
+  text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
+  assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == 1
+  for other in ('all-gather', 'collective-permute', 'all-to-all', 'reduce-scatter'):
+    assert f' {other}(' not in text and f' {other}-start(' not in text
+
+
+CATCH = DQN(
+  QNetwork(hidden=(32,), dueling=True),
+  Buffer(capacity=8192, batch_size=64, min_size=512, samples_per_insert=8, priority_exponent=0.4),
+  learning_rate=2e-3,
+  n_step=2,
+  target_period=50,
+  epsilon=0.02,
+  epsilon_steps=300,
+)
+
+
+@pytest.mark.parametrize('devices', [1, pytest.param(8, marks=SLOW)])
+def test_dqn_learns_catch(devices: int) -> None:
+  program = anakin(CATCH, 'podrace:catch', devices, 32, 4)
+  state = program.run(program.init(keys(0)), jnp.int32(350))
+  _, state = program.read_log(state)
+  told, _ = program.read_log(program.run(state, jnp.int32(80)))
+  assert int(told['episodes']) >= 900
+  assert float(told['return_sum'] / told['episodes']) > 0.9
+
+
+@pytest.mark.parametrize(
+  'lag', ['1', pytest.param('0', marks=SLOW), pytest.param('async', marks=SLOW)]
+)
+def test_dqn_learns_catch_under_sebulba(lag: str) -> None:
+  program = sebulba(CATCH, 'podrace:catch', '0', '1,2', 2, 32, 4, lag)
+  with Running(program) as run:
+    run.driver.read_log(run.advance(350))
+    run.driver.read_log(run.state)
+    told, _ = run.driver.read_log(run.advance(80))
+  assert told['episodes'] >= 900
+  assert told['return_sum'] / told['episodes'] > 0.9
+
+
+def remember(burn_in: int, core: str = 'gru') -> float:
+  network = QNetwork(hidden=(32,), core=core, core_size=32)  # type: ignore[arg-type]
+  buffer = Buffer(capacity=20_000, batch_size=64, min_size=2_000, samples_per_insert=4)
+  agent = R2D2(
+    network, dataclasses.replace(buffer, priority_exponent=0.9), sequence=14 - burn_in,
+    burn_in=burn_in, learning_rate=2e-3, adam_epsilon=1e-5, target_period=50, epsilon_base=0.2,
+  )  # fmt: skip
+  program = anakin(agent, 'podrace:memory,length=5', 1, 64, 7)
+  state = program.run(program.init(keys(0)), jnp.int32(330))
+  _, state = program.read_log(state)
+  greedy = dataclasses.replace(program.agent, greedy=True)
+  program = dataclasses.replace(program, agent=greedy)
+  told, _ = program.read_log(program.run(state, jnp.int32(20)))
+  return float(told['return_sum'] / told['episodes'])
+
+
+def test_r2d2_remembers() -> None:
+  assert remember(burn_in=0) > 0.9
+
+
+@SLOW
+def test_r2d2_without_memory_cannot() -> None:
+  """Its expected return is 0; a mean of about 1,500 episodes has a standard error of 0.03."""
+  assert abs(remember(burn_in=0, core='none')) < 0.2
+
+
+@SLOW
+def test_r2d2_remembers_from_where_acting_was() -> None:
+  assert remember(burn_in=4) > 0.9
+
+
+@pytest.mark.parametrize('name', ['sac', pytest.param('d4pg', marks=SLOW)])
+def test_continuous_agents_learn(name: str) -> None:
+  """A random policy has -1,200 on Pendulum, one that stands still at the bottom -1,600."""
+  buffer = Buffer(capacity=20_000, batch_size=64, min_size=500, samples_per_insert=64)
+  wide = dict(hidden=(64, 64))
+  agent = {
+    'sac': SAC(
+      Actor(**wide), Critic(**wide, critics=2), buffer,
+      actor_learning_rate=2e-3, critic_learning_rate=2e-3, temperature_learning_rate=2e-3,
+    ),
+    'd4pg': D4PG(
+      Actor(**wide, deterministic=True), Critic(**wide, atoms=51), buffer, v_min=-400, v_max=0,
+      actor_learning_rate=1e-3, critic_learning_rate=2e-3, n_step=3,
+    ),
+  }[name]  # fmt: skip
+  program = anakin(agent, 'gymnax:Pendulum-v1', 1, 8, 8)
+  state = program.run(program.init(keys(0)), jnp.int32(200))
+  _, state = program.read_log(state)
+  told, _ = program.read_log(program.run(state, jnp.int32(75)))
+  assert int(told['episodes']) >= 16
+  assert float(told['return_sum'] / told['episodes']) > -400
+
+
+@pytest.mark.parametrize('name', ['dqn', pytest.param('r2d2', marks=SLOW)])
+def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
+  both = jnp.concatenate([keys(0), keys(1)])
+  with jax.debug_key_reuse(False):
+    program = anakin(AGENTS[name], env_of(name), seeds=2)
+    together = program.run(program.init(both), jnp.int32(20))
+  for seed in range(2):
+    program = anakin(AGENTS[name], env_of(name))
+    alone = program.run(program.init(keys(seed)), jnp.int32(20))
+    one = jax.tree.map(lambda x, seed=seed: x[seed], together.train.params)
+    assert_close(one, alone.train.params, rtol=1e-3, atol=1e-5)
+
+
+def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+  program = sebulba(AGENTS['dqn'], 'podrace:catch', '0,1', '2', 2, lag='1')
+  driver, found = compiled(program), []
+  for seed in range(3):
+    with monkeypatch.context() as patch:
+      jittery(patch, seed)
+      with Running(program, driver=driver) as run:
+        found.append(run.advance(15).train)
+  for other in found[1:]:
+    assert_same(found[0], other)
+
+
+def test_streams_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Whoever is faster, with lag async: every row of replay follows the one before."""
+  jittery(monkeypatch, 5)
+  program = sebulba(AGENTS['dqn'], 'podrace:catch', '0', '1', 4, lag='async')
+  with Running(program) as run:
+    memory = jax.device_get(run.advance(60).memory)
+  np.testing.assert_array_equal(memory.env_id, np.arange(8))
+  rows = memory.timesteps.reward.shape[1]
+  order = (np.arange(rows) + int(memory.head[0]) + 1) % rows  # from the oldest
+  ball = memory.timesteps.observation[:, order, :-1].reshape(8, rows, 9, 5)
+  height = np.where(ball.any((2, 3)), ball.any(3).argmax(2), 9)
+  step_type = memory.timesteps.step_type[:, order]
+  assert ((step_type[:, 1:] == 0) == (step_type[:, :-1] == 2)).all()
+  falls = step_type[:, 1:] != 0
+  assert (height[:, 1:] - height[:, :-1])[falls].tolist() == [1] * int(falls.sum())
+
+
+def test_replay_refuses_environments_in_any_order() -> None:
+  spec = host.make('gymnasium:CartPole-v1')
+  agent = bind(AGENTS['dqn'], spec, 100, 8)
+  with pytest.raises(ValueError, match='replay needs each environment in its place'):
+    Sebulba(
+      agent, spec, agent.memory(8, 4), split_devices('0', '0'), 8, 4, 1, lag='async', batch_size=4
+    )
+
+
+@pytest.mark.parametrize(
+  ('make_agent', 'message'),
+  [
+    (lambda: DQN(QNetwork(core='gru')), 'dqn has no memory; with the core .gru., it is r2d2'),
+    (lambda: DQN(n_step=0), 'n_step must be at least 1, not 0'),
+    (lambda: R2D2(QNetwork(head='quantile')), 'r2d2 learns values'),
+    (lambda: QNetwork(v_min=1.0, v_max=0.0), 'v_min 1.0 is not less than v_max 0.0'),
+    (lambda: SAC(initial_temperature=0.0), 'initial_temperature must be more than 0'),
+    (lambda: D4PG(critic=Critic()), 'd4pg has a deterministic actor'),
+    (
+      lambda: bind(AGENTS['dqn'], make('gymnax:Pendulum-v1')),
+      'values of actions need a Discrete action space, not Box',
+    ),
+    (lambda: bind(AGENTS['sac'], make('podrace:catch')), 'a tanh-Normal needs a continuous'),
+    (
+      lambda: anakin(DQN(buffer=Buffer(batch_size=6)), 'podrace:catch', 4).init(keys(0)),
+      'batch_size 6 does not divide over 4 learner devices',
+    ),
+  ],
+)  # fmt: skip
+def test_bad_input_is_told(make_agent: Any, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    make_agent()
