@@ -189,7 +189,9 @@ def start(agent: Any, env: Any, num_envs: int, unroll_length: int, seed: int = 0
   from podrace.replay import on_policy
 
   mesh = topology.learner_mesh()
-  runner = anakin.Anakin(agent, env, on_policy(), mesh, num_envs, unroll_length)
+  own = hasattr(agent, 'memory')
+  replay = agent.memory(num_envs, unroll_length) if own else on_policy()
+  runner = anakin.Anakin(agent, env, replay, mesh, num_envs, unroll_length)
   keys = jax.random.split(jax.random.key(seed), 1)
   begin = time.perf_counter()
   init = runner.init.lower(keys).compile()

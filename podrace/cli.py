@@ -99,6 +99,9 @@ def _guarded(args: list[str]) -> int:
     return _complain(e, 2)
   except KeyboardInterrupt:
     return 130
+  except BrokenPipeError:  # who read the output has enough, as in `podrace list | head`
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
   except Exception as e:
     from podrace.run import RunError, Stopped
 

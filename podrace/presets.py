@@ -121,6 +121,186 @@ def pong() -> Config:
   )
 
 
+def dqn_cartpole() -> Config:
+  """Double DQN on CartPole: the full return of 500."""
+  from podrace.agents.dqn import DQN
+  from podrace.networks import QNetwork
+  from podrace.replay import Buffer
+
+  return Config(
+    agent=DQN(
+      network=QNetwork(hidden=(128, 128)),
+      buffer=Buffer(capacity=50_000, batch_size=128, min_size=2_000, samples_per_insert=16.0),
+      learning_rate=5e-4,
+      n_step=3,
+      target_period=250,
+      epsilon_steps=5_000,
+    ),
+    env='gymnax:CartPole-v1',
+    num_envs=16,
+    unroll_length=4,
+    total_steps=500_000,
+  )
+
+
+def rainbow_minatar() -> Config:
+  """Rainbow on MinAtar Breakout; give another game by --env."""
+  from podrace.agents.dqn import DQN
+  from podrace.networks import QNetwork
+  from podrace.replay import Buffer
+
+  network = QNetwork(
+    torso='grid', hidden=(), head='categorical', num_atoms=51, v_min=0.0, v_max=20.0,
+    head_size=128, dueling=True, noisy=True,
+  )  # fmt: skip
+  buffer = Buffer(
+    capacity=200_000, batch_size=64, min_size=5_000, samples_per_insert=8.0,
+    priority_exponent=0.5, importance_exponent=0.4,
+  )  # fmt: skip
+  return Config(
+    agent=DQN(network, buffer, learning_rate=2.5e-4, n_step=3, double=True, target_period=1_000),
+    env='gymnax:Breakout-MinAtar',
+    num_envs=16,
+    unroll_length=4,
+    total_steps=2_000_000,
+  )
+
+
+def r2d2_memory() -> Config:
+  """R2D2 on the memory task: remember a cue over 20 steps, with stored states and burn-in."""
+  from podrace.agents.r2d2 import R2D2
+  from podrace.networks import QNetwork
+  from podrace.replay import Buffer
+
+  network = QNetwork(hidden=(32,), core='gru', core_size=32, dueling=True)
+  buffer = Buffer(
+    capacity=100_000, batch_size=64, min_size=5_000, samples_per_insert=4.0, priority_exponent=0.9,
+  )  # fmt: skip
+  return Config(
+    agent=R2D2(
+      network, buffer, sequence=22, burn_in=11, learning_rate=1e-3, adam_epsilon=1e-5,
+      target_period=200,
+    ),
+    env='podrace:memory,length=20',
+    num_envs=64,
+    unroll_length=11,
+    total_steps=1_500_000,
+  )  # fmt: skip
+
+
+def sac_pendulum() -> Config:
+  """SAC on Pendulum: about -150, which is as good as it gets."""
+  from podrace.agents.sac import SAC
+  from podrace.networks import Actor, Critic
+  from podrace.replay import Buffer
+
+  return Config(
+    agent=SAC(
+      Actor(hidden=(64, 64)),
+      Critic(hidden=(64, 64), critics=2),
+      Buffer(capacity=100_000, batch_size=256, min_size=1_000, samples_per_insert=128.0),
+      actor_learning_rate=1e-3,
+      critic_learning_rate=1e-3,
+      temperature_learning_rate=1e-3,
+    ),
+    env='gymnax:Pendulum-v1',
+    num_envs=8,
+    unroll_length=8,
+    total_steps=60_000,
+  )
+
+
+def sac_brax() -> Config:
+  """SAC on Brax's inverted pendulum: the full return of 1,000."""
+  from podrace.agents.sac import SAC
+  from podrace.networks import Actor, Critic
+  from podrace.replay import Buffer
+
+  return Config(
+    agent=SAC(
+      Actor(hidden=(128, 128)),
+      Critic(hidden=(128, 128), critics=2),
+      Buffer(capacity=200_000, batch_size=256, min_size=5_000, samples_per_insert=32.0),
+      actor_learning_rate=1e-3,
+      critic_learning_rate=1e-3,
+      temperature_learning_rate=1e-3,
+    ),
+    env='brax:inverted_pendulum',
+    num_envs=64,
+    unroll_length=4,
+    total_steps=200_000,
+  )
+
+
+def d4pg_pendulum() -> Config:
+  """D4PG on Pendulum: about -150."""
+  from podrace.agents.d4pg import D4PG
+  from podrace.networks import Actor, Critic
+  from podrace.replay import Buffer
+
+  return Config(
+    agent=D4PG(
+      Actor(hidden=(64, 64), deterministic=True),
+      Critic(hidden=(64, 64), atoms=51),
+      Buffer(capacity=100_000, batch_size=256, min_size=1_000, samples_per_insert=128.0),
+      v_min=-400.0,
+      v_max=0.0,
+      actor_learning_rate=5e-4,
+      critic_learning_rate=1e-3,
+      n_step=3,
+    ),
+    env='gymnax:Pendulum-v1',
+    num_envs=8,
+    unroll_length=8,
+    total_steps=60_000,
+  )
+
+
+def dqn_pong() -> Config:
+  """Double, dueling, prioritised n-step DQN on Atari Pong under Sebulba."""
+  from podrace.agents.dqn import DQN
+  from podrace.networks import QNetwork
+  from podrace.replay import Buffer
+
+  network = QNetwork(torso='nature', hidden=(512,), dueling=True)
+  buffer = Buffer(
+    capacity=200_000, batch_size=32, min_size=20_000, samples_per_insert=4.0,
+    priority_exponent=0.5, importance_exponent=0.4,
+  )  # fmt: skip
+  return Config(
+    agent=DQN(
+      network, buffer, learning_rate=1e-4, n_step=3, target_period=2_000, epsilon=0.01,
+      epsilon_steps=25_000,
+    ),
+    env='ale:pong',
+    architecture='sebulba',
+    num_envs=16,
+    unroll_length=8,
+    total_steps=2_000_000,
+  )  # fmt: skip
+
+
+def r2d2_pong() -> Config:
+  """R2D2 on Atari Pong under Sebulba, with SEED RL's constants and a smaller network."""
+  from podrace.agents.r2d2 import R2D2
+  from podrace.networks import QNetwork
+  from podrace.replay import Buffer
+
+  network = QNetwork(torso='nature', hidden=(512,), core='lstm', core_size=256, dueling=True)
+  buffer = Buffer(
+    capacity=200_000, batch_size=32, min_size=20_000, samples_per_insert=0.0375,
+    priority_exponent=0.9, importance_exponent=0.6,
+  )  # fmt: skip
+  return Config(
+    agent=R2D2(network, buffer, sequence=40, burn_in=40),
+    env='ale:pong',
+    architecture='sebulba',
+    num_envs=16,
+    unroll_length=40,
+    total_steps=10_000_000,
+  )
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
   'catch': catch,
   'cartpole': cartpole,
@@ -129,4 +309,12 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'brax-inverted-pendulum': brax_inverted_pendulum,
   'snake': snake,
   'pong': pong,
+  'dqn-cartpole': dqn_cartpole,
+  'rainbow-minatar': rainbow_minatar,
+  'r2d2-memory': r2d2_memory,
+  'sac-pendulum': sac_pendulum,
+  'sac-brax': sac_brax,
+  'd4pg-pendulum': d4pg_pendulum,
+  'dqn-pong': dqn_pong,
+  'r2d2-pong': r2d2_pong,
 }

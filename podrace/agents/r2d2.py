@@ -60,7 +60,7 @@ class R2D2:
   """Hyper-parameters, and the functions of an `Agent`."""
 
   network: QNetwork = QNetwork(core='lstm', dueling=True)
-  buffer: Buffer = Buffer(batch_size=64, priority_exponent=0.9, samples_per_insert=1.5)
+  buffer: Buffer = Buffer(batch_size=64, priority_exponent=0.9, samples_per_insert=0.0375)
   sequence: int = 80  # steps of a sequence that are learned from, after the burn-in
   burn_in: int = 40  # steps before them
   learning_rate: float = 1e-4

@@ -19,6 +19,7 @@ from podrace.agents import valuing
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
+from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
 
 
@@ -89,7 +90,8 @@ class SAC:
   ) -> tuple[TrainState, Array, Metrics]:
     rest: Rest = train.rest
     step = valuing.transitions(sample.trajectory, self.discount)
-    target_key, actor_key = jax.random.split(key)
+    own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
+    target_key, actor_key = jax.random.split(own_key)
     target = self.target(train.params, rest, step, target_key)
     taken = self.critic.distribution.to_unit(step.action)
     weight = sample.weight * step.mask

@@ -268,7 +268,7 @@ def test_sac() -> None:
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
   step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
   _, learn_key = jax.random.split(jax.random.key(1))
-  target_key, _ = jax.random.split(learn_key)
+  target_key, _ = jax.random.split(jax.random.fold_in(learn_key, 0))  # device 0's
   outputs, _ = agent.actor.step(train.params, (), step.after)
   x = agent.actor.distribution.sample(outputs, target_key)
   log_prob = agent.actor.distribution.log_prob(outputs, x)
