@@ -26,6 +26,12 @@ STATED = {  # what each preset is to reach, greedily
   'memory': 0.99,
   'brax-inverted-pendulum': 990.0,
   'snake': 20.0,
+  'dqn-cartpole': 490.0,
+  'rainbow-minatar': 20.0,
+  'r2d2-memory': 0.99,
+  'sac-pendulum': -180.0,
+  'sac-brax': 990.0,
+  'd4pg-pendulum': -180.0,
 }
 
 
@@ -58,7 +64,8 @@ def draw(scores: dict[str, dict]) -> None:
   matplotlib.use('Agg')
   import matplotlib.pyplot as plt
 
-  figure, axes = plt.subplots(2, 3, figsize=(11, 5.5), layout='constrained')
+  rows = -(-len(scores) // 4)
+  figure, axes = plt.subplots(rows, 4, figsize=(13, 2.7 * rows), layout='constrained')
   for axis, (preset, found) in zip(axes.flat, scores.items(), strict=False):
     steps, returns = zip(*found['curve'], strict=True)
     axis.plot([s / 1e6 for s in steps], returns, color='#1f5fa8', linewidth=1.6)
@@ -76,10 +83,11 @@ def draw(scores: dict[str, dict]) -> None:
 def main() -> None:
   """Scores the presets that are named, or all."""
   names = [a for a in sys.argv[1:] if a != '--resume']
-  found = {preset: score(preset, '--resume' in sys.argv) for preset in names or PRESETS}
-  for preset, result in found.items():
+  found = {}
+  for preset in names or STATED:
+    found[preset] = result = score(preset, '--resume' in sys.argv)
     reached = result['greedy']['episode_return_mean']
-    print(f'{preset}: {reached:.2f}, stated {STATED[preset]}')
+    print(f'{preset}: {reached:.2f}, stated {STATED[preset]}', flush=True)
   path = RESULTS / 'scores.json'
   known = (json.loads(path.read_text())['results'] if path.exists() else {}) | found
   known = {preset: known[preset] for preset in PRESETS if preset in known}

@@ -2,7 +2,8 @@
 
 Each setting is `podrace bench sebulba`, in a process of its own and repeated; medians are told. On a
 CPU the stages share the cores, so the run is compared with 1/(1/e + 1/i + 1/l). The lags are
-measured as the combined rate of one setting with each.
+measured as the combined rate of one setting with each. Settings that are not named keep what the result
+file has of them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SETTINGS = {
   'pong-impala': PONG,
   'pong-nature': [*PONG, '--agent.network.torso', 'nature', '--agent.network.hidden', '512'],
   'envpool-cartpole': ['--env', 'envpool:CartPole-v1', *MLP],
+  'envpool-cartpole, 1 thread': ['--env', 'envpool:CartPole-v1', *MLP, '--actor-threads', '1'],
   'gymnasium-cartpole': ['--env', 'gymnasium:CartPole-v1', *MLP],
 }
 LAGS = ('0', '1', 'async')
@@ -57,13 +59,15 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=5.0)
   args = parser.parse_args()
-  results: dict[str, Any] = {}
+  path = common.RESULTS / 'sebulba.json'
+  results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   for name in args.settings or [*SETTINGS, 'lags']:
     if name == 'lags':
       continue
     r = results[name] = measure(SETTINGS[name], args.repeats, args.seconds)
     told = ', '.join(f'{k} {r["rates"][k]["median"]:,.0f}' for k in RATES)
     print(f'{name}: {told}; {r["combined_over_parallel"]:.2f} of parallel', flush=True)
+    common.record('sebulba', results)
   if 'lags' in (args.settings or ['lags']):
     lags: dict[str, list[float]] = {lag: [] for lag in LAGS}
     for _ in range(args.repeats):
