@@ -54,13 +54,14 @@ def save(store: ChunkStore, path: Path) -> dict[str, float]:
   with store.lock:
     locked = time.perf_counter()
     tables = {name: table.snapshot() for name, table in store.tables.items()}
+    next_key = store.next_key
     blocked = time.perf_counter() - locked
   partial = path.with_name(f'.{path.name}.partial-{os.getpid()}')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    size = _write(partial, tables, store.new_key())
+    size = _write(partial, tables, next_key)
     partial.rename(path)
     _sync(path.parent)
   except OSError as e:
@@ -88,9 +89,9 @@ def restore(store: ChunkStore, path: Path) -> None:
   except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as e:
     raise CheckpointError(f'checkpoint {path} is damaged: {e}') from e
   with store.lock:
+    store.next_key = max(store.next_key, manifest['next_key'])
     for table, state in zip(manifest['tables'], states, strict=True):
       store.tables[table['name']].load(state)
-  store.skip_to_key(manifest['next_key'])
 
 
 # --- writing ----------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def _write(folder: Path, tables: dict[str, dict[str, Any]], next_key: int) -> in
   described = []
   for i, (name, table) in enumerate(tables.items()):
     with (folder / _table_file(i)).open('wb') as file:
-      np.savez(file, **_table_arrays(table, number))
+      np.savez(file, allow_pickle=False, **_table_arrays(table, number))
     signature = table['signature']
     described.append(
       dict(
@@ -120,8 +121,8 @@ def _write(folder: Path, tables: dict[str, dict[str, Any]], next_key: int) -> in
   )
   text = json.dumps(dict(manifest, sha256=_sha256_of(manifest)), indent=1)
   (folder / MANIFEST).write_text(text + '\n')
-  for file in folder.iterdir():
-    _sync(file)
+  for written in folder.iterdir():
+    _sync(written)
   _sync(folder)
   return sum(x['bytes'] for x in files.values()) + len(text) + 1
 
@@ -139,7 +140,12 @@ def _write_chunks(folder: Path, chunks: list[Chunk]) -> list[list[Any]]:
   columns = np.array(rows, np.int64).reshape(-1, 4)
   with (folder / INDEX).open('wb') as file:
     np.savez(
-      file, nbytes=columns[:, 0], kind=columns[:, 1], length=columns[:, 2], spec=columns[:, 3]
+      file,
+      allow_pickle=False,
+      nbytes=columns[:, 0],
+      kind=columns[:, 1],
+      length=columns[:, 2],
+      spec=columns[:, 3],
     )
   return [[dtype, list(shape)] for dtype, shape in specs]
 
@@ -265,8 +271,8 @@ def _read_chunk(
   if len(data) != n:
     raise ValueError(f'{CHUNKS} ends too early')
   if kind == AS_IS:
-    return Chunk(store.new_key(), np.frombuffer(data, of[0]).reshape(length, *of[1]), length)
-  chunk = Chunk(store.new_key(), np.empty((0, *of[1]), of[0]), length)
+    return store.chunk(np.frombuffer(data, of[0]).reshape(length, *of[1]), length)
+  chunk = store.chunk(np.empty((0, *of[1]), of[0]), length)
   chunk.packed, chunk.nbytes, chunk.array = (data, kind == DIFFERENCES), n, None
   return chunk
 

@@ -69,16 +69,13 @@ class ChunkStore:
     self.cached = 0  # bytes in the cache
     self.tables: dict[str, Any] = {}  # by name
     self._cache: OrderedDict[int, Chunk] = OrderedDict()
-    self._keys = itertools.count(1)
+    self.next_key = 1  # of an item
+    self._chunk_keys = itertools.count(1)
     self._values: dict[Any, Any] = {}
 
-  def new_key(self) -> int:
-    """A key for an item or a chunk that nothing on this store has had."""
-    return next(self._keys)  # one call into C, so no two threads get the same
-
-  def skip_to_key(self, key: int) -> None:
-    """Keys below `key` will not be given (again)."""
-    self._keys = itertools.count(max(key, self.new_key()))
+  def chunk(self, array: np.ndarray, length: int) -> Chunk:
+    """A chunk that nobody holds yet, of an array of which `length` rows are written."""
+    return Chunk(next(self._chunk_keys), array, length)  # `next` is one call into C: no lock
 
   def same(self, value: Any) -> Any:
     """The first of all values given that was equal to this one, so that `is` compares them."""
@@ -209,7 +206,7 @@ def difference(rows: np.ndarray) -> np.ndarray:
   bits = rows.view(np.dtype(f'u{rows.dtype.itemsize}'))
   found = bits.copy()
   np.subtract(bits[1:], bits[:-1], out=found[1:])
-  return found
+  return found.view(rows.dtype)
 
 
 def accumulate(rows: np.ndarray) -> np.ndarray:

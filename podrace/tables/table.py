@@ -27,6 +27,7 @@ from podrace.tables.selectors import Selector
 log = logging.getLogger('podrace.tables')
 
 SLEEPING, RUNNING, SAMPLING, INSERTING = 'sleeping', 'running', 'sampling', 'inserting'
+NEW = 0  # the key of an item that shall be given one
 WAITING_FOR_INSERTS, WAITING_FOR_SAMPLES = 'waiting_for_inserts', 'waiting_for_samples'
 
 
@@ -232,6 +233,10 @@ class Table:
     with self._working(INSERTING):
       self._check_open()
       self._check_item(item)
+      if item.key == NEW:
+        item.key = self.store.next_key
+      if item.key >= self.store.next_key:
+        self.store.next_key = item.key + 1
       if item.key in self._slots:
         self._replace(item)
         self._wake()  # max_bytes may have made it delete others

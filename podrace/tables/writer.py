@@ -24,7 +24,7 @@ from podrace.tables.chunks import (
   Part,
   differences_help,
 )
-from podrace.tables.table import InFlight, Item, Leaf, Pending, Signature, Table, deadline_of
+from podrace.tables.table import NEW, InFlight, Item, Leaf, Pending, Signature, Table, deadline_of
 
 TRY_AGAIN = 64  # chunks after which a column asks anew whether differences are smaller
 
@@ -117,11 +117,11 @@ class Column:
   def _start_chunk(self) -> None:
     store = self._store
     self._open, self._at = np.empty((self.length, *self.shape), self.dtype), 0
-    chunk = Chunk(store.new_key(), self._open, 0)
+    chunk = store.chunk(self._open, 0)
     with store.lock:
       store.hold(chunk, self.account)
       self._chunks.append(chunk)
-      while (self._first + 1) * self.length <= self.end - self._history:
+      while (self._first + 1) * self.length <= self.end + 1 - self._history:  # with this row
         store.drop(self._chunks.popleft(), self.account)
         self._first += 1
 
@@ -246,7 +246,7 @@ class Writer:
       priority: at least 0.
       trajectory: slices of `history`, nested as samples shall be; or
       num_steps: the newest so many rows of every column.
-      key: of an item that is to be replaced.
+      key: above 0; of an item that is to be replaced, if there is one. By default a new one.
       timeout: seconds to wait, if max_in_flight items are waiting already.
 
     Raises:
@@ -256,19 +256,21 @@ class Writer:
     """
     if table.store is not self._store:
       raise ValueError(f'table {table.name!r} is on another store than the writer')
+    if key is not None and key < 1:
+      raise ValueError(f'{key=} must be above 0')
     priority = table.check_priority(priority)
     signature, parts = self._parts(trajectory, num_steps)
     if self._in_flight.items > max(0, self._max_in_flight - 1):
       self.flush(max(0, self._max_in_flight - 1), timeout)
-    key = self._store.new_key() if key is None else key
-    pending = table.submit(Item(key, priority, signature, parts), self._in_flight)
+    item = Item(key or NEW, priority, signature, parts)
+    pending = table.submit(item, self._in_flight)
     if pending is not None:
       self._pending.append((table, pending))
       if self._max_in_flight == 0:
         self._wait_or_withdraw(table, pending, timeout)
     elif self._pending:
       self._forget_done()
-    return key
+    return item.key
 
   def _parts(self, trajectory: Any, num_steps: int | None) -> tuple[Signature, tuple[Part, ...]]:
     if (trajectory is None) == (num_steps is None):
