@@ -6,14 +6,13 @@ beside ours. Everything here may be called from any thread.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition
 from typing import Any, NamedTuple
 
@@ -188,7 +187,7 @@ class Table:
 
     self._most = min(sampler.most, remover.most)
     self._rng = np.random.default_rng(seed)
-    self._sampling, self._removing = sampler.make(), remover.make()
+    self._next_sampled, self._next_removed = sampler.make(), remover.make()
     self._slots: dict[int, int] = {}  # by key
     self._items: list[Item | None] = []  # by slot, as the following
     self._priorities = np.zeros(64)
@@ -200,6 +199,8 @@ class Table:
     self._readers = 0
     self._readable, self._admitted = Condition(store.lock), Condition(store.lock)
     self._clock = _Clock()
+    self._running, self._sampling = _Working(self, RUNNING), _Working(self, SAMPLING)
+    self._inserting = _Working(self, INSERTING)
     self._report_after, self._report = report_after, report
     with store.lock:
       if name in store.tables:
@@ -230,7 +231,7 @@ class Table:
       ValueError: if it isn't like the table's other items, or can't fit into max_bytes.
       Closed: if the table is.
     """
-    with self._working(INSERTING):
+    with self._inserting:
       self._check_open()
       self._check_item(item)
       if item.key == NEW:
@@ -254,7 +255,7 @@ class Table:
 
   def wait_for(self, pending: Pending, deadline: float) -> None:
     """Returns when a submitted item has been inserted; raises as `submit`, or RateLimited."""
-    with self._working(INSERTING):
+    with self._inserting:
       reporter = _Reporter(self, 'insert into', deadline, self._why_no_insert)
       while not pending.done:
         self._check_open()
@@ -262,7 +263,7 @@ class Table:
 
   def withdraw(self, pending: Pending) -> bool:
     """Takes back an item that still waits; False if it has been inserted."""
-    with self._working(INSERTING):
+    with self._inserting:
       if pending.done:
         return False
       if not self.closed:  # else all of them have been taken out
@@ -304,8 +305,8 @@ class Table:
     self._priorities[slot] = item.priority
     self._times[slot] = 0
     self._hold(item, self.account)
-    self._sampling.insert(slot, item.priority)
-    self._removing.insert(slot, item.priority)
+    self._next_sampled.insert(slot, item.priority)
+    self._next_removed.insert(slot, item.priority)
     self.counts.inserts += 1
     self._shrink()
 
@@ -331,14 +332,14 @@ class Table:
     while len(self._slots) > self.max_size or (
       self.max_bytes is not None and self.account.bytes > self.max_bytes and len(self._slots) > 1
     ):
-      (slot,), _ = self._removing.draw(1, self._rng)
+      (slot,), _ = self._next_removed.draw(1, self._rng)
       self._remove(int(slot))
 
   def _remove(self, slot: int) -> None:
     item = self._items[slot]
     assert item is not None
-    self._sampling.remove(slot)
-    self._removing.remove(slot)
+    self._next_sampled.remove(slot)
+    self._next_removed.remove(slot)
     del self._slots[item.key]
     self._items[slot] = None
     self._free.append(slot)
@@ -404,7 +405,7 @@ class Table:
     return self._deliver(draws)
 
   def _take(self, draws: _Draws, n: int, least: int, deadline: float) -> None:
-    with self._working(SAMPLING):
+    with self._sampling:
       reporter = None
       while True:
         self._check_open()
@@ -434,7 +435,7 @@ class Table:
     return n
 
   def _draw_together(self, draws: _Draws, n: int) -> None:
-    slots, probabilities = self._sampling.draw(n, self._rng)
+    slots, probabilities = self._next_sampled.draw(n, self._rng)
     chosen, times = slots.tolist(), self._times
     sampled = []
     for slot in chosen:
@@ -486,7 +487,7 @@ class Table:
     wrong = ~((values >= 0) & (values <= self._most))
     if wrong.any():
       self.check_priority(float(values[wrong][0]))
-    with self._working(RUNNING):
+    with self._running:
       found = [self._slots.get(key, -1) for key in names.tolist()]
       slots = np.array(found, np.int64)
       known = slots >= 0
@@ -501,12 +502,12 @@ class Table:
 
   def _set_priorities(self, slots: np.ndarray, priorities: np.ndarray) -> None:
     self._priorities[slots] = priorities
-    self._sampling.update(slots, priorities)
-    self._removing.update(slots, priorities)
+    self._next_sampled.update(slots, priorities)
+    self._next_removed.update(slots, priorities)
 
   def delete(self, keys: Sequence[int] | np.ndarray) -> int:
     """Removes items by key; how many of the keys were there."""
-    with self._working(RUNNING):
+    with self._running:
       before = self.counts.deletes
       for key in np.asarray(keys).tolist():
         slot = self._slots.get(key)
@@ -519,7 +520,7 @@ class Table:
 
   def info(self) -> TableInfo:
     """How it does."""
-    with self._working(RUNNING):
+    with self._running:
       return TableInfo(
         name=self.name,
         size=len(self._slots),
@@ -562,8 +563,8 @@ class Table:
       priorities=self._priorities[: len(self._items)].copy(),
       times=np.array(self._times, np.int64),
       free=np.array(self._free, np.int64),
-      sampling=self._sampling.state(),
-      removing=self._removing.state(),
+      sampling=self._next_sampled.state(),
+      removing=self._next_removed.state(),
     )
 
   def config(self) -> dict[str, Any]:
@@ -588,8 +589,8 @@ class Table:
     self._priorities = np.concatenate([state['priorities'], np.zeros(64)])
     self._times = array('q', state['times'].tolist())
     self._free = state['free'].tolist()
-    self._sampling.load(state['sampling'])
-    self._removing.load(state['removing'])
+    self._next_sampled.load(state['sampling'])
+    self._next_removed.load(state['removing'])
     for item in self._items:
       if item is not None:
         self._hold(item, self.account)
@@ -608,16 +609,6 @@ class Table:
   def _why_no_insert(self) -> str:
     why = self.rate_limiter.why_no_insert(self.counts)
     return f'{why}; {len(self._waiting)} inserts and {self._readers} samplers wait'
-
-  @contextlib.contextmanager
-  def _working(self, on: str) -> Iterator[None]:
-    """Takes the lock, and counts the time until it is given back (or waited with) as `on`."""
-    with self.store.lock:
-      self._clock.switch(on)
-      try:
-        yield
-      finally:
-        self._clock.switch(self._idle())
 
   def _idle(self) -> str:
     if self._readers:
@@ -650,6 +641,26 @@ class _Clock:
     """Seconds by what was done."""
     self.switch(self._state)
     return dict(self._seconds)
+
+
+class _Working:
+  """Takes the lock, and counts the time until it is given back (or waited with) as work `on` this.
+
+  One object serves all threads, as it has no state of its own.
+  """
+
+  __slots__ = ('_lock', '_on', '_table')
+
+  def __init__(self, table: Table, on: str) -> None:
+    self._table, self._on, self._lock = table, on, table.store.lock
+
+  def __enter__(self) -> None:
+    self._lock.acquire()
+    self._table._clock.switch(self._on)
+
+  def __exit__(self, *error: object) -> None:
+    self._table._clock.switch(self._table._idle())
+    self._lock.release()
 
 
 class _Reporter:

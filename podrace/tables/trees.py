@@ -52,7 +52,7 @@ def match(structure: tuple[Any, ...], tree: Any, into: list[Any]) -> None:
   elif kind == 'leaf':
     into.append(tree)
   elif kind == 'dict':
-    if not isinstance(tree, dict) or (len(tree) > len(names) or not tree.keys() <= set(names)):
+    if not isinstance(tree, dict) or not (tuple(tree) == names or tree.keys() <= set(names)):
       raise ValueError(f'expected a dict of {list(names)}, got {_brief(tree)}')
     for name, child in zip(names, children, strict=True):
       x = tree.get(name)

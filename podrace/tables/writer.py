@@ -192,12 +192,11 @@ class Writer:
       raise ValueError('the writer is closed')
     values: list[Any] = []
     trees.match(self._structure, step, values)  # type: ignore[arg-type]
-    rows = []
-    for column, x in zip(self._columns, values, strict=True):
+    for i, column in enumerate(self._columns):
+      x = values[i]
       if type(x) is not np.ndarray or x.dtype != column.dtype or x.shape != column.shape:
-        x = None if x is None else column.check(x)
-      rows.append(x)
-    for column, x in zip(self._columns, rows, strict=True):  # all or none
+        values[i] = None if x is None else column.check(x)
+    for column, x in zip(self._columns, values, strict=True):  # all or none
       if x is not None:
         column.append(x)
 
