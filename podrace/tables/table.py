@@ -197,7 +197,7 @@ class Table:
     self._waiting: deque[Pending] = deque()
     self._waiting_account = Account()
     self._readers = 0
-    self._readable, self._admitted = Condition(store.lock), Condition(store.lock)
+    self._readable, self._admitted = Condition(store.lock), Condition(store.lock)  # type: ignore[arg-type]
     self._clock = _Clock()
     self._running, self._sampling = _Working(self, RUNNING), _Working(self, SAMPLING)
     self._inserting = _Working(self, INSERTING)

@@ -13,31 +13,29 @@ LEAF: tuple[Any, ...] = ('leaf', (), ())
 
 def structure_of(tree: Any) -> tuple[Any, ...]:
   """The nesting of a tree."""
+  return take_apart(tree, [])
+
+
+def take_apart(tree: Any, into: list[Any]) -> tuple[Any, ...]:
+  """The nesting of a tree, whose leaves are appended in their order."""
   if isinstance(tree, dict):
-    if not all(isinstance(name, str) for name in tree):
-      raise ValueError(f'names must be strings, not {list(tree)}')
-    return ('dict', tuple(tree), tuple(structure_of(x) for x in tree.values()))
-  if isinstance(tree, tuple) and hasattr(tree, '_fields'):
-    return (type(tree), tree._fields, tuple(structure_of(x) for x in tree))
+    for name in tree:
+      if not isinstance(name, str):
+        raise ValueError(f'names must be strings, not {list(tree)}')
+    return ('dict', tuple(tree), tuple([take_apart(x, into) for x in tree.values()]))
   if isinstance(tree, tuple | list):
-    return (type(tree).__name__, (), tuple(structure_of(x) for x in tree))
+    parts = tuple([take_apart(x, into) for x in tree])
+    fields = getattr(tree, '_fields', None)
+    return (type(tree), fields, parts) if fields else (type(tree).__name__, (), parts)
+  into.append(tree)
   return LEAF
 
 
 def leaves(tree: Any) -> list[Any]:
   """All leaves, in the structure's order."""
   found: list[Any] = []
-  _collect(tree, found)
+  take_apart(tree, found)
   return found
-
-
-def _collect(tree: Any, into: list[Any]) -> None:
-  children = tree.values() if isinstance(tree, dict) else tree
-  for x in children if isinstance(tree, dict | tuple | list) else (tree,):
-    if isinstance(x, dict | tuple | list):
-      _collect(x, into)
-    else:
-      into.append(x)
 
 
 def match(structure: tuple[Any, ...], tree: Any, into: list[Any]) -> None:

@@ -60,11 +60,12 @@ class Column:
 
   def __len__(self) -> int:
     """Rows of this episode that can be used."""
-    return self.end - max(self.begin, self.end - self._history)
+    return min(self.end - self.begin, self._history)
 
   def __getitem__(self, index: int | slice) -> Slice:
     """Rows by place in what can be used of this episode, as of a list; negative is from the end."""
-    n, end = len(self), self.end
+    end = self.end
+    n = min(end - self.begin, self._history)
     if isinstance(index, slice):
       start, stop, step = index.indices(n)
       if step != 1 or stop <= start:
@@ -280,17 +281,21 @@ class Writer:
       parts = tuple([c.part(c.end - num_steps, c.end) for c in self._columns])
       signature = self._signatures.get(None)
       if signature is None:
-        slices = [Slice(c, 0, 1, False) for c in self._columns]
-        signature = self._signatures[None] = self._signature(self._structure, slices)
+        every = [Slice(c, 0, 1, False) for c in self._columns]
+        signature = self._signatures[None] = self._signature(self._structure, every)
       return signature, parts
-    structure, slices = trees.structure_of(trajectory), trees.leaves(trajectory)
-    if not slices or not all(isinstance(s, Slice) for s in slices):
-      raise ValueError(f"expected slices of this writer's history, got {trajectory!r}")
-    known = (structure, tuple([(s.column.name, s.single) for s in slices]))
-    signature = self._signatures.get(known)
+    slices: list[Slice] = []
+    known: list[Any] = [trees.take_apart(trajectory, slices)]
+    found: list[Part] = []
+    for s in slices:
+      if type(s) is not Slice:
+        raise ValueError(f"expected slices of this writer's history, got {trajectory!r}")
+      known += s.column.name, s.single
+      found.append(s.column.part(s.start, s.stop))
+    signature = self._signatures.get(tuple(known))
     if signature is None:
-      signature = self._signatures[known] = self._signature(structure, slices)
-    return signature, tuple([s.column.part(s.start, s.stop) for s in slices])
+      signature = self._signatures[tuple(known)] = self._signature(known[0], slices)
+    return signature, tuple(found)
 
   def _signature(self, structure: tuple[Any, ...], slices: list[Slice]) -> Signature:
     for s in slices:
