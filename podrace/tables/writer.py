@@ -290,7 +290,7 @@ class Writer:
     for s in slices:
       if type(s) is not Slice:
         raise ValueError(f"expected slices of this writer's history, got {trajectory!r}")
-      known += s.column.name, s.single
+      known += id(s.column), s.single
       found.append(s.column.part(s.start, s.stop))
     signature = self._signatures.get(tuple(known))
     if signature is None:

@@ -199,6 +199,11 @@ def test_other_items_are_refused() -> None:
   stranger = writer_of(table, 3)
   with pytest.raises(ValueError, match="another writer's history"):
     stranger.create_item(table, 1.0, [h['action'][-1]])
+  stranger.create_item(
+    table, 1.0, {'o': stranger.history['observation'][-2:], 'a': stranger.history['action'][-1]}
+  )
+  with pytest.raises(ValueError, match="another writer's history"):  # though it looks the same
+    stranger.create_item(table, 1.0, {'o': h['observation'][-2:], 'a': h['action'][-1]})
   with pytest.raises(ValueError, match='expected slices'):
     writer.create_item(table, 1.0, {'o': np.zeros(3)})
   for wrong in (dict(), dict(trajectory=h['action'][-1:], num_steps=1)):
@@ -206,7 +211,7 @@ def test_other_items_are_refused() -> None:
       writer.create_item(table, 1.0, **wrong)
   with pytest.raises(ValueError, match='not within'):
     writer.create_item(table, 1.0, num_steps=0)
-  assert len(table) == 2
+  assert len(table) == 3
 
 
 def test_objects_and_strings_are_refused() -> None:
