@@ -147,7 +147,7 @@ class _Line:
   def draw(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     del rng
     chosen = (self._next if self._oldest else self._before)[0] - 1
-    return np.full(n, chosen), np.ones(n)
+    return _certain(chosen, n)
 
   def state(self) -> Callable[[], State]:
     following, before = np.array(self._next), np.array(self._before)
@@ -192,7 +192,7 @@ class _Heap:
     del rng
     while self._when[self._heap[0][2]] != self._heap[0][1]:
       heapq.heappop(self._heap)
-    return np.full(n, self._heap[0][2]), np.ones(n)
+    return _certain(self._heap[0][2], n)
 
   def state(self) -> Callable[[], State]:
     heap, whens, now = list(self._heap), np.array(self._when), self._now
@@ -299,6 +299,15 @@ class _Prioritized:
     self._leaves = len(state['weights'])
     self._sums = np.concatenate([np.zeros(self._leaves), state['weights']])
     self._rebuild()
+
+
+def _certain(slot: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+  """The draw of what is the only choice; quick for one, as that is how removers draw."""
+  return (np.array([slot]), _ONE) if n == 1 else (np.full(n, slot), np.ones(n))
+
+
+_ONE = np.ones(1)
+_ONE.flags.writeable = False
 
 
 def _reach(numbers: array[int], index: int) -> None:

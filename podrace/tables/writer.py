@@ -79,8 +79,10 @@ class Column:
   def check(self, x: Any) -> np.ndarray:
     """A row as this column keeps them; refuses what isn't one."""
     row = np.asarray(x)
-    if row.dtype != self.dtype and not isinstance(x, np.ndarray | np.generic):
-      row = row.astype(self.dtype, casting='same_kind')  # a Python number has no type of its own
+    if not isinstance(x, np.ndarray | np.generic) and np.can_cast(
+      row.dtype, self.dtype, 'same_kind'
+    ):
+      row = row.astype(self.dtype)  # a Python number has no type of its own
     if row.dtype != self.dtype or row.shape != self.shape:
       raise ValueError(
         f'column {self.name}: expected {self.dtype}{list(self.shape)}, '
@@ -173,6 +175,7 @@ class Writer:
     self._store, self._history = store, history
     self._rows_per_chunk, self._max_in_flight = rows_per_chunk, max_in_flight
     self._structure: tuple[Any, ...] | None = None
+    self._flat: tuple[str, ...] | None = None  # names, if a step is a dict of arrays
     self._columns: list[Column] = []
     self._signatures: dict[Any, Signature] = {}
     self._in_flight = InFlight()
@@ -191,8 +194,12 @@ class Writer:
       self._begin(step)
     if self._closed:
       raise ValueError('the writer is closed')
-    values: list[Any] = []
-    trees.match(self._structure, step, values)  # type: ignore[arg-type]
+    values: list[Any]
+    if type(step) is dict and tuple(step) == self._flat:
+      values = list(step.values())
+    else:
+      values = []
+      trees.match(self._structure, step, values)  # type: ignore[arg-type]
     for i, column in enumerate(self._columns):
       x = values[i]
       if type(x) is not np.ndarray or x.dtype != column.dtype or x.shape != column.shape:
@@ -210,6 +217,8 @@ class Writer:
       Column(self._store, name, x, self._history, self._rows_per_chunk)
       for name, x in zip(names, arrays, strict=True)
     ]
+    if structure[0] == 'dict' and all(child is trees.LEAF for child in structure[2]):
+      self._flat = structure[1]
     self._structure = structure
 
   @property

@@ -172,7 +172,9 @@ def test_slices_of_nothing(index: Any) -> None:
     ({'observation': np.zeros((2, 2), np.uint8)}, r'observation: expected uint8\[2, 3\]'),
     ({'other': 1}, "expected a dict of .*, got a dict of .'other'"),
     ({'observation': None, 'action': np.int64(3)}, r'int32\[\], got int64'),
+    ({'observation': None, 'action': 1.5}, r'int32.*, got float64'),
     ([1, 2], 'expected a dict'),
+    ({'observation': {'a': 1}, 'action': np.int32(3)}, r'observation: expected .*, got object'),
   ],
 )
 def test_other_steps_are_refused_whole(bad: Any, message: str) -> None:
