@@ -69,8 +69,11 @@ class RateLimiter:
       return 0
     owed = counts.inserts * self.samples_per_insert - counts.samples - self.min_diff
     n = most if owed >= most else max(0, math.floor(owed))
-    while n and not self.may_sample(counts, n):  # the subtraction above may have been rounded up
+    # `owed` has been rounded, perhaps otherwise than in the rule, which decides.
+    while n and not self.may_sample(counts, n):
       n -= 1
+    while n < most and self.may_sample(counts, n + 1):
+      n += 1
     return n
 
   def why_no_sample(self, counts: Counts) -> str:

@@ -241,7 +241,7 @@ class Table:
       if item.key in self._slots:
         self._replace(item)
         self._wake()  # max_bytes may have made it delete others
-      elif not self._waiting and self.rate_limiter.may_insert(self.counts):
+      elif self.rate_limiter.may_insert(self.counts):
         self._insert(item)
         if self._readers:
           self._wake()

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from podrace import tables
-from podrace.tables.limiters import Counts
+from podrace.tables.limiters import Counts, RateLimiter
 from podrace.tables.table import held
 
 REPLAY = dict(
@@ -265,6 +267,23 @@ def test_no_accepted_ratio_deadlocks() -> None:
         counts.inserts += 1
       else:
         counts.samples += 1
+
+
+@given(
+  st.floats(0.01, 10),
+  st.floats(-20, 20),
+  st.integers(1, 10**6),
+  st.integers(-5, 5),
+  st.integers(1, 9),
+)
+def test_as_many_samples_as_the_rule_allows(
+  spi: float, low: float, inserts: int, off: int, most: int
+) -> None:
+  """Also where the balance is within a rounding error of the bound."""
+  limiter = RateLimiter('it', spi, 1, min(low, spi), 1e9)
+  counts = Counts(inserts, max(0, int(inserts * spi - limiter.min_diff) + off))
+  n = limiter.samples_allowed(counts, most)
+  assert n == sum(limiter.may_sample(counts, k) for k in range(1, most + 1))
 
 
 @pytest.mark.parametrize('samples_per_insert', [0.25, 1.0, 3.0])
