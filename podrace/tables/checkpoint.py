@@ -4,8 +4,8 @@ A checkpoint is a directory: `chunks.bin`, the chunks one after the other as the
 arrays (never pickle) for the chunks and for each table; and `manifest.json` with everything else and
 a SHA-256 of each file and of itself. It is written beside its place, synced, then renamed into it.
 
-Traffic is held up only while references and a few arrays are copied: about 10 ms for each million
-items (`save` returns how long it was, and benchmarks/tables.py measures it).
+Traffic is held up only while references and a few arrays are copied: well below 0.1 s for each
+million items (`save` returns how long it was, and benchmarks/tables.py measures it).
 
 Steps that no item in a table refers to are not saved: a writer's history, and items that still wait for a
 limiter. Flush the writers first if those matter.

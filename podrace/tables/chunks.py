@@ -9,11 +9,13 @@ Which codec: measured in benchmarks/tables.py, and told in docs/replay-tables.md
 
 from __future__ import annotations
 
+import io
 import itertools
+import math
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ LEAST = 128  # bytes; smaller chunks are not worth a compressor's call
 MUST_SAVE = 0.875  # a chunk that stays larger than this is kept as it is
 BYTES_PER_CHUNK = 2**18  # a column's chunks get this large, or ROWS_PER_CHUNK long
 ROWS_PER_CHUNK = 256
+SMALL = 4096  # bytes of a part; smaller ones are gathered all at once
 
 Part = tuple[tuple['Chunk', ...], int, int]  # chunks, offset in the first one, rows
 
@@ -226,8 +229,20 @@ def pack(rows: np.ndarray, differences: bool) -> tuple[bytes, bool] | None:
     return None
   if differences:
     rows = difference(rows)
-  packed = _compressor().compress(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+  packed = compress(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
   return (packed, differences) if len(packed) <= MUST_SAVE * rows.nbytes else None
+
+
+def compress(data: memoryview) -> bytes:
+  """As a new object of just its size.
+
+  ZstdCompressor.compress makes one of the largest possible size and cuts off the rest. That leaves holes in
+  the heap into which the next chunk does not fit: 100,000 Pong frames took 680 MB instead of 17.
+  """
+  into = io.BytesIO()
+  with _compressor().stream_writer(into, size=len(data), closefd=False) as writer:
+    writer.write(data)
+  return into.getvalue()
 
 
 def unpack(packed: tuple[bytes, bool], dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -268,17 +283,36 @@ def gather(
   """(rows [n, L, ...], lengths [n]): parts stacked, the shorter ones followed by zeros."""
   lengths = [part[2] for part in parts]
   longest = max(lengths)
-  make = np.empty if min(lengths) == longest else np.zeros
-  out = make((len(parts), longest, *shape), dtype)
-  for row, (chunks, offset, length) in zip(out, parts, strict=True):
+  whole = min(lengths) == longest
+  if whole and longest * math.prod(shape) * dtype.itemsize <= SMALL:
+    rows = np.concatenate([rows for part in parts for rows in _pieces(store, part)])
+    return rows.reshape(len(parts), longest, *shape), np.array(lengths)
+  # Each piece is copied while the processor has it, and needn't be kept till the end.
+  out = (np.empty if whole else np.zeros)((len(parts), longest, *shape), dtype)
+  for into, part in zip(out, parts, strict=True):
     done = 0
-    for chunk in chunks:
-      array = chunk.array
-      if array is None:
-        array = store.read(chunk)
-      else:
-        chunk.used = True
-      n = min(chunk.length - offset, length - done)
-      row[done : done + n] = array[offset : offset + n]
-      done, offset = done + n, 0
+    for rows in _pieces(store, part):
+      into[done : done + len(rows)] = rows
+      done += len(rows)
   return out, np.array(lengths)
+
+
+def _pieces(store: ChunkStore, part: Part) -> Iterable[np.ndarray]:
+  """The rows of a part, chunk by chunk."""
+  chunks, offset, length = part
+  if len(chunks) == 1:
+    array = chunks[0].array
+    if array is None:
+      array = store.read(chunks[0])
+    else:
+      chunks[0].used = True
+    return (array[offset : offset + length],)
+  return _pieces_of_many(store, part)
+
+
+def _pieces_of_many(store: ChunkStore, part: Part) -> Iterator[np.ndarray]:
+  chunks, offset, left = part
+  for chunk in chunks:
+    n = min(chunk.length - offset, left)
+    yield store.read(chunk)[offset : offset + n]
+    offset, left = 0, left - n
