@@ -164,9 +164,9 @@ class ChunkStore:
 
   def read(self, chunk: Chunk) -> np.ndarray:
     """A chunk's rows; not to be written to."""
-    chunk.used = True
     array = chunk.array
     if array is not None:
+      chunk.used = True
       return array
     assert chunk.packed is not None
     array = unpack(chunk.packed, chunk.dtype, (chunk.length, *chunk.shape))
@@ -191,6 +191,7 @@ class ChunkStore:
       return
     self._cache[chunk.key] = chunk
     self.cached += _unpacked_bytes(chunk)
+    chunk.used = False  # only what is asked for again is spared
     while self.cached > self.cache_bytes:
       key, oldest = self._cache.popitem(last=False)
       if oldest.used:

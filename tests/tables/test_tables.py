@@ -124,6 +124,30 @@ def test_prioritized_distribution_follows_updates_and_deletes() -> None:
   assert stats.chisquare(counts[:200], expected).pvalue > 0.01
 
 
+@pytest.mark.parametrize('u', [0.0, 1.0])
+@pytest.mark.parametrize('weights', [[0.0, 1.0, 0.0], [0.0, 0.0, 0.3, 0.1, 0.0, 0.0], [1e-300] * 3])
+def test_zero_priority_is_never_drawn_not_even_at_the_edges(u: float, weights: list[float]) -> None:
+  class Edge:
+    def random(self, n: int) -> np.ndarray:
+      return np.full(n, u)
+
+  order = tables.prioritized(1.0).make()
+  for slot, weight in enumerate(weights):
+    order.insert(slot, weight)
+  slots, probabilities = order.draw(3, Edge())  # type: ignore[arg-type]
+  positive = np.flatnonzero(weights)
+  assert slots.tolist() == [positive[-1 if u else 0]] * 3
+  assert (probabilities > 0).all()
+
+
+@pytest.mark.parametrize('exponent', [0.0, 1.0])
+def test_a_priority_set_to_zero_is_not_drawn(exponent: float) -> None:
+  table = make(sampler=tables.prioritized(exponent))
+  keys = fill(table, [1.0] * 3)
+  table.update_priorities(keys[:2], [0.0, 0.0])
+  assert set(table.sample(50).key.tolist()) == {keys[2]}
+
+
 def test_all_zero_priorities_are_uniform() -> None:
   table = make(sampler=tables.prioritized(0.8), seed=1)
   counts = drawn(table, fill(table, [0.0] * 20), 10_000)
@@ -538,6 +562,22 @@ def test_the_cache_is_bounded_and_used() -> None:
     assert 0 < store.cached <= 24_000
   unpacked = [c for c in held(table._items).values() if c.array is not None]
   assert sum(c.array.nbytes for c in unpacked if c.packed) == store.cached
+
+
+def test_the_cache_keeps_what_is_used() -> None:
+  table = make(tables.ChunkStore(cache_bytes=3 * 8000), sampler=tables.max_heap())
+  writer = tables.Writer(table.store, history=1, rows_per_chunk=1)
+  keys = []
+  for i in range(12):
+    writer.append(np.full(1000, i))
+    keys.append(writer.create_item(table, 0.0, num_steps=1))
+  favourite = table._items[table._slots[keys[0]]].parts[0][0][0]
+  for key in keys[1:]:  # the first one every other time, the others once
+    for wanted in (keys[0], key):
+      table.update_priorities([wanted], [1.0])
+      table.sample(1)
+      table.update_priorities([wanted], [0.0])
+    assert favourite.array is not None
 
 
 # --- threads ----------------------------------------------------------------------------------
