@@ -1,0 +1,36 @@
+"""Replay on the host, in Reverb's sense (Cassirer et al. 2021, arXiv 2102.04736). Imports no JAX.
+
+Tables of items over shared, compressed chunks of steps; selectors say what is sampled and removed, rate
+limiters how fast, writers make items of streams. docs/replay-tables.md is the manual.
+"""
+
+from podrace.tables.checkpoint import CheckpointError, restore, save
+from podrace.tables.chunks import ChunkStore
+from podrace.tables.limiters import RateLimiter, min_size, queue, sample_to_insert_ratio, stack
+from podrace.tables.selectors import fifo, lifo, max_heap, min_heap, prioritized, uniform
+from podrace.tables.table import Closed, RateLimited, Samples, Table, TableInfo
+from podrace.tables.writer import Writer
+
+__all__ = [
+  'CheckpointError',
+  'ChunkStore',
+  'Closed',
+  'RateLimited',
+  'RateLimiter',
+  'Samples',
+  'Table',
+  'TableInfo',
+  'Writer',
+  'fifo',
+  'lifo',
+  'max_heap',
+  'min_heap',
+  'min_size',
+  'prioritized',
+  'queue',
+  'restore',
+  'sample_to_insert_ratio',
+  'save',
+  'stack',
+  'uniform',
+]

@@ -1,0 +1,313 @@
+"""Saves and restores all tables of a store, with their counters and the state of their randomness.
+
+A checkpoint is a directory: `chunks.bin`, the chunks one after the other as they are kept; an .npz of plain
+arrays (never pickle) for the chunks and for each table; and `manifest.json` with everything else and
+a SHA-256 of each file and of itself. It is written beside its place, synced, then renamed into it.
+
+Traffic is held up only while references and a few arrays are copied: well below 0.1 s for each
+million items (`save` returns how long it was, and benchmarks/tables.py measures it).
+
+Steps that no item in a table refers to are not saved: a writer's history, and items that still wait for a
+limiter. Flush the writers first if those matter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from podrace.tables import trees
+from podrace.tables.chunks import Chunk, ChunkStore, pack
+from podrace.tables.table import Item, Leaf, Signature, held
+
+VERSION = 1
+MANIFEST, CHUNKS, INDEX = 'manifest.json', 'chunks.bin', 'chunks.npz'
+AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk is kept
+
+
+class CheckpointError(Exception):
+  """A checkpoint can't be written or read; the message says which and why."""
+
+
+def save(store: ChunkStore, path: Path) -> dict[str, float]:
+  """Writes a checkpoint of all tables, as they are at one moment, to a new directory.
+
+  Returns:
+    `blocked_s`, seconds for which no table could be used; `seconds` in all; `bytes` written.
+
+  Raises:
+    CheckpointError: if `path` is there already, or can't be written.
+  """
+  path = Path(path)
+  if path.exists():
+    raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
+  begun = time.perf_counter()
+  with store.lock:
+    locked = time.perf_counter()
+    tables = {name: table.snapshot() for name, table in store.tables.items()}
+    next_key = store.next_key
+    blocked = time.perf_counter() - locked
+  partial = path.with_name(f'.{path.name}.partial-{os.getpid()}')
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    size = _write(partial, tables, next_key)
+    partial.rename(path)
+    _sync(path.parent)
+  except OSError as e:
+    raise CheckpointError(f'checkpoint {path} could not be written: {e}') from e
+  finally:
+    shutil.rmtree(partial, ignore_errors=True)
+  return dict(blocked_s=blocked, seconds=time.perf_counter() - begun, bytes=size)
+
+
+def restore(store: ChunkStore, path: Path) -> None:
+  """Reads a checkpoint into the store's tables, which must be as they were made, and unused.
+
+  What is sampled from then on is what would have been sampled without the interruption.
+
+  Raises:
+    CheckpointError: if it is damaged or of another version, or the tables are others; nothing
+      has been changed then.
+  """
+  path = Path(path)
+  manifest = _read_manifest(path)
+  _compare(store, path, manifest)
+  try:
+    chunks = _read_chunks(store, path, manifest)
+    states = [_read_table(path, i, x, chunks) for i, x in enumerate(manifest['tables'])]
+  except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as e:
+    raise CheckpointError(f'checkpoint {path} is damaged: {e}') from e
+  with store.lock:
+    store.next_key = max(store.next_key, manifest['next_key'])
+    for table, state in zip(manifest['tables'], states, strict=True):
+      store.tables[table['name']].load(state)
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def _write(folder: Path, tables: dict[str, dict[str, Any]], next_key: int) -> int:
+  items = [item for table in tables.values() for item in table['items']]
+  chunks = held(items)
+  number = {key: i for i, key in enumerate(chunks)}
+  specs = _write_chunks(folder, list(chunks.values()))
+  described = []
+  for i, (name, table) in enumerate(tables.items()):
+    with (folder / _table_file(i)).open('wb') as file:
+      np.savez(file, allow_pickle=False, **_table_arrays(table, number))
+    signature = table['signature']
+    described.append(
+      dict(
+        {k: table[k] for k in ('config', 'counts', 'updates', 'rng')},
+        name=name,
+        structure=signature and trees.to_json(signature.structure),
+        leaves=signature and [[x.name, x.dtype.str, x.shape, x.single] for x in signature.leaves],
+      )
+    )
+  files = {p.name: _described(p) for p in sorted(folder.iterdir())}
+  manifest = dict(
+    version=VERSION, next_key=next_key, tables=described, chunk_types=specs, files=files
+  )
+  text = json.dumps(dict(manifest, sha256=_sha256_of(manifest)), indent=1)
+  (folder / MANIFEST).write_text(text + '\n')
+  for written in folder.iterdir():
+    _sync(written)
+  _sync(folder)
+  return sum(x['bytes'] for x in files.values()) + len(text) + 1
+
+
+def _write_chunks(folder: Path, chunks: list[Chunk]) -> list[list[Any]]:
+  """Chunks and their index; the (dtype, shape) that there are, which the index refers to."""
+  specs: dict[tuple[Any, ...], int] = {}
+  rows = []
+  with (folder / CHUNKS).open('wb') as file:
+    for chunk in chunks:
+      spec = specs.setdefault((chunk.dtype.str, chunk.shape), len(specs))
+      data, kind, length = _bytes_of(chunk)
+      rows.append((len(data), kind, length, spec))
+      file.write(data)
+  columns = np.array(rows, np.int64).reshape(-1, 4)
+  with (folder / INDEX).open('wb') as file:
+    np.savez(
+      file,
+      allow_pickle=False,
+      nbytes=columns[:, 0],
+      kind=columns[:, 1],
+      length=columns[:, 2],
+      spec=columns[:, 3],
+    )
+  return [[dtype, list(shape)] for dtype, shape in specs]
+
+
+def _bytes_of(chunk: Chunk) -> tuple[Any, int, int]:
+  """(bytes, how they are kept, rows) of a chunk, to which rows may be added meanwhile."""
+  length, array = chunk.length, chunk.array
+  packed = chunk.packed  # after `array`: a chunk is packed before its array is let go
+  if packed is None:
+    assert array is not None
+    rows = array[:length]
+    packed = pack(rows, False)
+    if packed is None:
+      return rows.tobytes(), AS_IS, length
+  else:
+    length = chunk.length
+  return packed[0], DIFFERENCES if packed[1] else PACKED, length
+
+
+def _table_arrays(table: dict[str, Any], number: dict[int, int]) -> dict[str, np.ndarray]:
+  items = table['items']
+  parts = [part for item in items if item is not None for part in item.parts]
+  arrays = dict(
+    keys=np.array([0 if item is None else item.key for item in items], np.int64),
+    there=np.array([item is not None for item in items], bool),
+    part_chunks=np.array([len(part[0]) for part in parts], np.int64),
+    part_offset=np.array([part[1] for part in parts], np.int64),
+    part_length=np.array([part[2] for part in parts], np.int64),
+    chunks=np.array([number[chunk.key] for part in parts for chunk in part[0]], np.int64),
+    priorities=table['priorities'],
+    times=table['times'],
+    free=table['free'],
+  )
+  for role in ('sampling', 'removing'):
+    arrays.update({f'{role}_{k}': v for k, v in table[role]().items()})
+  return arrays
+
+
+def _table_file(i: int) -> str:
+  return f'table-{i}.npz'
+
+
+def _described(path: Path) -> dict[str, Any]:
+  with path.open('rb') as file:
+    digest = hashlib.file_digest(file, 'sha256').hexdigest()
+  return dict(bytes=path.stat().st_size, sha256=digest)
+
+
+def _sha256_of(manifest: dict[str, Any]) -> str:
+  rest = {k: v for k, v in manifest.items() if k != 'sha256'}
+  return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+  """The manifest, after all files have been compared with what it says of them."""
+  try:
+    manifest = json.loads((path / MANIFEST).read_text())
+  except FileNotFoundError as e:
+    raise CheckpointError(f'{path} is no checkpoint of tables: it has no {MANIFEST}') from e
+  except (OSError, ValueError) as e:
+    raise CheckpointError(f'checkpoint {path} is damaged: {MANIFEST}: {e}') from e
+  if not isinstance(manifest, dict) or 'version' not in manifest:
+    raise CheckpointError(f'checkpoint {path} is damaged: {MANIFEST} does not tell its version')
+  if manifest['version'] != VERSION:
+    raise CheckpointError(
+      f'checkpoint {path} has version {manifest["version"]}, this program reads {VERSION}'
+    )
+  if manifest.get('sha256') != _sha256_of(manifest):
+    raise CheckpointError(f'checkpoint {path} is damaged: the checksum of {MANIFEST} is wrong')
+  for name, expected in manifest['files'].items():
+    try:
+      found = _described(path / name)
+    except OSError as e:
+      raise CheckpointError(f'checkpoint {path} is damaged: {name}: {e}') from e
+    if found != expected:
+      raise CheckpointError(
+        f'checkpoint {path} is damaged: {name} has {found["bytes"]} bytes, expected '
+        f'{expected["bytes"]}; its checksum is {found["sha256"][:8]}, expected '
+        f'{expected["sha256"][:8]}'
+      )
+  return manifest
+
+
+def _compare(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> None:
+  saved = {table['name']: table['config'] for table in manifest['tables']}
+  if set(saved) != set(store.tables):
+    raise CheckpointError(
+      f'checkpoint {path} has tables {sorted(saved)}, the store has {sorted(store.tables)}'
+    )
+  for name, config in saved.items():
+    table = store.tables[name]
+    now = table.config()
+    differ = [f'{k} {config.get(k)}, now {now[k]}' for k in now if config.get(k) != now[k]]
+    if differ:
+      raise CheckpointError(f'checkpoint {path}: table {name!r} had {"; ".join(differ)}')
+    if table.counts.inserts:
+      raise CheckpointError(f'table {name!r} has been used; a checkpoint is read into a fresh one')
+
+
+def _read_chunks(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> list[Chunk]:
+  types = [(np.dtype(dtype), tuple(shape)) for dtype, shape in manifest['chunk_types']]
+  with np.load(path / INDEX, allow_pickle=False) as index:
+    rows = zip(*(index[k].tolist() for k in ('nbytes', 'kind', 'length', 'spec')), strict=True)
+  with (path / CHUNKS).open('rb') as file:
+    return [_read_chunk(store, file, n, kind, length, types[i]) for n, kind, length, i in rows]
+
+
+def _read_chunk(
+  store: ChunkStore, file: BinaryIO, n: int, kind: int, length: int, of: tuple[Any, ...]
+) -> Chunk:
+  data = file.read(n)
+  if len(data) != n:
+    raise ValueError(f'{CHUNKS} ends too early')
+  if kind == AS_IS:
+    return store.chunk(np.frombuffer(data, of[0]).reshape(length, *of[1]), length)
+  chunk = store.chunk(np.empty((0, *of[1]), of[0]), length)
+  chunk.packed, chunk.nbytes, chunk.array = (data, kind == DIFFERENCES), n, None
+  return chunk
+
+
+def _read_table(path: Path, i: int, described: dict[str, Any], chunks: list[Chunk]) -> Any:
+  with np.load(path / _table_file(i), allow_pickle=False) as file:
+    arrays = dict(file)
+  signature = None
+  if described['structure']:
+    leaves = [Leaf(n, np.dtype(d), tuple(s), single) for n, d, s, single in described['leaves']]
+    signature = Signature(trees.from_json(described['structure']), tuple(leaves))
+  state = {k: described[k] for k in ('counts', 'updates', 'rng')}
+  for role in ('sampling', 'removing'):
+    prefix = f'{role}_'
+    state[role] = {k.removeprefix(prefix): v for k, v in arrays.items() if k.startswith(prefix)}
+  items = list(_items(arrays, signature, chunks))
+  return dict(state, signature=signature, items=items, **{
+    k: arrays[k] for k in ('priorities', 'times', 'free')
+  })  # fmt: skip
+
+
+def _items(
+  arrays: dict[str, np.ndarray], signature: Signature | None, chunks: list[Chunk]
+) -> Iterator[Item | None]:
+  needed = iter(arrays['chunks'].tolist())
+  columns = (arrays[k].tolist() for k in ('part_chunks', 'part_offset', 'part_length'))
+  parts = zip(*columns, strict=True)
+  rows = zip(*(arrays[k].tolist() for k in ('keys', 'there', 'priorities')), strict=True)
+  for key, there, priority in rows:
+    if not there:
+      yield None
+      continue
+    assert signature is not None
+    own = []
+    for _ in signature.leaves:
+      n, offset, length = next(parts)
+      own.append((tuple(chunks[next(needed)] for _ in range(n)), offset, length))
+    yield Item(key, priority, signature, tuple(own))

@@ -1,0 +1,152 @@
+"""When a table may be sampled from and inserted into, so that neither side outruns the other.
+
+The rules are Reverb's (Cassirer et al. 2021, arXiv 2102.04736, section 3.4): with lifetime counts of
+inserts, samples and deletes,
+
+- n may be sampled if inserts - deletes >= min_size and inserts * SPI - samples - n >= min_diff;
+- n may be inserted if inserts + n - deletes <= min_size or (inserts + n) * SPI - samples <= max_diff.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+INFINITY = math.inf
+
+
+@dataclasses.dataclass
+class Counts:
+  """What a table has done in its lifetime, checkpoints included."""
+
+  inserts: int = 0  # of new keys
+  samples: int = 0
+  deletes: int = 0  # by key, by the remover, and after max_times_sampled
+
+  @property
+  def size(self) -> int:
+    """How many items there are."""
+    return self.inserts - self.deletes
+
+
+@dataclasses.dataclass(frozen=True)
+class RateLimiter:
+  """The rules' four numbers; made by the functions below, which also refuse what must deadlock."""
+
+  name: str  # the call that made it, for messages
+  samples_per_insert: float
+  min_size: int
+  min_diff: float
+  max_diff: float
+
+  def __post_init__(self) -> None:
+    if not 0 < self.samples_per_insert < INFINITY:
+      raise ValueError(f'{self.name}: samples_per_insert must be positive and finite')
+    if self.min_size < 1:
+      raise ValueError(f'{self.name}: min_size is {self.min_size}, must be at least 1')
+    if not self.min_diff <= self.max_diff:  # NaN as well
+      raise ValueError(f'{self.name}: min_diff={self.min_diff} is above max_diff={self.max_diff}')
+    if self.min_diff > self.samples_per_insert * self.min_size:
+      raise ValueError(
+        f'{self.name} deadlocks: {self.min_size} items allow sampling only from '
+        f'{self.samples_per_insert * self.min_size:g} samples owed, and min_diff={self.min_diff:g}'
+      )
+
+  def may_sample(self, counts: Counts, n: int = 1) -> bool:
+    """The first rule."""
+    owed = counts.inserts * self.samples_per_insert - counts.samples - n
+    return counts.size >= self.min_size and owed >= self.min_diff
+
+  def may_insert(self, counts: Counts, n: int = 1) -> bool:
+    """The second rule."""
+    if counts.size + n <= self.min_size:
+      return True
+    return (counts.inserts + n) * self.samples_per_insert - counts.samples <= self.max_diff
+
+  def samples_allowed(self, counts: Counts, most: int) -> int:
+    """The largest n <= most that may be sampled now, if nothing is deleted in between."""
+    if counts.size < self.min_size:
+      return 0
+    owed = counts.inserts * self.samples_per_insert - counts.samples - self.min_diff
+    n = most if owed >= most else max(0, math.floor(owed))
+    # `owed` has been rounded, perhaps otherwise than in the rule, which decides.
+    while n and not self.may_sample(counts, n):
+      n -= 1
+    while n < most and self.may_sample(counts, n + 1):
+      n += 1
+    return n
+
+  def why_no_sample(self, counts: Counts) -> str:
+    """What keeps the next sample waiting, in numbers, and what would end the wait."""
+    reasons = []
+    if counts.size < self.min_size:
+      reasons.append(
+        f'{self.min_size} items are needed and {counts.size} are there '
+        f'(insert {self.min_size - counts.size} more)'
+      )
+    owed = counts.inserts * self.samples_per_insert - counts.samples - 1
+    if owed < self.min_diff:
+      more = math.ceil((self.min_diff - owed) / self.samples_per_insert)
+      reasons.append(
+        f'inserts * samples_per_insert - samples would fall to {owed:g}, below '
+        f'{self.min_diff:g} (insert {more} more)'
+      )
+    return self._report(counts, reasons)
+
+  def why_no_insert(self, counts: Counts) -> str:
+    """What keeps the next insert waiting, in numbers, and what would end the wait."""
+    reasons = []
+    owed = (counts.inserts + 1) * self.samples_per_insert - counts.samples
+    if not self.may_insert(counts) and owed > self.max_diff:
+      reasons.append(
+        f'inserts * samples_per_insert - samples would rise to {owed:g}, above '
+        f'{self.max_diff:g} (sample {math.ceil(owed - self.max_diff)} more)'
+      )
+    return self._report(counts, reasons)
+
+  def _report(self, counts: Counts, reasons: list[str]) -> str:
+    done = f'{counts.inserts} inserts, {counts.samples} samples, {counts.deletes} deletes'
+    return f'{self.name} after {done}: ' + ('; '.join(reasons) or 'nothing stands in the way')
+
+
+def min_size(size: int) -> RateLimiter:
+  """Sampling may begin with `size` items; no other bound."""
+  return RateLimiter(f'min_size({size})', 1.0, size, -INFINITY, INFINITY)
+
+
+def sample_to_insert_ratio(
+  samples_per_insert: float, min_size: int, error: float | tuple[float, float]
+) -> RateLimiter:
+  """On average `samples_per_insert` samples of each item, once there are `min_size` of them.
+
+  `error` is by how many samples the balance may be off, to either side; or the two bounds
+  (min_diff, max_diff) themselves.
+
+  Raises:
+    ValueError: for settings under which both sides could come to wait for each other.
+  """
+  name = f'sample_to_insert_ratio({samples_per_insert:g}, min_size={min_size}, error={error})'
+  if not 0 < samples_per_insert < INFINITY:
+    raise ValueError(f'{name}: samples_per_insert must be positive and finite')
+  middle = samples_per_insert * min_size
+  low, high = error if isinstance(error, tuple) else (middle - error, middle + error)
+  if not high - low >= 2 * max(1.0, samples_per_insert):
+    raise ValueError(
+      f'{name} may deadlock: the bounds {low:g} and {high:g} must be at least '
+      f'{2 * max(1.0, samples_per_insert):g} apart (twice the larger of 1 and samples_per_insert)'
+    )
+  return RateLimiter(name, samples_per_insert, min_size, low, high)
+
+
+def queue(size: int) -> RateLimiter:
+  """Each item is sampled once, and at most `size` wait for it; for fifo and max_times_sampled=1."""
+  if size < 1:
+    raise ValueError(f'queue({size}): the size must be at least 1')
+  return RateLimiter(f'queue({size})', 1.0, 1, 0.0, float(size))
+
+
+def stack(size: int) -> RateLimiter:
+  """As `queue`, for a table whose sampler and remover are lifo."""
+  if size < 1:
+    raise ValueError(f'stack({size}): the size must be at least 1')
+  return RateLimiter(f'stack({size})', 1.0, 1, 0.0, float(size))

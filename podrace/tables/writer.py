@@ -1,0 +1,359 @@
+"""Writes a stream of steps once, and makes items of its slices.
+
+writer = Writer(store, history=5)
+writer.append({'observation': o, 'action': a})           # and so on, then
+writer.create_item(table, priority=1.0, num_steps=5)      # all columns' newest 5, or
+h = writer.history
+writer.create_item(table, 1.0, {'o': h['observation'][-5:], 'a': h['action'][-1]})
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from podrace.tables import trees
+from podrace.tables.chunks import (
+  BYTES_PER_CHUNK,
+  ROWS_PER_CHUNK,
+  Account,
+  Chunk,
+  ChunkStore,
+  Part,
+  differences_help,
+)
+from podrace.tables.table import NEW, InFlight, Item, Leaf, Pending, Signature, Table, deadline_of
+
+TRY_AGAIN = 64  # chunks after which a column asks anew whether differences are smaller
+
+
+class Slice:
+  """Rows [start, stop) of a column, counted from the column's first; no time axis if `single`."""
+
+  __slots__ = ('column', 'single', 'start', 'stop')
+
+  def __init__(self, column: Column, start: int, stop: int, single: bool) -> None:
+    self.column, self.start, self.stop, self.single = column, start, stop, single
+
+
+class Column:
+  """One leaf of the steps: the chunk that is being filled, and those that items may still use."""
+
+  def __init__(
+    self, store: ChunkStore, name: str, like: np.ndarray, history: int, rows: int | None
+  ) -> None:
+    if like.dtype.kind not in 'biufc':
+      raise ValueError(f'column {name}: {like.dtype} is none of bool, integer, float and complex')
+    self.name, self.dtype, self.shape = name, like.dtype, like.shape
+    self.length = rows or max(1, min(ROWS_PER_CHUNK, BYTES_PER_CHUNK // max(1, like.nbytes)))
+    self.end = 0  # rows written, ever
+    self.begin = 0  # the first row of this episode
+    self.account = Account()
+    self._store, self._history = store, history
+    self._chunks: deque[Chunk] = deque()
+    self._first = 0  # number of the oldest chunk in _chunks
+    self._open: np.ndarray | None = None
+    self._at = 0  # row in _open
+    self._differences, self._sealed = False, 0
+
+  def __len__(self) -> int:
+    """Rows of this episode that can be used."""
+    return min(self.end - self.begin, self._history)
+
+  def __getitem__(self, index: int | slice) -> Slice:
+    """Rows by place in what can be used of this episode, as of a list; negative is from the end."""
+    end = self.end
+    n = min(end - self.begin, self._history)
+    if isinstance(index, slice):
+      start, stop, step = index.indices(n)
+      if step != 1 or stop <= start:
+        raise IndexError(f'column {self.name}: {index} of {n} rows selects no run of rows')
+      return Slice(self, end - n + start, end - n + stop, False)
+    if not -n <= index < n:
+      raise IndexError(f'column {self.name}: row {index} of {n}')
+    row = end + index if index < 0 else end - n + index
+    return Slice(self, row, row + 1, True)
+
+  def check(self, x: Any) -> np.ndarray:
+    """A row as this column keeps them; refuses what isn't one."""
+    row = np.asarray(x)
+    if not isinstance(x, np.ndarray | np.generic) and np.can_cast(
+      row.dtype, self.dtype, 'same_kind'
+    ):
+      row = row.astype(self.dtype)  # a Python number has no type of its own
+    if row.dtype != self.dtype or row.shape != self.shape:
+      raise ValueError(
+        f'column {self.name}: expected {self.dtype}{list(self.shape)}, '
+        f'got {row.dtype}{list(row.shape)}'
+      )
+    return row
+
+  def append(self, row: np.ndarray) -> None:
+    """A copy of a row that has been checked."""
+    if self._open is None:
+      self._start_chunk()
+    at = self._at
+    self._open[at] = row  # type: ignore[index]
+    self._at = at = at + 1
+    self._chunks[-1].length = at
+    self.end += 1
+    if at == self.length:
+      self.seal()
+
+  def part(self, start: int, stop: int) -> Part:
+    """Where rows are."""
+    oldest = max(self.begin, self.end - self._history)
+    if not oldest <= start < stop <= self.end:
+      raise ValueError(
+        f'column {self.name}: rows {start} to {stop} are not within {oldest} to {self.end}, '
+        'the history of this episode'
+      )
+    first, offset = divmod(start, self.length)
+    last = (stop - 1) // self.length - self._first
+    first -= self._first
+    if first == last:
+      return (self._chunks[first],), offset, stop - start
+    return tuple(self._chunks[i] for i in range(first, last + 1)), offset, stop - start
+
+  def _start_chunk(self) -> None:
+    store = self._store
+    self._open, self._at = np.empty((self.length, *self.shape), self.dtype), 0
+    chunk = store.chunk(self._open, 0)
+    with store.lock:
+      store.hold(chunk, self.account)
+      self._chunks.append(chunk)
+      while (self._first + 1) * self.length <= self.end + 1 - self._history:  # with this row
+        store.drop(self._chunks.popleft(), self.account)
+        self._first += 1
+
+  def seal(self) -> None:
+    """Packs the chunk that is being filled."""
+    if self._open is None:
+      return
+    if self._sealed % TRY_AGAIN == 0:
+      self._differences = differences_help(self._open[: self._at])
+    self._sealed += 1
+    self._open = None
+    self._store.seal(self._chunks[-1], self._differences)
+
+  def close(self) -> None:
+    """Lets go of all chunks; nothing may be appended any more."""
+    self.seal()
+    with self._store.lock:
+      while self._chunks:
+        self._store.drop(self._chunks.popleft(), self.account)
+
+
+class Writer:
+  """Steps in, items out. For one thread at a time; as many writers as you like.
+
+  Args:
+    store: where the chunks go; items may be made for any of its tables.
+    history: how many of the newest rows of each column items may be made of.
+    rows_per_chunk: of every column. By default chunks of about a quarter of a megabyte and at most 256
+      rows. What is sampled is unpacked by whole chunks: divide overlapping sequences' period
+      by it without rest.
+    max_in_flight: items that may wait for their tables' limiters before `create_item` does.
+  """
+
+  def __init__(
+    self,
+    store: ChunkStore,
+    history: int,
+    rows_per_chunk: int | None = None,
+    max_in_flight: int = 16,
+  ) -> None:
+    for name, value, least in (
+      ('history', history, 1),
+      ('rows_per_chunk', 1 if rows_per_chunk is None else rows_per_chunk, 1),
+      ('max_in_flight', max_in_flight, 0),
+    ):
+      if value < least:
+        raise ValueError(f'{name}={value} must be at least {least}')
+    self._store, self._history = store, history
+    self._rows_per_chunk, self._max_in_flight = rows_per_chunk, max_in_flight
+    self._structure: tuple[Any, ...] | None = None
+    self._flat: tuple[str, ...] | None = None  # names, if a step is a dict of arrays
+    self._columns: list[Column] = []
+    self._signatures: dict[Any, Signature] = {}
+    self._in_flight = InFlight()
+    self._pending: deque[tuple[Table, Pending]] = deque()
+    self._closed = False
+
+  def append(self, step: Any) -> None:
+    """Writes one step, nested as the first one; what is None or lacks in a dict is left out.
+
+    Each column counts its own rows, so a column that was left out is shorter.
+
+    Raises:
+      ValueError: if it is nested otherwise, or an array has another shape or dtype.
+    """
+    if self._structure is None:
+      self._begin(step)
+    if self._closed:
+      raise ValueError('the writer is closed')
+    values: list[Any]
+    if type(step) is dict and tuple(step) == self._flat:
+      values = list(step.values())
+    else:
+      values = []
+      trees.match(self._structure, step, values)  # type: ignore[arg-type]
+    for i, column in enumerate(self._columns):
+      x = values[i]
+      if type(x) is not np.ndarray or x.dtype != column.dtype or x.shape != column.shape:
+        values[i] = None if x is None else column.check(x)
+    for column, x in zip(self._columns, values, strict=True):  # all or none
+      if x is not None:
+        column.append(x)
+
+  def _begin(self, step: Any) -> None:
+    structure = trees.structure_of(step)
+    names, arrays = trees.names(structure), [np.asarray(x) for x in trees.leaves(step)]
+    if any(x.dtype == object for x in arrays):
+      raise ValueError('the first step must have an array in every column')
+    self._columns = [
+      Column(self._store, name, x, self._history, self._rows_per_chunk)
+      for name, x in zip(names, arrays, strict=True)
+    ]
+    if structure[0] == 'dict' and all(child is trees.LEAF for child in structure[2]):
+      self._flat = structure[1]
+    self._structure = structure
+
+  @property
+  def history(self) -> Any:
+    """The columns, nested as the steps; indexed, they give slices for `create_item`."""
+    if self._structure is None:
+      raise ValueError('nothing has been appended yet')
+    return trees.build(self._structure, list(self._columns))
+
+  @property
+  def in_flight(self) -> int:
+    """Items that wait for a limiter."""
+    return self._in_flight.items
+
+  @property
+  def bytes(self) -> int:
+    """Of the chunks that may still be used for items, or are being filled."""
+    return sum(column.account.bytes for column in self._columns)
+
+  def create_item(
+    self,
+    table: Table,
+    priority: float,
+    trajectory: Any = None,
+    *,
+    num_steps: int | None = None,
+    key: int | None = None,
+    timeout: float | None = None,
+  ) -> int:
+    """Makes an item, and inserts it as soon as the table's limiter permits; returns its key.
+
+    Args:
+      table: of the writer's store.
+      priority: at least 0.
+      trajectory: slices of `history`, nested as samples shall be; or
+      num_steps: the newest so many rows of every column.
+      key: above 0; of an item that is to be replaced, if there is one. By default a new one.
+      timeout: seconds to wait, if max_in_flight items are waiting already.
+
+    Raises:
+      ValueError: for slices outside of the history, or items unlike the table's others.
+      RateLimited: if it had to wait longer than `timeout`; then the item isn't made.
+      Closed: if the table is.
+    """
+    if table.store is not self._store:
+      raise ValueError(f'table {table.name!r} is on another store than the writer')
+    if key is not None and key < 1:
+      raise ValueError(f'{key=} must be above 0')
+    priority = table.check_priority(priority)
+    signature, parts = self._parts(trajectory, num_steps)
+    if self._in_flight.items > max(0, self._max_in_flight - 1):
+      self.flush(max(0, self._max_in_flight - 1), timeout)
+    item = Item(key or NEW, priority, signature, parts)
+    pending = table.submit(item, self._in_flight)
+    if pending is not None:
+      self._pending.append((table, pending))
+      if self._max_in_flight == 0:
+        self._wait_or_withdraw(table, pending, timeout)
+    elif self._pending:
+      self._forget_done()
+    return item.key
+
+  def _parts(self, trajectory: Any, num_steps: int | None) -> tuple[Signature, tuple[Part, ...]]:
+    if (trajectory is None) == (num_steps is None):
+      raise ValueError('create_item needs a trajectory or num_steps, and not both')
+    if self._structure is None:
+      raise ValueError('nothing has been appended yet')
+    if num_steps is not None:
+      parts = tuple([c.part(c.end - num_steps, c.end) for c in self._columns])
+      signature = self._signatures.get(None)
+      if signature is None:
+        every = [Slice(c, 0, 1, False) for c in self._columns]
+        signature = self._signatures[None] = self._signature(self._structure, every)
+      return signature, parts
+    slices: list[Slice] = []
+    known: list[Any] = [trees.take_apart(trajectory, slices)]
+    found: list[Part] = []
+    for s in slices:
+      if type(s) is not Slice:
+        raise ValueError(f"expected slices of this writer's history, got {trajectory!r}")
+      known += id(s.column), s.single
+      found.append(s.column.part(s.start, s.stop))
+    signature = self._signatures.get(tuple(known))
+    if signature is None:
+      signature = self._signatures[tuple(known)] = self._signature(known[0], slices)
+    return signature, tuple(found)
+
+  def _signature(self, structure: tuple[Any, ...], slices: list[Slice]) -> Signature:
+    for s in slices:
+      if not any(s.column is column for column in self._columns):
+        raise ValueError(f"the slice of column {s.column.name} is of another writer's history")
+    leaves = tuple(
+      Leaf(name, s.column.dtype, s.column.shape, s.single)
+      for name, s in zip(trees.names(structure), slices, strict=True)
+    )
+    return self._store.same(Signature(structure, leaves))
+
+  def _wait_or_withdraw(self, table: Table, pending: Pending, timeout: float | None) -> None:
+    try:
+      table.wait_for(pending, deadline_of(timeout))
+    except BaseException:
+      if table.withdraw(pending):
+        self._forget_done()
+        raise
+    self._forget_done()
+
+  def _forget_done(self) -> None:
+    self._pending = deque(p for p in self._pending if not p[1].done)
+
+  def flush(self, max_in_flight: int = 0, timeout: float | None = None) -> None:
+    """Waits until at most `max_in_flight` items are still waiting for their tables' limiters.
+
+    Raises:
+      RateLimited: if that takes longer than `timeout` seconds; nothing is lost.
+      Closed: if a table is closed.
+    """
+    deadline = deadline_of(timeout)
+    while self._in_flight.items > max_in_flight:
+      table, pending = self._pending[0]
+      table.wait_for(pending, deadline)
+      self._pending.popleft()
+
+  def end_episode(self, timeout: float | None = None) -> None:
+    """Flushes; what is appended from now on is another episode, and the history begins anew."""
+    self.flush(0, timeout)
+    for column in self._columns:
+      column.begin = column.end
+
+  def close(self, timeout: float | None = None) -> None:
+    """Flushes and lets go of the history; items stay in their tables."""
+    if self._closed:
+      return
+    try:
+      self.flush(0, timeout)
+    finally:
+      self._closed = True
+      for column in self._columns:
+        column.close()

@@ -1,0 +1,221 @@
+"""Any sequence of operations on a table, against the plain model, for every pair of selectors."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from table_model import Limits, Model
+
+from podrace import tables
+
+EXPONENT = 0.7
+SELECTORS = {
+  'uniform': tables.uniform(),
+  'fifo': tables.fifo(),
+  'lifo': tables.lifo(),
+  'prioritized': tables.prioritized(EXPONENT),
+  'min_heap': tables.min_heap(),
+  'max_heap': tables.max_heap(),
+}
+INFINITY = float('inf')
+LIMITERS = [
+  (tables.min_size(1), Limits(1, 1, -INFINITY, INFINITY)),
+  (tables.min_size(3), Limits(1, 3, -INFINITY, INFINITY)),
+  (tables.sample_to_insert_ratio(1.5, 3, 2.0), Limits(1.5, 3, 2.5, 6.5)),
+  (tables.sample_to_insert_ratio(0.25, 2, (-1.0, 1.0)), Limits(0.25, 2, -1, 1)),
+  (tables.sample_to_insert_ratio(4.0, 1, 4.0), Limits(4, 1, 0, 8)),
+  (tables.queue(2), Limits(1, 1, 0, 2)),
+  (tables.stack(4), Limits(1, 1, 0, 4)),
+]
+PRIORITIES = st.sampled_from([0.0, 0.0, 0.5, 1.0, 1.0, 3.0])
+OPERATIONS = st.lists(
+  st.one_of(
+    st.tuples(st.just('insert'), PRIORITIES, st.integers(1, 3)),
+    st.tuples(st.just('insert'), PRIORITIES, st.integers(1, 3)),
+    st.tuples(st.just('insert known'), PRIORITIES, st.integers(0, 9)),
+    st.tuples(st.just('sample'), st.integers(1, 4)),
+    st.tuples(st.just('sample together'), st.integers(1, 4)),
+    st.tuples(st.just('update'), st.lists(st.tuples(st.integers(0, 9), PRIORITIES), max_size=4)),
+    st.tuples(st.just('delete'), st.lists(st.integers(0, 9), max_size=2)),
+    st.tuples(st.just('end episode')),
+  ),
+  max_size=40,
+)
+
+
+class Pair:
+  """A table and its model, told the same things."""
+
+  def __init__(
+    self, sampler: str, remover: str, limiter: int, max_size: int, max_times: int, rows: int
+  ) -> None:
+    rate_limiter, limits = LIMITERS[limiter]
+    max_size = max(max_size, limits.min_size)
+    self.store = tables.ChunkStore(cache_bytes=300)  # so that chunks come and go
+    self.table = tables.Table(
+      'it',
+      self.store,
+      sampler=SELECTORS[sampler],
+      remover=SELECTORS[remover],
+      rate_limiter=rate_limiter,
+      max_size=max_size,
+      max_times_sampled=max_times,
+    )
+    self.writer = tables.Writer(self.store, history=5, rows_per_chunk=rows, max_in_flight=10**6)
+    self.model = Model(sampler, remover, limits, max_size, max_times, EXPONENT)
+    self.keys: list[int] = []
+    self.step = self.rows = 0
+
+  def run(self, operations: list[Any]) -> None:
+    for name, *args in operations:
+      getattr(self, name.replace(' ', '_'))(*args)
+      self.check()
+    self.finish()
+
+  def there(self) -> set[int]:
+    return set(self.table._slots)
+
+  def write(self, length: int) -> np.ndarray:
+    """Appends that many rows; what an item of as many as that should hold."""
+    values = np.arange(self.step, self.step + length, dtype=np.int32)[:, None] * [1, -3] // 2
+    self.step += length
+    self.rows += length
+    for value in values.astype(np.int32):
+      self.writer.append({'x': value})
+    return values
+
+  def insert(self, priority: float, length: int) -> None:
+    payload = self.write(length)
+    key = self.writer.create_item(self.table, priority, num_steps=length)
+    self.keys.append(key)
+    self.model.insert(key, priority, payload, self.there())
+
+  def insert_known(self, priority: float, which: int) -> None:
+    if not self.keys:
+      return
+    payload, key = self.write(1), self.keys[-1 - which % len(self.keys)]
+    self.writer.create_item(self.table, priority, num_steps=1, key=key)
+    self.model.insert(key, priority, payload, self.there())
+
+  def sample(self, times: int) -> None:
+    for _ in range(times):
+      if not self.model.may_sample():
+        with pytest.raises(tables.RateLimited, match="table 'it' timed out"):
+          self.table.sample(1, timeout=0)
+        return
+      self.compare(self.table.sample(1, timeout=0))
+      self.model.admit(self.there())
+
+  def sample_together(self, n: int) -> None:
+    if self.model.waiting or not self.model.may_sample():
+      return
+    sample = self.table.sample(n, at_least=1, timeout=0)
+    self.compare(sample)
+    assert len(sample.key) == n or not self.model.may_sample()
+
+  def compare(self, sample: tables.Samples) -> None:
+    for i, key in enumerate(sample.key.tolist()):
+      probability, size, priority, times, payload = self.model.sample(key)
+      assert sample.probability[i] == pytest.approx(probability)
+      assert sample.table_size[i] == size
+      assert sample.priority[i] == priority
+      assert sample.times_sampled[i] == times
+      assert sample.lengths['x'][i] == len(payload)
+      np.testing.assert_array_equal(sample.data['x'][i, : len(payload)], payload)
+      assert not sample.data['x'][i, len(payload) :].any()
+
+  def update(self, changes: list[tuple[int, float]]) -> None:
+    changes = [(self.keys[-1 - i % len(self.keys)], p) for i, p in changes if self.keys]
+    self.table.update_priorities([k for k, _ in changes], [p for _, p in changes])
+    # Of a key given twice only the last counts, also for what was touched when.
+    for i, (key, priority) in enumerate(changes):
+      if key not in [k for k, _ in changes[i + 1 :]]:
+        self.model.update(key, priority)
+
+  def delete(self, which: list[int]) -> None:
+    keys = [self.keys[-1 - i % len(self.keys)] for i in which if self.keys]
+    expected = len(set(keys) & set(self.model.entries))
+    assert self.table.delete(keys) == expected
+    for key in keys:
+      self.model.delete(key, self.there())
+    self.model.admit(self.there())
+
+  def end_episode(self) -> None:
+    if not self.model.waiting:
+      self.writer.end_episode()
+
+  def check(self) -> None:
+    model, table, info = self.model, self.table, self.table.info()
+    assert self.there() == set(model.entries)
+    assert (info.inserts, info.samples, info.deletes, info.size, info.waiting_inserts) == (
+      model.inserts,
+      model.samples,
+      model.deletes,
+      len(model.entries),
+      len(model.waiting),
+    )
+    items = [item for item in table._items if item is not None]
+    needed = {chunk for item in items for part in item.parts for chunk in part[0]}
+    assert table.account.bytes == sum(chunk.nbytes for chunk in needed)
+    assert table.account.chunks == len(needed)
+    assert self.store.cached <= self.store.cache_bytes
+    assert self.writer.in_flight == len(model.waiting)
+
+  def finish(self) -> None:
+    """Without items and writers, nothing is left."""
+    self.table.close()
+    if self.writer.in_flight:
+      with pytest.raises(tables.Closed):
+        self.writer.close()
+    else:
+      self.writer.close()
+    self.table.delete(list(self.there()))
+    assert (self.store.total.bytes, self.store.total.chunks, self.store.cached) == (0, 0, 0)
+
+
+@pytest.mark.parametrize('sampler, remover', itertools.product(SELECTORS, SELECTORS))
+@settings(max_examples=30, deadline=None)
+@given(
+  limiter=st.integers(0, len(LIMITERS) - 1),
+  max_size=st.integers(1, 5),
+  max_times=st.integers(0, 2),
+  rows=st.sampled_from([1, 2, 3, 40]),
+  operations=OPERATIONS,
+)
+def test_any_operations(
+  sampler: str,
+  remover: str,
+  limiter: int,
+  max_size: int,
+  max_times: int,
+  rows: int,
+  operations: list[Any],
+) -> None:
+  Pair(sampler, remover, limiter, max_size, max_times, rows).run(operations)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sampler, remover', itertools.product(SELECTORS, SELECTORS))
+@settings(max_examples=500, deadline=None)
+@given(
+  limiter=st.integers(0, len(LIMITERS) - 1),
+  max_size=st.integers(1, 5),
+  max_times=st.integers(0, 2),
+  rows=st.sampled_from([1, 2, 3, 40]),
+  operations=OPERATIONS,
+)
+def test_many_operations(
+  sampler: str,
+  remover: str,
+  limiter: int,
+  max_size: int,
+  max_times: int,
+  rows: int,
+  operations: list[Any],
+) -> None:
+  Pair(sampler, remover, limiter, max_size, max_times, rows).run(operations)

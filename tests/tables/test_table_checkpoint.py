@@ -1,0 +1,242 @@
+"""Checkpoints of tables: what is read back is what was there, or is refused."""
+
+from __future__ import annotations
+
+import json
+import pickletools
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from podrace import tables
+from podrace.tables import checkpoint
+
+SELECTORS = [
+  tables.uniform(),
+  tables.fifo(),
+  tables.lifo(),
+  tables.prioritized(0.6),
+  tables.min_heap(),
+  tables.max_heap(),
+]
+
+
+class Step(NamedTuple):
+  observation: Any
+  count: Any
+
+
+def make(sampler: Any = SELECTORS[3], remover: Any = SELECTORS[1]) -> tables.ChunkStore:
+  """A store with two tables, one of them on a ratio of samples to inserts."""
+  store = tables.ChunkStore()
+  ratio = tables.sample_to_insert_ratio(2.0, 2, 30.0)
+  one = dict(sampler=sampler, remover=remover, rate_limiter=ratio, max_size=6, seed=3)
+  two = dict(sampler=remover, remover=sampler, rate_limiter=tables.min_size(1), max_size=9, seed=4)
+  tables.Table('one', store, **one)
+  tables.Table('two', store, max_times_sampled=2, **two)
+  return store
+
+
+def use(store: tables.ChunkStore, seed: int, steps: int) -> list[Any]:
+  """Writes, samples, changes and deletes at random; all that was seen."""
+  rng, seen = np.random.default_rng(seed), []
+  one, two = store.tables['one'], store.tables['two']
+  writer = tables.Writer(store, history=5, rows_per_chunk=3, max_in_flight=99)
+  for i in range(steps):
+    observation = (
+      rng.integers(0, 3, (8, 8)).astype(np.uint8) if i % 2 else np.ones((8, 8), np.uint8)
+    )
+    writer.append(Step(observation, np.int64(i * 1001)))
+    for table, n in ((one, 3), (two, 2)):
+      if i >= n:
+        seen.append(writer.create_item(table, float(rng.integers(0, 4)), num_steps=n))
+      try:
+        sample = table.sample(int(rng.integers(1, 4)), at_least=1, timeout=0)
+      except tables.RateLimited:
+        seen.append(str(table.counts))
+        continue
+      seen += [x.tolist() for x in sample if isinstance(x, np.ndarray)]
+      seen += [sample.data.observation.tolist(), sample.data.count.tolist()]
+      table.update_priorities(sample.key, sample.priority + 0.5)
+      if rng.uniform() < 0.2:
+        seen.append(table.delete(sample.key[:1]))
+  seen += [
+    (t.info().inserts, t.info().samples, t.info().deletes, t.info().size) for t in (one, two)
+  ]
+  return seen
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+  """A checkpoint in which each kind of chunk occurs."""
+  store = make()
+  use(store, 0, 20)
+  tables.save(store, tmp_path / 'saved')
+  return tmp_path / 'saved'
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+  st.sampled_from(SELECTORS), st.sampled_from(SELECTORS), st.integers(0, 99), st.integers(0, 15)
+)
+def test_goes_on_as_if_nothing_had_happened(
+  tmp_path_factory: Any, sampler: Any, remover: Any, seed: int, steps: int
+) -> None:
+  """The same keys, data, probabilities and counts as without the interruption."""
+  path = tmp_path_factory.mktemp('tables') / 'saved'
+  store = make(sampler, remover)
+  use(store, seed, steps)
+  tables.save(store, path)
+  again = make(sampler, remover)
+  tables.restore(again, path)
+  for name in ('one', 'two'):
+    before, after = store.tables[name].info(), again.tables[name].info()
+    for field in ('inserts', 'samples', 'deletes', 'updates', 'size', 'chunks'):
+      assert getattr(before, field) == getattr(after, field)
+  assert use(store, seed + 1, 9) == use(again, seed + 1, 9)
+
+
+def test_the_data_comes_back(folder: Path) -> None:
+  store, again = make(), make()
+  use(store, 0, 20)
+  tables.restore(again, folder)
+  for name in ('one', 'two'):
+    before, after = (s.tables[name] for s in (store, again))
+    assert before._slots == after._slots
+    a, b = before.sample(8, at_least=1), after.sample(8, at_least=1)
+    assert type(b.data).__name__ == 'Step'
+    for x, y in zip([*a.data, *a[2:]], [*b.data, *b[2:]], strict=True):
+      np.testing.assert_array_equal(x, y)
+  again.tables['one'].delete(list(again.tables['one']._slots))
+  again.tables['two'].delete(list(again.tables['two']._slots))
+  assert (again.total.bytes, again.total.chunks) == (0, 0)
+
+
+def test_an_empty_store(tmp_path: Path) -> None:
+  tables.save(make(), tmp_path / 'empty')
+  store = make()
+  tables.restore(store, tmp_path / 'empty')
+  assert use(store, 0, 10) == use(make(), 0, 10)
+  assert store.tables['one'].info().inserts == 7
+
+
+def flip(path: Path, at: float) -> None:
+  data = bytearray(path.read_bytes())
+  data[int(at * (len(data) - 1))] ^= 4
+  path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+  'name', ['manifest.json', 'chunks.bin', 'chunks.npz', 'table-0.npz', 'table-1.npz']
+)
+@pytest.mark.parametrize(
+  'damage',
+  [
+    lambda p: flip(p, 0.02),
+    lambda p: flip(p, 0.5),
+    lambda p: flip(p, 0.99),
+    lambda p: p.write_bytes(p.read_bytes()[:-5]),
+    lambda p: p.write_bytes(p.read_bytes() + b' 1'),
+    lambda p: p.write_bytes(b''),
+    lambda p: p.unlink(),
+  ],
+  ids=['begin', 'middle', 'end', 'shorter', 'longer', 'empty', 'gone'],
+)
+def test_damage_is_refused(folder: Path, name: str, damage: Callable[[Path], Any]) -> None:
+  damage(folder / name)
+  store = make()
+  with pytest.raises(tables.CheckpointError, match=f'{folder.name}.*{name}'):
+    tables.restore(store, folder)
+  assert [len(table) for table in store.tables.values()] == [0, 0]
+  assert store.total.chunks == 0
+
+
+def test_other_versions_are_refused(folder: Path) -> None:
+  manifest = json.loads((folder / 'manifest.json').read_text())
+  (folder / 'manifest.json').write_text(json.dumps(dict(manifest, version=99)))
+  with pytest.raises(tables.CheckpointError, match='version 99, this program reads 1'):
+    tables.restore(make(), folder)
+
+
+def test_other_tables_are_refused(folder: Path) -> None:
+  with pytest.raises(
+    tables.CheckpointError, match=r"'one' had sampler prioritized\(0.6\), now fifo"
+  ):
+    tables.restore(make(sampler=tables.fifo()), folder)
+  store = tables.ChunkStore()
+  with pytest.raises(tables.CheckpointError, match=r"tables \['one', 'two'\], the store has \[\]"):
+    tables.restore(store, folder)
+  used = make()
+  use(used, 0, 5)
+  with pytest.raises(tables.CheckpointError, match='has been used'):
+    tables.restore(used, folder)
+
+
+def test_a_checkpoint_is_never_written_over(folder: Path) -> None:
+  with pytest.raises(tables.CheckpointError, match='is there already'):
+    tables.save(make(), folder)
+
+
+def test_no_pickle(folder: Path) -> None:
+  """No file, and no array in a file, is one or can hold one."""
+  names = {path.name for path in folder.iterdir()}
+  assert names == {'manifest.json', 'chunks.bin', 'chunks.npz', 'table-0.npz', 'table-1.npz'}
+  for path in folder.glob('*.npz'):
+    with np.load(path, allow_pickle=False) as file:
+      assert all(not file[k].dtype.hasobject for k in file)
+    with zipfile.ZipFile(path) as archive:
+      members = [archive.read(n) for n in archive.namelist()]
+    for data in [*members, (folder / 'chunks.bin').read_bytes()]:
+      with pytest.raises(ValueError):
+        pickletools.dis(data, out=open('/dev/null', 'w'))  # noqa: SIM115
+  sources = Path(checkpoint.__file__).parent.glob('*.py')
+  assert not [p.name for p in sources if 'import pickle' in p.read_text()]
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  def full(path: Path) -> None:
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr(checkpoint, '_sync', full)
+  with pytest.raises(tables.CheckpointError, match=r'could not be written: .*No space left'):
+    tables.save(make(), tmp_path / 'saved')
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_does_not_hold_up_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """While files are written everything works, and what is written is how it was at the beginning."""
+  store, expected = make(), make()
+  use(store, 0, 20)
+  use(expected, 0, 20)
+  writing, go_on, original = threading.Event(), threading.Event(), checkpoint._write
+
+  def held_up(*args: Any) -> int:
+    writing.set()
+    assert go_on.wait(60)
+    return original(*args)
+
+  monkeypatch.setattr(checkpoint, '_write', held_up)
+  saved: list[Any] = []
+  thread = threading.Thread(target=lambda: saved.append(tables.save(store, tmp_path / 'saved')))
+  thread.start()
+  assert writing.wait(60)
+  before = store.tables['one'].info().inserts
+  use(store, 1, 30)
+  assert store.tables['one'].info().inserts > before
+  go_on.set()
+  thread.join(60)
+  assert saved
+  assert 0 < saved[0]['blocked_s'] < saved[0]['seconds']
+  again = make()
+  tables.restore(again, tmp_path / 'saved')
+  assert again.tables['one'].info().inserts == before
+  a, b = (s.tables['two'].sample(5, at_least=1) for s in (expected, again))
+  np.testing.assert_array_equal(a.data.observation, b.data.observation)
+  np.testing.assert_array_equal(a.key, b.key)

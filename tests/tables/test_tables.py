@@ -1,0 +1,664 @@
+"""Tables: distributions, limits, waiting, sharing, memory, threads."""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from podrace import tables
+from podrace.tables.limiters import Counts, RateLimiter
+from podrace.tables.table import held
+
+REPLAY = dict(
+  sampler=tables.uniform(),
+  remover=tables.fifo(),
+  rate_limiter=tables.min_size(1),
+  max_size=1000,
+)
+
+
+def make(store: tables.ChunkStore | None = None, name: str = 'it', **changes: Any) -> tables.Table:
+  return tables.Table(name, store or tables.ChunkStore(), **{**REPLAY, **changes})
+
+
+def fill(table: tables.Table, priorities: list[float], **options: Any) -> list[int]:
+  """An item of one row, its number, for each priority; their keys."""
+  writer = tables.Writer(table.store, history=1, **options)
+  keys = []
+  for i, priority in enumerate(priorities):
+    writer.append(np.int64(i))
+    keys.append(writer.create_item(table, priority, num_steps=1))
+  writer.close()
+  return keys
+
+
+def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
+  """Starts it; what is returned waits for its end, and returns what it returned or raised."""
+  outcome: list[Any] = []
+
+  def run() -> None:
+    try:
+      outcome.append(call())
+    except BaseException as e:
+      outcome.append(e)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+
+  def result() -> Any:
+    thread.join(120)
+    assert not thread.is_alive(), 'the thread hangs'
+    return outcome[0]
+
+  return result
+
+
+class Waits:
+  """A `report` that tells when somebody waits; to be given as **Waits().options."""
+
+  def __init__(self) -> None:
+    self.reported, self.messages = threading.Event(), []
+    self.options = dict(report_after=1e-3, report=self)
+
+  def __call__(self, message: str) -> None:
+    self.messages.append(message)
+    self.reported.set()
+
+  def wait(self) -> str:
+    assert self.reported.wait(30), 'nobody waits'
+    return self.messages[0]
+
+
+def test_imports_no_jax() -> None:
+  code = 'import sys, podrace.tables; sys.exit("jax" in sys.modules)'
+  assert subprocess.run([sys.executable, '-c', code], check=False).returncode == 0
+
+
+# --- selectors --------------------------------------------------------------------------------
+
+
+def drawn(table: tables.Table, keys: list[int], n: int) -> np.ndarray:
+  """How often each key was sampled, in n samples taken in batches."""
+  found = np.concatenate([table.sample(500).key for _ in range(n // 500)])
+  return np.array([(found == key).sum() for key in keys])
+
+
+@pytest.mark.parametrize('exponent', [0.0, 0.5, 1.0, 2.5])
+def test_prioritized_distribution(exponent: float) -> None:
+  table = make(sampler=tables.prioritized(exponent), seed=3)
+  priorities = np.random.default_rng(0).uniform(0.1, 2, 150).tolist()
+  priorities[7] = priorities[100] = 0.0
+  keys = fill(table, priorities)
+  weights = np.array([p**exponent if p else 0.0 for p in priorities])
+  counts = drawn(table, keys, 30_000)
+  assert counts[7] == counts[100] == 0
+  some = weights > 0
+  expected = 30_000 * weights[some] / weights.sum()
+  assert stats.chisquare(counts[some], expected).pvalue > 0.01
+  sample = table.sample(100)
+  np.testing.assert_allclose(sample.probability, weights[sample.data.ravel()] / weights.sum())
+
+
+def test_prioritized_distribution_follows_updates_and_deletes() -> None:
+  table = make(sampler=tables.prioritized(1.0), seed=5)
+  keys = fill(table, [1.0] * 300)
+  table.sample(1)  # the sums are made, and must be kept up to date
+  table.update_priorities(keys[:100], np.full(100, 3.0))
+  table.delete(keys[200:])
+  counts = drawn(table, keys, 20_000)
+  assert not counts[200:].any()
+  expected = 20_000 * np.repeat([3 / 400, 1 / 400], 100)
+  assert stats.chisquare(counts[:200], expected).pvalue > 0.01
+
+
+@pytest.mark.parametrize('u', [0.0, 1.0])
+@pytest.mark.parametrize('weights', [[0.0, 1.0, 0.0], [0.0, 0.0, 0.3, 0.1, 0.0, 0.0], [1e-300] * 3])
+def test_zero_priority_is_never_drawn_not_even_at_the_edges(u: float, weights: list[float]) -> None:
+  class Edge:
+    def random(self, n: int) -> np.ndarray:
+      return np.full(n, u)
+
+  order = tables.prioritized(1.0).make()
+  for slot, weight in enumerate(weights):
+    order.insert(slot, weight)
+  slots, probabilities = order.draw(3, Edge())  # type: ignore[arg-type]
+  positive = np.flatnonzero(weights)
+  assert slots.tolist() == [positive[-1 if u else 0]] * 3
+  assert (probabilities > 0).all()
+
+
+@pytest.mark.parametrize('exponent', [0.0, 1.0])
+def test_a_priority_set_to_zero_is_not_drawn(exponent: float) -> None:
+  table = make(sampler=tables.prioritized(exponent))
+  keys = fill(table, [1.0] * 3)
+  table.update_priorities(keys[:2], [0.0, 0.0])
+  assert set(table.sample(50).key.tolist()) == {keys[2]}
+
+
+def test_all_zero_priorities_are_uniform() -> None:
+  table = make(sampler=tables.prioritized(0.8), seed=1)
+  counts = drawn(table, fill(table, [0.0] * 20), 10_000)
+  assert stats.chisquare(counts).pvalue > 0.01
+
+
+def test_uniform_distribution() -> None:
+  table = make(seed=2)
+  keys = fill(table, [1.0] * 60)
+  table.delete(keys[::3])
+  counts = drawn(table, keys, 20_000)
+  assert not counts[::3].any()
+  assert stats.chisquare(np.delete(counts, np.s_[::3])).pvalue > 0.01
+
+
+@pytest.mark.parametrize(
+  'remover, expected', [('uniform', [1, 1, 1, 1]), ('prioritized', [0, 1, 2, 5])]
+)
+def test_removers_distribution(remover: str, expected: list[int]) -> None:
+  """Which of four items goes when a fifth comes in; over many tables."""
+  selector = tables.uniform() if remover == 'uniform' else tables.prioritized(1.0)
+  gone = np.zeros(5)
+  for seed in range(2000):
+    table = make(remover=selector, max_size=4, seed=seed)
+    keys = fill(table, [0.0, 1.0, 2.0, 5.0, 0.0], rows_per_chunk=8)
+    gone[[key not in table._slots for key in keys]] += 1
+  if remover == 'uniform':
+    assert stats.chisquare(gone).pvalue > 0.01
+  else:
+    assert gone[0] == gone[4] == 0
+    assert stats.chisquare(gone[1:4], 2000 * np.array([1, 2, 5]) / 8).pvalue > 0.01
+
+
+def test_a_million_priorities() -> None:
+  """Sums stay exact to rounding, whatever the order of changes; the tree against a plain sum."""
+  order = tables.prioritized(1.0).make()
+  rng = np.random.default_rng(0)
+  n = 2**20
+  for slot in range(n):
+    order.insert(slot, 1e-6)
+  weights = rng.uniform(0, 1, n) ** 8
+  for part in np.array_split(rng.permutation(n), 50):
+    order.update(part, weights[part])
+    order.draw(1, rng)
+  slots, probabilities = order.draw(200_000, rng)
+  np.testing.assert_allclose(probabilities, weights[slots] / math.fsum(weights), rtol=1e-12)
+  tenths = np.digitize(slots, np.linspace(0, n, 11)[1:-1])
+  expected = np.array([x.sum() for x in np.split(weights[: n // 10 * 10], 10)])
+  expected *= 200_000 / expected.sum()
+  assert stats.chisquare(np.bincount(tenths, minlength=10), expected, sum_check=False).pvalue > 0.01
+
+
+def test_equal_seeds_give_equal_samples() -> None:
+  def sampled(seed: int) -> list[int]:
+    table = make(sampler=tables.prioritized(0.5), seed=seed)
+    fill(table, [1.0, 2.0, 3.0] * 20)
+    return [key for _ in range(5) for key in table.sample(20).key.tolist()]
+
+  assert sampled(4) == sampled(4)
+  assert sampled(4) != sampled(5)
+
+
+@pytest.mark.parametrize('priority', [-1.0, float('nan'), float('inf'), -1e-300])
+def test_bad_priorities_are_refused(priority: float) -> None:
+  table = make(sampler=tables.prioritized(1.0))
+  keys = fill(table, [1.0, 2.0])
+  with pytest.raises(ValueError, match=r'priority .* is not in'):
+    fill(table, [priority])
+  with pytest.raises(ValueError, match=r'priority .* is not in'):
+    table.update_priorities(keys, [5.0, priority])
+  assert sorted(table.sample(50).priority.tolist())[-1] == 2.0  # none of the two was set
+
+
+def test_priorities_whose_power_is_too_large_are_refused() -> None:
+  table = make(sampler=tables.prioritized(10.0))
+  fill(table, [1e29])
+  with pytest.raises(ValueError, match=r'prioritized\(10\)'):
+    fill(table, [1e31])
+
+
+def test_update_takes_the_last_of_equal_keys_and_passes_over_unknown_ones() -> None:
+  table = make(sampler=tables.max_heap())
+  keys = fill(table, [1.0, 2.0, 3.0])
+  n = table.update_priorities([keys[0], 12345, keys[0], keys[1]], [9.0, 7.0, 0.5, 2.5])
+  assert n == 3
+  assert table.sample(1).key == keys[2]
+  table.delete([keys[2]])
+  assert (table.sample(1).key, table.sample(1).priority) == (keys[1], 2.5)
+  with pytest.raises(ValueError, match='expected keys'):
+    table.update_priorities(keys, [1.0])
+
+
+# --- limiters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'make_limiter, message',
+  [
+    (lambda: tables.min_size(0), 'at least 1'),
+    (lambda: tables.sample_to_insert_ratio(0.0, 1, 5.0), 'positive'),
+    (lambda: tables.sample_to_insert_ratio(-1.0, 1, 5.0), 'positive'),
+    (lambda: tables.sample_to_insert_ratio(float('nan'), 1, 5.0), 'positive'),
+    (lambda: tables.sample_to_insert_ratio(2.0, 0, 5.0), 'at least 1'),
+    (lambda: tables.sample_to_insert_ratio(2.0, 10, 1.99), 'at least 4 apart'),
+    (lambda: tables.sample_to_insert_ratio(0.5, 10, 0.99), 'at least 2 apart'),
+    (lambda: tables.sample_to_insert_ratio(2.0, 10, float('nan')), 'at least 4 apart'),
+    (lambda: tables.sample_to_insert_ratio(1.0, 3, (3.5, 9.0)), 'deadlocks'),
+    (lambda: tables.queue(0), 'at least 1'),
+    (lambda: tables.stack(0), 'at least 1'),
+    (lambda: make(max_size=4, rate_limiter=tables.min_size(5)), 'deadlocks'),
+    (lambda: make(max_bytes=0), 'max_bytes=0'),
+    (lambda: make(max_times_sampled=-1), 'max_times_sampled=-1'),
+    (lambda: tables.prioritized(-0.1), 'exponent'),
+    (lambda: tables.prioritized(float('nan')), 'exponent'),
+  ],
+)
+def test_settings_that_cannot_work_are_refused(
+  make_limiter: Callable[[], Any], message: str
+) -> None:
+  with pytest.raises(ValueError, match=message):
+    make_limiter()
+
+
+def test_bounds_just_wide_enough_are_accepted() -> None:
+  limiter = tables.sample_to_insert_ratio(2.0, 10, 2.0)
+  assert (limiter.min_diff, limiter.max_diff) == (18, 22)
+  assert tables.sample_to_insert_ratio(1.0, 3, (3.0, 9.0)).min_diff == 3.0
+
+
+def test_no_accepted_ratio_deadlocks() -> None:
+  """From any reachable balance one side can go on: both sides played at random, some greedily."""
+  rng = np.random.default_rng(0)
+  for _ in range(150):
+    spi, size = float(rng.choice([0.1, 0.3, 1, 1.7, 4])), int(rng.integers(1, 6))
+    limiter = tables.sample_to_insert_ratio(spi, size, max(1.0, spi) * rng.uniform(1, 1.2))
+    counts, eager = Counts(), rng.uniform()
+    for _ in range(200):
+      moves = [limiter.may_insert(counts), limiter.may_sample(counts)]
+      assert any(moves), (limiter, counts)
+      if moves[0] and (not moves[1] or rng.uniform() < eager):
+        counts.inserts += 1
+      else:
+        counts.samples += 1
+
+
+@given(
+  st.floats(0.01, 10),
+  st.floats(-20, 20),
+  st.integers(1, 10**6),
+  st.integers(-5, 5),
+  st.integers(1, 9),
+)
+def test_as_many_samples_as_the_rule_allows(
+  spi: float, low: float, inserts: int, off: int, most: int
+) -> None:
+  """Also where the balance is within a rounding error of the bound."""
+  limiter = RateLimiter('it', spi, 1, min(low, spi), 1e9)
+  counts = Counts(inserts, max(0, int(inserts * spi - limiter.min_diff) + off))
+  n = limiter.samples_allowed(counts, most)
+  assert n == sum(limiter.may_sample(counts, k) for k in range(1, most + 1))
+
+
+@pytest.mark.parametrize('samples_per_insert', [0.25, 1.0, 3.0])
+def test_samples_per_insert_is_exact(samples_per_insert: float) -> None:
+  """A greedy sampler gets every sample that is due and none that isn't."""
+  limiter = tables.sample_to_insert_ratio(samples_per_insert, 4, 4.0)
+  table = make(rate_limiter=limiter, max_size=10)
+  writer = tables.Writer(table.store, history=1, max_in_flight=1)
+  for i in range(101):
+    writer.append(np.int32(i))
+    writer.create_item(table, 1.0, num_steps=1)
+    try:
+      while True:
+        table.sample(1, timeout=0)
+    except tables.RateLimited:
+      pass
+  due = (101 - 4) * samples_per_insert + 4
+  assert table.info().samples == math.floor(due)
+  assert table.info().inserts == 101
+
+
+def test_queue_gives_each_item_once_in_order() -> None:
+  table = make(sampler=tables.fifo(), rate_limiter=tables.queue(5), max_times_sampled=1, max_size=5)
+  writer = tables.Writer(table.store, history=1, max_in_flight=1)
+
+  def write() -> None:
+    for i in range(200):
+      writer.append(np.int64(i))
+      writer.create_item(table, 1.0, num_steps=1)
+    writer.flush()
+
+  written = in_thread(write)
+  got = [x for _ in range(25) for x in table.sample(8, timeout=30).data.ravel().tolist()]
+  assert written() is None
+  assert got == list(range(200))
+  assert len(table) == 0
+  assert table.info().deletes == 200
+
+
+# --- waiting ----------------------------------------------------------------------------------
+
+
+def test_a_blocked_sample_says_why() -> None:
+  table = make(rate_limiter=tables.sample_to_insert_ratio(2.0, 3, 2.0))
+  fill(table, [1.0, 1.0])
+  with pytest.raises(tables.RateLimited) as e:
+    table.sample(1, timeout=0)
+  for part in (
+    "table 'it'",
+    'sample_to_insert_ratio(2, min_size=3, error=2.0)',
+    '2 inserts, 0 samples, 0 deletes',
+    '3 items are needed and 2 are there (insert 1 more)',
+    'would fall to 3, below 4 (insert 1 more)',
+  ):
+    assert part in str(e.value)
+  assert e.value.taken is None
+  assert isinstance(e.value, TimeoutError)
+
+
+def test_a_blocked_insert_says_why() -> None:
+  table = make(rate_limiter=tables.queue(2), sampler=tables.fifo(), max_times_sampled=1)
+  fill(table, [1.0, 1.0])
+  writer = tables.Writer(table.store, history=1, max_in_flight=0)
+  writer.append(np.int64(7))
+  with pytest.raises(tables.RateLimited) as e:
+    writer.create_item(table, 1.0, num_steps=1, timeout=0)
+  for part in ("insert into table 'it'", 'queue(2)', 'would rise to 3, above 2 (sample 1 more)'):
+    assert part in str(e.value)
+  assert (writer.in_flight, table.info().waiting_inserts) == (0, 0)  # it was taken back
+  table.sample(1)
+  assert len(table) == 1
+
+
+def test_samples_taken_before_a_timeout_are_not_lost() -> None:
+  table = make(rate_limiter=tables.queue(3), sampler=tables.fifo(), max_times_sampled=1)
+  fill(table, [1.0, 1.0])
+  with pytest.raises(tables.RateLimited) as e:
+    table.sample(3, timeout=0)
+  assert e.value.taken is not None
+  assert e.value.taken.data.ravel().tolist() == [0, 1]
+  assert table.info().samples == 2
+  fill(table, [1.0, 1.0])
+  assert len(table.sample(3, at_least=1, timeout=0).key) == 2
+  with pytest.raises(ValueError, match='at_least'):
+    table.sample(2, at_least=3)
+  with pytest.raises(ValueError, match='at_least'):
+    table.sample(0)
+
+
+def test_a_stuck_sample_reports_itself_and_can_be_cancelled() -> None:
+  waits = Waits()
+  table = make(rate_limiter=tables.min_size(5), **waits.options)
+  fill(table, [1.0, 1.0])
+  result = in_thread(lambda: table.sample(1))
+  message = waits.wait()
+  assert "sample from table 'it' has waited for" in message
+  assert 'min_size(5)' in message
+  assert '(insert 3 more)' in message
+  assert table.info().waiting_samplers == 1
+  table.close()
+  assert isinstance(result(), tables.Closed)
+  assert table.info().waiting_samplers == 0
+  with pytest.raises(tables.Closed):
+    table.sample(1)
+
+
+def test_a_stuck_insert_reports_itself_and_can_be_cancelled() -> None:
+  waits = Waits()
+  table = make(rate_limiter=tables.queue(1), sampler=tables.fifo(), **waits.options)
+  writer = tables.Writer(table.store, history=3, max_in_flight=1)
+  for i in range(3):
+    writer.append(np.int64(i))
+  writer.create_item(table, 1.0, num_steps=1)
+  writer.create_item(table, 1.0, num_steps=2)  # waits, but nobody waits for it
+  result = in_thread(lambda: writer.create_item(table, 1.0, num_steps=3))
+  message = waits.wait()
+  assert "insert into table 'it' has waited for" in message
+  assert 'queue(1)' in message
+  assert table.info().waiting_inserts == writer.in_flight == 1
+  table.close()
+  assert isinstance(result(), tables.Closed)
+  with pytest.raises(tables.Closed):
+    writer.create_item(table, 1.0, num_steps=1)
+  with pytest.raises(tables.Closed):
+    writer.close()
+  table.delete(list(table._slots))
+  assert table.store.total.bytes == 0
+
+
+def test_reports_become_rarer() -> None:
+  table = make(report_after=0.002, report=(waits := Waits()))
+  with pytest.raises(tables.RateLimited):
+    table.sample(1, timeout=0.05)
+  assert 1 <= len(waits.messages) <= 4  # after 2, 6, 14 and 30 ms
+
+
+def test_waiting_calls_go_on_when_they_may() -> None:
+  waits = Waits()
+  table = make(rate_limiter=tables.min_size(3), **waits.options)
+  result = in_thread(lambda: table.sample(4))
+  waits.wait()
+  fill(table, [1.0] * 3)
+  assert result().data.shape == (4, 1)
+
+
+def test_deleting_lets_waiting_items_in() -> None:
+  table = make(rate_limiter=tables.queue(2), sampler=tables.fifo())
+  writer = tables.Writer(table.store, history=1, max_in_flight=3)
+  keys = []
+  for i in range(4):
+    writer.append(np.int64(i))
+    keys.append(writer.create_item(table, 1.0, num_steps=1))
+  assert writer.in_flight == 2
+  table.delete(keys[:2])  # below min_size an insert is always allowed
+  assert (writer.in_flight, sorted(table._slots)) == (1, keys[2:3])
+
+
+def test_seconds_are_a_partition_of_the_time() -> None:
+  waits = Waits()
+  begun = time.perf_counter()
+  table = make(rate_limiter=tables.min_size(50), **waits.options)
+  made = time.perf_counter()
+  result = in_thread(lambda: table.sample(1))
+  waits.wait()
+  fill(table, [1.0] * 50)
+  result()
+  before = time.perf_counter()
+  seconds = table.info().seconds
+  after = time.perf_counter()
+  assert before - made <= sum(seconds.values()) <= after - begun
+  assert seconds['waiting_for_inserts'] > 1e-3
+  assert seconds['waiting_for_samples'] == 0
+  assert min(seconds[k] for k in ('sampling', 'inserting', 'sleeping')) > 0
+
+
+# --- chunks -----------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_freed_with_its_last_item_in_any_table() -> None:
+  store = tables.ChunkStore()
+  one, two = make(store, 'one'), make(store, 'two')
+  writer = tables.Writer(store, history=4, rows_per_chunk=2)
+  for i in range(4):
+    writer.append({'x': np.full(1000, i)})
+  a = writer.create_item(one, 1.0, num_steps=4)
+  b = writer.create_item(two, 1.0, num_steps=3)  # needs both chunks as well
+  c = writer.create_item(two, 1.0, num_steps=1)
+  writer.close()
+  chunks = [weakref.ref(chunk) for chunk in held(one._items).values()]
+  assert len(chunks) == 2
+  assert store.total.bytes == one.account.bytes == two.account.bytes > 0
+
+  one.delete([a])
+  assert (one.account.bytes, one.account.chunks, store.total.chunks) == (0, 0, 2)
+  np.testing.assert_array_equal(two.sample(1).data['x'].max(), 3)
+  two.delete([b])
+  gc.collect()
+  assert [chunk() is None for chunk in chunks] == [True, False]
+  assert store.total.chunks == two.account.chunks == 1
+  two.delete([c])
+  gc.collect()
+  assert [chunk() is None for chunk in chunks] == [True, True]
+  assert (store.total.bytes, store.cached) == (0, 0)
+
+
+def test_max_bytes_counts_shared_chunks_once() -> None:
+  store = tables.ChunkStore()
+  table = make(store, max_bytes=20_000)
+  writer = tables.Writer(store, history=2, rows_per_chunk=2)
+  rng = np.random.default_rng(0)
+  for i in range(40):
+    writer.append(rng.bytes(1000) and np.frombuffer(rng.bytes(1000), np.uint8))
+    if i:
+      writer.create_item(table, 1.0, num_steps=2)
+  assert table.account.bytes <= 20_000
+  assert 18 <= len(table) <= 20  # an item of each row, of 1,000 bytes
+  info = table.info()
+  assert info.inserts == 39
+  assert info.deletes == 39 - len(table)
+
+
+def test_an_item_larger_than_max_bytes_is_refused() -> None:
+  table = make(max_bytes=500)
+  writer = tables.Writer(table.store, history=1, rows_per_chunk=1)
+  writer.append(np.zeros(1000, np.uint8))  # packed it is small enough
+  writer.create_item(table, 1.0, num_steps=1)
+  writer.append(np.frombuffer(np.random.default_rng(0).bytes(1000), np.uint8))
+  with pytest.raises(ValueError, match='1000 bytes, and max_bytes is 500'):
+    writer.create_item(table, 1.0, num_steps=1)
+
+
+def test_a_sampler_that_max_bytes_starves_says_so() -> None:
+  table = make(max_bytes=3000, rate_limiter=tables.min_size(10))
+  writer = tables.Writer(table.store, history=1, rows_per_chunk=1)
+  for i in range(20):
+    writer.append(np.frombuffer(np.random.default_rng(i).bytes(1000), np.uint8))
+    writer.create_item(table, 1.0, num_steps=1)
+  with pytest.raises(tables.RateLimited, match='3000 of 3000 bytes are used, which may be why'):
+    table.sample(1, timeout=0)
+
+
+def test_the_cache_is_bounded_and_used() -> None:
+  store = tables.ChunkStore(cache_bytes=3 * 8000)
+  table = make(store)
+  writer = tables.Writer(store, history=1, rows_per_chunk=1)
+  for i in range(10):
+    writer.append(np.full(1000, i))
+    writer.create_item(table, 1.0, num_steps=1)
+  for _ in range(20):
+    sample = table.sample(10)
+    assert (sample.data[:, 0, 0] == sample.data[:, 0, -1]).all()
+    assert 0 < store.cached <= 24_000
+  unpacked = [c for c in held(table._items).values() if c.array is not None]
+  assert sum(c.array.nbytes for c in unpacked if c.packed) == store.cached
+
+
+def test_the_cache_keeps_what_is_used() -> None:
+  table = make(tables.ChunkStore(cache_bytes=3 * 8000), sampler=tables.max_heap())
+  writer = tables.Writer(table.store, history=1, rows_per_chunk=1)
+  keys = []
+  for i in range(12):
+    writer.append(np.full(1000, i))
+    keys.append(writer.create_item(table, 0.0, num_steps=1))
+  favourite = table._items[table._slots[keys[0]]].parts[0][0][0]
+  for key in keys[1:]:  # the first one every other time, the others once
+    for wanted in (keys[0], key):
+      table.update_priorities([wanted], [1.0])
+      table.sample(1)
+      table.update_priorities([wanted], [0.0])
+    assert favourite.array is not None
+
+
+# --- threads ----------------------------------------------------------------------------------
+
+
+def everything_at_once(seconds: float, tmp_path: Any, writers: int = 3) -> None:
+  """Writers, samplers and somebody who changes, deletes and saves; then the books must balance."""
+  store = tables.ChunkStore(cache_bytes=20_000)
+  limiter = tables.sample_to_insert_ratio(2.0, 20, 40.0)
+  replay = make(
+    store, 'replay', rate_limiter=limiter, sampler=tables.prioritized(0.7), max_size=300
+  )
+  recent = make(store, 'recent', sampler=tables.lifo(), max_size=50, remover=tables.uniform())
+  end, made, got = time.monotonic() + seconds, [0] * writers, [0, 0]
+
+  def write(number: int) -> None:
+    writer = tables.Writer(store, history=6, rows_per_chunk=4, max_in_flight=2)
+    i = 0
+    while time.monotonic() < end:
+      writer.append({'who': np.int32(number), 'i': np.arange(i, i + 20)})
+      i += 1
+      if i % 50 == 0:
+        writer.end_episode(timeout=30)
+      elif i % 50 > 6:
+        writer.create_item(replay, i % 5, num_steps=6, timeout=30)
+        h = writer.history
+        writer.create_item(recent, 1.0, {'who': h['who'][-1], 'i': h['i'][-3:]}, timeout=30)
+        made[number] += 1
+    writer.flush(timeout=30)
+    writer.close()
+
+  def read(number: int, table: tables.Table) -> None:
+    while True:  # until the table is closed
+      sample = table.sample(7, at_least=1, timeout=30)
+      i = sample.data['i']
+      assert (np.diff(i[:, :, 0], axis=1) == 1).all()
+      assert (np.diff(i, axis=2) == 1).all()
+      who = sample.data['who'].reshape(len(i), -1)
+      assert (who == who[:, :1]).all()
+      got[number] += len(i)
+      table.update_priorities(sample.key, sample.priority + 1)
+
+  def meddle() -> None:
+    n = 0
+    while time.monotonic() < end:
+      recent.delete(recent.sample(1, timeout=30).key)
+      tables.save(store, tmp_path / str(n))
+      info = replay.info()
+      assert info.size == info.inserts - info.deletes <= 300
+      n += 1
+    assert n
+
+  reading = [in_thread(lambda: read(0, replay)), in_thread(lambda: read(1, recent))]
+  others = [in_thread(lambda i=i: write(i)) for i in range(writers)]
+  outcomes = [result() for result in [*others, in_thread(meddle)]]
+  replay.close()
+  recent.close()
+  for outcome in outcomes + [result() for result in reading]:
+    if outcome is not None and not isinstance(outcome, tables.Closed):
+      raise outcome
+  assert outcomes == [None] * (writers + 1)
+
+  info = replay.info()
+  assert info.inserts == sum(made) > 0
+  assert info.samples == got[0] > 0
+  assert recent.info().inserts == sum(made)
+  assert limiter.min_diff <= 2 * info.inserts - info.samples <= limiter.max_diff
+  for table in (replay, recent):
+    chunks = held(table._items).values()
+    assert table.account.bytes == sum(chunk.nbytes for chunk in chunks)
+  both = held([*replay._items, *recent._items]).values()
+  assert store.total.bytes == sum(chunk.nbytes for chunk in both)
+  replay.delete(list(replay._slots))
+  recent.delete(list(recent._slots))
+  assert (store.total.bytes, store.total.chunks, store.cached) == (0, 0, 0)
+
+
+def test_everything_at_once(tmp_path: Any) -> None:
+  everything_at_once(2.0, tmp_path)
+
+
+@pytest.mark.slow
+def test_everything_at_once_for_a_minute(tmp_path: Any) -> None:
+  everything_at_once(60.0, tmp_path, writers=6)

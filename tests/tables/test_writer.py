@@ -1,0 +1,349 @@
+"""The writer: steps, slices of the history, items, what is in flight; and how chunks are packed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from podrace import tables
+from podrace.tables import chunks, trees
+
+
+def make(**changes: Any) -> tables.Table:
+  options: dict[str, Any] = dict(
+    sampler=tables.fifo(),
+    remover=tables.fifo(),
+    rate_limiter=tables.min_size(1),
+    max_size=100,
+  )
+  return tables.Table('it', tables.ChunkStore(), **{**options, **changes})
+
+
+def writer_of(table: tables.Table, steps: int = 0, **options: Any) -> tables.Writer:
+  writer = tables.Writer(table.store, **{'history': 10, **options})
+  for i in range(steps):
+    writer.append(step(i))
+  return writer
+
+
+def step(i: int) -> dict[str, np.ndarray]:
+  return {'observation': np.full((2, 3), i, np.uint8), 'action': np.int32(i)}
+
+
+@pytest.mark.parametrize('rows', [1, 3, 4, 100])
+def test_columns_of_different_lengths(rows: int) -> None:
+  table = make()
+  writer = writer_of(table, 7, rows_per_chunk=rows)
+  h = writer.history
+  key = writer.create_item(
+    table,
+    2.0,
+    {
+      'from': h['observation'][-5:-1],
+      'to': h['observation'][-4:],
+      'action': h['action'][-4:-2],
+      'last': h['action'][-1],
+      'first': h['action'][0:1],
+    },
+  )
+  sample = table.sample(2)
+  data = sample.data
+  assert sample.key.tolist() == [key, key]
+  assert data['from'].shape == data['to'].shape == (2, 4, 2, 3)
+  assert data['from'][1, :, 0, 0].tolist() == [2, 3, 4, 5]
+  assert data['to'][1, :, 1, 2].tolist() == [3, 4, 5, 6]
+  assert data['action'].tolist() == [[3, 4], [3, 4]]
+  assert data['last'].tolist() == [6, 6]
+  assert data['first'].tolist() == [[0], [0]]
+  assert {k: v.dtype for k, v in data.items()}['action'] == np.int32
+  assert sample.lengths['action'].tolist() == [2, 2]
+
+
+def test_items_of_different_lengths_are_padded() -> None:
+  table = make(sampler=tables.lifo(), max_times_sampled=1)
+  writer = writer_of(table, 3)
+  writer.create_item(table, 1.0, num_steps=1)
+  writer.create_item(table, 1.0, num_steps=3)
+  sample = table.sample(2)
+  assert sample.data['action'].tolist() == [[0, 1, 2], [2, 0, 0]]
+  assert sample.lengths['action'].tolist() == [3, 1]
+
+
+class Step(NamedTuple):
+  x: Any
+  y: Any
+
+
+def test_nesting_is_kept() -> None:
+  table = make()
+  writer = tables.Writer(table.store, history=3)
+  for i in range(3):
+    writer.append({'a': Step(np.float32(i), [np.int8(i), {'b': np.bool_(i % 2)}]), 'c': (i,)})
+  writer.create_item(table, 1.0, num_steps=2)
+  data = table.sample(1).data
+  assert isinstance(data['a'], Step)
+  assert data['a'].x.tolist() == [[1.0, 2.0]]
+  assert data['a'].y[0].dtype == np.int8
+  assert data['a'].y[1]['b'].tolist() == [[True, False]]
+  assert data['c'][0].tolist() == [[1, 2]]
+  h = writer.history
+  other = make()
+  assert trees.names(writer._structure) == ['a/x', 'a/y/0', 'a/y/1/b', 'c/0']
+  with pytest.raises(ValueError, match='another store'):
+    writer.create_item(other, 1.0, h['a'].x[-1:])
+
+
+def test_what_is_appended_is_copied() -> None:
+  table = make()
+  writer = tables.Writer(table.store, history=3)
+  buffer = np.zeros(4)
+  for i in range(3):
+    buffer[:] = i
+    writer.append(buffer)
+  writer.create_item(table, 1.0, num_steps=3)
+  buffer[:] = 9
+  sample = table.sample(1)
+  assert sample.data[0, :, 0].tolist() == [0, 1, 2]
+  sample.data[:] = 7  # what is sampled is the caller's
+  assert table.sample(1).data[0, :, 0].tolist() == [0, 1, 2]
+
+
+def test_steps_may_lack_columns() -> None:
+  """The last observation of an episode has no action."""
+  table = make()
+  writer = writer_of(table, 2)
+  writer.append({'observation': np.full((2, 3), 2, np.uint8)})
+  h = writer.history
+  assert (len(h['observation']), len(h['action'])) == (3, 2)
+  writer.create_item(table, 1.0, {'o': h['observation'][-3:], 'a': h['action'][-2:]})
+  data = table.sample(1).data
+  assert data['o'][0, :, 0, 0].tolist() == [0, 1, 2]
+  assert data['a'].tolist() == [[0, 1]]
+  writer.append({'observation': None, 'action': np.int32(2)})
+  assert (len(h['observation']), len(h['action'])) == (3, 3)
+
+
+def test_the_end_of_an_episode() -> None:
+  table = make()
+  writer = writer_of(table, 3, rows_per_chunk=4)
+  writer.create_item(table, 1.0, num_steps=3)
+  writer.end_episode()
+  assert len(writer.history['action']) == 0
+  writer.append(step(7))
+  with pytest.raises(ValueError, match='rows 2 to 4 are not within 3 to 4'):
+    writer.create_item(table, 1.0, num_steps=2)
+  writer.create_item(table, 1.0, num_steps=1)
+  table.delete(table.sample(1).key)
+  assert table.sample(1).data['action'].tolist() == [[7]]
+
+
+def test_the_history_is_bounded() -> None:
+  table = make()
+  writer = writer_of(table, 25, history=5, rows_per_chunk=2)
+  assert len(writer.history['action']) == 5
+  with pytest.raises(ValueError, match='rows 19 to 25 are not within 20 to 25'):
+    writer.create_item(table, 1.0, num_steps=6)
+  writer.create_item(table, 1.0, num_steps=5)
+  assert table.sample(1).data['action'].tolist() == [[20, 21, 22, 23, 24]]
+  held = [len(column._chunks) for column in writer._columns]
+  assert held == [3, 3]  # rows 20 to 25; the last chunk has room for one more
+  old = writer.history['action'][-5:]
+  writer.append(step(25))
+  with pytest.raises(ValueError, match='not within 21 to 26'):
+    writer.create_item(table, 1.0, old)
+
+
+@pytest.mark.parametrize('index', [slice(2, 2), slice(0, 3, 2), 3, -4, slice(5, 9)])
+def test_slices_of_nothing(index: Any) -> None:
+  writer = writer_of(make(), 3)
+  with pytest.raises(IndexError, match='column action'):
+    writer.history['action'][index]
+
+
+@pytest.mark.parametrize(
+  'bad, message',
+  [
+    ({'observation': np.zeros((2, 3)), 'action': np.int32(0)}, r'uint8\[2, 3\], got float64'),
+    ({'observation': np.zeros((2, 2), np.uint8)}, r'observation: expected uint8\[2, 3\]'),
+    ({'other': 1}, "expected a dict of .*, got a dict of .'other'"),
+    ({'observation': None, 'action': np.int64(3)}, r'int32\[\], got int64'),
+    ({'observation': None, 'action': 1.5}, r'int32.*, got float64'),
+    ([1, 2], 'expected a dict'),
+    ({'observation': {'a': 1}, 'action': np.int32(3)}, r'observation: expected .*, got object'),
+  ],
+)
+def test_other_steps_are_refused_whole(bad: Any, message: str) -> None:
+  writer = writer_of(make(), 2)
+  with pytest.raises(ValueError, match=message):
+    writer.append(bad)
+  assert [column.end for column in writer._columns] == [2, 2]
+
+
+def test_other_items_are_refused() -> None:
+  table = make()
+  writer = writer_of(table, 3)
+  h = writer.history
+  writer.create_item(table, 1.0, {'o': h['observation'][-2:], 'a': h['action'][-1]})
+  for other in (
+    {'o': h['observation'][-2:]},
+    {'o': h['observation'][-2:], 'a': h['action'][-1:]},
+    {'a': h['action'][-1], 'o': h['observation'][-2:]},
+    {'o': h['action'][-2:], 'a': h['action'][-1]},
+  ):
+    with pytest.raises(ValueError, match=r'items are \(o: uint8\[2, 3\] over time, a: int32\[\]\)'):
+      writer.create_item(table, 1.0, other)
+  writer.create_item(table, 1.0, {'o': h['observation'][-3:], 'a': h['action'][0]})
+  stranger = writer_of(table, 3)
+  with pytest.raises(ValueError, match="another writer's history"):
+    stranger.create_item(table, 1.0, [h['action'][-1]])
+  stranger.create_item(
+    table, 1.0, {'o': stranger.history['observation'][-2:], 'a': stranger.history['action'][-1]}
+  )
+  with pytest.raises(ValueError, match="another writer's history"):  # though it looks the same
+    stranger.create_item(table, 1.0, {'o': h['observation'][-2:], 'a': h['action'][-1]})
+  with pytest.raises(ValueError, match='expected slices'):
+    writer.create_item(table, 1.0, {'o': np.zeros(3)})
+  for wrong in (dict(), dict(trajectory=h['action'][-1:], num_steps=1)):
+    with pytest.raises(ValueError, match='and not both'):
+      writer.create_item(table, 1.0, **wrong)
+  with pytest.raises(ValueError, match='not within'):
+    writer.create_item(table, 1.0, num_steps=0)
+  assert len(table) == 3
+
+
+def test_objects_and_strings_are_refused() -> None:
+  for bad in (object(), 'text', None):
+    with pytest.raises(ValueError, match=r'column step|array in every column'):
+      tables.Writer(tables.ChunkStore(), history=1).append(bad)
+
+
+@pytest.mark.parametrize('wrong', [dict(history=0), dict(rows_per_chunk=0), dict(max_in_flight=-1)])
+def test_sizes_of_a_writer(wrong: dict[str, int]) -> None:
+  with pytest.raises(ValueError, match=f'{next(iter(wrong))}=.* must be at least'):
+    writer_of(make(), **wrong)
+
+
+def test_items_in_flight_are_bounded() -> None:
+  table = make(rate_limiter=tables.queue(1), max_times_sampled=1)
+  writer = writer_of(table, 4, max_in_flight=2)
+  for n in (1, 2, 3):
+    writer.create_item(table, 1.0, num_steps=n)
+  assert writer.in_flight == 2
+  with pytest.raises(tables.RateLimited):
+    writer.create_item(table, 1.0, num_steps=4, timeout=0)
+  assert writer.in_flight == 2
+  with pytest.raises(tables.RateLimited):
+    writer.flush(1, timeout=0)
+  assert table.sample(1).lengths['action'] == 1  # which lets the second one in
+  writer.flush(1, timeout=0)
+  assert writer.in_flight == 1
+  assert table.sample(2).lengths['action'].tolist() == [2, 3]
+  writer.end_episode(timeout=0)
+  assert writer.in_flight == 0
+  writer.close()
+  with pytest.raises(ValueError, match='closed'):
+    writer.append(step(0))
+
+
+def test_a_known_key_replaces() -> None:
+  table = make(sampler=tables.max_heap(), rate_limiter=tables.queue(1))
+  writer = writer_of(table, 3)
+  key = writer.create_item(table, 1.0, num_steps=1)
+  table.sample(1)
+  again = writer.create_item(table, 5.0, num_steps=3, key=key, timeout=0)
+  assert again == key
+  info = table.info()
+  assert (info.inserts, info.size, info.deletes) == (1, 1, 0)
+  writer.create_item(table, 0.5, num_steps=2)
+  sample = table.sample(1)
+  assert sample.data['action'].tolist() == [[0, 1, 2]]
+  assert (sample.priority, sample.times_sampled) == (5.0, 2)
+
+
+def test_keys_of_ones_own() -> None:
+  table = make()
+  writer = writer_of(table, 1)
+  assert writer.create_item(table, 1.0, num_steps=1, key=70) == 70
+  assert writer.create_item(table, 1.0, num_steps=1) == 71  # not one that is in use
+  assert writer.create_item(table, 1.0, num_steps=1, key=3) == 3
+  assert writer.create_item(table, 1.0, num_steps=1) == 72
+  with pytest.raises(ValueError, match='key=0'):
+    writer.create_item(table, 1.0, num_steps=1, key=0)
+  assert table.info().inserts == 4
+
+
+def test_the_bytes_of_a_writer() -> None:
+  table = make()
+  writer = writer_of(table, 5, history=2, rows_per_chunk=2)
+  assert table.store.total.bytes == writer.bytes > 0
+  writer.close()
+  assert table.store.total.bytes == writer.bytes == 0
+
+
+# --- packing ----------------------------------------------------------------------------------
+
+DTYPES = st.sampled_from(
+  [
+    np.dtype(x)
+    for x in ('?', 'i1', 'u1', 'i2', 'u2', 'i4', 'u4', 'i8', 'u8', 'f2', 'f4', 'f8', 'c8')
+  ]
+)
+
+
+@given(
+  DTYPES.flatmap(
+    lambda d: arrays.arrays(
+      d,
+      st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 9)),
+      elements=arrays.from_dtype(d, allow_nan=True),
+      fill=arrays.from_dtype(d),
+    )
+  ),
+  st.integers(1, 50),
+)
+def test_rows_come_back_bit_for_bit(rows: np.ndarray, rows_per_chunk: int) -> None:
+  table = make()
+  writer = tables.Writer(table.store, history=len(rows), rows_per_chunk=rows_per_chunk)
+  for row in rows:
+    writer.append(row)
+  writer.create_item(table, 1.0, num_steps=len(rows))
+  for _ in range(2):
+    found = table.sample(1).data[0]
+    assert found.dtype == rows.dtype
+    assert found.tobytes() == rows.tobytes()
+    writer.close()  # packs what was open
+
+
+@given(
+  st.sampled_from(['i1', 'u1', 'i2', 'u4', 'i8']).flatmap(
+    lambda d: arrays.arrays(np.dtype(d), st.tuples(st.integers(1, 20), st.integers(1, 5)))
+  )
+)
+def test_differences(rows: np.ndarray) -> None:
+  np.testing.assert_array_equal(chunks.accumulate(chunks.difference(rows)), rows)
+
+
+def test_differences_are_used_where_they_help() -> None:
+  counter = np.arange(256) * 1_000_003
+  noise = np.random.default_rng(0).integers(0, 2**62, 256)
+  labels = np.random.default_rng(0).integers(0, 6, 256).astype(np.int32)
+  assert chunks.differences_help(counter)
+  assert not chunks.differences_help(noise)
+  assert not chunks.differences_help(labels)
+  assert not chunks.differences_help(counter.astype(np.float64))
+  packed = chunks.pack(counter, True)
+  assert packed is not None
+  assert len(packed[0]) < counter.nbytes / 20
+  assert chunks.pack(noise, False) is None  # kept as it is
+  table = make()
+  writer = tables.Writer(table.store, history=256, rows_per_chunk=256)
+  for i in counter:
+    writer.append(np.int64(i))
+  writer.create_item(table, 1.0, num_steps=256)
+  assert table.info().bytes == len(packed[0])
+  np.testing.assert_array_equal(table.sample(1).data[0], counter)
