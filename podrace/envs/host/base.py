@@ -39,6 +39,8 @@ class HostSpec:
   make: Callable[[PoolArgs], HostEnvironment]
   ordered_only: bool = False  # the pool can't return less than all
   jax: Any = None  # the podrace Environment, if it is one in JAX, which then runs on the host CPU
+  comes_and_goes: bool = False  # any number of a pool's environments may be there, in any order
+  metrics: Callable[[], dict[str, float]] | None = None  # of its own, for the log
 
 
 def make(name: str) -> HostSpec:
