@@ -314,7 +314,7 @@ def make_server(config: Config, listen: Listen | None, say: Callable[[str], None
     raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
   from podrace.remote.server import Server
 
-  return Server(listen, config.max_wait_ms / 1000, config.env_deadline, say)
+  return Server(listen, config.num_envs, config.max_wait_ms / 1000, config.env_deadline, say)
 
 
 @contextlib.contextmanager

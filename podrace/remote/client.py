@@ -36,6 +36,7 @@ from podrace.types import Arrival
 
 HELLO_SECONDS = 1.0  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none
+LOST_SECONDS = 0.3  # between that something can't be sent and that the connection is given up
 END_SECONDS = 10.0  # that threads have to end their pools
 
 
@@ -185,6 +186,7 @@ class Client:
     self._outgoing: collections.deque[Outgoing] = collections.deque()
     self._session: int | None = None
     self._nonce = 0
+    self._lost_since = 0.0  # when something could not be sent
     self._silence = 5.0
     self._groups: list[Group] = []
     self._lives = 0
@@ -223,7 +225,7 @@ class Client:
     if '[' in self._options.connect:
       socket.ipv6 = True
     socket.connect(self._options.connect)
-    self._nonce = random.getrandbits(48)
+    self._nonce, self._lost_since = random.getrandbits(48), 0.0
     self._heard = time.monotonic()
     self._pinged = 0.0
 
@@ -284,6 +286,7 @@ class Client:
         self._lose(f'the learner ended the session: {reason}')
     elif kind == wire.END:
       complete, reason = wire.fields(header, bool, str)
+      self._bye('the learner has ended')
       if complete:
         self._say(reason)
         self.over = True
@@ -307,7 +310,7 @@ class Client:
     for i, (size, seed) in enumerate(zip(sizes, seeds.spawn(len(sizes)), strict=True)):
       args = PoolArgs(size, size, seed.generate_state(size, np.uint32), workers, o.deadline)
       self._groups.append(Group(i, self._spec, args, self._tell))
-    self._told, self._last_reason = 0.0, ''
+    self._told, self._last_reason, self._lost_since = 0.0, '', 0.0
     self._say(f'joined the learner of {env} with {o.num_envs} environments in {len(sizes)} groups')
     for group in self._groups:
       self._send(wire.ENTER, session, group.index, group.size)
@@ -345,9 +348,8 @@ class Client:
     try:
       # Frames beyond pyzmq's threshold (64 KiB) go out from where they are; nobody writes there.
       self._socket.send_multipart([wire.pack(*header), *(frames or [])], zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-      if self._session is not None:
-        self._lose('the connection is lost')
+    except zmq.Again:  # perhaps there is something to read that says why
+      self._lost_since = self._lost_since or time.monotonic()
       return False
     return True
 
@@ -357,6 +359,9 @@ class Client:
     if self._socket is None:
       return
     now = time.monotonic()
+    if self._session is not None and self._lost_since and now - self._lost_since > LOST_SECONDS:
+      self._lose('the connection is lost')
+      return
     if self._session is None:
       if now - self._pinged > HELLO_SECONDS:
         self._pinged = now
@@ -426,12 +431,16 @@ class Client:
       self._socket.close()
       self._socket = None
 
+  def _bye(self, reason: str) -> None:
+    assert self._socket is not None
+    self._socket.linger = 500
+    with contextlib.suppress(zmq.ZMQError):
+      self._socket.send(wire.pack(wire.BYE, self._session or 0, reason), zmq.NOBLOCK)
+
   def _leave(self) -> None:
     if self._socket is not None and self._session is not None and not self.over:
       why = signal.Signals(self.signum).name if self.signum else 'it failed'
-      self._socket.linger = 500
-      with contextlib.suppress(zmq.ZMQError):
-        self._socket.send(wire.pack(wire.BYE, self._session, why), zmq.NOBLOCK)
+      self._bye(why)
     self._close_socket()
     for group in self._groups:
       group.stop()

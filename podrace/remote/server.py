@@ -34,12 +34,13 @@ PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
 ENVIRONMENTS = 65536  # of one client, at most
 IDLE = 0.5  # seconds after which a pool without environments lets its thread look around
+GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
 TICK = 0.2  # seconds between looks at who is silent
 REMIND = 60.0  # seconds between messages that there are no environments
 SAMPLES = 1024  # of latencies, for each client
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
-SLACK = 65536  # bytes of a frame beyond the largest array
+SLACK = 131072  # bytes of a frame beyond the largest array
 
 Say = Callable[[str], None]
 
@@ -188,6 +189,8 @@ class RemotePool:
       if any(item.group is group for item in self._inferring):
         return False
       kept = [item for item in self._ready if item.group is not group]
+      if len(kept) < len(self._ready):
+        self._server.counts['withdrawn'] += group.size
       self._ready = collections.deque(kept)
       self._count = sum(item.group.size for item in kept)
       return True
@@ -268,9 +271,15 @@ class Server:
   """Listens while it is entered. `spec` makes a kind of environment one whose pools are remote."""
 
   def __init__(
-    self, listen: Listen, max_wait: float = 0.005, deadline: float = 60.0, say: Say = print
+    self,
+    listen: Listen,
+    slots: int,  # of all pools
+    max_wait: float = 0.005,  # seconds
+    deadline: float = 60.0,
+    say: Say = print,
   ) -> None:
     self.listen, self.max_wait, self._deadline, self._say = listen, max_wait, deadline, say
+    self._slots = slots
     self._calls: collections.deque[tuple[str, tuple[Any, ...]]] = collections.deque()
     self._peers: dict[bytes, Peer] = {}
     self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
@@ -345,8 +354,8 @@ class Server:
 
   @property
   def _largest(self) -> int:
-    """Bytes of a frame, at most; the size of groups is known only later, and no more than this."""
-    return min(ENVIRONMENTS * self.layout.largest, 2**30) + SLACK
+    """Bytes of a frame, at most; no group is larger than all slots."""
+    return self._slots * self.layout.largest + SLACK
 
   def finished(self) -> None:
     """The run is complete: clients that are told of the end need not wait for another."""
@@ -465,12 +474,19 @@ class Server:
         self._drop(peer, f'left: {reason[:200]}')
     elif kind == wire.ASK:
       wire.fields(header)
+      self._key_of(raw)
       self._send(address, wire.REPORT, self.report())
     else:
       raise WireError(f'a header of kind {kind}, which clients have not')
 
   def _key_of(self, raw: list[Any]) -> bytes:
-    return raw[1].get('User-Id').encode() if self._gate else b''
+    """The client's; connections live on when a key is taken from the list."""
+    if self._gate is None:
+      return b''
+    key = raw[1].get('User-Id').encode()
+    if key not in self._gate.allowed:
+      raise WireError('something with a key that is not listed any more')
+    return key
 
   def _session(self, address: bytes, session: int) -> Peer | None:
     """The client, if it has this session; else it is told that there is none."""
@@ -721,6 +737,11 @@ class Server:
       with contextlib.suppress(zmq.ZMQError):
         message = [address, wire.pack(wire.END, self._finished, reason)]
         self._router.send_multipart(message, zmq.NOBLOCK)
+    # A connection that is closed with something unread is reset, and the last words with it.
+    end = time.monotonic() + GOODBYE
+    while self._peers and (left := end - time.monotonic()) > 0:
+      if self._router.poll(int(left * 1000) + 1):
+        self._receive_some()
 
   # --- what there is to tell
 
