@@ -1,4 +1,8 @@
-"""The learner's end: one thread owns the network, and feeds the actor threads' pools.
+"""The learner's end: one socket, and pools of environments for the actor threads.
+
+One thread at a time has the network, and it is one that waits for environments, if there is any: so that
+between a message and its answer there is no other thread. Where all are busy a thread of the server's own
+looks after it now and then.
 
 A client's environments come in groups that step together. A group takes slots, as many as it has
 environments, in one actor thread's pool; to Sebulba a slot is an environment, and another group in it
@@ -36,6 +40,7 @@ ENVIRONMENTS = 65536  # of one client, at most
 IDLE = 0.5  # seconds after which a pool without environments lets its thread look around
 GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
 TICK = 0.2  # seconds between looks at who is silent
+CARE = 0.05  # seconds between looks at the network while all actor threads are busy
 REMIND = 60.0  # seconds between messages that there are no environments
 SAMPLES = 1024  # of latencies, for each client
 LINES = 20  # logged at most in LINE_SECONDS
@@ -106,32 +111,38 @@ class Group:
     self.pool: RemotePool | None = None
     self.slots = np.zeros(0, np.int32)
     self.seq = 0  # of the STEP that is awaited or was the last
-    self.life = np.zeros(size, np.uint32)
-    self.kind = np.full(size, LAST, np.uint8)  # the last step types
+    self.life: np.ndarray = np.zeros(size, np.uint32)
+    self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
+    self._over: Any = True  # some of them are LAST
+    self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
     self.since = time.monotonic()  # when its state began
 
-  def accept(self, records: np.ndarray, arrays: list[np.ndarray]) -> np.ndarray:
-    """Checks what the environments say; which of them [n] were restarted.
+  def accept(self, records: wire.Records, arrays: list[np.ndarray]) -> np.ndarray | None:
+    """Checks what the environments say; which of them [n] were restarted, None if none was.
 
     Raises:
       WireError: if it can't be.
     """
-    kind, life = records['step_type'], records['life']
-    restarted = life != self.life if self.seq else np.zeros(self.size, bool)
-    if kind.max() > LAST or records['ended'].max() > 1 or records['zero'].any():
+    kind, life = records.kind, records.life
+    if kind.max() > LAST or (records.flags & ~np.uint32(0x1FF)).any():
       raise WireError('a step type, an end or a zero that is none')
-    opens = restarted | (self.kind == LAST)
-    if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
-      raise WireError('an episode that begins without its first timestep, or within another')
-    discount = records['discount']
-    if not (np.isfinite(records['reward']).all() and np.isfinite(records['score']).all()):
-      raise WireError('a reward that is NaN or infinite')
-    if not ((discount >= 0) & (discount <= 1)).all():
+    if not np.isfinite(records.numbers).all():
+      raise WireError('a reward, score or discount that is NaN or infinite')
+    discount = records.numbers[:, 1]
+    if discount.min() < 0 or discount.max() > 1:
       raise WireError('a discount that is not between 0 and 1')
     for x in arrays:
       if x.dtype.kind == 'f' and not np.isfinite(x).all():
         raise WireError('an observation that is NaN or infinite')
-    self.life, self.kind = life, kind
+    changed = bool(self.seq) and not np.array_equal(life, self.life)
+    restarted = life != self.life if changed else None
+    if changed or not kind.all() or self._over:  # else nothing begins, nor should
+      opens = self.kind == LAST
+      if restarted is not None:
+        opens |= restarted
+      if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
+        raise WireError('an episode that begins without its first timestep, or within another')
+    self.life, self.kind, self._over = life, kind, kind.max() == LAST
     return restarted
 
 
@@ -139,7 +150,7 @@ class Item(NamedTuple):
   """A group's timesteps, on their way to an actor thread."""
 
   group: Group
-  records: np.ndarray
+  records: wire.Records
   arrays: list[np.ndarray]
   run_id: np.ndarray  # [n], of the slots
   at: float  # when they came
@@ -162,13 +173,15 @@ class RemotePool:
     self._asked = 0  # environments whose timesteps are awaited
     self._inferring: list[Item] = []
     self._closed = False
+    self.waiting = False  # its thread is in `recv`
+    self._nudged = False  # to have the network
     self.batches: collections.Counter[int] = collections.Counter()  # sizes of what `recv` returned
-    # The network thread's:
+    # Of whoever has the network:
     self.free: list[int] = list(range(args.num_envs))
     self.run_id = np.zeros(args.num_envs, np.int64)
     self.used = np.zeros(args.num_envs, bool)
 
-  # --- the network thread
+  # --- whoever has the network
 
   def put(self, item: Item) -> None:
     with self._changed:
@@ -202,14 +215,31 @@ class RemotePool:
 
   def recv(self) -> Arrival:
     """Those that are there; waits `max_wait` for more, where more are awaited."""
+    end = time.monotonic() + IDLE
+    self.waiting = True  # before the network is asked for: who gives it back looks at it after
+    while (items := self._taken(end)) is None:
+      if not self._server.turn(self._left(end)):  # another thread has it, and feeds this pool
+        with self._changed:
+          if not self._nudged and (left := self._left(end)) > 0:
+            self._changed.wait(left)
+          self._nudged = False
+    self.waiting = False
+    self._server.pass_on()
+    return self._arrival(items)
+
+  def _left(self, end: float) -> float:
+    """Seconds that there is something to wait for."""
+    if self._closed or (self._ready and (self._count >= self.batch_size or not self._asked)):
+      return 0.0
+    with contextlib.suppress(IndexError):  # none is ready
+      end = self._ready[0].at + self._server.max_wait
+    return end - time.monotonic()
+
+  def _taken(self, end: float) -> list[Item] | None:
+    """What is acted on next; None as long as there is something to wait for."""
     with self._changed:
-      if not self._ready and not self._closed:
-        self._changed.wait(IDLE)
-      while self._ready and self._count < self.batch_size and self._asked and not self._closed:
-        left = self._ready[0].at + self._server.max_wait - time.monotonic()
-        if left <= 0:
-          break
-        self._changed.wait(left)
+      if self._left(end) > 0:
+        return None
       items, total = [], 0
       while self._ready and total + self._ready[0].group.size <= self.batch_size:
         items.append(self._ready.popleft())
@@ -217,7 +247,13 @@ class RemotePool:
       self._count -= total
       self._inferring = items
     self.batches[total] += 1
-    return self._arrival(items)
+    return items
+
+  def nudge(self) -> None:
+    """Has the thread that waits here take the network."""
+    with self._changed:
+      self._nudged = True
+      self._changed.notify()
 
   def _arrival(self, items: list[Item]) -> Arrival:
     if not items:
@@ -227,18 +263,17 @@ class RemotePool:
       ids, records, arrays, run_id = item.group.slots, item.records, item.arrays, item.run_id
     else:
       ids = np.concatenate([item.group.slots for item in items])
-      records = np.concatenate([item.records for item in items])
+      records = wire.Records(np.concatenate([item.records.words for item in items]))
       run_id = np.concatenate([item.run_id for item in items])
       arrays = [np.concatenate(x) for x in zip(*(item.arrays for item in items), strict=True)]
     observation = tree(self._server.observation_space, iter(arrays))
     timestep = TimeStep(
       observation,
-      np.ascontiguousarray(records['reward']),  # type: ignore[arg-type]
-      np.ascontiguousarray(records['discount']),  # type: ignore[arg-type]
-      records['step_type'].astype(np.int8),  # type: ignore[arg-type]
+      records.numbers[:, 0].copy(),  # type: ignore[arg-type]
+      records.numbers[:, 1].copy(),  # type: ignore[arg-type]
+      records.kind.astype(np.int8),  # type: ignore[arg-type]
     )
-    ended = records['ended'].astype(bool)
-    return Arrival(ids, timestep, np.ascontiguousarray(records['score']), ended, run_id)
+    return Arrival(ids, timestep, records.numbers[:, 2].copy(), records.flags > 0xFF, run_id)
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
     """Actions for all that the last `recv` returned, in its order."""
@@ -258,13 +293,15 @@ class RemotePool:
     with self._changed:
       self._closed = True
       self._changed.notify_all()
+    self._server.wake()
 
   def close(self) -> None:
     self.kill()
-    self._server.call('unpool', self)
+    with contextlib.suppress(RuntimeError):  # which is why it ends
+      self._server.call('unpool', self)
 
 
-# --- the network thread -----------------------------------------------------------------------------
+# --- the network ------------------------------------------------------------------------------------
 
 
 class Server:
@@ -291,8 +328,11 @@ class Server:
     self.events: collections.deque[str] = collections.deque(maxlen=1000)
     self._lonely_since: float | None = None
     self._reminded = 0.0
+    self._lead = threading.Lock()  # held by who has the network
+    self._ticked = 0.0
     self._thread: threading.Thread | None = None
-    self._stopping = False
+    self._stop = threading.Event()
+    self._closed = False
     self._finished = False
     self.failure: str | None = None
     self.address = listen.address
@@ -327,6 +367,10 @@ class Server:
     except BaseException:
       self._shut()
       raise
+    self._poller = zmq.Poller()
+    self._wake_number = self._wake.fileno()
+    for socket in (self._router, self._wake_number, *([self._gate.socket] if self._gate else [])):
+      self._poller.register(socket, zmq.POLLIN)
     self._thread = threading.Thread(target=self._main, name='remote', daemon=True)
     self._thread.start()
     return self
@@ -362,10 +406,13 @@ class Server:
     self._finished = True
 
   def __exit__(self, *exc: object) -> None:
-    self._stopping = True
-    self._wake.set()
+    if self._stop.is_set():  # it has ended already
+      return
+    self._stop.set()
     if self._thread:
       self._thread.join(5.0)
+    if not self._lead.acquire(timeout=5.0):
+      raise RuntimeError('a thread does not give back the network')
     self._shut()
 
   def _shut(self) -> None:
@@ -376,42 +423,72 @@ class Server:
     self._wake.close()
 
   def call(self, what: str, *args: Any) -> None:
-    """Has the network thread do something.
+    """Does something at once, or has it done by the thread that has the network.
 
     Raises:
-      RuntimeError: if it has failed.
+      RuntimeError: if one of them has failed.
     """
-    if self.failure:
-      raise RuntimeError(f'the network thread has ended:\n{self.failure}')
     self._calls.append((what, args))
+    if not self._as_leader(self._do_calls):
+      self.wake()
+
+  def wake(self) -> None:
+    """Has the thread that listens look around."""
     self._wake.set()
 
-  def _main(self) -> None:
-    try:
-      self._loop()
-    except BaseException:
-      self.failure = traceback.format_exc()
-      self._log(f'the network thread failed:\n{self.failure}', always=True)
+  def turn(self, wait: float) -> bool:
+    """Listens for up to `wait` seconds, and deals with what comes; False if another thread does.
 
-  def _loop(self) -> None:
-    poller = zmq.Poller()
-    poller.register(self._router, zmq.POLLIN)
-    poller.register(self._wake, zmq.POLLIN)
-    if self._gate:
-      poller.register(self._gate.socket, zmq.POLLIN)
-    ticked = 0.0
-    while not self._stopping:
-      ready = dict(poller.poll(int(TICK * 1000)))
-      if self._gate and self._gate.socket in ready and (told := self._gate.answer()):
+    Raises:
+      RuntimeError: if it failed, now or before.
+    """
+    return self._as_leader(self._turn, wait)
+
+  def pass_on(self) -> None:
+    """To a thread that waits for environments, after this one has had the network."""
+    for pool in self._pools:
+      if pool.waiting:
+        pool.nudge()
+        return
+
+  def _as_leader(self, do: Callable[..., None], *args: Any) -> bool:
+    if self.failure:
+      raise RuntimeError(f'the network has failed:\n{self.failure}')
+    if self._closed or not self._lead.acquire(blocking=False):
+      return False
+    try:
+      do(*args)
+    except BaseException as e:
+      self.failure = traceback.format_exc()
+      self._log(f'the network failed:\n{self.failure}', always=True)
+      raise RuntimeError(f'the network failed:\n{self.failure}') from e
+    finally:
+      self._lead.release()
+    return True
+
+  def _turn(self, wait: float) -> None:
+    for ready, _ in self._poller.poll(max(int(wait * 1000 + 0.999), 0)):
+      if ready == self._wake_number:
+        self._wake.clear()
+      elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
         self.counts['turned away'] += 1
         self._log(told)
-      self._wake.clear()
-      self._do_calls()
-      self._receive_some()
-      if time.monotonic() - ticked > TICK:
-        self._tick()
-        ticked = time.monotonic()
-    self._goodbye()
+    self._do_calls()
+    self._receive_some()
+    if time.monotonic() - self._ticked > TICK:
+      self._tick()
+      self._ticked = time.monotonic()
+
+  def _main(self) -> None:
+    """Looks after the network while nobody else does, and takes leave at the end."""
+    while not self._stop.wait(CARE):
+      with contextlib.suppress(RuntimeError):  # which is told already, and to the actor threads
+        self.turn(0.0)
+    self._wake.set()
+    with self._lead:
+      self._closed = True
+      if self.failure is None:
+        self._goodbye()
 
   def _do_calls(self) -> None:
     while self._calls:
@@ -568,8 +645,9 @@ class Server:
     assert group.pool is not None
     records, arrays = self.layout.step(frames, group.size, crc)
     restarted = group.accept(records, arrays)
-    if restarted.any():
+    if restarted is not None:
       group.pool.run_id[group.slots[restarted]] += 1
+      group.run_id = group.pool.run_id[group.slots]
       peer.restarts += int(restarted.sum())
     now = time.monotonic()
     if seq:
@@ -577,8 +655,7 @@ class Server:
     group.state, group.since = 'thinking', now
     peer.frames += group.size
     self.counts['frames'] += group.size
-    run_id = group.pool.run_id[group.slots]
-    group.pool.put(Item(group, records, arrays, run_id, now))
+    group.pool.put(Item(group, records, arrays, group.run_id, now))
 
   # --- what actor threads want
 
@@ -628,6 +705,7 @@ class Server:
       group.pool, group.slots = pool, np.array(slots, np.int32)
       pool.run_id[slots] += pool.used[slots]  # another life than the one before
       pool.used[slots] = True
+      group.run_id = pool.run_id[slots]
       group.state, group.since = 'asked', time.monotonic()
       pool.expect(group.size)
       self._send(group.peer.address, wire.START, group.peer.session, group.index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import os
 import random
 import signal
@@ -149,7 +150,7 @@ def assert_whole(of_lives: dict[Any, list[Any]]) -> None:
     assert [int(x[2]) for x, _ in rows] == list(range(len(rows)))
     kinds = [k for _, k in rows]
     assert kinds[0] == FIRST
-    for one, following in zip(kinds, kinds[1:], strict=False):
+    for one, following in itertools.pairwise(kinds):
       assert (one == LAST) == (following == FIRST)
 
 

@@ -97,7 +97,9 @@ def test_the_minimal_client_is_all_it_takes(tmp_path: Path) -> None:
   )  # fmt: skip
   module = str(HERE.parents[1] / 'examples' / 'minimal_client.py')
   source = Path(module).read_text()
-  assert 'import podrace' not in source and 'from podrace' not in source and 'numpy as' not in source
+  assert (
+    'import podrace' not in source and 'from podrace' not in source and 'numpy as' not in source
+  )
   with Learner(walk) as one:
     with Envs(one.address, tmp_path / 'log', module=module) as client:
       until(lambda: one.steps > 2000)

@@ -51,7 +51,9 @@ def command(*args: str) -> int:
   return end.value.code
 
 
-def test_the_command_line_refuses_before_anything_is_computed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_refuses_before_anything_is_computed(
+  capfd: pytest.CaptureFixture[str],
+) -> None:
   remote = ['train', 'pong', '--envs', 'remote']
   assert command(*remote, '--listen', 'tcp://0.0.0.0:5555') == 2
   assert 'needs keys' in capfd.readouterr().err

@@ -116,7 +116,9 @@ def assert_pieces_of_lives(pieces: list[Any], per_thread: int) -> None:
 @pytest.mark.parametrize('threads', [1, 2])
 def test_stragglers_and_the_dead_hold_nobody_up(threads: int) -> None:
   """One environment of eight is ten times slower than the others, and one never comes."""
-  with Running(program([1, 1, 0.8, 0.9, 1, 0.1, 1, 0], num_envs=8 * threads, threads=threads)) as run:
+  with Running(
+    program([1, 1, 0.8, 0.9, 1, 0.1, 1, 0], num_envs=8 * threads, threads=threads)
+  ) as run:
     pieces = noted(run)
     run.advance(60)
     told, _ = run.driver.read_log(run.state)
