@@ -46,20 +46,26 @@ def kills(tmp_path: Path, count: int) -> None:
   """Clients are killed at random moments; others come in their place."""
   moments = random.Random(0)
   with Learner(slots=4, peer_timeout=1.0, max_wait=0.001) as learner:
-    running = [Envs(learner.address, tmp_path / f'{i}', '--num-envs', '2') for i in range(2)]
-    for i in range(count):
-      until(lambda i=i: all_step(learner, i))
-      before = learner.steps + moments.randint(1, 60)
-      until(lambda b=before: learner.steps > b)
-      victim = running.pop(moments.randrange(2))
-      victim.kill()
-      running.append(Envs(learner.address, tmp_path / f'{2 + i}', '--num-envs', '2'))
-    until(lambda: all_step(learner, count))
-    before = learner.steps + 60
-    until(lambda: learner.steps > before)
-    for one in running:
-      one.signal(signal.SIGTERM)
-      assert one.wait() == 143
+    running: list[Envs] = []
+    try:
+      for i in range(2):
+        running.append(Envs(learner.address, tmp_path / f'first {i}', '--num-envs', '2'))
+      for i in range(count):
+        until(lambda i=i: all_step(learner, i))
+        before = learner.steps + moments.randint(1, 60)
+        until(lambda b=before: learner.steps > b)
+        victim = running.pop(moments.randrange(2))
+        victim.kill()
+        running.append(Envs(learner.address, tmp_path / f'{2 + i}', '--num-envs', '2'))
+      until(lambda: all_step(learner, count))
+      before = learner.steps + 60
+      until(lambda: learner.steps > before)
+      for one in running:
+        one.signal(signal.SIGTERM)
+        assert one.wait() == 143
+    finally:
+      for one in running:
+        one.__exit__()
     found = lives(learner.arrivals)
     assert_whole(found)
     counts = learner.server.counts
