@@ -423,7 +423,9 @@ class Client:
       group.stop()
     end = time.monotonic() + (self._options.deadline if groups else 0)
     for group in groups:
-      if not group.join(max(end - time.monotonic(), 0.0)):
+      while not group.join(0.1) and not self.signum and time.monotonic() < end:
+        pass
+      if not group.join(0.0) and not self.signum:
         raise Failed(f'{self._spec.name}: group {group.index} does not end its step')
 
   def _close_socket(self) -> None:

@@ -37,6 +37,7 @@ from podrace.types import FIRST, LAST, MID, Arrival, TimeStep
 PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
 ENVIRONMENTS = 65536  # of one client, at most
+WAITING = 16384  # groups without slots, of all clients
 IDLE = 0.5  # seconds after which a pool without environments lets its thread look around
 GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
 TICK = 0.2  # seconds between looks at who is silent
@@ -113,13 +114,18 @@ class Group:
     self.pool: RemotePool | None = None
     self.slots = np.zeros(0, np.int32)
     self.seq = 0  # of the STEP that is awaited or was the last
+    self.since = time.monotonic()  # when its state began
+
+  def begin(self) -> None:
+    """It has slots; before, it takes no memory to speak of."""
+    size = self.size
+    self.state, self.since = 'asked', time.monotonic()
     self.life: np.ndarray = np.zeros(size, np.uint32)
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
     self._lives = b''
     self._within, self._ones = np.full(size, MID, '<u4').tobytes(), np.ones(size, '<f4').tobytes()
     self._over: Any = True  # some of them are LAST
     self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
-    self.since = time.monotonic()  # when its state began
 
   def accept(self, records: wire.Records, arrays: list[np.ndarray]) -> np.ndarray | None:
     """Checks what the environments say; which of them [n] were restarted, None if none was.
@@ -646,6 +652,9 @@ class Server:
       raise WireError(f'group {index}, which is there already or more than {wire.GROUPS - 1}')
     if not 1 <= size <= largest or peer.environments + size > ENVIRONMENTS:
       raise WireError(f'a group of {size} environments, expected 1 to {largest}')
+    if len(self._waiting) >= WAITING:
+      self._tell_gone(peer, f'{WAITING} groups of environments wait already')
+      return
     group = peer.groups[index] = Group(peer, index, size)
     peer.environments += size
     self._waiting.append(group)
@@ -725,8 +734,8 @@ class Server:
       group.pool, group.slots = pool, np.array(slots, np.int32)
       pool.run_id[slots] += pool.used[slots]  # another life than the one before
       pool.used[slots] = True
+      group.begin()
       group.run_id = pool.run_id[slots]
-      group.state, group.since = 'asked', time.monotonic()
       pool.expect(group.size)
       self._send(group.peer.address, wire.START, group.peer.session, group.index)
     self._waiting = waiting
