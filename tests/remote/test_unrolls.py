@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from test_sebulba import SMALL, Running, never, sebulba
+from test_sebulba import AGENTS, RECURRENT, SMALL, Running, never, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
@@ -179,6 +179,28 @@ def test_whatever_comes_together_nothing_is_compiled_again() -> None:
     jax.jit(lambda x: x + 123)(np.float32(1))  # so much for the listener
     assert len(compilations) == 1
   assert it.programs.step_some._cache_size() >= 4
+
+
+@pytest.mark.parametrize('agent', [AGENTS['ppo'], RECURRENT['impala']], ids=['ppo', 'recurrent'])
+def test_every_agent_learns_from_them(agent: Any) -> None:
+  seeds = itertools.count()
+  spec = host.HostSpec(
+    'coming', spaces.Box(-np.inf, np.inf, (4,), np.float32), spaces.Discrete(5),
+    lambda args: Coming(args, [1, 0.5], 0.01, next(seeds)), comes_and_goes=True,
+  )  # fmt: skip
+  it = sebulba(agent, spec=spec, num_envs=8, unroll_length=4, lag='async')
+  with Running(it) as run:
+    before = jax.device_get(run.state.train.params)
+    state = run.advance(4)
+    told, _ = run.driver.read_log(state)
+  assert np.isfinite(told['metrics']['loss'])
+  changed = [
+    np.any(x != y)
+    for x, y in zip(
+      jax.tree.leaves(before), jax.tree.leaves(jax.device_get(state.train.params)), strict=True
+    )
+  ]
+  assert any(changed)
 
 
 def test_lag_must_be_async() -> None:
