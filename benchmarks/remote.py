@@ -30,7 +30,7 @@ import numpy as np
 CLIENTS, ENVIRONMENTS = (1, 8, 64), (1, 64)
 OBSERVATIONS = {'16B': ((4,), 'float32'), '28KB': ((4, 84, 84), 'uint8')}
 GRPC = ('grpc-threads', 'grpc-asyncio')
-SERVERS = ('podrace', 'echo', *GRPC)
+SERVERS = ('podrace', 'podrace-ipc', 'echo', *GRPC)  # TCP on loopback, but for one
 
 
 def spec(observation: str) -> Any:
@@ -47,12 +47,12 @@ def spec(observation: str) -> Any:
 # --- servers, each a process --------------------------------------------------------------------
 
 
-def serve_podrace(clients: int, environments: int, observation: str) -> None:
+def serve_podrace(address: str, clients: int, environments: int, observation: str) -> None:
   from podrace.envs.host.base import PoolArgs
   from podrace.remote.server import Listen, Server
 
   n = clients * environments
-  server = Server(Listen('tcp://127.0.0.1:*', peer_timeout=60.0), n, say=lambda line: None)
+  server = Server(Listen(address, peer_timeout=60.0), n, say=lambda line: None)
   kind = server.spec(spec(observation))
   with server:
     pool: Any = kind.make(PoolArgs(n, n, np.zeros(n, np.uint32), 1, 60.0))
@@ -134,8 +134,10 @@ def serve_grpc(kind: str, clients: int, environments: int) -> None:
 
 
 def serve(kind: str, clients: int, environments: int, observation: str) -> None:
-  if kind == 'podrace':
-    serve_podrace(clients, environments, observation)
+  if kind.startswith('podrace'):
+    with tempfile.TemporaryDirectory() as directory:
+      address = 'tcp://127.0.0.1:*' if kind == 'podrace' else f'ipc://{directory}/socket'
+      serve_podrace(address, clients, environments, observation)
   elif kind == 'echo':
     serve_echo(clients, environments, observation)
   else:
@@ -175,7 +177,7 @@ def ask_zmq(
   for i, s in enumerate(sockets):
     s.connect(address)
     poller.register(s, zmq.POLLIN)
-    if kind == 'podrace':
+    if kind.startswith('podrace'):
       s.send(wire.pack(wire.HELLO, {**hello, 'nonce': i}))
       while (header := wire.unpack(s.recv()))[0] == wire.WAIT:
         time.sleep(0.1)
@@ -210,7 +212,7 @@ def ask_zmq(
     for s, _ in poller.poll():
       answer = s.recv_multipart()
       i = number[s]
-      if kind == 'podrace' and wire.unpack(answer[0])[0] != wire.ACTION:
+      if kind.startswith('podrace') and wire.unpack(answer[0])[0] != wire.ACTION:
         raise RuntimeError(f'{wire.unpack(answer[0])} where actions were expected')
       now = time.perf_counter()
       if now > warm:
@@ -318,6 +320,7 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
   return dict(
     servers=servers,
     of_echo=rate('podrace') / rate('echo'),
+    ipc_over_tcp=rate('podrace-ipc') / rate('podrace'),
     of_grpc=rate('podrace') / max(map(rate, GRPC)),
     batches=found['podrace'][-1]['batches'],
   )
