@@ -305,7 +305,7 @@ class Client:
     seeds = np.random.SeedSequence(None if o.seed is None else [o.seed, self._lives])
     self._lives += 1
     self._session = session
-    workers = max(1, (o.workers or os.cpu_count() or 1) // len(sizes))
+    workers = max(1, (o.workers or cores()) // len(sizes))
     self._groups = []
     for i, (size, seed) in enumerate(zip(sizes, seeds.spawn(len(sizes)), strict=True)):
       args = PoolArgs(size, size, seed.generate_state(size, np.uint32), workers, o.deadline)
@@ -450,6 +450,13 @@ class Client:
     for group in self._groups:
       group.join(max(end - time.monotonic(), 0.0))
     self._context.term()
+
+
+def cores() -> int:
+  """How many this process may use."""
+  if hasattr(os, 'sched_getaffinity'):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
