@@ -200,6 +200,7 @@ class OnHost:
         'env_restarts': told.restarts,
         'dropped_steps': told.dropped,
         **{f'actor_{k}': round(v / seconds, 4) for k, v in sorted(told.seconds.items())},
+        **(self._program.spec.metrics() if self._program.spec.metrics else {}),
       },
     )
     zero = jax.tree.map(np.zeros_like, log._replace(broken=log.broken))._replace(broken=log.broken)

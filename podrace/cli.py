@@ -24,6 +24,9 @@ podrace: reinforcement learning at scale in JAX
 
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
+  podrace envs --connect ADDRESS ...  environments for a learner on another machine
+  podrace keys new DIR                keys for the two of them
+  podrace top ADDRESS                 what a learner's remote environments do
   podrace list                        presets, agents and environments
   podrace devices [OPTIONS]           the devices there are, and what Sebulba would use
   podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
@@ -58,6 +61,10 @@ TRAIN_OPTIONS = {
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress'),
+  '--listen': ('ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/remote.md'),
+  '--keys': ('DIR', 'of --listen: made by `podrace keys new`; needed beyond this machine'),
+  '--insecure': ('', 'of --listen: anybody may connect, nothing is encrypted'),
+  '--peer-timeout': ('S', 'of --listen: seconds of silence that end a session (default 5)'),
   '--coordinator': ('HOST:PORT', 'of a run over several processes: where the first one listens'),
   '--num-processes': ('N', 'of a run over several processes'),
   '--process-id': ('I', 'which of them this is, from 0'),
@@ -78,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _guarded(args: list[str]) -> int:
   commands = {
     'train': train,
+    'envs': environments,
+    'keys': keys,
+    'top': top,
     'eval': evaluate,
     'list': list_names,
     'devices': devices,
@@ -103,6 +113,8 @@ def _guarded(args: list[str]) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141
   except Exception as e:
+    if 'podrace.run' not in sys.modules:  # where there is no JAX
+      raise
     from podrace.run import RunError, Stopped
 
     if isinstance(e, Stopped):
@@ -140,7 +152,11 @@ def train(args: list[str]) -> int:
     raise unknown('agent', agent, AGENTS)
   sys.path.insert(0, '')  # for agents and environments of the user's own, as `python -m` does
   run_dir = Path(options['--run-dir']) if '--run-dir' in options else None
-  config = parse(base_config(preset, run_dir, agent), rest)
+  base = base_config(preset, run_dir, agent)
+  if _value_of('--envs', rest) == 'remote':  # which has another default of --lag
+    base = dataclasses.replace(base, envs='remote', lag='async')
+  config = parse(base, rest)
+  listen = _listen(options)
   _join(options)
 
   from podrace import run
@@ -149,11 +165,49 @@ def train(args: list[str]) -> int:
     run_dir = new_run_dir(preset or config.env.partition(',')[0].replace(':', '-'))
   sinks = tuple(s for s in options.get('--sinks', '').split(',') if s)
   summary = run.train(
-    config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options
-  )
+    config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options,
+    listen=listen,
+  )  # fmt: skip
   if '--quiet' not in options:
     _report(run_dir, summary)
   return 0
+
+
+def _value_of(flag: str, args: list[str]) -> str | None:
+  """What is given for a flag, the last time that it is."""
+  found = None
+  for i, arg in enumerate(args):
+    name, equals, value = arg.partition('=')
+    if name == flag:
+      found = value if equals else next(iter(args[i + 1 : i + 2]), None)
+  return found
+
+
+def _listen(options: dict[str, str]) -> Any:
+  """Where to listen for remote environments, if that is asked for."""
+  given = [o for o in ('--keys', '--insecure', '--peer-timeout') if o in options]
+  if '--listen' not in options:
+    if given:
+      raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
+    return None
+  from podrace import remote
+
+  remote.require()
+  from podrace.remote.server import Listen
+
+  return Listen(
+    options['--listen'],
+    Path(options['--keys']) if '--keys' in options else None,
+    '--insecure' in options,
+    _number('--peer-timeout', options.get('--peer-timeout', '5')),
+  )
+
+
+def _number(name: str, text: str) -> float:
+  try:
+    return float(text)
+  except ValueError:
+    raise UsageError(f'{name} takes a number, not {text!r}') from None
 
 
 def _report(run_dir: Path, summary: dict[str, Any]) -> None:
@@ -389,6 +443,150 @@ def list_names(args: list[str]) -> int:
       100, initial_indent='  ', subsequent_indent='    ', break_on_hyphens=False,
     ))  # fmt: skip
   return 0
+
+
+# --- envs, keys, top ----------------------------------------------------------------------------
+
+ENVS_USAGE = """\
+podrace envs --connect ADDRESS --env LIB:NAME [OPTIONS]: environments for a learner elsewhere, which
+`podrace train --envs remote --listen ADDRESS` is; needs no JAX
+
+  --connect ADDRESS   tcp://HOST:PORT or ipc://PATH
+  --env LIB:NAME      of ale, envpool or gymnasium, with options after commas
+  --num-envs N        how many (default 1)
+  --workers N         threads or processes that step them (default: one for each core)
+  --groups N          that step by themselves, so that some are stepped while the learner infers for
+                      others (default 2, or as many as the learner's threads ask for)
+  --keys DIR          with server.public, client.public and client.secret: `podrace keys new`
+  --insecure          no keys, beyond this machine: nothing is encrypted
+  --seed S            of the environments (default: random)
+  --env-deadline S    seconds that a step may take (default 60)
+  --give-up-after S   end if there is no learner for so long (default: wait for it)
+
+It comes back after whatever happens to the connection or to the learner, with environments that begin
+anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
+"""
+
+KEYS_USAGE = """\
+podrace keys new DIR          a learner's keys, one client's, and the list of allowed clients
+podrace keys client DIR NEW   another client's keys, in the directory NEW; allows them in DIR
+
+The learner needs DIR; a machine with environments only server.public, client.public and client.secret.
+Lines of DIR/allowed_clients can be removed at any time: those sessions end.
+"""
+
+TOP_USAGE = """\
+podrace top ADDRESS [OPTIONS]: the clients of a learner, and what they do
+
+  --keys DIR    as for envs
+  --insecure
+  --once        print it once, as JSON
+  --every S     seconds between looks (default 1)
+"""
+
+
+def _options(args: list[str], values: dict[str, str], switches: Sequence[str]) -> list[str]:
+  """Puts what is given for flags into `values`, switches as '1'; what is left are arguments."""
+  left = []
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name in switches and not equals:
+      values[name] = '1'
+    elif name in values:
+      values[name] = value if equals else next(remaining, '')
+      if not values[name]:
+        raise UsageError(f'{name} needs a value')
+    elif name.startswith('-'):
+      raise unknown('option', name, [*values, *switches])
+    else:
+      left.append(arg)
+  return left
+
+
+def _whole_number(name: str, text: str) -> int:
+  if not text.isdigit():
+    raise UsageError(f'{name} takes a whole number, not {text!r}')
+  return int(text)
+
+
+def environments(args: list[str]) -> int:
+  """podrace envs."""
+  if not args or '-h' in args or '--help' in args:
+    print(ENVS_USAGE, end='')
+    return 0
+  values = {'--connect': '', '--env': '', '--num-envs': '1', '--workers': '0', '--groups': '0',
+            '--keys': '', '--seed': '', '--env-deadline': '60', '--give-up-after': '0'}  # fmt: skip
+  if left := _options(args, values, ('--insecure',)):
+    raise UsageError(f'envs takes options only, not {" ".join(left)}')
+  for name in ('--connect', '--env'):
+    if not values[name]:
+      raise UsageError(f'envs needs {name}: see podrace envs --help')
+  sys.path.insert(0, '')  # for environments of the user's own
+  from podrace import remote
+
+  remote.require()
+  from podrace.remote import client
+
+  return client.run(
+    client.Options(
+      connect=values['--connect'],
+      env=values['--env'],
+      num_envs=_whole_number('--num-envs', values['--num-envs']),
+      workers=_whole_number('--workers', values['--workers']),
+      groups=_whole_number('--groups', values['--groups']),
+      seed=_whole_number('--seed', values['--seed']) if values['--seed'] else None,
+      keys=Path(values['--keys']) if values['--keys'] else None,
+      insecure='--insecure' in values,
+      deadline=_number('--env-deadline', values['--env-deadline']),
+      give_up=_number('--give-up-after', values['--give-up-after']),
+    )
+  )
+
+
+def keys(args: list[str]) -> int:
+  """podrace keys."""
+  if not args or '-h' in args or '--help' in args:
+    print(KEYS_USAGE, end='')
+    return 0
+  from podrace import remote
+
+  remote.require()
+  from podrace.remote import security
+
+  if args[0] == 'new' and len(args) == 2:
+    security.new_keys(Path(args[1]))
+    print(f'keys are in {args[1]}; a machine with environments needs of them')
+    print(f'  {security.SERVER_PUBLIC} {security.CLIENT_PUBLIC} {security.CLIENT_SECRET}')
+  elif args[0] == 'client' and len(args) == 3:
+    security.new_client(Path(args[1]), Path(args[2]))
+    print(f'{args[2]} has the keys of a client that {args[1]}/{security.ALLOWED} allows')
+  else:
+    raise UsageError(f'keys takes `new DIR` or `client DIR NEW`, not {" ".join(args)!r}')
+  return 0
+
+
+def top(args: list[str]) -> int:
+  """podrace top."""
+  if not args or '-h' in args or '--help' in args:
+    print(TOP_USAGE, end='')
+    return 0
+  values = {'--keys': '', '--every': '1'}
+  left = _options(args, values, ('--insecure', '--once'))
+  if len(left) != 1:
+    raise UsageError(f'top takes one address, not {len(left)}')
+  from podrace import remote
+
+  remote.require()
+  from podrace.remote import top as remote_top
+
+  return remote_top.run(
+    left[0],
+    Path(values['--keys']) if values['--keys'] else None,
+    '--insecure' in values,
+    '--once' in values,
+    _number('--every', values['--every']),
+  )
 
 
 # --- devices, bench -----------------------------------------------------------------------------

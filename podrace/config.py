@@ -23,6 +23,8 @@ SEBULBA = (  # fields that say nothing to anakin
   'env_batch_size',
   'env_threads',
   'env_deadline',
+  'envs',
+  'max_wait_ms',
 )
 
 
@@ -54,6 +56,8 @@ class Config:
   env_batch_size: int = 0  # sebulba: act on so many of a thread as are ready; 0: all together
   env_threads: int = 0  # sebulba: that step environments, over all pools; 0: one for each core
   env_deadline: float = 60.0  # sebulba: seconds that environments may take to answer
+  envs: Literal['local', 'remote'] = 'local'  # sebulba: remote ones come by `podrace envs`
+  max_wait_ms: float = 5.0  # remote: how long those that came wait for others, to be acted on
 
   @property
   def steps_per_update(self) -> int:
@@ -95,6 +99,10 @@ def validate(config: Config) -> None:
         raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')
     if config.env_deadline <= 0:
       raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
+    if config.envs == 'remote' and config.lag != 'async':
+      raise UsageError(f'--envs remote comes in any order and needs --lag async, not {config.lag}')
+    if not 0 <= config.max_wait_ms <= 10_000:
+      raise UsageError(f'--max-wait-ms must be 0 to 10000, not {config.max_wait_ms}')
     for name in ('env_batch_size', 'env_threads'):
       if getattr(config, name) < 0:
         raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -39,6 +39,9 @@ from podrace.replay import on_policy
 from podrace.sebulba import ActorFailed, Sebulba
 from podrace.topology import cores, learner_mesh, split_devices
 from podrace.types import Replay
+
+if TYPE_CHECKING:
+  from podrace.remote.server import Listen, Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
@@ -209,15 +212,15 @@ def load_config(run_dir: Path) -> Config:
   return from_json(record)
 
 
-def build(config: Config) -> Architecture:
-  """The program that a config describes.
+def build(config: Config, server: Server | None = None) -> Architecture:
+  """The program that a config describes; `server` is where remote environments come to.
 
   Raises:
     ValueError: with the numbers, where they don't fit each other.
   """
   validate(config)
   if config.architecture == 'sebulba':
-    return OnHost(build_sebulba(config))
+    return OnHost(build_sebulba(config, server))
   env = envs.make(config.env)
   agent = bind(config.agent, env, config.total_updates, config.num_envs)
   replay, mesh = memory(agent, env, config), learner_mesh(config.devices)
@@ -233,9 +236,15 @@ def memory(agent: Any, env: Any, config: Config) -> Replay:
   return agent.memory(config.num_envs, config.unroll_length, getattr(env, 'frame_stack', 0))
 
 
-def build_sebulba(config: Config) -> Sebulba:
+def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
   """The Sebulba that a config describes."""
   spec = host.make(config.env)
+  if config.envs == 'remote':
+    if server is None:
+      raise UsageError('--envs remote is for `podrace train`, with --listen')
+    if jax.process_count() > 1:
+      raise UsageError('--envs remote is for runs of one process')
+    spec = server.spec(spec)
   agent = bind(config.agent, spec, config.total_updates, config.num_envs)
   return Sebulba(
     agent=agent,
@@ -260,8 +269,11 @@ def train(
   override: bool = False,
   sinks: tuple[str, ...] = (),
   quiet: bool = False,
+  listen: Listen | None = None,
 ) -> dict[str, Any]:
   """Trains, from the beginning or from the newest good checkpoint; returns the summary.
+
+  `listen` is where remote environments come to, if the config has them.
 
   Raises:
     UsageError, ValueError: if the config is wrong, or not that of the run in `run_dir`.
@@ -285,13 +297,33 @@ def train(
       stack.enter_context(locked(run_dir))
     if not override:
       compare_config(config, run_dir)
-    program = build(config)
+    server = make_server(config, listen, say)
+    program = build(config, server)
     summary = read_json(run_dir / 'summary.json')
     if summary is not None and summary['step'] >= config.total_steps:
       say(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
       return summary
     stop = stack.enter_context(Stop())
-    return _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
+    if server is not None:
+      stack.enter_context(server)
+      say(f'listening for environments at {server.address}')
+    summary = _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
+    if server is not None:
+      server.finished()
+    return summary
+
+
+def make_server(config: Config, listen: Listen | None, say: Callable[[str], None]) -> Server | None:
+  """What remote environments come to, if the config has them; it does not listen yet."""
+  if config.envs == 'local':
+    if listen is not None:
+      raise UsageError('--listen is for --envs remote')
+    return None
+  if listen is None:
+    raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
+  from podrace.remote.server import Server
+
+  return Server(listen, config.num_envs, config.max_wait_ms / 1000, config.env_deadline, say)
 
 
 @contextlib.contextmanager

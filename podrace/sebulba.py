@@ -9,6 +9,10 @@ Which version an unroll is acted with is a setting, `lag`:
 - '0': unroll k with version k; acting and learning alternate.
 - '1': unroll k with version k - 1; they overlap, and still nothing depends on who is faster.
 - 'async': with the newest there is, at most `max_lag` updates old when it is learned from.
+
+Environments that return in any order, or come and go, are always 'async': a trajectory is made of
+whichever unrolls are finished first, so that nobody waits for a straggler; an unroll that began
+more than `max_lag` updates ago is dropped.
 """
 
 from __future__ import annotations
@@ -55,7 +59,8 @@ from podrace.types import (
 )
 
 Lag = Literal['0', '1', 'async']
-GROUPS = 4  # unrolls that a pool may have open at once, where environments return in any order
+COLUMNS = 2  # of an environment that returns in any order: an open unroll, and a finished one
+SIZES = 4  # of calls for environments that come and go: all of a thread, half of them, ...
 CLOSE_SECONDS = 5.0  # that actor threads have to end
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 
@@ -72,7 +77,7 @@ class Closed(Exception):
 
 
 class Carry(NamedTuple):
-  """What a thread has on its device. N environments, C columns: N times the groups."""
+  """What a thread has on its device. N environments, C columns: some for each of them."""
 
   agent_state: Any  # [N, ...]
   start: Any  # [C, ...] the agent's state before row 0
@@ -87,14 +92,14 @@ class Acting:
   agent: Agent
   num_envs: int  # N, of this thread
   length: int  # T
-  groups: int
+  each: int  # columns for each environment
   parts: int  # learner devices that a trajectory is split over
 
   def begin(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
     """An empty Carry for environments env_id [N]; the rest is there for its shapes."""
     state = self.agent.initial_state(env_id)
     output, _ = jax.eval_shape(self.agent.act, params, state, timestep, key)
-    columns = self.num_envs * self.groups
+    columns = self.num_envs * self.each
 
     def rows(n: int, x: Any) -> Array:
       return jnp.zeros((n, columns, *x.shape[1:]), x.dtype)
@@ -144,7 +149,7 @@ class Acting:
     before = jax.tree.map(lambda x: x.at[env_id].get(mode='clip'), carry.agent_state)
     with outside_loops():
       output, after = self.agent.act(params, before, timestep, _key(keys, call))
-    opens = jnp.where(row == 0, column, self.num_envs * self.groups)
+    opens = jnp.where(row == 0, column, self.num_envs * self.each)
     place = functools.partial(self._place, row, column)
     carry = Carry(
       agent_state=jax.tree.map(
@@ -173,16 +178,12 @@ class Acting:
     trajectory = Trajectory(timesteps, carry.outputs, carry.start, env_id)
     return self._split(trajectory), jax.tree.map(jnp.copy, carry.agent_state)
 
-  def take(self, carry: Carry, start: Array, env_id: Array) -> Any:
-    """The trajectory in N columns from `start`, in parts."""
-
-    def columns(axis: int, x: Array) -> Array:
-      return lax.dynamic_slice_in_dim(x, start, self.num_envs, axis)
-
+  def take(self, carry: Carry, column: Array, env_id: Array) -> Any:
+    """The trajectory in columns [N], in parts."""
     timesteps, outputs = jax.tree.map(
-      functools.partial(columns, 1), (carry.timesteps, carry.outputs)
+      lambda x: jnp.take(x, column, axis=1), (carry.timesteps, carry.outputs)
     )
-    first = jax.tree.map(functools.partial(columns, 0), carry.start)
+    first = jax.tree.map(lambda x: jnp.take(x, column, axis=0), carry.start)
     return self._split(Trajectory(timesteps, outputs, first, env_id))
 
   def _split(self, trajectory: Trajectory) -> tuple[Trajectory, ...]:
@@ -231,9 +232,12 @@ class Unroll(NamedTuple):
 class Pipe:
   """Unrolls one way, versions of parameters the other way, and the end of the run both ways."""
 
-  def __init__(self, threads: int, lag: Lag, max_lag: int, in_turn: bool) -> None:
-    self._lag, self._max_lag, self._threads = lag, max_lag, threads
+  def __init__(
+    self, threads: int, lag: Lag, max_lag: int, ordered: bool = True, in_turn: bool = False
+  ) -> None:
+    self._lag, self._max_lag, self._threads, self._ordered = lag, max_lag, threads, ordered
     self._in_turn = in_turn or lag != 'async'  # each batch has the next unroll of every thread
+    self._places = threads  # in the queue, where threads reserve them
     # With up to c queued unrolls beside the one under way, and the oldest learned from first, each
     # is learned from at most c + 1 updates after its parameters were the newest.
     self._capacity = min(max_lag, 3) - 1
@@ -269,6 +273,40 @@ class Pipe:
           return version, self._params[version][device]
         self._changed.wait(POLL)
     raise Closed
+
+  def newest(self, device: jax.Device) -> tuple[int, Any]:
+    """(version, parameters), for threads that `reserve`; nobody waits for what they act with."""
+    with self._changed:
+      version = max(self._params)
+      return version, self._params[version][device]
+
+  def reserve(self) -> int:
+    """Waits for a place in the queue: the oldest version that may be put there.
+
+    The queue holds one batch, which the update under way is followed by.
+
+    Raises:
+      Closed: if the run ends before.
+    """
+    with self._changed:
+      while not self._places and not self._closed:
+        self._changed.wait(POLL)
+      if self._closed:
+        raise Closed
+      self._places -= 1
+      return max(self._params) + 1 - self._max_lag
+
+  def unreserve(self) -> None:
+    """Gives the place back."""
+    with self._changed:
+      self._places += 1
+      self._changed.notify_all()
+
+  def put_reserved(self, unroll: Unroll) -> None:
+    """Hands over an unroll whose place is reserved."""
+    with self._changed:
+      self._unrolls.append(unroll)
+      self._changed.notify_all()
 
   def put(self, unroll: Unroll) -> None:
     """Hands over an unroll; waits while there are too many of this thread.
@@ -310,6 +348,7 @@ class Pipe:
         self._changed.wait(POLL)
       chosen = {id(u) for u in batch}
       self._unrolls = [u for u in self._unrolls if id(u) not in chosen]
+      self._places += len(batch)
       self._changed.notify_all()
       return batch
 
@@ -317,9 +356,11 @@ class Pipe:
     if self._in_turn:
       next_of = {u.thread: u for u in reversed(self._unrolls)}
       return [next_of[t] for t in range(self._threads)] if len(next_of) == self._threads else None
-    batch = sorted(self._unrolls, key=lambda u: u.version)[: self._threads]  # stable
-    if len(batch) < self._threads:
+    if len(self._unrolls) < self._threads:
       return None
+    if not self._ordered:
+      return self._unrolls[: self._threads]
+    batch = sorted(self._unrolls, key=lambda u: u.version)[: self._threads]  # stable
     too_old = update - self._max_lag  # for any later update; it must be learned from now
     if any(version <= too_old for _, version in self._acting):
       return None
@@ -395,11 +436,11 @@ class Actor:
     self._calls = 0  # of this unroll's keys
     self._keyed = number  # the unroll whose keys are used; ahead of `_number` after a restart
     self._parked: dict[int, Any] = {}  # environment -> its timestep, at the end of its unroll
-    self._filled = np.zeros(sebulba.groups, np.int64)  # columns finished, by group
-    self._opened = np.zeros(sebulba.groups, np.int64)  # columns given out, by group
-    self._versions = np.zeros(sebulba.groups, np.int64)
-    self._group = 0  # from which columns are given out
-    self._member = np.tile(self._ids, sebulba.groups)  # whose a column is
+    columns = self._n * sebulba.columns
+    self._versions = np.zeros(columns, np.int64)  # of the parameters that columns began with
+    self._member = np.resize(self._ids, columns)  # whose they are
+    self._free = collections.deque(range(self._n, columns))
+    self._finished: collections.deque[int] = collections.deque()  # columns, oldest first
     self.in_env_since: float | None = None  # when the pool was last asked; None: not waiting for it
     self.thread = threading.Thread(target=self._main, name=f'actor-{index}', daemon=True)
 
@@ -417,30 +458,37 @@ class Actor:
   def _act(self) -> None:
     arrival = self._begin()
     example = jax.tree.map(lambda x: np.zeros((self._n, *x.shape[1:]), x.dtype), arrival.timestep)
-    self._take_params()
+    if self._sebulba.ordered:
+      self._take_params()
+    else:
+      self._version, self._params = self._pipe.newest(self.device)
     self._carry = self._programs.begin(
       self._params, self._env_id, example, self._unroll_key(self._number)
     )
     if self._snapshot is not None:
       state = jax.tree.map(jnp.copy, jax.device_put(self._snapshot.agent_state, self.device))
       self._carry = self._carry._replace(agent_state=state)
-    self._opened[0] = self._n
-    self._versions[0] = self._version
+    self._versions[:] = self._version
     self._new_keys()
     while True:
-      if self._sebulba.ordered and np.any(np.diff(arrival.env_id) < 0):
-        raise HostError(f'{self._spec.name} returned {arrival.env_id} where order was expected')
-      if self._sebulba.ordered and len(arrival.env_id) == self._n and self._in_step():
-        action = self._together(arrival)
-        ids = arrival.env_id
-      else:
-        ids, action = self._apart(arrival)
+      ids, action = self._answer(arrival)
       if len(ids):
         action = jax.tree.map(np.asarray, action)
         self._watch('inference')
         check_action(self._spec.name, self._spec.action_space, action)
         self.pool.send(ids, action)
       arrival = self._receive()
+
+  def _answer(self, arrival: Arrival) -> tuple[np.ndarray, Any]:
+    """Environments, and actions for them; all that arrived, but for those that are parked."""
+    ids = arrival.env_id
+    if not self._sebulba.ordered:
+      return ids, self._in_any_order(arrival) if len(ids) else None
+    if np.any(np.diff(ids) < 0):
+      raise HostError(f'{self._spec.name} returned {ids} where order was expected')
+    if len(ids) == self._n and self._in_step():
+      return ids, self._together(arrival)
+    return self._apart(arrival)
 
   def _begin(self) -> Arrival:
     """The first arrival: of fresh environments, or what a snapshot was about to answer."""
@@ -514,49 +562,48 @@ class Actor:
     self._calls += 1
     return np.int32(self._calls - 1)
 
-  # --- each environment at its own row
+  # --- each environment at its own row, where some were restarted
 
   def _apart(self, arrival: Arrival) -> tuple[np.ndarray, Any]:
     """Acts for those that arrived, but for those that wait for the others' unroll to end."""
     ids, timestep = arrival.env_id, arrival.timestep
     over = self._row[ids] == self._length
     if over.any():
-      done = ids[over]
-      row, column = self._row[done], self._column[done]
-      padded = self._pad(jax.tree.map(lambda x: x[over], timestep), row, column)
-      self._carry = self._programs.store(self._carry, *padded)
-      if self._sebulba.ordered:
-        for i in np.flatnonzero(over):
-          self._parked[int(ids[i])] = jax.tree.map(lambda x, i=i: x[i], timestep)
-        if len(self._parked) == self._n:
-          return self._release()
-        ids, timestep = ids[~over], jax.tree.map(lambda x: x[~over], timestep)
-      else:
-        self._close_columns(column)
-        self._row[done] = 0
-        self._column[done] = [self._open_column(int(e)) for e in done]
-    if not len(ids):
-      return ids, None
-    row, column = self._row[ids], self._column[ids]
-    env_id = np.full(self.pool.batch_size, self._n, np.int32)
+      self._store(ids[over], jax.tree.map(lambda x: x[over], timestep))
+      for i in np.flatnonzero(over):
+        self._parked[int(ids[i])] = jax.tree.map(lambda x, i=i: x[i], timestep)
+      if len(self._parked) == self._n:
+        return self._release()
+      ids, timestep = ids[~over], jax.tree.map(lambda x: x[~over], timestep)
+    return ids, self._step_some(ids, timestep) if len(ids) else None
+
+  def _store(self, ids: np.ndarray, timestep: TimeStep) -> None:
+    """The last timesteps of these environments' unrolls."""
+    row, column, timestep = self._pad(timestep, self._row[ids], self._column[ids])
+    self._carry = self._programs.store(self._carry, row, column, timestep)
+
+  def _step_some(self, ids: np.ndarray, timestep: TimeStep) -> Any:
+    row, column, timestep = self._pad(timestep, self._row[ids], self._column[ids])
+    env_id = np.full(len(row), self._n, np.int32)
     env_id[: len(ids)] = ids
-    row, column, timestep = self._pad(timestep, row, column)
     self._carry, action = self._programs.step_some(
       self._params, self._carry, self._keys, self._next_call(), env_id, row, column, timestep
     )
     self._row[ids] += 1
-    return ids, jax.tree.map(lambda x: np.asarray(x)[: len(ids)], action)
+    return jax.tree.map(lambda x: np.asarray(x)[: len(ids)], action)
 
   def _pad(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> Any:
-    """(row, column, timestep) of `batch_size` environments; what is added is out of range."""
-    more = self.pool.batch_size - len(row)
+    """(row, column, timestep), as many as a program is for; what is added is out of range."""
+    more = min(s for s in self._sebulba.sizes if s >= len(row)) - len(row)
+    if not more:
+      return row, column, timestep
 
     def fill(x: np.ndarray, value: int = 0) -> np.ndarray:
       return np.concatenate([x, np.full((more, *x.shape[1:]), value, x.dtype)])
 
     return (
       fill(row, self._length + 1),
-      fill(column, self._n * self._sebulba.groups),
+      fill(column, self._n * self._sebulba.columns),
       jax.tree.map(fill, timestep),
     )
 
@@ -569,34 +616,44 @@ class Actor:
     arrival = Arrival(self._ids, timestep, zeros, zeros.astype(bool), self._run_id)
     return self._ids, self._together(arrival)
 
-  def _close_columns(self, columns: np.ndarray) -> None:
-    """Ships the unrolls whose last column is filled."""
-    groups, counts = np.unique(columns // self._n, return_counts=True)
-    self._filled[groups] += counts
-    for group in groups[self._filled[groups] == self._n]:
-      start = int(group) * self._n
-      members = self._sebulba.first_env(self.index) + self._member[start : start + self._n]
-      parts = self._programs.take(self._carry, np.int32(start), members.astype(np.int32))
-      self._filled[group] = self._opened[group] = 0
-      self._ship(parts, self._versions[group], None, None)
+  # --- environments that return in any order, or come and go
 
-  def _open_column(self, env: int) -> int:
-    """A column for the next unroll of an environment; the first of a group takes parameters."""
-    if self._opened[self._group] == self._n:
-      self._group = (self._group + 1) % self._sebulba.groups
-      if self._opened[self._group]:
-        start = self._group * self._n
-        late = [e for e in range(self._n) if start <= self._column[e] < start + self._n]
-        raise HostError(
-          f'{self._spec.name}: environments {late[:5]} are {self._sebulba.groups} unrolls behind'
-        )
-    if not self._opened[self._group]:
-      self._take_params()
-      self._versions[self._group] = self._version
-    column = self._group * self._n + int(self._opened[self._group])
-    self._opened[self._group] += 1
-    self._member[column] = env
-    return column
+  def _in_any_order(self, arrival: Arrival) -> Any:
+    """Acts for all that arrived, with the newest parameters; whose unroll ends begins another."""
+    ids, timestep = arrival.env_id, arrival.timestep
+    self._version, self._params = self._pipe.newest(self.device)
+    over = self._row[ids] == self._length
+    if over.any():
+      done = ids[over]
+      self._store(done, jax.tree.map(lambda x: x[over], timestep))
+      self._finished.extend(self._column[done].tolist())
+      self._row[done] = 0
+      while len(self._finished) >= self._n and not self._ship_finished():
+        pass
+      for env in done:
+        self._column[env] = self._free.popleft()
+        self._member[self._column[env]] = env
+    self._versions[self._column[ids[self._row[ids] == 0]]] = self._version
+    return self._step_some(ids, timestep)
+
+  def _ship_finished(self) -> bool:
+    """A trajectory of the N oldest finished unrolls; or not, if some had to be dropped."""
+    self._watch('inference')
+    oldest = self._pipe.reserve()
+    self._watch('waiting')
+    late = [c for c in self._finished if self._versions[c] < oldest]
+    if late:
+      self._finished = collections.deque(c for c in self._finished if c not in late)
+      self._free.extend(late)
+      self._dropped += len(late) * self._length
+      self._pipe.unreserve()
+      return False
+    columns = np.array([self._finished.popleft() for _ in range(self._n)], np.int32)
+    members = self._sebulba.first_env(self.index) + self._member[columns]
+    parts = self._programs.take(self._carry, columns, members.astype(np.int32))
+    self._free.extend(columns.tolist())
+    self._ship(parts, int(self._versions[columns].min()), None, None)
+    return True
 
   # --- to the learners
 
@@ -615,7 +672,10 @@ class Actor:
     )  # fmt: skip
     self._restarts = self._dropped = 0
     self._number += 1
-    self._pipe.put(unroll)
+    if self._sebulba.ordered:
+      self._pipe.put(unroll)
+    else:
+      self._pipe.put_reserved(unroll)
     self._watch('waiting')
 
 
@@ -687,14 +747,11 @@ class Sebulba:
         'environments of a thread'
       )
     if not self.ordered and self.lag != 'async':
-      raise ValueError(
-        f'environments in any order (--env-batch-size {self.batch_size}) need --lag async, '
-        f'not {self.lag}'
-      )
+      why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
+      raise ValueError(f'environments in any order ({why}) need --lag async, not {self.lag}')
     if not self.ordered and self.replay.streams:
-      raise ValueError(
-        f'replay needs each environment in its place; leave out --env-batch-size {self.batch_size}'
-      )
+      why = f'leave out --env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
+      raise ValueError(f'replay needs each environment in its place: {why}')
     if not self.ordered and self.spec.ordered_only:
       raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
 
@@ -722,11 +779,20 @@ class Sebulba:
 
   @property
   def ordered(self) -> bool:
-    return self.batch_size in (0, self.envs_per_thread)
+    return self.batch_size in (0, self.envs_per_thread) and not self.spec.comes_and_goes
 
   @property
-  def groups(self) -> int:
-    return 1 if self.ordered else GROUPS
+  def columns(self) -> int:
+    """Of each environment."""
+    return 1 if self.ordered else COLUMNS
+
+  @functools.cached_property
+  def sizes(self) -> tuple[int, ...]:
+    """How many environments the programs for some of a thread's are compiled for."""
+    most = self.batch_size or self.envs_per_thread
+    if not self.spec.comes_and_goes:
+      return (most,)
+    return tuple(sorted({-(-most // 2**i) for i in range(SIZES)}))
 
   @property
   def saves_actors(self) -> bool:
@@ -749,7 +815,7 @@ class Sebulba:
   def programs(self) -> Programs:
     """The actor threads'."""
     n, parts = self.envs_per_thread, self.num_local_learners
-    return Programs(Acting(self.agent, n, self.unroll_length, self.groups, parts))
+    return Programs(Acting(self.agent, n, self.unroll_length, self.columns, parts))
 
   @functools.cached_property
   def jax_steps(self) -> Any:
@@ -888,13 +954,14 @@ class Sebulba:
           carry, _ = self.programs.step(params, carry, keys, zero, zero, self.example)
           parts, _ = self.programs.finish(carry, jax.device_put(self.example, device), env_id)
         else:
-          ids = np.zeros(self.batch_size, np.int32)
-          example = jax.tree.map(lambda x: x[: self.batch_size], self.example)
-          carry, _ = self.programs.step_some(
-            params, carry, keys, np.int32(0), ids, ids, ids, example
-          )
-          carry = self.programs.store(carry, ids, ids, example)
-          parts = self.programs.take(carry, np.int32(0), env_id)
+          for size in self.sizes:
+            ids = np.zeros(size, np.int32)
+            example = jax.tree.map(lambda x, size=size: x[:size], self.example)
+            carry, _ = self.programs.step_some(
+              params, carry, keys, np.int32(0), ids, ids, ids, example
+            )
+            carry = self.programs.store(carry, ids, ids, example)
+          parts = self.programs.take(carry, np.zeros(self.envs_per_thread, np.int32), env_id)
 
     def whole(spec: Any, x: Array) -> Any:
       shape = list(x.shape)
@@ -959,8 +1026,8 @@ class Actors:
 
   def __init__(self, sebulba: Sebulba, state: State, actor_key: Array, start: bool = True) -> None:
     self._sebulba = sebulba
-    in_turn = sebulba.replay.streams
-    self.pipe = Pipe(sebulba.local_threads, sebulba.lag, sebulba.max_lag, in_turn)
+    s = sebulba
+    self.pipe = Pipe(s.local_threads, s.lag, s.max_lag, s.ordered, s.replay.streams)
     update = int(jax.device_get(state.update))
     if sebulba.lag == '1' and update > 0:
       self.publish(update - 1, state.previous)

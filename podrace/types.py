@@ -1,20 +1,30 @@
 """The nouns: what environments say, what agents do, and what learning passes on.
 
-Letters used for shapes everywhere: T time, B batch (environments), A actions.
+Letters used for shapes everywhere: T time, B batch (environments), A actions. Importing this does
+not import jax, which machines that only have environments do without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import jax
 import numpy as np
 
-Array = jax.Array
-Metrics = dict[str, Array]  # scalars, all of the same meaning on every device
+if TYPE_CHECKING:
+  from jax import Array
+
+Metrics = dict[str, 'Array']  # scalars, all of the same meaning on every device
 
 FIRST, MID, LAST = 0, 1, 2  # values of TimeStep.step_type
+
+
+def __getattr__(name: str) -> Any:
+  if name == 'Array':
+    import jax
+
+    return jax.Array
+  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 class TimeStep(NamedTuple):
@@ -99,7 +109,8 @@ class HostEnvironment(Protocol):
 
   After `reset` the FIRST of every environment arrives by itself; after that, what was sent.
   `recv` returns at least one and at most `batch_size` environments, in any order; a pool that
-  always returns all of them in order is in lockstep.
+  always returns all of them in order is in lockstep. A pool whose environments may come and go
+  returns none every now and then, so that who waits for them can look after other things.
   """
 
   num_envs: int

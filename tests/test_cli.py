@@ -71,7 +71,8 @@ def run(capfd: pytest.CaptureFixture[str]) -> Command:
 # --- help ---------------------------------------------------------------------------------------
 
 HELP = [[], ['--help'], ['-h'], ['--version'], ['train', '--help'], ['train', 'catch', '-h'],
-        ['eval', '--help'], ['list', '--help'], ['list']]  # fmt: skip
+        ['eval', '--help'], ['list', '--help'], ['list'], ['envs', '--help'], ['keys', '-h'],
+        ['top', '--help']]  # fmt: skip
 
 
 @pytest.mark.parametrize('args', HELP, ids=' '.join)

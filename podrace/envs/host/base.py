@@ -40,6 +40,8 @@ class HostSpec:
   ordered_only: bool = False  # the pool can't return less than all
   frame_stack: int = 0  # observations are so many frames along their first axis; 0: they are not
   jax: Any = None  # the podrace Environment, if it is one in JAX, which then runs on the host CPU
+  comes_and_goes: bool = False  # any number of a pool's environments may be there, in any order
+  metrics: Callable[[], dict[str, float]] | None = None  # of its own, for the log
 
 
 def make(name: str) -> HostSpec:

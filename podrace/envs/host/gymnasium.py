@@ -182,7 +182,7 @@ class Workers:
     ids = np.concatenate([x.ids for x in batch])
     a = self._arrays
     leaves = iter([a[n][ids] for n, _ in w.leaves(self._space)])  # copies: workers write on
-    observation = _tree(self._space, leaves)
+    observation = w.tree(self._space, leaves)
     reward = a[w.REWARD][ids]
     timestep: Any = self._stepper.timestep(
       ids, observation, reward, a[w.TERMINATED][ids], a[w.TRUNCATED][ids]
@@ -246,11 +246,3 @@ class Workers:
       if worker.lives:
         worker.end()
     self._file.close()
-
-
-def _tree(space: Any, leaves: Any) -> Any:
-  if isinstance(space, spaces.Dict):
-    return {k: _tree(s, leaves) for k, s in space.spaces.items()}
-  if isinstance(space, spaces.Tuple):
-    return tuple(_tree(s, leaves) for s in space.spaces)
-  return next(leaves)

@@ -49,6 +49,15 @@ def values(space: Any, x: Any) -> Iterator[Any]:
     yield x
 
 
+def tree(space: Any, leaves: Iterator[Any]) -> Any:
+  """The observation that has these arrays, in the order of `leaves`."""
+  if isinstance(space, spaces.Dict):
+    return {k: tree(s, leaves) for k, s in space.spaces.items()}
+  if isinstance(space, spaces.Tuple):
+    return tuple(tree(s, leaves) for s in space.spaces)
+  return next(leaves)
+
+
 def arrays(memory: mmap.mmap, fields: list[Field], n: int) -> dict[str, np.ndarray]:
   """Arrays [n, ...] in shared memory, one for each field, each on a cache line of its own."""
   found, offset = {}, 0

@@ -1,0 +1,395 @@
+"""Remote environments: round trips of inference with a stub network, and training ale:pong.
+
+Round trips: so many clients, each with one group of environments and one message in flight, in one process;
+the server in another, which answers with actions. The servers: podrace's with a stub in the place of
+the network (`recv`, zeros, `send`), a bare pyzmq echo with the same messages (it answers with a
+constant and looks at nothing), and grpcio's bidirectional streams with messages of the same size, the
+faster of its threaded and its asyncio server. The client's side of podrace and of the echo is the same code.
+
+Training: `podrace train pong` with environments in the process, and with `podrace envs` in another; in
+turn, on the same cores; steps_per_s of summary.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent import futures
+from typing import Any
+
+import common
+import numpy as np
+
+CLIENTS, ENVIRONMENTS = (1, 8, 64), (1, 64)
+OBSERVATIONS = {'16B': ((4,), 'float32'), '28KB': ((4, 84, 84), 'uint8')}
+GRPC = ('grpc-threads', 'grpc-asyncio')
+SERVERS = ('podrace', 'podrace-ipc', 'echo', *GRPC)  # TCP on loopback, but for one
+
+
+def spec(observation: str) -> Any:
+  from gymnasium import spaces
+
+  from podrace.envs.host.base import HostSpec
+
+  shape, dtype = OBSERVATIONS[observation]
+  low, high = (0, 255) if dtype == 'uint8' else (-1, 1)
+  box = spaces.Box(low, high, shape, np.dtype(dtype))
+  return HostSpec('bench:stub', box, spaces.Discrete(6, dtype=np.int32), lambda args: None)  # type: ignore[arg-type, return-value]
+
+
+# --- servers, each a process --------------------------------------------------------------------
+
+
+def serve_podrace(address: str, clients: int, environments: int, observation: str) -> None:
+  from podrace.envs.host.base import PoolArgs
+  from podrace.remote.server import Listen, Server
+
+  n = clients * environments
+  server = Server(Listen(address, peer_timeout=60.0), n, say=lambda line: None)
+  kind = server.spec(spec(observation))
+  with server:
+    pool: Any = kind.make(PoolArgs(n, n, np.zeros(n, np.uint32), 1, 60.0))
+    pool.reset()
+
+    def act() -> None:
+      while True:
+        ids = pool.recv().env_id
+        if len(ids):
+          pool.send(ids, np.zeros(len(ids), np.int32))
+
+    threading.Thread(target=act, daemon=True).start()
+    common.answer(address=server.address)
+    for _ in common.requests():
+      common.answer(batches={str(k): v for k, v in sorted(pool.batches.items())})
+
+
+def serve_echo(clients: int, environments: int, observation: str) -> None:
+  import zmq
+
+  router = zmq.Context().socket(zmq.ROUTER)
+  router.bind('tcp://127.0.0.1:*')
+  action = bytes(4 * environments)
+
+  def echo() -> None:
+    while True:
+      frames = router.recv_multipart(copy=False)
+      router.send_multipart([frames[0], frames[1], action])
+
+  threading.Thread(target=echo, daemon=True).start()
+  common.answer(address=router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0'))
+  for _ in common.requests():
+    common.answer(batches={})
+
+
+OPTIONS = [('grpc.max_receive_message_length', -1), ('grpc.max_send_message_length', -1)]
+
+
+def serve_grpc(kind: str, clients: int, environments: int) -> None:
+  import grpc
+
+  action = bytes(4 * environments)
+
+  def handlers(step: Any) -> Any:
+    method = grpc.stream_stream_rpc_method_handler(step)
+    return grpc.method_handlers_generic_handler('bench', {'Step': method})
+
+  if kind == 'grpc-threads':
+
+    def step(requests: Any, context: Any) -> Any:
+      for _ in requests:
+        yield action
+
+    server = grpc.server(futures.ThreadPoolExecutor(clients + 2), options=OPTIONS)
+    server.add_generic_rpc_handlers((handlers(step),))
+    port = server.add_insecure_port('127.0.0.1:0')
+    server.start()
+    common.answer(address=f'127.0.0.1:{port}')
+    for _ in common.requests():
+      common.answer(batches={})
+    return
+
+  async def main() -> None:
+    async def step(requests: Any, context: Any) -> Any:
+      async for _ in requests:
+        yield action
+
+    server = grpc.aio.server(options=OPTIONS)
+    server.add_generic_rpc_handlers((handlers(step),))
+    port = server.add_insecure_port('127.0.0.1:0')
+    await server.start()
+    common.answer(address=f'127.0.0.1:{port}')
+    loop = asyncio.get_running_loop()
+    while await loop.run_in_executor(None, sys.stdin.readline):
+      common.answer(batches={})
+    await server.stop(0)
+
+  asyncio.run(main())
+
+
+def serve(kind: str, clients: int, environments: int, observation: str) -> None:
+  if kind.startswith('podrace'):
+    with tempfile.TemporaryDirectory() as directory:
+      address = 'tcp://127.0.0.1:*' if kind == 'podrace' else f'ipc://{directory}/socket'
+      serve_podrace(address, clients, environments, observation)
+  elif kind == 'echo':
+    serve_echo(clients, environments, observation)
+  else:
+    serve_grpc(kind, clients, environments)
+
+
+# --- clients, all in one process ------------------------------------------------------------------
+
+
+def told(latencies: list[float], seconds: float) -> dict[str, float]:
+  p50, p99 = np.percentile(latencies, [50, 99]) * 1000
+  return dict(round_trips_per_s=len(latencies) / seconds, p50_ms=float(p50), p99_ms=float(p99))
+
+
+def payload(environments: int, observation: str) -> list[bytes]:
+  from podrace.remote import wire
+
+  shape, dtype = OBSERVATIONS[observation]
+  records = np.zeros(environments, wire.RECORD)
+  records['discount'] = 1
+  return [records.tobytes(), bytes(np.zeros((environments, *shape), dtype))]
+
+
+def ask_zmq(
+  address: str, kind: str, clients: int, environments: int, observation: str, seconds: float
+) -> dict[str, float]:
+  import zmq
+
+  from podrace.remote import wire
+
+  context = zmq.Context()
+  sockets = [context.socket(zmq.DEALER) for _ in range(clients)]
+  sessions = [0] * clients
+  hello = {'name': wire.NAME, 'version': wire.VERSION, 'host': 'bench', 'pid': 0, 'env': 'bench:stub',
+           'podrace': 'bench', 'schema': wire.schema(*_spaces(observation))}  # fmt: skip
+  poller = zmq.Poller()
+  for i, s in enumerate(sockets):
+    s.connect(address)
+    poller.register(s, zmq.POLLIN)
+    if kind.startswith('podrace'):
+      s.send(wire.pack(wire.HELLO, {**hello, 'nonce': i}))
+      while (header := wire.unpack(s.recv()))[0] == wire.WAIT:
+        time.sleep(0.1)
+        s.send(wire.pack(wire.HELLO, {**hello, 'nonce': i}))
+      assert header[0] == wire.WELCOME, header
+      sessions[i] = header[1]
+      s.send(wire.pack(wire.ENTER, sessions[i], 0, environments))
+      assert wire.unpack(s.recv())[0] == wire.START
+  first, frames = payload(environments, observation), payload(environments, observation)
+  records = np.frombuffer(frames[0], wire.RECORD).copy()
+  records['step_type'] = 1
+  frames[0] = records.tobytes()
+  crcs = wire.checksum(first), wire.checksum(frames)
+  seqs, sent = [0] * clients, [0.0] * clients
+  number = {s: i for i, s in enumerate(sockets)}
+  latencies: list[float] = []
+
+  def send(i: int) -> None:
+    again = seqs[i] > 0
+    header = wire.pack(wire.STEP, sessions[i], 0, seqs[i], crcs[again])
+    seqs[i] += 1
+    sent[i] = time.perf_counter()
+    sockets[i].send_multipart([header, *(frames if again else first)], copy=False)
+
+  for i in range(clients):
+    send(i)
+  begin = time.perf_counter()
+  warm = begin + min(1.0, seconds / 3)
+  end = warm + seconds
+  since = 0.0
+  while (now := time.perf_counter()) < end:
+    for s, _ in poller.poll():
+      answer = s.recv_multipart()
+      i = number[s]
+      if kind.startswith('podrace') and wire.unpack(answer[0])[0] != wire.ACTION:
+        raise RuntimeError(f'{wire.unpack(answer[0])} where actions were expected')
+      now = time.perf_counter()
+      if now > warm:
+        since = since or now
+        latencies.append(now - sent[i])
+      send(i)
+  took = time.perf_counter() - since
+  for s in sockets:
+    s.close(0)
+  context.term()
+  return told(latencies, took)
+
+
+def _spaces(observation: str) -> tuple[Any, Any]:
+  kind = spec(observation)
+  return kind.observation_space, kind.action_space
+
+
+def ask_grpc(
+  address: str, clients: int, environments: int, observation: str, seconds: float
+) -> dict[str, float]:
+  import grpc
+
+  message = b''.join(payload(environments, observation)) + bytes(24)  # and a header
+  latencies: list[float] = []
+
+  async def one(channel: Any, warm: float, end: float) -> None:
+    stream = channel.stream_stream('/bench/Step')()
+    while (at := time.perf_counter()) < end:
+      await stream.write(message)
+      await stream.read()
+      now = time.perf_counter()
+      if at > warm:
+        latencies.append(now - at)
+    await stream.done_writing()
+
+  async def main() -> None:
+    channels = [
+      grpc.aio.insecure_channel(address, [*OPTIONS, ('grpc.use_local_subchannel_pool', 1)])
+      for _ in range(clients)
+    ]
+    warm = time.perf_counter() + min(1.0, seconds / 3)
+    await asyncio.gather(*(one(c, warm, warm + seconds) for c in channels))
+    for c in channels:
+      await c.close()
+
+  asyncio.run(main())
+  return told(latencies, seconds)
+
+
+# --- round trips --------------------------------------------------------------------------------------
+
+
+def round_trips(
+  kind: str, clients: int, environments: int, observation: str, seconds: float
+) -> dict[str, Any]:
+  sizes = [str(clients), str(environments), observation]
+  server = common.Worker([sys.executable, __file__, '--serve', kind, *sizes])
+  assert server.process.stdout
+  with server:
+    line = server.process.stdout.readline()
+    if not line:
+      raise RuntimeError(f'the server {kind} ended before it listened; its error is above')
+    address = json.loads(line)['address']
+    if kind in GRPC:
+      found = ask_grpc(address, clients, environments, observation, seconds)
+    else:
+      found = ask_zmq(address, kind, clients, environments, observation, seconds)
+    found['batches'] = server.ask()['batches']
+  return found
+
+
+def all_round_trips(repeats: int, seconds: float) -> list[dict[str, Any]]:
+  rows = []
+  for observation in OBSERVATIONS:
+    for clients in CLIENTS:
+      for environments in ENVIRONMENTS:
+        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SERVERS}
+        for _ in range(repeats):
+          for kind in SERVERS:
+            found[kind].append(round_trips(kind, clients, environments, observation, seconds))
+        row = compare(found)
+        rows.append(
+          dict(observation=observation, clients=clients, environments=environments, **row)
+        )
+        shown = {k: round(v['round_trips_per_s']['median']) for k, v in row['servers'].items()}
+        print(
+          f'{observation} {clients} clients x {environments}: {shown}; of the echo '
+          f'{row["of_echo"]:.2f}, of grpc {row["of_grpc"]:.2f}', flush=True,
+        )  # fmt: skip
+  return rows
+
+
+def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+  servers: dict[str, Any] = {
+    kind: {
+      k: common.summary([r[k] for r in runs]) for k in ('round_trips_per_s', 'p50_ms', 'p99_ms')
+    }
+    for kind, runs in found.items()
+  }
+
+  def rate(kind: str) -> float:
+    return servers[kind]['round_trips_per_s']['median']
+
+  return dict(
+    servers=servers,
+    of_echo=rate('podrace') / rate('echo'),
+    ipc_over_tcp=rate('podrace-ipc') / rate('podrace'),
+    of_grpc=rate('podrace') / max(map(rate, GRPC)),
+    batches=found['podrace'][-1]['batches'],
+  )
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def train(remote: bool, steps: int) -> dict[str, Any]:
+  with tempfile.TemporaryDirectory() as directory:
+    run_dir = pathlib.Path(directory) / 'run'
+    args = ['train', 'pong', '--total-steps', str(steps), '--run-dir', str(run_dir), '--quiet']
+    address = f'ipc://{directory}/socket'
+    podrace = [sys.executable, '-m', 'podrace.cli']
+    envs = None
+    if remote:
+      args += ['--envs', 'remote', '--listen', address]
+      envs = subprocess.Popen(
+        [*podrace, 'envs', '--connect', address, '--env', 'ale:pong', '--num-envs', '32']
+      )
+    done = subprocess.run([*podrace, *args], check=False, capture_output=True, text=True)
+    if envs and envs.wait(60):
+      raise RuntimeError(f'the environments ended with {envs.returncode}')
+    if done.returncode:
+      raise RuntimeError(f'{args} failed:\n{done.stderr}')
+    lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+    tail = [x['steps_per_s'] for x in lines[len(lines) // 4 :]]
+    return dict(
+      steps_per_s=json.loads((run_dir / 'summary.json').read_text())['steps_per_s'],
+      steady_steps_per_s=float(np.median(tail)),
+      policy_lag_mean=float(np.mean([x['policy_lag_mean'] for x in lines])),
+      dropped_steps=sum(x['dropped_steps'] for x in lines),
+      actor_time={k: v for k, v in lines[-1].items() if k.startswith('actor_')},
+    )
+
+
+def training(repeats: int, steps: int) -> dict[str, Any]:
+  found: dict[str, list[dict[str, Any]]] = {'local': [], 'remote': []}
+  for _ in range(repeats):
+    for name, runs in found.items():
+      runs.append(train(name == 'remote', steps))
+      print(name, runs[-1], flush=True)
+  rates = {k: common.summary([r['steady_steps_per_s'] for r in v]) for k, v in found.items()}
+  ratio = rates['remote']['median'] / rates['local']['median']
+  print(f'training: remote is {ratio:.2f} of local', flush=True)
+  return dict(steps=steps, rates=rates, runs=found, remote_over_local=ratio)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('parts', nargs='*', help='round-trips, training; none: both')
+  parser.add_argument('--repeats', type=int, default=3)
+  parser.add_argument('--seconds', type=float, default=2.0)
+  parser.add_argument('--steps', type=int, default=60_000)
+  parser.add_argument('--serve', nargs=4, help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.serve:
+    kind, clients, environments, observation = args.serve
+    serve(kind, int(clients), int(environments), observation)
+    return
+  parts = args.parts or ['round-trips', 'training']
+  path = common.RESULTS / 'remote.json'
+  results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
+  if 'round-trips' in parts:
+    results['round_trips'] = all_round_trips(args.repeats, args.seconds)
+  if 'training' in parts:
+    results['training'] = training(args.repeats, args.steps)
+  common.record('remote', results)
+
+
+if __name__ == '__main__':
+  main()

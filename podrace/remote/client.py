@@ -1,0 +1,502 @@
+"""The environments' end: `podrace envs`. Imports no JAX.
+
+Environments are stepped in groups, each by a thread of its own, so that some step while the learner
+infers for others. The main thread has the network, says that it is alive, and comes back
+after whatever happens to the connection or the learner.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import queue
+import random
+import signal
+import socket as sockets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from podrace import __version__
+from podrace.envs.host import base as host
+from podrace.envs.host.base import HostSpec, PoolArgs
+from podrace.envs.host.worker import values
+from podrace.remote import security, wire
+from podrace.remote.wire import WireError
+from podrace.types import Arrival
+
+HELLO_SECONDS = 1.0  # between attempts to get a session
+REMIND = 30.0  # seconds between messages that there is none
+LOST_SECONDS = 0.3  # between that something can't be sent and that the connection is given up
+END_SECONDS = 10.0  # that threads have to end their pools
+
+
+class Refused(ValueError):
+  """The learner does not take these environments; the message has both sides."""
+
+
+class Failed(Exception):
+  """An environment failed, or hangs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What `podrace envs` is told."""
+
+  connect: str
+  env: str
+  num_envs: int = 1
+  workers: int = 0  # threads or processes that step; 0: as many as cores
+  groups: int = 0  # 0: two, or as many as the learner's size of groups asks for
+  seed: int | None = None
+  keys: Path | None = None
+  insecure: bool = False
+  deadline: float = 60.0  # seconds that environments may take for a step
+  give_up: float = 0.0  # seconds without a learner after which to end; 0: never
+
+  def __post_init__(self) -> None:
+    security.check_address(self.connect, self.keys, self.insecure, '--connect')
+    for name in ('num_envs', 'workers', 'groups'):
+      least = 1 if name == 'num_envs' else 0
+      if getattr(self, name) < least:
+        flag = name.replace('_', '-')
+        raise ValueError(f'--{flag} must be at least {least}, not {getattr(self, name)}')
+    if self.deadline <= 0 or self.give_up < 0:
+      raise ValueError('--env-deadline must be more than 0, and --give-up-after not negative')
+
+
+def make_spec(name: str) -> HostSpec:
+  """The environments; those in JAX stay with the learner.
+
+  Raises:
+    ValueError: if there are none of that name, or they need JAX.
+  """
+  library = name.partition(':')[0]
+  if library not in host.registry.HOST_LIBRARIES:
+    known = ', '.join(host.registry.HOST_LIBRARIES)
+    raise ValueError(f'--env {name}: remote environments are those of {known}')
+  return host.make(name)
+
+
+# --- groups -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Outgoing:
+  """What a group has to say."""
+
+  group: Group
+  frames: list[Any]
+  error: str | None = None
+
+
+class Group:
+  """Environments that step together, in a thread of their own, for one session."""
+
+  def __init__(self, index: int, spec: HostSpec, args: PoolArgs, tell: Callable[[Outgoing], None]):
+    self.index, self.size, self._spec, self._args, self._tell = (
+      index, args.num_envs, spec, args, tell,
+    )  # fmt: skip
+    self.seq = 0
+    self.busy_since: float | None = None
+    self.watches_itself = False
+    self._actions: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
+    self._thread: threading.Thread | None = None
+
+  def start(self) -> None:
+    self.busy_since = time.monotonic() + 60.0  # to make them takes its time
+    self._thread = threading.Thread(target=self._main, name=f'group-{self.index}', daemon=True)
+    self._thread.start()
+
+  @property
+  def started(self) -> bool:
+    return self._thread is not None
+
+  def act(self, action: np.ndarray) -> None:
+    self.busy_since = time.monotonic()
+    self._actions.put(action)
+
+  def stop(self) -> None:
+    self._actions.put(None)
+
+  def join(self, seconds: float) -> bool:
+    """Whether the thread has ended."""
+    if self._thread is not None:
+      self._thread.join(seconds)
+    return self._thread is None or not self._thread.is_alive()
+
+  def _main(self) -> None:
+    pool = None
+    try:
+      pool = self._spec.make(self._args)
+      self.watches_itself = pool.watches_itself
+      ids = np.arange(self.size, dtype=np.int32)
+      pool.reset()
+      self._send(pool.recv(), ids)
+      while (action := self._actions.get()) is not None:
+        pool.send(ids, action)
+        self._send(pool.recv(), ids)
+    except BaseException:
+      self._tell(Outgoing(self, [], traceback.format_exc()))
+    finally:
+      if pool is not None:
+        pool.close()
+
+  def _send(self, arrival: Arrival, ids: np.ndarray) -> None:
+    if not np.array_equal(arrival.env_id, ids):
+      raise Failed(f'{self._spec.name} returned {arrival.env_id}, expected all in order')
+    timestep = arrival.timestep
+    records = np.zeros(self.size, wire.RECORD)
+    records['life'] = arrival.run_id
+    records['reward'], records['discount'] = timestep.reward, timestep.discount
+    records['score'], records['ended'] = arrival.score, arrival.ended
+    records['step_type'] = timestep.step_type
+    space = self._spec.observation_space
+    arrays = [np.ascontiguousarray(x) for x in values(space, timestep.observation)]
+    self._tell(Outgoing(self, [records.view(np.uint8).data, *(_bytes(x) for x in arrays)]))
+
+
+def _bytes(x: np.ndarray) -> Any:
+  """An array's memory, without copying."""
+  return x.reshape(-1).view(np.uint8).data
+
+
+# --- the network ------------------------------------------------------------------------------------
+
+
+class Client:
+  """One process with environments."""
+
+  def __init__(self, options: Options, spec: HostSpec, say: Callable[[str], None]) -> None:
+    self._options, self._spec, self._say = options, spec, say
+    self._schema = wire.schema(spec.observation_space, spec.action_space)
+    self._layout = wire.Layout(self._schema)
+    self._context = zmq.Context()
+    self._socket: zmq.Socket[Any] | None = None
+    self._wake = wire.Wake()
+    self._outgoing: collections.deque[Outgoing] = collections.deque()
+    self._session: int | None = None
+    self._nonce = 0
+    self._lost_since = 0.0  # when something could not be sent
+    self._silence = 5.0
+    self._groups: list[Group] = []
+    self._lives = 0
+    self._heard = self._pinged = self._alone_since = time.monotonic()
+    self._told = 0.0
+    self._last_reason = ''
+    self._waits = 0
+    self.signum = 0
+    self.over = False
+
+  def run(self) -> None:
+    """Until the run is complete.
+
+    Raises:
+      Refused, Failed: see there.
+      TimeoutError: if there was no learner for `give_up` seconds.
+    """
+    try:
+      while not self.over and not self.signum:
+        if self._socket is None:
+          self._connect()
+        self._turn()
+    finally:
+      self._leave()
+
+  def _connect(self) -> None:
+    socket = self._socket = self._context.socket(zmq.DEALER)
+    if self._options.keys is not None:
+      security.secure_client(socket, self._options.keys)
+    socket.linger = 0
+    socket.immediate = True  # nothing is kept for a connection that isn't there
+    socket.sndhwm = 2 * wire.GROUPS
+    socket.maxmsgsize = max(wire.HEADER_BYTES, 65536 * self._layout.action_bytes) + 65536
+    socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 10_000
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
+    if '[' in self._options.connect:
+      socket.ipv6 = True
+    socket.connect(self._options.connect)
+    self._nonce, self._lost_since = random.getrandbits(48), 0.0
+    self._heard = time.monotonic()
+    self._pinged = 0.0
+
+  def _turn(self) -> None:
+    """Waits for the network or for a group, and does what there is to do."""
+    assert self._socket is not None
+    poller = zmq.Poller()
+    poller.register(self._socket, zmq.POLLIN)
+    poller.register(self._wake, zmq.POLLIN)
+    while self._socket is not None and not self.over and not self.signum:
+      poller.poll(200)
+      self._wake.clear()
+      while self._socket is not None and (frames := self._received()) is not None:
+        try:
+          self._message(frames)
+        except WireError as e:
+          self._lose(f'the learner sent {e}')
+      self._send_outgoing()
+      self._look_at_the_clock()
+
+  def _received(self) -> list[Any] | None:
+    assert self._socket is not None
+    try:
+      return self._socket.recv_multipart(zmq.NOBLOCK)
+    except zmq.Again:
+      return None
+
+  # --- what the server says
+
+  def _message(self, frames: list[Any]) -> None:
+    header = wire.unpack(frames[0])
+    self._heard = time.monotonic()
+    kind = header[0]
+    if kind == wire.ACTION:
+      session, index, seq, crc = wire.fields(header, int, int, int, int)
+      if session == self._session:
+        self._act(index, seq, crc, frames[1:])
+    elif kind == wire.START:
+      session, index = wire.fields(header, int, int)
+      if session == self._session:
+        self._groups[index].start()
+    elif kind == wire.WELCOME:
+      session, told = wire.fields(header, int, dict)
+      if self._session is None and told.get('nonce') == self._nonce:
+        self._join(session, told)
+    elif kind == wire.WAIT:
+      (reason,) = wire.fields(header, str)
+      self._remind(f'waiting: {reason}')
+    elif kind == wire.REFUSED:
+      (reasons,) = wire.fields(header, list)
+      raise Refused(
+        f'the learner at {self._options.connect} refused {self._spec.name}:\n  '
+        + '\n  '.join(map(str, reasons))
+      )
+    elif kind == wire.GONE:
+      session, reason = wire.fields(header, int, str)
+      if session == self._session or session == 0:
+        self._lose(f'the learner ended the session: {reason}')
+    elif kind == wire.END:
+      complete, reason = wire.fields(header, bool, str)
+      self._bye('the learner has ended')
+      if complete:
+        self._say(reason)
+        self.over = True
+      else:
+        self._lose(reason)
+
+  def _join(self, session: int, told: dict[str, Any]) -> None:
+    """Begins a session, with environments made anew when they get slots."""
+    try:
+      largest, self._silence = int(told['largest_group']), float(told['silence'])
+      env = str(told['env'])
+    except (KeyError, TypeError, ValueError) as e:
+      raise WireError(f'a welcome without {e}') from None
+    o = self._options
+    sizes = group_sizes(o.num_envs, o.groups, largest)
+    seeds = np.random.SeedSequence(None if o.seed is None else [o.seed, self._lives])
+    self._lives += 1
+    self._session = session
+    workers = max(1, (o.workers or cores()) // len(sizes))
+    self._groups = []
+    for i, (size, seed) in enumerate(zip(sizes, seeds.spawn(len(sizes)), strict=True)):
+      args = PoolArgs(size, size, seed.generate_state(size, np.uint32), workers, o.deadline)
+      self._groups.append(Group(i, self._spec, args, self._tell))
+    self._told, self._last_reason, self._lost_since = 0.0, '', 0.0
+    self._say(f'joined the learner of {env} with {o.num_envs} environments in {len(sizes)} groups')
+    for group in self._groups:
+      self._send(wire.ENTER, session, group.index, group.size)
+
+  def _act(self, index: int, seq: int, crc: int, frames: list[Any]) -> None:
+    if index >= len(self._groups) or self._groups[index].seq != seq:
+      raise WireError(f'actions {seq} for group {index}, which has not asked for them')
+    group = self._groups[index]
+    actions = self._layout.actions(frames, group.size, crc)
+    group.seq += 1
+    group.act(actions)
+
+  # --- what groups say
+
+  def _tell(self, outgoing: Outgoing) -> None:
+    self._outgoing.append(outgoing)
+    self._wake.set()
+
+  def _send_outgoing(self) -> None:
+    while self._outgoing:
+      out = self._outgoing.popleft()
+      if out.error is not None:
+        if out.group in self._groups:
+          raise Failed(f'{self._spec.name} failed:\n{out.error}')
+        continue
+      if self._session is None or out.group not in self._groups:
+        continue  # of a session that is over
+      out.group.busy_since = None
+      crc = wire.checksum(out.frames)
+      header = (wire.STEP, self._session, out.group.index, out.group.seq, crc)
+      self._send(*header, frames=out.frames)
+
+  def _send(self, *header: Any, frames: list[Any] | None = None) -> bool:
+    assert self._socket is not None
+    try:
+      # Frames beyond pyzmq's threshold (64 KiB) go out from where they are; nobody writes there.
+      self._socket.send_multipart([wire.pack(*header), *(frames or [])], zmq.NOBLOCK, copy=False)
+    except zmq.Again:  # perhaps there is something to read that says why
+      self._lost_since = self._lost_since or time.monotonic()
+      return False
+    return True
+
+  # --- time
+
+  def _look_at_the_clock(self) -> None:
+    if self._socket is None:
+      return
+    now = time.monotonic()
+    if self._session is not None and self._lost_since and now - self._lost_since > LOST_SECONDS:
+      self._lose('the connection is lost')
+      return
+    if self._session is None:
+      if now - self._pinged > HELLO_SECONDS:
+        self._pinged = now
+        self._hello()
+      if now - self._heard > REMIND / 3:
+        self._remind(f'no learner answers at {self._options.connect}; trying again')
+      give_up = self._options.give_up
+      if give_up and now - self._alone_since > give_up:
+        raise TimeoutError(f'no learner at {self._options.connect} for {give_up:.0f} s')
+      return
+    self._alone_since = now
+    if now - self._pinged > self._silence / 4:
+      self._pinged = now
+      self._send(wire.PING, self._session)
+    if now - self._heard > 2 * self._silence:
+      self._lose(f'the learner has been silent for {now - self._heard:.1f} s')
+    for group in self._groups:
+      since = group.busy_since
+      if since is not None and not group.watches_itself and now - since > self._options.deadline:
+        raise Failed(f'{self._spec.name}: no answer for {now - since:.0f} s')
+
+  def _hello(self) -> None:
+    self._send(wire.HELLO, {
+      'name': wire.NAME,
+      'version': wire.VERSION,
+      'nonce': self._nonce,
+      'host': sockets.gethostname()[:200],
+      'pid': os.getpid(),
+      'env': self._spec.name[:200],
+      'podrace': __version__,
+      'schema': self._schema,
+    })  # fmt: skip
+
+  def _remind(self, message: str) -> None:
+    """Says what is being waited for, when it begins and every half minute."""
+    now = time.monotonic()
+    if message != self._last_reason or now - self._told > REMIND:
+      self._told, self._last_reason = now, message
+      self._say(message)
+
+  # --- ends
+
+  def _lose(self, reason: str) -> None:
+    """Ends the session; the next turn begins with a new connection."""
+    if self._session is not None:
+      self._say(f'{reason}; environments begin anew when it is back')
+    else:
+      self._remind(reason)
+    self._session = None
+    self._alone_since = time.monotonic()
+    self._close_socket()
+    self._end_groups()
+    self._waits = min(self._waits + 1, 5)
+    time.sleep(0.1 * random.random() * self._waits)  # all clients lose a learner together
+
+  def _end_groups(self) -> None:
+    groups, self._groups = self._groups, []
+    for group in groups:
+      group.stop()
+    end = time.monotonic() + (self._options.deadline if groups else 0)
+    for group in groups:
+      while not group.join(0.1) and not self.signum and time.monotonic() < end:
+        pass
+      if not group.join(0.0) and not self.signum:
+        raise Failed(f'{self._spec.name}: group {group.index} does not end its step')
+
+  def _close_socket(self) -> None:
+    if self._socket is not None:
+      self._socket.close()
+      self._socket = None
+
+  def _bye(self, reason: str) -> None:
+    assert self._socket is not None
+    self._socket.linger = 500
+    with contextlib.suppress(zmq.ZMQError):
+      self._socket.send(wire.pack(wire.BYE, self._session or 0, reason), zmq.NOBLOCK)
+
+  def _leave(self) -> None:
+    if self._socket is not None and self._session is not None and not self.over:
+      why = signal.Signals(self.signum).name if self.signum else 'it failed'
+      self._bye(why)
+    self._close_socket()
+    for group in self._groups:
+      group.stop()
+    end = time.monotonic() + END_SECONDS
+    for group in self._groups:
+      group.join(max(end - time.monotonic(), 0.0))
+    self._context.term()
+
+
+def cores() -> int:
+  """How many this process may use."""
+  if hasattr(os, 'sched_getaffinity'):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
+def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
+  """Sizes of groups, as equal as can be; each at most `largest`.
+
+  Raises:
+    ValueError: if so few groups are asked for that they would be larger.
+  """
+  least = -(-num_envs // largest)
+  if groups and groups < least:
+    raise ValueError(
+      f'--groups {groups}: an actor thread of the learner takes groups of at most {largest} '
+      f'environments, which makes {least} of {num_envs}'
+    )
+  count = min(groups or max(2, least), num_envs, wire.GROUPS)
+  if -(-num_envs // count) > largest:
+    raise ValueError(
+      f'--num-envs {num_envs}: a client has at most {wire.GROUPS} groups of {largest} environments'
+    )
+  return [num_envs // count + (i < num_envs % count) for i in range(count)]
+
+
+def run(options: Options, say: Callable[[str], None] | None = None) -> int:
+  """`podrace envs`: the exit code."""
+  say = say or (lambda message: print(f'podrace envs: {message}', file=sys.stderr, flush=True))
+  client = Client(options, make_spec(options.env), say)
+
+  def on_signal(signum: int, frame: Any) -> None:
+    client.signum = signum
+    client._wake.set()
+
+  if threading.current_thread() is threading.main_thread():
+    for signum in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(signum, on_signal)
+  try:
+    client.run()
+  except Refused as e:
+    say(str(e))
+    return 2
+  except (Failed, TimeoutError) as e:
+    say(str(e))
+    return 1
+  return 128 + client.signum if client.signum else 0

@@ -1,0 +1,908 @@
+"""The learner's end: one socket, and pools of environments for the actor threads.
+
+One thread at a time has the network, and it is one that waits for environments, if there is any: so that
+between a message and its answer there is no other thread. Where all are busy a thread of the server's own
+looks after it now and then.
+
+A client's environments come in groups that step together. A group takes slots, as many as it has
+environments, in one actor thread's pool; to Sebulba a slot is an environment, and another group in it
+is another life of that environment. Everything a client says is checked here: what is not as
+docs/protocol.md has it ends the client's session, never the run.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import zmq
+
+from podrace import __version__
+from podrace.envs.host.base import HostSpec, PoolArgs
+from podrace.envs.host.worker import tree
+from podrace.remote import security, wire
+from podrace.remote.wire import WireError
+from podrace.types import FIRST, LAST, MID, Arrival, TimeStep
+
+PEERS = 4096  # with a session, at most
+BANNED = 4096  # connections that misbehaved, remembered
+ENVIRONMENTS = 65536  # of one client, at most
+WAITING = 16384  # groups without slots, of all clients
+IDLE = 0.5  # seconds after which a pool without environments lets its thread look around
+GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
+TICK = 0.2  # seconds between looks at who is silent
+CARE = 0.05  # seconds between looks at the network while all actor threads are busy
+REMIND = 60.0  # seconds between messages that there are no environments
+SAMPLES = 1024  # of latencies, for each client
+LINES = 20  # logged at most in LINE_SECONDS
+LINE_SECONDS = 10.0
+SLACK = 131072  # bytes of a frame beyond the largest array
+
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Listen:
+  """Where a learner listens, and to whom."""
+
+  address: str
+  keys: Path | None = None
+  insecure: bool = False
+  peer_timeout: float = 5.0  # seconds of silence after which a client is dropped
+
+  def __post_init__(self) -> None:
+    security.check_address(self.address, self.keys, self.insecure, '--listen')
+    if self.peer_timeout <= 0:
+      raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
+
+
+# --- what the network thread knows ------------------------------------------------------------------
+
+
+class Latencies:
+  """The last seconds of something, and their percentiles."""
+
+  def __init__(self) -> None:
+    self._last = np.zeros(SAMPLES)
+    self._count = 0
+
+  def add(self, seconds: float) -> None:
+    self._last[self._count % SAMPLES] = seconds
+    self._count += 1
+
+  def milliseconds(self) -> tuple[float, float]:
+    """p50 and p99."""
+    if not self._count:
+      return 0.0, 0.0
+    p50, p99 = np.percentile(self._last[: self._count], [50, 99]) * 1000
+    return round(float(p50), 3), round(float(p99), 3)
+
+
+class Peer:
+  """A client with a session."""
+
+  def __init__(self, address: bytes, session: int, told: dict[str, Any], key: bytes) -> None:
+    self.address, self.session, self.key = address, session, key
+    self.nonce = told['nonce']
+    self.name = f'{told["host"]}:{told["pid"]}'
+    self.env = told['env']
+    self.groups: dict[int, Group] = {}
+    self.environments = 0
+    self.since = self.last_seen = time.monotonic()
+    self.frames = self.restarts = 0
+    self.answering, self.stepping = Latencies(), Latencies()
+
+
+class Group:
+  """Environments of a client that step together. ASKED: their timesteps are awaited."""
+
+  def __init__(self, peer: Peer, index: int, size: int) -> None:
+    self.peer, self.index, self.size = peer, index, size
+    self.state: Literal['waiting', 'asked', 'thinking', 'gone'] = 'waiting'
+    self.pool: RemotePool | None = None
+    self.slots = np.zeros(0, np.int32)
+    self.seq = 0  # of the STEP that is awaited or was the last
+    self.since = time.monotonic()  # when its state began
+
+  def begin(self) -> None:
+    """It has slots; before, it takes no memory to speak of."""
+    size = self.size
+    self.state, self.since = 'asked', time.monotonic()
+    self.life: np.ndarray = np.zeros(size, np.uint32)
+    self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
+    self._lives = b''
+    self._within, self._ones = np.full(size, MID, '<u4').tobytes(), np.ones(size, '<f4').tobytes()
+    self._over: Any = True  # some of them are LAST
+    self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
+
+  def accept(self, records: wire.Records, arrays: list[np.ndarray]) -> np.ndarray | None:
+    """Checks what the environments say; which of them [n] were restarted, None if none was.
+
+    Raises:
+      WireError: if it can't be.
+    """
+    if not np.isfinite(records.numbers).all():
+      raise WireError('a reward, score or discount that is NaN or infinite')
+    for x in arrays:
+      if x.dtype.kind == 'f' and not np.isfinite(x).all():
+        raise WireError('an observation that is NaN or infinite')
+    # Most of the time all are within an episode, which is faster to see in bytes.
+    if (
+      not self._over
+      and records.flags.tobytes() == self._within
+      and records.life.tobytes() == self._lives
+      and records.numbers[:, 1].tobytes() == self._ones
+    ):
+      self.kind = records.kind
+      return None
+    return self._accept_ends(records)
+
+  def _accept_ends(self, records: wire.Records) -> np.ndarray | None:
+    kind, life = records.kind, records.life
+    if kind.max() > LAST or (records.flags & ~np.uint32(0x1FF)).any():
+      raise WireError('a step type, an end or a zero that is none')
+    discount = records.numbers[:, 1]
+    if discount.min() < 0 or discount.max() > 1:
+      raise WireError('a discount that is not between 0 and 1')
+    changed = bool(self.seq) and not np.array_equal(life, self.life)
+    restarted = life != self.life if changed else None
+    if changed or not kind.all() or self._over:  # else nothing begins, nor should
+      opens = self.kind == LAST
+      if restarted is not None:
+        opens |= restarted
+      if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
+        raise WireError('an episode that begins without its first timestep, or within another')
+    self.life, self.kind, self._over = life, kind, kind.max() == LAST
+    self._lives = life.tobytes()
+    return restarted
+
+
+class Item(NamedTuple):
+  """A group's timesteps, on their way to an actor thread."""
+
+  group: Group
+  records: wire.Records
+  arrays: list[np.ndarray]
+  run_id: np.ndarray  # [n], of the slots
+  at: float  # when they came
+
+
+# --- an actor thread's end --------------------------------------------------------------------------
+
+
+class RemotePool:
+  """A pool whose environments are somewhere else, and may come and go."""
+
+  watches_itself = True
+
+  def __init__(self, server: Server, args: PoolArgs) -> None:
+    self.num_envs, self.batch_size = args.num_envs, args.batch_size
+    self._server = server
+    self._changed = threading.Condition()
+    self._ready: collections.deque[Item] = collections.deque()
+    self._count = 0  # environments in `_ready`
+    self._asked = 0  # environments whose timesteps are awaited
+    self._inferring: list[Item] = []
+    self._closed = False
+    self.waiting = False  # its thread is in `recv`
+    self._nudged = False  # to have the network
+    self.batches: collections.Counter[int] = collections.Counter()  # sizes of what `recv` returned
+    # Of whoever has the network:
+    self.free: list[int] = list(range(args.num_envs))
+    self.run_id = np.zeros(args.num_envs, np.int64)
+    self.used = np.zeros(args.num_envs, bool)
+
+  # --- whoever has the network
+
+  def put(self, item: Item) -> None:
+    with self._changed:
+      self._ready.append(item)
+      self._count += item.group.size
+      self._asked -= item.group.size
+      self._changed.notify()
+
+  def expect(self, environments: int) -> None:
+    """So many more, or less, are awaited."""
+    with self._changed:
+      self._asked += environments
+      self._changed.notify()
+
+  def withdraw(self, group: Group) -> bool:
+    """Takes back what has not been seen of a group; False if it is being answered."""
+    with self._changed:
+      if any(item.group is group for item in self._inferring):
+        return False
+      kept = [item for item in self._ready if item.group is not group]
+      if len(kept) < len(self._ready):
+        self._server.counts['withdrawn'] += group.size
+      self._ready = collections.deque(kept)
+      self._count = sum(item.group.size for item in kept)
+      return True
+
+  # --- the actor thread
+
+  def reset(self) -> None:
+    self._server.call('pool', self)
+
+  def recv(self) -> Arrival:
+    """Those that are there; waits `max_wait` for more, where more are awaited."""
+    end = time.monotonic() + IDLE
+    self.waiting = True  # before the network is asked for: who gives it back looks at it after
+    while (items := self._taken(end)) is None:
+      if not self._server.turn(self._left(end)):  # another thread has it, and feeds this pool
+        with self._changed:
+          if not self._nudged and (left := self._left(end)) > 0:
+            self._changed.wait(left)
+          self._nudged = False
+    self.waiting = False
+    self._server.pass_on()
+    return self._arrival(items)
+
+  def _left(self, end: float) -> float:
+    """Seconds that there is something to wait for."""
+    if self._closed or (self._ready and (self._count >= self.batch_size or not self._asked)):
+      return 0.0
+    with contextlib.suppress(IndexError):  # none is ready
+      end = self._ready[0].at + self._server.max_wait
+    return end - time.monotonic()
+
+  def _taken(self, end: float) -> list[Item] | None:
+    """What is acted on next; None as long as there is something to wait for."""
+    with self._changed:
+      if self._left(end) > 0:
+        return None
+      items, total = [], 0
+      while self._ready and total + self._ready[0].group.size <= self.batch_size:
+        items.append(self._ready.popleft())
+        total += items[-1].group.size
+      self._count -= total
+      self._inferring = items
+    self.batches[total] += 1
+    return items
+
+  def nudge(self) -> None:
+    """Has the thread that waits here take the network."""
+    with self._changed:
+      self._nudged = True
+      self._changed.notify()
+
+  def _arrival(self, items: list[Item]) -> Arrival:
+    if not items:
+      return self._server.nothing
+    if len(items) == 1:
+      item = items[0]
+      ids, records, arrays, run_id = item.group.slots, item.records, item.arrays, item.run_id
+    else:
+      ids = np.concatenate([item.group.slots for item in items])
+      records = wire.Records(np.concatenate([item.records.words for item in items]))
+      run_id = np.concatenate([item.run_id for item in items])
+      arrays = [np.concatenate(x) for x in zip(*(item.arrays for item in items), strict=True)]
+    observation = tree(self._server.observation_space, iter(arrays))
+    timestep = TimeStep(
+      observation,
+      records.numbers[:, 0].copy(),  # type: ignore[arg-type]
+      records.numbers[:, 1].copy(),  # type: ignore[arg-type]
+      records.kind.astype(np.int8),  # type: ignore[arg-type]
+    )
+    return Arrival(ids, timestep, records.numbers[:, 2].copy(), records.flags > 0xFF, run_id)
+
+  def send(self, env_id: np.ndarray, action: Any) -> None:
+    """Actions for all that the last `recv` returned, in its order."""
+    dtype, shape = self._server.layout.action
+    action = np.ascontiguousarray(action, dtype).reshape(len(env_id), *shape)
+    with self._changed:
+      items, self._inferring = self._inferring, []
+    start = 0
+    for item in items:
+      stop = start + item.group.size
+      self._server.call('answer', item, action[start:stop])
+      start = stop
+    if start != len(env_id):
+      raise ValueError(f'actions for {len(env_id)} environments, where {start} are waiting')
+
+  def kill(self) -> None:
+    with self._changed:
+      self._closed = True
+      self._changed.notify_all()
+    self._server.wake()
+
+  def close(self) -> None:
+    self.kill()
+    with contextlib.suppress(RuntimeError):  # which is why it ends
+      self._server.call('unpool', self)
+
+
+# --- the network ------------------------------------------------------------------------------------
+
+
+class Server:
+  """Listens while it is entered. `spec` makes a kind of environment one whose pools are remote."""
+
+  def __init__(
+    self,
+    listen: Listen,
+    slots: int,  # of all pools
+    max_wait: float = 0.005,  # seconds
+    deadline: float = 60.0,
+    say: Say = print,
+  ) -> None:
+    self.listen, self.max_wait, self._deadline, self._say = listen, max_wait, deadline, say
+    self._slots = slots
+    self._calls: collections.deque[tuple[str, tuple[Any, ...]]] = collections.deque()
+    self._peers: dict[bytes, Peer] = {}
+    self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+    self._pools: list[RemotePool] = []
+    self._waiting: list[Group] = []  # for slots
+    self._lines: collections.deque[float] = collections.deque()
+    self._unsaid = 0
+    self.counts: collections.Counter[str] = collections.Counter()
+    self.events: collections.deque[str] = collections.deque(maxlen=1000)
+    self._lonely_since: float | None = None
+    self._reminded = 0.0
+    self._lead = threading.Lock()  # held by who has the network
+    self._ticked = 0.0
+    self._thread: threading.Thread | None = None
+    self._stop = threading.Event()
+    self._closed = False
+    self._finished = False
+    self.failure: str | None = None
+    self.address = listen.address
+
+  def spec(self, spec: HostSpec) -> HostSpec:
+    """The same kind of environment, of which others have the pools."""
+    self.observation_space = spec.observation_space
+    self.schema = wire.schema(spec.observation_space, spec.action_space)
+    self.layout = wire.Layout(self.schema)
+    self.env = spec.name
+    none = [np.zeros((0, *shape), dtype) for dtype, shape in self.layout.leaves]
+    zero: Any = np.zeros(0, np.float32)
+    timestep = TimeStep(tree(spec.observation_space, iter(none)), zero, zero, zero.astype(np.int8))
+    empty = np.zeros(0, np.int32)
+    self.nothing = Arrival(empty, timestep, zero, zero.astype(bool), empty)
+    return dataclasses.replace(
+      spec,
+      name=f'remote {spec.name}',
+      make=functools.partial(RemotePool, self),
+      ordered_only=False,
+      jax=None,
+      comes_and_goes=True,
+      metrics=self.metrics,
+    )
+
+  def __enter__(self) -> Server:
+    self._wake = wire.Wake()
+    self._context = zmq.Context()
+    self._gate: security.Gate | None = None
+    try:
+      self._bind()
+    except BaseException:
+      self._shut()
+      raise
+    self._poller = zmq.Poller()
+    self._wake_number = self._wake.fileno()
+    for socket in (self._router, self._wake_number, *([self._gate.socket] if self._gate else [])):
+      self._poller.register(socket, zmq.POLLIN)
+    self._thread = threading.Thread(target=self._main, name='remote', daemon=True)
+    self._thread.start()
+    return self
+
+  def _bind(self) -> None:
+    keys = self.listen.keys
+    if keys is not None:
+      self._gate = security.Gate(self._context, security.Allowed(keys / security.ALLOWED))
+    router = self._router = self._context.socket(zmq.ROUTER)
+    if keys is not None:
+      security.secure_server(router, keys)
+    router.linger = 500  # milliseconds, for the last words
+    router.router_mandatory = True  # so that we are told who is gone
+    router.maxmsgsize = self._largest
+    router.sndhwm = router.rcvhwm = 2 * wire.GROUPS
+    router.heartbeat_ivl, router.heartbeat_timeout = 2000, 10_000  # of connections, milliseconds
+    router.handshake_ivl = 5000
+    if '[' in self.listen.address:
+      router.ipv6 = True
+    try:
+      router.bind(self.listen.address)
+    except zmq.ZMQError as e:
+      raise security.SecurityError(f'cannot listen at {self.listen.address}: {e}') from e
+    self.address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0')
+
+  @property
+  def _largest(self) -> int:
+    """Bytes of a frame, at most; no group is larger than all slots."""
+    return self._slots * self.layout.largest + SLACK
+
+  def finished(self) -> None:
+    """The run is complete: clients that are told of the end need not wait for another."""
+    self._finished = True
+
+  def __exit__(self, *exc: object) -> None:
+    if self._stop.is_set():  # it has ended already
+      return
+    self._stop.set()
+    if self._thread:
+      self._thread.join(5.0)
+    if not self._lead.acquire(timeout=5.0):
+      raise RuntimeError('a thread does not give back the network')
+    self._shut()
+
+  def _shut(self) -> None:
+    for socket in (getattr(self, '_router', None), self._gate):
+      if socket:
+        socket.close()
+    self._context.term()
+    self._wake.close()
+
+  def call(self, what: str, *args: Any) -> None:
+    """Does something at once, or has it done by the thread that has the network.
+
+    Raises:
+      RuntimeError: if one of them has failed.
+    """
+    self._calls.append((what, args))
+    if not self._as_leader(self._do_calls):
+      self.wake()
+
+  def wake(self) -> None:
+    """Has the thread that listens look around."""
+    self._wake.set()
+
+  def turn(self, wait: float) -> bool:
+    """Listens for up to `wait` seconds, and deals with what comes; False if another thread does.
+
+    Raises:
+      RuntimeError: if it failed, now or before.
+    """
+    return self._as_leader(self._turn, wait)
+
+  def pass_on(self) -> None:
+    """To a thread that waits for environments, after this one has had the network."""
+    for pool in self._pools:
+      if pool.waiting:
+        pool.nudge()
+        return
+
+  def _as_leader(self, do: Callable[..., None], *args: Any) -> bool:
+    if self.failure:
+      raise RuntimeError(f'the network has failed:\n{self.failure}')
+    if self._closed or not self._lead.acquire(blocking=False):
+      return False
+    try:
+      do(*args)
+    except BaseException as e:
+      self.failure = traceback.format_exc()
+      self._log(f'the network failed:\n{self.failure}', always=True)
+      raise RuntimeError(f'the network failed:\n{self.failure}') from e
+    finally:
+      self._lead.release()
+    return True
+
+  def _turn(self, wait: float) -> None:
+    for ready, _ in self._poller.poll(max(int(wait * 1000 + 0.999), 0)):
+      if ready == self._wake_number:
+        self._wake.clear()
+      elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
+        self.counts['turned away'] += 1
+        self._log(told)
+    self._do_calls()
+    self._receive_some()
+    if time.monotonic() - self._ticked > TICK:
+      self._tick()
+      self._ticked = time.monotonic()
+
+  def _main(self) -> None:
+    """Looks after the network while nobody else does, and takes leave at the end."""
+    while not self._stop.wait(CARE):
+      with contextlib.suppress(RuntimeError):  # which is told already, and to the actor threads
+        self.turn(0.0)
+    self._wake.set()
+    with self._lead:
+      self._closed = True
+      if self.failure is None:
+        self._goodbye()
+
+  def _do_calls(self) -> None:
+    while self._calls:
+      what, args = self._calls.popleft()
+      getattr(self, f'_{what}')(*args)
+
+  def _receive_some(self) -> None:
+    """What has come, but not for so long that answers wait."""
+    receive = self._router.recv
+    for _ in range(256):
+      try:
+        frame = receive(_NOBLOCK, False)  # without copying
+        raw = [frame]
+        while frame.more:
+          frame = receive(_NOBLOCK, False)
+          raw.append(frame)
+      except zmq.Again:
+        return
+      except zmq.ZMQError as e:
+        self.counts['errors'] += 1
+        self._log(f'receiving: {e}')
+        return
+      self._message([f.buffer for f in raw], raw)
+      if self._calls:
+        self._do_calls()
+
+  # --- what clients say
+
+  def _message(self, frames: list[Any], raw: list[Any]) -> None:
+    address = bytes(frames[0])
+    if address in self._banned:
+      self.counts['ignored'] += 1
+      return
+    try:
+      header = wire.unpack(frames[1]) if len(frames) > 1 else None
+      if header is None:
+        raise WireError('a message without a header')
+      self._dispatch(address, header, frames[2:], raw)
+    except WireError as e:
+      self._ban(address, str(e))
+
+  def _dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: list[Any]) -> None:
+    kind = header[0]
+    if kind == wire.STEP:
+      self._step(address, header, frames)
+      return
+    if frames:
+      raise WireError(f'{len(frames)} frames after a header of kind {kind}, expected none')
+    if kind == wire.HELLO:
+      (told,) = wire.fields(header, dict)
+      self._hello(address, told, self._key_of(raw))
+    elif kind == wire.ENTER:
+      session, index, size = wire.fields(header, int, int, int)
+      if (peer := self._session(address, session)) is not None:
+        self._enter(peer, index, size)
+    elif kind == wire.PING:
+      (session,) = wire.fields(header, int)
+      if self._session(address, session) is not None:
+        self._send(address, wire.PONG, session)
+    elif kind == wire.BYE:
+      session, reason = wire.fields(header, int, str)
+      if (peer := self._session(address, session)) is not None:
+        self._drop(peer, f'left: {reason[:200]}')
+    elif kind == wire.ASK:
+      wire.fields(header)
+      self._key_of(raw)
+      self._send(address, wire.REPORT, self.report())
+    else:
+      raise WireError(f'a header of kind {kind}, which clients have not')
+
+  def _key_of(self, raw: list[Any]) -> bytes:
+    """The client's; connections live on when a key is taken from the list."""
+    if self._gate is None:
+      return b''
+    key = raw[1].get('User-Id').encode()
+    if key not in self._gate.allowed:
+      raise WireError('something with a key that is not listed any more')
+    return key
+
+  def _session(self, address: bytes, session: int) -> Peer | None:
+    """The client, if it has this session; else it is told that there is none."""
+    peer = self._peers.get(address)
+    if peer is None or peer.session != session:
+      self.counts['stale'] += 1
+      self._send(address, wire.GONE, session, 'there is no such session; say hello again')
+      return None
+    peer.last_seen = time.monotonic()
+    return peer
+
+  def _hello(self, address: bytes, told: dict[str, Any], key: bytes) -> None:
+    for name, kind in (('name', str), ('version', int), ('nonce', int), ('host', str),
+                       ('pid', int), ('env', str), ('podrace', str)):  # fmt: skip
+      if type(told.get(name)) is not kind or (kind is str and len(told[name]) > 200):
+        raise WireError(f'a hello without a {name} that is {kind.__name__}')
+    peer = self._peers.get(address)
+    if peer is not None and peer.nonce == told['nonce']:
+      self._welcome(peer)  # asked twice
+      return
+    if reasons := self._reasons_against(told):
+      self.counts['refused'] += 1
+      self._log(f'refused {told["host"]}:{told["pid"]}: ' + '; '.join(reasons))
+      self._send(address, wire.REFUSED, reasons)
+      return
+    if not self._pools:
+      self._send(address, wire.WAIT, 'the learner is getting ready')
+      return
+    if len(self._peers) >= PEERS and peer is None:
+      self._send(address, wire.WAIT, f'the learner has {PEERS} clients and takes no more')
+      return
+    if peer is not None:
+      self._drop(peer, 'said hello anew')
+    session = int.from_bytes(os.urandom(7), 'little')
+    peer = self._peers[address] = Peer(address, session, told, key)
+    self.counts['sessions'] += 1
+    other = '' if told['env'] == self.env else f', which is not {self.env} by name'
+    self._log(f'{peer.name} joins with {told["env"]}{other}')
+    self._welcome(peer)
+
+  def _reasons_against(self, told: dict[str, Any]) -> list[str]:
+    if told['name'] != wire.NAME or told['version'] != wire.VERSION:
+      return [
+        f'the learner speaks {wire.NAME} version {wire.VERSION} (podrace {__version__}), '
+        f'the environments {told["name"]} version {told["version"]} (podrace {told["podrace"]})'
+      ]
+    return wire.differences(self.schema, told.get('schema'))
+
+  def _welcome(self, peer: Peer) -> None:
+    self._send(peer.address, wire.WELCOME, peer.session, {
+      'nonce': peer.nonce,
+      'largest_group': min(p.batch_size for p in self._pools),
+      'silence': self.listen.peer_timeout,
+      'env': self.env,
+    })  # fmt: skip
+
+  def _enter(self, peer: Peer, index: int, size: int) -> None:
+    largest = min((p.batch_size for p in self._pools), default=0)
+    if index >= wire.GROUPS or index in peer.groups:
+      raise WireError(f'group {index}, which is there already or more than {wire.GROUPS - 1}')
+    if not 1 <= size <= largest or peer.environments + size > ENVIRONMENTS:
+      raise WireError(f'a group of {size} environments, expected 1 to {largest}')
+    if len(self._waiting) >= WAITING:
+      self._tell_gone(peer, f'{WAITING} groups of environments wait already')
+      return
+    group = peer.groups[index] = Group(peer, index, size)
+    peer.environments += size
+    self._waiting.append(group)
+    self._assign()
+
+  def _step(self, address: bytes, header: list[Any], frames: list[Any]) -> None:
+    session, index, seq, crc = wire.fields(header, int, int, int, int)
+    peer = self._session(address, session)
+    if peer is None:
+      return
+    group = peer.groups.get(index)
+    if group is not None and group.state == 'gone':  # its actor thread has ended
+      return
+    if group is None or group.state != 'asked' or group.seq != seq:
+      state = f'in turn {group.seq}, {group.state}' if group else 'which has not entered'
+      raise WireError(f'timesteps {seq} of group {index}, {state}')
+    assert group.pool is not None
+    records, arrays = self.layout.step(frames, group.size, crc)
+    restarted = group.accept(records, arrays)
+    if restarted is not None:
+      group.pool.run_id[group.slots[restarted]] += 1
+      group.run_id = group.pool.run_id[group.slots]
+      peer.restarts += int(restarted.sum())
+    now = time.monotonic()
+    if seq:
+      peer.stepping.add(now - group.since)
+    group.state, group.since = 'thinking', now
+    peer.frames += group.size
+    self.counts['frames'] += group.size
+    group.pool.put(Item(group, records, arrays, group.run_id, now))
+
+  # --- what actor threads want
+
+  def _pool(self, pool: RemotePool) -> None:
+    self._pools.append(pool)
+    self._reminded = 0.0
+    self._assign()
+
+  def _unpool(self, pool: RemotePool) -> None:
+    if pool in self._pools:
+      self._pools.remove(pool)
+    for peer in self._peers.values():  # who keep their sessions, to be told how the run ends
+      for group in peer.groups.values():
+        if group.pool is pool:
+          group.state, group.pool = 'gone', None
+
+  def _answer(self, item: Item, action: np.ndarray) -> None:
+    group = item.group
+    if group.state == 'gone':  # while the answer was made
+      self._release(group)
+      return
+    assert group.pool is not None
+    data = action.tobytes()
+    header = (wire.ACTION, group.peer.session, group.index, group.seq, wire.checksum([data]))
+    group.seq += 1
+    group.state = 'asked'
+    now = time.monotonic()
+    group.peer.answering.add(now - item.at)
+    group.since = now
+    group.pool.expect(group.size)
+    self._send(group.peer.address, *header, frames=[data])
+
+  # --- slots
+
+  def _assign(self) -> None:
+    """Gives slots to the groups that wait, in their order, where there are enough."""
+    waiting = []
+    for group in self._waiting:
+      pools = [p for p in self._pools if len(p.free) >= group.size]
+      if group.peer.address not in self._peers:
+        continue
+      if not pools:
+        waiting.append(group)
+        continue
+      pool = max(pools, key=lambda p: len(p.free))
+      slots, pool.free = pool.free[: group.size], pool.free[group.size :]
+      group.pool, group.slots = pool, np.array(slots, np.int32)
+      pool.run_id[slots] += pool.used[slots]  # another life than the one before
+      pool.used[slots] = True
+      group.begin()
+      group.run_id = pool.run_id[slots]
+      pool.expect(group.size)
+      self._send(group.peer.address, wire.START, group.peer.session, group.index)
+    self._waiting = waiting
+
+  def _release(self, group: Group) -> None:
+    if group.pool is not None:
+      group.pool.free.extend(group.slots.tolist())
+      group.pool = None
+      self._assign()
+
+  def _drop(self, peer: Peer, reason: str) -> None:
+    """Ends a session. Unrolls that its environments had begun are dropped with it."""
+    if self._peers.get(peer.address) is not peer:
+      return
+    del self._peers[peer.address]
+    self._waiting = [g for g in self._waiting if g.peer is not peer]
+    self.counts['dropped'] += 1
+    self._log(f'{peer.name} ({peer.environments} environments): {reason}')
+    for group in peer.groups.values():
+      state, group.state = group.state, 'gone'
+      if group.pool is None:
+        continue
+      if state == 'asked':
+        group.pool.expect(-group.size)
+        self._release(group)
+      elif group.pool.withdraw(group):
+        self._release(group)  # else when it is answered
+
+  def _ban(self, address: bytes, reason: str) -> None:
+    """Ignores a connection from now on, and tells why."""
+    self.counts['malformed'] += 1
+    peer = self._peers.get(address)
+    self._banned[address] = None
+    while len(self._banned) > BANNED:
+      self._banned.popitem(last=False)
+    if peer is not None:
+      self._drop(peer, f'dropped, it sent {reason}')
+    else:
+      self._log(f'ignoring somebody who sent {reason}')
+    self._send(address, wire.GONE, peer.session if peer else 0, f'you sent {reason}')
+
+  def _send(self, address: bytes, *header: Any, frames: list[Any] | None = None) -> None:
+    message: list[Any] = [address, wire.pack(*header), *(frames or [])]
+    last = message.pop()
+    try:
+      for frame in message:
+        self._router.send(frame, _MORE)
+      self._router.send(last, _NOBLOCK)
+    except zmq.ZMQError as e:  # it is gone, or does not read what it is sent
+      if (peer := self._peers.get(address)) is not None:
+        reason = 'does not read what it is sent' if e.errno == zmq.EAGAIN else 'is gone'
+        self._drop(peer, reason)
+
+  # --- time
+
+  def _tick(self) -> None:
+    now = time.monotonic()
+    silence = self.listen.peer_timeout
+    for peer in list(self._peers.values()):
+      if now - peer.last_seen > silence:
+        self._tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
+        continue
+      late = [
+        g
+        for g in peer.groups.values()
+        if g.state == 'asked' and now - g.since > self._deadline + (0 if g.seq else 120.0)
+      ]
+      if late:
+        self._tell_gone(peer, f'group {late[0].index} has not answered for {self._deadline:.0f} s')
+    if self._gate and self._gate.allowed.refresh():
+      for peer in list(self._peers.values()):
+        if peer.key not in self._gate.allowed:
+          self._tell_gone(peer, 'its key is not listed any more')
+    self._tell_of_loneliness(now)
+    if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
+      self._log(f'({self._unsaid} more lines were left out)', always=True)
+      self._unsaid = 0
+
+  def _tell_gone(self, peer: Peer, reason: str) -> None:
+    address, session = peer.address, peer.session
+    self._drop(peer, reason)
+    self._send(address, wire.GONE, session, reason)
+
+  def _tell_of_loneliness(self, now: float) -> None:
+    """That there are no environments, when it begins and every minute; and when it ends."""
+    if not self._pools:
+      return
+    if any(
+      g.state in ('asked', 'thinking') for p in self._peers.values() for g in p.groups.values()
+    ):
+      if self._lonely_since is not None:
+        self._log('environments are here, going on', always=True)
+      self._lonely_since = None
+      return
+    if self._lonely_since is None:
+      self._lonely_since, self._reminded = now, 0.0
+    if now - self._reminded > REMIND:
+      self._reminded = now
+      keys = ' --keys DIR' if self._gate else ''
+      self._log(
+        'no environments are connected; waiting for '
+        f'`podrace envs --connect {self.address} --env {self.env}{keys}`',
+        always=True,
+      )  # fmt: skip
+
+  def _goodbye(self) -> None:
+    reason = 'the run is complete' if self._finished else 'the learner has stopped'
+    for address in list(self._peers):
+      with contextlib.suppress(zmq.ZMQError):
+        message = [address, wire.pack(wire.END, self._finished, reason)]
+        self._router.send_multipart(message, zmq.NOBLOCK)
+    # A connection that is closed with something unread is reset, and the last words with it.
+    end = time.monotonic() + GOODBYE
+    while self._peers and (left := end - time.monotonic()) > 0:
+      if self._router.poll(int(left * 1000) + 1):
+        self._receive_some()
+
+  # --- what there is to tell
+
+  def _log(self, line: str, always: bool = False) -> None:
+    now = time.monotonic()
+    self.events.append(line)
+    while self._lines and now - self._lines[0] > LINE_SECONDS:
+      self._lines.popleft()
+    if len(self._lines) >= LINES and not always:
+      self._unsaid += 1
+      return
+    self._lines.append(now)
+    self._say(f'remote: {line}')
+
+  def report(self) -> dict[str, Any]:
+    """What `podrace top` shows; of the network thread."""
+    now = time.monotonic()
+    clients = [self._told_of(p, now) for p in self._peers.values()]
+    return {
+      'env': self.env,
+      'slots': sum(p.num_envs for p in self._pools),
+      'free': sum(len(p.free) for p in self._pools),
+      'counts': dict(self.counts),
+      'clients': clients[:1000],
+      'more_clients': max(len(clients) - 1000, 0),
+    }
+
+  @staticmethod
+  def _told_of(peer: Peer, now: float) -> dict[str, Any]:
+    answer, step = peer.answering.milliseconds(), peer.stepping.milliseconds()
+    return {
+      'name': peer.name,
+      'env': peer.env,
+      'environments': peer.environments,
+      'acting': sum(g.size for g in peer.groups.values() if g.state in ('asked', 'thinking')),
+      'frames': peer.frames,
+      'seconds': round(now - peer.since, 3),
+      'answer_ms': list(answer),
+      'step_ms': list(step),
+      'restarts': peer.restarts,
+      'last_seen_s': round(now - peer.last_seen, 3),
+    }
+
+  def metrics(self) -> dict[str, float]:
+    """Numbers for metrics.jsonl; from another thread."""
+    peers = list(self._peers.values())
+    acting = sum(p.num_envs - len(p.free) for p in list(self._pools))
+    return {
+      'remote_clients': len(peers),
+      'remote_envs': acting,
+      'remote_dropped': self.counts['dropped'],
+      'remote_malformed': self.counts['malformed'],
+      'remote_refused': self.counts['refused'] + self.counts['turned away'],
+    }

@@ -1,0 +1,101 @@
+"""`podrace top`: what a learner's remote environments do, in the terminal. Imports no JAX."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from podrace.remote import security, wire
+
+ANSWER_SECONDS = 5.0  # that a learner has to answer
+HEAD = ('client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'seen')
+
+
+class Asker:
+  """A connection that asks how things are."""
+
+  def __init__(self, address: str, keys: Path | None, insecure: bool) -> None:
+    security.check_address(address, keys, insecure, 'top')
+    self._address = address
+    self._context = zmq.Context()
+    self._socket = self._context.socket(zmq.DEALER)
+    self._socket.linger = 0
+    if keys is not None:
+      security.secure_client(self._socket, keys)
+    self._socket.connect(address)
+
+  def ask(self) -> dict[str, Any]:
+    """The learner's report.
+
+    Raises:
+      TimeoutError: if there is no answer.
+    """
+    self._socket.send(wire.pack(wire.ASK))
+    end = time.monotonic() + ANSWER_SECONDS
+    while (left := end - time.monotonic()) > 0 and self._socket.poll(int(left * 1000) + 1):
+      header = wire.unpack(self._socket.recv_multipart()[0])
+      if header[0] == wire.REPORT:
+        (report,) = wire.fields(header, dict)
+        return report
+    raise TimeoutError(
+      f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: no learner, or other keys'
+    )
+
+  def close(self) -> None:
+    self._socket.close()
+    self._context.term()
+
+
+def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any:
+  """A report as rich shows it; `before` are the clients' frames so many seconds ago."""
+  from rich.table import Table
+
+  counts = ', '.join(f'{k} {v:,}' for k, v in sorted(report['counts'].items()))
+  taken = report['slots'] - report['free']
+  shown = Table(*HEAD, title=f'{report["env"]}: {taken} of {report["slots"]} slots taken; {counts}')
+  for c in report['clients']:
+    rate = (c['frames'] - before.get(c['name'], c['frames'])) / seconds if seconds else 0.0
+    shown.add_row(
+      c['name'], f'{c["acting"]} of {c["environments"]}', f'{rate:,.0f}',
+      '{:.1f} {:.1f} ms'.format(*c['answer_ms']), '{:.1f} {:.1f} ms'.format(*c['step_ms']),
+      str(c['restarts']), f'{c["last_seen_s"]:.1f} s',
+    )  # fmt: skip
+  if report['more_clients']:
+    shown.add_row(f'and {report["more_clients"]} more', *[''] * (len(HEAD) - 1))
+  return shown
+
+
+def run(address: str, keys: Path | None, insecure: bool, once: bool, every: float) -> int:
+  """`podrace top`: the exit code."""
+  asker = Asker(address, keys, insecure)
+  try:
+    report = asker.ask()
+    if once:
+      print(json.dumps(report))
+      return 0
+    _live(asker, report, every)
+  except (TimeoutError, wire.WireError) as e:
+    print(f'podrace top: {e}', file=sys.stderr)
+    return 1
+  except KeyboardInterrupt:
+    return 130
+  finally:
+    asker.close()
+  return 0
+
+
+def _live(asker: Asker, report: dict[str, Any], every: float) -> None:
+  from rich.live import Live
+
+  before, at = {c['name']: c['frames'] for c in report['clients']}, time.monotonic()
+  with Live(table(report, before, 0.0), auto_refresh=False) as live:
+    while True:
+      time.sleep(max(every, 0.1))
+      report, now = asker.ask(), time.monotonic()
+      live.update(table(report, before, now - at), refresh=True)
+      before, at = {c['name']: c['frames'] for c in report['clients']}, now

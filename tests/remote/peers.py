@@ -1,0 +1,283 @@
+"""Both ends of the wire for tests: a server with a stub in the learner's place, and bare clients."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+from gymnasium import spaces
+
+from podrace.envs.host.base import Checker, HostSpec, PoolArgs
+from podrace.remote import security, wire
+from podrace.remote.server import Listen, Server
+from podrace.types import FIRST, LAST, MID
+
+HERE = Path(__file__).parent
+DEADLINE = 60.0
+ANY = 'tcp://127.0.0.1:*'
+
+
+def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
+  """What `condition` gives once that is true; fails if it isn't in time."""
+  end = time.monotonic() + deadline
+  while not (value := condition()):
+    assert time.monotonic() < end, f'not in {deadline} s'
+    time.sleep(0.002)
+  return value
+
+
+def spec(shape: tuple[int, ...] = (4,), actions: int = 5, dtype: Any = np.float32) -> HostSpec:
+  """Spaces as those of host_envs' Sequence, unless told otherwise."""
+  high = np.inf if np.dtype(dtype).kind == 'f' else 255
+  low = -np.inf if np.dtype(dtype).kind == 'f' else 0
+
+  def no_pool(args: PoolArgs) -> Any:
+    raise AssertionError('the learner makes no environments of its own')
+
+  return HostSpec(
+    'test:spec', spaces.Box(low, high, shape, dtype), spaces.Discrete(actions, dtype=np.int32),
+    no_pool,
+  )  # fmt: skip
+
+
+class Learner:
+  """A server, and threads that answer with random actions and keep what arrived."""
+
+  def __init__(
+    self,
+    kind: HostSpec | None = None,
+    slots: int = 8,
+    threads: int = 1,
+    keys: Path | None = None,
+    address: str = ANY,
+    max_wait: float = 0.005,
+    deadline: float = 30.0,
+    peer_timeout: float = 5.0,
+    keep: bool = True,
+    act: bool = True,
+  ) -> None:
+    self.said: list[str] = []
+    listen = Listen(address, keys, peer_timeout=peer_timeout)
+    self.server = Server(listen, slots * threads, max_wait, deadline, self.said.append)
+    self.spec = self.server.spec(kind or spec())
+    self.slots, self.keep = slots, keep
+    self.arrivals: list[Any] = []
+    self.steps = 0
+    self.failure: BaseException | None = None
+    self.pause = threading.Event()  # cleared: the learner is behind
+    self.pause.set()
+    self._stop = False
+    args = PoolArgs(slots, slots, np.zeros(slots, np.uint32), 1, deadline)
+    self.pools = [self.spec.make(args) for _ in range(threads)]
+    self._threads = [threading.Thread(target=self._act, args=(p,)) for p in self.pools if act]
+
+  def __enter__(self) -> Learner:
+    self.server.__enter__()
+    for pool in self.pools:
+      pool.reset()
+    for thread in self._threads:
+      thread.start()
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self._stop = True
+    self.pause.set()
+    for pool in self.pools:
+      pool.close()
+    for thread in self._threads:
+      thread.join(10)
+      assert not thread.is_alive()
+    self.server.__exit__()
+    if self.failure and not exc[0]:
+      raise self.failure
+
+  @property
+  def address(self) -> str:
+    return self.server.address
+
+  def says(self, text: str, deadline: float = DEADLINE) -> None:
+    until(lambda: any(text in line for line in self.said), deadline)
+
+  def _act(self, pool: Any) -> None:
+    rng = np.random.default_rng(0)
+    check = Checker(self.spec, self.slots)
+    try:
+      while not self._stop:
+        arrival = pool.recv()
+        check(arrival)
+        if not len(arrival.env_id):
+          continue
+        self.pause.wait()
+        if self.keep:
+          self.arrivals.append((pool, arrival))
+        self.steps += len(arrival.env_id)
+        pool.send(arrival.env_id, rng.integers(0, 5, len(arrival.env_id)).astype(np.int32))
+    except BaseException as e:
+      if not self._stop:
+        self.failure = e
+
+
+def lives(arrivals: list[Any]) -> dict[Any, list[Any]]:
+  """(pool, slot, run id) -> its rows: (observation, step type), in the order of arrival."""
+  found: dict[Any, list[Any]] = collections.defaultdict(list)
+  for pool, a in arrivals:
+    for i, env in enumerate(a.env_id):
+      row = (np.asarray(a.timestep.observation[i]), int(a.timestep.step_type[i]))
+      found[id(pool), int(env), int(a.run_id[i])].append(row)
+  return found
+
+
+def assert_whole(of_lives: dict[Any, list[Any]]) -> None:
+  """Every life of a slot is one life of one of host_envs' Sequences, without gap or repetition."""
+  seen = set()
+  for rows in of_lives.values():
+    who = {(x[0], x[1]) for x, _ in rows}
+    assert len(who) == 1
+    assert not who & seen  # nobody is in two lives
+    seen |= who
+    assert [int(x[2]) for x, _ in rows] == list(range(len(rows)))
+    kinds = [k for _, k in rows]
+    assert kinds[0] == FIRST
+    for one, following in itertools.pairwise(kinds):
+      assert (one == LAST) == (following == FIRST)
+
+
+class Raw:
+  """A client of a few lines, that can be made to say anything."""
+
+  def __init__(self, address: str, kind: HostSpec | None = None, keys: Path | None = None) -> None:
+    kind = kind or spec()
+    self.schema = wire.schema(kind.observation_space, kind.action_space)
+    self.layout = wire.Layout(self.schema)
+    self.context = zmq.Context()
+    self.socket = self.context.socket(zmq.DEALER)
+    if keys is not None:
+      security.secure_client(self.socket, keys)
+    self.socket.linger = 0
+    self.socket.sndhwm = self.socket.rcvhwm = 0
+    self.socket.connect(address)
+    self.nonce = random.getrandbits(40)
+    self.session = 0
+    self.count = 0
+
+  def close(self) -> None:
+    self.socket.close()
+    self.context.term()
+
+  def __enter__(self) -> Raw:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.close()
+
+  def say(self, *header: Any, frames: Any = ()) -> None:
+    self.socket.send_multipart([wire.pack(*header), *frames])
+
+  def hear(self, seconds: float = 10.0) -> list[Any] | None:
+    """The next header with its frames, or None."""
+    if not self.socket.poll(int(seconds * 1000)):
+      return None
+    frames = self.socket.recv_multipart()
+    return [wire.unpack(frames[0]), *frames[1:]]
+
+  def expect(self, kind: int, seconds: float = 10.0) -> list[Any]:
+    """The next header of this kind; others are passed over, but not what ends a session."""
+    end = time.monotonic() + seconds
+    while (heard := self.hear(max(end - time.monotonic(), 0))) is not None:
+      if heard[0][0] == kind:
+        return heard
+      assert heard[0][0] in (wire.PONG, wire.WAIT, wire.START), heard
+    raise AssertionError(f'nothing of kind {kind} in {seconds} s')
+
+  def told(self, **changes: Any) -> dict[str, Any]:
+    told = {'name': wire.NAME, 'version': wire.VERSION, 'nonce': self.nonce, 'host': 'raw',
+            'pid': os.getpid(), 'env': 'test:spec', 'podrace': '0', 'schema': self.schema}  # fmt: skip
+    return {**told, **changes}
+
+  def hello(self) -> dict[str, Any]:
+    self.say(wire.HELLO, self.told())
+    heard = self.expect(wire.WELCOME)
+    self.session = heard[0][1]
+    return heard[0][2]
+
+  def enter(self, size: int, group: int = 0) -> None:
+    self.say(wire.ENTER, self.session, group, size)
+    assert self.expect(wire.START)[0][1:] == [self.session, group]
+
+  def frames(self, size: int, kind: int = MID, life: int = 0) -> list[bytes]:
+    records = np.zeros(size, wire.RECORD)
+    records['step_type'], records['discount'], records['life'] = kind, 1, life
+    arrays = [np.full((size, *s), self.count, d) for d, s in self.layout.leaves]
+    self.count += 1
+    return [x.tobytes() for x in (records, *arrays)]
+
+  def step(self, size: int, seq: int, kind: int = MID, group: int = 0, frames: Any = None) -> None:
+    frames = frames if frames is not None else self.frames(size, kind)
+    self.say(wire.STEP, self.session, group, seq, wire.checksum(frames), frames=frames)
+
+  def act(self, size: int, seq: int, group: int = 0) -> np.ndarray:
+    header, *frames = self.expect(wire.ACTION)
+    assert header[1:4] == [self.session, group, seq]
+    return self.layout.actions(frames, size, header[4])
+
+  def join(self, size: int) -> None:
+    """As far as the first action."""
+    self.hello()
+    self.enter(size)
+    self.step(size, 0, FIRST)
+    self.act(size, 0)
+
+
+class Envs:
+  """`podrace envs`, a process of its own; its output is in a file."""
+
+  def __init__(self, address: str, log: Path, *args: str, env: str = '', module: str = '') -> None:
+    self.log = log
+    env = env or 'gymnasium:host_envs:Sequence-v0'
+    command = [sys.executable, '-m', 'podrace.cli', 'envs', '--connect', address, '--env', env]
+    if module:
+      command = [sys.executable, module, address]
+    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
+    with log.open('w') as file:
+      self.process = subprocess.Popen(
+        [*command, *args], stdout=file, stderr=file, env={**os.environ, 'PYTHONPATH': path}
+      )
+
+  @property
+  def output(self) -> str:
+    return self.log.read_text()
+
+  def says(self, text: str, times: int = 1) -> None:
+    until(lambda: self.output.count(text) >= times or self.process.poll() is not None)
+    assert self.output.count(text) >= times, self.output
+
+  def signal(self, signum: int) -> None:
+    self.process.send_signal(signum)
+
+  def kill(self) -> None:
+    self.process.kill()
+    self.process.wait()
+
+  def wait(self, deadline: float = DEADLINE) -> int:
+    code = self.process.wait(deadline)
+    return code if code >= 0 else 128 - code
+
+  def __enter__(self) -> Envs:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    if self.process.poll() is None:
+      self.signal(signal.SIGCONT)
+      self.kill()

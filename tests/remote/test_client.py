@@ -1,0 +1,208 @@
+"""`podrace envs` as processes, with a stub in the learner's place: what they survive."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peers import HERE, Envs, Learner, assert_whole, lives, spec, until
+
+from podrace.remote.client import group_sizes
+
+
+def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
+  with Learner(slots=8) as learner:
+    with Envs(learner.address, tmp_path / 'log', '--num-envs', '4', '--workers', '2') as envs:
+      until(lambda: learner.steps > 400)
+      envs.signal(signal.SIGTERM)
+      assert envs.wait() == 143
+      learner.says('left: SIGTERM')
+    found = lives(learner.arrivals)
+    assert len(found) == 4
+    assert_whole(found)
+    assert {len(a.env_id) for _, a in learner.arrivals} <= {2, 4}  # in two groups
+
+
+def test_ctrl_c_is_130(tmp_path: Path) -> None:
+  with Learner() as learner, Envs(learner.address, tmp_path / 'log') as envs:
+    until(lambda: learner.steps > 10)
+    envs.signal(signal.SIGINT)
+    assert envs.wait() == 130
+
+
+def all_step(learner: Learner, dropped: int) -> bool:
+  """So many clients are gone, and all slots are those of others that step."""
+  groups = [g for p in list(learner.server._peers.values()) for g in list(p.groups.values())]
+  gone = learner.server.counts['dropped'] == dropped
+  return gone and not learner.pools[0].free and all(g.seq for g in groups)
+
+
+def kills(tmp_path: Path, count: int) -> None:
+  """Clients are killed at random moments; others come in their place."""
+  moments = random.Random(0)
+  with Learner(slots=4, peer_timeout=1.0, max_wait=0.001) as learner:
+    running: list[Envs] = []
+    try:
+      for i in range(2):
+        running.append(Envs(learner.address, tmp_path / f'first {i}', '--num-envs', '2'))
+      for i in range(count):
+        until(lambda i=i: all_step(learner, i))
+        before = learner.steps + moments.randint(1, 60)
+        until(lambda b=before: learner.steps > b)
+        victim = running.pop(moments.randrange(2))
+        victim.kill()
+        running.append(Envs(learner.address, tmp_path / f'{2 + i}', '--num-envs', '2'))
+      until(lambda: all_step(learner, count))
+      before = learner.steps + 60
+      until(lambda: learner.steps > before)
+      for one in running:
+        one.signal(signal.SIGTERM)
+        assert one.wait() == 143
+    finally:
+      for one in running:
+        one.__exit__()
+    found = lives(learner.arrivals)
+    assert_whole(found)
+    counts = learner.server.counts
+    assert sum(map(len, found.values())) == learner.steps
+    assert counts['frames'] == learner.steps + counts['withdrawn']
+    assert len(found) == 4 + 2 * count
+    assert counts['sessions'] == counts['dropped'] == 2 + count
+    assert counts['malformed'] == 0
+    assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
+
+
+def test_killed_clients_lose_and_duplicate_nothing(tmp_path: Path) -> None:
+  kills(tmp_path, 4)
+
+
+@pytest.mark.slow
+def test_a_hundred_killed_clients(tmp_path: Path) -> None:
+  kills(tmp_path, 100)
+
+
+def test_a_frozen_client_is_dropped_and_comes_back(tmp_path: Path) -> None:
+  with Learner(slots=2, peer_timeout=1.0) as learner:
+    with Envs(learner.address, tmp_path / 'log', '--num-envs', '2') as envs:
+      until(lambda: learner.steps > 50)
+      envs.signal(signal.SIGSTOP)
+      learner.says('silent for')
+      learner.says('no environments are connected')
+      before = learner.steps
+      envs.signal(signal.SIGCONT)
+      until(lambda: learner.steps > before + 50)
+      envs.says('environments begin anew when it is back')
+    found = lives(learner.arrivals)
+    assert_whole(found)
+    assert {run for _, _, run in found} == {0, 1}
+
+
+def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> None:
+  with Learner() as learner:
+    address = learner.address
+    envs = Envs(address, tmp_path / 'log', '--num-envs', '2')
+    until(lambda: learner.steps > 20)
+  with envs:
+    envs.says('the learner has stopped; environments begin anew when it is back')
+    with Learner(address=address) as again:
+      until(lambda: again.steps > 20)
+      assert_whole(lives(again.arrivals))
+      again.server.finished()
+    assert envs.wait() == 0
+    assert 'the run is complete' in envs.output
+
+
+def test_a_killed_worker_is_another_life_and_not_another_session(tmp_path: Path) -> None:
+  with Learner() as learner:
+    with Envs(learner.address, tmp_path / 'log', '--num-envs', '2', '--workers', '2') as envs:
+      until(lambda: learner.steps > 50)
+      workers = [int(p) for p in os.popen(f'pgrep -P {envs.process.pid}').read().split()]
+      os.kill(workers[0], signal.SIGKILL)
+      until(lambda: any(run for _, _, run in lives(list(learner.arrivals))))
+    assert learner.server.counts['sessions'] == 1
+    assert_whole(lives(learner.arrivals))
+
+
+def test_an_environment_that_fails_is_told_at_both_ends(tmp_path: Path) -> None:
+  wrong = 'gymnasium:host_envs:Wrong-v0,what=raise'
+  with Learner() as learner, Envs(learner.address, tmp_path / 'log', env=wrong) as envs:
+    assert envs.wait() == 1
+    assert 'ZeroDivisionError: the game broke' in envs.output
+    learner.says('left: it failed')
+
+
+def test_refused_with_both_sides_printed_at_both_ends(tmp_path: Path) -> None:
+  with Learner(spec(shape=(7,))) as learner:
+    with Envs(learner.address, tmp_path / 'log') as envs:
+      assert envs.wait() == 2
+      line = 'observation: the learner has Box <f4 of shape [7]'
+      assert line in envs.output and 'the environments Box <f4 of shape [4]' in envs.output
+    learner.says(line)
+
+
+def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
+  with Learner() as learner:
+    address = learner.address
+  with Envs(address, tmp_path / 'log', '--give-up-after', '1.5') as envs:
+    assert envs.wait() == 1
+    assert f'no learner at {address} for 2 s' in envs.output
+
+
+@pytest.mark.parametrize(
+  'args',
+  [
+    ['--connect', 'tcp://127.0.0.1:1', '--env', 'podrace:catch'],
+    ['--connect', 'tcp://127.0.0.1:1', '--env', 'ale:no_such_game'],
+    ['--connect', 'tcp://127.0.0.1:1', '--env', 'ale:pong', '--num-envs', 'x'],
+    ['--connect', 'tcp://127.0.0.1:1', '--env', 'ale:pong', '--num-envs', '0'],
+    ['--connect', 'tcp://127.0.0.1:1'],
+    ['--conect', 'tcp://127.0.0.1:1'],
+  ],
+)
+def test_bad_usage_is_2(args: list[str]) -> None:
+  done = subprocess.run(
+    [sys.executable, '-m', 'podrace.cli', 'envs', *args],
+    capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(HERE.parents[1])},
+  )  # fmt: skip
+  assert done.returncode == 2, done.stderr
+  assert done.stderr.startswith('podrace: ')
+
+
+def test_it_imports_no_jax() -> None:
+  """Nor anything that is heavy: what is imported is counted."""
+  code = (
+    'import sys; import podrace.remote.client, podrace.remote.top, podrace.envs.host.ale\n'
+    'podrace.remote.client.make_spec("gymnasium:CartPole-v1")\n'
+    'wrong = {"jax", "jaxlib", "flax", "optax", "orbax", "tyro", "rich"} & set(sys.modules)\n'
+    'assert not wrong, wrong\n'
+    'print(len([m for m in sys.modules if m.startswith("podrace")]))'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=False,
+    env={**os.environ, 'PYTHONPATH': str(HERE.parents[1])},
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert int(done.stdout) <= 18
+
+
+@pytest.mark.parametrize(
+  ('num_envs', 'groups', 'largest', 'sizes'),
+  [
+    (64, 0, 64, [32, 32]), (64, 0, 16, [16] * 4), (64, 0, 20, [16] * 4), (1, 0, 8, [1]),
+    (7, 3, 8, [3, 2, 2]), (5, 1, 8, [5]),
+  ],
+)  # fmt: skip
+def test_group_sizes(num_envs: int, groups: int, largest: int, sizes: list[int]) -> None:
+  assert group_sizes(num_envs, groups, largest) == sizes
+
+
+def test_group_sizes_that_cannot_be() -> None:
+  with pytest.raises(ValueError, match='--groups 2: an actor thread'):
+    group_sizes(64, 2, 16)
+  with pytest.raises(ValueError, match='at most 256 groups of 1'):
+    group_sizes(1000, 0, 1)

@@ -1,0 +1,201 @@
+"""Whole runs with remote environments: learners and clients as processes, over loopback."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from peers import HERE, Envs, Learner, spec, until
+
+sys.path.append(str(HERE.parent))
+
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
+
+from podrace import cli
+
+TINY = ['--architecture', 'sebulba', '--num-envs', '8', '--unroll-length', '8',
+        '--agent.network.hidden', '16', '--actor-threads', '2', '--envs', 'remote']  # fmt: skip
+
+
+def learner(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
+  run_dir = str(tmp_path / 'run')
+  return Podrace(
+    ['train', 'catch', '--env', env, *TINY, *args, '--run-dir', run_dir],
+    tmp_path / 'learner.txt', 1, cache,
+  )  # fmt: skip
+
+
+def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
+  tmp_path: Path, cache: Path
+) -> None:
+  """Over ipc://, with clients that are killed, and a learner that is stopped and started again."""
+  address = f'ipc://{tmp_path}/socket'
+  env = 'gymnasium:CartPole-v1'
+  args = ['--listen', address, '--total-steps', '16_000', '--log-every', '640']
+  run_dir = tmp_path / 'run'
+  one = learner(env, tmp_path, cache, *args)
+  one.says(f'no environments are connected; waiting for `podrace envs --connect {address}')
+  assert not (run_dir / 'metrics.jsonl').read_text()
+  first = Envs(address, tmp_path / 'first', '--num-envs', '8', env=env)
+  until(lambda: len(lines(run_dir)) >= 2)
+  first.kill()
+  until(lambda: one.output.count('no environments are connected') == 2)
+  second = Envs(address, tmp_path / 'second', '--num-envs', '8', env=env)
+  third = Envs(address, tmp_path / 'third', '--num-envs', '4', env=env)  # in reserve
+  count = len(lines(run_dir))
+  until(lambda: len(lines(run_dir)) >= count + 2)
+  one.signal(signal.SIGTERM)
+  assert one.wait() == 143, one.output
+  (saved,) = checkpoints(run_dir)
+  again = learner(env, tmp_path, cache, *args)
+  again.says(f'resuming at step {saved:,}')
+  assert again.wait() == 0, again.output
+  assert [second.wait(), third.wait()] == [0, 0]
+  second.says('the learner has stopped; environments begin anew')
+  assert summary(run_dir)['step'] >= 16_000
+  told = lines(run_dir)
+  assert [x['step'] for x in told] == sorted({x['step'] for x in told})
+  assert all(x['policy_lag_max'] <= 4 for x in told)
+  assert told[-1]['remote_envs'] == 8 and told[-1]['remote_clients'] == 2
+  lengths = [x['episode_length'] for x in told if x['episodes']]
+  returns = [x['episode_return'] for x in told if x['episodes']]
+  np.testing.assert_allclose(lengths, returns)  # CartPole's reward is 1 a step: none is lost
+
+
+def test_a_frozen_client_does_not_hold_up_training(tmp_path: Path, cache: Path) -> None:
+  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  one = learner(
+    env, tmp_path, cache, '--listen', address, '--log-every', '320', '--peer-timeout', '1000'
+  )
+  with (
+    Envs(address, tmp_path / 'a', '--num-envs', '4', env=env) as frozen,
+    Envs(address, tmp_path / 'b', '--num-envs', '4', env=env),
+  ):
+    until(lambda: one.output.count('joins') == 2)
+    until(lambda: len(lines(tmp_path / 'run')) >= 2)
+    frozen.signal(signal.SIGSTOP)
+    count = len(lines(tmp_path / 'run'))
+    until(lambda: len(lines(tmp_path / 'run')) >= count + 5)
+    one.signal(signal.SIGTERM)
+    assert one.wait() == 143, one.output
+
+
+def test_the_minimal_client_is_all_it_takes(tmp_path: Path) -> None:
+  """examples/minimal_client.py has nothing of podrace but docs/protocol.md."""
+  import dataclasses
+
+  walk = dataclasses.replace(
+    spec(), observation_space=spaces.Box(0, 1, (7,), np.float32),
+    action_space=spaces.Discrete(2, dtype=np.int32),
+  )  # fmt: skip
+  module = str(HERE.parents[1] / 'examples' / 'minimal_client.py')
+  source = Path(module).read_text()
+  assert (
+    'import podrace' not in source and 'from podrace' not in source and 'numpy as' not in source
+  )
+  with Learner(walk) as one:
+    with Envs(one.address, tmp_path / 'log', module=module) as client:
+      until(lambda: one.steps > 2000)
+      one.server._peers[next(iter(one.server._peers))].session += 1  # as if it had been dropped
+      client.says('session ended: there is no such session')
+      before = one.steps
+      until(lambda: one.steps > before + 400)
+      one.server.finished()
+      one.__exit__()
+      assert client.wait() == 0
+    for _, a in one.arrivals:
+      observation, kind = a.timestep.observation, a.timestep.step_type
+      assert (observation.sum(1) == 1).all()
+      assert (observation[kind == 0, 3] == 1).all()
+      ends = (observation[:, 0] == 1) | (observation[:, 6] == 1)
+      np.testing.assert_array_equal(ends, kind == 2)
+      np.testing.assert_array_equal(a.timestep.reward, observation[:, 6])
+
+
+def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+  with (
+    Learner() as one,
+    Envs(one.address, tmp_path / 'log', '--num-envs', '4') as envs,
+  ):
+    until(lambda: one.steps > 200)
+    with pytest.raises(SystemExit) as end:
+      cli.main(['top', one.address, '--once'])
+    assert end.value.code == 0
+    (client,) = json.loads(capfd.readouterr().out)['clients']
+    assert client['name'].endswith(f':{envs.process.pid}') and client['acting'] == 4
+    assert client['frames'] >= 200 and client['answer_ms'][1] > 0 and client['last_seen_s'] < 5
+    from podrace.remote.top import Asker, table
+
+    asker = Asker(one.address, None, False)
+    report = asker.ask()
+    asker.close()
+    from rich.console import Console
+
+    console = Console(width=150, record=True)
+    console.print(table(report, {c['name']: 0 for c in report['clients']}, 1.0))
+    assert f':{envs.process.pid}' in console.export_text()
+    address = one.address
+  with pytest.raises(SystemExit) as end:
+    cli.main(['top', address, '--once'])
+  assert end.value.code == 1
+  assert 'no answer from' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['--envs', 'remote'], '--envs remote needs --listen'),
+    (['--listen', 'tcp://127.0.0.1:5555'], '--listen is for --envs remote'),
+    (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--lag', '1'], 'needs --lag async, not 1'),
+    (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--max-wait-ms', '-1'], 'must be 0 to'),
+    (['--envs', 'remote', '--listen', 'nowhere'], 'takes tcp://HOST:PORT'),
+    (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--peer-timeout', '0'], 'more than 0'),
+    (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--architecture', 'anakin'], 'is for --arch'),
+  ],
+)  # fmt: skip
+def test_bad_usage_is_2(
+  args: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  base = ['train', 'catch', '--architecture', 'sebulba', '--env', 'gymnasium:CartPole-v1']
+  with pytest.raises(SystemExit) as end:
+    cli.main([*base, *args, '--run-dir', str(tmp_path / 'run')])
+  assert end.value.code == 2
+  assert message in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_during_training(tmp_path: Path, cache: Path) -> None:
+  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  one = learner(
+    env, tmp_path, cache, '--listen', address, '--log-every', '320', '--peer-timeout', '1',
+    '--total-steps', '100_000_000',
+  )  # fmt: skip
+  running = [Envs(address, tmp_path / f'{i}', '--num-envs', '4', env=env) for i in range(3)]
+  for i in range(100):
+    until(lambda i=i: one.output.count('joins') > i + 2 or not one.process.is_alive())
+    count = len(lines(tmp_path / 'run'))
+    until(lambda c=count: len(lines(tmp_path / 'run')) > c or not one.process.is_alive())
+    assert one.process.is_alive(), one.output
+    running.pop(0).kill()
+    running.append(Envs(address, tmp_path / f'{3 + i}', '--num-envs', '4', env=env))
+  count = len(lines(tmp_path / 'run'))
+  until(lambda: len(lines(tmp_path / 'run')) > count + 5)
+  one.signal(signal.SIGTERM)
+  assert one.wait() == 143, one.output
+  for envs in running:
+    envs.kill()
+  told = lines(tmp_path / 'run')
+  assert sum(x['env_restarts'] for x in told) >= 100
+  for x in told:
+    if x['episodes']:
+      assert x['episode_length'] == pytest.approx(x['episode_return'])
+
+
+assert Any

@@ -1,0 +1,156 @@
+"""Who may connect, and that nobody else gets anywhere."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+import zmq
+from peers import Learner, Raw
+
+from podrace import cli
+from podrace.remote import security, wire
+from podrace.remote.server import Listen
+
+LOCAL = ['tcp://127.0.0.1:5555', 'tcp://localhost:1', 'tcp://[::1]:5555', 'tcp://127.8.8.8:*',
+         'ipc:///tmp/x']  # fmt: skip
+ELSEWHERE = ['tcp://0.0.0.0:5555', 'tcp://*:5555', 'tcp://192.168.0.1:5555', 'tcp://[::]:5555',
+             'tcp://eth0:5555', 'tcp://example.org:5555']  # fmt: skip
+
+
+@pytest.mark.parametrize('address', LOCAL)
+def test_loopback_needs_no_keys(address: str) -> None:
+  assert Listen(address).address == address
+
+
+@pytest.mark.parametrize('address', ELSEWHERE)
+def test_beyond_loopback_keys_are_needed_or_insecure(address: str) -> None:
+  with pytest.raises(ValueError, match='can be reached from other machines, so it needs keys'):
+    Listen(address)
+  assert Listen(address, insecure=True).insecure
+  assert Listen(address, keys=Path('keys')).keys
+
+
+@pytest.mark.parametrize(
+  'address', ['', 'x', 'tcp://', 'tcp://:5', 'tcp://h', 'tcp://h:x', 'udp://h:5', 'ipc://', 'tcp://h 1:5']
+)  # fmt: skip
+def test_addresses_that_are_none(address: str) -> None:
+  with pytest.raises(ValueError, match='takes tcp://HOST:PORT or ipc://PATH'):
+    Listen(address, insecure=True)
+
+
+def test_keys_and_insecure_contradict() -> None:
+  with pytest.raises(ValueError, match='contradict'):
+    Listen('tcp://0.0.0.0:1', Path('keys'), insecure=True)
+
+
+def command(*args: str) -> int:
+  with pytest.raises(SystemExit) as end:
+    cli.main(args)
+  return end.value.code
+
+
+def test_the_command_line_refuses_before_anything_is_computed(
+  capfd: pytest.CaptureFixture[str],
+) -> None:
+  remote = ['train', 'pong', '--envs', 'remote']
+  assert command(*remote, '--listen', 'tcp://0.0.0.0:5555') == 2
+  assert 'needs keys' in capfd.readouterr().err
+  assert command('envs', '--connect', 'tcp://10.0.0.1:5555', '--env', 'ale:pong') == 2
+  assert 'needs keys' in capfd.readouterr().err
+  assert command('train', 'pong', '--keys', 'x') == 2
+  assert '--keys: of --listen' in capfd.readouterr().err
+
+
+def test_keys_are_made_once_and_secrets_are_ones_own(
+  tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  keys = tmp_path / 'keys'
+  assert command('keys', 'new', str(keys)) == 0
+  secrets = [keys / security.SERVER_SECRET, keys / security.CLIENT_SECRET]
+  before = [p.read_text() for p in secrets]
+  assert all(stat.S_IMODE(p.stat().st_mode) == 0o600 for p in secrets)
+  assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+  assert command('keys', 'new', str(keys)) == 2
+  assert 'never overwritten' in capfd.readouterr().err
+  assert before == [p.read_text() for p in secrets]
+  assert command('keys', 'client', str(keys), str(tmp_path / 'other')) == 0
+  assert sorted(p.name for p in (tmp_path / 'other').iterdir()) == [
+    'client.public', 'client.secret', 'server.public',
+  ]  # fmt: skip
+  assert len(security.Allowed(keys / security.ALLOWED)) == 2
+  assert command('keys', 'old') == 2
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+  security.new_keys(tmp_path / 'keys')
+  return tmp_path / 'keys'
+
+
+def test_a_listed_key_joins_and_all_of_it_is_encrypted(keys: Path) -> None:
+  with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as raw:
+    raw.join(2)
+    assert raw.socket.mechanism == zmq.CURVE
+    (peer,) = learner.server._peers.values()
+    assert peer.key == security.read_key(keys / security.CLIENT_PUBLIC)
+
+
+def test_without_keys_or_with_others_nothing_is_accepted(keys: Path, tmp_path: Path) -> None:
+  security.new_keys(tmp_path / 'strange')
+  (tmp_path / 'strange' / security.SERVER_PUBLIC).write_text(
+    (keys / security.SERVER_PUBLIC).read_text()
+  )
+  with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as good:
+    plain = Raw(learner.address)
+    unlisted = Raw(learner.address, keys=tmp_path / 'strange')
+    for raw in (plain, unlisted):
+      for _ in range(20):
+        raw.say(wire.HELLO, raw.told())
+    learner.says('turned away 127.0.0.1: its key')
+    good.join(2)
+    assert plain.hear(0.5) is None and unlisted.hear(0.5) is None
+    assert learner.server.counts['sessions'] == 1
+    assert learner.server.counts['turned away'] >= 1
+    plain.close()
+    unlisted.close()
+
+
+def test_the_list_is_read_again(keys: Path, tmp_path: Path) -> None:
+  with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as first:
+    first.join(2)
+    security.new_client(keys, tmp_path / 'second')
+    with Raw(learner.address, keys=tmp_path / 'second') as second:
+      second.join(2)
+      lines = (keys / security.ALLOWED).read_text().splitlines()
+      (keys / security.ALLOWED).write_text(lines[1] + '\n')
+      assert 'not listed any more' in first.expect(wire.GONE)[0][2]
+      second.step(2, 1)
+      second.act(2, 1)
+      first.say(wire.HELLO, first.told(nonce=1))  # over the connection that is still there
+      assert 'not listed any more' in first.expect(wire.GONE)[0][2]
+      assert learner.server.counts['sessions'] == 2
+
+
+def test_a_list_that_is_gone_allows_nobody(keys: Path) -> None:
+  allowed = security.Allowed(keys / security.ALLOWED)
+  key = security.read_key(keys / security.CLIENT_PUBLIC)
+  assert key in allowed
+  (keys / security.ALLOWED).unlink()
+  assert allowed.refresh() and key not in allowed
+
+
+@pytest.mark.parametrize('text', ['', 'short', 'x' * 41, '\xff'])
+def test_files_that_are_not_keys(keys: Path, text: str) -> None:
+  (keys / security.SERVER_SECRET).write_bytes(text.encode('latin-1'))
+  with pytest.raises(security.SecurityError, match='is not a key of 40 characters'):
+    Learner(keys=keys).__enter__()
+
+
+def test_an_address_that_is_taken_is_told() -> None:
+  with (
+    Learner() as learner,
+    pytest.raises(security.SecurityError, match=f'cannot listen at {learner.address}.*in use'),
+  ):
+    Learner(address=learner.address).__enter__()

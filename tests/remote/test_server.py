@@ -1,0 +1,491 @@
+"""What a server does with clients that are right, wrong, slow, gone or hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import threading
+import time
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from gymnasium import spaces
+from peers import Learner, Raw, lives, spec, until
+
+from podrace.remote import wire
+from podrace.types import FIRST, LAST, MID
+
+# --- joining --------------------------------------------------------------------------------------
+
+
+def test_a_client_joins_steps_and_is_counted() -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    welcome = raw.hello()
+    assert welcome['largest_group'] == 8 and welcome['nonce'] == raw.nonce
+    raw.enter(3)
+    for seq in range(20):
+      raw.step(3, seq, FIRST if seq == 0 else MID)
+      action = raw.act(3, seq)
+      assert action.shape == (3,) and action.dtype == np.int32
+    raw.say(wire.ASK)
+    report = raw.expect(wire.REPORT)[0][1]
+    (client,) = report['clients']
+    assert client['frames'] == 60 and client['acting'] == 3 and report['free'] == 5
+    assert 0 < client['answer_ms'][0] <= client['answer_ms'][1]
+    assert learner.spec.metrics()['remote_envs'] == 3
+
+
+def test_hello_twice_is_one_session() -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.hello()
+    first = raw.session
+    raw.hello()
+    assert raw.session == first
+
+
+def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
+  with Learner() as learner:
+    learner.says('no environments are connected; waiting for `podrace envs --connect tcp://127')
+    with Raw(learner.address) as raw:
+      raw.join(2)
+      learner.says('environments are here, going on')
+      raw.say(wire.BYE, raw.session, 'test')
+      learner.says('left: test')
+    until(lambda: sum('no environments' in x for x in learner.said) == 2)
+
+
+@pytest.mark.parametrize(
+  ('theirs', 'line'),
+  [
+    (spec(shape=(5,)), r'observation: the learner has Box <f4 of shape \[4\].* the environments Box <f4 of shape \[5\]'),
+    (spec(dtype=np.uint8), r'the learner has Box <f4 .* the environments Box \|u1'),
+    (spec(actions=6), r'action: the learner has Discrete <i4 of shape \[\], limits \[0, 5\], the environments .*\[0, 6\]'),
+  ],
+)  # fmt: skip
+def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> None:
+  with Learner() as learner, Raw(learner.address, theirs) as raw:
+    raw.say(wire.HELLO, raw.told())
+    (reason,) = raw.expect(wire.REFUSED)[0][1]
+    import re
+
+    assert re.search(line, reason), reason
+    learner.says(reason)
+
+
+def test_another_version_is_refused_with_both_sides() -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.say(wire.HELLO, raw.told(version=2))
+    (reason,) = raw.expect(wire.REFUSED)[0][1]
+    assert 'the learner speaks podrace version 1' in reason and 'podrace version 2' in reason
+    learner.says(reason)
+
+
+def test_trees_of_arrays() -> None:
+  tree = spaces.Dict(
+    board=spaces.Box(0, 255, (6, 6), np.uint8),
+    rest=spaces.Tuple([spaces.Discrete(4, dtype=np.int32), spaces.MultiBinary(3)]),
+  )
+  import dataclasses
+
+  kind = dataclasses.replace(spec(), observation_space=tree)
+  with Learner(kind) as learner, Raw(learner.address, kind) as raw:
+    raw.join(2)
+    (_, arrival), *_ = learner.arrivals
+    observation = arrival.timestep.observation
+    assert observation['board'].shape == (2, 6, 6) and observation['rest'][0].dtype == np.int32
+    assert observation['rest'][1].shape == (2, 3)
+
+
+# --- slots ------------------------------------------------------------------------------------------
+
+
+def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
+  with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as other:
+    one.join(3)
+    other.hello()
+    other.say(wire.ENTER, other.session, 0, 2)
+    other.say(wire.PING, other.session)
+    assert other.hear()[0][0] == wire.PONG  # no START: one slot is left
+    one.say(wire.BYE, one.session, 'enough')
+    other.expect(wire.START)
+    other.step(2, 0, FIRST)
+    other.act(2, 0)
+    found = lives(learner.arrivals)
+    assert len(found) == 5
+    assert sorted(run for _, _, run in found) in ([0, 0, 0, 0, 1], [0, 0, 0, 1, 1])
+
+
+def test_a_restarted_environment_is_another_life() -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.join(2)
+    frames = raw.frames(2)
+    records = np.frombuffer(frames[0], wire.RECORD).copy()
+    records['life'], records['step_type'] = [0, 7], [MID, FIRST]
+    frames[0] = records.tobytes()
+    raw.step(2, 1, frames=frames)
+    raw.act(2, 1)
+    assert learner.arrivals[-1][1].run_id.tolist() == [0, 1]
+
+
+# --- batches ----------------------------------------------------------------------------------------
+
+
+def test_requests_are_gathered_within_the_deadline() -> None:
+  """Clients that ask within the wait are answered together; nobody waits for longer."""
+  with Learner(slots=8, max_wait=0.5) as learner:
+    raws = [Raw(learner.address) for _ in range(4)]
+    for raw in raws:
+      raw.hello()
+      raw.enter(2)
+    for raw in raws:
+      raw.step(2, 0, FIRST)
+    for raw in raws:
+      raw.act(2, 0)
+    assert [len(a.env_id) for _, a in learner.arrivals] == [8]
+    began = time.monotonic()
+    raws[0].step(2, 1)
+    raws[0].act(2, 1)
+    assert 0.4 < time.monotonic() - began < 5  # the three others never came
+    assert [len(a.env_id) for _, a in learner.arrivals] == [8, 2]
+    for raw in raws:
+      raw.close()
+
+
+def test_a_silent_client_is_dropped_in_seconds_and_does_not_hold_up_others() -> None:
+  with Learner(peer_timeout=1.0) as learner:
+    silent, good = Raw(learner.address), Raw(learner.address)
+    silent.join(4)
+    good.join(4)
+    began, seq, slowest = time.monotonic(), 1, 0.0
+    while not any('silent for' in x for x in learner.said):
+      at = time.monotonic()
+      good.step(4, seq)
+      good.act(4, seq)
+      slowest = max(slowest, time.monotonic() - at)
+      seq += 1
+      assert time.monotonic() - began < 10
+    assert slowest < 0.5
+    assert silent.expect(wire.GONE)[0][1] == silent.session
+    silent.step(4, 1)  # too late
+    assert 'no such session' in silent.expect(wire.GONE)[0][2]
+    silent.close()
+    good.close()
+
+
+def test_environments_that_hang_while_their_client_lives_are_dropped() -> None:
+  with Learner(deadline=0.3) as learner, Raw(learner.address) as raw:
+    raw.join(2)
+    raw.say(wire.PING, raw.session)
+    learner.says('group 0 has not answered for 0 s')
+    assert raw.expect(wire.GONE)[0][1] == raw.session
+
+
+def test_a_learner_that_is_behind_holds_clients_back() -> None:
+  """A client has one message of each group in the server, whatever it does."""
+  with Learner(keep=False) as learner, Raw(learner.address) as raw:
+    raw.join(8)
+    learner.pause.clear()
+    raw.step(8, 1)
+    assert raw.hear(0.3) is None
+    raw.say(wire.PING, raw.session)
+    raw.expect(wire.PONG)  # it is alive
+    learner.pause.set()
+    raw.act(8, 1)
+
+
+def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
+  with Learner(slots=2) as learner, Raw(learner.address) as one:
+    one.join(2)
+    learner.pause.clear()
+    one.step(2, 1)
+    until(lambda: learner.pools[0]._inferring)
+    one.say(wire.BYE, one.session, 'test')
+    learner.says('left: test')
+    with Raw(learner.address) as other:
+      other.hello()
+      other.say(wire.ENTER, other.session, 0, 2)
+      assert other.hear(0.2) is None
+      learner.pause.set()
+      other.expect(wire.START)
+      other.step(2, 0, FIRST)
+      other.act(2, 0)
+    assert learner.arrivals[-1][1].run_id.tolist() == [1, 1]
+
+
+# --- what must not be learned from ------------------------------------------------------------------
+
+
+def replayed(raw: Raw) -> None:
+  frames = raw.frames(2)
+  raw.step(2, 1, frames=frames)
+  raw.step(2, 1, frames=frames)
+
+
+def torn(raw: Raw) -> None:
+  frames = raw.frames(2)
+  crc = wire.checksum(frames)
+  frames[1] = frames[1][:-1] + b'x'
+  raw.say(wire.STEP, raw.session, 0, 1, crc, frames=frames)
+
+
+def changed(field: str, value: Any) -> Any:
+  def wrong(raw: Raw) -> None:
+    frames = raw.frames(2)
+    records = np.frombuffer(frames[0], wire.RECORD).copy()
+    records[field] = value
+    raw.step(2, 1, frames=[records.tobytes(), *frames[1:]])
+
+  return wrong
+
+
+def not_finite(raw: Raw) -> None:
+  frames = raw.frames(2)
+  raw.step(2, 1, frames=[frames[0], np.full((2, 4), np.nan, np.float32).tobytes()])
+
+
+@pytest.mark.parametrize(
+  ('wrong', 'reason'),
+  [
+    (replayed, r'timesteps 1 of group 0, in turn'),
+    (torn, 'checksum'),
+    (lambda raw: raw.step(2, 5), 'timesteps 5 of group 0, in turn 1'),
+    (lambda raw: raw.step(2, 1, group=1), 'which has not entered'),
+    (lambda raw: raw.step(2, 1, frames=raw.frames(3)), 'a frame of 60 bytes, expected 40'),
+    (lambda raw: raw.step(2, 1, frames=raw.frames(2)[:1]), '1 frames after the header, expected 2'),
+    (lambda raw: raw.step(2, 1, frames=[*raw.frames(2), b'']), '3 frames after the header'),
+    (not_finite, 'NaN or infinite'),
+    (changed('reward', np.inf), 'NaN or infinite'),
+    (changed('score', np.nan), 'NaN or infinite'),
+    (changed('discount', 2), 'discount'),
+    (changed('step_type', 3), 'a step type'),
+    (changed('step_type', FIRST), ''),
+    (changed('life', 1), 'without its first timestep'),
+    (changed('zero', 1), 'a zero that is none'),
+    (lambda raw: raw.say(wire.ENTER, raw.session, 0, 2), 'is there already'),
+    (lambda raw: raw.say(wire.ENTER, raw.session, 1, 9), '9 environments, expected 1 to 8'),
+    (lambda raw: raw.say(wire.ENTER, raw.session, 300, 1), 'group 300'),
+    (lambda raw: raw.say(wire.STEP, raw.session, 0, 1), '3 fields'),
+    (lambda raw: raw.say(wire.STEP, raw.session, 0, -1, 0), '-1 in a header'),
+    (lambda raw: raw.say(99), 'kind 99'),
+    (lambda raw: raw.say(wire.PING, raw.session, frames=[b'x']), 'expected none'),
+    (lambda raw: raw.socket.send(b'\xc1'), 'not msgpack'),
+    (lambda raw: raw.socket.send(b''), 'not msgpack'),
+    (lambda raw: raw.socket.send(b'x' * 70_000), '70000 bytes, at most'),
+    (lambda raw: raw.say(wire.HELLO, {'name': 1}), 'hello without a name'),
+  ],
+)  # fmt: skip
+def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: str) -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.join(2)
+    wrong(raw)
+    if reason == '':  # FIRST after FIRST is how an episode ends at once
+      raw.act(2, 1)
+      return
+    while (heard := raw.expect(wire.GONE) if wrong is not replayed else raw.hear())[0][
+      0
+    ] != wire.GONE:
+      assert heard[0][0] == wire.ACTION  # of the one that was no replay
+    assert reason in heard[0][2], heard
+    learner.says(reason)
+    raw.say(wire.PING, raw.session)
+    until(lambda: learner.server.counts['ignored'] == 1)
+    with Raw(learner.address) as other:  # nobody else is any worse off
+      other.join(8)
+    assert all(len(rows) <= 2 for rows in lives(learner.arrivals).values())
+
+
+# --- fuzzing ----------------------------------------------------------------------------------------
+
+
+def garbage(random: random.Random, raw: Raw) -> list[bytes]:
+  """A message that is wrong in one of many ways, or a right one at the wrong time."""
+  kinds = [wire.HELLO, wire.ENTER, wire.STEP, wire.PING, wire.BYE, wire.ASK, 0, 65, 200]
+  values: list[Any] = [0, 1, -1, 2**63, 3.5, None, True, 'x', b'y' * random.randrange(50), [],
+                       [[[[]]]], {'a': 1}, {1: 2}, raw.session, raw.told(),
+                       raw.told(schema=[1]), raw.told(pid='x'), raw.told(host='h' * 300)]  # fmt: skip
+  way = random.randrange(6)
+  if way == 0:
+    return [random.randbytes(random.randrange(60)) for _ in range(random.randrange(1, 6))]
+  fields = [random.choice(values) for _ in range(random.randrange(6))]
+  header = msgpack.packb([random.choice(kinds), *fields])
+  if way == 1:
+    return [header[: random.randrange(len(header) + 1)]]
+  if way == 2:
+    return [header, *[random.randbytes(random.randrange(200)) for _ in range(random.randrange(4))]]
+  frames = raw.frames(2)
+  if way == 3:
+    return [
+      msgpack.packb([wire.STEP, raw.session, 0, random.randrange(3), wire.checksum(frames)]),
+      *frames,
+    ]
+  if way == 4:
+    return [msgpack.packb([wire.STEP, raw.session, 0, 1, 5]), *frames]
+  return [header]
+
+
+def memory() -> int:
+  """Bytes that this process has in memory."""
+  with open('/proc/self/statm') as file:
+    return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def fuzz_parsing(rounds: int) -> None:
+  """Garbage from connections that have a session and slots, none of which is ignored yet."""
+  rng = random.Random(1)
+  with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
+    server = learner.server
+
+    def say(address: bytes, *frames: bytes) -> None:
+      server.call('message', [address, *frames], [])
+
+    def settled() -> None:
+      until(lambda: not server._calls)
+
+    for _ in range(rounds):
+      addresses = [rng.randbytes(8) for _ in range(20)]
+      for address in addresses:
+        say(address, wire.pack(wire.HELLO, raw.told()))
+      settled()
+      malformed = server.counts['malformed']
+      for address in addresses:
+        for _ in range(10):
+          peer = server._peers.get(address)
+          raw.session = peer.session if peer else 5
+          say(address, *garbage(rng, raw))
+      settled()
+      assert server.counts['malformed'] > malformed
+    assert server.failure is None
+    raw.join(64)  # all slots are free again, and the server does what it did
+
+
+def fuzz(messages: int) -> None:
+  """A good client steps all the while; the others send garbage, each until it is ignored."""
+  rng = random.Random(0)
+  with Learner(keep=False) as learner, Raw(learner.address) as good:
+    good.join(2)
+    counts = learner.server.counts
+    seq, sent, grown = 1, 0, []
+    while sent < messages:
+      raws = [Raw(learner.address) for _ in range(4)]
+      for raw in raws[:2]:
+        raw.hello()
+        raw.say(wire.ENTER, raw.session, 0, 2)
+      for raw in raws:
+        for _ in range(500):
+          raw.socket.send_multipart(garbage(rng, raw))
+      sent += 2000
+      for raw in raws:  # all of it has been read, or the connection is ignored
+        raw.say(wire.ASK)
+      before = counts['ignored'] + counts['malformed'] + counts['stale']
+      good.step(2, seq)
+      good.act(2, seq)
+      seq += 1
+      until(lambda b=before: counts['ignored'] + counts['malformed'] >= 0.9 * sent)
+      for raw in raws:
+        raw.close()
+      grown.append(memory())
+    good.step(2, seq)
+    good.act(2, seq)
+    assert learner.server.failure is None
+    assert counts['malformed'] >= messages / 2000
+    half = len(grown) // 2
+    assert grown[-1] - grown[half] < 20 * 2**20, grown  # once it has all it needs, it stays
+    assert len(learner.server._peers) <= 9 and len(learner.server._banned) <= 4096
+    assert len(learner.said) < 30 + 3 * messages / 2000  # and the log is bounded
+
+
+def test_fuzzing() -> None:
+  fuzz_parsing(25)  # of 200 messages
+  fuzz(20_000)
+
+
+@pytest.mark.slow
+def test_fuzzing_a_million() -> None:
+  fuzz_parsing(1000)
+  fuzz(1_000_000)
+
+
+def test_a_huge_frame_ends_the_connection_before_it_is_read() -> None:
+  with Learner() as learner, Raw(learner.address) as raw, Raw(learner.address) as good:
+    good.join(2)
+    raw.hello()
+    largest = learner.server._router.maxmsgsize
+    assert largest < 140_000
+    before = memory()
+    raw.socket.send(b'x' * 2**28)
+    for seq in range(1, 100):
+      good.step(2, seq)
+      good.act(2, seq)
+    assert memory() - before < 2**28 + 50 * 2**20  # what the sender has
+    assert learner.server.counts['malformed'] == 0  # it never got as far
+
+
+def test_a_thousand_light_clients() -> None:
+  """Joined at once, each answered within seconds, all forgotten when they are silent."""
+  with Learner(slots=1000, peer_timeout=5.0, keep=False) as learner:
+    context_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    count = min(1000, (context_limit - 200) // 4)
+    import zmq
+
+    context = zmq.Context()
+    context.max_sockets = 2000
+    sockets = []
+    template = Raw(learner.address)
+    before = memory()
+    for i in range(count):
+      s = context.socket(zmq.DEALER)
+      s.linger = 0
+      s.connect(learner.address)
+      s.send(wire.pack(wire.HELLO, template.told(nonce=i)))
+      sockets.append(s)
+    sessions = []
+    for s in sockets:
+      assert s.poll(20_000)
+      header = wire.unpack(s.recv())
+      assert header[0] == wire.WELCOME
+      sessions.append(header[1])
+    for s, session in zip(sockets, sessions, strict=True):
+      s.send(wire.pack(wire.ENTER, session, 0, 1))
+    for s, session in zip(sockets, sessions, strict=True):
+      assert s.poll(20_000)
+      assert wire.unpack(s.recv())[0] == wire.START
+      frames = template.frames(1, FIRST)
+      header = wire.pack(wire.STEP, session, 0, 0, wire.checksum(frames))
+      s.send_multipart([header, *frames])
+    for s in sockets:
+      assert s.poll(20_000)
+      assert wire.unpack(s.recv_multipart()[0])[0] == wire.ACTION
+    assert memory() - before < 400 * 2**20  # the clients' own sockets are in it
+    assert learner.steps == count
+    for s in sockets:
+      s.close()
+    context.term()
+    template.close()
+    until(lambda: not learner.server._peers, 20)
+    assert len(learner.pools[0].free) == 1000
+
+
+def test_the_log_is_bounded() -> None:
+  with Learner() as learner:
+    for _ in range(60):
+      with Raw(learner.address) as raw:
+        raw.socket.send(b'\xc1')
+        raw.expect(wire.GONE)
+    assert len(learner.said) <= 22
+
+
+def test_what_fails_in_the_network_thread_is_told() -> None:
+  with Learner(act=False) as learner:
+    with contextlib.suppress(RuntimeError):  # if this thread is the one that does it
+      learner.server.call('no_such_thing')
+    until(lambda: learner.server.failure)
+    with pytest.raises(RuntimeError, match='no_such_thing'):
+      learner.pools[0].recv()
+    learner.says('the network failed')
+
+
+assert threading and os and LAST  # used by the tests' helpers
