@@ -162,7 +162,7 @@ def rainbow_minatar() -> Config:
     env='gymnax:Breakout-MinAtar',
     num_envs=16,
     unroll_length=4,
-    total_steps=2_000_000,
+    total_steps=1_000_000,
   )
 
 

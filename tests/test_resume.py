@@ -136,7 +136,14 @@ def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> 
   assert_same_run(lives.run_dir, undisturbed)
 
 
-SLOW = {'two-seeds', 'pooled-resets', 'two-devices', 'sebulba-lag-0', 'replay-sebulba'}
+SLOW = {
+  'impala-gru',
+  'two-seeds',
+  'pooled-resets',
+  'two-devices',
+  'sebulba-lag-0',
+  'replay-sebulba',
+}
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ ALL = {**AGENTS, **{f'{k}, recurrent': v for k, v in RECURRENT.items()}}
     ('impala', 1),
     ('ppo', 2),
     ('impala, recurrent', 2),
-    ('ppo, recurrent', 1),
+    pytest.param('ppo, recurrent', 1, marks=pytest.mark.slow),
     pytest.param('impala', 2, marks=pytest.mark.slow),
     pytest.param('ppo', 1, marks=pytest.mark.slow),
     pytest.param('impala, recurrent', 1, marks=pytest.mark.slow),
@@ -181,7 +181,7 @@ def jittery(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
   )
 
 
-@pytest.mark.parametrize('lag', ['0', '1'])
+@pytest.mark.parametrize('lag', [pytest.param('0', marks=pytest.mark.slow), '1'])
 def test_timing_changes_nothing(lag: str, monkeypatch: pytest.MonkeyPatch) -> None:
   program = sebulba(AGENTS['impala'], lag=lag, threads=2, actors='0,1', learners='2')
   driver = compiled(program)

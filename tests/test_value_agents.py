@@ -93,7 +93,9 @@ def test_the_same_under_both_architectures(name: str) -> None:
   assert int(state.log.count) == int(other.log.count) > 0
 
 
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize(
+  'name', [pytest.param(n, marks=SLOW) if n in ('r2d2', 'd4pg') else n for n in AGENTS]
+)
 def test_collectives(name: str) -> None:
   """One all-reduce for each gradient step, on six devices; nothing else."""
   program = anakin(AGENTS[name], env_of(name), 4)
@@ -153,6 +155,7 @@ def remember(burn_in: int, core: str = 'gru') -> float:
   return float(told['return_sum'] / told['episodes'])
 
 
+@SLOW
 def test_r2d2_remembers() -> None:
   assert remember(burn_in=0) > 0.9
 
@@ -191,7 +194,8 @@ def test_continuous_agents_learn(name: str) -> None:
   assert float(told['return_sum'] / told['episodes']) > -400
 
 
-@pytest.mark.parametrize('name', ['dqn', pytest.param('r2d2', marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize('name', ['dqn', 'r2d2'])
 def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
   both = jnp.concatenate([keys(0), keys(1)])
   with jax.debug_key_reuse(False):
@@ -204,6 +208,7 @@ def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
     assert_close(one, alone.train.params, rtol=1e-3, atol=1e-5)
 
 
+@SLOW
 def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
   program = sebulba(AGENTS['dqn'], 'podrace:catch', '0,1', '2', 2, lag='1')
   driver, found = compiled(program), []
