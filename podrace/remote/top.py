@@ -38,7 +38,7 @@ class Asker:
     self._socket.send(wire.pack(wire.ASK))
     end = time.monotonic() + ANSWER_SECONDS
     while (left := end - time.monotonic()) > 0 and self._socket.poll(int(left * 1000) + 1):
-      header = wire.unpack(self._socket.recv_multipart()[0])
+      header = wire.unpack(self._socket.recv_multipart()[0], wire.REPORT_BYTES)
       if header[0] == wire.REPORT:
         (report,) = wire.fields(header, dict)
         return report

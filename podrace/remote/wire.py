@@ -23,7 +23,7 @@ NAME = 'podrace'
 HELLO, ENTER, STEP, PING, BYE, ASK = 1, 2, 3, 4, 5, 6
 WAIT, WELCOME, START, ACTION, PONG, REFUSED, GONE, END, REPORT = 65, 66, 67, 68, 69, 70, 71, 72, 73
 
-HEADER_BYTES = 65536  # at most
+HEADER_BYTES, REPORT_BYTES = 65536, 2**20  # at most
 GROUPS = 256  # of one client
 RECORD = np.dtype(
   [
@@ -53,14 +53,14 @@ def pack(*header: Any) -> bytes:
   return msgpack.packb(header)
 
 
-def unpack(data: Buffer) -> list[Any]:
+def unpack(data: Buffer, most: int = HEADER_BYTES) -> list[Any]:
   """A header: a list that begins with what kind of message it is.
 
   Raises:
     WireError: if it isn't one.
   """
-  if len(data) > HEADER_BYTES:
-    raise WireError(f'a header of {len(data)} bytes, at most {HEADER_BYTES}')
+  if len(data) > most:
+    raise WireError(f'a header of {len(data)} bytes, at most {most}')
   try:
     header = msgpack.unpackb(data, strict_map_key=True)
   except Exception as e:  # msgpack has a dozen kinds, ValueError and RecursionError among them

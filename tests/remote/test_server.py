@@ -17,6 +17,7 @@ from gymnasium import spaces
 from peers import Learner, Raw, lives, spec, until
 
 from podrace.remote import wire
+from podrace.remote.top import Asker
 from podrace.types import FIRST, LAST, MID
 
 # --- joining --------------------------------------------------------------------------------------
@@ -461,6 +462,9 @@ def test_a_thousand_light_clients() -> None:
       assert wire.unpack(s.recv_multipart()[0])[0] == wire.ACTION
     assert memory() - before < 400 * 2**20  # the clients' own sockets are in it
     assert learner.steps == count
+    asker = Asker(learner.address, None, False)
+    assert len(asker.ask()['clients']) == count
+    asker.close()
     for s in sockets:
       s.close()
     context.term()
