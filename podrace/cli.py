@@ -332,20 +332,34 @@ def train_help() -> str:
   for name, (module, cls) in AGENTS.items():
     lines += ['', f'agent {name}:']
     path = here.parent / (module.replace('.', '/') + '.py')
-    lines += [_row(*f) for f in fields_of(path, cls, '--agent.') if f[0] != '--agent.network']
-  lines += ['', 'the network of either:']
-  lines += [_row(*f) for f in fields_of(here / 'networks.py', 'ActorCritic', '--agent.network.')]
+    fields = fields_of(path, cls, '--agent.')
+    lines += [_row(*f) for f in fields if f[0].rpartition('.')[2] not in PARTS]
+  for name, kinds in PARTS.items():
+    for cls, (file, agents) in kinds.items():
+      lines += ['', f'the {name} of {agents}:']
+      lines += [_row(*f) for f in fields_of(here / file, cls, f'--agent.{name}.')]
   return '\n'.join(lines)
+
+
+PARTS = {  # fields of agents that have fields of their own -> class -> where, and whose
+  'network': {
+    'ActorCritic': ('networks.py', 'impala and ppo'),
+    'QNetwork': ('networks.py', 'dqn and r2d2'),
+  },
+  'actor': {'Actor': ('networks.py', 'sac and d4pg')},
+  'critic': {'Critic': ('networks.py', 'sac and d4pg')},
+  'buffer': {'Buffer': ('replay/windows.py', 'dqn, r2d2, sac and d4pg')},
+}
 
 
 def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
   """Flag, value and help of a dataclass' fields, from its source: the comment is the help."""
   source = path.read_text()
   lines = source.splitlines()
-  tree = ast.parse(source)
-  body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == cls).body
-  found = []
-  for node in body:
+  classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+  bases = [b.id for b in classes[cls].bases if isinstance(b, ast.Name) and b.id in classes]
+  found = {f[0]: f for base in bases for f in fields_of(path, base, prefix)}
+  for node in classes[cls].body:
     if not isinstance(node, ast.AnnAssign) or 'Suppress' in ast.unparse(node.annotation):
       continue
     assert isinstance(node.target, ast.Name) and node.end_lineno is not None
@@ -360,8 +374,12 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
       default = ast.literal_eval(node.value)
       shown = ' '.join(map(str, default)) if isinstance(default, tuple) else str(default)
       comment = f'{comment} (default {shown})'.strip()
-    found.append((prefix + flag(node.target.id), kind, comment))
-  return found
+    name = prefix + flag(node.target.id)
+    inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
+    if inherited and (not comment or comment.startswith('(default')):
+      comment = f'{inherited} {comment}'.strip()
+    found[name] = (name, kind, comment)
+  return list(found.values())
 
 
 def _row(name: str, value: str, help: str) -> str:

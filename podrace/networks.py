@@ -716,6 +716,11 @@ class Actor(Body):
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   deterministic: Annotated[bool, tyro.conf.Suppress] = False  # the agent's choice
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.core != 'none':
+      raise ValueError(f'an actor of continuous actions has no memory, not the core {self.core!r}')
+
   @functools.cached_property
   def distribution(self) -> distributions.TanhNormal:
     return distributions.squashed(self.action_space)
@@ -751,6 +756,11 @@ class Critic(Body):
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   critics: Annotated[int, tyro.conf.Suppress] = 1  # the agent's choice
   atoms: Annotated[int, tyro.conf.Suppress] = 1
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.core != 'none' or self.torso not in ('auto', 'mlp'):
+      raise ValueError(f'a critic is an MLP: {self.core=} {self.torso=}')
 
   @functools.cached_property
   def distribution(self) -> distributions.TanhNormal:

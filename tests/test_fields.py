@@ -12,11 +12,15 @@ from gymnasium import spaces
 
 from podrace import topology
 from podrace.agents import AGENTS
+from podrace.agents.d4pg import D4PG
+from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
+from podrace.agents.r2d2 import R2D2
+from podrace.agents.sac import SAC
 from podrace.learner import learner
-from podrace.networks import ActorCritic
-from podrace.replay import on_policy
+from podrace.networks import Actor, ActorCritic, Critic, QNetwork
+from podrace.replay import Buffer, on_policy
 from podrace.types import TimeStep, Trajectory
 
 T, B = 4, 2
@@ -90,8 +94,98 @@ USES = {
 CLASSES = {'ppo': PPO, 'impala': Impala}
 
 
+WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of those
+  'dqn': [
+    (dict(), dict(network=(QNetwork, dict()), buffer=(Buffer, dict()))),
+    (
+      dict(epsilon_ladder=True, double=False),
+      dict(
+        network=(QNetwork, dict(head='categorical', noisy=True, dueling=True, head_size=4)),
+        buffer=(Buffer, dict(priority_exponent=0.5)),
+      ),
+    ),
+  ],
+  'r2d2': [
+    (
+      dict(sequence=2, burn_in=1),
+      dict(
+        network=(QNetwork, dict(core='gru', core_size=4, head_size=4)),
+        buffer=(Buffer, dict(priority_exponent=0.5)),
+      ),
+    )
+  ],
+  'sac': [
+    (
+      dict(target_entropy=target),
+      dict(actor=(Actor, {}), critic=(Critic, dict(critics=2)), buffer=(Buffer, {})),
+    )
+    for target in (None, -1.0)
+  ],
+  'd4pg': [
+    (
+      dict(),
+      dict(
+        actor=(Actor, dict(deterministic=True)), critic=(Critic, dict(atoms=5)), buffer=(Buffer, {})
+      ),
+    )
+  ],
+}
+REPLAY_CLASSES = {'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG}
+ONLY_ELSEWHERE = {  # fields that all networks have, and what uses them not
+  'actor': {'core_size'},
+  'critic': {'core_size'},
+  'network': {'num_atoms'},  # r2d2 has one value
+  'buffer': {'priority_exponent', 'importance_exponent'},  # where nothing is ranked
+}
+
+
+@pytest.mark.parametrize('name', WITH_REPLAY)
+def test_every_field_is_read_with_replay(name: str) -> None:
+  """As above, of an agent, its networks and its buffer, through the learner step."""
+  cls = REPLAY_CLASSES[name]
+  of_agent: set[str] = set()
+  of_parts: dict[str, set[str]] = {}
+  action_space = CONTINUOUS if name in ('sac', 'd4pg') else DISCRETE
+  for settings, parts in WITH_REPLAY[name]:
+    made = {}  # and not replaced: that would read all fields
+    for part, (part_class, values) in parts.items():
+      bound = dict(observation_space=VECTOR, action_space=action_space)
+      made[part] = recording(part_class, of_parts.setdefault(part, set()))(
+        **values, **({} if part == 'buffer' else bound)
+      )
+    envs = {'total_envs': B} if name in ('dqn', 'r2d2') else {}
+    for greedy in (False, True):
+      learn_with_replay(recording(cls, of_agent)(**settings, **made, **envs, greedy=greedy))
+  assert {f.name for f in dataclasses.fields(cls)} - of_agent == set()
+  for part, read in of_parts.items():
+    part_class = WITH_REPLAY[name][0][1][part][0]
+    missing = {f.name for f in dataclasses.fields(part_class)} - read
+    assert missing <= ONLY_ELSEWHERE[part], part
+
+
+def learn_with_replay(agent: Any) -> None:
+  replay = agent.memory(B, T)
+  step = learner(agent, replay, topology.learner_mesh(1))
+
+  def everything(key: Any) -> Any:
+    init_key, act_key, learn_key = jax.random.split(key, 3)
+    train = agent.init(init_key)
+    state = agent.initial_state(jnp.arange(B))
+    network = getattr(agent, 'network', None) or agent.actor
+    timestep = jax.tree.map(lambda x: jnp.repeat(x, B, axis=0), network.example())
+    output, _ = agent.act(train.params, state, timestep, act_key)
+    timesteps = jax.tree.map(lambda x: jnp.repeat(x[None], T + 1, axis=0), timestep)
+    outputs = jax.tree.map(lambda x: jnp.repeat(x[None], T, axis=0), output)
+    trajectory = Trajectory(TimeStep(*timesteps), outputs, state, jnp.arange(B))
+    memory = replay.init(jax.eval_shape(lambda: trajectory))
+    return step(train, memory, trajectory, learn_key, jnp.int32(0))
+
+  jax.eval_shape(everything, jax.random.key(0))
+
+
 def test_every_agent_is_here() -> None:
-  assert AGENTS.keys() == USES.keys() == CLASSES.keys()
+  assert AGENTS.keys() == USES.keys() | WITH_REPLAY.keys()
+  assert CLASSES.keys() == USES.keys()
 
 
 @pytest.mark.parametrize('name', USES)
