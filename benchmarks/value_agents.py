@@ -106,9 +106,10 @@ def work() -> None:
       common.answer(seconds=seconds, score=float(returns.mean()))
 
 
-def against_rejax(names: list[str], repeats: int) -> dict[str, Any]:
+def against_rejax(
+  names: list[str], repeats: int, results: dict[str, Any], versions: Any
+) -> dict[str, Any]:
   python = ppo_cartpole.make_peer()
-  results: dict[str, Any] = {}
   for name in names:
     s = SETTINGS[name]
     found: dict[str, dict[str, list[float]]] = {
@@ -144,6 +145,7 @@ def against_rejax(names: list[str], repeats: int) -> dict[str, Any]:
       + f'; {results[name]["speedup"]:.2f}x',
       flush=True,
     )
+    common.record('value_agents', results, versions)
   return results
 
 
@@ -212,12 +214,17 @@ def main() -> None:
   if args.worker:
     return work()
   names = args.names or [*SETTINGS, 'sb3']
-  results = against_rejax([n for n in names if n != 'sb3'], args.repeats)
-  if 'sb3' in names:
-    results['sb3'] = against_sb3(args.repeats)
+  path = (
+    common.RESULTS / 'value_agents.json'
+  )  # settings that are not named keep what it has of them
+  known = json.loads(path.read_text())['results'] if path.exists() else {}
   with common.Worker([ppo_cartpole.make_peer(), 'benchmarks/peer_rejax_value.py']) as worker:
     versions = worker.ask(do='versions')
-  return common.record('value_agents', results, versions)
+  results = against_rejax([n for n in names if n != 'sb3'], args.repeats, known, versions)
+  if 'sb3' in names:
+    results['sb3'] = against_sb3(args.repeats)
+    common.record('value_agents', results, versions)
+  return None
 
 
 if __name__ == '__main__':

@@ -946,6 +946,7 @@ class Sebulba:
     for device in dict.fromkeys(self.topology.actors):
       with jax.default_device(device):
         params = jax.jit(lambda key: self.agent.init(key).params)(jax.random.key(0))
+        params = jax.device_put(params, device)  # committed, as in a run: else it compiles anew
         env_id = jax.device_put(np.zeros(self.envs_per_thread, np.int32), device)
         carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
         keys = self.programs.keys(jax.random.key(2))
@@ -961,7 +962,8 @@ class Sebulba:
               params, carry, keys, np.int32(0), ids, ids, ids, example
             )
             carry = self.programs.store(carry, ids, ids, example)
-          parts = self.programs.take(carry, np.zeros(self.envs_per_thread, np.int32), env_id)
+          ids = np.zeros(self.envs_per_thread, np.int32)
+          parts = self.programs.take(carry, ids, ids)
 
     def whole(spec: Any, x: Array) -> Any:
       shape = list(x.shape)

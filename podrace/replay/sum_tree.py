@@ -26,16 +26,20 @@ def empty(size: int) -> Tree:
   return tuple(levels)
 
 
-def assign(tree: Tree, index: Array, priority: Array) -> Tree:
+def assign(tree: Tree, index: Array, priority: Array, refresh: Array | None = None) -> Tree:
   """Sets priorities [n] at index [n]; an index beyond the tree is left out.
 
-  Of an index that comes twice, one of its priorities is kept.
+  Of an index that comes twice, one of its priorities is kept. `refresh` [m] may name fewer indices
+  whose nodes are all those that change: neighbours share one, which then is summed once.
   """
-  levels = list(tree)
-  for i, level in enumerate(levels):
-    node, child = index // FAN, index % FAN
-    levels[i] = level = level.at[node, child].set(priority, mode='drop')
-    index, priority = node, jnp.sum(level.at[node].get(mode='clip'), axis=-1)
+  leaves = tree[0].at[index // FAN, index % FAN].set(priority, mode='drop')
+  levels = [leaves]
+  index = index if refresh is None else refresh
+  for level in tree[1:]:
+    node = index // FAN
+    sums = jnp.sum(levels[-1].at[node].get(mode='clip'), axis=-1)
+    levels.append(level.at[node // FAN, node % FAN].set(sums, mode='drop'))
+    index = node
   return tuple(levels)
 
 
@@ -56,19 +60,18 @@ def find(tree: Tree, u: Array) -> Array:
   """
   node = jnp.zeros(u.shape, jnp.int32)
   rest = u * total(tree)
+  children = jnp.arange(FAN, dtype=jnp.int32)[None]
   for level in reversed(tree):
     row = level[node]
-    cumulated = _cumulate(row)
     positive = row > 0
-    beyond = positive & (cumulated > rest[:, None])
-    last = FAN - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
-    child = jnp.where(jnp.any(beyond, axis=-1), jnp.argmax(beyond, axis=-1), last).astype(jnp.int32)
-    chosen = jnp.take_along_axis(row, child[:, None], axis=-1)[:, 0]
-    before = jnp.take_along_axis(cumulated, child[:, None], axis=-1)[:, 0] - chosen
+    cumulated = lax.cumsum(row, axis=1)
+    # Minimum and maximum, since XLA's argmax is several times slower on CPU.
+    first = jnp.min(jnp.where(positive & (cumulated > rest[:, None]), children, FAN), axis=-1)
+    last = jnp.max(jnp.where(positive, children, 0), axis=-1)
+    child = jnp.minimum(first, last)
+    here = children == child[:, None]
+    chosen = jnp.sum(jnp.where(here, row, 0.0), axis=-1)
+    before = jnp.sum(jnp.where(here, cumulated, 0.0), axis=-1) - chosen
     rest = jnp.clip(rest - before, 0.0, chosen)
     node = node * FAN + child
   return node
-
-
-def _cumulate(row: Array) -> Array:
-  return lax.cumsum(row, axis=1)

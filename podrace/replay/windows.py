@@ -232,25 +232,40 @@ class Windows:
     none = jnp.iinfo(jnp.int32).max
     steps = jnp.arange(t // self.period, dtype=jnp.int32) * self.period
 
-    def indices(first: Array) -> tuple[Array, Array]:
-      """Of the windows that start at rows from `first`, and whether there are such rows."""
-      rows = (-(-first // self.period) * self.period + steps)[None]
-      there = jnp.broadcast_to(rows >= 0, (streams.shape[0], steps.shape[0]))
-      index = streams * self.starts + rows % self.rows // self.period
-      return jnp.where(there, index, none).reshape(-1), rows
+    def run_from(first: Array) -> Array:
+      """The rows where windows start, of t rows from `first`."""
+      return -(-first // self.period) * self.period + steps
 
-    gone, _ = indices(head - t - self.rows + 1 + self.lookback)
-    new, rows = indices(head - t - self.length + 1)
+    def index(rows: Array) -> Array:
+      return streams * self.starts + (rows % self.rows // self.period)[None]
+
+    gone = run_from(head - t - self.rows + 1 + self.lookback)
+    new = run_from(head - t - self.length + 1)
+    again = (gone + self.rows >= new[0]) & (gone + self.rows <= new[-1])  # a new one's place
+    gone_index = jnp.where(((gone >= 0) & ~again)[None], index(gone), none)
+    new_index = jnp.where((new >= 0)[None], index(new), none)
     if self.initial_priority is None:
-      priority = jnp.full(new.shape, memory.highest[0])
+      priority = jnp.full(new_index.shape, memory.highest[0])
     else:
-      stream = jnp.broadcast_to(streams, (streams.shape[0], steps.shape[0])).reshape(-1)
-      start = jnp.broadcast_to(rows, (streams.shape[0], steps.shape[0])).reshape(-1)
+      stream, start = (
+        jnp.broadcast_to(x, new_index.shape).reshape(-1) for x in (streams, new[None])
+      )
       timesteps = memory.timesteps._replace(observation=())
       window = self._window(memory._replace(timesteps=timesteps, stacks=()), stream, start)
-      priority = self.initial_priority(window)
-    tree = sum_tree.assign(memory.tree, gone, jnp.zeros(gone.shape))
-    return memory._replace(tree=sum_tree.assign(tree, new, priority**self.buffer.priority_exponent))
+      priority = self.initial_priority(window).reshape(new_index.shape)
+    priority = priority**self.buffer.priority_exponent
+    some = sorted(
+      {*range(0, len(steps), sum_tree.FAN), len(steps) - 1}
+    )  # one of each node at least
+    ends = jnp.array([0, self.rows - self.period], jnp.int32)  # runs may go over the seam
+    refresh = index(jnp.concatenate([gone[jnp.array(some)], new[jnp.array(some)], ends]))
+    tree = sum_tree.assign(
+      memory.tree,
+      jnp.concatenate([gone_index.reshape(-1), new_index.reshape(-1)]),
+      jnp.concatenate([jnp.zeros(gone_index.size), priority.reshape(-1)]),
+      refresh.reshape(-1),
+    )
+    return memory._replace(tree=tree)
 
   # --- what is in them
 

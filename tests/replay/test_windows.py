@@ -220,6 +220,36 @@ def test_prioritised_sampling() -> None:
   assert gained == pytest.approx(B * T * 3.0, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+  ('unroll', 'length', 'keep'), [(100, 3, False), (16, 1, False), (8, 20, True)]
+)
+def test_sums_of_priorities_stay_sums(unroll: int, length: int, keep: bool) -> None:
+  """Each node of the tree, after several turns of a ring of many nodes."""
+  replay = windows(
+    settings(priority_exponent=1.0, capacity=3000), length, B, unroll, keep_state=keep
+  )
+
+  def trajectory(key: Any) -> Trajectory:
+    timed = jax.random.normal(key, (unroll + 1, B))
+    steps = TimeStep(timed, timed, timed, jnp.ones((unroll + 1, B), jnp.int8))
+    return Trajectory(steps, ActorOutput(timed[1:]), timed[0], jnp.arange(B))
+
+  memory = replay.init(trajectory(jax.random.key(0)))
+  add, sample = jax.jit(replay.add), jax.jit(replay.sample)
+  for i in range(3 * memory.timesteps.reward.shape[1] // unroll):
+    memory = add(memory, trajectory(jax.random.key(i)))
+    if i * unroll > length + unroll:
+      index = sample(memory, jax.random.key(i)).index
+      memory = replay.update(memory, index, jnp.linspace(0.5, 2.0, len(index)))
+  for below, above in zip(memory.tree, memory.tree[1:], strict=False):
+    sums = np.asarray(below).sum(1)
+    np.testing.assert_allclose(np.asarray(above).reshape(-1)[: len(sums)], sums, rtol=1e-5)
+  rows = memory.timesteps.reward.shape[1]
+  valid = (rows - length) // (unroll if keep else 1)
+  there = int((np.asarray(memory.tree[0]) > 0).sum())
+  assert B * valid * 0.9 < there <= B * (valid + 1)
+
+
 @pytest.mark.parametrize('ratio', [0.3, 1.0, 1.5, 8.0, 7.77])
 @pytest.mark.parametrize('min_size', [1, 12, 50, 100])
 def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
