@@ -131,9 +131,10 @@ def dqn_cartpole() -> Config:
     agent=DQN(
       network=QNetwork(hidden=(128, 128)),
       buffer=Buffer(capacity=50_000, batch_size=128, min_size=2_000, samples_per_insert=16.0),
-      learning_rate=5e-4,
+      learning_rate=2.5e-4,
       n_step=3,
       target_period=250,
+      epsilon=0.02,
       epsilon_steps=5_000,
     ),
     env='gymnax:CartPole-v1',
