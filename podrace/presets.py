@@ -185,7 +185,7 @@ def r2d2_memory() -> Config:
     env='podrace:memory,length=20',
     num_envs=64,
     unroll_length=11,
-    total_steps=1_500_000,
+    total_steps=400_000,
   )  # fmt: skip
 
 
