@@ -64,7 +64,7 @@ class Memory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-  """The four functions of a Replay, and the sizes they know."""
+  """The functions of a Replay, and the sizes they know."""
 
   buffer: Buffer
   length: int  # L: steps of a window, which has L + 1 timesteps
@@ -117,7 +117,7 @@ class Windows:
     due = (p // q) + ((phase + 1) * (p % q)) // q - (phase * (p % q)) // q
     return jnp.where(update >= ready, due, 0).astype(jnp.int32)
 
-  # --- the four functions
+  # --- init, add, sample, update
 
   def init(self, example: Trajectory) -> Memory:
     """An empty memory; `example` is one device's trajectory, of which the shapes matter."""
