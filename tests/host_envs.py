@@ -78,7 +78,28 @@ class Trees(Sequence):
     return dict(board=board, rest=(self._steps % 4, np.array([1, 0, 1], np.int8)))
 
 
+class Same(gymnasium.Env):
+  """Always looks the same and rewards 1; ends itself every so often, or never."""
+
+  observation_space = spaces.Box(0, 1, (1,), np.float32)
+  action_space = spaces.Discrete(2)
+
+  def __init__(self, length: int = 0) -> None:
+    self._length, self._time = length, 0
+
+  def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    self._time = 0
+    return np.ones(1, np.float32), {}
+
+  def step(self, action: int) -> Any:
+    self._time += 1
+    return np.ones(1, np.float32), 1.0, self._time == self._length, False, {}
+
+
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
 gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')
 gymnasium.register('Trees-v0', entry_point='host_envs:Trees')
 gymnasium.register('Limited-v0', entry_point='host_envs:Sequence', max_episode_steps=5)
+gymnasium.register('Same-v0', entry_point='host_envs:Same')
+gymnasium.register('Terminated-v0', entry_point='host_envs:Same', kwargs=dict(length=4))
+gymnasium.register('Truncated-v0', entry_point='host_envs:Same', max_episode_steps=4)

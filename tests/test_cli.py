@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 from processes import (
   Podrace,
@@ -72,7 +73,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Command:
 
 HELP = [[], ['--help'], ['-h'], ['--version'], ['train', '--help'], ['train', 'catch', '-h'],
         ['eval', '--help'], ['list', '--help'], ['list'], ['envs', '--help'], ['keys', '-h'],
-        ['top', '--help']]  # fmt: skip
+        ['top', '--help'], ['devices', '-h'], ['bench', '--help']]  # fmt: skip
 
 
 @pytest.mark.parametrize('args', HELP, ids=' '.join)
@@ -239,6 +240,61 @@ def test_eval_ends_with_one_json_line(finished: Path) -> None:
   assert result['episodes'] == 7
   assert -1 <= result['episode_return_mean'] <= 1 and result['episode_return_std'] >= 0
   assert 'Traceback' not in done.stderr
+
+
+# --- devices, bench -----------------------------------------------------------------------------
+
+
+def test_devices(run: Command) -> None:
+  code, out, _ = run('devices', '--actor-devices', '0,1', '--learner-devices=2,3')
+  assert code == 0
+  first, *rest = out.splitlines()
+  assert jax.__version__ in first
+  assert [line.split(': ')[1] for line in rest] == ['acts', 'acts', 'learns', 'learns'] + [
+    'idle'
+  ] * 4
+  code, out, _ = run('devices', '--devices', '1')
+  assert code == 0 and out.splitlines()[1].endswith(': acts and learns')
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['--actor-devices', '0,9'], '9'),
+    (['--devices', 'many'], "--devices takes a whole number, not 'many'"),
+    (['--actors', '0'], "unknown option '--actors'"),
+  ],
+)
+def test_devices_that_are_not_there(run: Command, args: list[str], message: str) -> None:
+  code, out, err = run('devices', *args)
+  assert (code, out) == (2, '') and message in err
+
+
+def test_bench_sebulba(run: Command) -> None:
+  code, out, err = run(
+    'bench', 'sebulba', 'catch', '--num-envs', '8', '--unroll-length', '4', '--seconds', '0.2',
+    '--agent.network.hidden', '16', '--actor-devices', '0', '--learner-devices', '0',
+  )  # fmt: skip
+  assert code == 0, err
+  told = json.loads(out.splitlines()[-1])
+  rates = [told[k] for k in ('environment', 'inference', 'learner', 'combined', 'parallel')]
+  assert min(rates) > 0
+  assert told['parallel'] == pytest.approx(1 / sum(1 / r for r in rates[:3]), rel=0.01)
+  assert sum(told['actor_time'].values()) == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['anakin'], 'bench measures sebulba'),
+    (['sebulba', 'pongg'], 'pong'),
+    (['sebulba', 'catch', '--seconds', 'x'], "--seconds takes a number, not 'x'"),
+    (['sebulba', 'catch', '--run-dir', 'x'], 'bench keeps no run: --run-dir'),
+  ],
+)
+def test_what_bench_cannot_do(run: Command, args: list[str], message: str) -> None:
+  code, out, err = run('bench', *args)
+  assert (code, out) == (2, '') and message in err
 
 
 # --- bad input ----------------------------------------------------------------------------------

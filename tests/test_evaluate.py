@@ -18,7 +18,8 @@ from podrace import run
 from podrace.agents.impala import Impala
 from podrace.config import Config, UsageError
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.evaluate import episode_returns, evaluate
+from podrace.envs.host import base as host
+from podrace.evaluate import episode_returns, evaluate, host_returns
 from podrace.networks import ActorCritic
 from podrace.types import ActorOutput
 
@@ -121,3 +122,41 @@ def test_what_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
   (tmp_path / 'checkpoints').mkdir()
   with pytest.raises(UsageError, match='has no checkpoint yet'):
     evaluate(tmp_path, 1)
+
+
+# --- environments on the host ----------------------------------------------------------------------
+
+
+def test_games_on_the_host_count_whole_and_once() -> None:
+  """More than are stepped together; 4 steps each, of which the fifth arrival is the last."""
+  spec = host.make('gymnasium:host_envs:Truncated-v0')
+  returns = host_returns(Idle(), spec, (), 40, seed=0)
+  np.testing.assert_array_equal(returns, np.full(40, 4.0))
+
+
+def test_games_on_the_host_that_do_not_end() -> None:
+  spec = host.make('gymnasium:host_envs:Same-v0')
+  with pytest.raises(run.RunError, match='2 of 2 episodes have not ended in 50 steps'):
+    host_returns(Idle(), spec, (), 2, seed=0, max_steps=50)
+
+
+def test_atari_is_scored_unclipped() -> None:
+  """A whole game with several rewards of 10 and more, as the game counts them."""
+  spec = host.make('ale:ms_pacman')
+  returns = host_returns(Idle(), spec, (), 2, seed=0)
+  assert (returns >= 60).all() and (returns % 10 == 0).all()
+  np.testing.assert_array_equal(returns, host_returns(Idle(), spec, (), 2, seed=0))
+
+
+def test_a_run_on_the_host_is_evaluated(tmp_path: Path) -> None:
+  agent = Impala(network=ActorCritic(hidden=(8,)))
+  config = Config(agent=agent, env='gymnasium:host_envs:Terminated-v0', architecture='sebulba',
+                  num_envs=4, unroll_length=4, total_steps=64, actor_threads=1, devices=1)  # fmt: skip
+  run.train(config, tmp_path / 'run', quiet=True)
+  result = evaluate(tmp_path / 'run', 5)
+  assert result == {
+    'episode_return_mean': 4.0,
+    'episode_return_std': 0.0,
+    'episodes': 5,
+    'step': 64,
+  }

@@ -259,6 +259,24 @@ def test_learns_catch(name: str, devices: int, lag: str) -> None:
   assert told['return_sum'] / told['episodes'] > 0.9
 
 
+@pytest.mark.parametrize(('ends', 'value'), [('Truncated', 10.0), ('Terminated', 2.26)])
+@pytest.mark.parametrize('name', ['impala', pytest.param('ppo', marks=pytest.mark.slow)])
+def test_time_limits_are_bootstrapped(name: str, ends: str, value: float) -> None:
+  """A reward of 1 for ever is worth 1 / (1 - 0.9); for 4 steps at most 2.26, the mean of the
+  3.44, 2.71, 1.9 and 1 of four states that look the same."""
+  agent = dataclasses.replace(AGENTS[name], discount=0.9, learning_rate=0.01, entropy_cost=0.0)
+  program = sebulba(agent, f'gymnasium:host_envs:{ends}-v0', num_envs=4, unroll_length=20)
+  with Running(program) as run:
+    params = run.advance(250).train.params
+  output, _ = program.agent.network.step(params.network, (), first_of(program.example))
+  np.testing.assert_allclose(output.value, value, rtol=0.15)
+
+
+def first_of(timestep: Any) -> Any:
+  observation: Any = np.ones_like(timestep.observation)
+  return timestep._replace(observation=observation)
+
+
 # --- across devices --------------------------------------------------------------------------------
 
 
