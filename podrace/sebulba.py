@@ -484,7 +484,7 @@ class Actor:
     ids = arrival.env_id
     if not self._sebulba.ordered:
       return ids, self._in_any_order(arrival) if len(ids) else None
-    if np.any(np.diff(ids) < 0):
+    if len(ids) > 1 and (ids[1:] < ids[:-1]).any():
       raise HostError(f'{self._spec.name} returned {ids} where order was expected')
     if len(ids) == self._n and self._in_step():
       return ids, self._together(arrival)

@@ -84,6 +84,16 @@ def options_of(
   return registry.read_options(name, options, defaults)
 
 
+def rows_of(env_id: np.ndarray, num_envs: int) -> Any:
+  """What picks environments env_id of arrays [num_envs, ...]: where it is all of them, a slice,
+  which copies nothing. They are sorted in that case."""
+  return slice(None) if len(env_id) == num_envs and _in_order(env_id) else env_id
+
+
+def _in_order(env_id: np.ndarray) -> bool:
+  return bool((env_id == np.arange(len(env_id), dtype=env_id.dtype)).all())
+
+
 # --- timesteps ----------------------------------------------------------------------------------
 
 
@@ -116,15 +126,16 @@ class Stepper:
     What is over with its first timestep (a life that is lost while it begins) is followed by
     another FIRST, whose discount is 0: nothing is bootstrapped from it.
     """
-    first: Any = self._opens[env_id]
+    ids = rows_of(env_id, len(self._opens))
+    first: Any = self._opens[ids].copy()
     over = terminated | truncated
     last = over & ~first
-    at_once = self._over[env_id]
-    self._over[env_id] = over & first
-    self._opens[env_id] = over
-    kind: Any = np.where(first, FIRST, np.where(last, LAST, MID)).astype(np.int8)
+    at_once = self._over[ids].copy()
+    self._over[ids] = over & first
+    self._opens[ids] = over
+    kind: Any = MID + last.view(np.int8) - first.view(np.int8)  # FIRST, MID, LAST: 0, 1, 2
     learned: Any = np.where(first, 0, reward).astype(np.float32)
-    discount: Any = np.where((terminated & last) | at_once, 0, 1).astype(np.float32)
+    discount: Any = (~((terminated & last) | at_once)).astype(np.float32)
     return TimeStep(observation, learned, discount, kind)
 
 
@@ -144,15 +155,12 @@ class Checker:
     if n and not (ids.min() >= 0 and ids.max() < self._num_envs):
       raise HostError(f'{self._name}: env_id {ids} is out of range({self._num_envs})')
     for field, space, get in self._fields:
-      x = get(arrival.timestep.observation)
-      dtype = np.asarray(x).dtype
-      if np.shape(x) != (n, *space.shape):
-        raise HostError(
-          f'{self._name}: {field} has shape {np.shape(x)[1:]}, declared {space.shape}'
-        )
-      if dtype != space.dtype:
-        raise HostError(f'{self._name}: {field} is {dtype}, declared {space.dtype}')
-      if np.issubdtype(dtype, np.floating):
+      x = np.asarray(get(arrival.timestep.observation))
+      if x.shape != (n, *space.shape):
+        raise HostError(f'{self._name}: {field} has shape {x.shape[1:]}, declared {space.shape}')
+      if x.dtype != space.dtype:
+        raise HostError(f'{self._name}: {field} is {x.dtype}, declared {space.dtype}')
+      if x.dtype.kind == 'f':
         self._finite(field, x, ids)
     self._finite('reward', arrival.timestep.reward, ids)
 
@@ -226,15 +234,18 @@ class EpisodeCounter:
     self._finished = Totals()
 
   def add(self, arrival: Arrival) -> None:
-    ids = arrival.env_id
+    ids = rows_of(arrival.env_id, len(self._over))
     opens = self._over[ids] | (arrival.run_id != self._run_id[ids])
     self._run_id[ids] = arrival.run_id
-    resets = arrival.timestep.step_type == FIRST  # of a life, where games have several
-    self.episode_return[ids] = np.where(opens, 0, self.episode_return[ids] + arrival.score)
-    self.episode_length[ids] = np.where(opens, 0, self.episode_length[ids] + ~resets)
+    self.episode_return[ids] += arrival.score
+    self.episode_length[ids] += arrival.timestep.step_type != FIRST  # of a life or of a game
+    if opens.any():
+      opened = arrival.env_id[opens]
+      self.episode_return[opened] = 0
+      self.episode_length[opened] = 0
     self._over[ids] = arrival.ended
     if arrival.ended.any():
-      done = ids[arrival.ended]
+      done = arrival.env_id[arrival.ended]
       returns = self.episode_return[done]
       self._finished += Totals(
         len(done),
