@@ -12,6 +12,7 @@ from jax import lax
 
 from podrace.types import Array
 
+SMALL = 8  # levels with fewer nodes than this for each priority that is set are summed whole
 FAN = 8  # of 8, 16, 32 and 64 the fastest on CPU: a node fills a vector register
 
 Tree = tuple[Array, ...]  # [n, FAN] f32 each, leaves first; the last one is the root's [1, FAN]
@@ -36,8 +37,13 @@ def assign(tree: Tree, index: Array, priority: Array, refresh: Array | None = No
   levels = [leaves]
   index = index if refresh is None else refresh
   for level in tree[1:]:
+    below = levels[-1]
+    if len(below) <= SMALL * index.size:
+      sums = jnp.sum(below, axis=-1)
+      levels.append(jnp.pad(sums, (0, level.size - sums.size)).reshape(level.shape))
+      continue
     node = index // FAN
-    sums = jnp.sum(levels[-1].at[node].get(mode='clip'), axis=-1)
+    sums = jnp.sum(below.at[node].get(mode='clip'), axis=-1)
     levels.append(level.at[node // FAN, node % FAN].set(sums, mode='drop'))
     index = node
   return tuple(levels)

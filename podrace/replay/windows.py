@@ -271,10 +271,9 @@ class Windows:
 
   def _window(self, memory: Memory, stream: Array, start: Array) -> Trajectory:
     """The windows [L+1, n, ...] of streams [n] from rows [n]."""
-    steps = jnp.arange(self.length + 1, dtype=jnp.int32)[:, None]
-    rows = (start[None] + steps) % self.rows
+    read = functools.partial(self._read, stream=stream, start=start)
+    timesteps = jax.tree.map(lambda x: read(x, length=self.length + 1), memory.timesteps)
     stream = stream[None]
-    timesteps = jax.tree.map(lambda x: x[stream, rows], memory.timesteps)
     timesteps = timesteps._replace(step_type=_end_what_is_cut(timesteps.step_type))
     if self.stack and jax.tree.leaves(timesteps.observation):
       observation = jax.tree.map(
@@ -283,10 +282,32 @@ class Windows:
       timesteps = timesteps._replace(observation=observation)
     return Trajectory(
       timesteps,
-      jax.tree.map(lambda x: x[stream, rows[:-1]], memory.outputs),
+      jax.tree.map(lambda x: read(x, length=self.length), memory.outputs),
       jax.tree.map(lambda x: x[stream[0], start % self.rows // self.period], memory.agent_state),
       memory.env_id[stream[0]],
     )
+
+  def _read(self, ring: Array, stream: Array, start: Array, length: int) -> Array:
+    """`length` rows of streams [n] of a ring [B, C, ...] from rows [n]: [length, n, ...].
+
+    Where windows start at every period-th row only, whole periods are read at a time: C is a
+    multiple of it, so none goes over the seam, and on CPU each row of a gather costs a call.
+    """
+    if self.period == 1:
+      steps = jnp.arange(length, dtype=jnp.int32)[:, None]
+      return ring[stream[None], (start[None] + steps) % self.rows]
+    blocks = ring.reshape(ring.shape[0], self.starts, self.period, *ring.shape[2:])
+    whole, rest = divmod(length, self.period)
+    first = start // self.period
+    steps = jnp.arange(whole, dtype=jnp.int32)[:, None]
+    found = blocks[stream[None], (first[None] + steps) % self.starts]  # [whole, n, period, ...]
+    found = jnp.moveaxis(found, 2, 1).reshape(
+      whole * self.period, *found.shape[1:2], *ring.shape[2:]
+    )
+    if not rest:
+      return found
+    rows = (first + whole) % self.starts * self.period
+    return jnp.concatenate([found, ring[stream[None], rows[None] + jnp.arange(rest)[:, None]]])
 
   def _restack(self, frames: Array, memory: Memory, stream: Array, start: Array) -> Array:
     """[L+1, n, stack, ...] from single frames [B, C, ...], as the environment had stacked them."""
