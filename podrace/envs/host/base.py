@@ -11,7 +11,7 @@ import numpy as np
 
 from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName, Value
-from podrace.types import FIRST, LAST, MID, Arrival, HostEnvironment, TimeStep
+from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
 
 
 class HostError(Exception):
