@@ -121,6 +121,26 @@ def pong() -> Config:
   )
 
 
+def ppo_pong() -> Config:
+  """PPO on Atari Pong under Sebulba: fewer frames than IMPALA, more gradients for each."""
+  from podrace.agents.ppo import PPO
+  from podrace.networks import ActorCritic
+
+  network = ActorCritic(torso='impala', hidden=(256,), activation='relu')
+  return Config(
+    agent=PPO(
+      network=network, learning_rate=5e-4, anneal_learning_rate=False, epochs=3, minibatches=4,
+      clip=0.1,
+    ),
+    env='ale:pong',
+    architecture='sebulba',
+    actor_threads=1,
+    num_envs=16,
+    unroll_length=64,
+    total_steps=4_000_000,
+  )  # fmt: skip
+
+
 def dqn_cartpole() -> Config:
   """Double DQN on CartPole: the full return of 500."""
   from podrace.agents.dqn import DQN
@@ -310,6 +330,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'brax-inverted-pendulum': brax_inverted_pendulum,
   'snake': snake,
   'pong': pong,
+  'ppo-pong': ppo_pong,
   'dqn-cartpole': dqn_cartpole,
   'rainbow-minatar': rainbow_minatar,
   'r2d2-memory': r2d2_memory,
