@@ -1,19 +1,25 @@
-"""What a run needs of an architecture: six functions, for each of the two."""
+"""What a run needs of an architecture: the same functions, for each of the two."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from podrace import anakin, sebulba
+from podrace import anakin, sebulba, tables
+from podrace.checkpoint import CheckpointError
 from podrace.envs.host.base import Totals
+from podrace.replay.hosted import Hosted, ReplayFailed
 from podrace.sebulba import Actors, Snapshot
+from podrace.topology import AXIS
 from podrace.types import Array
 
 
@@ -50,6 +56,20 @@ class Architecture(Protocol):
     """What of the log is kept on the host, for a checkpoint's meta."""
     ...
 
+  def save(self, path: Path) -> dict[str, Any] | None:
+    """Writes what there is besides the state to a new directory; what `restore` wants to be told.
+
+    None if there is nothing.
+
+    Raises:
+      CheckpointError: if it can't be written.
+    """
+    ...
+
+  def restore(self, path: Path, told: dict[str, Any] | None) -> None:
+    """Reads what `save` wrote, before `start`; raises CheckpointError if it is damaged."""
+    ...
+
   def close(self) -> None: ...
 
 
@@ -81,6 +101,12 @@ class OnDevice:
 
   def told(self) -> dict[str, Any]:
     return {}
+
+  def save(self, path: Path) -> dict[str, Any] | None:
+    return None
+
+  def restore(self, path: Path, told: dict[str, Any] | None) -> None:
+    pass
 
   def close(self) -> None:
     pass
@@ -131,16 +157,28 @@ class OnHost:
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self._told = Told()
     self._actors: Actors | None = None
+    self._hosted = Hosted(program.layout, self.mesh, program.seed) if program.hosted else None
 
   def compile(self) -> None:
     p, s = self._program, self.shapes
     example = p.warm_up()
+    if p.hosted:
+      split = NamedSharding(self.mesh, P(AXIS))
+      batch = {
+        k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split)
+        for k, x in p.layout.batch().items()
+      }
+      given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, batch)
+      self._learn = p.learn_sample.lower(*given).compile()
+      return
     args = (s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, example)
     self._learn = p.learn.lower(*args).compile()
 
   def start(self, state: sebulba.State, keys: Array, told: dict[str, Any]) -> None:
     self._told = Told(**told) if jax.process_index() == 0 else Told()  # it is all processes' sum
     actor_key = jax.random.split(keys[0], 3)[1]
+    if self._hosted:
+      self._hosted.start()
     self._actors = Actors(self._program, state, actor_key)
     self._update = int(jax.device_get(state.update))
 
@@ -166,7 +204,10 @@ class OnHost:
     for unroll in unrolls:
       self._told.add(unroll, self._update)
     before = state.train.params
-    state = self.learn(state, self._program.join(unrolls))
+    if self._hosted:
+      state = self._learn_from(self._hosted, state, unrolls)
+    else:
+      state = self.learn(state, self._program.join(unrolls))
     self._update += 1
     self._actors.publish(self._update, state.train.params)
     snapshots: tuple[Snapshot, ...] = ()
@@ -174,6 +215,23 @@ class OnHost:
       snapshots = tuple(u.snapshot for u in unrolls if u.snapshot is not None)
     previous = before if self._program.lag == '1' else ()
     return state._replace(previous=previous, actors=snapshots)
+
+  def _learn_from(
+    self, hosted: Hosted, state: sebulba.State, unrolls: list[sebulba.Unroll]
+  ) -> sebulba.State:
+    """One update where replay is on the host."""
+    for unroll in unrolls:
+      hosted.add(unroll.parts, unroll.serial)
+    train, log = state.train, state.log
+    for i, draw in enumerate(hosted.samples(hosted.times(self._update))):
+      train, log, priority = self._learn(
+        train.params, train.rest, log, state.key, state.update, self._placed(i), draw.data
+      )
+      hosted.update(draw.key, priority)
+    return state._replace(train=train, log=log, update=self._placed(self._update + 1))
+
+  def _placed(self, number: int) -> Array:
+    return jax.device_put(np.int32(number), self._program.shardings.update)
 
   def learn(self, state: sebulba.State, batch: Any) -> sebulba.State:
     """One update from a batch that lies on the learners' mesh."""
@@ -201,6 +259,7 @@ class OnHost:
         'dropped_steps': told.dropped,
         **{f'actor_{k}': round(v / seconds, 4) for k, v in sorted(told.seconds.items())},
         **(self._program.spec.metrics() if self._program.spec.metrics else {}),
+        **(self._hosted.metrics() if self._hosted else {}),
       },
     )
     zero = jax.tree.map(np.zeros_like, log._replace(broken=log.broken))._replace(broken=log.broken)
@@ -212,6 +271,26 @@ class OnHost:
   def told(self) -> dict[str, Any]:
     return dataclasses.asdict(self._told.over_processes())
 
+  def save(self, path: Path) -> dict[str, Any] | None:
+    if self._hosted is None:
+      return None
+    try:
+      return self._hosted.save(path, self._program.saves_actors)
+    except (tables.CheckpointError, ReplayFailed, OSError) as e:
+      raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
+
+  def restore(self, path: Path, told: dict[str, Any] | None) -> None:
+    if self._hosted is None:
+      return
+    if told is None:
+      raise CheckpointError(f'checkpoint {path.name} is of a run with replay on the device')
+    try:
+      self._hosted.restore(path, told)
+    except tables.CheckpointError as e:
+      raise CheckpointError(str(e)) from e
+
   def close(self) -> None:
     if self._actors:
       self._actors.close()
+    if self._hosted:
+      self._hosted.close()

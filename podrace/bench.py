@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.architectures import OnHost
-from podrace.config import Config, validate
+from podrace.config import Config, UsageError, validate
 from podrace.run import build_sebulba
 from podrace.sebulba import Actors, Sebulba
 
@@ -25,6 +25,8 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   for about `seconds` after it is compiled.
   """
   validate(config)
+  if config.replay == 'host':
+    raise UsageError('bench measures a learner with all it needs on its devices: no --replay host')
   program = build_sebulba(config)
   driver = OnHost(program)
   driver.compile()

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,20 @@ class Checkpoints:
     """The steps for which there is one, newest first."""
     return sorted(self._manager.all_steps(), reverse=True)
 
+  def beside(self, step: int) -> Path:
+    """The directory of what belongs to the checkpoint at `step` and isn't arrays on devices.
+
+    It must be whole before `save`; it is removed with the checkpoint, and if there comes to be none.
+    """
+    return self._directory.parent / 'replay' / str(step)
+
+  def _tidy(self, newest: int) -> None:
+    """Removes what is beside no checkpoint."""
+    steps = {newest, *self._manager.all_steps()}
+    for folder in self.beside(0).parent.glob('[0-9]*'):
+      if folder.name.isdigit() and int(folder.name) not in steps:
+        shutil.rmtree(folder, ignore_errors=True)
+
   def save(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
     """Takes a copy and returns; writing goes on in the background.
 
@@ -115,6 +130,7 @@ class Checkpoints:
       self._manager.save(step, args=args, force=True)
     except Exception as e:
       raise CheckpointError(f'checkpoint {step} in {self._directory} failed: {e}') from e
+    self._tidy(step)
 
   def check(self) -> None:
     """Raises CheckpointError if a save in the background has failed."""
@@ -182,6 +198,8 @@ class Checkpoints:
       n += 1
       target = folder / f'{step}-{n}'
     source.rename(target)
+    if self.beside(step).exists():
+      self.beside(step).rename(target.with_name(f'{target.name}-replay'))
     self._manager.reload()
     return target
 

@@ -25,6 +25,7 @@ SEBULBA = (  # fields that say nothing to anakin
   'env_deadline',
   'envs',
   'max_wait_ms',
+  'replay',
 )
 
 
@@ -58,6 +59,7 @@ class Config:
   env_deadline: float = 60.0  # sebulba: seconds that environments may take to answer
   envs: Literal['local', 'remote'] = 'local'  # sebulba: remote ones come by `podrace envs`
   max_wait_ms: float = 5.0  # remote: how long those that came wait for others, to be acted on
+  replay: Literal['device', 'host'] = 'device'  # sebulba: where the past is, for who learns from it
 
   @property
   def steps_per_update(self) -> int:
@@ -85,6 +87,11 @@ def validate(config: Config) -> None:
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
   if config.architecture == 'anakin':
+    if config.replay == 'host':
+      raise UsageError(
+        '--replay host: under anakin all of it is on the device; leave it out, or give '
+        '--architecture sebulba'
+      )
     for f in dataclasses.fields(config):
       if f.name in SEBULBA and getattr(config, f.name) != f.default:
         raise UsageError(f'--{flag(f.name)} is for --architecture sebulba; this run is anakin')

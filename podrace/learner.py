@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace.topology import AXIS, TRAJECTORY_SPECS
-from podrace.types import Agent, Array, Metrics, Replay, TrainState, Trajectory
+from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory
 
 
 def sgd(
@@ -126,6 +126,24 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) ->
     in_specs=(P(), flat, TRAJECTORY_SPECS, P(), P()),
     out_specs=(P(), flat, P(), P()),
     check_vma=check_vma,
+  )
+
+
+def sample_learner(
+  agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample], check_vma: bool = True
+) -> Callable[..., Any]:
+  """The learner step where somebody else remembers: learn from one batch, split over the mesh.
+
+  `sample` makes one device's part of a batch [n, ...] what the agent learns from. Returns
+  `(train, batch, key) -> (train, priority [n], metrics)`.
+  """
+
+  def step(train: TrainState, batch: Any, key: Array) -> tuple[TrainState, Array, Metrics]:
+    return agent.learn(train, sample(batch), key)
+
+  flat = P(AXIS)
+  return jax.shard_map(
+    step, mesh=mesh, in_specs=(P(), flat, P()), out_specs=(P(), flat, P()), check_vma=check_vma
   )
 
 

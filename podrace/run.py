@@ -36,6 +36,7 @@ from podrace.config import (
 )
 from podrace.envs.host import base as host
 from podrace.replay import on_policy
+from podrace.replay.hosted import ReplayFailed
 from podrace.sebulba import ActorFailed, Sebulba
 from podrace.topology import cores, learner_mesh, split_devices
 from podrace.types import Replay
@@ -260,6 +261,7 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
     env_threads=config.env_threads,
     deadline=config.env_deadline,
     seed=config.seed,
+    hosted=config.replay == 'host',
   )
 
 
@@ -430,7 +432,7 @@ class _Run:
       )
       try:
         state, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
-      except ActorFailed as e:
+      except (ActorFailed, ReplayFailed) as e:
         raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
       broken, finite = self.program.health(state)
       seconds = time.perf_counter() - began
@@ -537,6 +539,7 @@ class _Run:
       'mesh': self.program.mesh.size,
       'shapes': shapes_sha256(self.program.shapes),
       'told': self.program.told(),
+      'beside': self.program.save(self.checkpoints.beside(step)),
     }
     params, rest = _split(state)
     self.checkpoints.save(step, params, rest, meta)
@@ -564,6 +567,7 @@ class _Run:
       try:
         self.check_fits(self.checkpoints.meta(step))
         found = self.checkpoints.restore(step, params, rest)
+        self.program.restore(self.checkpoints.beside(step), found.meta.get('beside'))
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise

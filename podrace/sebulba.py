@@ -43,8 +43,17 @@ from podrace.envs.host.base import (
   Totals,
   check_action,
 )
-from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
+from podrace.learner import (
+  Log,
+  add_to_log,
+  all_finite,
+  empty_log,
+  init_memory,
+  learner,
+  sample_learner,
+)
 from podrace.networks import outside_loops
+from podrace.replay.hosted import Layout
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology
 from podrace.types import (
   ActorOutput,
@@ -227,6 +236,7 @@ class Unroll(NamedTuple):
   seconds: dict[str, float]  # where the thread's time went
   restarts: int  # of environments, while it was made
   dropped: int  # steps that were lost with them
+  serial: np.ndarray  # [N] which of its unrolls this is, of each environment; lost ones count
 
 
 class Pipe:
@@ -430,6 +440,7 @@ class Actor:
     self._episodes = EpisodeCounter(self._n)
     self._watch = Watch()
     self._row = np.zeros(self._n, np.int32)
+    self._serial = np.full(self._n, number, np.int64)  # of the unrolls under way; see `Unroll`
     self._column = np.arange(self._n, dtype=np.int32)
     self._run_id = np.zeros(self._n, np.int64)
     self._restarts = self._dropped = 0
@@ -439,6 +450,7 @@ class Actor:
     columns = self._n * sebulba.columns
     self._versions = np.zeros(columns, np.int64)  # of the parameters that columns began with
     self._member = np.resize(self._ids, columns)  # whose they are
+    self._serials = np.zeros(columns, np.int64)  # of finished unrolls
     self._free = collections.deque(range(self._n, columns))
     self._finished: collections.deque[int] = collections.deque()  # columns, oldest first
     self.in_env_since: float | None = None  # when the pool was last asked; None: not waiting for it
@@ -516,6 +528,7 @@ class Actor:
       self._restarts += len(ids)
       self._dropped += int(self._row[ids].sum())
       self._row[ids] = 0
+      self._serial[ids] += 1
       self._run_id[ids] = arrival.run_id[restarted]
     self._watch('env')
     return arrival
@@ -530,7 +543,8 @@ class Actor:
     if t == self._length:
       timestep = jax.device_put(timestep, self.device)
       parts, agent_state = self._programs.finish(self._carry, timestep, self._env_id)
-      self._ship(parts, self._versions[0], agent_state, timestep)
+      self._ship(parts, self._versions[0], agent_state, timestep, self._serial.copy())
+      self._serial += 1
       self._next_unroll()
       self._row[:] = t = 0
     self._carry, action = self._programs.step(
@@ -627,6 +641,8 @@ class Actor:
       done = ids[over]
       self._store(done, jax.tree.map(lambda x: x[over], timestep))
       self._finished.extend(self._column[done].tolist())
+      self._serials[self._column[done]] = self._serial[done]
+      self._serial[done] += 1
       self._row[done] = 0
       while len(self._finished) >= self._n and not self._ship_finished():
         pass
@@ -652,12 +668,15 @@ class Actor:
     members = self._sebulba.first_env(self.index) + self._member[columns]
     parts = self._programs.take(self._carry, columns, members.astype(np.int32))
     self._free.extend(columns.tolist())
-    self._ship(parts, int(self._versions[columns].min()), None, None)
+    version, serial = int(self._versions[columns].min()), self._serials[columns]
+    self._ship(parts, version, None, None, serial)
     return True
 
   # --- to the learners
 
-  def _ship(self, parts: Any, version: int, agent_state: Any, timestep: Any) -> None:
+  def _ship(
+    self, parts: Any, version: int, agent_state: Any, timestep: Any, serial: np.ndarray
+  ) -> None:
     snapshot = None
     if self._sebulba.saves_actors:
       env_state = self.pool.state  # type: ignore[attr-defined]
@@ -668,7 +687,7 @@ class Actor:
     self._watch('transfer')
     unroll = Unroll(
       parts, int(version), self.index, self._number, self._episodes.take(), snapshot,
-      self._watch.take(), self._restarts, self._dropped,
+      self._watch.take(), self._restarts, self._dropped, serial,
     )  # fmt: skip
     self._restarts = self._dropped = 0
     self._number += 1
@@ -728,6 +747,7 @@ class Sebulba:
   env_threads: int = 0  # C++ threads or worker processes of all pools together; 0: one per core
   deadline: float = 60.0  # seconds that an answer of the environments may take
   seed: int = 0
+  hosted: bool = False  # replay is on the host: the `windows` of `replay`, and not its state
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'threads', 'max_lag'):
@@ -749,9 +769,17 @@ class Sebulba:
     if not self.ordered and self.lag != 'async':
       why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
       raise ValueError(f'environments in any order ({why}) need --lag async, not {self.lag}')
-    if not self.ordered and self.replay.streams:
-      why = f'leave out --env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
-      raise ValueError(f'replay needs each environment in its place: {why}')
+    if self.hosted and self.replay.windows is None:
+      raise ValueError(
+        'this agent learns from the newest trajectory only: it has no replay to host'
+      )
+    if self.hosted and jax.process_count() > 1:
+      raise ValueError('replay on the host is for runs of one process; leave out --replay host')
+    if not self.ordered and self.in_turn:
+      why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
+      raise ValueError(
+        f'environments in any order ({why}) need replay on the host: give --replay host'
+      )
     if not self.ordered and self.spec.ordered_only:
       raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
 
@@ -780,6 +808,11 @@ class Sebulba:
   @property
   def ordered(self) -> bool:
     return self.batch_size in (0, self.envs_per_thread) and not self.spec.comes_and_goes
+
+  @property
+  def in_turn(self) -> bool:
+    """Replay needs each environment's unroll where the one before was."""
+    return self.replay.windows is not None and not self.hosted
 
   @property
   def columns(self) -> int:
@@ -848,10 +881,15 @@ class Sebulba:
   def _init(self, keys: Array) -> State:
     train_key, _, run_key = jax.random.split(keys[0], 3)
     train = self.agent.init(train_key)
-    example = self._example_trajectory(train.params)
-    memory = init_memory(self.replay, self.mesh, example)
-    learn = learner(self.agent, self.replay, self.mesh)
-    _, _, metrics, _ = jax.eval_shape(learn, train, memory, example, run_key, jnp.int32(0))
+    memory: Any = ()
+    if self.hosted:
+      learn = sample_learner(self.agent, self.mesh, self.layout.sample)
+      _, _, metrics = jax.eval_shape(learn, train, self.layout.batch(), run_key)
+    else:
+      example = self._example_trajectory(train.params)
+      memory = init_memory(self.replay, self.mesh, example)
+      learn = learner(self.agent, self.replay, self.mesh)
+      _, _, metrics, _ = jax.eval_shape(learn, train, memory, example, run_key, jnp.int32(0))
     previous = jax.tree.map(jnp.copy, train.params) if self.lag == '1' else ()
     return State(train, memory, empty_log(metrics), run_key, jnp.int32(0), previous, ())
 
@@ -930,6 +968,32 @@ class Sebulba:
     return jax.jit(
       update, donate_argnums=(1, 2, 3, 5), out_shardings=(s.train, s.memory, s.log, s.update)
     )
+
+  @functools.cached_property
+  def layout(self) -> Layout:
+    """How replay on the host keeps trajectories."""
+    params = jax.eval_shape(lambda key: self.agent.init(key).params, jax.random.key(0))
+    return Layout(self.replay.windows, self._example_trajectory(params))
+
+  @functools.cached_property
+  def learn_sample(self) -> Any:
+    """(params, rest, log, key, update, i, batch) -> (train, log, priority): the i-th of an update.
+
+    As `learn` does with the samples of replay on the device.
+    """
+    learn = sample_learner(self.agent, self.mesh, self.layout.sample)
+
+    def one(
+      params: Any, rest: Any, log: Log, key: Array, update: Array, i: Array, batch: Any
+    ) -> Any:
+      _, update_key = jax.random.split(jax.random.fold_in(key, update))
+      _, learn_key = jax.random.split(jax.random.fold_in(update_key, i))
+      train, priority, metrics = learn(TrainState(params, rest), batch, learn_key)
+      return train, add_to_log(log, metrics, jnp.int32(1), update), priority
+
+    s = self.shardings
+    split = NamedSharding(self.mesh, P(AXIS))
+    return jax.jit(one, donate_argnums=(1, 2), out_shardings=(s.train, s.log, split))
 
   @functools.cached_property
   def health(self) -> Any:
@@ -1029,7 +1093,7 @@ class Actors:
   def __init__(self, sebulba: Sebulba, state: State, actor_key: Array, start: bool = True) -> None:
     self._sebulba = sebulba
     s = sebulba
-    self.pipe = Pipe(s.local_threads, s.lag, s.max_lag, s.ordered, s.replay.streams)
+    self.pipe = Pipe(s.local_threads, s.lag, s.max_lag, s.ordered, s.in_turn)
     update = int(jax.device_get(state.update))
     if sebulba.lag == '1' and update > 0:
       self.publish(update - 1, state.previous)

@@ -161,4 +161,4 @@ class Replay(NamedTuple):
   sample: Callable[[Any, Array], Sample]
   update: Callable[[Any, Array, Array], Any]  # state, index [B], priority [B]
   times: Callable[[Array], Array | int]  # how many samples the update-th update learns from
-  streams: bool = False  # each column of a trajectory must go on where the one before ended
+  windows: Any = None  # what it keeps of the past, if it does: `podrace.replay.windows.Windows`

@@ -57,6 +57,15 @@ CASES = {
         '--agent.network.core-size', '8', '--agent.sequence', '8', '--agent.burn-in', '8',
         *SHORT, *REPLAY]
   ),
+  'replay-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '0', '--agent', 'dqn',
+        '--agent.n-step', '3', *SHORT, *REPLAY]
+  ),
+  'replay-on-the-host-lag-1': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', '--agent', 'r2d2',
+        '--agent.network.core', 'gru', '--agent.network.core-size', '8', '--agent.sequence', '8',
+        '--agent.burn-in', '8', *SHORT, *REPLAY]
+  ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),
@@ -143,6 +152,7 @@ SLOW = {
   'two-devices',
   'sebulba-lag-0',
   'replay-sebulba',
+  'replay-on-the-host-lag-1',
 }
 
 

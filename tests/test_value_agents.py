@@ -241,7 +241,7 @@ def test_streams_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replay_refuses_environments_in_any_order() -> None:
   spec = host.make('gymnasium:CartPole-v1')
   agent = bind(AGENTS['dqn'], spec, 100, 8)
-  with pytest.raises(ValueError, match='replay needs each environment in its place'):
+  with pytest.raises(ValueError, match='need replay on the host: give --replay host'):
     Sebulba(
       agent, spec, agent.memory(8, 4), split_devices('0', '0'), 8, 4, 1, lag='async', batch_size=4
     )

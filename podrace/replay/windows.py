@@ -105,17 +105,26 @@ class Windows:
     """
     b = self.buffer
     steps = self.num_envs * self.unroll_length
-    rate = Fraction(b.samples_per_insert).limit_denominator(10_000) * steps / b.batch_size
-    p, q = rate.numerator, rate.denominator
-    if p * q >= 2**31:
+    if self.rate.numerator * self.rate.denominator >= 2**31:
       raise ValueError(
-        f'samples_per_insert {b.samples_per_insert} makes {rate} samples in an update: too odd a '
-        'number to keep exactly'
+        f'samples_per_insert {b.samples_per_insert} makes {self.rate} samples in an update: too odd '
+        'a number to keep exactly'
       )
     ready = max(-(-b.min_size // steps), -(-self.length // self.unroll_length)) - 1
-    phase = jnp.maximum(update - ready, 0) % q
-    due = (p // q) + ((phase + 1) * (p % q)) // q - (phase * (p % q)) // q
-    return jnp.where(update >= ready, due, 0).astype(jnp.int32)
+    return jnp.where(update >= ready, self.due(jnp.maximum(update - ready, 0)), 0).astype(jnp.int32)
+
+  def due(self, updates: Any) -> Any:
+    """How many samples are learned from in an update, so many after learning began."""
+    p, q = self.rate.numerator, self.rate.denominator
+    phase = updates % q
+    return (p // q) + ((phase + 1) * (p % q)) // q - (phase * (p % q)) // q
+
+  @property
+  def rate(self) -> Fraction:
+    """Samples that are learned from in an update."""
+    b = self.buffer
+    steps = self.num_envs * self.unroll_length
+    return Fraction(b.samples_per_insert).limit_denominator(10_000) * steps / b.batch_size
 
   # --- init, add, sample, update
 
@@ -126,7 +135,7 @@ class Windows:
     def ring(rows: int, x: Any, skip: int) -> Array:
       return jnp.zeros((streams, rows, *x.shape[skip:]), x.dtype)
 
-    timesteps = jax.eval_shape(self._newest_frames, example.timesteps)
+    timesteps = jax.eval_shape(self.newest_frames, example.timesteps)
     timesteps, outputs = jax.tree.map(
       functools.partial(ring, self.rows, skip=2), (timesteps, example.outputs)
     )
@@ -135,7 +144,7 @@ class Windows:
       outputs=outputs,
       stacks=jnp.zeros((streams, self.rows), jnp.int8) if self.stack else (),
       agent_state=jax.tree.map(
-        functools.partial(ring, self.starts, skip=1), self._kept(example.agent_state)
+        functools.partial(ring, self.starts, skip=1), self.kept(example.agent_state)
       ),
       env_id=jnp.zeros(streams, jnp.int32),
       head=jnp.zeros(1, jnp.int32),
@@ -143,7 +152,7 @@ class Windows:
       highest=jnp.ones(1),
     )
 
-  def _kept(self, agent_state: Any) -> Any:
+  def kept(self, agent_state: Any) -> Any:
     """The state is kept only if windows start where it is known."""
     return agent_state if self.period == self.unroll_length else ()
 
@@ -160,20 +169,20 @@ class Windows:
       ring = put(ring, x[:length], slot)
       return put(ring, x[length:], (slot + length) % rows)
 
-    timesteps = self._newest_frames(trajectory.timesteps)
+    timesteps = self.newest_frames(trajectory.timesteps)
     memory = memory._replace(
       timesteps=jax.tree.map(put_all, memory.timesteps, timesteps),
       outputs=jax.tree.map(lambda r, x: put(r, x, slot), memory.outputs, trajectory.outputs),
       agent_state=jax.tree.map(
         lambda r, x: put(r, x[None], slot // self.period),
         memory.agent_state,
-        self._kept(trajectory.agent_state),
+        self.kept(trajectory.agent_state),
       ),
       env_id=trajectory.env_id,
       head=memory.head + length,
     )
     if self.stack:
-      stacks = _what_is_before(trajectory.timesteps)
+      stacks = what_is_before(trajectory.timesteps)
       memory = memory._replace(stacks=put_all(memory.stacks, stacks))
     return self._admit(memory) if self.prioritised else memory
 
@@ -274,7 +283,7 @@ class Windows:
     read = functools.partial(self._read, stream=stream, start=start)
     timesteps = jax.tree.map(lambda x: read(x, length=self.length + 1), memory.timesteps)
     stream = stream[None]
-    timesteps = timesteps._replace(step_type=_end_what_is_cut(timesteps.step_type))
+    timesteps = timesteps._replace(step_type=end_what_is_cut(timesteps.step_type))
     if self.stack and jax.tree.leaves(timesteps.observation):
       observation = jax.tree.map(
         lambda x: self._restack(x, memory, stream, start), memory.timesteps.observation
@@ -313,26 +322,13 @@ class Windows:
     """[L+1, n, stack, ...] from single frames [B, C, ...], as the environment had stacked them."""
     back = self.lookback
     steps = jnp.arange(-back, self.length + 1, dtype=jnp.int32)[:, None]
-    rows = (start[None] + steps) % self.rows
-    ring_type, ring_kind = memory.timesteps.step_type, memory.stacks
-    kind = ring_kind[stream, rows]
-    opens = (ring_type[stream, rows] == FIRST) & (kind != CONTINUED)
-    position = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
-    opened = lax.cummax(jnp.where(opens, position, -1), axis=0)  # since where a stack goes back
-    source, blank = [], []
-    for depth in range(back, -1, -1):
-      at = position[back:] - depth
-      since = opened[back:]
-      outside = at < since
-      source.append(jnp.where(outside, since, at))
-      kind_since = jnp.take_along_axis(kind, jnp.maximum(since, 0), axis=0)
-      blank.append(outside & (kind_since == ZEROS))
-    at, empty = jnp.stack(source, axis=2), jnp.stack(blank, axis=2)  # [L+1, n, stack]
+    at, empty = unstacked(memory.stacks[stream, (start[None] + steps) % self.rows], self.stack)
     at = (start[None, :, None] - back + at) % self.rows
     found = frames[stream[..., None], at]
     return jnp.where(empty.reshape(empty.shape + (1,) * (found.ndim - 3)), 0, found)
 
-  def _newest_frames(self, timesteps: TimeStep) -> TimeStep:
+  def newest_frames(self, timesteps: TimeStep) -> TimeStep:
+    """Of stacked frames [T+1, B, stack, ...] only the newest."""
     if not self.stack:
       return timesteps
     for x in jax.tree.leaves(timesteps.observation):
@@ -342,7 +338,26 @@ class Windows:
     return timesteps._replace(observation=newest)
 
 
-def _what_is_before(timesteps: TimeStep) -> Array:
+def unstacked(kinds: Array, stack: int) -> tuple[Array, Array]:
+  """Where stacks' frames are, among single ones: (rows [L+1, n, stack] of R, which are empty).
+
+  `kinds` [R, n]: what a stack shows at each of R = stack - 1 + L + 1 rows, as `what_is_before` says.
+  """
+  back = stack - 1
+  position = jnp.arange(kinds.shape[0], dtype=jnp.int32)[:, None]
+  opened = lax.cummax(jnp.where(kinds != CONTINUED, position, -1), axis=0)  # a stack's beginning
+  since = opened[back:]
+  source, empty = [], []
+  for depth in range(back, -1, -1):
+    at = position[back:] - depth
+    outside = at < since
+    source.append(jnp.where(outside, since, at))
+    kind_since = jnp.take_along_axis(kinds, jnp.maximum(since, 0), axis=0)
+    empty.append(outside & (kind_since == ZEROS))
+  return jnp.stack(source, axis=2), jnp.stack(empty, axis=2)
+
+
+def what_is_before(timesteps: TimeStep) -> Array:
   """What the stacks [T, B, stack, ...] show before their newest frame: CONTINUED, ... [T, B] i8.
 
   A stack is empty before the episode, or shows its first frame again and again, or goes on from
@@ -356,7 +371,7 @@ def _what_is_before(timesteps: TimeStep) -> Array:
   return jnp.where(timesteps.first, kind, CONTINUED).astype(jnp.int8)
 
 
-def _end_what_is_cut(step_type: Array) -> Array:
+def end_what_is_cut(step_type: Array) -> Array:
   """A stream that breaks off, as when its environment was restarted, ends like a truncation.
 
   The step before a FIRST [T, n] is LAST, but for where the rest of an episode was lost. Its discount is
@@ -394,4 +409,4 @@ def windows(
   if math.ceil(buffer.min_size / num_envs) > w.rows:
     raise ValueError(f'min_size {buffer.min_size} is more than the {w.rows * num_envs} rows')
   w.times(jnp.int32(0))
-  return Replay(w.init, w.add, w.sample, w.update, w.times, streams=True)
+  return Replay(w.init, w.add, w.sample, w.update, w.times, windows=w)

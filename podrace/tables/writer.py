@@ -23,6 +23,7 @@ from podrace.tables.chunks import (
   ChunkStore,
   Part,
   differences_help,
+  gather,
 )
 from podrace.tables.table import NEW, InFlight, Item, Leaf, Pending, Signature, Table, deadline_of
 
@@ -280,6 +281,15 @@ class Writer:
     elif self._pending:
       self._forget_done()
     return item.key
+
+  def read(self, trajectory: Any) -> Any:
+    """The rows of slices of the history, nested as they are; [L, ...], as samples would have them."""
+    signature, parts = self._parts(trajectory, None)
+    rows = []
+    for leaf, part in zip(signature.leaves, parts, strict=True):
+      found = gather(self._store, [part], leaf.dtype, leaf.shape)[0][0]
+      rows.append(found[0] if leaf.single else found)
+    return trees.build(signature.structure, rows)
 
   def _parts(self, trajectory: Any, num_steps: int | None) -> tuple[Signature, tuple[Part, ...]]:
     if (trajectory is None) == (num_steps is None):

@@ -216,6 +216,20 @@ def test_other_items_are_refused() -> None:
   assert len(table) == 3
 
 
+def test_the_history_can_be_read() -> None:
+  """As samples would have it, over chunks, packed or not."""
+  writer = tables.Writer(tables.ChunkStore(), history=7, rows_per_chunk=3)
+  for t in range(11):
+    writer.append({'o': np.full((40, 40), t, np.uint8), 'a': np.int32(t)})
+  h = writer.history
+  found = writer.read({'x': (h['o'][-6:-1], h['a'][-2]), 'y': h['a'][:]})
+  np.testing.assert_array_equal(found['x'][0][:, 0, 0], np.arange(5, 10))
+  assert found['x'][1] == 9 and found['x'][1].shape == ()
+  np.testing.assert_array_equal(found['y'], np.arange(4, 11))
+  with pytest.raises(ValueError, match='and not both'):
+    writer.read(None)
+
+
 def test_objects_and_strings_are_refused() -> None:
   for bad in (object(), 'text', None):
     with pytest.raises(ValueError, match=r'column step|array in every column'):

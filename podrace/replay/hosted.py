@@ -1,0 +1,528 @@
+"""Replay on the host: the windows of `podrace.replay.windows`, in a table of `podrace.tables`.
+
+Each environment has a stream of its own, with rows that are written once and compressed; windows are
+slices of it. So environments may come back in any order, come and go, and be anywhere. What a
+window holds when it is sampled is what the replay on the device would have held.
+
+One thread writes and samples, in the order in which it is told to: what is learned depends on nobody's
+speed. It is ahead of the learner by AHEAD samples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import queue
+import shutil
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from podrace import tables
+from podrace.replay.windows import Windows, end_what_is_cut, unstacked, what_is_before
+from podrace.topology import AXIS
+from podrace.types import Array, Sample, Trajectory
+
+AHEAD = 2  # samples that are drawn before the priorities of the one at hand are known
+POLL = 0.1  # seconds between looks at whether a wait has lost its sense
+CACHE_BYTES = 2**26  # of unpacked chunks
+CLOSE_SECONDS = 5.0
+TABLE = 'windows'
+
+Columns = dict[str, Any]  # name -> array
+
+
+class ReplayFailed(Exception):
+  """The replay's thread ended with an exception; the message has its traceback."""
+
+
+# --- what is in a column, and how samples are made of them -----------------------------------------
+
+
+class Rows(NamedTuple):
+  """A trajectory, by the columns of a stream."""
+
+  timed: Columns  # [T+1, B, ...] of timesteps
+  acted: Columns  # [T, B, ...] of outputs
+  frames: Columns  # [stack-1 + T+1, B, ...] single frames of stacks, from before the first one on
+  state: Columns  # [B, ...] of the agent, before the first
+  env_id: Any  # [B]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """How the trajectories of an agent lie in columns; `example` is one, in shapes."""
+
+  windows: Windows
+  example: Trajectory
+
+  def rows(self, trajectory: Trajectory) -> Rows:
+    """As columns; of stacked frames only single ones."""
+    w = self.windows
+    timesteps = w.newest_frames(trajectory.timesteps)
+    timed, frames = _named(timesteps), {}
+    if w.stack:
+      newest = _named(timesteps.observation, 'observation')
+      stacks = _named(trajectory.timesteps.observation, 'observation')
+      for name, x in newest.items():
+        before = jnp.moveaxis(stacks[name][0, :, :-1], 1, 0)
+        frames[name] = jnp.concatenate([before, x])
+        del timed[name]
+      kinds = what_is_before(trajectory.timesteps)
+      frames['stacks'] = jnp.pad(kinds, ((w.lookback, 0), (0, 0)))  # CONTINUED
+    state = _named(w.kept(trajectory.agent_state), 'agent_state')
+    return Rows(timed, _named(trajectory.outputs), frames, state, trajectory.env_id)
+
+  def trajectory(self, data: Columns) -> Trajectory:
+    """Windows [L+1, n, ...] of a table's items [n, L+1, ...]; observations only if there are any."""
+    w, example = self.windows, self.example
+    timesteps = example.timesteps
+    data = {
+      k: jnp.moveaxis(x, 1, 0) if x.ndim > 1 and not _single(k) else x for k, x in data.items()
+    }
+    if not any(name.startswith('observation') for name in data):
+      timesteps = timesteps._replace(observation=())
+    elif w.stack:
+      at, empty = unstacked(data.pop('stacks'), w.stack)
+      n = jnp.arange(at.shape[1], dtype=jnp.int32)[None, :, None]
+      for name in _named(timesteps.observation, 'observation'):
+        found = data[name][at, n]
+        data[name] = jnp.where(empty.reshape(empty.shape + (1,) * (found.ndim - 3)), 0, found)
+    timesteps = _unnamed(timesteps, data)
+    return Trajectory(
+      timesteps._replace(step_type=end_what_is_cut(timesteps.step_type)),
+      _unnamed(example.outputs, data),
+      _unnamed(w.kept(example.agent_state), data, 'agent_state'),
+      data['env_id'],
+    )
+
+  def sample(self, data: Columns) -> Sample:
+    """What the learner is given, of items with their weights [n]."""
+    data = dict(data)
+    weight = data.pop('weight')
+    return Sample(self.trajectory(data), weight, jnp.arange(weight.shape[0]))
+
+  def batch(self) -> Columns:
+    """The shapes of what is sampled, with weights."""
+    w, n = self.windows, self.windows.buffer.batch_size
+    rows = jax.eval_shape(self.rows, self.example)
+
+    def shape(x: Any, rows: int | None, skip: int) -> Any:
+      return jax.ShapeDtypeStruct((n, *(() if rows is None else (rows,)), *x.shape[skip:]), x.dtype)
+
+    return (
+      {k: shape(x, w.length + 1, 2) for k, x in rows.timed.items()}
+      | {k: shape(x, w.length, 2) for k, x in rows.acted.items()}
+      | {k: shape(x, w.lookback + w.length + 1, 2) for k, x in rows.frames.items()}
+      | {k: shape(x, None, 1) for k, x in rows.state.items()}
+      | {'env_id': shape(rows.env_id, None, 1), 'weight': jax.ShapeDtypeStruct((n,), jnp.float32)}
+    )
+
+
+def _named(tree: Any, prefix: str = '') -> Columns:
+  """The leaves of a tree by name, such as observation/image."""
+  found = jax.tree_util.tree_leaves_with_path(tree)
+  return {_name(path, prefix): x for path, x in found}
+
+
+def _unnamed(example: Any, columns: Columns, prefix: str = '') -> Any:
+  """The tree again, of the structure of `example`."""
+  return jax.tree_util.tree_map_with_path(lambda path, _: columns[_name(path, prefix)], example)
+
+
+def _name(path: Any, prefix: str) -> str:
+  name = jax.tree_util.keystr(path, simple=True, separator='/')
+  return f'{prefix}/{name}'.strip('/') if prefix else name
+
+
+def _single(name: str) -> bool:
+  return name.startswith('agent_state')
+
+
+# --- streams into windows -----------------------------------------------------------------------------
+
+
+class Stream:
+  """What one environment has gone through without a gap."""
+
+  def __init__(self, writer: Any) -> None:
+    self.writer = writer
+    self.serial = -2  # of its newest unroll; the next one goes on where that ended
+    self.timesteps = 0
+
+
+class Streams:
+  """Writes unrolls, and makes items of all their windows; for one thread.
+
+  Args:
+    layout: of the trajectories.
+    table: where the items go; of `podrace.tables`, or a client of a service's.
+    make_writer: a writer for it that keeps so many rows of history.
+  """
+
+  def __init__(self, layout: Layout, table: Any, make_writer: Callable[[int], Any]) -> None:
+    w = layout.windows
+    self.highest = 1.0  # priority so far, which new windows get if acting doesn't tell one
+    self.by_env: dict[int, Stream] = {}
+    self._layout, self._windows, self._table = layout, w, table
+    history = w.length + w.unroll_length + w.lookback + 1
+    self._make_writer = lambda: make_writer(history)
+    self._rows = jax.jit(layout.rows)
+    self._priority: Any = None
+    if w.prioritised and w.initial_priority is not None:
+      initial = w.initial_priority
+      self._priority = jax.jit(lambda data: initial(layout.trajectory(data)))
+
+  def stream(self, env: int) -> Stream:
+    """The stream of an environment."""
+    if env not in self.by_env:
+      self.by_env[env] = Stream(self._make_writer())
+    return self.by_env[env]
+
+  def add(self, trajectory: Trajectory, serial: np.ndarray) -> None:
+    """An unroll [T+1, B]; `serial` [B]: of each environment's unrolls, which one it is.
+
+    Where one is missing, a stream begins anew, and no window goes over the gap.
+    """
+    rows: Rows = jax.tree.map(np.asarray, self._rows(trajectory))
+    windows: list[tuple[Any, Columns]] = []  # writers, and what each new item is made of
+    there: set[int] = set()
+    for b, env in enumerate(rows.env_id.tolist()):
+      if env in there:  # its history goes on, so what is to be made of it is made before
+        self._create(windows)
+        windows, there = [], set()
+      there.add(env)
+      stream = self.stream(env)
+      for back in self._extend(stream, rows, b, int(serial[b])):
+        windows.append((stream.writer, self._slices(stream, rows, back)))
+    self._create(windows)
+
+  def _extend(self, stream: Stream, rows: Rows, b: int, serial: int) -> range:
+    """Appends column b; how many timesteps ago the new windows begin.
+
+    Row r of a stream has timestep r and the output before it, which the first row has not. There
+    are `lookback` more frames, in front.
+    """
+    w, append = self._windows, stream.writer.append
+    state = {k: x[b, ...] for k, x in rows.state.items()}
+    timed, acted, frames = (
+      {k: x[:, b] for k, x in columns.items()} for columns in (rows.timed, rows.acted, rows.frames)
+    )
+    env_id = {'env_id': rows.env_id[b, ...]}
+
+    def row(timestep: int, output: int, frame: int) -> Columns:
+      return {
+        **{k: x[timestep, ...] for k, x in timed.items()},
+        **{k: x[output, ...] for k, x in acted.items()},
+        **{k: x[frame, ...] for k, x in frames.items()},
+        **env_id,
+      }
+
+    if serial != stream.serial + 1:
+      stream.writer.end_episode()
+      append(row(0, 0, 0) | state)
+      for i in range(w.lookback):
+        append({k: x[i + 1, ...] for k, x in frames.items()})
+      stream.timesteps = 1
+    elif state:
+      append(state)
+    stream.serial = serial
+    for t in range(w.unroll_length):
+      append(row(t + 1, t, w.lookback + t + 1))
+    newest = stream.timesteps + w.unroll_length - 1
+    first = max(stream.timesteps - w.length, 0)
+    first = -(-first // w.period) * w.period
+    stream.timesteps = newest + 1
+    return range(newest - first, w.length - 1, -w.period)
+
+  def _slices(self, stream: Stream, rows: Rows, back: int) -> Columns:
+    """The window that begins `back` timesteps before the newest one, of a stream's columns."""
+    w, h = self._windows, stream.writer.history
+    end = w.length - back or None
+    steps = stream.timesteps - 1
+    unroll = (steps - back) // w.unroll_length - steps // w.unroll_length
+    return {
+      **{k: h[k][-back - 1 : end] for k in rows.timed},
+      **{k: h[k][-back:end] for k in rows.acted},
+      **{k: h[k][-back - 1 - w.lookback : end] for k in rows.frames},
+      **{k: h[k][unroll] for k in rows.state},
+      'env_id': h['env_id'][-1],
+    }
+
+  def _create(self, windows: Sequence[tuple[Any, Columns]]) -> None:
+    for (writer, slices), priority in zip(windows, self._priorities(windows), strict=True):
+      writer.create_item(self._table, priority, slices)
+
+  def _priorities(self, windows: Sequence[tuple[Any, Columns]]) -> Any:
+    """Of new windows: by what acting has told, or else the highest so far."""
+    if not windows or self._priority is None:
+      return [self.highest] * len(windows)
+    small = [
+      writer.read({k: s for k, s in slices.items() if not k.startswith(('observation', 'stacks'))})
+      for writer, slices in windows
+    ]
+    # To a power of two, so that few programs are compiled.
+    small += [small[-1]] * ((1 << (len(small) - 1).bit_length()) - len(small))
+    data = {k: np.stack([x[k] for x in small]) for k in small[0]}
+    return np.asarray(self._priority(data), np.float64)[: len(windows)].tolist()
+
+
+# --- the learner's table ------------------------------------------------------------------------------
+
+
+class Draw(NamedTuple):
+  """A sample on the learner's devices, and the keys that its priorities go to."""
+
+  key: np.ndarray
+  data: Columns
+
+
+def draw(table: Any, w: Windows, timeout: float | None = None) -> tuple[np.ndarray, Columns]:
+  """The keys of a batch of windows, and the windows with their importance weights."""
+  found = table.sample(w.buffer.batch_size, timeout=timeout)
+  weight = np.ones(len(found.key), np.float32)
+  if w.prioritised:
+    weights = (found.table_size * found.probability) ** -w.buffer.importance_exponent
+    weight = (weights / weights.max()).astype(np.float32)
+  return found.key, {**found.data, 'weight': weight}
+
+
+def selector(w: Windows) -> tables.selectors.Selector:
+  """Which window is sampled next."""
+  return tables.prioritized(w.buffer.priority_exponent) if w.prioritised else tables.uniform()
+
+
+class Hosted:
+  """One learner's replay: the table, and the thread that writes to it and samples from it.
+
+  What it is told, it does in that order: unrolls are added, samples drawn, priorities set.
+
+  Args:
+    layout: of the trajectories.
+    mesh: the learner's, over whose devices a batch is split.
+    seed: of sampling.
+  """
+
+  def __init__(self, layout: Layout, mesh: Mesh, seed: int) -> None:
+    w = layout.windows
+    if w.buffer.batch_size % mesh.size:
+      raise ValueError(
+        f'batch_size {w.buffer.batch_size} does not divide over {mesh.size} learner devices'
+      )
+    self._windows, self._seed, self._layout = w, seed, layout
+    self._sharding = NamedSharding(mesh, P(AXIS))
+    self._begun: int | None = None  # the update in which learning began
+    self._orders: queue.Queue[Callable[[], Any]] = queue.Queue(maxsize=8)
+    self._drawn: queue.SimpleQueue[Draw] = queue.SimpleQueue()
+    self._failure: str | None = None
+    self._closed = False
+    self._make_table()
+    self._thread = threading.Thread(target=self._main, name='replay', daemon=True)
+
+  def _make_table(self) -> None:
+    w = self._windows
+    self.store = tables.ChunkStore(CACHE_BYTES)
+    self.table = tables.Table(
+      TABLE,
+      self.store,
+      sampler=selector(w),
+      remover=tables.fifo(),
+      rate_limiter=tables.min_size(1),  # how often is `times`
+      max_size=-(-w.buffer.capacity // w.period),
+      seed=self._seed,
+    )
+    self._streams = Streams(
+      self._layout, self.table, lambda history: tables.Writer(self.store, history)
+    )
+
+  def start(self) -> None:
+    """Begins to do what it is told."""
+    self._thread.start()
+
+  # --- for the learner's thread
+
+  def add(self, trajectories: Sequence[Trajectory], serial: np.ndarray) -> None:
+    """One thread's unroll, in parts for each learner device; see `Streams.add`."""
+    each = np.split(serial, len(trajectories))
+
+    def work() -> None:
+      for trajectory, of_part in zip(trajectories, each, strict=True):
+        self._streams.add(trajectory, of_part)
+
+    self._order(work)
+
+  def times(self, update: int) -> int:
+    """How many samples are learned from in an update, of which all unrolls have been added.
+
+    As `Windows.times`, from where there is a window to be learned from.
+    """
+    w = self._windows
+    if self._begun is None:
+      self._wait()
+      steps = (update + 1) * w.num_envs * w.unroll_length
+      if steps < w.buffer.min_size or not len(self.table):
+        return 0
+      self._begun = update
+    return int(w.due(update - self._begun))
+
+  def samples(self, count: int) -> Iterator[Draw]:
+    """So many; `update` comes before the next is asked for."""
+    asked = 0
+    for i in range(count):
+      while asked < min(count, i + AHEAD):
+        self._order(self._draw)
+        asked += 1
+      yield self._next()
+
+  def update(self, key: np.ndarray, priority: Array) -> None:
+    """New priorities [n], which may still be being computed."""
+    if self._windows.prioritised:
+      self._order(lambda: self._update(key, np.asarray(priority, np.float64)))
+
+  def metrics(self) -> dict[str, float]:
+    """For the log."""
+    self._wait()
+    counts = self.table.counts
+    return {
+      'replay_windows': len(self.table),
+      'replay_inserts': counts.inserts,
+      'replay_samples': counts.samples,
+    }
+
+  def close(self) -> None:
+    """Ends the thread."""
+    self._closed = True
+    self.table.close()
+    if self._thread.ident is not None:
+      self._thread.join(CLOSE_SECONDS)
+
+  def _order(self, work: Callable[[], None]) -> None:
+    while True:
+      self._look()
+      try:
+        return self._orders.put(work, timeout=POLL)
+      except queue.Full:
+        pass
+
+  def _next(self) -> Draw:
+    while True:
+      try:
+        return self._drawn.get(timeout=POLL)
+      except queue.Empty:
+        self._look()
+
+  def _wait(self) -> None:
+    """Until all that was told is done."""
+    if self._thread.ident is None:
+      return
+    done = threading.Event()
+    self._order(done.set)
+    while not done.wait(POLL):
+      self._look()
+
+  def _look(self) -> None:
+    if self._failure is not None:
+      raise ReplayFailed(self._failure)
+
+  # --- its own thread
+
+  def _main(self) -> None:
+    while not self._closed:
+      try:
+        self._orders.get(timeout=POLL)()
+      except queue.Empty:
+        pass
+      except tables.Closed:
+        return
+      except BaseException:
+        self._failure = traceback.format_exc()
+        return
+
+  def _draw(self) -> None:
+    key, data = draw(self.table, self._windows)
+    self._drawn.put(Draw(key, jax.device_put(data, self._sharding)))
+
+  def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
+    if np.isfinite(priority).all():  # else neither is the loss, which ends the run
+      self.table.update_priorities(key, priority)
+      self._streams.highest = max(self._streams.highest, float(priority.max()))
+
+  # --- checkpoints
+
+  def save(self, path: Path, streams: bool) -> dict[str, Any]:
+    """Writes all of it to a new directory, whole or not at all; what `restore` will be told.
+
+    `streams`: the environments will go on where they are, and so shall their streams.
+
+    Raises:
+      tables.CheckpointError: if it can't be written.
+    """
+    self._wait()
+    partial = path.with_name(f'.{path.name}.partial')
+    for folder in (partial, path):  # what an earlier life left there is no part of any checkpoint
+      shutil.rmtree(folder, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tables.save(self.store, partial / 'tables')
+    with (partial / 'streams.npz').open('wb') as file:
+      np.savez(file, allow_pickle=False, **(self._history() if streams else {}))
+      file.flush()
+      os.fsync(file.fileno())
+    told = dict(begun=self._begun, highest=self._streams.highest, sha256=_sha256(partial))
+    partial.rename(path)
+    return told
+
+  def restore(self, path: Path, told: dict[str, Any]) -> None:
+    """Reads what `save` wrote.
+
+    Raises:
+      tables.CheckpointError: if it is damaged, or of other settings; nothing has been changed then.
+    """
+    if not path.is_dir():
+      raise tables.CheckpointError(f'{path} is not there')
+    if (found := _sha256(path)) != told['sha256']:
+      raise tables.CheckpointError(f'{path}: its checksum is {found}, expected {told["sha256"]}')
+    self._make_table()
+    tables.restore(self.store, path / 'tables')
+    with np.load(path / 'streams.npz', allow_pickle=False) as file:
+      self._relive(dict(file))
+    self._begun, self._streams.highest = told['begun'], told['highest']
+
+  def _history(self) -> dict[str, np.ndarray]:
+    """The rows of all streams that windows may still be made of."""
+    found = {}
+    for env, stream in self._streams.by_env.items():
+      found[f'{env}'] = np.array([stream.serial, stream.timesteps])
+      rows = stream.writer.read({k: c[:] for k, c in stream.writer.history.items()})
+      found |= {f'{env}/{k}': x for k, x in rows.items()}
+    return found
+
+  def _relive(self, history: dict[str, np.ndarray]) -> None:
+    for name, numbers in history.items():
+      if '/' in name:
+        continue
+      stream = self._streams.stream(int(name))
+      stream.serial, stream.timesteps = numbers.tolist()
+      prefix = f'{name}/'
+      rows = {k.removeprefix(prefix): x for k, x in history.items() if k.startswith(prefix)}
+      for i in range(max(map(len, rows.values()))):
+        stream.writer.append({k: x[i, ...] for k, x in rows.items() if i < len(x)})
+
+
+def _sha256(folder: Path) -> str:
+  """Of all that is in a checkpoint; the tables' manifest has the checksums of their files."""
+  digest = hashlib.sha256()
+  try:
+    for name in ('tables/manifest.json', 'streams.npz'):
+      digest.update((folder / name).read_bytes())
+  except OSError as e:
+    raise tables.CheckpointError(f'{folder} is damaged: {e}') from e
+  return digest.hexdigest()

@@ -1,0 +1,328 @@
+"""Replay on the host holds what replay on the device holds, and does what it is told in order."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_windows import B, T, World, settings
+
+from podrace import tables, topology
+from podrace.replay import windows
+from podrace.replay.hosted import Hosted, Layout, ReplayFailed
+from podrace.types import Trajectory
+
+
+def first_priority(window: Trajectory) -> Any:
+  """Something of everything that acting tells but observations, and of the state."""
+  rows = window.timesteps.reward[:-1] * window.outputs.action + window.timesteps.discount[1:]
+  return jnp.abs(jnp.sum(rows, axis=0)) + 0.1 + 0.01 * window.agent_state[:, 1]
+
+
+class Both:
+  """The same experience in replay on the device and on the host."""
+
+  def __init__(self, world: World, length: int, buffer: Any = None, **given: Any) -> None:
+    self.world = world
+    buffer = buffer or settings(capacity=10_000)
+    self.replay = windows(buffer, length, B, T, **given)
+    self.w = self.replay.windows
+    example = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, world_like(world).unroll()))
+    self.layout = Layout(self.w, example)
+    self.memory = self.replay.init(example)
+    self._add, self.window = jax.jit(self.replay.add), jax.jit(self.w._window)
+    self._decode = jax.jit(self.layout.sample)
+    self.hosted = Hosted(self.layout, topology.learner_mesh(1), seed=1)
+    self.hosted.start()
+    self.unrolls = 0
+
+  def add(self, rng: np.random.Generator | None = None, times: int = 1) -> None:
+    """To the host in any order, if there is an rng."""
+    for _ in range(times):
+      trajectory = self.world.unroll()
+      self.memory = self._add(self.memory, trajectory)
+      serial = np.full(B, self.unrolls)
+      order = np.arange(B) if rng is None else rng.permutation(B)
+      for part in np.array_split(order, 2 if rng is not None else 1):
+        timed = jax.tree.map(lambda x, part=part: x[:, part], trajectory[:2])
+        rest = jax.tree.map(lambda x, part=part: x[part], tuple(trajectory[2:]))
+        self.hosted.add([jax.tree.map(jnp.asarray, Trajectory(*timed, *rest))], serial[part])
+      self.unrolls += 1
+    self.hosted._wait()
+
+  def sample(self) -> tuple[np.ndarray, Any]:
+    (found,) = self.hosted.samples(1)
+    return found.key, self._decode(found.data)
+
+  def close(self) -> None:
+    self.hosted.close()
+
+
+def world_like(world: World) -> World:
+  return World(0, stack=world._stack, kinds=world._kinds)
+
+
+def starts_of(world: World, sample: Any) -> list[int]:
+  """Where in their streams windows begin; no two rewards are the same."""
+  found = []
+  for i, b in enumerate(np.asarray(sample.trajectory.env_id)):
+    reward = np.asarray(sample.trajectory.timesteps.reward)[0, i]
+    (start,) = [s for s, row in enumerate(world.rows[b]) if row['reward'] == reward]
+    found.append(start)
+  return found
+
+
+CASES = {
+  'transitions': dict(length=1),
+  'n-step': dict(length=3),
+  'longer than unrolls': dict(length=9),
+  'sequences': dict(length=6, keep_state=True),
+  'sequences without overlap': dict(length=4, keep_state=True),
+  'stacks of zeros': dict(length=3, stack=4, kinds=('zeros',)),
+  'stacks of anything': dict(length=3, stack=4, kinds=('zeros', 'repeated', 'continued')),
+  'stacked sequences': dict(length=6, stack=3, keep_state=True, kinds=('zeros', 'continued')),
+}
+
+
+SLOW = {'transitions', 'longer than unrolls', 'sequences without overlap', 'stacks of zeros'}
+
+
+@pytest.mark.parametrize('order', ['in order', 'in any order'])
+@pytest.mark.parametrize(
+  'case', [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
+)
+def test_windows_are_those_of_the_device(case: str, order: str) -> None:
+  """Leaf by leaf, and all that there are."""
+  given: dict[str, Any] = dict(CASES[case])
+  stack, kinds = given.get('stack', 0), given.pop('kinds', ('zeros',))
+  world = World(7, stack=stack, kinds=kinds)
+  for b in range(B):
+    if stack:  # nothing is before the first episode, of which the device knows nothing
+      world.rows[b][0]['observation'][:-1] = 0
+      world._frames[b][:-1] = 0
+  both = Both(world, **given)
+  rng = np.random.default_rng(0) if order == 'in any order' else None
+  try:
+    seen = set()
+    for unroll in range(8):
+      both.add(rng)
+      for _ in range((12 if unroll == 7 else 2) if len(both.hosted.table) else 0):
+        _, sample = both.sample()
+        starts = starts_of(world, sample)
+        stream = jnp.asarray(sample.trajectory.env_id)
+        expected = both.window(both.memory, stream, jnp.asarray(starts, jnp.int32))
+        for (path, x), y in zip(
+          jax.tree_util.tree_leaves_with_path(sample.trajectory),
+          jax.tree.leaves(expected),
+          strict=True,
+        ):
+          assert x.dtype == y.dtype
+          np.testing.assert_array_equal(x, y, err_msg=str(path))
+        seen |= set(zip(stream.tolist(), starts, strict=True))
+    head, period = 8 * T, both.w.period
+    every = {(b, s) for b in range(B) for s in range(0, head - given['length'] + 1, period)}
+    assert seen == every and len(both.hosted.table) == len(every)
+  finally:
+    both.close()
+
+
+def test_weights_and_priorities_are_those_of_the_device() -> None:
+  """First priorities by what acting told, then by what was learned; weights by the same formula."""
+  buffer = settings(capacity=10_000, priority_exponent=0.7, importance_exponent=0.4, batch_size=512)
+  both = Both(World(3), 6, buffer, keep_state=True, initial_priority=first_priority)
+  try:
+    both.add(times=10)
+    tree = np.array(both.memory.tree[0]).reshape(-1)
+
+    def compare() -> None:
+      key, sample = both.sample()
+      index = (
+        np.asarray(sample.trajectory.env_id) * both.w.starts
+        + np.array(starts_of(both.world, sample)) // both.w.period
+      )
+      count = len(both.hosted.table)
+      weight = (count * tree[index] / tree.sum()) ** -0.4
+      np.testing.assert_allclose(sample.weight, weight / weight.max(), rtol=1e-4)
+      priority = (np.arange(len(key)) % 7 + 1.0).astype(np.float32)
+      last = dict(zip(index.tolist(), priority.tolist(), strict=True))
+      both.hosted.update(key, jnp.asarray(priority))
+      tree[list(last)] = np.array(list(last.values())) ** 0.7
+
+    for _ in range(3):
+      compare()
+    assert both.hosted._streams.highest == 7
+  finally:
+    both.close()
+
+
+def test_new_windows_have_the_highest_priority_so_far() -> None:
+  buffer = settings(capacity=10_000, priority_exponent=1.0, batch_size=8)
+  both = Both(World(3), 2, buffer)
+  try:
+    both.add(times=2)
+    key, _ = both.sample()
+    both.hosted.update(key, jnp.full(8, 50.0))
+    both.add()
+    both.hosted._wait()
+    snapshot = both.hosted.table.snapshot()
+    newest = [
+      i for i, item in enumerate(snapshot['items']) if item.key > snapshot['items'][0].key + 20
+    ]
+    assert newest and all(snapshot['priorities'][i] == 50 for i in newest[-B * T :])
+  finally:
+    both.close()
+
+
+def test_no_window_goes_over_a_gap() -> None:
+  """Where an unroll was lost, a stream begins anew; nothing else is missing."""
+  world = World(5)
+  both = Both(world, 3)
+  try:
+    both.add(times=2)
+    world.unroll()
+    both.unrolls += 1
+    both.add(times=2)
+    seen = set()
+    for _ in range(12):
+      _, sample = both.sample()
+      starts = starts_of(world, sample)
+      rewards = np.asarray(sample.trajectory.timesteps.reward)
+      for i, (b, start) in enumerate(zip(sample.trajectory.env_id.tolist(), starts, strict=True)):
+        seen.add(start)
+        steps = [row['reward'] for row in world.rows[b][start : start + 4]]
+        np.testing.assert_array_equal(rewards[:, i], steps)
+    assert seen == {*range(2 * T - 2), *range(3 * T, 5 * T - 2)}
+  finally:
+    both.close()
+
+
+def test_memory_is_bounded() -> None:
+  """Items, and the bytes of what they are slices of."""
+  world = World(1)
+  both = Both(world, 3, settings(capacity=96))
+  try:
+    sizes = []
+    for _ in range(120):
+      world.rows = [rows[-1:] for rows in world.rows]
+      both.add(times=1)
+      assert len(both.hosted.table) <= 96
+      sizes.append(both.hosted.store.total.bytes)
+    assert max(sizes[80:]) <= 1.2 * max(sizes[40:80])
+  finally:
+    both.close()
+
+
+@pytest.mark.parametrize('ratio', [0.3, 1.5, 7.77])
+@pytest.mark.parametrize('min_size', [1, 50])
+def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
+  buffer = settings(
+    capacity=1000, batch_size=8, samples_per_insert=ratio, min_size=min_size, priority_exponent=0.5
+  )
+  both = Both(World(2), 3, buffer)
+  try:
+    learned, expected = 0, 0
+    for update in range(40):
+      both.add()
+      times = both.hosted.times(update)
+      for found in both.hosted.samples(times):
+        both.hosted.update(found.key, jnp.ones(8))
+        learned += 1
+      expected += int(both.replay.times(jnp.int32(update)))
+      assert learned == expected
+    both.hosted._wait()
+    assert both.hosted.table.counts.samples == 8 * learned
+    ready = -(-max(min_size, 1) // (B * T)) - 1
+    assert learned == int(Fraction(ratio).limit_denominator(10_000) * (40 - ready) * B * T / 8)
+  finally:
+    both.close()
+
+
+def drawn(both: Both, updates: range) -> list[Any]:
+  """What is learned from, with priorities that depend on it."""
+  found = []
+  for update in updates:
+    both.add()
+    for one in both.hosted.samples(both.hosted.times(update)):
+      both.hosted.update(one.key, jnp.abs(one.data['reward']).sum(1))
+      found.append(jax.tree.map(np.asarray, (one.key, one.data)))
+  return found
+
+
+@pytest.mark.parametrize('case', ['n-step', 'stacked sequences'])
+def test_a_restored_replay_goes_on_as_if_nothing_had_happened(case: str, tmp_path: Path) -> None:
+  given: dict[str, Any] = dict(CASES[case])
+  stack, kinds = given.get('stack', 0), given.pop('kinds', ('zeros',))
+  buffer = settings(capacity=120, batch_size=4, priority_exponent=0.6)
+  world = World(4, stack=stack, kinds=kinds)
+  one = Both(world, buffer=buffer, **given)
+  try:
+    drawn(one, range(12))
+    told = one.hosted.save(tmp_path / '12', streams=True)
+    rows = [list(x) for x in world.rows]
+    rng, frames, left = world._rng.bit_generator.state, list(world._frames), list(world._left)
+    expected = drawn(one, range(12, 20))
+  finally:
+    one.close()
+  world.rows, world._frames, world._left = rows, frames, left
+  world._rng.bit_generator.state = rng
+  other = Both(world, buffer=buffer, **given)
+  other.unrolls = 12
+  try:
+    other.hosted._wait()
+    other.hosted.restore(tmp_path / '12', told)
+    found = drawn(other, range(12, 20))
+  finally:
+    other.close()
+  assert len(found) == len(expected) > 8
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
+  both = Both(World(4), 2)
+  try:
+    both.add(times=3)
+    told = both.hosted.save(tmp_path / '3', streams=True)
+    (tmp_path / '3' / 'streams.npz').write_bytes(b'else')
+    with pytest.raises(tables.CheckpointError, match='its checksum is'):
+      both.hosted.restore(tmp_path / '3', told)
+    with pytest.raises(tables.CheckpointError, match='is not there'):
+      both.hosted.restore(tmp_path / '4', told)
+    told = both.hosted.save(tmp_path / '3', streams=False)
+    path = tmp_path / '3' / 'tables' / 'chunks.bin'
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(tables.CheckpointError, match=r'chunks\.bin has'):
+      both.hosted.restore(tmp_path / '3', told)
+  finally:
+    both.close()
+
+
+def test_a_failing_thread_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+  both = Both(World(4), 2)
+  try:
+    both.add(times=3)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+      raise MemoryError('no more chunks')
+
+    monkeypatch.setattr(both.hosted.table, 'sample', fail)
+    with pytest.raises(ReplayFailed, match='MemoryError: no more chunks'):
+      list(both.hosted.samples(3))
+    with pytest.raises(ReplayFailed, match='MemoryError: no more chunks'):
+      both.add()
+  finally:
+    both.close()
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+  both = Both(World(4), 2)
+  both.close()
+  buffer = dataclasses.replace(both.w.buffer, batch_size=3)
+  layout = Layout(dataclasses.replace(both.w, buffer=buffer), both.layout.example)
+  with pytest.raises(ValueError, match='batch_size 3 does not divide over 2 learner devices'):
+    Hosted(layout, topology.learner_mesh(2), 0)

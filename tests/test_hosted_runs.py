@@ -1,0 +1,219 @@
+"""Agents with replay on the host, under Sebulba: in any order, and with environments elsewhere."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
+from test_sebulba import Running, assert_close, assert_same, compiled, jittery
+from test_sebulba_run import Shuffled
+from test_value_agents import AGENTS, CATCH, sebulba
+
+from podrace import cli
+from podrace.agents.r2d2 import R2D2
+from podrace.config import bind
+from podrace.envs.host import base as host
+from podrace.networks import QNetwork
+from podrace.replay import Buffer
+from podrace.sebulba import Sebulba
+from podrace.topology import split_devices
+
+SLOW = pytest.mark.slow
+
+
+def hosted(*args: Any, **kwargs: Any) -> Sebulba:
+  return dataclasses.replace(sebulba(*args, **kwargs), hosted=True)
+
+
+@pytest.mark.parametrize(
+  ('lag', 'learners'), [('0', '1'), pytest.param('async', '1,2', marks=SLOW)]
+)
+def test_dqn_learns_catch(lag: str, learners: str) -> None:
+  with Running(hosted(CATCH, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
+    run.driver.read_log(run.advance(350))
+    run.driver.read_log(run.state)
+    told, _ = run.driver.read_log(run.advance(80))
+  assert told['episodes'] >= 900
+  assert told['return_sum'] / told['episodes'] > 0.9
+  host_log = told['host']
+  assert host_log['replay_windows'] <= 8192
+  updates = 430 - 512 // 128 + 1  # from min_size on
+  assert host_log['replay_samples'] == updates * 32 * 4 * 8
+
+
+@SLOW
+@pytest.mark.parametrize('lag', ['0', 'async'])
+def test_r2d2_remembers(lag: str) -> None:
+  network = QNetwork(hidden=(32,), core='gru', core_size=32)
+  buffer = Buffer(20_000, 64, 2_000, 4, priority_exponent=0.9)
+  agent = R2D2(
+    network, buffer, sequence=10, burn_in=4, learning_rate=2e-3, adam_epsilon=1e-5,
+    target_period=50, epsilon_base=0.2,
+  )  # fmt: skip
+  with Running(hosted(agent, 'podrace:memory,length=5', '0', '1', 2, 64, 7, lag)) as run:
+    run.driver.read_log(run.advance(330))
+    run.driver.read_log(run.state)
+    told, _ = run.driver.read_log(run.advance(40))
+  assert told['return_sum'] / told['episodes'] > 0.7  # exploring as it does
+
+
+@pytest.mark.parametrize('name', ['dqn', pytest.param('r2d2', marks=SLOW)])
+def test_timing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+  """With lag 1, whoever is faster; nor does it matter that there was another run before."""
+  program = hosted(AGENTS[name], 'podrace:catch', '0,1', '2', 2, lag='1')
+  found = []
+  for seed in range(3):
+    with monkeypatch.context() as patch:
+      jittery(patch, seed)
+      with Running(program) as run:
+        found.append(run.advance(25).train)
+        assert run.driver.read_log(run.state)[0]['host']['replay_samples'] > 200
+  for other in found[1:]:
+    assert_same(found[0], other)
+
+
+def test_environments_in_any_order() -> None:
+  """Every window is a piece of one environment's life, and all is learned from."""
+  from gymnasium import spaces
+
+  spec = host.HostSpec(
+    'shuffled', spaces.Box(-np.inf, np.inf, (3,), np.float32), spaces.Discrete(5),
+    lambda args: Shuffled(args.num_envs, args.batch_size, 3),
+  )  # fmt: skip
+  agent = bind(dataclasses.replace(AGENTS['dqn'], n_step=3), spec, 100, 8)
+  program = Sebulba(
+    agent, spec, agent.memory(8, 5), split_devices('0', '0'), 8, 5, 1, lag='async', batch_size=2,
+    hosted=True,
+  )  # fmt: skip
+  with Running(program) as run:
+    run.advance(40)
+    table = run.driver._hosted.table
+    found = table.sample(400).data
+    assert len(table) > 150
+  steps = found['observation']
+  assert set(found['env_id']) == set(range(8))
+  np.testing.assert_array_equal(steps[:, :, 0], np.repeat(found['env_id'][:, None], 4, 1))
+  np.testing.assert_array_equal(np.diff(steps[:, :, 1]), 1)  # without a gap
+  free = found['step_type'][:, 1:] != 0
+  np.testing.assert_array_equal(steps[:, 1:, 2][free], found['action'][free])
+
+
+DQN = ['--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8', '--unroll-length', '8',
+       '--agent.network.hidden', '16', '--agent.n-step', '3', '--actor-threads', '2',
+       '--agent.buffer.min-size', '500', '--agent.buffer.batch-size', '16',
+       '--agent.buffer.samples-per-insert', '1', '--agent.buffer.capacity', '4096',
+       '--agent.buffer.priority-exponent', '0.5']  # fmt: skip
+
+
+def test_seed_with_replay(tmp_path: Path, cache: Path) -> None:
+  """Environments in another process, a value-based agent; one more life of the learner."""
+  sys.path.append(str(Path(__file__).parent / 'remote'))
+  from peers import Envs
+
+  address, env, run_dir = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1', tmp_path / 'run'
+  args = ['train', 'catch', '--env', env, *DQN, '--envs', 'remote', '--replay', 'host', '--listen',
+          address, '--total-steps', '8000', '--log-every', '640', '--run-dir', str(run_dir)]  # fmt: skip
+  one = Podrace(args, tmp_path / 'learner.txt', 1, cache)
+  clients = [Envs(address, tmp_path / f'{i}', '--num-envs', '4', env=env) for i in range(2)]
+  assert one.wait() == 0, one.output
+  assert [client.wait() for client in clients] == [0, 0]
+  told = lines(run_dir)
+  assert told[-1]['replay_samples'] >= (8000 - 1500) and 'loss' in told[-1]
+  assert told[-1]['replay_windows'] <= 4096
+
+
+def test_host_environments_resume(tmp_path: Path, cache: Path) -> None:
+  """Their streams begin anew, and what was remembered stays."""
+  run_dir = tmp_path / 'run'
+  args = ['train', 'catch', '--env', 'gymnasium:CartPole-v1', *DQN, '--replay', 'host',
+          '--log-every', '640', '--run-dir', str(run_dir)]  # fmt: skip
+  code, output = podrace([*args, '--total-steps', '3200'], tmp_path / 'one.txt', 1, cache)
+  assert code == 0, output
+  (saved,) = (run_dir / 'replay').iterdir()
+  assert [int(saved.name)] == checkpoints(run_dir)
+  code, output = podrace(
+    [*args, '--total-steps', '4800', '--override'], tmp_path / 'two.txt', 1, cache
+  )
+  assert code == 0, output
+  assert 'resuming at step 3,200' in output
+  told = lines(run_dir)
+  inserts = {x['step']: x['replay_inserts'] for x in told}
+  assert inserts[3200] > 2900 and inserts[4480] - inserts[3200] > 1000
+
+
+def test_a_checkpoint_without_its_replay_is_damaged(tmp_path: Path, cache: Path) -> None:
+  run_dir = tmp_path / 'run'
+  args = ['train', 'catch', *DQN, '--replay', 'host', '--total-steps', '3200',
+          '--checkpoint-every', '1600', '--run-dir', str(run_dir)]  # fmt: skip
+  code, output = podrace(args, tmp_path / 'one.txt', 1, cache)
+  assert code == 0, output
+  hashed = summary(run_dir)['params_sha256']
+  (run_dir / 'summary.json').unlink()
+  newest = max((run_dir / 'replay').iterdir(), key=lambda p: int(p.name))
+  chunks = newest / 'tables' / 'chunks.bin'
+  chunks.write_bytes(chunks.read_bytes()[:-3])
+  code, output = podrace(args, tmp_path / 'two.txt', 1, cache)
+  assert code == 0, output
+  assert 'damaged: ' in output and 'chunks.bin has' in output
+  assert 'resuming at step 1,600' in output
+  assert summary(run_dir)['params_sha256'] == hashed
+  assert (run_dir / 'damaged' / '3200-replay').is_dir()
+
+
+def test_a_failing_table_ends_the_run(
+  monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  from podrace import tables
+
+  def fail(*args: Any, **kwargs: Any) -> None:
+    raise MemoryError('no more chunks')
+
+  monkeypatch.setattr(tables.Table, 'update_priorities', fail)
+  with pytest.raises(SystemExit) as end:
+    cli.main(
+      [
+        'train',
+        'catch',
+        *DQN,
+        '--replay',
+        'host',
+        '--devices',
+        '1',
+        '--run-dir',
+        str(tmp_path / 'run'),
+      ]
+    )
+  assert end.value.code == 1
+  told = capfd.readouterr().err
+  assert 'MemoryError: no more chunks' in told and 'it could not be saved' in told
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['--replay', 'host'], '--replay host: under anakin all of it is on the device'),
+    (
+      ['--replay', 'host', '--architecture', 'sebulba'],
+      'learns from the newest trajectory only: it has no replay to host',
+    ),
+    (
+      [*DQN, '--env', 'gymnasium:CartPole-v1', '--lag', 'async', '--env-batch-size', '2'],
+      'give --replay host',
+    ),
+  ],
+)
+def test_bad_usage_is_2(
+  args: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  with pytest.raises(SystemExit) as end:
+    cli.main(['train', 'catch', *args, '--devices', '1', '--run-dir', str(tmp_path / 'run')])
+  assert end.value.code == 2
+  assert message in capfd.readouterr().err
