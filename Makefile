@@ -2,7 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-RUN_DIR ?= runs/minatar-breakout-$(shell date +%Y%m%d-%H%M%S)
+ifndef RUN_DIR
+RUN_DIR := runs/minatar-breakout-$(shell date +%Y%m%d-%H%M%S)
+endif
 WORKERS ?= 2
 
 .PHONY: setup train test test-all lint format bench bench-gpu clean
@@ -43,6 +45,7 @@ bench: setup
 	for b in $(BENCHMARKS); do $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 bench-gpu: setup
+	$(BIN)/python -c 'import jax; jax.devices("gpu")' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
 	$(BIN)/python benchmarks/gpu.py
 
 clean:

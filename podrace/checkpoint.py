@@ -120,11 +120,13 @@ class Checkpoints:
       CheckpointError: if this, or the one before it, could not be written.
     """
     self.check()
-    (params, rest), checksum = snapshot((params, rest))
+    params, of_params = snapshot(params)
+    rest, of_rest = snapshot(rest)
+    prints = {'params': of_params, 'rest': of_rest}
     args = ocp.args.Composite(
       params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
       rest=ocp.args.StandardSave((rest,)),
-      meta=ocp.args.JsonSave(_signed({**meta, 'step': step, 'fingerprint': checksum})),
+      meta=ocp.args.JsonSave(_signed({**meta, 'step': step, 'fingerprints': prints})),
     )
     try:
       self._manager.save(step, args=args, force=True)
@@ -168,7 +170,7 @@ class Checkpoints:
   def restore(self, step: int, params: Any, rest: Any = None) -> Restored:
     """Reads the checkpoint at `step` into trees of the given shapes and shardings.
 
-    With `rest` given, all of it is read and its checksum compared.
+    Without `rest` the parameters alone. What is read is compared with its checksum.
 
     Raises:
       CheckpointError: if it is damaged, or of other shapes.
@@ -182,7 +184,8 @@ class Checkpoints:
       (params,), (rest,) = found['params'], found.get('rest') or (None,)
     except Exception as e:
       raise self._unreadable(step, e) from e
-    if rest is not None and fingerprint((params, rest)) != meta['fingerprint']:
+    read = {'params': params} if rest is None else {'params': params, 'rest': rest}
+    if any(fingerprint(tree) != meta['fingerprints'][name] for name, tree in read.items()):
       raise self._wrong(step)
     return Restored(step, params, rest, meta)
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import textwrap
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,8 @@ def _guarded(args: list[str]) -> int:
       raise unknown('command', args[0], commands)
     return commands[args[0]](args[1:])
   except ValueError as e:  # UsageError among them: what was asked for can't be
+    if not _ours(e):
+      raise
     return _complain(e, 2)
   except KeyboardInterrupt:
     return 130
@@ -126,6 +129,12 @@ def _guarded(args: list[str]) -> int:
     if isinstance(e, RunError):
       return _complain(e, 1)
     raise  # a fault of ours: with its traceback, exit code 1
+
+
+def _ours(error: Exception) -> bool:
+  """Whether podrace raised it, knowing what it complains of; not the user's code, or a library."""
+  *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+  return Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
 def _complain(error: Exception, code: int) -> int:
@@ -228,10 +237,13 @@ def split_options(args: list[str]) -> tuple[dict[str, str], list[str]]:
     if name not in TRAIN_OPTIONS:
       rest.append(arg)
       continue
-    if TRAIN_OPTIONS[name][0] and not equals:
-      value = next(remaining, '')
+    takes, what = TRAIN_OPTIONS[name]
+    if equals and not takes:
+      raise UsageError(f'{name} takes no value, not {value!r}; leave it out for what it is not')
+    if takes:
+      value = value if equals else next(remaining, '')
       if not value or value.startswith('--'):
-        raise UsageError(f'{name} needs a value: {TRAIN_OPTIONS[name][1]}')
+        raise UsageError(f'{name} needs a value: {what}')
     options[name] = value
   return options, rest
 
@@ -278,10 +290,11 @@ def _type(field: dataclasses.Field[Any]) -> Any:
 
 def _whole(arg: str) -> str:
   """1e7 and 1_000_000 as integers, where that is what they are."""
+  name, equals, text = arg.partition('=') if arg.startswith('--') else ('', '', arg)
   with contextlib.suppress(ValueError, OverflowError):
-    value = float(arg)
-    if value == int(value) and abs(value) >= 1000 and not arg.lstrip('-').isdigit():
-      return str(int(value))
+    value = float(text)
+    if value == int(value) and not text.lstrip('-').isdigit():
+      return f'{name}{equals}{int(value)}'
   return arg
 
 

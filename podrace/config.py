@@ -154,19 +154,29 @@ def agent_name(agent: Any) -> str:
 def to_json(config: Config) -> dict[str, Any]:
   """The exact record of a config."""
   record = _plain(config)
-  record['agent'] = {'name': agent_name(config.agent), **record['agent']}
+  agent = {k: v for k, v in record['agent'].items() if k != CLASS}
+  record['agent'] = {'name': agent_name(config.agent), **agent}
   return {'version': VERSION, **record}
 
 
 def _plain(value: Any) -> Any:
   if dataclasses.is_dataclass(value):
-    return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if _own(f)}
+    cls = type(value)
+    theirs = (
+      {}
+      if cls.__module__.startswith('podrace.')
+      else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
+    )
+    fields = [f for f in dataclasses.fields(value) if _own(f)]
+    return {**theirs, **{f.name: _plain(getattr(value, f.name)) for f in fields}}
   if isinstance(value, tuple | list):
     return [_plain(v) for v in value]
   if value is None or isinstance(value, bool | int | float | str):
     return value
   return {'repr': repr(value)}  # of somebody's own; can be compared, but not made again
 
+
+CLASS = 'class'  # where the record names a dataclass of somebody's own, in the place of ours
 
 BOUND = (  # derived from the rest of the run
   'observation_space',
@@ -197,14 +207,30 @@ def from_json(record: dict[str, Any]) -> Config:
     raise UsageError(f'config.json is not the record of a run: {e!r}') from e
 
 
+def completed(record: dict[str, Any]) -> dict[str, Any]:
+  """A record with the defaults of fields that were not there yet when it was made."""
+  try:
+    return to_json(from_json(record))
+  except UsageError:  # as it is, where it can't be made again
+    return record
+
+
 def _make(cls: Any, record: dict[str, Any]) -> Any:
+  if record.keys() == {'repr'}:
+    raise UsageError(
+      f"{record['repr']} was made in Python and is no dataclass: config.json can't make it again; "
+      'train and evaluate this run from there'
+    )
+  record = dict(record)
+  if CLASS in record:
+    cls = agent_class(record.pop(CLASS))
   hints = typing.get_type_hints(cls)
   fields = {f.name for f in dataclasses.fields(cls) if _own(f)}
   for name in record.keys() - fields:
     raise unknown(f'field of {cls.__name__}', name, fields)
   values = {}
   for name, value in record.items():
-    if dataclasses.is_dataclass(hints[name]) and isinstance(value, dict):
+    if isinstance(value, dict):
       value = _make(hints[name], value)
     values[name] = tuple(value) if isinstance(value, list) else value
   return cls(**values)

@@ -155,7 +155,7 @@ def evaluate(
   config = load_config(run_dir)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind(config.agent, env)
-  step, params, skipped = _newest_params(config, agent, run_dir)
+  step, params, skipped = newest_params(config, agent, run_dir)
   if not sample:
     if not hasattr(agent, 'greedy'):
       raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
@@ -202,7 +202,8 @@ def returns_by_seed(
   ]
 
 
-def _newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any, list[int]]:
+def newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any, list[int]]:
+  """The newest parameters of a run that are whole: their step, they, and what was skipped."""
   device = jax.local_devices()[0]
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), config.seeds))
 

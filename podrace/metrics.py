@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
+import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from podrace.config import UsageError
+from podrace.config import UsageError, unknown
 
 Line = dict[str, Any]
 
@@ -69,10 +71,8 @@ class TensorBoard:
   """
 
   def __init__(self, run_dir: Path) -> None:
-    try:
-      from tensorboardX import SummaryWriter
-    except ImportError as e:
-      raise UsageError(missing('tensorboard')) from e
+    from tensorboardX import SummaryWriter
+
     self._writer = SummaryWriter(str(run_dir / 'tensorboard'), purge_step=0)
     for line in read(run_dir / 'metrics.jsonl'):
       self.write(line)
@@ -89,15 +89,15 @@ class WandB:
   """Weights & Biases, which ignores steps that it has; its environment variables apply."""
 
   def __init__(self, run_dir: Path) -> None:
-    try:
-      import wandb
-    except ImportError as e:
-      raise UsageError(missing('wandb')) from e
-    name = run_dir.absolute().name
+    import wandb
+
+    record = run_dir / 'wandb-id'  # not the directory's name, which another run may have as well
+    if not record.exists():
+      record.write_text(secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
-      id=''.join(c if c.isalnum() or c in '-_' else '-' for c in name),
-      name=name,
+      id=record.read_text().strip(),
+      name=run_dir.absolute().name,
       dir=str(run_dir),
       resume='allow',
     )
@@ -119,12 +119,20 @@ def numbers(line: Line) -> dict[str, float]:
   return {k: v for k, v in line.items() if isinstance(v, int | float) and k != 'step'}
 
 
-def missing(extra: str) -> str:
-  """What to say when a library that an extra installs is not there."""
-  return f"sink {extra!r} needs the extra {extra!r}: pip install 'podrace[{extra}]'"
-
-
 SINKS: dict[str, Callable[[Path], Sink]] = {'tensorboard': TensorBoard, 'wandb': WandB}
+LIBRARIES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}
+
+
+def check_sinks(names: Sequence[str]) -> None:
+  """Raises UsageError where there is no such sink, or its library isn't installed."""
+  for name in names:
+    if name not in SINKS:
+      raise unknown('sink', name, SINKS)
+    try:
+      importlib.import_module(LIBRARIES.get(name, 'podrace'))
+    except ImportError as e:
+      extra = f"sink {name!r} needs the extra {name!r}: pip install 'podrace[{name}]'"
+      raise UsageError(f'{extra} ({e})') from e
 
 
 # --- the terminal -------------------------------------------------------------------------------

@@ -28,10 +28,10 @@ from podrace.config import (
   Config,
   UsageError,
   bind,
+  completed,
   differences,
   from_json,
   to_json,
-  unknown,
   validate,
 )
 from podrace.envs.host import base as host
@@ -178,7 +178,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 def compare_config(config: Config, run_dir: Path) -> None:
   """Raises UsageError if the run directory records another configuration, with the difference."""
   old = read_record(run_dir)
-  if old is not None and (changes := differences(old, to_json(config))):
+  if old is not None and (changes := differences(completed(old), to_json(config))):
     raise UsageError(
       f'{run_dir} holds a run with another configuration:\n  '
       + '\n  '.join(changes)
@@ -283,9 +283,7 @@ def train(
     Stopped: on SIGTERM or SIGINT, after saving.
   """
   validate(config)
-  for name in sinks:
-    if name not in metrics.SINKS:
-      raise unknown('sink', name, metrics.SINKS)
+  metrics.check_sinks(sinks)
   leader = jax.process_index() == 0
   try:
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -382,7 +380,9 @@ class _Run:
     seeds = np.arange(config.seed, config.seed + config.seeds, dtype=np.uint32)
     keys = jax.vmap(jax.random.key)(seeds)
     if state is None:
-      state = self.program.init(jax.random.clone(keys))
+      started = time.perf_counter()
+      state = self.stop.during(lambda: self.program.init(jax.random.clone(keys)))
+      self.compile_s += time.perf_counter() - started
     self.open_sinks(stack)
     self.program.start(state, keys, self.told)
     try:
@@ -482,11 +482,10 @@ class _Run:
       what = f'the loss is NaN or infinite at step {(min(bad) + 1) * per_update:,}'
     else:
       what = f'a parameter is NaN or infinite at step {update * per_update:,}'
-    kept = (
-      f'the last good checkpoint is step {self.saved:,}'
-      if self.saved >= 0
-      else ('there is no checkpoint yet')
-    )
+    kept = 'there is no checkpoint yet'
+    if self.saved >= 0:
+      self.checkpoints.wait()  # so that it is there
+      kept = f'the last good checkpoint is step {self.saved:,}'
     raise RunError(f'{what}; {kept}, in {self.run_dir / "checkpoints"}')
 
   def log(self, update: int, summary: dict[str, Any]) -> None:
@@ -537,6 +536,7 @@ class _Run:
       'since_line': dataclasses.asdict(self.since_line),
       'machine': machine(),
       'mesh': self.program.mesh.size,
+      'steps_per_update': self.config.steps_per_update,
       'shapes': shapes_sha256(self.program.shapes),
       'told': self.program.told(),
       'beside': self.program.save(self.checkpoints.beside(step)),
@@ -600,6 +600,12 @@ class _Run:
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]} device(s), '
         f'this run has {self.program.mesh.size}: give --devices {meta["mesh"]}'
+      )
+    if meta['steps_per_update'] != self.config.steps_per_update:
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} counts {meta["steps_per_update"]} steps an update, '
+        f"this run has {self.config.steps_per_update}: --num-envs and --unroll-length can't change "
+        'in a run; start afresh in another --run-dir'
       )
     if meta['shapes'] != shapes_sha256(self.program.shapes):
       raise UsageError(

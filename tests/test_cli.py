@@ -349,6 +349,9 @@ BAD = [
   (['eval', '/nowhere', '--episodes', 'x'], "--episodes takes a whole number, not 'x'"),
   (['eval', '/nowhere', '--episode', '3'], 'did you mean --episodes'),
   (['list', 'presets'], 'list takes no arguments'),
+  (['train', '--override=false'], "--override takes no value, not 'false'"),
+  (['train', '--run-dir='], '--run-dir needs a value'),
+  (['train', '--sinks', 'wanbd'], "unknown sink 'wanbd': did you mean wandb"),
 ]  # fmt: skip
 
 
@@ -390,6 +393,32 @@ def test_missing_extra(
   code, _, told = run('train', '--env', f'{library}:{name}')
   assert code == 2
   assert f"pip install 'podrace[{library}]'" in told
+
+
+def test_an_error_of_the_users_own_code_keeps_its_traceback(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'own.py').write_text(
+    'import dataclasses\nfrom podrace.agents.impala import Impala\n'
+    '@dataclasses.dataclass(frozen=True)\nclass Agent(Impala):\n'
+    '  def learn(self, train, sample, key):\n    a, b = (1, 2, 3)\n'
+  )
+  args = ['train', '--agent', 'own:Agent', *TINY, '--run-dir', str(tmp_path / 'run')]
+  done = command(*args)
+  assert done.returncode == 1
+  assert 'own.py", line 6, in learn' in done.stderr
+  assert done.stderr.rstrip().endswith('too many values to unpack (expected 2)')
+
+
+@pytest.mark.parametrize(
+  ('arg', 'number'),
+  [('1e4', '10000'), ('9e2', '900'), ('1_000', '1000'), ('--total-steps=1e4', '--total-steps=10000'),
+   ('0.5', '0.5'), ('--a=1e-3', '--a=1e-3'), ('77', '77'), ('gymnax:X,n=2.5', 'gymnax:X,n=2.5'),
+   ('inf', 'inf'), ('--b=', '--b=')],
+)  # fmt: skip
+def test_whole_numbers_may_be_written_short(arg: str, number: str) -> None:
+  assert cli._whole(arg) == number
 
 
 def test_infinite_learning_rate(tmp_path: Path, cache: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +17,17 @@ from processes import as_users_have_it, cache, checkpoints, every_file
 
 from podrace import run
 from podrace.agents.impala import Impala
-from podrace.config import Config, UsageError
+from podrace.config import Config, UsageError, bind
+from podrace.envs import make
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.host import base as host
-from podrace.evaluate import episode_returns, evaluate, host_returns
+from podrace.evaluate import (
+  episode_returns,
+  evaluate,
+  host_returns,
+  newest_params,
+  returns_by_seed,
+)
 from podrace.networks import ActorCritic
 from podrace.types import ActorOutput
 
@@ -75,7 +83,8 @@ def test_an_episode_that_does_not_end() -> None:
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
   """On eight devices with two seeds, normalised and recurrent: evaluation needs one device."""
-  agent = Impala(network=ActorCritic(hidden=(16,), core='gru', core_size=8), learning_rate=3e-3)
+  network = ActorCritic(hidden=(16,), core='gru', core_size=8)
+  agent = Impala(network, learning_rate=3e-3, normalize_observations=True, normalize_rewards=True)
   config = Config(agent=agent, num_envs=16, unroll_length=8, total_steps=2560, seeds=2,
                   checkpoint_every=1280)  # fmt: skip
   run_dir = tmp_path_factory.mktemp('trained') / 'run'
@@ -109,6 +118,38 @@ def test_a_damaged_checkpoint_is_skipped_and_left(trained: Path) -> None:
     assert checkpoints(trained) == [before, newest]
   finally:
     file.write_bytes(whole)
+
+
+def test_parameters_that_were_changed_on_disk_are_not_evaluated(
+  trained: Path, tmp_path: Path
+) -> None:
+  """One bit of them, which orbax does not notice."""
+  before, newest = checkpoints(trained)
+  run_dir = tmp_path / 'run'
+  shutil.copytree(trained, run_dir)
+  folder = run_dir / 'checkpoints' / str(newest) / 'params'
+  file = max(every_file(folder), key=lambda p: p.stat().st_size)
+  content = bytearray(file.read_bytes())
+  content[len(content) // 2] ^= 1
+  file.write_bytes(content)
+  result = evaluate(run_dir, 2)
+  assert result['step'] == before
+  assert result['damaged_checkpoints_skipped'] == [newest]
+
+
+def test_statistics_of_training_are_used(trained: Path) -> None:
+  config = run.load_config(trained)
+  agent = bind(config.agent, make(config.env))
+  _, params, _ = newest_params(config, agent, trained)
+  assert (params.observation.count > 1000).all()
+
+  def returns(params: Any) -> np.ndarray:
+    args = (config, agent, make(config.env), params, 200, 0, 100)
+    return np.concatenate(returns_by_seed(*args))
+
+  assert returns(params).mean() == evaluate(trained, 200, sample=True)['episode_return_mean']
+  spoilt = params._replace(observation=jax.tree.map(lambda x: 3 * x + 1, params.observation))
+  assert (returns(params) != returns(spoilt)).any()
 
 
 def test_what_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:

@@ -106,16 +106,20 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   sink = metrics.WandB(tmp_path)
   sink.write(line(10, loss=1.0, nothing=None))
   sink.close()
-  assert list(tmp_path.glob('wandb/offline-run-*/run-*.wandb'))
+  (found,) = tmp_path.glob('wandb/offline-run-*/run-*.wandb')
+  name = (tmp_path / 'wandb-id').read_text().strip()
+  assert len(name) == 16 and found.name == f'run-{name}.wandb'
+  metrics.WandB(tmp_path).close()  # a resumed run is the same one
+  assert (tmp_path / 'wandb-id').read_text().strip() == name
 
 
 @pytest.mark.parametrize(('name', 'module'), [('tensorboard', 'tensorboardX'), ('wandb', 'wandb')])
 def test_a_sink_that_is_not_installed_says_what_to_install(
-  name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  name: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setitem(sys.modules, module, None)
   with pytest.raises(UsageError, match=rf"pip install 'podrace\[{name}\]'"):
-    metrics.SINKS[name](tmp_path)
+    metrics.check_sinks([name])
 
 
 # --- the terminal -------------------------------------------------------------------------------

@@ -168,7 +168,8 @@ def test_override_goes_on_with_the_new_configuration(tmp_path: Path) -> None:
   ('changed', 'message'),
   [
     ({'agent': Impala(network=ActorCritic(hidden=(8,)))}, 'another kind of state'),
-    ({'num_envs': 8}, 'another kind of state'),
+    ({'num_envs': 8}, 'counts .* steps an update'),
+    ({'unroll_length': 4}, 'counts .* steps an update'),
     ({'devices': 2}, 'give --devices 1'),
   ],
 )

@@ -97,7 +97,7 @@ def test_the_same_under_both_architectures(name: str) -> None:
   'name', [pytest.param(n, marks=SLOW) if n in ('r2d2', 'd4pg') else n for n in AGENTS]
 )
 def test_collectives(name: str) -> None:
-  """One all-reduce for each gradient step, on six devices; nothing else."""
+  """One all-reduce for each gradient step, on four devices; nothing else."""
   program = anakin(AGENTS[name], env_of(name), 4)
   text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
   assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == 1

@@ -66,8 +66,8 @@ class NextStepReset:
   """Makes Dynamics an Environment: the step after LAST ignores the action and returns FIRST.
 
   `fresh_fraction` is what a *batch* of these pays for resets. 1 resets every environment on
-  every step and throws away what isn't needed: exact, and right where a reset is cheap. Less
-  than 1 makes that share of the batch's resets per step, in turn, into a shared pool of fresh
+  each step on which any needs it, and throws away what isn't needed: exact, and right where a reset
+  is cheap. Less than 1 makes that share of the batch's resets per step, in turn, into a shared pool of fresh
   states, from which environments that need one take the oldest (see `Batch`).
   """
 
