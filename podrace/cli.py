@@ -25,8 +25,9 @@ podrace: reinforcement learning at scale in JAX
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
-  podrace keys new DIR                keys for the two of them
-  podrace top ADDRESS                 what a learner's remote environments do
+  podrace replay --listen ADDRESS ... replay tables as a service
+  podrace keys new DIR                keys for learners, services and those who connect to them
+  podrace top ADDRESS                 what the clients of a learner or a service do
   podrace list                        presets, agents and environments
   podrace devices [OPTIONS]           the devices there are, and what Sebulba would use
   podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
@@ -86,6 +87,7 @@ def _guarded(args: list[str]) -> int:
   commands = {
     'train': train,
     'envs': environments,
+    'replay': replay,
     'keys': keys,
     'top': top,
     'eval': evaluate,
@@ -485,6 +487,27 @@ It comes back after whatever happens to the connection or to the learner, with e
 anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
 """
 
+REPLAY_USAGE = """\
+podrace replay --listen ADDRESS [OPTIONS]: replay tables that many processes write to and sample from;
+needs no JAX. Clients have the tables made that they need; docs/replay-service.md says how
+
+  --listen ADDRESS      tcp://HOST:PORT or ipc://PATH
+  --dir DIR             keeps checkpoints, and begins with the newest: written on SIGTERM and Ctrl-C,
+                        when a client asks, and
+  --checkpoint-every S  every so many seconds (default: not)
+  --table SETTINGS      makes a table at the start; may be repeated. SETTINGS, with commas in between:
+                          name=NAME  sampler=SELECTOR  remover=SELECTOR  max_size=N
+                          rate=min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N
+                          max_bytes=N  max_times_sampled=N (by default unbounded)
+                        SELECTOR is uniform, fifo, lifo, min_heap, max_heap or prioritized:EXPONENT
+  --client-bytes N      of steps that one client may keep for items to come (default 1 GiB)
+  --keys DIR            with server.secret, server.public and allowed_clients: `podrace keys new`
+  --insecure            no keys, beyond this machine: nothing is encrypted, anybody may take part
+  --peer-timeout S      seconds of silence after which a client is dropped (default 5)
+
+Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
+"""
+
 KEYS_USAGE = """\
 podrace keys new DIR          a learner's keys, one client's, and the list of allowed clients
 podrace keys client DIR NEW   another client's keys, in the directory NEW; allows them in DIR
@@ -494,7 +517,7 @@ Lines of DIR/allowed_clients can be removed at any time: those sessions end.
 """
 
 TOP_USAGE = """\
-podrace top ADDRESS [OPTIONS]: the clients of a learner, and what they do
+podrace top ADDRESS [OPTIONS]: the clients of a learner or a service, and what they do
 
   --keys DIR    as for envs
   --insecure
@@ -559,6 +582,42 @@ def environments(args: list[str]) -> int:
       deadline=_number('--env-deadline', values['--env-deadline']),
       give_up=_number('--give-up-after', values['--give-up-after']),
     )
+  )
+
+
+def replay(args: list[str]) -> int:
+  """podrace replay."""
+  if not args or '-h' in args or '--help' in args:
+    print(REPLAY_USAGE, end='')
+    return 0
+  values = {'--listen': '', '--dir': '', '--checkpoint-every': '0', '--client-bytes': str(2**30),
+            '--keys': '', '--peer-timeout': '5'}  # fmt: skip
+  declared, rest = [], []
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name == '--table':
+      declared.append(value if equals else next(remaining, ''))
+    else:
+      rest.append(arg)
+  if left := _options(rest, values, ('--insecure',)):
+    raise UsageError(f'replay takes options only, not {" ".join(left)}')
+  if not values['--listen']:
+    raise UsageError('replay needs --listen: see podrace replay --help')
+  from podrace import remote
+
+  remote.require()
+  from podrace.service import server
+
+  return server.run(
+    values['--listen'],
+    dir=Path(values['--dir']) if values['--dir'] else None,
+    keys=Path(values['--keys']) if values['--keys'] else None,
+    insecure='--insecure' in values,
+    tables=server.parse_tables(declared),
+    checkpoint_every=_number('--checkpoint-every', values['--checkpoint-every']),
+    most_bytes=_whole_number('--client-bytes', values['--client-bytes']),
+    peer_timeout=_number('--peer-timeout', values['--peer-timeout']),
   )
 
 
