@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from podrace.service import wire
-from podrace.tables.chunks import Account, Chunk, ChunkStore, pack
+from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
 from podrace.tables.table import NEW, Closed, InFlight, Item, Pending, RateLimited
 
 if TYPE_CHECKING:
@@ -89,6 +89,21 @@ class WriterStore(ChunkStore):
     if not chunk.holders:
       assert isinstance(chunk, SentChunk)
       self.connection.released.append(chunk)
+
+  def read(self, chunk: Chunk) -> np.ndarray:
+    array = chunk.array
+    if array is not None:
+      return array
+    assert isinstance(chunk, SentChunk)
+    pieces = [
+      np.frombuffer(piece.data, chunk.dtype).reshape(piece.rows, *chunk.shape)
+      if piece.how == wire.AS_IS
+      else unpack(
+        (piece.data, piece.how == wire.DIFFERENCES), chunk.dtype, (piece.rows, *chunk.shape)
+      )
+      for piece in chunk.pieces
+    ]
+    return np.concatenate(pieces)
 
   def submit(self, table: RemoteTable, item: Item, writer: InFlight) -> Sending:
     """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
