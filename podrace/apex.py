@@ -34,6 +34,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.replay.hosted import TABLE, Draw, ReplayFailed, Streams, selector, weighted
 from podrace.replay.windows import Windows
+from podrace.run import memory
 from podrace.sebulba import Actors, Sebulba, State
 from podrace.topology import AXIS, Topology, split_devices
 from podrace.types import Array, TrainState
@@ -407,7 +408,7 @@ class _Acting:
     self._program = Sebulba(
       agent=agent,
       spec=spec,
-      replay=agent.memory(config.num_envs, config.unroll_length, spec.frame_stack),
+      replay=memory(agent, spec, config),
       topology=Topology(one.actors, Mesh(np.array([device]), (AXIS,))),
       num_envs=config.num_envs // n,
       unroll_length=config.unroll_length,
