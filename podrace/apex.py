@@ -365,6 +365,10 @@ class _Signalled(BaseException):
   """Ends whatever is waited for."""
 
 
+class _Finished(Exception):
+  """The run is complete."""
+
+
 def act(config: Config, options: Options) -> int:
   """`podrace act`: acts until the run is complete or a signal comes; the exit code.
 
@@ -386,7 +390,10 @@ def act(config: Config, options: Options) -> int:
   for signum in (signal.SIGTERM, signal.SIGINT):
     signal.signal(signum, on_signal)
   with contextlib.suppress(_Signalled):
-    _Acting(config, options).run()
+    try:
+      _Acting(config, options).run()
+    except _Finished:
+      say('the run is complete')
   return 128 + found if found else 0
 
 
@@ -427,60 +434,75 @@ class _Acting:
     self._reader = service.Parameters(a.parameters, a.keys, a.insecure, options.max_staleness)
     self._addresses = a
     self._held = -1  # version of the parameters that are acted with
+    self._ended: BaseException | None = None  # why there is no more to be written
 
   def run(self) -> None:
     with contextlib.ExitStack() as stack:
       stack.callback(self._reader.close)
-      params = self._next()
-      if params is None:
-        return
-      a = self._addresses
+      params = self._parameters(self._reader.get())
+      a, program = self._addresses, self._program
       say(f'connecting to the replay service at {", ".join(a.replay)}')
       client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
       stack.callback(client.close)
-      layout = self._program.layout
+      w = program.layout.windows
+      in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
       streams = Streams(
-        layout, replay_table(client, layout.windows), lambda history: client.writer(history)
-      )
-      self._program.warm_up()
+        program.layout, replay_table(client, w),
+        lambda history: client.writer(history, max_in_flight=in_flight),
+      )  # fmt: skip
+      program.warm_up()
       actors = self._start(params)
       stack.callback(actors.close)
-      say(f'acting in {self._program.num_envs} environments')
-      self._loop(actors, streams, _Teller(client))
+      threading.Thread(target=self._watch, args=(actors, client), daemon=True).start()
+      say(f'acting in {program.num_envs} environments')
+      try:
+        self._write(actors, streams, _Teller(client))
+      except tables.Closed as e:
+        raise self._ended or e from None
 
   def _start(self, params: Any) -> Actors:
     key, actor_key = jax.random.split(jax.random.key(self._program.seed))
-    train = TrainState(jax.tree.map(jax.numpy.asarray, params), ())
     nothing: Any = ()
-    return Actors(
-      self._program,
-      State(train, nothing, nothing, key, jax.numpy.int32(0), nothing, ()),
-      actor_key,
-    )
+    state = State(TrainState(params, ()), nothing, nothing, key, jax.numpy.int32(0), nothing, ())
+    return Actors(self._program, state, actor_key)
 
-  def _loop(self, actors: Actors, streams: Streams, teller: _Teller) -> None:
-    version = 0
+  def _write(self, actors: Actors, streams: Streams, teller: _Teller) -> None:
+    """Writes what is acted, until `_watch` closes what it is written to."""
     while True:
-      if self._outdated():
-        params = self._next()
-        if params is None:
-          return
-        version += 1
-        actors.publish(version, jax.tree.map(jax.numpy.asarray, params))
-      unrolls = actors.take(0, self._outdated)
-      for unroll in unrolls or ():
+      self._reader.get()  # waits while what is held is too old to act with
+      for unroll in actors.take(0, self._is_stale) or ():
         for part in unroll.parts:
           streams.add(part, unroll.serial)
         teller.add(unroll.totals)
 
-  def _outdated(self) -> bool:
-    """Whether there are other parameters to act with, or none that may be acted with."""
-    old = self._reader.staleness > self._max_staleness
-    return old or self._reader.version != self._held
+  def _is_stale(self) -> bool:
+    return self._ended is not None or self._reader.staleness > self._max_staleness
 
-  def _next(self) -> Any:
-    """The newest parameters, which are waited for; None if the run is complete."""
-    found = self._reader.get()
+  def _watch(self, actors: Actors, client: service.Client) -> None:
+    """Has the actors act with each new version."""
+    try:
+      version = 0
+      while True:
+        found = self._reader.get()
+        if found.version != self._held:
+          version += 1
+          actors.publish(version, self._parameters(found))
+        with self._reader.changed:
+          if self._reader.version == self._held:
+            self._reader.changed.wait(1.0)
+    except BaseException as e:
+      self._ended = e
+    finally:
+      client.close()
+      self._reader.close()
+
+  def _parameters(self, found: service.Published) -> Any:
+    """Those of a version, on a device.
+
+    Raises:
+      UsageError: if they are of another run.
+      _Finished: if the run is complete.
+    """
     leaves = dict(found.leaves)
     told = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
     if different := differences(told, self._record):
@@ -488,12 +510,10 @@ class _Acting:
         'the learner has another run (its setting -> the one here):\n  ' + '\n  '.join(different)
       )
     if leaves.pop(FINISHED, None) is not None:
-      say('the run is complete')
-      return None
+      raise _Finished
     self._held = found.version
-    key = jax.random.key(0)
-    shapes = jax.eval_shape(lambda key: self._program.agent.init(key).params, key)
-    return from_leaves(shapes, leaves)
+    shapes = jax.eval_shape(lambda key: self._program.agent.init(key).params, jax.random.key(0))
+    return jax.tree.map(jax.numpy.asarray, from_leaves(shapes, leaves))
 
 
 class _Teller:

@@ -331,7 +331,9 @@ def apex_pong() -> Config:
 
 def r2d2_remote_memory() -> Config:
   """R2D2 on the memory task with a replay service and acting processes (docs/acting.md)."""
-  return dataclasses.replace(r2d2_memory(), architecture='sebulba', lag='async', replay='service')
+  return dataclasses.replace(
+    r2d2_memory(), architecture='sebulba', lag='async', replay='service', total_steps=100_000
+  )
 
 
 PRESETS: dict[str, Callable[[], Config]] = {

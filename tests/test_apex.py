@@ -90,11 +90,11 @@ def places(tmp_path: Path, cache: Path) -> Any:
 
 
 def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
-  server, learner = places.serve(), places.learn(45_000)
+  server, learner = places.serve(), places.learn(20_000)
   one, two = places.act('0/2'), places.act('1/2')
   one.says('acting in 16 environments')
   two.says('acting in 16 environments')
-  places.step_from(5_000)
+  places.step_from(3_840)
   one.kill()
   places.step_from(2_560)
   again = places.act('0/2')
@@ -107,7 +107,7 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   greedy_enough = [x['episode_return'] for x in told[-8:] if x['episodes']]
   assert np.mean(greedy_enough) > 0.3, told[-8:]  # of which many explore with an epsilon of 0.4
   samples = told[-1]['replay_samples']
-  assert abs(samples - 8 * (45_000 - 512)) < 8 * 256
+  assert abs(samples - 8 * (20_000 - 512)) < 8 * 256
   assert {x['acting_processes'] for x in told} >= {1, 2}
 
 
