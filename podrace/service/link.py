@@ -165,6 +165,7 @@ class Link:
   def _disconnect(self) -> None:
     if self._socket is not None:
       self._socket.disable_monitor()
+      self._monitor.close(0)
       self._socket.close()
       self._socket = self._monitor = None
 
