@@ -24,7 +24,7 @@ import numpy as np
 
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
-from podrace.service.link import Link, Refused
+from podrace.service.link import TURN, Link, Refused
 from podrace.service.writing import Sending, SentChunk, WriterStore, pieces_of
 from podrace.tables import Writer, trees
 from podrace.tables.chunks import ChunkStore
@@ -43,7 +43,8 @@ from podrace.tables.table import (
 )
 
 OUTSTANDING = 4  # INSERTs that are not yet acknowledged
-FEW = 64  # items that wait for others as long as an INSERT is not yet acknowledged
+FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, or for
+SPACING = 0.02  # seconds since the last one
 RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
 GRACE = 5.0  # seconds beyond its deadline that a service has to say that it is over
 REMEMBERED = 2**18  # keys, of which shard they are
@@ -97,7 +98,6 @@ class Connection(Link):
     super().__init__(address, keys, insecure, changed)
     self.tables: dict[str, dict[str, Any]] = {}  # settings of those in use
     self.sizes: dict[str, int] = {}
-    self.idle = True  # nothing is on its way
     self.released: deque[SentChunk] = deque()
     self.why_held = ''
     self._stream = int.from_bytes(os.urandom(8), 'little') >> 1 | 1
@@ -125,6 +125,11 @@ class Connection(Link):
     self._signatures: dict[int, Signature] = {}
 
   # --- from any thread -----------------------------------------------------------------------------
+
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+    return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
 
   def state(self) -> str:
     """For messages: whether there is a connection."""
@@ -263,7 +268,6 @@ class Connection(Link):
     done, waiting, refused = (wire.records(f, '<u8').tolist() for f in frames)
     if message:
       self._outstanding -= 1
-      self.idle = self._outstanding == 0
     if waiting:
       self.why_held = why
     self._finish(done)
@@ -288,12 +292,15 @@ class Connection(Link):
     stores = [store for ref in self._stores if (store := ref()) is not None]
     forced = any(store.forced for store in stores)
     queued = sum(len(store.queue) for store in stores)
-    if self._outstanding and not forced and not self._again and queued < FEW:
+    now = time.monotonic()
+    early = bool(self._outstanding) or now < self._inserted_at + SPACING
+    if early and not forced and not self._again and queued < FEW:
+      self.patience = SPACING if queued else TURN
       return False
+    self.patience = TURN
     room = min(wire.MESSAGE_ITEMS, wire.MOST_ITEMS - len(self._sent))
     batch = self._again[:room]
     self._again = self._again[room:]
-    now = time.monotonic()
     for store in stores:
       if len(batch) < room and store.queue:
         batch += store.take(room - len(batch), now)
@@ -343,7 +350,6 @@ class Connection(Link):
     ]
     self._messages += 1
     self._outstanding += 1
-    self.idle = False
     self.send(wire.INSERT, self.session, self._messages, checksum(frames), frames=frames)
 
   def _released_numbers(self) -> list[int]:
