@@ -24,7 +24,7 @@ import numpy as np
 
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
-from podrace.service.link import Link, Refused
+from podrace.service.link import TURN, Link, Refused
 from podrace.service.writing import Sending, SentChunk, WriterStore, pieces_of
 from podrace.tables import Writer, trees
 from podrace.tables.chunks import ChunkStore
@@ -43,7 +43,9 @@ from podrace.tables.table import (
 )
 
 OUTSTANDING = 4  # INSERTs that are not yet acknowledged
-FEW = 64  # items that wait for others as long as an INSERT is not yet acknowledged
+FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, or for
+SPACING = 0.02  # seconds since the last one
+RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
 GRACE = 5.0  # seconds beyond its deadline that a service has to say that it is over
 REMEMBERED = 2**18  # keys, of which shard they are
 REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
@@ -96,7 +98,6 @@ class Connection(Link):
     super().__init__(address, keys, insecure, changed)
     self.tables: dict[str, dict[str, Any]] = {}  # settings of those in use
     self.sizes: dict[str, int] = {}
-    self.idle = True  # nothing is on its way
     self.released: deque[SentChunk] = deque()
     self.why_held = ''
     self._stream = int.from_bytes(os.urandom(8), 'little') >> 1 | 1
@@ -107,6 +108,7 @@ class Connection(Link):
     self._number = 0  # of the newest item
     self._sent: dict[int, Sending] = {}  # by number
     self._again: list[Sending] = []
+    self._inserted_at = 0.0
     self._sessions = 0
     self._begin()
     self._thread.start()
@@ -123,6 +125,11 @@ class Connection(Link):
     self._signatures: dict[int, Signature] = {}
 
   # --- from any thread -----------------------------------------------------------------------------
+
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+    return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
 
   def state(self) -> str:
     """For messages: whether there is a connection."""
@@ -261,7 +268,6 @@ class Connection(Link):
     done, waiting, refused = (wire.records(f, '<u8').tolist() for f in frames)
     if message:
       self._outstanding -= 1
-      self.idle = self._outstanding == 0
     if waiting:
       self.why_held = why
     self._finish(done)
@@ -286,17 +292,21 @@ class Connection(Link):
     stores = [store for ref in self._stores if (store := ref()) is not None]
     forced = any(store.forced for store in stores)
     queued = sum(len(store.queue) for store in stores)
-    if self._outstanding and not forced and not self._again and queued < FEW:
+    now = time.monotonic()
+    early = bool(self._outstanding) or now < self._inserted_at + SPACING
+    if early and not forced and not self._again and queued < FEW:
+      self.patience = SPACING if queued else TURN
       return False
+    self.patience = TURN
     room = min(wire.MESSAGE_ITEMS, wire.MOST_ITEMS - len(self._sent))
     batch = self._again[:room]
     self._again = self._again[room:]
-    now = time.monotonic()
     for store in stores:
       if len(batch) < room and store.queue:
         batch += store.take(room - len(batch), now)
-    if not batch and len(self.released) < 1000:
+    if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
       return False
+    self._inserted_at = now
     self._insert(batch)
     return True
 
@@ -340,7 +350,6 @@ class Connection(Link):
     ]
     self._messages += 1
     self._outstanding += 1
-    self.idle = False
     self.send(wire.INSERT, self.session, self._messages, checksum(frames), frames=frames)
 
   def _released_numbers(self) -> list[int]:
@@ -426,7 +435,9 @@ class RemoteTable:
       RateLimited: if fewer than `at_least` could be sampled in that time.
       Closed: if the client is.
     """
-    return self._draw(n, at_least, timeout).result()
+    drawing = self._draw(n, at_least, timeout)
+    drawing.wait()
+    return drawing.read()
 
   def sampler(
     self, n: int, prefetch: int = 2, at_least: int | None = None, timeout: float | None = None
@@ -555,7 +566,6 @@ class Drawing:
     self._table, self._deadline = table, deadline
     self._changed = table._connections[0].changed
     self._begun = time.monotonic()
-    self._total = 0
     self._parts = self._ask(n, least)
 
   def _ask(self, n: int, least: int) -> list[Part]:
@@ -563,7 +573,6 @@ class Drawing:
     table = self._table
     live = table._live()
     sizes = np.array([c.sizes.get(table.name, 0) for c in live], np.float64)
-    self._total = int(sizes.sum())
     share = sizes / sizes.sum() if sizes.sum() else np.full(len(live), 1 / len(live))
     counts = table._rng.multinomial(n, share) if len(live) > 1 else np.array([n])
     return [
@@ -580,17 +589,21 @@ class Drawing:
     for part in self._parts:
       part.asked.connection.forget(part.asked)
 
-  def result(self) -> Samples:
-    """Waits for all of it.
+  def wait(self) -> None:
+    """Until all of it is there, or the servers say that it won't be.
 
     Raises:
-      RateLimited, Closed: as RemoteTable.sample.
+      RateLimited: if they don't say so in time.
+      Closed: if the client is.
     """
     try:
       self._wait()
     except BaseException:
       self.cancel()
       raise
+
+  def read(self) -> Samples:
+    """Unpacks what has come; raises RateLimited if it is less than was asked for."""
     found, shares, reasons = [], [], []
     for part in self._parts:
       signature, frames, reason = part.asked.value
@@ -602,7 +615,12 @@ class Drawing:
           self._table.remember(samples.key, part.asked.connection)
       if reason:
         reasons.append(reason)
-    taken = merge(found, shares, self._total, len(self._table._connections) > 1) if found else None
+    taken = None
+    if found:
+      taken = found[0]
+      if len(self._table._connections) > 1:
+        total = sum(c.sizes.get(self._table.name, 0) for c in self._table._live())
+        taken = merge(found, shares, total)
     if reasons:
       error = RateLimited('; '.join(reasons))
       error.taken = taken
@@ -659,10 +677,8 @@ class Drawing:
     return all(part.asked.done for part in self._parts)
 
 
-def merge(found: list[Samples], shares: list[float], total: int, sharded: bool) -> Samples:
-  """Samples of several servers as of one table; `shares` of all items are at each."""
-  if not sharded:
-    return found[0]
+def merge(found: list[Samples], shares: list[float], total: int) -> Samples:
+  """Samples of several servers as of one table of `total` items; `shares` were drawn from each."""
   lists: list[list[Any]] = [trees.leaves(s.data) for s in found]
   lengths = [trees.leaves(s.lengths) for s in found]
   structure = trees.structure_of(found[0].data)
@@ -708,8 +724,9 @@ class Sampler:
     while len(self._drawings) < self._ahead:
       self._drawings.append(self._draw())
     drawing = self._drawings.popleft()
-    self._drawings.append(self._draw())  # `prefetch` are on their way while this one is unpacked
-    return drawing.result()
+    drawing.wait()
+    self._drawings.append(self._draw())  # on its way while this one is unpacked
+    return drawing.read()
 
   def close(self) -> None:
     """Takes back what has been asked for."""

@@ -58,6 +58,7 @@ class Link:
     self.failure: BaseException | None = None  # why it will not come back
     self.closed = False
     self.why = 'it has not answered yet'  # there is no session
+    self.patience = TURN  # seconds until the next turn, if nothing comes
     self.silence = 5.0  # seconds after which a peer is taken for dead
     self._calls: collections.deque[Any] = collections.deque()
     self._context = zmq.Context()
@@ -165,6 +166,7 @@ class Link:
   def _disconnect(self) -> None:
     if self._socket is not None:
       self._socket.disable_monitor()
+      self._monitor.close(0)
       self._socket.close()
       self._socket = self._monitor = None
 
@@ -175,7 +177,7 @@ class Link:
     for socket in (self._socket, self._monitor, wake):
       poller.register(socket, zmq.POLLIN)
     while self._socket is not None and not self.closed:
-      for ready, _ in poller.poll(int(TURN * 1000)):
+      for ready, _ in poller.poll(int(self.patience * 1000)):
         if ready == wake:
           self._wake.clear()
         elif ready is self._monitor:

@@ -93,7 +93,10 @@ class Publisher(Router):
   ) -> None:
     super().__init__(Listen(address, keys, insecure, peer_timeout), log.info)
     self._versions: list[_Version] = []  # the newest two: one may still be being read
-    self.__enter__()
+    self.start()
+
+  def __enter__(self) -> Publisher:
+    return self  # it listens already
 
   def publish(self, version: int, leaves: Sequence[tuple[str, np.ndarray]]) -> None:
     """Makes a version the newest one.
@@ -235,16 +238,16 @@ class Parameters(Link):
       Stale: if that took longer than `timeout` seconds; it says what is held, and what is known of.
       Closed: if this is.
     """
-    if (held := self._held) is not None and self._is_fresh() and not self.closed:
-      return held
     begun = time.monotonic()
     deadline = math.inf if timeout is None else begun + timeout
     told = False
     with self.changed:
-      while self._held is None or not self._is_fresh():
+      while True:
         if self.closed:
           raise Closed(f'the parameters of {self.address} are closed')
         self.check()
+        if self._held is not None and self._is_fresh():
+          break
         now = time.monotonic()
         if now >= deadline:
           raise Stale(f'{self._why()} and {timeout:g} s were not enough to get newer ones')
@@ -254,7 +257,6 @@ class Parameters(Link):
         self.changed.wait(min(deadline - now, 1.0))
       if told:
         log.warning('parameters of %s are fresh again: version %d', self.address, self.version)
-      assert self._held is not None
       return self._held
 
   def _is_fresh(self) -> bool:

@@ -125,7 +125,8 @@ class Router:
 
   # --- its life ----------------------------------------------------------------------------------
 
-  def __enter__(self) -> Any:
+  def start(self) -> None:
+    """Listens, from now on."""
     self._wake = Wake()
     self._context = zmq.Context()
     self._gate: security.Gate | None = None
@@ -136,6 +137,9 @@ class Router:
       raise
     self._thread = threading.Thread(target=self._main, name=self.service, daemon=True)
     self._thread.start()
+
+  def __enter__(self) -> Any:
+    self.start()
     return self
 
   def _bind(self) -> None:

@@ -403,6 +403,7 @@ class ReplayServer(Router):
     """New chunks of a stream; each is held for it until it says otherwise."""
     if int(told['bytes'].astype(np.int64).sum()) != len(data):
       raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
+    self.counts['pieces'] += len(told)
     start, store, made = 0, self.store, []
     for spec, rows, how, size in told.tolist():
       if spec >= len(stream.specs) or not rows:

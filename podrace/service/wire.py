@@ -381,12 +381,14 @@ class _Reader:
 
 def check_chunk(data: Any, how: int, size: int) -> None:
   """Refuses a chunk whose bytes can't be `size` bytes of rows; nothing is unpacked."""
+  if how > DIFFERENCES:
+    raise WireError(f'a chunk of kind {how}, expected at most {DIFFERENCES}')
   try:
     found = len(data) if how == AS_IS else zstandard.frame_content_size(data)
   except zstandard.ZstdError as e:
     raise WireError(f'a chunk that is not zstandard ({e})') from None
-  if how > DIFFERENCES or found != size or size > FRAME_BYTES:
-    raise WireError(f'a chunk of kind {how} with {found} bytes of rows, expected {size}')
+  if found != size or size > FRAME_BYTES:
+    raise WireError(f'a chunk with {found} bytes of rows, expected {size}')
 
 
 def read_chunk(

@@ -71,7 +71,7 @@ class WriterStore(ChunkStore):
     self.unacknowledged = Account()
     self._done = threading.Condition(self.lock)  # type: ignore[arg-type]
     self._cutting = threading.Lock()
-    self._key = 0
+    self._key = -1
 
   # --- for the writer ------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class WriterStore(ChunkStore):
 
   def _new_key(self) -> int:
     """A key that nobody else draws: 42 random bits, which last for a million items."""
-    if self._key & (2**wire.KEY_BITS - 1) == 0:
+    if (self._key + 1) % 2**wire.KEY_BITS == 0:
       self._key = int.from_bytes(os.urandom(8), 'little') >> 22 << wire.KEY_BITS
     self._key += 1
     return self._key
