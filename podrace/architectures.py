@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from podrace import anakin, sebulba, tables
 from podrace.checkpoint import CheckpointError
 from podrace.envs.host.base import Totals
 from podrace.replay.hosted import Hosted, ReplayFailed
 from podrace.sebulba import Actors, Snapshot
-from podrace.topology import AXIS
 from podrace.types import Array
 
 
@@ -66,6 +63,10 @@ class Architecture(Protocol):
     """
     ...
 
+  def finished(self, state: Any) -> None:
+    """The run is complete; whoever takes part in it elsewhere may know."""
+    ...
+
   def restore(self, path: Path, told: dict[str, Any] | None) -> None:
     """Reads what `save` wrote, before `start`; raises CheckpointError if it is damaged."""
     ...
@@ -104,6 +105,9 @@ class OnDevice:
 
   def save(self, path: Path) -> dict[str, Any] | None:
     return None
+
+  def finished(self, state: Any) -> None:
+    pass
 
   def restore(self, path: Path, told: dict[str, Any] | None) -> None:
     pass
@@ -163,12 +167,7 @@ class OnHost:
     p, s = self._program, self.shapes
     example = p.warm_up()
     if p.hosted:
-      split = NamedSharding(self.mesh, P(AXIS))
-      batch = {
-        k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split)
-        for k, x in p.layout.batch().items()
-      }
-      given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, batch)
+      given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, p.batch)
       self._learn = p.learn_sample.lower(*given).compile()
       return
     args = (s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, example)
@@ -278,6 +277,9 @@ class OnHost:
       return self._hosted.save(path, self._program.saves_actors)
     except (tables.CheckpointError, ReplayFailed, OSError) as e:
       raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
+
+  def finished(self, state: sebulba.State) -> None:
+    pass
 
   def restore(self, path: Path, told: dict[str, Any] | None) -> None:
     if self._hosted is None:

@@ -26,8 +26,10 @@ podrace: reinforcement learning at scale in JAX
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
-  podrace keys new DIR                keys for the two of them
-  podrace top ADDRESS                 what a learner's remote environments do
+  podrace act [PRESET] ...            acting processes for a learner with a replay service
+  podrace replay --listen ADDRESS ... replay tables as a service
+  podrace keys new DIR                keys for learners, services and those who connect to them
+  podrace top ADDRESS                 what the clients of a learner or a service do
   podrace list                        presets, agents and environments
   podrace devices [OPTIONS]           the devices there are, and what Sebulba would use
   podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
@@ -63,6 +65,11 @@ TRAIN_OPTIONS = {
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress'),
   '--listen': ('ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/remote.md'),
+  '--connect-replay': (
+    'ADDRESSES',
+    'of --replay service: where `podrace replay` listens, shards with commas; --listen is then '
+    'where `podrace act` comes for parameters',
+  ),
   '--keys': ('DIR', 'of --listen: made by `podrace keys new`; needed beyond this machine'),
   '--insecure': ('', 'of --listen: anybody may connect, nothing is encrypted'),
   '--peer-timeout': ('S', 'of --listen: seconds of silence that end a session (default 5)'),
@@ -87,6 +94,8 @@ def _guarded(args: list[str]) -> int:
   commands = {
     'train': train,
     'envs': environments,
+    'replay': replay,
+    'act': act,
     'keys': keys,
     'top': top,
     'eval': evaluate,
@@ -165,7 +174,8 @@ def train(args: list[str]) -> int:
   if _value_of('--envs', rest) == 'remote':  # which has another default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
   config = parse(base, rest)
-  listen = _listen(options)
+  addresses = _addresses(options)
+  listen = _listen(options) if addresses is None else None
   _join(options)
 
   from podrace import run
@@ -175,7 +185,7 @@ def train(args: list[str]) -> int:
   sinks = tuple(s for s in options.get('--sinks', '').split(',') if s)
   summary = run.train(
     config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options,
-    listen=listen,
+    listen=listen, addresses=addresses,
   )  # fmt: skip
   if '--quiet' not in options:
     _report(run_dir, summary)
@@ -209,6 +219,25 @@ def _listen(options: dict[str, str]) -> Any:
     Path(options['--keys']) if '--keys' in options else None,
     '--insecure' in options,
     _number('--peer-timeout', options.get('--peer-timeout', '5')),
+  )
+
+
+def _addresses(options: dict[str, str]) -> Any:
+  """Where the replay service is, and where to publish parameters, if that is asked for."""
+  if '--connect-replay' not in options:
+    return None
+  if '--listen' not in options:
+    raise UsageError('--connect-replay needs --listen, where `podrace act` comes for parameters')
+  from podrace import remote
+
+  remote.require()
+  from podrace.apex import Addresses
+
+  return Addresses(
+    tuple(options['--connect-replay'].split(',')),
+    options['--listen'],
+    Path(options['--keys']) if '--keys' in options else None,
+    '--insecure' in options,
   )
 
 
@@ -261,7 +290,7 @@ def base_config(preset: str | None, run_dir: Path | None, agent: str | None) -> 
   return config
 
 
-def parse(config: Config, args: list[str]) -> Config:
+def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Config:
   """`config` with the flags' changes; tyro ends the program with code 2 where it can't."""
   import tyro
 
@@ -278,7 +307,7 @@ def parse(config: Config, args: list[str]) -> Config:
     frozen=True,
   )
   values = [_whole(a) for a in args]
-  found = tyro.cli(typed, args=values, prog='podrace train', config=(tyro.conf.FlagConversionOff,))
+  found = tyro.cli(typed, args=values, prog=prog, config=(tyro.conf.FlagConversionOff,))
   return Config(**{f.name: getattr(found, f.name) for f in dataclasses.fields(Config)})
 
 
@@ -498,6 +527,43 @@ It comes back after whatever happens to the connection or to the learner, with e
 anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
 """
 
+ACT_USAGE = """\
+podrace act [PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]: environments and inference
+for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... --listen ADDRESS`
+
+  --connect-replay ADDRESSES  where `podrace replay` listens; several shards with commas
+  --params ADDRESS            where the learner listens
+  --share I/N                 acts in the I-th of N equal parts of all --num-envs (default 0/1)
+  --max-staleness S           seconds that parameters may be out of date; then it waits (default 60)
+  --keys DIR                  with server.public, client.public and client.secret
+  --insecure                  no keys, beyond this machine: nothing is encrypted
+  the other options are those of train; agent and environment must be the learner's
+
+It waits for whom it needs, and comes back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused
+or bad usage, 143 and 130 on signals.
+"""
+
+REPLAY_USAGE = """\
+podrace replay --listen ADDRESS [OPTIONS]: replay tables that many processes write to and sample from;
+needs no JAX. Clients have the tables made that they need; docs/replay-service.md says how
+
+  --listen ADDRESS      tcp://HOST:PORT or ipc://PATH
+  --dir DIR             keeps checkpoints, and begins with the newest: written on SIGTERM and Ctrl-C,
+                        when a client asks, and
+  --checkpoint-every S  every so many seconds (default: not)
+  --table SETTINGS      makes a table at the start; may be repeated. SETTINGS, with commas in between:
+                          name=NAME  sampler=SELECTOR  remover=SELECTOR  max_size=N
+                          rate=min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N
+                          max_bytes=N  max_times_sampled=N (by default unbounded)
+                        SELECTOR is uniform, fifo, lifo, min_heap, max_heap or prioritized:EXPONENT
+  --client-bytes N      of steps that one client may keep for items to come (default 1 GiB)
+  --keys DIR            with server.secret, server.public and allowed_clients: `podrace keys new`
+  --insecure            no keys, beyond this machine: nothing is encrypted, anybody may take part
+  --peer-timeout S      seconds of silence after which a client is dropped (default 5)
+
+Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
+"""
+
 KEYS_USAGE = """\
 podrace keys new DIR          a learner's keys, one client's, and the list of allowed clients
 podrace keys client DIR NEW   another client's keys, in the directory NEW; allows them in DIR
@@ -507,7 +573,7 @@ Lines of DIR/allowed_clients can be removed at any time: those sessions end.
 """
 
 TOP_USAGE = """\
-podrace top ADDRESS [OPTIONS]: the clients of a learner, and what they do
+podrace top ADDRESS [OPTIONS]: the clients of a learner or a service, and what they do
 
   --keys DIR    as for envs
   --insecure
@@ -572,6 +638,98 @@ def environments(args: list[str]) -> int:
       deadline=_number('--env-deadline', values['--env-deadline']),
       give_up=_number('--give-up-after', values['--give-up-after']),
     )
+  )
+
+
+def act(args: list[str]) -> int:
+  """podrace act."""
+  if not args or '-h' in args or '--help' in args:
+    print(ACT_USAGE, end='')
+    return 0
+  preset = args.pop(0) if not args[0].startswith('-') else None
+  if preset is not None and preset not in PRESETS:
+    raise unknown('preset', preset, PRESETS)
+  values = {'--connect-replay': '', '--params': '', '--share': '0/1', '--max-staleness': '60',
+            '--keys': '', '--agent': ''}  # fmt: skip
+  mine, rest = _take(args, values, ('--insecure',))
+  for name in ('--connect-replay', '--params'):
+    if not values[name]:
+      raise UsageError(f'act needs {name}: see podrace act --help')
+  part, slash, parts = values['--share'].partition('/')
+  if not slash or not part.isdigit() or not parts.isdigit():
+    raise UsageError(f'--share takes I/N, such as 0/2, not {values["--share"]!r}')
+  agent = values['--agent'] or None
+  if agent is not None and agent not in AGENTS and ':' not in agent:
+    raise unknown('agent', agent, AGENTS)
+  from podrace import remote
+
+  remote.require()
+  sys.path.insert(0, '')
+  config = parse(base_config(preset, None, agent), rest, 'podrace act')
+  from podrace import apex
+
+  addresses = apex.Addresses(
+    tuple(values['--connect-replay'].split(',')),
+    values['--params'],
+    Path(values['--keys']) if values['--keys'] else None,
+    '--insecure' in mine,
+  )
+  staleness = _number('--max-staleness', values['--max-staleness'])
+  return apex.act(config, apex.Options(addresses, (int(part), int(parts)), staleness))
+
+
+def _take(
+  args: list[str], values: dict[str, str], switches: Sequence[str]
+) -> tuple[set[str], list[str]]:
+  """Takes these flags out of the arguments, into `values`; the switches given, and the rest."""
+  found, rest = set(), []
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name in switches and not equals:
+      found.add(name)
+    elif name in values:
+      values[name] = value if equals else next(remaining, '')
+      if not values[name]:
+        raise UsageError(f'{name} needs a value')
+    else:
+      rest.append(arg)
+  return found, rest
+
+
+def replay(args: list[str]) -> int:
+  """podrace replay."""
+  if not args or '-h' in args or '--help' in args:
+    print(REPLAY_USAGE, end='')
+    return 0
+  values = {'--listen': '', '--dir': '', '--checkpoint-every': '0', '--client-bytes': str(2**30),
+            '--keys': '', '--peer-timeout': '5'}  # fmt: skip
+  declared, rest = [], []
+  remaining = iter(args)
+  for arg in remaining:
+    name, equals, value = arg.partition('=')
+    if name == '--table':
+      declared.append(value if equals else next(remaining, ''))
+    else:
+      rest.append(arg)
+  if left := _options(rest, values, ('--insecure',)):
+    raise UsageError(f'replay takes options only, not {" ".join(left)}')
+  if not values['--listen']:
+    raise UsageError('replay needs --listen: see podrace replay --help')
+  from podrace import remote
+
+  remote.require()
+  from podrace.service import server
+
+  return server.run(
+    values['--listen'],
+    dir=Path(values['--dir']) if values['--dir'] else None,
+    keys=Path(values['--keys']) if values['--keys'] else None,
+    insecure='--insecure' in values,
+    tables=server.parse_tables(declared),
+    checkpoint_every=_number('--checkpoint-every', values['--checkpoint-every']),
+    most_bytes=_whole_number('--client-bytes', values['--client-bytes']),
+    peer_timeout=_number('--peer-timeout', values['--peer-timeout']),
   )
 
 

@@ -59,7 +59,8 @@ class Config:
   env_deadline: float = 60.0  # sebulba: seconds that environments may take to answer
   envs: Literal['local', 'remote'] = 'local'  # sebulba: remote ones come by `podrace envs`
   max_wait_ms: float = 5.0  # remote: how long those that came wait for others, to be acted on
-  replay: Literal['device', 'host'] = 'device'  # sebulba: where the past is, for who learns from it
+  replay: Literal['device', 'host', 'service'] = 'device'
+  # ^ sebulba: where the past is, for agents that learn from it; service: `podrace replay`
 
   @property
   def steps_per_update(self) -> int:
@@ -87,9 +88,9 @@ def validate(config: Config) -> None:
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
   if config.architecture == 'anakin':
-    if config.replay == 'host':
+    if config.replay != 'device':
       raise UsageError(
-        '--replay host: under anakin all of it is on the device; leave it out, or give '
+        f'--replay {config.replay}: under anakin all of it is on the device; leave it out, or give '
         '--architecture sebulba'
       )
     for f in dataclasses.fields(config):
@@ -108,6 +109,10 @@ def validate(config: Config) -> None:
       raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
     if config.envs == 'remote' and config.lag != 'async':
       raise UsageError(f'--envs remote comes in any order and needs --lag async, not {config.lag}')
+    if config.replay == 'service' and config.lag != 'async':
+      raise UsageError(f'--replay service needs --lag async, not {config.lag}')
+    if config.replay == 'service' and config.envs == 'remote':
+      raise UsageError('--replay service has its environments in `podrace act`: no --envs remote')
     if not 0 <= config.max_wait_ms <= 10_000:
       raise UsageError(f'--max-wait-ms must be 0 to 10000, not {config.max_wait_ms}')
     for name in ('env_batch_size', 'env_threads'):

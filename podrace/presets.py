@@ -5,6 +5,7 @@ The scores are those of a recorded run: see docs/presets.md.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 from podrace.config import Config
@@ -322,6 +323,39 @@ def r2d2_pong() -> Config:
   )
 
 
+def apex_pong() -> Config:
+  """Ape-X DQN on Atari Pong: learner, replay service and acting processes (docs/acting.md)."""
+  from podrace.agents.dqn import DQN
+  from podrace.networks import QNetwork
+  from podrace.replay import Buffer
+
+  network = QNetwork(torso='nature', hidden=(512,), dueling=True)
+  buffer = Buffer(
+    capacity=500_000, batch_size=64, min_size=20_000, samples_per_insert=4.0,
+    priority_exponent=0.6, importance_exponent=0.4,
+  )  # fmt: skip
+  return Config(
+    agent=DQN(
+      network, buffer, learning_rate=1e-4, n_step=3, target_period=2_500, epsilon_ladder=True,
+      ranked_by_acting=True,
+    ),
+    env='ale:pong',
+    architecture='sebulba',
+    num_envs=32,
+    unroll_length=16,
+    total_steps=5_000_000,
+    lag='async',
+    replay='service',
+  )  # fmt: skip
+
+
+def r2d2_remote_memory() -> Config:
+  """R2D2 on the memory task with a replay service and acting processes (docs/acting.md)."""
+  return dataclasses.replace(
+    r2d2_memory(), architecture='sebulba', lag='async', replay='service', total_steps=100_000
+  )
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
   'catch': catch,
   'cartpole': cartpole,
@@ -339,4 +373,6 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'd4pg-pendulum': d4pg_pendulum,
   'dqn-pong': dqn_pong,
   'r2d2-pong': r2d2_pong,
+  'apex-pong': apex_pong,
+  'r2d2-remote-memory': r2d2_remote_memory,
 }

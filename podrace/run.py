@@ -38,10 +38,11 @@ from podrace.envs.host import base as host
 from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
 from podrace.sebulba import ActorFailed, Sebulba
-from podrace.topology import cores, learner_mesh, split_devices
+from podrace.topology import Topology, cores, learner_mesh, split_devices
 from podrace.types import Replay
 
 if TYPE_CHECKING:
+  from podrace.apex import Addresses
   from podrace.remote.server import Listen, Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
@@ -213,13 +214,26 @@ def load_config(run_dir: Path) -> Config:
   return from_json(record)
 
 
-def build(config: Config, server: Server | None = None) -> Architecture:
+def build(
+  config: Config, server: Server | None = None, addresses: Addresses | None = None
+) -> Architecture:
   """The program that a config describes; `server` is where remote environments come to.
+
+  `addresses` are those of a replay service and for acting processes, where the config has them.
 
   Raises:
     ValueError: with the numbers, where they don't fit each other.
   """
   validate(config)
+  if (config.replay == 'service') != (addresses is not None):
+    raise UsageError(
+      '--replay service and --connect-replay go together, as in --connect-replay '
+      'tcp://127.0.0.1:5560 --listen tcp://127.0.0.1:5561'
+    )
+  if addresses is not None:
+    from podrace.apex import Apart
+
+    return Apart(build_learner(config), addresses, config)
   if config.architecture == 'sebulba':
     return OnHost(build_sebulba(config, server))
   env = envs.make(config.env)
@@ -265,6 +279,26 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
   )
 
 
+def build_learner(config: Config) -> Sebulba:
+  """That part of a Sebulba which learns, on all devices; its actors are elsewhere."""
+  if jax.process_count() > 1:
+    raise UsageError('--replay service is for learners of one process')
+  spec = host.make(config.env)
+  agent = bind(config.agent, spec, config.total_updates, config.num_envs)
+  mesh = learner_mesh(config.devices)
+  return Sebulba(
+    agent=agent,
+    spec=spec,
+    replay=memory(agent, spec, config),
+    topology=Topology((jax.local_devices()[0],), mesh),
+    num_envs=config.num_envs,
+    unroll_length=config.unroll_length,
+    threads=1,
+    lag=config.lag,
+    hosted=True,
+  )
+
+
 def train(
   config: Config,
   run_dir: Path,
@@ -272,10 +306,11 @@ def train(
   sinks: tuple[str, ...] = (),
   quiet: bool = False,
   listen: Listen | None = None,
+  addresses: Addresses | None = None,
 ) -> dict[str, Any]:
   """Trains, from the beginning or from the newest good checkpoint; returns the summary.
 
-  `listen` is where remote environments come to, if the config has them.
+  `listen` is where remote environments come to, if the config has them; `addresses` as in `build`.
 
   Raises:
     UsageError, ValueError: if the config is wrong, or not that of the run in `run_dir`.
@@ -298,7 +333,7 @@ def train(
     if not override:
       compare_config(config, run_dir)
     server = make_server(config, listen, say)
-    program = build(config, server)
+    program = build(config, server, addresses)
     summary = read_json(run_dir / 'summary.json')
     if summary is not None and summary['step'] >= config.total_steps:
       say(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
@@ -392,7 +427,9 @@ class _Run:
         self.checkpoints.wait()
       raise
     self.checkpoints.wait()
-    return self.finish(state)
+    summary = self.finish(state)
+    self.program.finished(state)
+    return summary
 
   @property
   def wall_s(self) -> float:

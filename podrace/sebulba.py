@@ -748,6 +748,7 @@ class Sebulba:
   deadline: float = 60.0  # seconds that an answer of the environments may take
   seed: int = 0
   hosted: bool = False  # replay is on the host: the `windows` of `replay`, and not its state
+  first_thread: int = 0  # of this one's, where other runs of threads act for the same learner
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'threads', 'max_lag'):
@@ -833,7 +834,7 @@ class Sebulba:
 
   def thread_index(self, local: int) -> int:
     """A thread of this process, counted over all processes."""
-    return jax.process_index() * self.local_threads + local
+    return self.first_thread + jax.process_index() * self.local_threads + local
 
   def first_env(self, local: int) -> int:
     """The number of a thread's first environment, counted over all."""
@@ -974,6 +975,13 @@ class Sebulba:
     """How replay on the host keeps trajectories."""
     params = jax.eval_shape(lambda key: self.agent.init(key).params, jax.random.key(0))
     return Layout(self.replay.windows, self._example_trajectory(params))
+
+  @property
+  def batch(self) -> dict[str, Any]:
+    """The shapes of what `learn_sample` is given."""
+    split = NamedSharding(self.mesh, P(AXIS))
+    shapes = self.layout.batch()
+    return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for k, x in shapes.items()}
 
   @functools.cached_property
   def learn_sample(self) -> Any:

@@ -19,7 +19,16 @@ from podrace.agents import valuing
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
-from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Replay,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+)
 
 
 class Params(NamedTuple):
@@ -57,6 +66,9 @@ class DQN:
   epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
   ladder_base: float = 0.4  # the first one's
   ladder_power: float = 7.0  # the last one's is base^(1 + power)
+  ranked_by_acting: bool = (
+    False  # a window's first priority is by the values that acting saw (Ape-X)
+  )
   greedy: bool = False  # for evaluation: no random actions, no noise
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
@@ -69,7 +81,10 @@ class DQN:
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: windows of n steps."""
-    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+    initial = self.initial_priority if self.ranked_by_acting else None
+    return windows(
+      self.buffer, self.n_step, num_envs, unroll_length, stack=stack, initial_priority=initial
+    )
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)
@@ -90,7 +105,18 @@ class DQN:
     values = self.network.mean(q)
     epsilon = state if self.epsilon_ladder else params.epsilon
     epsilon = jnp.broadcast_to(0.0 if self.greedy or noisy else epsilon, values.shape[:1])
-    return ActorOutput(valuing.epsilon_greedy(values, epsilon, explore_key)), state
+    action = valuing.epsilon_greedy(values, epsilon, explore_key)
+    if not self.ranked_by_acting:
+      return ActorOutput(action), state
+    told = valuing.Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
+    return ActorOutput(action, told), state
+
+  def initial_priority(self, window: Trajectory) -> Array:
+    """The error [B] by the values that acting saw; that behind the window is taken for the last."""
+    step = valuing.transitions(window, self.discount)
+    extras: valuing.Extras = window.outputs.extras
+    error = step.r_t + step.discount_t * extras.best[-1] - extras.value[0]
+    return step.mask * jnp.abs(error) + 1e-6
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array

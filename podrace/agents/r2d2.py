@@ -48,13 +48,6 @@ class State(NamedTuple):
   epsilon: Array  # [B] f32
 
 
-class Extras(NamedTuple):
-  """What acting tells for the first priority of a sequence, [B] f32 each."""
-
-  value: Array  # of the action that was taken
-  best: Array  # of the best one
-
-
 @dataclasses.dataclass(frozen=True)
 class R2D2:
   """Hyper-parameters, and the functions of an `Agent`."""
@@ -110,7 +103,7 @@ class R2D2:
     values = self.network.mean(q)
     epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
     action = valuing.epsilon_greedy(values, epsilon, key)
-    extras = Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
+    extras = valuing.Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
     return ActorOutput(action, extras), state._replace(core=core)
 
   def learn(

@@ -13,6 +13,13 @@ from podrace.distributions import MASKED
 from podrace.types import Array, TimeStep, Trajectory
 
 
+class Extras(NamedTuple):
+  """What acting tells for the first priority of a window, [B] f32 each."""
+
+  value: Array  # of the action that was taken
+  best: Array  # of the best one
+
+
 class Transitions(NamedTuple):
   """One n-step transition for each of B windows."""
 

@@ -1,4 +1,4 @@
-"""`podrace top`: what a learner's remote environments do, in the terminal. Imports no JAX."""
+"""`podrace top`: what the clients of a learner or a service do, in the terminal. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -52,9 +52,11 @@ class Asker:
 
 
 def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any:
-  """A report as rich shows it; `before` are the clients' frames so many seconds ago."""
+  """A report as rich shows it; `before` is what was `counted` so many seconds ago."""
   from rich.table import Table
 
+  if 'service' in report:
+    return service(report, before, seconds)
   counts = ', '.join(f'{k} {v:,}' for k, v in sorted(report['counts'].items()))
   taken = report['slots'] - report['free']
   shown = Table(*HEAD, title=f'{report["env"]}: {taken} of {report["slots"]} slots taken; {counts}')
@@ -68,6 +70,43 @@ def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any
   if report['more_clients']:
     shown.add_row(f'and {report["more_clients"]} more', *[''] * (len(HEAD) - 1))
   return shown
+
+
+def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any:
+  """The report of `podrace replay` or of published parameters."""
+  from rich.console import Group
+  from rich.table import Table
+
+  counts = ', '.join(f'{k} {v:,}' for k, v in sorted(report['counts'].items()))
+  known = ('name', 'seconds', 'last_seen_s')
+  columns = [k for c in report['clients'][:1] for k in c if k not in known]
+  clients = Table('client', *columns, 'seen', title=f'{report["service"]}: {counts}')
+  for c in report['clients']:
+    clients.add_row(c['name'], *(f'{c[k]:,}' for k in columns), f'{c["last_seen_s"]:.1f} s')
+  if report['more_clients']:
+    clients.add_row(f'and {report["more_clients"]} more', *[''] * (len(columns) + 1))
+  if 'version' in report:
+    return Group(f'version {report["version"]}, {report["parameter_bytes"]:,} bytes', clients)
+  shown = Table('table', 'items', 'MB', 'inserts/s', 'samples/s', 'waiting', 'limiter')
+  for t in report['tables']:
+    rates = [
+      (t[k] - before.get(f'{t["name"]} {k}', t[k])) / seconds if seconds else 0.0
+      for k in ('inserts', 'samples')
+    ]
+    shown.add_row(
+      t['name'], f'{t["size"]:,} of {t["max_size"]:,}', f'{t["bytes"] / 1e6:,.1f}',
+      *(f'{rate:,.0f}' for rate in rates),
+      f'{t["waiting_inserts"]} inserts, {t["waiting_samplers"]} samplers', t['limiter'],
+    )  # fmt: skip
+  return Group(shown, clients)
+
+
+def counted(report: dict[str, Any]) -> dict[str, int]:
+  """What a report has of which rates are made, by name."""
+  if 'service' in report:
+    kinds = ('inserts', 'samples')
+    return {f'{t["name"]} {k}': t[k] for t in report.get('tables', []) for k in kinds}
+  return {c['name']: c['frames'] for c in report['clients']}
 
 
 def run(address: str, keys: Path | None, insecure: bool, once: bool, every: float) -> int:
@@ -92,10 +131,10 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
 def _live(asker: Asker, report: dict[str, Any], every: float) -> None:
   from rich.live import Live
 
-  before, at = {c['name']: c['frames'] for c in report['clients']}, time.monotonic()
+  before, at = counted(report), time.monotonic()
   with Live(table(report, before, 0.0), auto_refresh=False) as live:
     while True:
       time.sleep(max(every, 0.1))
       report, now = asker.ask(), time.monotonic()
       live.update(table(report, before, now - at), refresh=True)
-      before, at = {c['name']: c['frames'] for c in report['clients']}, now
+      before, at = counted(report), now

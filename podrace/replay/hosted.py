@@ -286,14 +286,13 @@ class Draw(NamedTuple):
   data: Columns
 
 
-def draw(table: Any, w: Windows, timeout: float | None = None) -> tuple[np.ndarray, Columns]:
-  """The keys of a batch of windows, and the windows with their importance weights."""
-  found = table.sample(w.buffer.batch_size, timeout=timeout)
+def weighted(found: tables.Samples, w: Windows) -> Columns:
+  """Windows that were sampled, with their importance weights."""
   weight = np.ones(len(found.key), np.float32)
   if w.prioritised:
     weights = (found.table_size * found.probability) ** -w.buffer.importance_exponent
     weight = (weights / weights.max()).astype(np.float32)
-  return found.key, {**found.data, 'weight': weight}
+  return {**found.data, 'weight': weight}
 
 
 def selector(w: Windows) -> tables.selectors.Selector:
@@ -448,8 +447,9 @@ class Hosted:
         return
 
   def _draw(self) -> None:
-    key, data = draw(self.table, self._windows)
-    self._drawn.put(Draw(key, jax.device_put(data, self._sharding)))
+    found = self.table.sample(self._windows.buffer.batch_size)
+    data = jax.device_put(weighted(found, self._windows), self._sharding)
+    self._drawn.put(Draw(found.key, data))
 
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
     if np.isfinite(priority).all():  # else neither is the loss, which ends the run

@@ -103,15 +103,19 @@ class Windows:
     Over u updates these are floor(u * samples_per_insert * inserts / batch), counted from where
     `min_size` was reached; a function of the update alone, so it is the same on all devices.
     """
-    b = self.buffer
-    steps = self.num_envs * self.unroll_length
     if self.rate.numerator * self.rate.denominator >= 2**31:
       raise ValueError(
-        f'samples_per_insert {b.samples_per_insert} makes {self.rate} samples in an update: too odd '
+        f'samples_per_insert {self.buffer.samples_per_insert} makes {self.rate} samples in an update: too odd '
         'a number to keep exactly'
       )
-    ready = max(-(-b.min_size // steps), -(-self.length // self.unroll_length)) - 1
-    return jnp.where(update >= ready, self.due(jnp.maximum(update - ready, 0)), 0).astype(jnp.int32)
+    due = self.due(jnp.maximum(update - self.ready, 0))
+    return jnp.where(update >= self.ready, due, 0).astype(jnp.int32)
+
+  @property
+  def ready(self) -> int:
+    """The first update that learns."""
+    steps = self.num_envs * self.unroll_length
+    return max(-(-self.buffer.min_size // steps), -(-self.length // self.unroll_length)) - 1
 
   def due(self, updates: Any) -> Any:
     """How many samples are learned from in an update, so many after learning began."""

@@ -21,7 +21,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,23 @@ class CheckpointError(Exception):
   """A checkpoint can't be written or read; the message says which and why."""
 
 
+class Snapshot(NamedTuple):
+  """All tables of a store at one moment, and what else was given to be kept with them."""
+
+  tables: dict[str, dict[str, Any]]
+  next_key: int
+  extra: Any  # JSON
+  blocked_s: float  # seconds for which no table could be used
+
+
+def snapshot(store: ChunkStore, extra: Any = None) -> Snapshot:
+  """What `write` writes; quick, and all that traffic is held up for."""
+  with store.lock:
+    locked = time.perf_counter()
+    tables = {name: table.snapshot() for name, table in store.tables.items()}
+    return Snapshot(tables, store.next_key, extra, time.perf_counter() - locked)
+
+
 def save(store: ChunkStore, path: Path) -> dict[str, float]:
   """Writes a checkpoint of all tables, as they are at one moment, to a new directory.
 
@@ -47,28 +64,43 @@ def save(store: ChunkStore, path: Path) -> dict[str, float]:
   Raises:
     CheckpointError: if `path` is there already, or can't be written.
   """
+  _check_new(path)
+  return write(snapshot(store), path)
+
+
+def write(taken: Snapshot, path: Path) -> dict[str, float]:
+  """The second half of `save`; may run in another thread than the traffic."""
   path = Path(path)
-  if path.exists():
-    raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
+  _check_new(path)
   begun = time.perf_counter()
-  with store.lock:
-    locked = time.perf_counter()
-    tables = {name: table.snapshot() for name, table in store.tables.items()}
-    next_key = store.next_key
-    blocked = time.perf_counter() - locked
   partial = path.with_name(f'.{path.name}.partial-{os.getpid()}')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    size = _write(partial, tables, next_key)
+    size = _write(partial, taken)
     partial.rename(path)
     _sync(path.parent)
   except OSError as e:
     raise CheckpointError(f'checkpoint {path} could not be written: {e}') from e
   finally:
     shutil.rmtree(partial, ignore_errors=True)
-  return dict(blocked_s=blocked, seconds=time.perf_counter() - begun, bytes=size)
+  seconds = time.perf_counter() - begun + taken.blocked_s
+  return dict(blocked_s=taken.blocked_s, seconds=seconds, bytes=size)
+
+
+def _check_new(path: Path) -> None:
+  if Path(path).exists():
+    raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
+
+
+def extra_of(path: Path) -> Any:
+  """What was given to `snapshot` to be kept with the tables.
+
+  Raises:
+    CheckpointError: if the checkpoint is damaged or of another version.
+  """
+  return _read_manifest(Path(path)).get('extra')
 
 
 def restore(store: ChunkStore, path: Path) -> None:
@@ -97,7 +129,8 @@ def restore(store: ChunkStore, path: Path) -> None:
 # --- writing ----------------------------------------------------------------------------------
 
 
-def _write(folder: Path, tables: dict[str, dict[str, Any]], next_key: int) -> int:
+def _write(folder: Path, taken: Snapshot) -> int:
+  tables = taken.tables
   items = [item for table in tables.values() for item in table['items']]
   chunks = held(items)
   number = {key: i for i, key in enumerate(chunks)}
@@ -117,7 +150,12 @@ def _write(folder: Path, tables: dict[str, dict[str, Any]], next_key: int) -> in
     )
   files = {p.name: _described(p) for p in sorted(folder.iterdir())}
   manifest = dict(
-    version=VERSION, next_key=next_key, tables=described, chunk_types=specs, files=files
+    version=VERSION,
+    next_key=taken.next_key,
+    tables=described,
+    chunk_types=specs,
+    files=files,
+    extra=taken.extra,
   )
   text = json.dumps(dict(manifest, sha256=_sha256_of(manifest)), indent=1)
   (folder / MANIFEST).write_text(text + '\n')
@@ -272,9 +310,7 @@ def _read_chunk(
     raise ValueError(f'{CHUNKS} ends too early')
   if kind == AS_IS:
     return store.chunk(np.frombuffer(data, of[0]).reshape(length, *of[1]), length)
-  chunk = store.chunk(np.empty((0, *of[1]), of[0]), length)
-  chunk.packed, chunk.nbytes, chunk.array = (data, kind == DIFFERENCES), n, None
-  return chunk
+  return store.packed_chunk(data, kind == DIFFERENCES, of[0], of[1], length)
 
 
 def _read_table(path: Path, i: int, described: dict[str, Any], chunks: list[Chunk]) -> Any:

@@ -115,6 +115,14 @@ class ChunkStore:
     """A chunk that nobody holds yet, of an array of which `length` rows are written."""
     return Chunk(next(self._chunk_keys), array, length)  # `next` is one call into C: no lock
 
+  def packed_chunk(
+    self, data: bytes, differences: bool, dtype: np.dtype, shape: tuple[int, ...], length: int
+  ) -> Chunk:
+    """A chunk that nobody holds yet, of what `pack` gave for rows [length, *shape]."""
+    chunk = self.chunk(np.empty((0, *shape), dtype), length)
+    chunk.packed, chunk.nbytes, chunk.array = (data, differences), len(data), None
+    return chunk
+
   def same(self, value: Any) -> Any:
     """The first of all values given that was equal to this one, so that `is` compares them."""
     return self._values.setdefault(value, value)

@@ -118,15 +118,16 @@ class Pending:
 
 
 class InFlight:
-  """How many items of one writer wait, over all tables."""
+  """How many items of one writer wait, over all tables; why one of them was refused since."""
 
-  __slots__ = ('items',)
+  __slots__ = ('items', 'refusal')
 
   def __init__(self) -> None:
     self.items = 0
+    self.refusal: str | None = None
 
 
-class _Draws(NamedTuple):
+class Draws(NamedTuple):
   """What was drawn under the lock, before any data is read."""
 
   items: list[Item]
@@ -210,6 +211,10 @@ class Table:
   def __len__(self) -> int:
     return len(self._slots)
 
+  def takes_from(self, store: ChunkStore) -> bool:
+    """Whether items over chunks of this store can be inserted."""
+    return store is self.store
+
   # --- inserting --------------------------------------------------------------------------------
 
   def check_priority(self, priority: float) -> float:
@@ -232,31 +237,48 @@ class Table:
       Closed: if the table is.
     """
     with self._inserting:
-      self._check_open()
-      self._check_item(item)
-      if item.key == NEW:
-        item.key = self.store.next_key
-      if item.key >= self.store.next_key:
-        self.store.next_key = item.key + 1
-      if item.key in self._slots:
-        self._replace(item)
-        self._wake()  # max_bytes may have made it delete others
-      elif self.rate_limiter.may_insert(self.counts):
-        self._insert(item)
-        if self._readers:
-          self._wake()
-      else:
-        pending = Pending(item, writer)
-        writer.items += 1
-        self._hold(item, self._waiting_account)
-        self._waiting.append(pending)
-        return pending
+      return self._submit(item, writer)
+
+  def submit_all(
+    self, items: Sequence[Item], writer: InFlight
+  ) -> list[Pending | ValueError | None]:
+    """What `submit` returns, or the ValueError that it raises, for each of the items."""
+    found: list[Pending | ValueError | None] = []
+    with self._inserting:
+      for item in items:
+        try:
+          self.check_priority(item.priority)
+          found.append(self._submit(item, writer))
+        except ValueError as e:
+          found.append(e)
+    return found
+
+  def _submit(self, item: Item, writer: InFlight) -> Pending | None:
+    self._check_open()
+    self._check_item(item)
+    if item.key == NEW:
+      item.key = self.store.next_key
+    if item.key >= self.store.next_key:
+      self.store.next_key = item.key + 1
+    if item.key in self._slots:
+      self._replace(item)
+      self._wake()  # max_bytes may have made it delete others
+    elif self.rate_limiter.may_insert(self.counts):
+      self._insert(item)
+      if self._readers:
+        self._wake()
+    else:
+      pending = Pending(item, writer)
+      writer.items += 1
+      self._hold(item, self._waiting_account)
+      self._waiting.append(pending)
+      return pending
     return None
 
   def wait_for(self, pending: Pending, deadline: float) -> None:
     """Returns when a submitted item has been inserted; raises as `submit`, or RateLimited."""
     with self._inserting:
-      reporter = _Reporter(self, 'insert into', deadline, self._why_no_insert)
+      reporter = _Reporter(self, 'insert into', deadline, self.why_no_insert)
       while not pending.done:
         self._check_open()
         reporter.wait(self._admitted)
@@ -395,7 +417,7 @@ class Table:
     least = n if at_least is None else at_least
     if not 1 <= least <= n:
       raise ValueError(f'table {self.name!r}: {at_least=} of {n=}, expected 1 <= at_least <= n')
-    draws = _Draws([], [])
+    draws = Draws([], [])
     try:
       self._take(draws, n, least, deadline_of(timeout))
     except RateLimited as e:
@@ -404,24 +426,35 @@ class Table:
       raise
     return self._deliver(draws)
 
-  def _take(self, draws: _Draws, n: int, least: int, deadline: float) -> None:
+  def _take(self, draws: Draws, n: int, least: int, deadline: float) -> None:
     with self._sampling:
       reporter = None
       while True:
-        self._check_open()
-        if self._draw(draws, n - len(draws.items)) and self._waiting:
-          self._wake()
-          continue  # what has come in may be sampled as well
+        self._draw_now(draws, n)
         if len(draws.items) >= least:
           return
-        reporter = reporter or _Reporter(self, 'sample from', deadline, self._why_no_sample)
+        reporter = reporter or _Reporter(self, 'sample from', deadline, self.why_no_sample)
         self._readers += 1
         try:
           reporter.wait(self._readable)
         finally:
           self._readers -= 1
 
-  def _draw(self, draws: _Draws, most: int) -> int:
+  def draw(self, draws: Draws, n: int) -> None:
+    """Draws what the limiter permits now, until `draws` has n items; never waits.
+
+    Raises:
+      Closed: if the table is.
+    """
+    with self._sampling:
+      self._draw_now(draws, n)
+
+  def _draw_now(self, draws: Draws, n: int) -> None:
+    self._check_open()
+    while self._draw(draws, n - len(draws.items)) and self._waiting:
+      self._wake()  # what has come in may be sampled as well
+
+  def _draw(self, draws: Draws, most: int) -> int:
     """Draws up to `most` items, if and as many as the limiter permits now."""
     if self.max_times_sampled:
       n = 0
@@ -434,7 +467,7 @@ class Table:
         self._draw_together(draws, n)
     return n
 
-  def _draw_together(self, draws: _Draws, n: int) -> None:
+  def _draw_together(self, draws: Draws, n: int) -> None:
     slots, probabilities = self._next_sampled.draw(n, self._rng)
     chosen, times = slots.tolist(), self._times
     sampled = []
@@ -448,7 +481,7 @@ class Table:
     if self.max_times_sampled and sampled[0] >= self.max_times_sampled:  # then n is 1
       self._remove(chosen[0])
 
-  def _deliver(self, draws: _Draws) -> Samples:
+  def _deliver(self, draws: Draws) -> Samples:
     items = draws.items
     signature = items[0].signature
     columns = zip(*(item.parts for item in items), strict=True)
@@ -538,6 +571,11 @@ class Table:
         seconds=self._clock.split(),
       )
 
+  def readers(self, more: int) -> None:
+    """So many more samplers wait, which use `draw`, or less."""
+    with self._running:
+      self._readers += more
+
   def close(self) -> None:
     """Every call that waits, and every later insert and sample, raises Closed.
 
@@ -600,13 +638,15 @@ class Table:
     if self.closed:
       raise Closed(f'table {self.name!r} is closed')
 
-  def _why_no_sample(self) -> str:
+  def why_no_sample(self) -> str:
+    """What keeps a sampler waiting."""
     why = self.rate_limiter.why_no_sample(self.counts)
     if self.max_bytes is not None and self.account.bytes > 0.9 * self.max_bytes:
       why += f'; {self.account.bytes} of {self.max_bytes} bytes are used, which may be why'
     return f'{why}; {len(self._waiting)} inserts wait as well'
 
-  def _why_no_insert(self) -> str:
+  def why_no_insert(self) -> str:
+    """What keeps an item waiting."""
     why = self.rate_limiter.why_no_insert(self.counts)
     return f'{why}; {len(self._waiting)} inserts and {self._readers} samplers wait'
 

@@ -264,8 +264,9 @@ class Writer:
       RateLimited: if it had to wait longer than `timeout`; then the item isn't made.
       Closed: if the table is.
     """
-    if table.store is not self._store:
+    if not table.takes_from(self._store):
       raise ValueError(f'table {table.name!r} is on another store than the writer')
+    self._raise_refusal()
     if key is not None and key < 1:
       raise ValueError(f'{key=} must be above 0')
     priority = table.check_priority(priority)
@@ -275,6 +276,8 @@ class Writer:
     item = Item(key or NEW, priority, signature, parts)
     pending = table.submit(item, self._in_flight)
     if pending is not None:
+      while self._pending and self._pending[0][1].done:
+        self._pending.popleft()
       self._pending.append((table, pending))
       if self._max_in_flight == 0:
         self._wait_or_withdraw(table, pending, timeout)
@@ -350,6 +353,13 @@ class Writer:
       table, pending = self._pending[0]
       table.wait_for(pending, deadline)
       self._pending.popleft()
+    self._raise_refusal()
+
+  def _raise_refusal(self) -> None:
+    """Of a table that is elsewhere, and could not say so at once."""
+    reason, self._in_flight.refusal = self._in_flight.refusal, None
+    if reason is not None:
+      raise ValueError(reason)
 
   def end_episode(self, timeout: float | None = None) -> None:
     """Flushes; what is appended from now on is another episode, and the history begins anew."""

@@ -237,7 +237,7 @@ def test_r2d2_initial_priority_is_that_of_learning() -> None:
   window = random_window(T, 3, discrete, state)
   q = q_values(network, train.params, window.timesteps, state.core)
   action = window.outputs.action
-  from podrace.agents.r2d2 import Extras
+  from podrace.agents.valuing import Extras
 
   taken = np.take_along_axis(q[:-1], action[..., None], -1)[..., 0]
   told = window._replace(outputs=ActorOutput(action, Extras(taken, q[:-1].max(-1))))

@@ -3,79 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import select
-import socket
-import struct
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from peers import Envs, Learner, assert_whole, lives, until
-
-
-class Proxy:
-  """Forwards TCP connections; can hold back either direction, delay both, and reset all."""
-
-  def __init__(self, port: int) -> None:
-    self._to = ('127.0.0.1', port)
-    self._listener = socket.create_server(('127.0.0.1', 0))
-    self.address = f'tcp://127.0.0.1:{self._listener.getsockname()[1]}'
-    self.up = self.down = True  # towards the learner; towards the client
-    self.delay = 0.0
-    self._pairs: list[tuple[socket.socket, socket.socket]] = []
-    self._stop = False
-    self._threads = [threading.Thread(target=self._accept, daemon=True)]
-    self._threads[0].start()
-
-  def _accept(self) -> None:
-    while not self._stop:
-      if not select.select([self._listener], [], [], 0.05)[0]:
-        continue
-      near, _ = self._listener.accept()
-      try:
-        far = socket.create_connection(self._to, 5)
-      except OSError:
-        near.close()
-        continue
-      self._pairs.append((near, far))
-      for a, b, name in ((near, far, 'up'), (far, near, 'down')):
-        thread = threading.Thread(target=self._forward, args=(a, b, name), daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
-  def _forward(self, a: socket.socket, b: socket.socket, name: str) -> None:
-    held: list[tuple[float, bytes]] = []
-    with contextlib.suppress(OSError, ValueError):
-      while not self._stop:
-        if getattr(self, name) and select.select([a], [], [], 0.01)[0]:
-          data = a.recv(65536)
-          if not data:
-            break
-          held.append((time.monotonic() + self.delay, data))
-        elif not getattr(self, name):
-          time.sleep(0.01)
-        while held and held[0][0] <= time.monotonic():
-          b.sendall(held.pop(0)[1])
-    for s in (a, b):
-      with contextlib.suppress(OSError):
-        s.shutdown(socket.SHUT_RDWR)
-
-  def reset(self) -> None:
-    """All connections, as a router that has forgotten them would."""
-    pairs, self._pairs = self._pairs, []
-    for s in (s for pair in pairs for s in pair):
-      with contextlib.suppress(OSError):
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
-        s.close()
-
-  def close(self) -> None:
-    self._stop = True
-    for thread in self._threads:
-      thread.join(10)
-    self.reset()
-    self._listener.close()
+from proxy import Proxy
 
 
 @contextlib.contextmanager

@@ -66,6 +66,7 @@ class Pair:
       max_size=max_size,
       max_times_sampled=max_times,
     )
+    self.host = self.table  # where it really is
     self.writer = tables.Writer(self.store, history=5, rows_per_chunk=rows, max_in_flight=10**6)
     self.model = Model(sampler, remover, limits, max_size, max_times, EXPONENT)
     self.keys: list[int] = []
@@ -78,7 +79,7 @@ class Pair:
     self.finish()
 
   def there(self) -> set[int]:
-    return set(self.table._slots)
+    return set(self.host._slots)
 
   def write(self, length: int) -> np.ndarray:
     """Appends that many rows; what an item of as many as that should hold."""
@@ -150,7 +151,7 @@ class Pair:
       self.writer.end_episode()
 
   def check(self) -> None:
-    model, table, info = self.model, self.table, self.table.info()
+    model, table, info = self.model, self.host, self.table.info()
     assert self.there() == set(model.entries)
     assert (info.inserts, info.samples, info.deletes, info.size, info.waiting_inserts) == (
       model.inserts,

@@ -1,0 +1,84 @@
+"""A run in four processes: a learner, a replay service, and two acting processes, on one machine.
+
+    .venv/bin/python benchmarks/acting.py [PRESET] [OPTIONS of train and act ...]
+
+Trains r2d2-remote-memory as docs/acting.md says, over ipc://, and evaluates it. Writes results/acting.json: the
+curve, the final greedy return, and what the service counted.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common import ROOT, record
+
+COMMAND = [sys.executable, '-m', 'podrace.cli']
+ACTORS = 2
+
+
+def start(log: Path, *args: str) -> subprocess.Popen[bytes]:
+  """`podrace ARGS`, whose output is in a file."""
+  return subprocess.Popen(
+    [*COMMAND, *args], cwd=ROOT, stdout=log.open('w'), stderr=subprocess.STDOUT
+  )
+
+
+def score(preset: str, options: list[str], folder: Path) -> dict[str, Any]:
+  """Trains in four processes; what came of it."""
+  replay, parameters = f'ipc://{folder}/replay', f'ipc://{folder}/parameters'
+  run_dir = folder / 'run'
+  both = [preset, *options, '--connect-replay', replay]
+  server = start(folder / 'replay.txt', 'replay', '--listen', replay)
+  learner = start(
+    folder / 'train.txt', 'train', *both, '--listen', parameters, '--run-dir', str(run_dir)
+  )
+  actors = [
+    start(folder / f'{i}.txt', 'act', *both, '--params', parameters, '--share', f'{i}/{ACTORS}')
+    for i in range(ACTORS)
+  ]
+  try:
+    codes = [process.wait() for process in (learner, *actors)]
+    from podrace import service
+
+    client = service.connect(replay)
+    info = client.table('windows').info()
+    client.close()
+  finally:
+    server.send_signal(signal.SIGTERM)
+    for process in (learner, *actors):
+      process.kill()
+    server.wait()
+  if any(codes):
+    raise SystemExit(f'{codes}: see {[p.read_text()[-500:] for p in folder.glob("*.txt")]}')
+  told = subprocess.run(
+    [*COMMAND, 'eval', str(run_dir), '--episodes', '100'],
+    check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+  ).stdout  # fmt: skip
+  lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+  return {
+    'acting_processes': ACTORS,
+    'greedy': json.loads(told.splitlines()[-1]),
+    'summary': json.loads((run_dir / 'summary.json').read_text()),
+    'curve': [[x['step'], x['episode_return']] for x in lines if x['episodes']],
+    'service': {k: getattr(info, k) for k in ('inserts', 'samples', 'size', 'bytes', 'limiter')},
+  }
+
+
+def main() -> None:
+  """Records one preset."""
+  args = sys.argv[1:]
+  preset = args.pop(0) if args and not args[0].startswith('-') else 'r2d2-remote-memory'
+  with tempfile.TemporaryDirectory() as folder:
+    found = score(preset, args, Path(folder))
+  print(json.dumps({k: v for k, v in found.items() if k != 'curve'}, indent=1))
+  record('acting', {preset: found})
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,27 @@
+"""Replay and parameters as services: what acts, what learns and what remembers in different processes.
+
+`podrace replay` is podrace.tables behind a socket (`server`); `connect` gives tables and writers with the surface
+of podrace.tables' own (`client`). A learner's `Publisher` sends parameters to acting processes' `Parameters`.
+docs/replay-service.md is the manual, docs/protocol.md what goes over the wire. Imports no JAX; the
+extra `remote` installs what it needs.
+"""
+
+from podrace import remote
+
+remote.require()
+
+from podrace.service.client import Client, RemoteTable, Sampler, connect  # noqa: E402
+from podrace.service.link import Refused  # noqa: E402
+from podrace.service.parameters import Parameters, Published, Publisher, Stale  # noqa: E402
+
+__all__ = [
+  'Client',
+  'Parameters',
+  'Published',
+  'Publisher',
+  'Refused',
+  'RemoteTable',
+  'Sampler',
+  'Stale',
+  'connect',
+]

@@ -1,0 +1,886 @@
+"""Tables that are elsewhere, with the surface of podrace.tables' own. Imports no JAX.
+
+client = connect('tcp://127.0.0.1:5560')
+table = client.table('replay')
+writer = client.writer(history=5)         # a podrace.tables.Writer
+samples = table.sample(256)               # podrace.tables.Samples
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podrace.remote.wire import WireError, checksum, fields
+from podrace.service import wire
+from podrace.service.link import TURN, Link, Refused
+from podrace.service.writing import Sending, SentChunk, WriterStore, pieces_of
+from podrace.tables import Writer, trees
+from podrace.tables.chunks import ChunkStore
+from podrace.tables.limiters import RateLimiter
+from podrace.tables.selectors import Selector
+from podrace.tables.table import (
+  Closed,
+  InFlight,
+  Item,
+  Pending,
+  RateLimited,
+  Samples,
+  Signature,
+  TableInfo,
+  deadline_of,
+)
+
+OUTSTANDING = 4  # INSERTs that are not yet acknowledged
+FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, or for
+SPACING = 0.02  # seconds since the last one
+RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
+GRACE = 5.0  # seconds beyond its deadline that a service has to say that it is over
+REMEMBERED = 2**18  # keys, of which shard they are
+REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
+
+log = logging.getLogger('podrace.service')
+
+
+class Asked:
+  """A question, and its answer when there is one."""
+
+  def __init__(
+    self,
+    connection: Connection,
+    kind: int,
+    args: tuple[Any, ...],
+    frames: list[Any],
+    again: bool = False,
+  ) -> None:
+    self.connection, self.kind, self.args, self.frames = connection, kind, args, frames
+    self.again = again  # it was answered in an earlier session
+    self.number = 0
+    self.end = math.inf  # on time.monotonic's clock, of a SAMPLE
+    self.done = False
+    self.good: bool = False
+    self.value: Any = None
+
+  def wait(self, deadline: float, what: str) -> Any:
+    """The answer; raises ValueError if it is a refusal, RateLimited if there is none in time."""
+    connection = self.connection
+    with connection.changed:
+      while not self.done:
+        connection.check_open()
+        if (left := deadline - time.monotonic()) <= 0:
+          connection.forget(self)
+          raise RateLimited(f'{what} at {connection.address}: no answer; {connection.state()}')
+        connection.changed.wait(min(left, 3600.0))
+    if not self.good:
+      raise ValueError(self.value)
+    return self.value
+
+
+class Connection(Link):
+  """One server's."""
+
+  service = wire.REPLAY
+
+  def __init__(
+    self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
+  ) -> None:
+    super().__init__(address, keys, insecure, changed)
+    self.tables: dict[str, dict[str, Any]] = {}  # settings of those in use
+    self.sizes: dict[str, int] = {}
+    self.released: deque[SentChunk] = deque()
+    self.why_held = ''
+    self._stream = int.from_bytes(os.urandom(8), 'little') >> 1 | 1
+    self._stores: list[weakref.ref[WriterStore]] = []
+    self._asked: dict[int, Asked] = {}
+    self._to_ask: deque[Asked] = deque()
+    self._numbers = itertools.count(1)
+    self._number = 0  # of the newest item
+    self._sent: dict[int, Sending] = {}  # by number
+    self._again: list[Sending] = []
+    self._inserted_at = 0.0
+    self._sessions = 0
+    self._begin()
+    self._thread.start()
+
+  def _begin(self) -> None:
+    """What is of one session only."""
+    self._sessions += 1
+    self._declared: dict[Any, int] = {}
+    self._known: dict[int, tuple[int, Signature]] = {}  # signatures by id
+    self._next_piece = 0
+    self._outstanding = 0
+    self._messages = 0
+    self._samples_received = 0
+    self._signatures: dict[int, Signature] = {}
+
+  # --- from any thread -----------------------------------------------------------------------------
+
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+    return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
+
+  def state(self) -> str:
+    """For messages: whether there is a connection."""
+    return f'there is no connection: {self.why}' if self.session is None else 'it is connected'
+
+  def check_open(self) -> None:
+    """Raises Closed, or what has ended the link."""
+    if self.closed:
+      raise Closed(f'the client of {self.address} is closed')
+    self.check()
+
+  def ask(self, kind: int, *args: Any, frames: Sequence[Any] = (), end: float = math.inf) -> Asked:
+    """Asks, now and again whenever a session begins before there is an answer."""
+    asked = Asked(self, kind, args, list(frames))
+    asked.end = end
+    with self.changed:
+      self.check_open()
+      asked.number = next(self._numbers)
+      self._asked[asked.number] = asked
+      self._to_ask.append(asked)
+    self.wake()
+    return asked
+
+  def forget(self, asked: Asked) -> None:
+    """Nobody waits for the answer any more."""
+    with self.changed:
+      if self._asked.pop(asked.number, None) and asked.kind == wire.SAMPLE:
+        cancel = Asked(self, wire.CANCEL, (), [])
+        cancel.number = asked.number
+        self._to_ask.append(cancel)
+    self.wake()
+
+  def store(self, delay: float) -> WriterStore:
+    """A new writer's."""
+    store = WriterStore(self, delay)
+    with self.changed:
+      self._stores = [*(r for r in self._stores if r() is not None), weakref.ref(store)]
+    return store
+
+  # --- the thread ----------------------------------------------------------------------------------
+
+  def hello(self) -> dict[str, Any]:
+    return {'stream': self._stream}
+
+  def joined(self, told: dict[str, Any], frames: list[Any]) -> None:
+    try:
+      newest, sizes = int(told['number']), dict(told['sizes'])
+      wire.check_frames(frames, 2, told['checksum'])
+    except (KeyError, TypeError, ValueError) as e:
+      raise WireError(f'a welcome without {e}') from None
+    waiting, missing = (set(wire.records(f, '<u8').tolist()) for f in frames)
+    self._begin()
+    self.sizes = sizes
+    self.released.clear()  # with the session in which they were told
+    again, done = [], []
+    for number, sending in sorted(self._sent.items()):
+      if number > newest or number in missing:
+        again.append(sending)
+      elif number not in waiting:
+        done.append(number)
+    self._finish(done)
+    self._again = again
+    with self.changed:
+      self._to_ask = deque(self._asked.values())
+      for name, settings in self.tables.items():  # it may be a new process
+        asked = Asked(self, wire.TABLE, (name, settings), [], again=True)
+        asked.number = next(self._numbers)
+        self._asked[asked.number] = asked
+        self._to_ask.appendleft(asked)
+
+  def lost(self) -> None:
+    for ref in self._stores:
+      if store := ref():
+        store.notify()
+
+  def pong(self, told: Any) -> None:
+    if not isinstance(told, dict):
+      raise WireError('a pong without sizes')
+    self.sizes = told
+
+  def turn(self) -> None:
+    while self._to_ask and self._socket is not None:
+      self._send_asked(self._to_ask.popleft())
+    while self._socket is not None and self._send_items():
+      pass
+
+  def _send_asked(self, asked: Asked) -> None:
+    if asked.kind == wire.CANCEL:
+      self.send(wire.CANCEL, self.session, asked.number)
+    elif asked.kind == wire.SAMPLE:
+      left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
+      self.send(wire.SAMPLE, self.session, asked.number, *asked.args, left, self._samples_received)
+    else:
+      self.send(asked.kind, self.session, asked.number, *asked.args, frames=asked.frames)
+
+  # --- what the server says
+
+  def handle(self, header: list[Any], frames: list[Any]) -> None:
+    kind = header[0]
+    if kind == wire.ACK:
+      self._acknowledged(header, frames)
+    elif kind == wire.SAMPLES:
+      _, number, signature, reason, crc, size = fields(header, int, int, int, str, int, int)
+      self._samples_received += 1
+      if signature:
+        wire.check_frames(frames, 5, crc)
+        if signature not in self._signatures:
+          raise WireError(f'samples with a signature {signature}, which was not told')
+      with self.changed:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+          self.sizes[asked.args[0]] = size or self.sizes.get(asked.args[0], 0)
+          told = self._signatures[signature] if signature else None
+          asked.value, asked.good, asked.done = (told, frames, reason), True, True
+          self.changed.notify_all()
+    elif kind == wire.SIGNATURE:
+      _, number, told = fields(header, int, int, list)
+      self._signatures[number] = wire.read_signature(told)
+    elif kind == wire.ANSWER:
+      if len(header) != 5 or type(header[2]) is not int or type(header[3]) is not bool:
+        raise WireError('an answer that is none')
+      _, _, number, good, value = header
+      with self.changed:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+          asked.value, asked.good, asked.done = value, good, True
+          self.changed.notify_all()
+      if asked is not None and asked.again and not good:
+        raise Refused(str(value))
+    else:
+      raise WireError(f'a header of kind {kind}')
+
+  def _acknowledged(self, header: list[Any], frames: list[Any]) -> None:
+    _, message, crc, why = fields(header, int, int, int, str)
+    wire.check_frames(frames, 3, crc)
+    done, waiting, refused = (wire.records(f, '<u8').tolist() for f in frames)
+    if message:
+      self._outstanding -= 1
+    if waiting:
+      self.why_held = why
+    self._finish(done)
+    if refused:
+      self._finish(refused, why)
+
+  def _finish(self, numbers: list[int], refusal: str | None = None) -> None:
+    by_store: dict[WriterStore, list[Sending]] = {}
+    for number in numbers:
+      sending = self._sent.pop(number, None)
+      if sending is not None:
+        by_store.setdefault(sending.store, []).append(sending)
+    for store, sendings in by_store.items():
+      store.finish(sendings, refusal)
+
+  # --- what writers have to say
+
+  def _send_items(self) -> bool:
+    """Sends one INSERT, if it is time; whether it was."""
+    if self._outstanding >= OUTSTANDING:
+      return False
+    stores = [store for ref in self._stores if (store := ref()) is not None]
+    forced = any(store.forced for store in stores)
+    queued = sum(len(store.queue) for store in stores)
+    now = time.monotonic()
+    early = bool(self._outstanding) or now < self._inserted_at + SPACING
+    if early and not forced and not self._again and queued < FEW:
+      self.patience = SPACING if queued else TURN
+      return False
+    self.patience = TURN
+    room = min(wire.MESSAGE_ITEMS, wire.MOST_ITEMS - len(self._sent))
+    batch = self._again[:room]
+    self._again = self._again[room:]
+    for store in stores:
+      if len(batch) < room and store.queue:
+        batch += store.take(room - len(batch), now)
+    if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
+      return False
+    self._inserted_at = now
+    self._insert(batch)
+    return True
+
+  def _insert(self, batch: list[Sending]) -> None:
+    new: dict[str, list[Any]] = {'tables': [], 'specs': [], 'signatures': []}
+    items, parts, refs = [], [], []
+    pieces: list[Any] = []
+    data: list[bytes] = []
+    session = self._sessions
+    for sending in batch:
+      item = sending.item
+      if not sending.number:
+        self._number += 1
+        sending.number = self._number
+        self._sent[sending.number] = sending
+      known = self._known.get(id(item.signature))
+      signature = known[0] if known else self._declare_signature(item.signature, new)
+      table = self._declare('tables', sending.table.name, sending.table.name, new)
+      items.append((sending.number, item.key, item.priority, table, signature))
+      sending.store.complete(item)
+      for leaf, part in zip(item.signature.leaves, item.parts, strict=True):
+        needed, offset = pieces_of(part)
+        parts.append((len(needed), offset, part[2]))
+        for piece in needed:
+          if piece.session != session:
+            piece.session, piece.number = session, self._next_piece
+            self._next_piece += 1
+            spec = self._declare('specs', (leaf.dtype, leaf.shape), None, new)
+            pieces.append((spec, piece.rows, piece.how, len(piece.data)))
+            data.append(piece.data)
+          refs.append(piece.number)
+    if any(new.values()) and not self.send(wire.DECLARE, self.session, new):
+      return
+    frames = [
+      np.array(pieces, '<u4').reshape(-1, 4),
+      np.array(items, wire.ITEM),
+      np.array(parts, '<u4').reshape(-1, 3),
+      np.array(refs, '<u8'),
+      np.array(self._released_numbers(), '<u8'),
+      b''.join(data),
+    ]
+    self._messages += 1
+    self._outstanding += 1
+    self.send(wire.INSERT, self.session, self._messages, checksum(frames), frames=frames)
+
+  def _released_numbers(self) -> list[int]:
+    found = []
+    while self.released:
+      chunk = self.released.popleft()
+      found += [p.number for p in chunk.pieces if p.session == self._sessions]
+    return found
+
+  def _declare(self, what: str, key: Any, told: Any, new: dict[str, list[Any]]) -> int:
+    number = self._declared.get((what, key))
+    if number is None:
+      number = self._declared[what, key] = self._declared.get(what, 0)
+      self._declared[what] = number + 1
+      new[what].append(told if told is not None else [key[0].str, list(key[1])])
+    return number
+
+  def _declare_signature(self, signature: Signature, new: dict[str, list[Any]]) -> int:
+    """Writers have signatures of their own, most of them equal; looked up by identity first."""
+    number = self._declare('signatures', signature, wire.told_signature(signature), new)
+    if len(self._known) > 1000:
+      self._known.clear()
+    self._known[id(signature)] = number, signature
+    return number
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+class RemoteTable:
+  """A table at one server, or its shards at several; as podrace.tables.Table to who uses it.
+
+  Of several, each sample is drawn from the servers that are there, in proportion to their sizes; priorities
+  and deletes go to the shard that a key was sampled from, or to all. Keys of a shard that is away are
+  passed over, as those that are gone.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    connections: Sequence[Connection],
+    most: float,
+    report: Callable[[str], None] = log.warning,
+  ) -> None:
+    self.name, self._connections, self._most, self.report = name, connections, most, report
+    self._rng = np.random.default_rng()
+    self._homes: dict[int, Connection] = {}  # of keys that were sampled
+    self._older: dict[int, Connection] = {}
+
+  def __len__(self) -> int:
+    return self.info().size
+
+  # --- for writers
+
+  def takes_from(self, store: ChunkStore) -> bool:
+    """Whether items over chunks of this store can be inserted."""
+    return isinstance(store, WriterStore) and store.connection in self._connections
+
+  def check_priority(self, priority: float) -> float:
+    """A priority that the selectors can bear; raises ValueError for any other."""
+    if not 0 <= priority <= self._most:
+      raise ValueError(
+        f'table {self.name!r}: priority {priority} is not in [0, {self._most:g}], which its '
+        'selectors need'
+      )
+    return float(priority)
+
+  def submit(self, item: Item, writer: InFlight) -> Pending:
+    """Queues an item, for the server of its writer."""
+    return item.parts[0][0][0].store.submit(self, item, writer)  # type: ignore[attr-defined]
+
+  def wait_for(self, pending: Pending, deadline: float) -> None:
+    """Returns when a submitted item has been inserted or refused; raises RateLimited or Closed."""
+    assert isinstance(pending, Sending)
+    pending.store.wait_for(pending, deadline)
+
+  # --- sampling
+
+  def sample(self, n: int, at_least: int | None = None, timeout: float | None = None) -> Samples:
+    """As podrace.tables.Table.sample. While no server is there it waits for one, too.
+
+    Raises:
+      RateLimited: if fewer than `at_least` could be sampled in that time.
+      Closed: if the client is.
+    """
+    drawing = self._draw(n, at_least, timeout)
+    drawing.wait()
+    return drawing.read()
+
+  def sampler(
+    self, n: int, prefetch: int = 2, at_least: int | None = None, timeout: float | None = None
+  ) -> Sampler:
+    """Batches of n items, `prefetch` of which are asked for ahead of time.
+
+    What was sampled ahead and not taken when it is closed counts as sampled.
+    """
+    if prefetch < 1:
+      raise ValueError(f'{prefetch=} must be at least 1')
+    return Sampler(lambda: self._draw(n, at_least, timeout), prefetch)
+
+  def _draw(self, n: int, at_least: int | None, timeout: float | None) -> Drawing:
+    least = n if at_least is None else at_least
+    if not 1 <= least <= n <= wire.MOST_ITEMS:
+      raise ValueError(
+        f'table {self.name!r}: {at_least=} of {n=}, expected 1 <= at_least <= n <= {wire.MOST_ITEMS}'
+      )
+    return Drawing(self, n, least, deadline_of(timeout))
+
+  def remember(self, keys: np.ndarray, home: Connection) -> None:
+    """Which server keys are at; those of some samples ago are forgotten."""
+    if len(self._homes) > REMEMBERED:
+      self._older, self._homes = self._homes, {}
+    self._homes.update(zip(keys.tolist(), itertools.repeat(home)))
+
+  # --- by key
+
+  def update_priorities(
+    self, keys: Sequence[int] | np.ndarray, priorities: Sequence[float] | np.ndarray
+  ) -> int:
+    """As podrace.tables.Table.update_priorities."""
+    names, values = np.asarray(keys), np.asarray(priorities, np.float64)
+    if names.shape != values.shape or names.ndim != 1:
+      raise ValueError(f'expected keys [n] and priorities [n], got {names.shape}, {values.shape}')
+    wrong = ~((values >= 0) & (values <= self._most))
+    if wrong.any():
+      self.check_priority(float(values[wrong][0]))
+    return self._by_key(wire.UPDATE, names, values)
+
+  def delete(self, keys: Sequence[int] | np.ndarray) -> int:
+    """As podrace.tables.Table.delete."""
+    return self._by_key(wire.DELETE, np.asarray(keys), None)
+
+  def _by_key(self, kind: int, keys: np.ndarray, values: np.ndarray | None) -> int:
+    asked = []
+    for connection, chosen in self._split(keys):
+      frames = [keys[chosen].astype('<i8')]
+      if values is not None:
+        frames.append(values[chosen].astype('<f8'))
+      asked.append(connection.ask(kind, self.name, checksum(frames), frames=frames))
+    return sum(self._answers(asked))
+
+  def _split(self, keys: np.ndarray) -> Iterator[tuple[Connection, Any]]:
+    """(server, which of the keys it may have)."""
+    if len(self._connections) == 1:
+      yield self._connections[0], slice(None)
+      return
+    older, homes = self._older, self._homes
+    found = [homes.get(k) or older.get(k) for k in keys.tolist()]
+    for connection in self._live():
+      chosen = np.array([home is None or home is connection for home in found], bool)
+      if chosen.any():
+        yield connection, chosen
+
+  def _live(self) -> list[Connection]:
+    """The servers that are there; all, if none is."""
+    return [c for c in self._connections if c.session is not None] or list(self._connections)
+
+  def _answers(self, asked: list[Asked]) -> list[Any]:
+    """Of several servers those that answer; a single one is waited for."""
+    found = []
+    for one in asked:
+      with one.connection.changed:
+        while not one.done:
+          one.connection.check_open()
+          if len(self._connections) > 1 and one.connection.session is None:
+            one.connection.forget(one)
+            break
+          one.connection.changed.wait(3600.0)
+      if one.done:
+        found.append(one.wait(math.inf, ''))
+    return found
+
+  def info(self) -> TableInfo:
+    """How it does; of several shards the sum."""
+    every = self._answers([c.ask(wire.INFO, self.name) for c in self._live()])
+    for told in every:
+      for k in ('why_no_sample', 'why_no_insert'):
+        told.pop(k)
+    total = dict(every[0])
+    for told in every[1:]:
+      for k, v in told.items():
+        if k == 'seconds':
+          total[k] = {s: total[k][s] + v[s] for s in v}
+        elif type(v) is int and total[k] is not None:
+          total[k] += v
+    return TableInfo(**total)
+
+  def why_no_sample(self) -> str:
+    """What keeps a sampler waiting, as the servers that are there say within a second."""
+    said = []
+    for connection in self._connections:
+      if connection.session is None:
+        said.append(f'{connection.address} is away ({connection.why})')
+        continue
+      asked = connection.ask(wire.INFO, self.name)
+      try:
+        said.append(asked.wait(time.monotonic() + 1.0, 'info')['why_no_sample'])
+      except (RateLimited, ValueError):
+        said.append(f'{connection.address} does not answer')
+    return '; '.join(said)
+
+
+class Part:
+  """What one server was asked for, of a sample."""
+
+  def __init__(self, asked: Asked, n: int, least: int, share: float) -> None:
+    self.asked, self.n, self.least, self.share = asked, n, least, share
+
+
+class Drawing:
+  """A sample that has been asked for."""
+
+  def __init__(self, table: RemoteTable, n: int, least: int, deadline: float) -> None:
+    self._table, self._deadline = table, deadline
+    self._changed = table._connections[0].changed
+    self._begun = time.monotonic()
+    self._parts = self._ask(n, least)
+
+  def _ask(self, n: int, least: int) -> list[Part]:
+    """Divides n items among the servers that are there, in proportion to their sizes."""
+    table = self._table
+    live = table._live()
+    sizes = np.array([c.sizes.get(table.name, 0) for c in live], np.float64)
+    share = sizes / sizes.sum() if sizes.sum() else np.full(len(live), 1 / len(live))
+    counts = table._rng.multinomial(n, share) if len(live) > 1 else np.array([n])
+    return [
+      Part(self._ask_one(c, k, math.ceil(least * k / n)), k, math.ceil(least * k / n), float(s))
+      for c, k, s in zip(live, counts.tolist(), share, strict=True)
+      if k
+    ]
+
+  def _ask_one(self, connection: Connection, n: int, least: int) -> Asked:
+    return connection.ask(wire.SAMPLE, self._table.name, n, least, end=self._deadline)
+
+  def cancel(self) -> None:
+    """It is of no more use."""
+    for part in self._parts:
+      part.asked.connection.forget(part.asked)
+
+  def wait(self) -> None:
+    """Until all of it is there, or the servers say that it won't be.
+
+    Raises:
+      RateLimited: if they don't say so in time.
+      Closed: if the client is.
+    """
+    try:
+      self._wait()
+    except BaseException:
+      self.cancel()
+      raise
+
+  def read(self) -> Samples:
+    """Unpacks what has come; raises RateLimited if it is less than was asked for."""
+    found, shares, reasons = [], [], []
+    for part in self._parts:
+      signature, frames, reason = part.asked.value
+      if signature is not None:
+        samples = wire.read_samples(signature, frames)
+        found.append(samples)
+        shares.append(part.share)
+        if len(self._table._connections) > 1:
+          self._table.remember(samples.key, part.asked.connection)
+      if reason:
+        reasons.append(reason)
+    taken = None
+    if found:
+      taken = found[0]
+      if len(self._table._connections) > 1:
+        total = sum(c.sizes.get(self._table.name, 0) for c in self._table._live())
+        taken = merge(found, shares, total)
+    if reasons:
+      error = RateLimited('; '.join(reasons))
+      error.taken = taken
+      raise error
+    assert taken is not None
+    return taken
+
+  def _wait(self) -> None:
+    interval = REPORT_AFTER
+    report = self._begun + interval
+    while True:
+      with self._changed:
+        while not self._over():
+          now = time.monotonic()
+          limit = self._limit()
+          if now >= limit:
+            raise RateLimited(self._message(now, 'timed out after'))
+          if now >= report:
+            break
+          self._changed.wait(min(limit, report) - now)
+        else:
+          return
+      interval *= 2
+      report = time.monotonic() + interval
+      self._table.report(
+        f'{self._message(time.monotonic(), "has waited for")} {self._table.why_no_sample()}'
+      )
+
+  def _message(self, now: float, what: str) -> str:
+    where = f'sample from table {self._table.name!r} {what} {now - self._begun:.3g} s:'
+    return where + ''.join(
+      f' {p.asked.connection.address}: {p.asked.connection.state()};'
+      for p in self._parts
+      if not p.asked.done
+    )
+
+  def _limit(self) -> float:
+    """When to give up: a server that is there says itself when the time is over."""
+    away = any(not p.asked.done and p.asked.connection.session is None for p in self._parts)
+    return self._deadline + (0 if away else GRACE)
+
+  def _over(self) -> bool:
+    """Whether all parts are there; what is asked of a server that is gone is asked of the others."""
+    for part in list(self._parts):
+      connection = part.asked.connection
+      if part.asked.done:
+        continue
+      connection.check_open()
+      live = self._table._live()
+      if connection.session is None and connection not in live:
+        connection.forget(part.asked)
+        self._parts.remove(part)
+        self._parts += self._ask(part.n, part.least)
+    return all(part.asked.done for part in self._parts)
+
+
+def merge(found: list[Samples], shares: list[float], total: int) -> Samples:
+  """Samples of several servers as of one table of `total` items; `shares` were drawn from each."""
+  lists: list[list[Any]] = [trees.leaves(s.data) for s in found]
+  lengths = [trees.leaves(s.lengths) for s in found]
+  structure = trees.structure_of(found[0].data)
+  data = [_stack(column) for column in zip(*lists, strict=True)]
+  return Samples(
+    data=trees.build(structure, data),
+    lengths=trees.build(structure, [np.concatenate(c) for c in zip(*lengths, strict=True)]),
+    key=np.concatenate([s.key for s in found]),
+    probability=np.concatenate([s.probability * k for s, k in zip(found, shares, strict=True)]),
+    table_size=np.full(sum(len(s.key) for s in found), total),
+    priority=np.concatenate([s.priority for s in found]),
+    times_sampled=np.concatenate([s.times_sampled for s in found]),
+  )
+
+
+def _stack(columns: Sequence[np.ndarray]) -> np.ndarray:
+  """Columns [n, L, ...] one after the other, the shorter ones followed by zeros."""
+  if columns[0].ndim < 2 or len({c.shape[1:] for c in columns}) == 1:
+    return np.concatenate(columns)
+  longest = max(c.shape[1] for c in columns)
+  out = np.zeros((sum(map(len, columns)), longest, *columns[0].shape[2:]), columns[0].dtype)
+  at = 0
+  for c in columns:
+    out[at : at + len(c), : c.shape[1]] = c
+    at += len(c)
+  return out
+
+
+class Sampler:
+  """Samples that are asked for ahead of time; an iterator, for one thread at a time."""
+
+  def __init__(self, draw: Callable[[], Drawing], prefetch: int) -> None:
+    self._draw, self._ahead = draw, prefetch
+    self._drawings: deque[Drawing] = deque()
+    self._closed = False
+
+  def __iter__(self) -> Sampler:
+    return self
+
+  def __next__(self) -> Samples:
+    if self._closed:
+      raise Closed('the sampler is closed')
+    while len(self._drawings) < self._ahead:
+      self._drawings.append(self._draw())
+    drawing = self._drawings.popleft()
+    drawing.wait()
+    self._drawings.append(self._draw())  # on its way while this one is unpacked
+    return drawing.read()
+
+  def close(self) -> None:
+    """Takes back what has been asked for."""
+    self._closed = True
+    for drawing in self._drawings:
+      drawing.cancel()
+    self._drawings.clear()
+
+  def __enter__(self) -> Sampler:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.close()
+
+
+# --- the client -------------------------------------------------------------------------------------
+
+
+class Client:
+  """Connections to one replay service, or to several as shards; see `connect`."""
+
+  def __init__(self, addresses: Sequence[str], keys: Path | None, insecure: bool) -> None:
+    changed = threading.Condition()
+    self.connections: list[Connection] = []
+    try:
+      for address in addresses:
+        self.connections.append(Connection(address, keys, insecure, changed))
+    except BaseException:
+      self.close()
+      raise
+    self._writers = itertools.count(os.getpid())
+
+  def table(
+    self,
+    name: str,
+    *,
+    sampler: Selector | None = None,
+    remover: Selector | None = None,
+    rate_limiter: RateLimiter | None = None,
+    max_size: int | None = None,
+    max_bytes: int | None = None,
+    max_times_sampled: int = 0,
+  ) -> RemoteTable:
+    """The table of this name. With settings it is made if there is none, with those.
+
+    Raises:
+      ValueError: if there is none and no settings are given; Refused, which is one, if it has other
+        settings than those given.
+    """
+    given = sampler, remover, rate_limiter, max_size
+    told: dict[str, Any] = {}
+    if any(x is not None for x in given):
+      if sampler is None or remover is None or rate_limiter is None or max_size is None:
+        raise ValueError(
+          f'table {name!r}: sampler, remover, rate_limiter and max_size belong together'
+        )
+      told = wire.told_settings(
+        sampler=sampler,
+        remover=remover,
+        rate_limiter=rate_limiter,
+        max_size=max_size,
+        max_bytes=max_bytes,
+        max_times_sampled=max_times_sampled,
+      )
+    most = math.inf
+    for connection in self.connections:
+      asked = connection.ask(wire.TABLE, name, told)
+      try:
+        answer = asked.wait(math.inf, f'table {name!r}')
+      except ValueError as e:
+        raise Refused(str(e)) from None
+      connection.tables[name] = answer['settings']
+      most = min(most, answer['most'])
+    return RemoteTable(name, self.connections, most)
+
+  def writer(
+    self,
+    history: int,
+    rows_per_chunk: int | None = None,
+    max_in_flight: int = 1024,
+    delay: float = 0.5,
+  ) -> Writer:
+    """A podrace.tables.Writer; each writes to one server, in turn to those that are there.
+
+    Args:
+      history, rows_per_chunk: as there.
+      max_in_flight: items that may not yet be in their tables before `create_item` waits; at least 1.
+      delay: seconds for which an item waits until its chunks are full. What is sent
+        before that is packed in smaller pieces.
+    """
+    if max_in_flight < 1:
+      raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')
+    live = [c for c in self.connections if c.session is not None] or self.connections
+    connection = live[next(self._writers) % len(live)]
+    return Writer(connection.store(delay), history, rows_per_chunk, max_in_flight)
+
+  def checkpoint(self, timeout: float | None = None) -> list[str]:
+    """Has each server write a checkpoint; their paths there, when they are written."""
+    deadline = deadline_of(timeout)
+    asked = [c.ask(wire.SAVE) for c in self.connections]
+    return [one.wait(deadline, 'a checkpoint') for one in asked]
+
+  def wait(self, timeout: float | None) -> None:
+    """For all servers to be there.
+
+    Raises:
+      TimeoutError: naming those that are not.
+    """
+    deadline = deadline_of(timeout)
+    for connection in self.connections:
+      if not connection.wait_joined(deadline):
+        raise TimeoutError(
+          f'no {wire.REPLAY} at {connection.address} in {timeout:.0f} s: {connection.why}. '
+          f'Is `podrace replay --listen {connection.address}` running, with the same keys?'
+        )
+
+  def close(self) -> None:
+    """Ends all connections; what waits raises Closed. Flush the writers first."""
+    for connection in self.connections:
+      connection.close()
+
+  def __enter__(self) -> Client:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.close()
+
+
+def connect(
+  addresses: str | Sequence[str],
+  keys: Path | None = None,
+  insecure: bool = False,
+  timeout: float | None = 60.0,
+) -> Client:
+  """A client of the replay service at an address, or at several addresses as shards.
+
+  Args:
+    addresses: tcp://HOST:PORT or ipc://PATH; each once.
+    keys: a directory with this client's keys, needed beyond this machine.
+    insecure: no keys, beyond this machine.
+    timeout: seconds for all of them to answer; None waits for ever, and logs what for.
+
+  Raises:
+    TimeoutError: naming who has not answered.
+    Refused: if one of them is another version.
+    SecurityError: see podrace.remote.security.
+  """
+  every = [addresses] if isinstance(addresses, str) else list(addresses)
+  if not every or len(set(every)) < len(every):
+    raise ValueError(f'expected one address or several, each once, not {every}')
+  client = Client(every, None if keys is None else Path(keys), insecure)
+  try:
+    client.wait(timeout)
+  except BaseException:
+    client.close()
+    raise
+  return client

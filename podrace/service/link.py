@@ -1,0 +1,308 @@
+"""A client's end of the network: a thread that has the socket, and comes back after whatever happens.
+
+A session ends with its connection. In the next one the service is told again what it needs, and asked
+again what it has not answered.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import random
+import socket as sockets
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from podrace import __version__
+from podrace.remote import security
+from podrace.remote.wire import Wake, WireError, fields, pack, unpack
+from podrace.service import wire
+
+HELLO_SECONDS = 0.5  # between attempts to get a session
+REMIND = 30.0  # seconds between messages that there is none
+TURN = 0.05  # seconds between looks at the clock
+
+log = logging.getLogger('podrace.service')
+
+
+class Refused(ValueError):
+  """The service does not take this client, or not on these terms; the message has both sides."""
+
+
+class Disconnected(Exception):
+  """There is no session at the moment."""
+
+
+class Link:
+  """A connection to one service; whoever derives from it is told what the service says.
+
+  `changed` guards what both the thread and callers use, perhaps of several links, and is notified when a
+  session begins or ends.
+  """
+
+  service = ''
+
+  def __init__(
+    self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
+  ) -> None:
+    security.check_address(address, keys, insecure, 'connect')
+    self.address, self._keys, self.changed = address, keys, changed
+    self.session: int | None = None
+    self.failure: BaseException | None = None  # why it will not come back
+    self.closed = False
+    self.why = 'it has not answered yet'  # there is no session
+    self.patience = TURN  # seconds until the next turn, if nothing comes
+    self.silence = 5.0  # seconds after which a peer is taken for dead
+    self._calls: collections.deque[Any] = collections.deque()
+    self._context = zmq.Context()
+    self._wake = Wake()
+    self._socket: Any = None
+    self._monitor: Any = None
+    self._told, self._last_reason = 0.0, ''
+    self._lost_since = time.monotonic()
+    self._thread = threading.Thread(target=self._main, name=f'link {address}', daemon=True)
+
+  # --- what derives from it says -------------------------------------------------------------------
+
+  def hello(self) -> dict[str, Any]:
+    """What HELLO tells besides."""
+    return {}
+
+  def joined(self, told: dict[str, Any], frames: list[Any]) -> None:
+    """A session has begun."""
+
+  def handle(self, header: list[Any], frames: list[Any]) -> None:
+    """A message of this session."""
+
+  def pong(self, told: Any) -> None:
+    """What a PONG carries."""
+
+  def turn(self) -> None:
+    """In each turn of a session."""
+
+  def lost(self) -> None:
+    """The session is over."""
+
+  # --- from any thread -----------------------------------------------------------------------------
+
+  def wake(self) -> None:
+    """Has the thread look around."""
+    self._wake.set()
+
+  def check(self) -> None:
+    """Raises what has ended the link for good."""
+    if self.failure is not None:
+      if isinstance(self.failure, Refused):
+        raise Refused(str(self.failure))
+      raise RuntimeError(f'the connection to {self.address} failed: {self.failure}')
+
+  def wait_joined(self, deadline: float) -> bool:
+    """Whether there is a session in time."""
+    with self.changed:
+      while self.session is None and not self.closed:
+        self.check()
+        left = deadline - time.monotonic()
+        if left <= 0:
+          return False
+        self.changed.wait(min(left, 3600.0))
+    return not self.closed
+
+  def close(self) -> None:
+    """Ends the session and the thread."""
+    with self.changed:
+      if self.closed:
+        return
+      self.closed = True
+      self.changed.notify_all()
+    self._wake.set()
+    if self._thread.ident is not None:
+      self._thread.join()
+    self._context.term()
+    self._wake.close()
+
+  # --- the thread ----------------------------------------------------------------------------------
+
+  def _main(self) -> None:
+    try:
+      while not self.closed:
+        self._connect()
+        self._listen()
+      self._bye()
+    except BaseException as e:
+      self.failure = e
+      if not isinstance(e, Refused):
+        log.error('the connection to %s failed:\n%s', self.address, traceback.format_exc())
+    finally:
+      self._disconnect()
+      with self.changed:
+        self.session = None
+        self.changed.notify_all()
+      self.lost()
+
+  def _connect(self) -> None:
+    socket = self._socket = self._context.socket(zmq.DEALER)
+    if self._keys is not None:
+      security.secure_client(socket, self._keys)
+    socket.linger = 0
+    socket.immediate = True  # nothing is kept for a connection that isn't there
+    socket.sndhwm = socket.rcvhwm = 1000
+    socket.maxmsgsize = wire.FRAME_BYTES
+    socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 10_000
+    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
+    if '[' in self.address:
+      socket.ipv6 = True
+    self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    socket.connect(self.address)
+    self._nonce = random.getrandbits(48)
+    self._heard, self._pinged = time.monotonic(), 0.0
+
+  def _disconnect(self) -> None:
+    if self._socket is not None:
+      self._socket.disable_monitor()
+      self._monitor.close(0)
+      self._socket.close()
+      self._socket = self._monitor = None
+
+  def _listen(self) -> None:
+    """Until the connection is of no further use."""
+    poller = zmq.Poller()
+    wake = self._wake.fileno()
+    for socket in (self._socket, self._monitor, wake):
+      poller.register(socket, zmq.POLLIN)
+    while self._socket is not None and not self.closed:
+      for ready, _ in poller.poll(int(self.patience * 1000)):
+        if ready == wake:
+          self._wake.clear()
+        elif ready is self._monitor:
+          self._monitor.recv_multipart()
+          if self.session is not None:
+            self.lose('the connection was cut')
+            return
+      while self._socket is not None and (raw := self._received()) is not None:
+        try:
+          self._message(raw)
+        except WireError as e:
+          self.lose(f'it sent {e}')
+      if self._socket is not None and self.session is not None:
+        self.turn()
+      self._look_at_the_clock()
+
+  def _received(self) -> list[Any] | None:
+    try:
+      return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+      return None
+
+  def _message(self, raw: list[Any]) -> None:
+    header, frames = unpack(raw[0].buffer, 2**20), [f.buffer for f in raw[1:]]
+    self._heard = time.monotonic()
+    kind = header[0]
+    if kind == wire.REFUSED:
+      (reasons,) = fields(header, list)
+      raise Refused(f'{self.address} refused this client:\n  ' + '\n  '.join(map(str, reasons)))
+    if kind == wire.END:
+      (reason,) = fields(header, str)
+      self.lose(reason)
+    elif len(header) < 2 or type(header[1]) is not int:
+      raise WireError(f'a header of kind {kind} without a session')
+    elif kind == wire.WELCOME:
+      session, told = fields(header, int, dict)
+      if self.session is None and told.get('nonce') == self._nonce:
+        self._join(session, told, frames)
+    elif kind == wire.GONE:
+      session, reason = fields(header, int, str)
+      if session == self.session or session == 0:
+        self.lose(reason)
+    elif header[1] == self.session:
+      if kind == wire.PONG:
+        if len(header) != 3:
+          raise WireError('a pong without what it tells')
+        self.pong(header[2])
+      else:
+        self.handle(header, frames)
+
+  def _join(self, session: int, told: dict[str, Any], frames: list[Any]) -> None:
+    if type(told.get('silence')) is not float:
+      raise WireError('a welcome without the seconds of silence')
+    self.silence = told['silence']
+    self.joined(told, frames)
+    if self._last_reason:
+      log.warning('%s at %s is back', self.service, self.address)
+    with self.changed:
+      self.session, self._last_reason = session, ''
+      self.changed.notify_all()
+
+  def lose(self, reason: str) -> None:
+    """Ends the session; the next turn begins with a new connection."""
+    with self.changed:
+      had, self.session, self.why = self.session is not None, None, reason
+      self._lost_since = time.monotonic()
+      self.changed.notify_all()
+    if had:
+      self._remind(f'the session with {self.service} at {self.address} is over: {reason}')
+    self._disconnect()
+    self.lost()
+    time.sleep(0.05 * random.random())  # all clients lose a service together
+
+  def send(self, *header: Any, frames: list[Any] | None = None) -> bool:
+    """Whether it is on its way; if not, for a second, the session is given up."""
+    message = [pack(*header), *(frames or [])]
+    try:
+      last = message.pop()
+      for frame in message:
+        self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=len(frame) < 65536)
+      self._socket.send(last, zmq.NOBLOCK, copy=len(last) < 65536)
+    except zmq.Again:
+      self.lose('it does not take what it is sent')
+      return False
+    return True
+
+  def _look_at_the_clock(self) -> None:
+    if self._socket is None:
+      return
+    now = time.monotonic()
+    if self.session is None:
+      if now - self._pinged > HELLO_SECONDS:
+        self._pinged = now
+        self._hello()
+      if now - self._lost_since > 2.0:
+        self._remind(f'no {self.service} answers at {self.address} ({self.why}); trying again')
+      return
+    if now - self._pinged > self.silence / 4:
+      self._pinged = now
+      self.send(wire.PING, self.session)
+    if now - self._heard > 2 * self.silence:
+      self.lose(f'it has been silent for {now - self._heard:.1f} s')
+
+  def _hello(self) -> None:
+    told = {
+      'name': self.service,
+      'version': wire.VERSION,
+      'nonce': self._nonce,
+      'host': sockets.gethostname()[:200],
+      'pid': os.getpid(),
+      'podrace': __version__,
+      **self.hello(),
+    }
+    with contextlib.suppress(zmq.Again):  # there is nobody yet
+      self._socket.send(pack(wire.HELLO, told), zmq.NOBLOCK)
+
+  def _remind(self, message: str) -> None:
+    """Says what is being waited for, when it begins and every half minute."""
+    now = time.monotonic()
+    if message != self._last_reason or now - self._told > REMIND:
+      self._told, self._last_reason = now, message
+      log.warning('%s', message)
+
+  def _bye(self) -> None:
+    if self._socket is not None and self.session is not None:
+      self._socket.linger = 500
+      with contextlib.suppress(zmq.ZMQError):
+        self._socket.send(pack(wire.BYE, self.session, 'closed'), zmq.NOBLOCK)

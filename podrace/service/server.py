@@ -1,0 +1,762 @@
+"""`podrace replay`: podrace.tables behind a socket. Imports no JAX.
+
+One thread has the network and the tables. Items come with the chunks that they are the first to need, packed
+by their writer; they are kept and sent on as they came. A call that would wait in the process waits here as
+an entry in a queue, so nobody holds up anybody else.
+
+A client's items are numbered. What has come is remembered by the client's stream, which outlives its
+connection and is in the checkpoint, at the same moment as the tables: so an item that is sent again is known.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import json
+import math
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podrace import tables
+from podrace.remote.server import Listen
+from podrace.remote.wire import WireError, checksum, fields
+from podrace.service import wire
+from podrace.service.router import Peer, Router, Say
+from podrace.tables import checkpoint, trees
+from podrace.tables.chunks import Account, Chunk, ChunkStore
+from podrace.tables.table import Draws, InFlight, Item, Pending, Signature, Table
+
+STREAMS = 65536  # remembered; then the one that was heard of longest ago is forgotten
+TABLES = 1024
+SIGNATURES = 1024  # of which one object each is kept
+REQUESTS = 4096  # samples that one client waits for
+KEEP = 2  # checkpoints
+
+
+class Stream:
+  """What one client has written, over all its connections."""
+
+  def __init__(self, number: int = 0, missing: set[int] | None = None) -> None:
+    self.number = number  # of the newest item that has come
+    self.missing = missing or set()  # older ones that a restart has lost, and the client still has
+    self.waiting: dict[int, Pending] = {}  # by number, for a limiter
+    self.flight = InFlight()
+    self.account = Account()
+    self.peer: Peer | None = None
+    self.name = ''
+    self.begin()
+
+  def begin(self) -> None:
+    """For a new connection, in which everything is told anew."""
+    self.tables: list[Table] = []
+    self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
+    self.signatures: list[Signature] = []
+    self.pieces: dict[int, Chunk] = {}
+    self.next_piece = 0
+
+
+class Reading:
+  """What a client's sampling needs: what it was told, and what it has not yet said to have."""
+
+  def __init__(self) -> None:
+    self.signatures: set[int] = set()
+    self.unread: collections.deque[int] = collections.deque()  # bytes of answers
+    self.bytes = self.answered = 0
+    self.waiting: dict[int, Request] = {}
+
+
+class Request:
+  """A sample that a client waits for."""
+
+  def __init__(self, peer: Peer, number: int, table: Table, n: int, least: int, end: float) -> None:
+    self.peer, self.number, self.table, self.n, self.least, self.end = (
+      peer, number, table, n, least, end,
+    )  # fmt: skip
+    self.draws = Draws([], [])
+    self.since = time.monotonic()
+    self.over = False
+
+
+@dataclasses.dataclass
+class Client:
+  """A peer's state."""
+
+  stream_id: int
+  stream: Stream
+  reading: Reading
+  inserted: int = 0
+  sampled: int = 0
+
+
+class ReplayServer(Router):
+  """Tables behind a socket, while it is entered.
+
+  Args:
+    address: to listen at.
+    dir: where checkpoints are kept; the newest is read at the start. None for no checkpoints.
+    tables: settings by name (`wire.told_settings`), made at the start; clients may have others made.
+    checkpoint_every: seconds; 0 for on demand and at the end only.
+    most_bytes: of the steps that one client's writers keep.
+    say: is told what is worth a line.
+
+  Raises:
+    CheckpointError: if the newest checkpoint is damaged, or its tables are not as told.
+    SecurityError: see podrace.remote.security.
+  """
+
+  service = wire.REPLAY
+
+  def __init__(
+    self,
+    address: str,
+    dir: Path | None = None,
+    keys: Path | None = None,
+    insecure: bool = False,
+    tables: dict[str, dict[str, Any]] | None = None,
+    checkpoint_every: float = 0.0,
+    most_bytes: int = 2**30,
+    peer_timeout: float = 5.0,
+    say: Say = lambda line: None,
+  ) -> None:
+    super().__init__(Listen(address, keys, insecure, peer_timeout), say)
+    self.dir, self.checkpoint_every, self.most_bytes = dir, checkpoint_every, most_bytes
+    self.store = ChunkStore(cache_bytes=0)
+    self.tables: dict[str, Table] = {}
+    self.settings: dict[str, dict[str, Any]] = {}
+    self._streams: collections.OrderedDict[int, Stream] = collections.OrderedDict()
+    self._signatures: collections.OrderedDict[str, Signature] = collections.OrderedDict()
+    self._sampled_signatures: dict[int, tuple[int, Signature]] = {}  # by id
+    self._held: dict[str, collections.deque[tuple[Pending, Stream, int]]] = {}
+    self._readers: dict[str, collections.deque[Request]] = {}
+    self._deadlines: list[tuple[float, int, Request]] = []
+    self._order = itertools.count()
+    self._touched: set[str] = set()
+    self._saver: threading.Thread | None = None
+    self._save_wanted: list[tuple[Peer, int]] = []
+    self._saved_at = time.monotonic()
+    self.saved: list[Path] = []
+    for name, told in (tables or {}).items():
+      self._make(name, told)
+    if dir is not None:
+      self._restore(dir)
+
+  # --- tables --------------------------------------------------------------------------------------
+
+  def _make(self, name: str, told: dict[str, Any]) -> Table:
+    table = wire.make_table(name, self.store, told)
+    self.tables[name], self.settings[name] = table, dict(told)
+    self._held[name], self._readers[name] = collections.deque(), collections.deque()
+    return table
+
+  def _restore(self, dir: Path) -> None:
+    """The newest checkpoint, if there is one."""
+    dir.mkdir(parents=True, exist_ok=True)
+    self.saved = sorted(p for p in dir.iterdir() if p.name.isdigit())
+    if not self.saved:
+      return
+    newest = self.saved[-1]
+    extra = checkpoint.extra_of(newest)
+    if not isinstance(extra, dict) or 'streams' not in extra:
+      raise tables.CheckpointError(f'checkpoint {newest} is not of a replay service')
+    for name, told in extra['tables'].items():
+      if name not in self.tables:
+        self._make(name, told)
+      elif reasons := wire.settings_differences(name, told, self.settings[name]):
+        raise tables.CheckpointError(
+          f'checkpoint {newest} has other settings than --table: ' + '; '.join(reasons)
+        )
+    for name in self.tables.keys() - extra['tables'].keys():
+      raise tables.CheckpointError(
+        f'checkpoint {newest} has tables {sorted(extra["tables"])}, and no {name!r}: '
+        'clients can have new tables made, --table only those of the checkpoint'
+      )
+    tables.restore(self.store, newest)
+    for stream_id, number, missing in extra['streams']:
+      self._streams[stream_id] = Stream(number, set(missing))
+    items = sum(map(len, self.tables.values()))
+    self.log(f'restored {newest}: {len(self.tables)} tables, {items:,} items')
+
+  def reasons_against(self, told: dict[str, Any]) -> list[str]:
+    if type(told.get('stream')) is not int or not 0 < told['stream'] < 2**63:
+      raise WireError('a hello without a stream that is a positive integer')
+    return []
+
+  def welcome(self, peer: Peer, told: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    stream_id = told['stream']
+    stream = self._streams.pop(stream_id, None) or Stream()
+    self._streams[stream_id] = stream
+    if stream.peer is not None:
+      self.drop(stream.peer, f'{peer.name} goes on with its stream')
+    stream.peer, stream.name = peer, peer.name
+    while len(self._streams) > STREAMS:
+      oldest, forgotten = next(iter(self._streams.items()))
+      if forgotten.peer is not None:
+        break
+      del self._streams[oldest]
+    peer.state = Client(stream_id, stream, Reading())
+    frames = [
+      np.array(sorted(stream.waiting), '<u8'),
+      np.array(sorted(stream.missing), '<u8'),
+    ]
+    answer = dict(
+      most_items=wire.MOST_ITEMS,
+      most_bytes=self.most_bytes,
+      number=stream.number,
+      sizes=self.pong(peer),
+      checksum=checksum(frames),
+    )
+    return answer, frames
+
+  def left(self, peer: Peer) -> None:
+    client: Client = peer.state
+    for request in client.reading.waiting.values():
+      self._forget(request)
+    client.reading.waiting.clear()
+    stream = client.stream
+    if stream.peer is peer:
+      stream.peer = None
+      with self.store.lock:
+        for chunk in stream.pieces.values():
+          self.store.drop(chunk, stream.account)
+      stream.begin()
+    if peer.finished or not stream.number:
+      self._streams.pop(client.stream_id, None)
+
+  def pong(self, peer: Peer) -> dict[str, int]:
+    """Sizes of tables, so that clients of several servers can sample in proportion."""
+    return {name: len(table) for name, table in itertools.islice(self.tables.items(), 256)}
+
+  # --- what clients say ----------------------------------------------------------------------------
+
+  def handle(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
+    kind = header[0]
+    if kind == wire.INSERT:
+      self._insert(peer, header, frames)
+    elif kind == wire.SAMPLE:
+      self._sample(peer, header, frames)
+    elif kind == wire.DECLARE:
+      _, told = fields(header, int, dict)
+      wire.check_frames(frames, 0, 0)
+      self._declare(peer.state.stream, told)
+    elif kind == wire.CANCEL:
+      _, number = fields(header, int, int)
+      if request := peer.state.reading.waiting.get(number):
+        self._answer(request, f'cancelled by {peer.name}')
+    elif kind in (wire.TABLE, wire.UPDATE, wire.DELETE, wire.INFO, wire.SAVE):
+      self._request(peer, header, frames)
+    else:
+      raise WireError(f'a header of kind {kind}, which clients have not')
+
+  def _request(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
+    """What is answered at once, or by an error that is the client's to raise."""
+    kind, number = header[0], header[2] if len(header) > 2 else None
+    if type(number) is not int or number < 0:
+      raise WireError(f'a header of kind {kind} without a number')
+    try:
+      if kind == wire.SAVE:
+        fields(header, int, int)
+        if self.dir is None:
+          raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
+        self._save_wanted.append((peer, number))
+        self._save()
+        return
+      answer = {
+        wire.TABLE: self._table,
+        wire.UPDATE: self._update,
+        wire.DELETE: self._delete,
+        wire.INFO: self._info,
+      }[kind](header, frames)
+    except ValueError as e:
+      self.send(peer.address, wire.ANSWER, peer.session, number, False, str(e))
+    else:
+      self.send(peer.address, wire.ANSWER, peer.session, number, True, answer)
+
+  def _table(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
+    *_, name, told = fields(header, int, int, str, dict)
+    table = self.tables.get(name)
+    if table is None:
+      if not told:
+        raise ValueError(
+          f'{self.address} has no table {name!r}; it has {sorted(self.tables)}. '
+          'Give settings, with which it would be made'
+        )
+      if len(self.tables) >= TABLES or not 0 < len(name) <= 200:
+        raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
+      table = self._make(name, told)
+      self.log(f'made table {name!r}: {json.dumps(told)}')
+    elif told and (reasons := wire.settings_differences(name, self.settings[name], told)):
+      self.log('refused: ' + '; '.join(reasons))
+      raise ValueError('\n  '.join(['the server refused:', *reasons]))
+    most = min(table.sampler.most, table.remover.most)
+    return dict(settings=self.settings[name], most=most)
+
+  def _named(self, name: str) -> Table:
+    if name not in self.tables:
+      raise ValueError(f'{self.address} has no table {name!r}; it has {sorted(self.tables)}')
+    return self.tables[name]
+
+  def _update(self, header: list[Any], frames: list[Any]) -> int:
+    *_, name, crc = fields(header, int, int, str, int)
+    wire.check_frames(frames, 2, crc)
+    keys, priorities = wire.records(frames[0], '<i8'), wire.records(frames[1], '<f8')
+    self.counts['updated'] += len(keys)
+    return self._named(name).update_priorities(keys, priorities)
+
+  def _delete(self, header: list[Any], frames: list[Any]) -> int:
+    *_, name, crc = fields(header, int, int, str, int)
+    wire.check_frames(frames, 1, crc)
+    self._touched.add(name)
+    return self._named(name).delete(wire.records(frames[0], '<i8'))
+
+  def _info(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
+    *_, name = fields(header, int, int, str)
+    table = self._named(name)
+    return dict(
+      dataclasses.asdict(table.info()),
+      why_no_sample=table.why_no_sample(),
+      why_no_insert=table.why_no_insert(),
+    )
+
+  # --- writing -------------------------------------------------------------------------------------
+
+  def _declare(self, stream: Stream, told: dict[str, Any]) -> None:
+    """What the numbers in this connection's INSERTs will mean."""
+    if told.keys() - {'tables', 'specs', 'signatures'} or not all(
+      isinstance(x, list) and len(x) <= wire.LEAVES for x in told.values()
+    ):
+      raise WireError('a declaration of something else than tables, specs and signatures')
+    if len(stream.specs) + len(stream.signatures) > 65536:
+      raise WireError('more than 65536 declarations')
+    for name in told.get('tables', []):
+      if not isinstance(name, str) or name not in self.tables:
+        raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
+      stream.tables.append(self.tables[name])
+    for spec in told.get('specs', []):
+      stream.specs.append(wire.read_spec(spec))
+    for one in told.get('signatures', []):
+      stream.signatures.append(self._signature(one))
+
+  def _signature(self, told: Any) -> Signature:
+    """One object for each signature, whoever tells it: tables compare by identity first."""
+    signature = wire.read_signature(told)
+    text = json.dumps([trees.to_json(signature.structure), told[1]])
+    signature = self._signatures.pop(text, signature)
+    self._signatures[text] = signature
+    if len(self._signatures) > SIGNATURES:
+      self._signatures.popitem(last=False)
+    return signature
+
+  def _insert(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
+    _, message, crc = fields(header, int, int, int)
+    wire.check_frames(frames, 6, crc)
+    client: Client = peer.state
+    stream = client.stream
+    self._take_pieces(stream, wire.records(frames[0], wire.CHUNK), memoryview(frames[5]).cast('B'))
+    if stream.account.bytes > self.most_bytes:
+      self.tell_gone(
+        peer,
+        f'its writers keep {stream.account.bytes:,} bytes of steps, of which '
+        f'{self.most_bytes:,} are allowed: shorten history or max_in_flight',
+      )
+      return
+    done, waiting, groups = self._take_items(stream, frames)
+    refused: list[int] = []
+    reason = ''
+    for table, items in groups:
+      self._touched.add(table.name)
+      outcomes = table.submit_all([item for _, item in items], stream.flight)
+      for (number, _), outcome in zip(items, outcomes, strict=True):
+        if outcome is None:
+          done.append(number)
+        elif isinstance(outcome, Pending):
+          stream.waiting[number] = outcome
+          self._held[table.name].append((outcome, stream, number))
+          waiting.append(number)
+        else:
+          refused.append(number)
+          reason = reason or str(outcome)
+    if len(stream.waiting) > wire.MOST_ITEMS:
+      raise WireError(f'items beyond the {wire.MOST_ITEMS} that may wait')
+    self._release(stream, wire.records(frames[4], '<u8'))
+    client.inserted += len(done) + len(waiting)
+    self.counts['items'] += len(done) + len(waiting)
+    why = groups[-1][0].why_no_insert() if waiting and groups else ''
+    self._ack(peer, message, reason or why, done, waiting, refused)
+
+  def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
+    """Items that are in, that wait, and that are refused; `why` is the first refusal's or wait's."""
+    frames = [np.array(x, '<u8') for x in numbers]
+    header = wire.ACK, peer.session, message, checksum(frames), why[:1000]
+    self.send(peer.address, *header, frames=frames)
+
+  def _take_pieces(self, stream: Stream, told: np.ndarray, data: memoryview) -> None:
+    """New chunks of a stream; each is held for it until it says otherwise."""
+    if int(told['bytes'].astype(np.int64).sum()) != len(data):
+      raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
+    self.counts['pieces'] += len(told)
+    start, store, made = 0, self.store, []
+    for spec, rows, how, size in told.tolist():
+      if spec >= len(stream.specs) or not rows:
+        raise WireError(f'a chunk of {rows} rows of spec {spec}')
+      dtype, shape = stream.specs[spec]
+      own = data[start : start + size]
+      start += size
+      wire.check_chunk(own, how, rows * wire.row_bytes(dtype, shape))
+      kept = bytes(own)
+      if how == wire.AS_IS:
+        chunk = store.chunk(np.frombuffer(kept, dtype).reshape(rows, *shape), rows)
+      else:
+        chunk = store.packed_chunk(kept, how == wire.DIFFERENCES, dtype, shape, rows)
+      made.append(chunk)
+    with store.lock:
+      for chunk in made:
+        store.hold(chunk, stream.account)
+        stream.pieces[stream.next_piece] = chunk
+        stream.next_piece += 1
+
+  def _take_items(self, stream: Stream, frames: list[Any]) -> Any:
+    """(done, waiting, [(table, [(number, item)])]): items that came before, and the new ones."""
+    told = wire.records(frames[1], wire.ITEM)
+    parts, refs = wire.records(frames[2], wire.PART), wire.records(frames[3], '<u8')
+    if int(parts['chunks'].sum()) != len(refs):
+      raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
+    if len(told) and (int(told['table'].max()) >= len(stream.tables)
+                      or int(told['signature'].max()) >= len(stream.signatures)):  # fmt: skip
+      raise WireError('an item of a table or signature that was not declared')
+    if len(told) and (told['key'] < 1).any():
+      raise WireError('an item without a key above 0')
+    needed = sum(len(stream.signatures[s].leaves) for s in told['signature'].tolist())
+    if needed != len(parts):
+      raise WireError(f'{len(parts)} parts, expected {needed}')
+    done: list[int] = []
+    waiting: list[int] = []
+    groups: list[tuple[Table, list[Any]]] = []
+    newest, found, lost = stream.number, set(), 0
+    part_rows, numbers = iter(parts.tolist()), iter(refs.tolist())
+    for number, key, priority, table_number, s in told.tolist():
+      signature = stream.signatures[s]
+      own = tuple([self._part(stream, leaf, next(part_rows), numbers) for leaf in signature.leaves])
+      if number > newest:  # those in between were in an earlier process, after its last checkpoint
+        lost += number - newest - 1
+        newest = number
+      elif number in stream.missing and number not in found:
+        found.add(number)
+      else:  # it has come before
+        self.counts['repeated'] += 1
+        (waiting if number in stream.waiting else done).append(number)
+        continue
+      table = stream.tables[table_number]
+      if not groups or groups[-1][0] is not table:
+        groups.append((table, []))
+      groups[-1][1].append((number, Item(key, priority, signature, own)))
+    stream.number = newest
+    stream.missing -= found
+    if lost:
+      self.counts['lost'] += lost
+      self.log(f'{lost} items of {stream.name} are lost with an earlier process')
+    return done, waiting, groups
+
+  def _part(self, stream: Stream, leaf: Any, told: Any, numbers: Any) -> Any:
+    count, offset, rows = told
+    try:
+      chunks = tuple([stream.pieces[next(numbers)] for _ in range(count)])
+    except KeyError as e:
+      raise WireError(f'a part over chunk {e}, which there is not') from None
+    total = 0
+    for chunk in chunks:
+      if chunk.dtype != leaf.dtype or chunk.shape != leaf.shape:
+        raise WireError(f'a chunk of {chunk.dtype}{list(chunk.shape)} in {leaf}')
+      total += chunk.length
+    if not chunks or not rows or offset + rows > total or offset >= chunks[0].length:
+      raise WireError(f'rows {offset} to {offset + rows} of {total} in {leaf}')
+    if leaf.single and rows != 1:
+      raise WireError(f'{rows} rows in {leaf}, which is single')
+    return chunks, offset, rows
+
+  def _release(self, stream: Stream, numbers: np.ndarray) -> None:
+    with self.store.lock:
+      for number in numbers.tolist():
+        chunk = stream.pieces.pop(number, None)
+        if chunk is None:
+          raise WireError(f'a chunk {number} that is released, which there is not')
+        self.store.drop(chunk, stream.account)
+
+  # --- sampling ------------------------------------------------------------------------------------
+
+  def _sample(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
+    _, number, name, n, least, seconds, received = fields(
+      header, int, int, str, int, int, float, int
+    )
+    wire.check_frames(frames, 0, 0)
+    reading: Reading = peer.state.reading
+    if not 1 <= least <= n <= wire.MOST_ITEMS or name not in self.tables or math.isnan(seconds):
+      raise WireError(f'a wish for {least} to {n} samples of {name[:60]!r} within {seconds} s')
+    if number in reading.waiting or len(reading.waiting) >= REQUESTS or received > reading.answered:
+      raise WireError(f'sample {number}, which waits, or is one too many')
+    while reading.answered - len(reading.unread) < received:
+      reading.bytes -= reading.unread.popleft()
+    self._touched.update(r.table.name for r in reading.waiting.values())
+    end = math.inf if seconds < 0 else time.monotonic() + seconds
+    request = Request(peer, number, self.tables[name], n, least, end)
+    reading.waiting[number] = request
+    self._readers[name].append(request)
+    request.table.readers(1)
+    if end < math.inf:
+      heapq.heappush(self._deadlines, (end, next(self._order), request))
+    self._touched.add(name)
+    self._settle(name)
+
+  def turn(self) -> None:
+    while self._touched:
+      self._settle(self._touched.pop())
+    now = time.monotonic()
+    while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].over):
+      request = heapq.heappop(self._deadlines)[2]
+      if not request.over:
+        waited = f'timed out after {now - request.since:.3g} s'
+        what = f'sample from table {request.table.name!r}'
+        self._answer(request, f'{what} {waited}: {request.table.why_no_sample()}')
+    if self.checkpoint_every and now - self._saved_at > self.checkpoint_every:
+      self._save()
+
+  def wait(self) -> float:
+    if not self._deadlines:
+      return 1.0
+    return self._deadlines[0][0] - time.monotonic()
+
+  def _settle(self, name: str) -> None:
+    """Serves who waits for a table, in their order, then tells whose items have gone in."""
+    table, readers = self.tables[name], self._readers[name]
+    while readers:
+      request = readers[0]
+      if (
+        request.peer.state.reading.bytes > wire.MOST_BYTES
+      ):  # it does not read what it has asked for
+        if len(readers) == 1:
+          break
+        readers.rotate(-1)
+        if all(r.peer.state.reading.bytes > wire.MOST_BYTES for r in readers):
+          break
+        continue
+      table.draw(request.draws, request.n)
+      if len(request.draws.items) < request.least:
+        break
+      self._answer(request, '')
+    held = self._held[name]
+    admitted: dict[Stream, list[int]] = {}
+    while held and held[0][0].done:
+      _, stream, number = held.popleft()
+      stream.waiting.pop(number, None)
+      admitted.setdefault(stream, []).append(number)
+    for stream, numbers in admitted.items():
+      if stream.peer is not None:
+        self._ack(stream.peer, 0, '', numbers, [], [])
+
+  def _forget(self, request: Request) -> None:
+    request.over = True
+    request.table.readers(-1)
+    self._readers[request.table.name].remove(request)
+
+  def _answer(self, request: Request, reason: str) -> None:
+    """Sends what was drawn, and why it is not more."""
+    self._forget(request)
+    peer, draws, table = request.peer, request.draws, request.table
+    client: Client = peer.state
+    del client.reading.waiting[request.number]
+    header: tuple[Any, ...] = (wire.SAMPLES, peer.session, request.number)
+    if not draws.items:
+      client.reading.answered += 1
+      client.reading.unread.append(0)
+      self.send(peer.address, *header, 0, reason, 0, 0)
+      return
+    signature = draws.items[0].signature
+    known = self._sampled_signatures
+    number, _ = known.setdefault(id(signature), (len(known) + 1, signature))
+    if number not in client.reading.signatures:
+      client.reading.signatures.add(number)
+      told = wire.told_signature(signature)
+      self.send(peer.address, wire.SIGNATURE, peer.session, number, told)
+    frames = wire.sample_frames(draws)
+    size = sum(memoryview(f).nbytes for f in frames)
+    client.reading.answered += 1
+    client.reading.unread.append(size)
+    client.reading.bytes += size
+    client.sampled += len(draws.items)
+    self.counts['samples'] += len(draws.items)
+    size_now = len(table)
+    self.send(peer.address, *header, number, reason, checksum(frames), size_now, frames=frames)
+
+  # --- checkpoints ---------------------------------------------------------------------------------
+
+  def _save(self) -> None:
+    """Begins a checkpoint of this moment, if none is being written; who has asked is told."""
+    if self.dir is None or (self._saver is not None and self._saver.is_alive()):
+      return
+    self._saved_at = time.monotonic()
+    wanted, self._save_wanted = self._save_wanted, []
+    number = int(self.saved[-1].name) + 1 if self.saved else 1
+    path, taken = self.dir / f'{number:08}', self._snapshot()
+
+    def write() -> None:
+      try:
+        told = checkpoint.write(taken, path)
+        answer, line = (
+          (True, str(path)),
+          (
+            f'checkpoint {path}: {told["bytes"]:,.0f} bytes in {told["seconds"]:.2f} s, which held up '
+            f'traffic for {told["blocked_s"] * 1e3:.1f} ms'
+          ),
+        )
+      except (tables.CheckpointError, ValueError, OSError) as e:
+        answer, line = (False, str(e)), str(e)
+      self.call(lambda: self._saved(path, answer, line, wanted))
+
+    self._saver = threading.Thread(target=write, name='checkpoint')
+    self._saver.start()
+
+  def _snapshot(self) -> checkpoint.Snapshot:
+    """Tables and streams, at one moment."""
+    streams = [[i, s.number, sorted({*s.waiting, *s.missing})] for i, s in self._streams.items()]
+    extra = dict(tables=self.settings, streams=streams)
+    return checkpoint.snapshot(self.store, json.loads(json.dumps(extra)))
+
+  def _saved(
+    self, path: Path, answer: tuple[bool, str], line: str, wanted: list[tuple[Peer, int]]
+  ) -> None:
+    self.log(line, always=True)
+    if answer[0]:
+      self.counts['checkpoints'] += 1
+      self.saved.append(path)
+      while len(self.saved) > KEEP:
+        shutil.rmtree(self.saved.pop(0), ignore_errors=True)
+    for peer, number in wanted:
+      if self.peers.get(peer.address) is peer:
+        self.send(peer.address, wire.ANSWER, peer.session, number, *answer)
+    if self._saver is not None:
+      self._saver.join()  # it has nothing more to do
+    if self._save_wanted:  # asked for meanwhile
+      self._save()
+
+  def leave(self) -> None:
+    """The last checkpoint."""
+    if self._saver is not None:
+      self._saver.join()
+    while self._calls:
+      self._calls.popleft()()
+    if self.dir is not None:
+      self._save()
+      assert self._saver is not None
+      self._saver.join()
+      while self._calls:
+        self._calls.popleft()()
+
+  # --- what there is to tell -----------------------------------------------------------------------
+
+  def told_of(self, peer: Peer) -> dict[str, Any]:
+    client: Client = peer.state
+    return dict(
+      inserted=client.inserted,
+      sampled=client.sampled,
+      waiting_inserts=len(client.stream.waiting),
+      waiting_samples=len(client.reading.waiting),
+      kept_bytes=client.stream.account.bytes,
+      unread_bytes=client.reading.bytes,
+    )
+
+  def report(self) -> dict[str, Any]:
+    shown = [dataclasses.asdict(t.info()) for t in itertools.islice(self.tables.values(), 64)]
+    return dict(super().report(), tables=shown, bytes=self.store.total.bytes,
+                checkpoints=[str(p) for p in self.saved])  # fmt: skip
+
+
+# --- the command ------------------------------------------------------------------------------------
+
+
+def parse_tables(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """Settings by name, of what `--table` was given.
+
+  Raises:
+    ValueError: saying what is expected.
+  """
+  found: dict[str, dict[str, Any]] = {}
+  for text in texts:
+    name, settings = _parse_table(text)
+    if name in found:
+      raise ValueError(f'--table {text}: there is a table {name!r} already')
+    found[name] = settings
+  return found
+
+
+def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
+  needed = ['name', 'sampler', 'remover', 'rate', 'max_size']
+  known = [*needed, 'max_bytes', 'max_times_sampled']
+  given: dict[str, str] = {}
+  for part in text.split(','):
+    key, _, value = part.partition('=')
+    if key not in known or not value or key in given:
+      raise ValueError(f'--table {text}: {part!r}, expected {", ".join(known)}, each =VALUE')
+    given[key] = value
+  if lacking := [k for k in needed if k not in given]:
+    raise ValueError(f'--table {text}: needs {", ".join(lacking)}')
+  numbers = {k: v for k, v in given.items() if k.startswith('max_')}
+  for key, value in numbers.items():
+    if not value.isdigit():
+      raise ValueError(f'--table {text}: {key} takes a whole number, not {value!r}')
+  try:
+    settings = wire.told_settings(
+      sampler=wire.selector(given['sampler']),
+      remover=wire.selector(given['remover']),
+      rate_limiter=_limiter(given['rate']),
+      **{k: int(v) for k, v in numbers.items()},
+    )
+  except ValueError as e:
+    raise ValueError(f'--table {text}: {e}') from None
+  return given['name'], settings
+
+
+def _limiter(text: str) -> tables.RateLimiter:
+  name, *numbers = text.split(':')
+  if name in ('min_size', 'queue', 'stack') and len(numbers) == 1:
+    return getattr(tables, name)(int(numbers[0]))
+  if name == 'sample_to_insert' and len(numbers) == 3:
+    ratio, least, error = numbers
+    return tables.sample_to_insert_ratio(float(ratio), int(least), float(error))
+  raise ValueError(
+    f'rate={text}, expected min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N'
+  )
+
+
+def run(address: str, **options: Any) -> int:
+  """`podrace replay`: serves until a signal; the exit code."""
+
+  def say(line: str) -> None:
+    print(f'podrace replay: {line}', file=sys.stderr, flush=True)
+
+  found = 0
+
+  def on_signal(signum: int, frame: Any) -> None:
+    nonlocal found
+    found = signum
+    server.ask_to_stop()
+
+  try:
+    server = ReplayServer(address, say=say, **options)
+  except tables.CheckpointError as e:
+    say(str(e))
+    return 2
+  with server:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(signum, on_signal)
+    say(f'listening at {server.address}')
+    server.ended.wait()
+  return 1 if server.failure else 128 + found

@@ -1,0 +1,404 @@
+"""What replay and parameters say over the wire, byte by byte as in docs/protocol.md.
+
+The headers are those of podrace.remote.wire; here are the kinds of messages, and what is in their frames.
+Everything that comes in is somebody else's: what is not exactly as it should be is a WireError.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from podrace import tables
+from podrace.remote.wire import WireError, checksum
+from podrace.tables import trees
+from podrace.tables.chunks import Chunk, ChunkStore, gather, unpack
+from podrace.tables.limiters import RateLimiter
+from podrace.tables.selectors import Selector
+from podrace.tables.table import Draws, Leaf, Samples, Signature
+
+VERSION = 1
+REPLAY, PARAMETERS = 'podrace replay', 'podrace parameters'
+
+# What a client says, and what a service says: the first element of each header.
+HELLO, PING, BYE, ASK = 1, 4, 5, 6
+TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE = (
+  16,
+  17,
+  18,
+  19,
+  20,
+  21,
+  22,
+  23,
+  24,
+)
+FETCH = 32
+WELCOME, PONG, REFUSED, GONE, END, REPORT = 66, 69, 70, 71, 72, 73
+ACK, SAMPLES, SIGNATURE, ANSWER = 80, 81, 82, 83
+NEWEST, PIECE = 96, 97
+
+KEY_BITS = 20  # of a key, below what the writer has drawn
+MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
+MOST_BYTES = 2**28  # of samples that a client is sent and has not said to have
+MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so many
+FRAME_BYTES = 2**30  # a larger frame closes the connection
+DEPTH, LEAVES = 32, 1024  # of a signature
+
+AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk's bytes are to be read
+CHUNK = np.dtype([('spec', '<u4'), ('rows', '<u4'), ('how', '<u4'), ('bytes', '<u4')])
+ITEM = np.dtype(
+  [
+    ('number', '<u8'),
+    ('key', '<i8'),
+    ('priority', '<f8'),
+    ('table', '<u4'),
+    ('signature', '<u4'),
+  ]
+)
+PART = np.dtype([('chunks', '<u4'), ('offset', '<u4'), ('rows', '<u4')])
+DRAWN = np.dtype(
+  [
+    ('key', '<i8'),
+    ('probability', '<f8'),
+    ('table_size', '<i8'),
+    ('priority', '<f8'),
+    ('times_sampled', '<i8'),
+  ]
+)
+assert (CHUNK.itemsize, ITEM.itemsize, PART.itemsize, DRAWN.itemsize) == (16, 32, 12, 40)
+
+
+def records(frame: Any, dtype: Any) -> np.ndarray:
+  """A frame's records, which it must hold without rest."""
+  dtype = np.dtype(dtype)
+  if len(frame) % dtype.itemsize:
+    raise WireError(f'a frame of {len(frame)} bytes, expected records of {dtype.itemsize}')
+  return np.frombuffer(frame, dtype)
+
+
+def check_frames(frames: Sequence[Any], count: int, crc: int) -> None:
+  """Refuses frames that are not so many, or not those that were sent."""
+  if len(frames) != count:
+    raise WireError(f'{len(frames)} frames after the header, expected {count}')
+  if (came := checksum(frames)) != crc:
+    raise WireError(f'frames with the checksum {came:08x}, the header says {crc:08x}')
+
+
+# --- signatures -------------------------------------------------------------------------------------
+
+
+def told_signature(signature: Signature) -> list[Any]:
+  """A signature as msgpack has it."""
+  leaves = [[x.name, x.dtype.str, list(x.shape), x.single] for x in signature.leaves]
+  return [trees.to_json(signature.structure), leaves]
+
+
+def read_signature(told: Any) -> Signature:
+  """What `told_signature` made; raises WireError for anything else."""
+  try:
+    document, described = told
+    count = _check_structure(document, DEPTH)
+    if count != len(described) or not 1 <= count <= LEAVES:
+      raise WireError(f'a signature of {count} leaves, of which {len(described)} are described')
+    leaves = []
+    for name, dtype, shape, single in described:
+      if type(name) is not str or type(single) is not bool:
+        raise WireError('a leaf without a name, or that is neither single nor over time')
+      leaves.append(Leaf(name, *read_spec([dtype, shape]), single))
+    return Signature(trees.from_json(document), tuple(leaves))
+  except (TypeError, ValueError) as e:
+    raise WireError(f'a signature that is none ({e})') from None
+
+
+def _check_structure(document: Any, depth: int) -> int:
+  """How many leaves it has."""
+  label, keys, children = document
+  if depth == 0 or type(label) is not str or len(label) > 200:
+    raise WireError('a structure that is too deep, or without a label')
+  if any(type(k) is not str for k in keys):
+    raise WireError('a structure with a key that is no string')
+  if label == 'leaf':
+    return 1
+  named = label.startswith('named ')
+  if not named and label not in ('dict', 'tuple', 'list'):
+    raise WireError(f'a structure of kind {label!r}')
+  if len(keys) != (len(children) if named or label == 'dict' else 0):
+    raise WireError('a structure whose keys are not those of its children')
+  return sum(_check_structure(child, depth - 1) for child in children)
+
+
+def read_spec(told: Any) -> tuple[np.dtype, tuple[int, ...]]:
+  """(dtype, shape) of one row."""
+  try:
+    name, shape = told
+    dtype = np.dtype(name) if type(name) is str else None
+  except (TypeError, ValueError):
+    dtype = None
+  if dtype is None or dtype.kind not in 'biufc' or dtype.str != name:
+    raise WireError(f'{str(told)[:60]}, expected [dtype, shape] of little-endian numbers')
+  if len(shape) > 16 or any(type(n) is not int or n < 0 for n in shape):
+    raise WireError(f'a shape {str(shape)[:60]}')
+  if row_bytes(dtype, shape) > FRAME_BYTES:
+    raise WireError(f'rows of {row_bytes(dtype, shape)} bytes, at most {FRAME_BYTES}')
+  return dtype, tuple(shape)
+
+
+def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
+  """Bytes of one row."""
+  n = dtype.itemsize
+  for x in shape:
+    n *= x
+  return n
+
+
+# --- tables' settings -------------------------------------------------------------------------------
+
+_SELECTORS: dict[str, Any] = {
+  'uniform': tables.uniform,
+  'fifo': tables.fifo,
+  'lifo': tables.lifo,
+  'min_heap': tables.min_heap,
+  'max_heap': tables.max_heap,
+  'prioritized': tables.prioritized,
+}
+
+
+def selector(text: str) -> Selector:
+  """Of a name such as fifo, prioritized:0.6 or prioritized(0.6).
+
+  Raises:
+    ValueError: for any other.
+  """
+  found = re.fullmatch(r'(\w+)(?::([^()]+)|\(([^()]+)\))?', text)
+  name, number = (found[1], found[2] or found[3]) if found else ('', None)
+  if name not in _SELECTORS or (number is None) == (name == 'prioritized'):
+    names = ', '.join(x for x in _SELECTORS if x != 'prioritized')
+    raise ValueError(f'a selector is {names} or prioritized:EXPONENT, not {text!r}')
+  return _SELECTORS[name](float(number)) if number else _SELECTORS[name]()
+
+
+def told_settings(
+  *,
+  sampler: Selector,
+  remover: Selector,
+  rate_limiter: RateLimiter,
+  max_size: int,
+  max_bytes: int | None = None,
+  max_times_sampled: int = 0,
+) -> dict[str, Any]:
+  """A table's settings as msgpack and JSON have them."""
+  r = rate_limiter
+  return dict(
+    sampler=sampler.name,
+    remover=remover.name,
+    rate_limiter=[r.name, *map(float, (r.samples_per_insert, r.min_size, r.min_diff, r.max_diff))],
+    max_size=max_size,
+    max_bytes=max_bytes,
+    max_times_sampled=max_times_sampled,
+  )
+
+
+def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
+  """A table with the settings that `told_settings` made.
+
+  Raises:
+    ValueError: if there can't be such a table.
+  """
+  try:
+    limiter_name, spi, least, low, high = told['rate_limiter']
+    sampler, remover = selector(told['sampler']), selector(told['remover'])
+    limiter = RateLimiter(str(limiter_name)[:200], float(spi), int(least), float(low), float(high))
+    sizes = {k: told[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
+  except (KeyError, TypeError) as e:
+    raise ValueError(f'table {name!r}: settings without {e}') from None
+  for k, v in sizes.items():
+    if type(v) is not int and not (k == 'max_bytes' and v is None):
+      raise ValueError(f'table {name!r}: {k}={v!r} must be a whole number')
+  return tables.Table(name, store, sampler=sampler, remover=remover, rate_limiter=limiter, **sizes)
+
+
+def settings_differences(name: str, there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+  """A line for each setting in which a table is not what was asked for."""
+  return [
+    f'table {name!r}: {k} is {there[k]} at the server, {asked.get(k)} is asked for'
+    for k in there
+    if there[k] != asked.get(k)
+  ]
+
+
+# --- samples ----------------------------------------------------------------------------------------
+
+
+def sample_frames(draws: Draws) -> list[Any]:
+  """The five frames of SAMPLES: what was drawn, parts, their chunks' numbers, chunks, bytes.
+
+  Chunks are as they are kept: nothing is unpacked here. Of one that is kept as it is only the rows
+  that are needed are sent, if they are few.
+  """
+  items = draws.items
+  drawn = np.empty(len(items), DRAWN)
+  for name, column in zip(DRAWN.names[1:], zip(*draws.columns, strict=True), strict=True):  # type: ignore[index]
+    drawn[name] = np.concatenate(column)
+  drawn['key'] = [item.key for item in items]
+  numbers: dict[int, int] = {}  # by the chunk's key
+  parts: list[Any] = []
+  refs: list[int] = []
+  chunks: list[Any] = []
+  data: list[Any] = []
+  for leaf in range(len(items[0].parts)):  # so that a column's rows are one after the other
+    for item in items:
+      needed, offset, rows = item.parts[leaf]
+      if len(needed) == 1:
+        chunk = needed[0]
+        array = chunk.array
+        if array is not None and 2 * rows <= chunk.length:
+          array = array[offset : offset + rows]
+          parts.append((1, 0, rows))
+          refs.append(len(chunks))
+          chunks.append((0, rows, AS_IS, array.nbytes))
+          data.append(array)
+          continue
+      parts.append((len(needed), offset, rows))
+      for chunk in needed:
+        number = numbers.get(chunk.key)
+        if number is None:
+          number = numbers[chunk.key] = len(chunks)
+          if chunk.packed is not None:
+            packed, differences = chunk.packed
+            data.append(packed)
+            chunks.append((0, chunk.length, DIFFERENCES if differences else PACKED, len(packed)))
+          else:
+            data.append(chunk.array)
+            chunks.append((0, chunk.length, AS_IS, chunk.nbytes))
+        refs.append(number)
+  joined = b''.join(data)
+  return [
+    drawn,
+    np.array(parts, '<u4'),
+    np.array(refs, '<u4'),
+    np.array(chunks, '<u4'),
+    joined,
+  ]
+
+
+def read_samples(signature: Signature, frames: Sequence[Any]) -> Samples:
+  """What SAMPLES' frames hold, unpacked and stacked as `Table.sample` does.
+
+  Raises:
+    WireError: if they don't fit together.
+  """
+  drawn, parts, refs = (
+    records(frames[0], DRAWN),
+    records(frames[1], PART),
+    records(frames[2], '<u4'),
+  )
+  chunks, data = records(frames[3], CHUNK), memoryview(frames[4]).cast('B')
+  n, leaves = len(drawn), signature.leaves
+  if n == 0 or len(parts) != n * len(leaves) or int(parts['chunks'].sum()) != len(refs):
+    raise WireError(f'{len(parts)} parts over {len(refs)} chunks for {n} items')
+  if int(chunks['bytes'].astype(np.int64).sum()) != len(data):
+    raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
+  if len(refs) and int(refs.max()) >= len(chunks):
+    raise WireError('a part over a chunk that was not sent')
+  ends = np.cumsum(chunks['bytes'], dtype=np.int64)
+  reader = _Reader(chunks, ends, data)
+  found, lengths, at = [], [], 0
+  for i, leaf in enumerate(leaves):
+    own = parts[i * n : (i + 1) * n]
+    count = int(own['chunks'].sum())
+    rows, counts = reader.leaf(leaf, own, refs[at : at + count])
+    at += count
+    found.append(rows[:, 0] if leaf.single else rows)
+    lengths.append(counts)
+  return Samples(
+    data=trees.build(signature.structure, found),
+    lengths=trees.build(signature.structure, lengths),
+    **{k: drawn[k].copy() for k in DRAWN.names},  # type: ignore[union-attr]
+  )
+
+
+class _Reader:
+  """The chunks of one message, each unpacked once."""
+
+  def __init__(self, chunks: np.ndarray, ends: np.ndarray, data: memoryview) -> None:
+    self._chunks, self._ends, self._data = chunks, ends, data
+    self._made: dict[int, Chunk] = {}
+    self._store = ChunkStore(0)
+
+  def leaf(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(rows [n, L, ...], lengths [n]) of one leaf's parts."""
+    if (direct := self._direct(leaf, parts, refs)) is not None:
+      return direct
+    found, at = [], 0
+    numbers = refs.tolist()
+    for count, offset, rows in parts.tolist():
+      needed = tuple([self._chunk(k, leaf) for k in numbers[at : at + count]])
+      at += count
+      if not rows or offset + rows > sum(c.length for c in needed):
+        raise WireError(f'rows {offset} to {offset + rows}, which are not all in their chunks')
+      found.append((needed, offset, rows))
+    return gather(self._store, found, leaf.dtype, leaf.shape)
+
+  def _direct(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Any:
+    """Without a loop, if each part is a chunk of its own, as it is, and all are as long."""
+    first, n = int(refs[0]), len(refs)
+    rows = int(parts['rows'][0])
+    own = self._chunks[first : first + n]
+    if (
+      n != len(parts)
+      or len(own) != n
+      or (parts['chunks'] != 1).any()
+      or parts['offset'].any()
+      or (parts['rows'] != rows).any()
+      or own['how'].any()
+      or (own['rows'] != rows).any()
+      or (refs != np.arange(first, first + n)).any()
+    ):
+      return None
+    size = rows * row_bytes(leaf.dtype, leaf.shape)
+    if (own['bytes'] != size).any() or not rows:
+      raise WireError(f'chunks that have not {rows} rows of {leaf}')
+    end = int(self._ends[first + n - 1])
+    array = np.frombuffer(self._data[end - n * size : end], leaf.dtype)
+    return array.reshape(n, rows, *leaf.shape).copy(), np.full(n, rows)
+
+  def _chunk(self, number: int, leaf: Leaf) -> Chunk:
+    chunk = self._made.get(number)
+    if chunk is None:
+      _, rows, how, size = self._chunks[number].tolist()
+      end = int(self._ends[number])
+      array = read_chunk(self._data[end - size : end], how, leaf.dtype, leaf.shape, rows)
+      chunk = self._made[number] = self._store.chunk(array, rows)
+    elif chunk.dtype != leaf.dtype or chunk.shape != leaf.shape:
+      raise WireError(f'a chunk of {chunk.dtype}{list(chunk.shape)} in {leaf}')
+    return chunk
+
+
+def check_chunk(data: Any, how: int, size: int) -> None:
+  """Refuses a chunk whose bytes can't be `size` bytes of rows; nothing is unpacked."""
+  if how > DIFFERENCES:
+    raise WireError(f'a chunk of kind {how}, expected at most {DIFFERENCES}')
+  try:
+    found = len(data) if how == AS_IS else zstandard.frame_content_size(data)
+  except zstandard.ZstdError as e:
+    raise WireError(f'a chunk that is not zstandard ({e})') from None
+  if found != size or size > FRAME_BYTES:
+    raise WireError(f'a chunk with {found} bytes of rows, expected {size}')
+
+
+def read_chunk(
+  data: Any, how: int, dtype: np.dtype, shape: tuple[int, ...], rows: int
+) -> np.ndarray:
+  """A chunk's rows [rows, *shape]."""
+  check_chunk(data, how, rows * row_bytes(dtype, shape))
+  if how == AS_IS:
+    return np.frombuffer(data, dtype).reshape(rows, *shape)
+  try:
+    return unpack((data, how == DIFFERENCES), dtype, (rows, *shape))
+  except (zstandard.ZstdError, ValueError) as e:
+    raise WireError(f'a chunk that is damaged ({e})') from None

@@ -1,0 +1,245 @@
+"""What podrace.tables.Writer writes to, where the tables are elsewhere.
+
+Each writer has a store of its own. Rows are cut into pieces, packed by the writer, which go to the service with
+the first item that needs them. A chunk that is full is one piece; one that is not yet is cut early if an item
+has waited long enough for it, or is flushed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from podrace.service import wire
+from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
+from podrace.tables.table import NEW, Closed, InFlight, Item, Pending, RateLimited
+
+if TYPE_CHECKING:
+  from podrace.service.client import Connection, RemoteTable
+
+
+class Piece:
+  """Rows of a chunk as they are sent, and their number in the session in which they were."""
+
+  __slots__ = ('data', 'how', 'number', 'rows', 'session')
+
+  def __init__(self, rows: int, how: int, data: bytes) -> None:
+    self.rows, self.how, self.data = rows, how, data
+    self.number, self.session = 0, -1
+
+
+class SentChunk(Chunk):
+  """A chunk and its pieces, which are its rows up to `through`."""
+
+  __slots__ = ('pieces', 'store', 'through')
+
+  def __init__(self, key: int, array: np.ndarray, length: int, store: WriterStore) -> None:
+    super().__init__(key, array, length)
+    self.pieces: list[Piece] = []
+    self.store, self.through = store, 0
+
+
+class Sending(Pending):
+  """An item that is not yet known to be in its table."""
+
+  __slots__ = ('due', 'number', 'store', 'table')
+
+  def __init__(
+    self, item: Item, writer: InFlight, table: RemoteTable, store: WriterStore, due: float
+  ) -> None:
+    super().__init__(item, writer)
+    self.table, self.store, self.due = table, store, due
+    self.number = 0  # in the client's stream, once it has been sent
+
+
+class WriterStore(ChunkStore):
+  """One writer's chunks, and its items that are not yet in their tables."""
+
+  def __init__(self, connection: Connection, delay: float) -> None:
+    super().__init__(cache_bytes=0)
+    if not 0 <= delay < math.inf:
+      raise ValueError(f'{delay=} must be at least 0, in seconds')
+    self.connection, self.delay = connection, delay
+    self.queue: deque[Sending] = deque()  # not yet sent
+    self.forced = False  # all of them are to be sent
+    self.unacknowledged = Account()
+    self._done = threading.Condition(self.lock)  # type: ignore[arg-type]
+    self._cutting = threading.Lock()
+    self._key = -1
+
+  # --- for the writer ------------------------------------------------------------------------------
+
+  def chunk(self, array: np.ndarray, length: int) -> Chunk:
+    return SentChunk(next(self._chunk_keys), array, length, self)
+
+  def seal(self, chunk: Chunk, differences: bool) -> None:
+    assert isinstance(chunk, SentChunk)
+    self.cut(chunk, differences)
+    with self.lock:
+      self._resize(chunk, sum(len(piece.data) for piece in chunk.pieces))
+
+  def drop(self, chunk: Chunk, account: Account) -> None:
+    super().drop(chunk, account)
+    if not chunk.holders:
+      assert isinstance(chunk, SentChunk)
+      self.connection.released.append(chunk)
+
+  def read(self, chunk: Chunk) -> np.ndarray:
+    array = chunk.array
+    if array is not None:
+      return array
+    assert isinstance(chunk, SentChunk)
+    pieces = [
+      np.frombuffer(piece.data, chunk.dtype).reshape(piece.rows, *chunk.shape)
+      if piece.how == wire.AS_IS
+      else unpack(
+        (piece.data, piece.how == wire.DIFFERENCES), chunk.dtype, (piece.rows, *chunk.shape)
+      )
+      for piece in chunk.pieces
+    ]
+    return np.concatenate(pieces)
+
+  def submit(self, table: RemoteTable, item: Item, writer: InFlight) -> Sending:
+    """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
+    self.connection.check()
+    if self.connection.closed:
+      raise Closed(f'the client of {self.connection.address} is closed')
+    if item.key == NEW:
+      item.key = self._new_key()
+    sending = Sending(item, writer, table, self, time.monotonic() + self.delay)
+    with self.lock:
+      writer.items += 1
+      for part in item.parts:
+        for chunk in part[0]:
+          self.hold(chunk, self.unacknowledged)
+    self.queue.append(sending)
+    if (self.connection.idle and self.is_ready(item)) or len(self.queue) == wire.MESSAGE_ITEMS:
+      self.connection.wake()
+    return sending
+
+  def _new_key(self) -> int:
+    """A key that nobody else draws: 42 random bits, which last for a million items."""
+    if (self._key + 1) % 2**wire.KEY_BITS == 0:
+      self._key = int.from_bytes(os.urandom(8), 'little') >> 22 << wire.KEY_BITS
+    self._key += 1
+    return self._key
+
+  def wait_for(self, pending: Sending, deadline: float) -> None:
+    """Returns when an item is in its table, or has been refused."""
+    if not pending.number:
+      self.forced = True
+      self.connection.wake()
+    begun, interval = time.monotonic(), 10.0
+    report = begun + interval
+    with self.lock:
+      while not pending.done:
+        if self.connection.closed:
+          raise Closed(f'the client of {self.connection.address} is closed')
+        self.connection.check()
+        now = time.monotonic()
+        if now >= deadline:
+          raise RateLimited(self._message(pending, now - begun, 'timed out after'))
+        if now >= report:
+          interval *= 2
+          report = now + interval
+          pending.table.report(self._message(pending, now - begun, 'has waited for'))
+        self._done.wait(min(deadline, report) - now)
+
+  def _message(self, pending: Sending, seconds: float, what: str) -> str:
+    connection = self.connection
+    where = f'insert into table {pending.table.name!r} at {connection.address}'
+    if connection.session is None:
+      why = f'there is no connection: {connection.why}'
+    else:
+      why = connection.why_held or 'it has not been acknowledged yet'
+    return f'{where} {what} {seconds:.3g} s: {why}'
+
+  # --- for the connection's thread -----------------------------------------------------------------
+
+  def cut(self, chunk: SentChunk, differences: bool = False) -> None:
+    """Makes a piece of the rows that are in none yet."""
+    with self._cutting:
+      upto = chunk.length
+      if upto > chunk.through:
+        assert chunk.array is not None
+        rows = chunk.array[chunk.through : upto]
+        packed = pack(rows, differences)
+        if packed is None:
+          piece = Piece(len(rows), wire.AS_IS, rows.tobytes())
+        else:
+          piece = Piece(len(rows), wire.DIFFERENCES if packed[1] else wire.PACKED, packed[0])
+        chunk.pieces.append(piece)
+        chunk.through = upto
+      if chunk.array is not None and upto == len(chunk.array):
+        chunk.array = None
+
+  def is_ready(self, item: Item) -> bool:
+    """Whether all its rows are in pieces."""
+    for chunks, offset, rows in item.parts:
+      if len(chunks) > 1:
+        offset -= sum([chunk.length for chunk in chunks[:-1]])
+      if chunks[-1].through < offset + rows:  # type: ignore[attr-defined]
+        return False
+    return True
+
+  def complete(self, item: Item) -> None:
+    """Makes pieces of all its rows."""
+    if not self.is_ready(item):
+      for part in item.parts:
+        self.cut(part[0][-1])  # type: ignore[arg-type]
+
+  def take(self, most: int, now: float) -> list[Sending]:
+    """Items to send next."""
+    queue, taken = self.queue, list[Sending]()
+    while queue and len(taken) < most:
+      head = queue[0]
+      if not (self.is_ready(head.item) or self.forced or head.due <= now):
+        break
+      taken.append(queue.popleft())
+    if not queue:
+      self.forced = False
+    return taken
+
+  def finish(self, done: list[Sending], refusal: str | None = None) -> None:
+    """Items are in, or refused."""
+    with self.lock:
+      for sending in done:
+        if sending.done:
+          continue
+        sending.done = True
+        sending.writer.items -= 1
+        if refusal is not None:
+          sending.writer.refusal = refusal
+        for part in sending.item.parts:
+          for chunk in part[0]:
+            self.drop(chunk, self.unacknowledged)
+      self._done.notify_all()
+
+  def notify(self) -> None:
+    """Has whoever waits look around."""
+    with self.lock:
+      self._done.notify_all()
+
+
+def pieces_of(part: Any) -> tuple[list[Piece], int]:
+  """The pieces that a part needs, and where in the first of them it begins."""
+  chunks, offset, rows = part
+  if len(chunks) == 1 and len(chunks[0].pieces) == 1:
+    return chunks[0].pieces, offset
+  found: list[Piece] = []
+  first, start, end = offset, 0, offset + rows
+  for chunk in chunks:
+    for piece in chunk.pieces:
+      stop = start + piece.rows
+      if stop > offset and start < end:
+        if not found:
+          first = offset - start
+        found.append(piece)
+      start = stop
+  return found, first

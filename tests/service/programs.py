@@ -1,0 +1,67 @@
+"""Programs that the tests run in processes of their own, and kill: programs.py NAME ADDRESS ARGS."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from podrace import service, tables
+
+
+def step(who: int, index: int) -> dict[str, Any]:
+  frame = np.full(300, index % 251, np.uint8)
+  return {'who': np.int32(who), 'index': np.int64(index), 'frame': frame}
+
+
+def write(address: str, who: str, count: str, period: str = '0.0') -> None:
+  """Items of the newest 3 steps, one a step; says which is the newest that it knows to be in."""
+  with service.connect(address) as client:
+    table = client.table('all')
+    writer = client.writer(history=3, rows_per_chunk=8, max_in_flight=32, delay=0.01)
+    for i in range(int(count)):
+      writer.append(step(int(who), i))
+      if i >= 2:
+        writer.create_item(table, 1.0, num_steps=3)
+      if i % 10 == 9:
+        writer.flush()
+        print(who, i, flush=True)
+      time.sleep(float(period))
+    writer.close()
+    print(who, int(count) - 1, flush=True)
+
+
+def sample(address: str, name: str, n: str) -> None:
+  """Samples without end; says how many."""
+  with service.connect(address) as client, client.table(name).sampler(int(n)) as batches:
+    total, said = 0, time.monotonic()
+    print(0, flush=True)
+    for samples in batches:
+      total += len(samples.key)
+      if time.monotonic() > said + 0.02:
+        print(total, flush=True)
+        said = time.monotonic()
+
+
+def read(address: str, count: str) -> None:
+  """Parameters, as they come: checks that they are of one version, and says which."""
+  reader = service.Parameters(address)
+  seen = -1
+  while seen < int(count):
+    got = reader.get()
+    if got.version != seen:
+      seen = got.version
+      for path, array in got.leaves:
+        assert (array == seen).all(), (seen, path)
+      print(seen, flush=True)
+    time.sleep(0.001)
+  reader.close()
+
+
+if __name__ == '__main__':
+  logging.basicConfig(level=logging.INFO)
+  assert not tables.__name__.startswith('jax') and 'jax' not in sys.modules
+  globals()[sys.argv[1]](*sys.argv[2:])

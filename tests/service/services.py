@@ -1,0 +1,125 @@
+"""`podrace replay` as a process, programs that write to it, and what they have in common."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podrace import service, tables
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DEADLINE = 60.0
+ANY = 'tcp://127.0.0.1:*'
+
+
+def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
+  """What `condition` gives once that is true; fails if it isn't in time."""
+  end = time.monotonic() + deadline
+  while not (value := condition()):
+    assert time.monotonic() < end, f'not in {deadline} s'
+    time.sleep(0.002)
+  return value
+
+
+def environment() -> dict[str, str]:
+  return {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), str(HERE)])}
+
+
+class Process:
+  """One whose output is in a file."""
+
+  def __init__(self, log: Path, *command: str) -> None:
+    self.log = log
+    with log.open('a') as file:
+      self.process = subprocess.Popen(
+        [sys.executable, *command], stdout=file, stderr=file, env=environment()
+      )
+
+  @property
+  def output(self) -> str:
+    return self.log.read_text()
+
+  def says(self, text: str) -> None:
+    until(lambda: text in self.output or self.process.poll() is not None)
+    assert text in self.output, self.output
+
+  def signal(self, signum: int) -> None:
+    self.process.send_signal(signum)
+
+  def kill(self) -> None:
+    self.process.kill()
+    self.process.wait()
+
+  def wait(self, deadline: float = DEADLINE) -> int:
+    return self.process.wait(deadline)
+
+  def __enter__(self) -> Any:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    if self.process.poll() is None:
+      self.signal(signal.SIGCONT)
+      self.kill()
+
+
+class Replay(Process):
+  """`podrace replay` at a port that it keeps when it is started again."""
+
+  def __init__(self, folder: Path, *args: str, address: str = ANY) -> None:
+    log = folder / 'replay.log'
+    log.unlink(missing_ok=True)
+    command = ['-m', 'podrace.cli', 'replay', '--listen', address, '--dir', str(folder / 'kept')]
+    super().__init__(log, *command, *args)
+    self.says('listening at')
+    self.address = self.output.partition('listening at ')[2].split()[0]
+
+
+class Program(Process):
+  """One of programs.py."""
+
+  def __init__(self, log: Path, name: str, *args: Any) -> None:
+    super().__init__(log, str(HERE / 'programs.py'), name, *map(str, args))
+
+  def said(self) -> list[list[int]]:
+    """Its lines of numbers, the last one if it is whole."""
+    whole = self.output.rpartition('\n')[0]
+    return [[int(x) for x in line.split()] for line in whole.splitlines() if line[:1].isdigit()]
+
+
+def all_of(client: service.Client, name: str = 'all') -> service.RemoteTable:
+  """A table from which everything can be read once, in its order."""
+  return client.table(
+    name,
+    sampler=tables.fifo(),
+    remover=tables.fifo(),
+    rate_limiter=tables.min_size(1),
+    max_size=10**6,
+    max_times_sampled=1,
+  )
+
+
+def read_all(table: service.RemoteTable, timeout: float = 1.0) -> list[tuple[int, int]]:
+  """(writer, index) of all items, which are taken out; each must be as programs.step made it."""
+  found = []
+  while True:
+    try:
+      samples = table.sample(1000, at_least=1, timeout=timeout)
+    except tables.RateLimited as e:
+      assert e.taken is None
+      return found
+    for who, index, frame, lengths in zip(
+      samples.data['who'], samples.data['index'], samples.data['frame'], samples.lengths['index'],
+      strict=True,
+    ):  # fmt: skip
+      assert (np.diff(index[:lengths]) == 1).all() and len(set(who[:lengths].tolist())) == 1
+      assert (frame[:lengths] == (index[:lengths, None] % 251)).all()
+      found.append((int(who[0]), int(index[lengths - 1])))

@@ -1,0 +1,257 @@
+"""What is killed, cut, frozen and restarted: nothing twice, nothing that was acknowledged lost."""
+
+from __future__ import annotations
+
+import collections
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import programs
+import pytest
+from proxy import Proxy
+from services import ANY, Program, Replay, all_of, read_all, until
+from test_service_tables import SIMPLE, fill
+
+from podrace import service, tables
+from podrace.service import wire
+from podrace.service.server import ReplayServer
+
+
+def check_once(found: list[tuple[int, int]], known: dict[int, int]) -> None:
+  """No item twice, and of each writer all up to the one that it knows to be in, from the 3rd step."""
+  counted = collections.Counter(found)
+  assert max(counted.values()) == 1, [k for k, v in counted.items() if v > 1][:10]
+  for who, newest in known.items():
+    missing = [i for i in range(2, newest + 1) if (who, i) not in counted]
+    assert not missing, (who, newest, missing[:10])
+
+
+def newest(program: Program) -> int:
+  """The newest item that a writer knows to be in; -1 if none."""
+  return max((line[1] for line in program.said()), default=-1)
+
+
+def test_writers_that_are_killed(tmp_path: Path) -> None:
+  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
+    table = all_of(client)
+    writers = {
+      i: Program(tmp_path / f'{i}', 'write', server.address, i, 10**6, 0.0005) for i in range(3)
+    }
+    for i, writer in writers.items():
+      until(lambda i=i: newest(writers[i]) > 50 * (i + 1))
+      writer.kill()
+    until(lambda: server.counts['dropped'] >= 3)
+    known = {i: newest(w) for i, w in writers.items()}
+    check_once(read_all(table), known)
+    info = table.info()
+    assert (
+      info.inserts == info.samples == server.counts['items']
+      and info.size == info.waiting_inserts == 0
+    )
+    assert server.failure is None and not server.counts['malformed'] + server.counts['repeated']
+
+
+def test_samplers_that_are_killed_wait_no_longer(tmp_path: Path) -> None:
+  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    sampler = Program(tmp_path / 'log', 'sample', server.address, 'it', 5)
+    until(lambda: table.info().waiting_samplers == 2)
+    sampler.kill()
+    until(lambda: table.info().waiting_samplers == 0, 20.0)
+    fill(client, table, 3).close(timeout=30)
+    assert table.info().samples == 0
+    assert len(table.sample(4, timeout=30).key) == 4
+
+
+def test_a_frozen_client_holds_up_nobody(tmp_path: Path) -> None:
+  with ReplayServer(ANY, peer_timeout=1.0) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    writer = client.writer(history=1)
+    for _ in range(50):
+      writer.append({'x': np.random.default_rng(0).integers(0, 255, 100_000).astype(np.uint8)})
+      writer.create_item(table, 1.0, num_steps=1)
+    writer.close(timeout=60)
+    with Program(tmp_path / 'log', 'sample', server.address, 'it', 100) as sampler:
+      until(lambda: sampler.output)
+      sampler.signal(signal.SIGSTOP)
+      for _ in range(20):
+        assert len(table.sample(10, timeout=30).key) == 10
+      until(lambda: any('silent' in e for e in server.events), 20.0)
+      before = sampler.said()[-1][0]
+      sampler.signal(signal.SIGCONT)
+      until(lambda: sampler.said()[-1][0] > before + 500)
+    assert server.failure is None
+
+
+def test_a_client_that_does_not_read_is_sent_a_bounded_amount() -> None:
+  with ReplayServer(ANY, peer_timeout=30.0) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    writer = client.writer(history=1)
+    row = np.random.default_rng(0).integers(0, 2**63, 2**17)  # a megabyte
+    writer.append({'x': row})
+    writer.create_item(table, 1.0, num_steps=1)
+    writer.close(timeout=60)
+    connection = client.connections[0]
+    asked = [connection.ask(wire.SAMPLE, 'it', 1, 1) for _ in range(400)]  # none says what it has
+    until(lambda: sum(a.done for a in asked) >= 250)
+    peer = next(iter(server.peers.values()))
+    assert peer.state.reading.bytes <= wire.MOST_BYTES + 2**21
+    assert len(table.sample(1, timeout=30).key) == 1  # says what has come, so that all come
+    until(lambda: all(a.done for a in asked))
+
+
+def test_connections_that_are_cut_at_random(tmp_path: Path) -> None:
+  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
+    table = all_of(client)
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    rng = random.Random(0)
+    try:
+      writers = [
+        Program(tmp_path / f'{i}', 'write', proxy.address, i, 600, 0.001) for i in range(2)
+      ]
+      cuts = 0
+      while any(w.process.poll() is None for w in writers):
+        time.sleep(rng.uniform(0.05, 0.4))
+        proxy.reset()
+        cuts += 1
+      assert [w.process.returncode for w in writers] == [0, 0], writers[0].output
+    finally:
+      proxy.close()
+    assert cuts >= 3 and server.counts['sessions'] > 4
+    check_once(read_all(table), {0: 599, 1: 599})
+    assert table.info().inserts == 2 * 598
+    assert server.failure is None and not server.counts['malformed']
+
+
+@pytest.mark.parametrize('kills', [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_a_server_that_is_killed_and_comes_back(kills: int, tmp_path: Path) -> None:
+  replay = Replay(tmp_path)
+  address = replay.address
+  with service.connect(address) as client:
+    table = all_of(client)
+    writer = Program(tmp_path / 'writer', 'write', address, 1, 10**6, 0.001)
+    fill(client, client.table('other', **SIMPLE), 100).flush(timeout=30)
+    sampler = Program(tmp_path / 'sampler', 'sample', address, 'other', 4)
+    until(sampler.said)
+    saved: set[tuple[int, int]] = set()
+    first = 2  # that was written since the last restart
+    for i in range(kills):
+      until(lambda: newest(writer) > 60 * (i + 1))
+      known = newest(writer)
+      (path,) = client.checkpoint(timeout=30)
+      assert Path(path).is_dir()
+      saved |= {(1, k) for k in range(first, known + 1)}
+      before = newest(writer)
+      until(lambda: newest(writer) > before)
+      replay.kill()
+      replay = Replay(tmp_path, address=address)
+      assert 'restored' in replay.output
+      before, sampled = newest(writer), sampler.said()[-1][0]
+      until(lambda: newest(writer) > before + 20)  # it goes on by itself
+      first = newest(writer) + 1
+      until(lambda: sampler.said()[-1][0] > sampled)
+    writer.signal(signal.SIGTERM)
+    writer.wait()
+    sampler.kill()
+    found = read_all(table)
+    check_once(found, {})
+    assert saved <= set(found)  # all that was in a checkpoint, once
+    info = table.info()
+    assert info.inserts == info.samples == info.deletes == len(found)
+    replay.signal(signal.SIGTERM)
+    assert replay.wait() == 143 and 'checkpoint' in replay.output
+    replay = Replay(tmp_path, address=address)
+    again = table.info()
+    assert (again.inserts, again.samples, again.size) == (info.inserts, info.samples, 0)
+    replay.kill()
+
+
+def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path) -> None:
+  with Replay(tmp_path) as replay, service.connect(replay.address) as client:
+    address = replay.address
+    queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
+    table = client.table('queue', **queue, max_size=3, max_times_sampled=1)  # type: ignore[arg-type]
+    writer = fill(client, table, 10, delay=0.0)
+    until(lambda: table.info().waiting_inserts == 7)
+    client.checkpoint(timeout=30)
+    replay.kill()
+    with Replay(tmp_path, address=address) as replay:
+      until(lambda: table.info().waiting_inserts == 7)
+      seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(10)]
+      assert seen == list(range(10))
+      writer.close(timeout=30)
+      assert table.info().inserts == 10
+
+
+def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
+  with Replay(tmp_path, '--checkpoint-every', '0.2') as replay:
+    address = replay.address
+    with service.connect(address) as client:
+      table = all_of(client)
+      writers = [Program(tmp_path / f'{i}', 'write', address, i, 10**6, 0.0005) for i in range(2)]
+      until(lambda: min(map(newest, writers)) > 100)
+      before = replay.output.count('traffic for')
+      until(lambda: replay.output.count('traffic for') >= before + 3)
+      known = {i: newest(w) for i, w in enumerate(writers)}
+      client.checkpoint(timeout=30)
+      for writer in writers:
+        writer.kill()
+      assert len(list((tmp_path / 'kept').iterdir())) <= 3  # the newest two, and one being written
+      replay.kill()
+      with Replay(tmp_path, address=address):
+        check_once(read_all(table), known)
+
+
+def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> None:
+  with Replay(tmp_path) as replay, service.connect(replay.address) as client:
+    fill(client, client.table('it', **SIMPLE), 5).close(timeout=30)
+    replay.signal(signal.SIGTERM)
+    assert replay.wait() == 143
+  other = 'name=it,sampler=lifo,remover=fifo,rate=min_size:1,max_size=1000'
+  with pytest.raises(AssertionError, match='sampler is uniform at the server, lifo is asked for'):
+    Replay(tmp_path, '--table', other)
+  same = other.replace('lifo', 'uniform')
+  with Replay(tmp_path, '--table', same) as replay, service.connect(replay.address) as client:
+    assert len(client.table('it')) == 5
+  (chunks,) = (tmp_path / 'kept').glob('*1/chunks.bin')
+  chunks.write_bytes(b'x' * chunks.stat().st_size)
+  for later in sorted((tmp_path / 'kept').iterdir())[1:]:
+    (later / 'chunks.bin').write_bytes(b'x')
+  with pytest.raises(AssertionError, match='is damaged'):
+    Replay(tmp_path)
+
+
+def test_a_service_whose_thread_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+  def fail(self: Any) -> None:
+    raise ZeroDivisionError('of the test')
+
+  server = ReplayServer(ANY)
+  with server:
+    monkeypatch.setattr(ReplayServer, 'turn', fail)
+    assert server.ended.wait(10)
+    assert 'ZeroDivisionError' in (server.failure or '')
+
+
+def test_many_threads_share_a_client(tmp_path: Path) -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = all_of(client)
+
+    def write(who: int) -> None:
+      writer = client.writer(history=3, rows_per_chunk=8, max_in_flight=32, delay=0.01)
+      for i in range(300):
+        writer.append(programs.step(who, i))
+        if i >= 2:
+          writer.create_item(table, 1.0, num_steps=3)
+      writer.close()
+
+    threads = [threading.Thread(target=write, args=(i,), daemon=True) for i in range(8)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join(60)
+    check_once(read_all(table), dict.fromkeys(range(8), 299))

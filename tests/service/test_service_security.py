@@ -1,0 +1,288 @@
+"""Who may use the services, and that nobody else gets anywhere; what is none is dropped."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import zmq
+from services import ANY, until
+from test_service_tables import SIMPLE, fill
+
+from podrace import cli, service
+from podrace.remote import security
+from podrace.remote.wire import checksum, pack, unpack
+from podrace.service import wire
+from podrace.service.server import ReplayServer, parse_tables
+from podrace.tables.table import Leaf, Signature
+
+
+def command(*args: str) -> int:
+  with pytest.raises(SystemExit) as end:
+    cli.main(args)
+  return end.value.code
+
+
+def test_the_command_line_refuses_what_can_not_be(capfd: pytest.CaptureFixture[str]) -> None:
+  listen = ['replay', '--listen', 'tcp://127.0.0.1:0']
+  for args, text in (
+    (['replay', '--listen', 'tcp://0.0.0.0:5560'], 'needs keys'),
+    (['replay', '--dir', 'x'], 'needs --listen'),
+    ([*listen, '--table', 'name=a'], 'needs sampler, remover, rate, max_size'),
+    ([*listen, '--table', 'nome=a'], "'nome=a', expected name, sampler"),
+    ([*listen, '--table', 'name=a,sampler=x,remover=fifo,rate=queue:3,max_size=9'], 'a selector is'),
+    ([*listen, '--table', 'name=a,sampler=lifo,remover=fifo,rate=x:3,max_size=9'], 'rate=x:3, expec'),
+    ([*listen, '--table', 'name=a,sampler=lifo,remover=fifo,rate=queue:3,max_size=x'], 'whole number'),
+  ):  # fmt: skip
+    assert command(*args) == 2
+    assert text in capfd.readouterr().err
+
+
+def test_tables_as_they_are_typed() -> None:
+  found = parse_tables([
+    'name=a,sampler=prioritized:0.6,remover=fifo,rate=sample_to_insert:8:100:800,max_size=1000',
+    'name=b,sampler=min_heap,remover=lifo,rate=queue:9,max_size=9,max_bytes=5,max_times_sampled=1',
+  ])  # fmt: skip
+  with ReplayServer(ANY, tables=found) as server:
+    a, b = server.tables['a'], server.tables['b']
+    assert a.config()['rate_limiter'] == 'sample_to_insert_ratio(8, min_size=100, error=800.0)'
+    assert (a.sampler.name, b.max_bytes, b.max_times_sampled) == ('prioritized(0.6)', 5, 1)
+  with pytest.raises(ValueError, match='already'):
+    parse_tables(['name=b,sampler=lifo,remover=lifo,rate=queue:9,max_size=9'] * 2)
+
+
+def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
+  keys = tmp_path / 'keys'
+  security.new_keys(keys)
+  stranger = tmp_path / 'stranger'
+  security.new_keys(stranger)
+  (stranger / security.SERVER_PUBLIC).write_text((keys / security.SERVER_PUBLIC).read_text())
+  with ReplayServer(ANY, keys=keys) as server, service.Publisher(ANY, keys=keys) as publisher:
+    publisher.publish(1, [('x', np.ones(3))])
+    with service.connect(server.address, keys=keys) as client:
+      fill(client, client.table('it', **SIMPLE), 3).close(timeout=30)
+      reader = service.Parameters(publisher.address, keys=keys)
+      assert reader.get(timeout=30).version == 1
+      for other in (None, stranger):
+        with pytest.raises(TimeoutError, match='with the same keys'):
+          service.connect(server.address, keys=other, timeout=1.0)
+        late = service.Parameters(publisher.address, keys=other)
+        with pytest.raises(service.Stale):
+          late.get(timeout=0.5)
+        late.close()
+      assert server.counts['turned away'] and publisher.counts['turned away']
+      assert server.counts['sessions'] == 1 and not server.counts['malformed']
+      (keys / security.ALLOWED).write_text('')  # nobody is listed any more
+      until(lambda: not server.peers and not publisher.peers, 10.0)
+      time.sleep(0.5)
+      assert server.counts['sessions'] == 1
+      reader.close()
+
+
+# --- what is none -----------------------------------------------------------------------------------
+
+
+class Raw:
+  """A client of a few lines, that can be made to say anything."""
+
+  def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    self.socket = context.socket(zmq.DEALER)
+    self.socket.linger = 0
+    self.socket.sndhwm = self.socket.rcvhwm = 0
+    self.socket.connect(address)
+    self.session = 0
+
+  def say(self, *header: Any, frames: Any = ()) -> None:
+    self.socket.send_multipart([pack(*header), *frames])
+
+  def hear(self, kind: int, seconds: float = 10.0) -> list[Any]:
+    end = time.monotonic() + seconds
+    while self.socket.poll(int(max(end - time.monotonic(), 0) * 1000)):
+      header, *frames = self.socket.recv_multipart()
+      if unpack(header, 2**20)[0] == kind:
+        return [unpack(header, 2**20), *frames]
+    raise AssertionError(f'nothing of kind {kind}')
+
+  def hello(self, **changes: Any) -> None:
+    told = {'name': wire.REPLAY, 'version': wire.VERSION, 'nonce': 1, 'host': 'raw', 'podrace': '0',
+            'pid': os.getpid(), 'stream': random.getrandbits(60), **changes}  # fmt: skip
+    self.say(wire.HELLO, told)
+    self.session = self.hear(wire.WELCOME)[0][1]
+
+  def close(self) -> None:
+    self.socket.close()
+
+
+SIGNATURE = wire.told_signature(
+  Signature(('dict', ('x',), (('leaf', (), ()),)), (Leaf('x', np.dtype('<i8'), (2,), False),))
+)
+
+
+def insert(number: int, **changes: Any) -> tuple[list[Any], list[Any]]:
+  """(header but for kind and session, frames) of a good INSERT of one item, but for the changes."""
+  parts: dict[str, Any] = dict(
+    chunks=[(0, 3, 0, 48)],
+    item=[(number, 100 + number, 1.0, 0, 0)],
+    parts=[(1, 0, 3)],
+    refs=[number - 1],
+    released=[],
+    data=b'x' * 48,
+  )
+  parts.update(changes)
+  frames = [
+    np.array(parts['chunks'], '<u4').tobytes(),
+    np.array(parts['item'], wire.ITEM).tobytes(),
+    np.array(parts['parts'], '<u4').tobytes(),
+    np.array(parts['refs'], '<u8').tobytes(),
+    np.array(parts['released'], '<u8').tobytes(),
+    parts['data'],
+  ]
+  return [number, checksum(frames)], frames
+
+
+def ready(context: zmq.Context[Any], server: ReplayServer) -> Raw:
+  raw = Raw(context, server.address)
+  raw.hello()
+  raw.say(
+    wire.DECLARE, raw.session,
+    {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]},
+  )  # fmt: skip
+  return raw
+
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+  ('of spec 9', dict(chunks=[(9, 3, 0, 48)])),
+  ('expected 48', dict(chunks=[(0, 3, 0, 47)], data=b'x' * 47)),
+  ('differ from what is told', dict(data=b'x' * 49)),
+  ('not zstandard', dict(chunks=[(0, 3, 1, 48)])),
+  ('kind 7', dict(chunks=[(0, 3, 7, 48)])),
+  ('0 rows', dict(chunks=[(0, 0, 0, 48)])),
+  ('rows 0 to 4 of 3', dict(parts=[(1, 0, 4)])),
+  ('rows 3 to 4', dict(parts=[(1, 3, 1)])),
+  ('rows 0 to 0', dict(parts=[(1, 0, 0)])),
+  ('which there is not', dict(refs=[5])),
+  ('chunks for parts of', dict(parts=[(2, 0, 3)])),
+  ('expected 1', dict(parts=[(1, 0, 3)] * 2, refs=[0, 0])),
+  ('was not declared', dict(item=[(1, 101, 1.0, 7, 0)])),
+  ('was not declared', dict(item=[(1, 101, 1.0, 0, 7)])),
+  ('without a key', dict(item=[(1, 0, 1.0, 0, 0)])),
+  ('released, which', dict(released=[77])),
+]
+
+
+def test_an_insert_that_is_none_inserts_nothing() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    for text, changes in BAD:
+      raw = ready(context, server)
+      header, frames = insert(1, **changes)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      assert text in raw.hear(wire.GONE)[0][2], text
+      raw.close()
+    for crc, count in ((1, 6), (0, 5)):
+      raw = ready(context, server)
+      header, frames = insert(1)
+      raw.say(wire.INSERT, raw.session, 1, header[1] + crc, frames=frames[:count])
+      assert 'checksum' in (said := raw.hear(wire.GONE)[0][2]) or 'frames after' in said
+      raw.close()
+    raw = ready(context, server)
+    for number in (1, 2, 2, 1, 3):  # what comes again is known
+      header, frames = insert(number, refs=[0])
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      assert np.frombuffer(raw.hear(wire.ACK)[1], '<u8').tolist() == [number]
+    assert table.info().inserts == 3 and server.counts['repeated'] == 2
+    header, frames = insert(4, item=[(4, 104, -1.0, 0, 0)], refs=[0])
+    raw.say(wire.INSERT, raw.session, *header, frames=frames)
+    assert 'priority -1' in (heard := raw.hear(wire.ACK))[0][4] and len(heard[3]) == 8
+    raw.close()
+    assert len(table.sample(2, timeout=10).key) == 2 and server.failure is None
+  context.term()
+
+
+def fuzz(messages: int, seed: int) -> None:
+  """So many messages that are wrong in some way, from ever new connections; a good client goes on."""
+  rng, context = random.Random(seed), zmq.Context()
+  with ReplayServer(ANY, most_bytes=2**20) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    fill(client, table, 5).close(timeout=30)
+    before = resident()
+    sent = 0
+    while sent < messages:
+      raw = ready(context, server)
+      for _ in range(rng.randrange(1, 200)):
+        raw.socket.send_multipart(wrong(rng, raw.session))
+        sent += 1
+      raw.say(wire.ASK)  # answered, or ignored
+      until(lambda: server.counts['ignored'] + server.counts['malformed'] >= 0)
+      raw.close()
+      if rng.random() < 0.05:
+        assert len(table.sample(2, timeout=30).key) == 2
+    assert len(table.sample(2, timeout=60).key) == 2
+    fill(client, table, 5).close(timeout=60)
+    assert server.failure is None and server.counts['malformed'] > messages / 1000
+    assert len(server.tables) < 100
+    until(lambda: len(server.peers) == 1, 30.0)
+    assert server.store.total.bytes < 2**20 and len(server._streams) <= 2
+    assert resident() < before + 2**27
+  context.term()
+
+
+def resident() -> int:
+  text = Path('/proc/self/status').read_text()
+  return int(text.partition('RssAnon:')[2].split()[0]) * 1024
+
+
+def wrong(rng: random.Random, session: int) -> list[bytes]:
+  """A message that is not as it should be, or is, of a kind drawn at random."""
+  kind = rng.choice([1, 4, 5, 6, *range(16, 26), 32, 66, 80, 200])
+  number = rng.randrange(1, 5)
+  header: list[Any] = [kind, session, number]
+  frames: list[Any] = []
+  if kind == wire.INSERT:
+    more, frames = insert(number)
+    header = [kind, session, *more]
+    if rng.random() < 0.7:
+      k = rng.randrange(6)
+      data = bytearray(frames[k])
+      if data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+      frames[k] = bytes(data)
+      if rng.random() < 0.8:
+        header[3] = checksum(frames)
+  elif kind == wire.SAMPLE:
+    n = rng.choice([0, 1, 3, 2**17])
+    header = [kind, session, number, rng.choice(['it', 'none']), n, 1, rng.choice([-1.0, 0.0, 1e9]), rng.randrange(2)]  # fmt: skip
+  elif kind == wire.DECLARE:
+    header = [kind, session, rng.choice([{'tables': ['x']}, {'specs': [['<f4', [2**31, 2]]]}, {'specs': [['O', []]]}, {'signatures': [[['leaf', [], []], []]]}, {'signatures': [5]}, {'a': 1}])]  # fmt: skip
+  elif kind == wire.TABLE:
+    header = [kind, session, number, 'it', rng.choice([{}, {'sampler': 'x'}, {'max_size': 1}])]
+  elif kind in (wire.UPDATE, wire.DELETE):
+    frames = [bytes(8 * rng.randrange(3)), bytes(8 * rng.randrange(3))][: rng.randrange(3)]
+    header = [kind, session, number, 'it', checksum(frames)]
+  if rng.random() < 0.5:
+    spoil = rng.randrange(len(header))
+    header[spoil] = rng.choice([None, -1, 2**63, 'x' * rng.randrange(300), [], {}, 1.5, True, b'x'])
+  data = msgpack.packb(header)
+  if rng.random() < 0.2:
+    data = data[: rng.randrange(len(data) + 1)] + os.urandom(rng.randrange(4))
+  if rng.random() < 0.05:
+    frames.append(os.urandom(rng.randrange(2000)))
+  if rng.random() < 0.01:
+    data = b'x' * 100_000
+  return [data, *frames]
+
+
+def test_twenty_thousand_messages_that_are_none() -> None:
+  fuzz(20_000, 0)
+
+
+@pytest.mark.slow
+def test_a_million_messages_that_are_none() -> None:
+  fuzz(1_000_000, 1)

@@ -1,0 +1,273 @@
+"""Acting, replay and learning in processes of their own: they learn, come, go, and end."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary, until
+
+from podrace import cli, service, tables, topology
+from podrace.agents import valuing
+from podrace.agents.dqn import DQN
+from podrace.apex import from_leaves, to_leaves
+from podrace.config import UsageError
+from podrace.replay.hosted import Streams
+from podrace.service.server import ReplayServer
+from podrace.types import ActorOutput, TimeStep, Trajectory
+
+sys.path.append(str(Path(__file__).parent / 'replay'))
+
+from test_hosted import CASES, Both, first_priority, starts_of
+from test_windows import World, settings
+
+CATCH = [
+  '--agent', 'dqn', '--num-envs', '32', '--unroll-length', '4', '--actor-threads', '1',
+  '--agent.network.hidden', '32', '--agent.network.dueling', 'True', '--agent.n-step', '2',
+  '--agent.learning-rate', '2e-3', '--agent.target-period', '50', '--agent.epsilon-ladder', 'True',
+  '--agent.ranked-by-acting', 'True', '--agent.buffer.capacity', '8192',
+  '--agent.buffer.batch-size', '64', '--agent.buffer.min-size', '512',
+  '--agent.buffer.samples-per-insert', '8', '--agent.buffer.priority-exponent', '0.4',
+]  # fmt: skip
+
+
+class Places:
+  """Addresses and directories of one run, and its processes."""
+
+  def __init__(self, folder: Path, cache: Path) -> None:
+    self.folder, self.cache = folder, cache
+    self.replay, self.parameters = f'ipc://{folder}/replay', f'ipc://{folder}/parameters'
+    self.run_dir = folder / 'run'
+    self.started: list[Podrace] = []
+
+  def start(self, *args: str) -> Podrace:
+    log = self.folder / f'{len(self.started)}-{args[0]}.txt'
+    self.started.append(Podrace(args, log, 1, self.cache))
+    return self.started[-1]
+
+  def serve(self, *args: str) -> Podrace:
+    return self.start(
+      'replay', '--listen', self.replay, '--dir', str(self.folder / 'tables'), *args
+    )
+
+  def learn(self, steps: int, *args: str) -> Podrace:
+    return self.start(
+      'train', 'catch', '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service', *CATCH,
+      '--connect-replay', self.replay, '--listen', self.parameters, '--total-steps', str(steps),
+      '--log-every', '1280', '--run-dir', str(self.run_dir), *args,
+    )  # fmt: skip
+
+  def act(self, share: str, *args: str) -> Podrace:
+    return self.start(
+      'act', 'catch', *CATCH, '--connect-replay', self.replay, '--params', self.parameters,
+      '--share', share, *args,
+    )  # fmt: skip
+
+  def told(self) -> list[dict[str, Any]]:
+    path = self.run_dir / 'metrics.jsonl'
+    return lines(self.run_dir) if path.exists() else []
+
+  def step_from(self, more: int) -> None:
+    """Waits until so many steps have been made from now on."""
+    now = max((x['step'] for x in self.told()), default=0)
+    until(lambda: self.told() and self.told()[-1]['step'] >= now + more)
+
+
+@pytest.fixture
+def places(tmp_path: Path, cache: Path) -> Any:
+  found = Places(tmp_path, cache)
+  yield found
+  for process in found.started:
+    process.kill()
+
+
+def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
+  server, learner = places.serve(), places.learn(20_000)
+  one, two = places.act('0/2'), places.act('1/2')
+  one.says('acting in 16 environments')
+  two.says('acting in 16 environments')
+  places.step_from(3_840)
+  one.kill()
+  places.step_from(2_560)
+  again = places.act('0/2')
+  assert learner.wait() == 0, learner.output
+  assert [again.wait(), two.wait()] == [0, 0]
+  again.says('the run is complete')
+  server.signal(signal.SIGTERM)
+  assert server.wait() == 143
+  told = places.told()
+  greedy_enough = [x['episode_return'] for x in told[-8:] if x['episodes']]
+  assert np.mean(greedy_enough) > 0.3, told[-8:]  # of which many explore with an epsilon of 0.4
+  samples = told[-1]['replay_samples']
+  assert abs(samples - 8 * (20_000 - 512)) < 8 * 256
+  assert {x['acting_processes'] for x in told} >= {1, 2}
+
+
+@pytest.mark.slow
+def test_everybody_may_come_and_go(places: Places) -> None:
+  learner = places.learn(10_000_000)
+  learner.says('no podrace replay answers at')
+  server = places.serve('--checkpoint-every', '1')
+  actors = [places.act('0/2'), places.act('1/2', '--max-staleness', '3')]
+  places.step_from(6_000)
+  learner.signal(signal.SIGTERM)
+  assert learner.wait() == 143, learner.output
+  saved = checkpoints(places.run_dir)[-1]
+  actors[1].says('are stale')
+  learner = places.learn(10_000_000)
+  learner.says(f'resuming at step {saved:,}')
+  places.step_from(3_000)
+  until(lambda: list((places.folder / 'tables').iterdir()))
+  server.kill()
+  server = places.serve()
+  server.says('listening at')
+  places.step_from(3_000)
+  learner.kill()
+  learner = places.learn(10_000_000)
+  places.step_from(3_000)
+  for actor in actors:
+    actor.signal(signal.SIGTERM)
+    assert actor.wait() == 143, actor.output
+  learner.signal(signal.SIGINT)
+  assert learner.wait() == 130
+  server.signal(signal.SIGTERM)
+  assert server.wait() == 143
+
+
+def test_another_run_is_refused_and_both_sides_are_told(places: Places) -> None:
+  places.serve()
+  places.learn(10_000)
+  other = places.act('0/2', '--agent.network.hidden', '64')
+  assert other.wait() == 2
+  assert 'agent.network.hidden: [32] -> [64]' in other.output
+  other = places.act('0/2', '--env', 'podrace:memory')
+  assert other.wait() == 2
+  assert 'env: "podrace:catch" -> "podrace:memory"' in other.output
+  alone = places.act('0/1')
+  alone.says('acting in 32 environments')
+  alone.signal(signal.SIGINT)
+  assert alone.wait() == 130, alone.output
+
+
+def test_an_environment_that_fails_ends_its_process_only(places: Places) -> None:
+  env = ['--env', 'gymnasium:host_envs:Wrong-v0,what=raise']
+  places.serve()
+  learner = places.learn(1_000_000, *env)
+  actor = places.act('0/2', *env)
+  assert actor.wait() == 1, actor.output
+  assert 'ZeroDivisionError: the game broke' in actor.output
+  assert learner.process.is_alive()
+
+
+@pytest.mark.parametrize('case', ['n-step', 'stacked sequences'])
+def test_windows_that_went_through_a_service(case: str) -> None:
+  """Hold what the device's would, and have the same first priorities."""
+  given: dict[str, Any] = dict(CASES[case])
+  stack, kinds = given.get('stack', 0), given.pop('kinds', ('zeros',))
+  world = World(7, stack=stack, kinds=kinds)
+  buffer = settings(capacity=10_000, priority_exponent=1.0, batch_size=128)
+  if case != 'n-step':
+    given['initial_priority'] = first_priority
+  both = Both(world, buffer=buffer, **given)
+  try:
+    with ReplayServer('tcp://127.0.0.1:*') as server:
+      client = service.connect(server.address)
+      table = client.table(
+        'windows', sampler=tables.prioritized(1.0), remover=tables.fifo(),
+        rate_limiter=tables.min_size(1), max_size=1000,
+      )  # fmt: skip
+      streams = Streams(
+        both.layout, table, lambda history: client.writer(history, rows_per_chunk=5)
+      )
+      for unroll in range(6):
+        trajectory = world.unroll()
+        both.memory = both._add(both.memory, trajectory)
+        streams.add(jax.tree.map(jnp.asarray, trajectory), np.full(3, unroll))
+      for stream in streams.by_env.values():
+        stream.writer.flush(timeout=20)
+      found = table.sample(128, timeout=20)
+      client.close()
+    sample = both._decode({**found.data, 'weight': np.ones(128, np.float32)})
+    starts = starts_of(world, sample)
+    expected = both.window(both.memory, sample.trajectory.env_id, jnp.asarray(starts, jnp.int32))
+    for x, y in zip(jax.tree.leaves(sample.trajectory), jax.tree.leaves(expected), strict=True):
+      np.testing.assert_array_equal(x, y)
+    tree = np.asarray(both.memory.tree[0]).reshape(-1)
+    index = np.asarray(sample.trajectory.env_id) * both.w.starts + np.array(starts) // both.w.period
+    np.testing.assert_allclose(found.priority, tree[index], rtol=1e-5)
+  finally:
+    both.close()
+
+
+def test_priorities_of_dqn_by_what_acting_saw() -> None:
+  """By hand, of windows of 2 steps: two rewards, one that terminates, and a step between episodes."""
+  agent = DQN(discount=0.5, n_step=2, ranked_by_acting=True)
+  zeros = np.zeros((3, 3), np.float32)
+  window = Trajectory(
+    TimeStep(
+      (),
+      jnp.array([[0, 0, 0], [1, 2, 0], [4, 8, 8]], jnp.float32),
+      jnp.array([[1, 1, 0], [1, 0, 1], [1, 1, 1]], jnp.float32),
+      jnp.array([[0, 1, 2], [1, 2, 0], [1, 0, 1]], jnp.int8),
+    ),
+    ActorOutput(
+      jnp.zeros((2, 3), jnp.int32),
+      valuing.Extras(jnp.asarray(zeros[:2] + 1), jnp.asarray(zeros[:2] + 4)),
+    ),
+    (),
+    jnp.arange(3),
+  )
+  found = agent.initial_priority(window)
+  # 1 + 4 / 2 + 4 / 4 - 1; 2 - 1, as the episode is over; and none
+  np.testing.assert_allclose(found, [3.0, 1.0, 0.0], atol=1e-5)
+
+
+def test_parameters_as_leaves() -> None:
+  params = {'a': [jnp.arange(3.0)], 'b': jnp.ones((2, 2), jnp.bfloat16)}
+  leaves = dict(to_leaves(params))
+  again = from_leaves(jax.eval_shape(lambda: params), leaves)
+  jax.tree.map(np.testing.assert_array_equal, again, params)
+  other = {'a': [jnp.arange(4.0)], 'c': jnp.ones(1)}
+  with pytest.raises(UsageError) as error:
+    from_leaves(jax.eval_shape(lambda: other), leaves)
+  assert "['a'][0]: the learner has float32[3], this process float32[4]" in str(error.value)
+  assert "['c']: the learner has none, this process float32[1]" in str(error.value)
+  assert "['b']: the learner has bfloat16[2, 2], this process none" in str(error.value)
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['act', 'catch'], 'act needs --connect-replay'),
+    (['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:1'], 'act needs --params'),
+    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
+      '--share', '2/2'], r'--share 2/2: the parts of 2 are 0/2 to 1/2'),
+    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
+      '--share', '0/5'], r'--num-envs 32 does not divide into 5 shares'),
+    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
+      '--share', 'half'], r"--share takes I/N, such as 0/2, not 'half'"),
+    (['act', *CATCH, '--connect-replay', 'tcp://10.0.0.1:1', '--params', 'tcp://10.0.0.1:2'],
+     'it needs keys'),
+    (['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'],
+     'it has no replay to host'),
+    (['train', 'apex-pong', '--connect-replay', 'tcp://127.0.0.1:1'], '--connect-replay needs --listen'),
+    (['train', 'r2d2-remote-memory'], '--replay service and --connect-replay go together'),
+    (['train', 'r2d2-remote-memory', '--lag', '1'], '--replay service needs --lag async'),
+  ],
+)  # fmt: skip
+def test_bad_usage_is_2(
+  args: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  more = ['--run-dir', str(tmp_path / 'run')] if args[0] == 'train' else []
+  with pytest.raises(SystemExit) as end:
+    cli.main([*args, *more])
+  assert end.value.code == 2
+  assert message in capfd.readouterr().err
