@@ -38,14 +38,14 @@ def hosted(*args: Any, **kwargs: Any) -> Sebulba:
 )
 def test_dqn_learns_catch(lag: str, learners: str) -> None:
   with Running(hosted(CATCH, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
-    run.driver.read_log(run.advance(350))
+    run.driver.read_log(run.advance(110))
     run.driver.read_log(run.state)
-    told, _ = run.driver.read_log(run.advance(80))
-  assert told['episodes'] >= 900
-  assert told['return_sum'] / told['episodes'] > 0.9
+    told, _ = run.driver.read_log(run.advance(30))
+  assert told['episodes'] >= 300
+  assert told['return_sum'] / told['episodes'] > 0.8
   host_log = told['host']
   assert host_log['replay_windows'] <= 8192
-  updates = 430 - 512 // 128 + 1  # from min_size on
+  updates = 140 - 512 // 128 + 1  # from min_size on
   assert host_log['replay_samples'] == updates * 32 * 4 * 8
 
 
@@ -130,6 +130,7 @@ def test_seed_with_replay(tmp_path: Path, cache: Path) -> None:
   assert told[-1]['replay_windows'] <= 4096
 
 
+@SLOW
 def test_host_environments_resume(tmp_path: Path, cache: Path) -> None:
   """Their streams begin anew, and what was remembered stays."""
   run_dir = tmp_path / 'run'
