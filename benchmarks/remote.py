@@ -220,7 +220,7 @@ def ask_zmq(
 
   begin = time.perf_counter()
   due = collections.deque((begin + period * i / clients, i) for i in range(clients))
-  warm = begin + min(1.0, seconds / 3)
+  warm = begin + max(min(1.0, seconds / 3), 2 * period)
   end = warm + seconds
   since = 0.0
   while (now := time.perf_counter()) < end:
@@ -346,20 +346,27 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 # --- light clients ------------------------------------------------------------------------------------
 
 
-def light_clients(seconds: float) -> dict[str, Any]:
-  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8 * LIGHT), hard), hard))
-  server = common.Worker([sys.executable, __file__, '--serve', 'podrace', str(LIGHT), '1', '16B'])
+def light(kind: str, seconds: float) -> tuple[dict[str, Any], int, int]:
+  """What such a load shows, and the bytes of the server's process before and after."""
+  server = common.Worker([sys.executable, __file__, '--serve', kind, str(LIGHT), '1', '16B'])
   assert server.process.stdout
   with server:
     address = json.loads(server.process.stdout.readline())['address']
-    before = server.ask()['resident']
-    found: dict[str, Any] = ask_zmq(address, 'podrace', LIGHT, 1, '16B', seconds, PERIOD)
-    after = server.ask()
+    before = server.ask().get('resident', 0)
+    found: dict[str, Any] = ask_zmq(address, kind, LIGHT, 1, '16B', seconds, PERIOD)
+    return found, before, server.ask().get('resident', 0)
+
+
+def light_clients(seconds: float) -> dict[str, Any]:
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8 * LIGHT), hard), hard))
+  found, before, after = light('podrace', seconds)
+  echo, *_ = light('echo', seconds)
   found |= dict(
     clients=LIGHT,
     steps_per_s_of_each=1 / PERIOD,
-    server_bytes_per_client=(after['resident'] - before) / LIGHT,
+    server_bytes_per_client=(after - before) / LIGHT,
+    echo=echo,
     bounds=dict(p99_ms=P99_MS, server_bytes_per_client=CLIENT_BYTES),
   )
   found['kept'] = found['p99_ms'] <= P99_MS and found['server_bytes_per_client'] <= CLIENT_BYTES
