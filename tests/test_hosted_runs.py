@@ -15,7 +15,7 @@ import pytest
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
 from test_sebulba import Running, assert_close, assert_same, compiled, jittery
 from test_sebulba_run import Shuffled
-from test_value_agents import AGENTS, CATCH, sebulba
+from test_value_agents import AGENTS, CATCH, env_of, sebulba
 
 from podrace import cli
 from podrace.agents.r2d2 import R2D2
@@ -63,6 +63,26 @@ def test_r2d2_remembers(lag: str) -> None:
     run.driver.read_log(run.state)
     told, _ = run.driver.read_log(run.advance(40))
   assert told['return_sum'] / told['episodes'] > 0.7  # exploring as it does
+
+
+@SLOW
+@pytest.mark.parametrize('name', AGENTS)
+def test_every_agent_learns_from_it(name: str) -> None:
+  """As many samples as from the device's replay, and the parameters change; on two devices."""
+  program = hosted(AGENTS[name], env_of(name), '0', '1,2', 1, lag='1')
+  other = sebulba(AGENTS[name], env_of(name), '0', '1,2', 1, lag='1')
+  with Running(program) as run:
+    before = jax.device_get(run.state.train.params)
+    found = run.advance(20)
+  with Running(other) as run:
+    expected = run.advance(20)
+  assert int(found.log.count) == int(expected.log.count) > 0
+  assert int(found.log.broken) == -1
+  changed = [
+    not np.array_equal(x, y)
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(found.train.params), strict=True)
+  ]
+  assert any(changed)
 
 
 @pytest.mark.parametrize('name', ['dqn', pytest.param('r2d2', marks=SLOW)])
