@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
+import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,32 @@ def test_environments_in_any_order() -> None:
   np.testing.assert_array_equal(np.diff(steps[:, :, 1]), 1)  # without a gap
   free = found['step_type'][:, 1:] != 0
   np.testing.assert_array_equal(steps[:, 1:, 2][free], found['action'][free])
+
+
+def test_no_window_is_of_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Workers are killed while they act, in lockstep; their environments number their steps."""
+  monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
+  spec = host.make('gymnasium:host_envs:Sequence-v0')
+  agent = bind(dataclasses.replace(AGENTS['dqn'], n_step=3), spec, 100, 4)
+  program = Sebulba(
+    agent, spec, agent.memory(4, 4), split_devices('0', '0'), 4, 4, 1, lag='1', env_threads=4,
+    hosted=True,
+  )  # fmt: skip
+  moments = random.Random(0)
+  with Running(program) as run:
+    (workers,) = run.driver._actors.pools
+    for _ in range(8):
+      run.advance(moments.randint(2, 4))
+      os.kill(moments.choice(workers.pids), signal.SIGKILL)
+    run.advance(4)
+    restarts = run.driver.read_log(run.state)[0]['host']['env_restarts']
+    table = run.driver._hosted.table
+    steps = table.sample(600).data['observation']
+  assert restarts == 8
+  assert len({tuple(x) for x in steps[:, 0, :2].tolist()}) > 4  # of several lives
+  for life in (0, 1):
+    np.testing.assert_array_equal(steps[:, :, life], np.repeat(steps[:, :1, life], 4, 1))
+  np.testing.assert_array_equal(np.diff(steps[:, :, 2]), 1)
 
 
 DQN = ['--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8', '--unroll-length', '8',
