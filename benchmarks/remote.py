@@ -6,6 +6,9 @@ the network (`recv`, zeros, `send`), a bare pyzmq echo with the same messages (i
 constant and looks at nothing), and grpcio's bidirectional streams with messages of the same size, the
 faster of its threaded and its asyncio server. The client's side of podrace and of the echo is the same code.
 
+Light clients: 1,000 of them connected to podrace's server at once, with one environment each that takes a step a
+second; round trips' latency and what the server's process grows by, against the bounds below.
+
 Training: `podrace train pong` with environments in the process, and with `podrace envs` in another; in
 turn, on the same cores; steps_per_s of summary.json.
 """
@@ -14,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import collections
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 import tempfile
@@ -26,9 +31,12 @@ from typing import Any
 
 import common
 import numpy as np
+import tables_load
 
 CLIENTS, ENVIRONMENTS = (1, 8, 64), (1, 64)
 OBSERVATIONS = {'16B': ((4,), 'float32'), '28KB': ((4, 84, 84), 'uint8')}
+LIGHT, PERIOD = 1000, 1.0  # clients, and seconds between the steps of one
+P99_MS, CLIENT_BYTES = 50.0, 100_000  # bounds: latency, and memory for each of them
 GRPC = ('grpc-threads', 'grpc-asyncio')
 SERVERS = ('podrace', 'podrace-ipc', 'echo', *GRPC)  # TCP on loopback, but for one
 
@@ -67,7 +75,8 @@ def serve_podrace(address: str, clients: int, environments: int, observation: st
     threading.Thread(target=act, daemon=True).start()
     common.answer(address=server.address)
     for _ in common.requests():
-      common.answer(batches={str(k): v for k, v in sorted(pool.batches.items())})
+      batches = {str(k): v for k, v in sorted(pool.batches.items())}
+      common.answer(batches=batches, resident=tables_load.resident())
 
 
 def serve_echo(clients: int, environments: int, observation: str) -> None:
@@ -162,13 +171,20 @@ def payload(environments: int, observation: str) -> list[bytes]:
 
 
 def ask_zmq(
-  address: str, kind: str, clients: int, environments: int, observation: str, seconds: float
+  address: str,
+  kind: str,
+  clients: int,
+  environments: int,
+  observation: str,
+  seconds: float,
+  period: float = 0.0,  # between the steps of a client; 0 is at once
 ) -> dict[str, float]:
   import zmq
 
   from podrace.remote import wire
 
   context = zmq.Context()
+  context.max_sockets = clients + 16
   sockets = [context.socket(zmq.DEALER) for _ in range(clients)]
   sessions = [0] * clients
   hello = {'name': wire.NAME, 'version': wire.VERSION, 'host': 'bench', 'pid': 0, 'env': 'bench:stub',
@@ -202,14 +218,15 @@ def ask_zmq(
     sent[i] = time.perf_counter()
     sockets[i].send_multipart([header, *(frames if again else first)], copy=False)
 
-  for i in range(clients):
-    send(i)
   begin = time.perf_counter()
-  warm = begin + min(1.0, seconds / 3)
+  due = collections.deque((begin + period * i / clients, i) for i in range(clients))
+  warm = begin + max(min(1.0, seconds / 3), 2 * period)
   end = warm + seconds
   since = 0.0
   while (now := time.perf_counter()) < end:
-    for s, _ in poller.poll():
+    while due and due[0][0] <= now:
+      send(due.popleft()[1])
+    for s, _ in poller.poll(max((due[0][0] - now) * 1000, 0) if due else None):
       answer = s.recv_multipart()
       i = number[s]
       if kind.startswith('podrace') and wire.unpack(answer[0])[0] != wire.ACTION:
@@ -218,7 +235,7 @@ def ask_zmq(
       if now > warm:
         since = since or now
         latencies.append(now - sent[i])
-      send(i)
+      due.append((max(sent[i] + period, now), i))
   took = time.perf_counter() - since
   for s in sockets:
     s.close(0)
@@ -326,6 +343,37 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
   )
 
 
+# --- light clients ------------------------------------------------------------------------------------
+
+
+def light(kind: str, seconds: float) -> tuple[dict[str, Any], int, int]:
+  """What such a load shows, and the bytes of the server's process before and after."""
+  server = common.Worker([sys.executable, __file__, '--serve', kind, str(LIGHT), '1', '16B'])
+  assert server.process.stdout
+  with server:
+    address = json.loads(server.process.stdout.readline())['address']
+    before = server.ask().get('resident', 0)
+    found: dict[str, Any] = ask_zmq(address, kind, LIGHT, 1, '16B', seconds, PERIOD)
+    return found, before, server.ask().get('resident', 0)
+
+
+def light_clients(seconds: float) -> dict[str, Any]:
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8 * LIGHT), hard), hard))
+  found, before, after = light('podrace', seconds)
+  echo, *_ = light('echo', seconds)
+  found |= dict(
+    clients=LIGHT,
+    steps_per_s_of_each=1 / PERIOD,
+    server_bytes_per_client=(after - before) / LIGHT,
+    echo=echo,
+    bounds=dict(p99_ms=P99_MS, server_bytes_per_client=CLIENT_BYTES),
+  )
+  found['kept'] = found['p99_ms'] <= P99_MS and found['server_bytes_per_client'] <= CLIENT_BYTES
+  print(f'{LIGHT} light clients: {found}', flush=True)
+  return found
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -371,7 +419,7 @@ def training(repeats: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('parts', nargs='*', help='round-trips, training; none: both')
+  parser.add_argument('parts', nargs='*', help='round-trips, light, training; none: all')
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=2.0)
   parser.add_argument('--steps', type=int, default=60_000)
@@ -381,11 +429,13 @@ def main() -> None:
     kind, clients, environments, observation = args.serve
     serve(kind, int(clients), int(environments), observation)
     return
-  parts = args.parts or ['round-trips', 'training']
+  parts = args.parts or ['round-trips', 'light', 'training']
   path = common.RESULTS / 'remote.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   if 'round-trips' in parts:
     results['round_trips'] = all_round_trips(args.repeats, args.seconds)
+  if 'light' in parts:
+    results['light_clients'] = light_clients(5 * args.seconds)
   if 'training' in parts:
     results['training'] = training(args.repeats, args.steps)
   common.record('remote', results)

@@ -258,7 +258,7 @@ def codecs_on(chunks: list[np.ndarray]) -> dict[str, Any]:
         ]
         middle = time.perf_counter()
         for p, x in zip(packed, chunks, strict=True):
-          rows = np.frombuffer(unpack(p, x.nbytes), x.dtype).reshape(x.shape)
+          rows = np.frombuffer(unpack(p, x.nbytes), x.dtype).reshape(x.shape).copy()
           if differences:
             accumulate(rows)
         best = [min(best[0], middle - begin), min(best[1], time.perf_counter() - middle)]

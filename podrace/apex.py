@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import queue
 import signal
@@ -46,8 +45,6 @@ GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
 COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # what the two sides must agree on
-
-log = logging.getLogger('podrace.apex')
 
 
 @dataclasses.dataclass(frozen=True)

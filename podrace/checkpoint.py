@@ -112,6 +112,8 @@ class Checkpoints:
     for folder in self.beside(0).parent.glob('[0-9]*'):
       if folder.name.isdigit() and int(folder.name) not in steps:
         shutil.rmtree(folder, ignore_errors=True)
+    for partial in self.beside(0).parent.glob('.*.partial'):
+      shutil.rmtree(partial, ignore_errors=True)
 
   def save(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
     """Takes a copy and returns; writing goes on in the background.

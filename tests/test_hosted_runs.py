@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import os
+import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
 from test_sebulba import Running, assert_close, assert_same, compiled, jittery
 from test_sebulba_run import Shuffled
-from test_value_agents import AGENTS, CATCH, sebulba
+from test_value_agents import AGENTS, CATCH, env_of, sebulba
 
 from podrace import cli
 from podrace.agents.r2d2 import R2D2
@@ -38,14 +40,14 @@ def hosted(*args: Any, **kwargs: Any) -> Sebulba:
 )
 def test_dqn_learns_catch(lag: str, learners: str) -> None:
   with Running(hosted(CATCH, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
-    run.driver.read_log(run.advance(350))
+    run.driver.read_log(run.advance(110))
     run.driver.read_log(run.state)
-    told, _ = run.driver.read_log(run.advance(80))
-  assert told['episodes'] >= 900
-  assert told['return_sum'] / told['episodes'] > 0.9
+    told, _ = run.driver.read_log(run.advance(30))
+  assert told['episodes'] >= 300
+  assert told['return_sum'] / told['episodes'] > 0.8
   host_log = told['host']
   assert host_log['replay_windows'] <= 8192
-  updates = 430 - 512 // 128 + 1  # from min_size on
+  updates = 140 - 512 // 128 + 1  # from min_size on
   assert host_log['replay_samples'] == updates * 32 * 4 * 8
 
 
@@ -63,6 +65,26 @@ def test_r2d2_remembers(lag: str) -> None:
     run.driver.read_log(run.state)
     told, _ = run.driver.read_log(run.advance(40))
   assert told['return_sum'] / told['episodes'] > 0.7  # exploring as it does
+
+
+@SLOW
+@pytest.mark.parametrize('name', AGENTS)
+def test_every_agent_learns_from_it(name: str) -> None:
+  """As many samples as from the device's replay, and the parameters change; on two devices."""
+  program = hosted(AGENTS[name], env_of(name), '0', '1,2', 1, lag='1')
+  other = sebulba(AGENTS[name], env_of(name), '0', '1,2', 1, lag='1')
+  with Running(program) as run:
+    before = jax.device_get(run.state.train.params)
+    found = run.advance(20)
+  with Running(other) as run:
+    expected = run.advance(20)
+  assert int(found.log.count) == int(expected.log.count) > 0
+  assert int(found.log.broken) == -1
+  changed = [
+    not np.array_equal(x, y)
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(found.train.params), strict=True)
+  ]
+  assert any(changed)
 
 
 @pytest.mark.parametrize('name', ['dqn', pytest.param('r2d2', marks=SLOW)])
@@ -106,6 +128,32 @@ def test_environments_in_any_order() -> None:
   np.testing.assert_array_equal(steps[:, 1:, 2][free], found['action'][free])
 
 
+def test_no_window_is_of_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Workers are killed while they act, in lockstep; their environments number their steps."""
+  monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
+  spec = host.make('gymnasium:host_envs:Sequence-v0')
+  agent = bind(dataclasses.replace(AGENTS['dqn'], n_step=3), spec, 100, 4)
+  program = Sebulba(
+    agent, spec, agent.memory(4, 4), split_devices('0', '0'), 4, 4, 1, lag='1', env_threads=4,
+    hosted=True,
+  )  # fmt: skip
+  moments = random.Random(0)
+  with Running(program) as run:
+    (workers,) = run.driver._actors.pools
+    for _ in range(8):
+      run.advance(moments.randint(2, 4))
+      os.kill(moments.choice(workers.pids), signal.SIGKILL)
+    run.advance(4)
+    restarts = run.driver.read_log(run.state)[0]['host']['env_restarts']
+    table = run.driver._hosted.table
+    steps = table.sample(600).data['observation']
+  assert restarts == 8
+  assert len({tuple(x) for x in steps[:, 0, :2].tolist()}) > 4  # of several lives
+  for life in (0, 1):
+    np.testing.assert_array_equal(steps[:, :, life], np.repeat(steps[:, :1, life], 4, 1))
+  np.testing.assert_array_equal(np.diff(steps[:, :, 2]), 1)
+
+
 DQN = ['--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8', '--unroll-length', '8',
        '--agent.network.hidden', '16', '--agent.n-step', '3', '--actor-threads', '2',
        '--agent.buffer.min-size', '500', '--agent.buffer.batch-size', '16',
@@ -130,6 +178,7 @@ def test_seed_with_replay(tmp_path: Path, cache: Path) -> None:
   assert told[-1]['replay_windows'] <= 4096
 
 
+@SLOW
 def test_host_environments_resume(tmp_path: Path, cache: Path) -> None:
   """Their streams begin anew, and what was remembered stays."""
   run_dir = tmp_path / 'run'

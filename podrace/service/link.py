@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
+import math
 import os
 import random
 import socket as sockets
@@ -60,6 +61,7 @@ class Link:
     self.why = 'it has not answered yet'  # there is no session
     self.patience = TURN  # seconds until the next turn, if nothing comes
     self.silence = 5.0  # seconds after which a peer is taken for dead
+    self.ping_every = math.inf  # seconds, at most
     self._calls: collections.deque[Any] = collections.deque()
     self._context = zmq.Context()
     self._wake = Wake()
@@ -275,7 +277,7 @@ class Link:
       if now - self._lost_since > 2.0:
         self._remind(f'no {self.service} answers at {self.address} ({self.why}); trying again')
       return
-    if now - self._pinged > self.silence / 4:
+    if now - self._pinged > min(self.silence / 4, self.ping_every):
       self._pinged = now
       self.send(wire.PING, self.session)
     if now - self._heard > 2 * self.silence:

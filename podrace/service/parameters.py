@@ -213,6 +213,8 @@ class Parameters(Link):
     keys = None if keys is None else Path(keys)
     super().__init__(address, keys, insecure, threading.Condition())
     self._max_staleness = max_staleness
+    if max_staleness is not None:
+      self.ping_every = max_staleness / 3
     self._held: Published | None = None
     self._fetch: _Fetch | None = None
     self._newest = -1  # version that is known of

@@ -300,6 +300,8 @@ class Router:
       if type(told.get(name)) is not kind or (kind is str and len(told[name]) > 200):
         raise WireError(f'a hello without a {name} that is {kind.__name__}')
     peer = self.peers.get(address)
+    if peer is not None and peer.nonce == told['nonce']:
+      return  # asked again, while the answer was on its way
     reasons = [
       f'this is {self.service!r} version {wire.VERSION} (podrace {__version__}), '
       f'the client wants {told["name"]!r} version {told["version"]} (podrace {told["podrace"]})'

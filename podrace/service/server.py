@@ -193,10 +193,11 @@ class ReplayServer(Router):
 
   def welcome(self, peer: Peer, told: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     stream_id = told['stream']
+    known = self._streams.get(stream_id)
+    if known is not None and known.peer is not None:
+      self.drop(known.peer, 'its stream goes on over another connection')
     stream = self._streams.pop(stream_id, None) or Stream()
-    self._streams[stream_id] = stream
-    if stream.peer is not None:
-      self.drop(stream.peer, f'{peer.name} goes on with its stream')
+    self._streams[stream_id] = stream  # as the newest
     stream.peer, stream.name = peer, peer.name
     while len(self._streams) > STREAMS:
       oldest, forgotten = next(iter(self._streams.items()))

@@ -16,7 +16,7 @@ import zstandard
 from podrace import tables
 from podrace.remote.wire import WireError, checksum
 from podrace.tables import trees
-from podrace.tables.chunks import Chunk, ChunkStore, gather, unpack
+from podrace.tables.chunks import ChunkStore, unpack_into
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 from podrace.tables.table import Draws, Leaf, Samples, Signature
@@ -327,22 +327,42 @@ class _Reader:
 
   def __init__(self, chunks: np.ndarray, ends: np.ndarray, data: memoryview) -> None:
     self._chunks, self._ends, self._data = chunks, ends, data
-    self._made: dict[int, Chunk] = {}
-    self._store = ChunkStore(0)
+    self._made: dict[int, np.ndarray] = {}
 
   def leaf(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(rows [n, L, ...], lengths [n]) of one leaf's parts."""
     if (direct := self._direct(leaf, parts, refs)) is not None:
       return direct
-    found, at = [], 0
-    numbers = refs.tolist()
-    for count, offset, rows in parts.tolist():
-      needed = tuple([self._chunk(k, leaf) for k in numbers[at : at + count]])
-      at += count
-      if not rows or offset + rows > sum(c.length for c in needed):
-        raise WireError(f'rows {offset} to {offset + rows}, which are not all in their chunks')
-      found.append((needed, offset, rows))
-    return gather(self._store, found, leaf.dtype, leaf.shape)
+    times = np.bincount(refs)
+    numbers, rows = iter(refs.tolist()), parts['rows'].astype(np.int64)
+    if (rows == 0).any():
+      raise WireError(f'a part without rows in {leaf}')
+    longest = int(rows.max())
+    if len(parts) * longest * row_bytes(leaf.dtype, leaf.shape) > FRAME_BYTES * 16:
+      raise WireError(f'{len(parts)} parts of up to {longest} rows in {leaf}')
+    whole = (rows == longest).all()
+    out = (np.empty if whole else np.zeros)((len(parts), longest, *leaf.shape), leaf.dtype)
+    for into, (count, offset, length) in zip(out, parts.tolist(), strict=True):
+      done = 0
+      for _ in range(count):
+        done += self._copy(next(numbers), leaf, offset, into[done:length], times)
+        offset = 0
+      if done != length:
+        raise WireError(f'{length} rows, of which {done} are in their chunks')
+    return out, rows
+
+  def _copy(self, number: int, leaf: Leaf, offset: int, into: np.ndarray, times: np.ndarray) -> int:
+    """Copies rows of a chunk from `offset` on, as many as there are or fit; how many."""
+    _, rows, how, size = self._chunks[number].tolist()
+    n = min(rows - offset, len(into))
+    if n <= 0:
+      raise WireError(f'row {offset} of {rows}, or one too many')
+    if n == rows and times[number] == 1:  # nobody else needs it: straight to where it is needed
+      end = int(self._ends[number])
+      read_chunk(self._data[end - size : end], how, into[:n])
+    else:
+      into[:n] = self._chunk(number, leaf)[offset : offset + n]
+    return n
 
   def _direct(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Any:
     """Without a loop, if each part is a chunk of its own, as it is, and all are as long."""
@@ -367,16 +387,18 @@ class _Reader:
     array = np.frombuffer(self._data[end - n * size : end], leaf.dtype)
     return array.reshape(n, rows, *leaf.shape).copy(), np.full(n, rows)
 
-  def _chunk(self, number: int, leaf: Leaf) -> Chunk:
-    chunk = self._made.get(number)
-    if chunk is None:
+  def _chunk(self, number: int, leaf: Leaf) -> np.ndarray:
+    array = self._made.get(number)
+    if array is None:
       _, rows, how, size = self._chunks[number].tolist()
+      if rows * row_bytes(leaf.dtype, leaf.shape) > FRAME_BYTES:
+        raise WireError(f'a chunk of {rows} rows in {leaf}')
       end = int(self._ends[number])
-      array = read_chunk(self._data[end - size : end], how, leaf.dtype, leaf.shape, rows)
-      chunk = self._made[number] = self._store.chunk(array, rows)
-    elif chunk.dtype != leaf.dtype or chunk.shape != leaf.shape:
-      raise WireError(f'a chunk of {chunk.dtype}{list(chunk.shape)} in {leaf}')
-    return chunk
+      array = self._made[number] = np.empty((rows, *leaf.shape), leaf.dtype)
+      read_chunk(self._data[end - size : end], how, array)
+    elif array.dtype != leaf.dtype or array.shape[1:] != leaf.shape:
+      raise WireError(f'a chunk of {array.dtype}{list(array.shape[1:])} in {leaf}')
+    return array
 
 
 def check_chunk(data: Any, how: int, size: int) -> None:
@@ -391,14 +413,13 @@ def check_chunk(data: Any, how: int, size: int) -> None:
     raise WireError(f'a chunk with {found} bytes of rows, expected {size}')
 
 
-def read_chunk(
-  data: Any, how: int, dtype: np.dtype, shape: tuple[int, ...], rows: int
-) -> np.ndarray:
-  """A chunk's rows [rows, *shape]."""
-  check_chunk(data, how, rows * row_bytes(dtype, shape))
+def read_chunk(data: Any, how: int, into: np.ndarray) -> None:
+  """Writes a chunk's rows [rows, ...] to where they belong."""
+  check_chunk(data, how, into.nbytes)
   if how == AS_IS:
-    return np.frombuffer(data, dtype).reshape(rows, *shape)
+    into[...] = np.frombuffer(data, into.dtype).reshape(into.shape)
+    return
   try:
-    return unpack((data, how == DIFFERENCES), dtype, (rows, *shape))
+    unpack_into((data, how == DIFFERENCES), into)
   except (zstandard.ZstdError, ValueError) as e:
     raise WireError(f'a chunk that is damaged ({e})') from None

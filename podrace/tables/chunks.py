@@ -26,6 +26,7 @@ LEAST = 128  # bytes; smaller chunks are not worth a compressor's call
 MUST_SAVE = 0.875  # a chunk that stays larger than this is kept as it is
 BYTES_PER_CHUNK = 2**18  # a column's chunks get this large, or ROWS_PER_CHUNK long
 ROWS_PER_CHUNK = 256
+WIDE = 1024  # bytes of a row, from which on differences are summed row by row
 SMALL = 4096  # bytes of a part; smaller ones are gathered all at once
 
 Part = tuple[tuple['Chunk', ...], int, int]  # chunks, offset in the first one, rows
@@ -256,9 +257,24 @@ def compress(data: memoryview) -> bytes:
 
 def unpack(packed: tuple[bytes, bool], dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
   """The rows again."""
+  rows = np.empty(shape, dtype)
+  unpack_into(packed, rows)
+  return rows
+
+
+def unpack_into(packed: tuple[bytes, bool], rows: np.ndarray) -> None:
+  """Writes the rows again, to where there is room for just them, one after the other.
+
+  Raises:
+    ValueError: if they are fewer.
+  """
   data, differences = packed
-  rows = np.frombuffer(_decompressor().decompress(data), dtype).reshape(shape)
-  return accumulate(rows) if differences else rows
+  into = rows.reshape(-1).view(np.uint8)
+  done = _decompressor().stream_reader(data).readinto(into.data) if len(into) else 0
+  if done != len(into):
+    raise ValueError(f'{done} bytes were packed, expected {len(into)}')
+  if differences:
+    accumulate(rows)
 
 
 def difference(rows: np.ndarray) -> np.ndarray:
@@ -269,10 +285,14 @@ def difference(rows: np.ndarray) -> np.ndarray:
   return found.view(rows.dtype)
 
 
-def accumulate(rows: np.ndarray) -> np.ndarray:
-  """What `difference` was made from."""
+def accumulate(rows: np.ndarray) -> None:
+  """Makes differences into what they were made from."""
   bits = rows.view(np.dtype(f'u{rows.dtype.itemsize}'))
-  return np.add.accumulate(bits, axis=0, dtype=bits.dtype).view(rows.dtype)
+  if bits[:1].nbytes < WIDE:
+    np.add.accumulate(bits, axis=0, dtype=bits.dtype, out=bits)
+    return
+  for before, row in itertools.pairwise(bits):  # ten times as fast on frames
+    np.add(row, before, out=row)
 
 
 def differences_help(rows: np.ndarray) -> bool:

@@ -88,6 +88,10 @@ def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
 # --- what is none -----------------------------------------------------------------------------------
 
 
+HELLO = {'name': wire.REPLAY, 'version': wire.VERSION, 'nonce': 1, 'host': 'raw', 'podrace': '0',
+         'pid': os.getpid()}  # fmt: skip
+
+
 class Raw:
   """A client of a few lines, that can be made to say anything."""
 
@@ -110,10 +114,8 @@ class Raw:
     raise AssertionError(f'nothing of kind {kind}')
 
   def hello(self, **changes: Any) -> None:
-    told = {'name': wire.REPLAY, 'version': wire.VERSION, 'nonce': 1, 'host': 'raw', 'podrace': '0',
-            'pid': os.getpid(), 'stream': random.getrandbits(60), **changes}  # fmt: skip
-    self.say(wire.HELLO, told)
-    self.session = self.hear(wire.WELCOME)[0][1]
+    self.say(wire.HELLO, {**HELLO, 'stream': random.getrandbits(60) + 1, **changes})
+    _, self.session, self.told = self.hear(wire.WELCOME)[0]
 
   def close(self) -> None:
     self.socket.close()
@@ -146,9 +148,9 @@ def insert(number: int, **changes: Any) -> tuple[list[Any], list[Any]]:
   return [number, checksum(frames)], frames
 
 
-def ready(context: zmq.Context[Any], server: ReplayServer) -> Raw:
+def ready(context: zmq.Context[Any], server: ReplayServer, **changes: Any) -> Raw:
   raw = Raw(context, server.address)
-  raw.hello()
+  raw.hello(**changes)
   raw.say(
     wire.DECLARE, raw.session,
     {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]},
@@ -203,6 +205,32 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
     assert 'priority -1' in (heard := raw.hear(wire.ACK))[0][4] and len(heard[3]) == 8
     raw.close()
     assert len(table.sample(2, timeout=10).key) == 2 and server.failure is None
+  context.term()
+
+
+def test_a_stream_goes_on_over_another_connection() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    raws = []
+    for i in range(4):  # the ones before are still there
+      raws.append(ready(context, server, stream=77))
+      assert raws[-1].told['number'] == i
+      for number in range(1, i + 2):  # those that have come, and another one
+        header, frames = insert(number, refs=[0])
+        raws[-1].say(wire.INSERT, raws[-1].session, *header, frames=frames)
+        assert np.frombuffer(raws[-1].hear(wire.ACK)[1], '<u8').tolist() == [number]
+    raws[0].say(wire.PING, raws[0].session)
+    assert 'no such session' in raws[0].hear(wire.GONE)[0][2]
+    assert table.info().inserts == 4 and len(server.peers) == 2
+    again = Raw(context, server.address)
+    for _ in range(5):  # as a client does that is impatient
+      again.say(wire.HELLO, {**HELLO, 'stream': 77})
+    sessions = [again.hear(wire.WELCOME)[0][1]]
+    again.say(wire.PING, sessions[0])
+    assert again.hear(wire.PONG)[0][2] == {'it': 4}
+    for raw in (*raws, again):
+      raw.close()
   context.term()
 
 

@@ -339,7 +339,13 @@ def test_rows_come_back_bit_for_bit(rows: np.ndarray, rows_per_chunk: int) -> No
   )
 )
 def test_differences(rows: np.ndarray) -> None:
-  np.testing.assert_array_equal(chunks.accumulate(chunks.difference(rows)), rows)
+  again = chunks.difference(rows)
+  chunks.accumulate(again)
+  np.testing.assert_array_equal(again, rows)
+  wide = np.tile(rows, (1, 2000))  # summed row by row
+  again = chunks.difference(wide)
+  chunks.accumulate(again)
+  np.testing.assert_array_equal(again, wide)
 
 
 def test_differences_are_used_where_they_help() -> None:
