@@ -128,6 +128,54 @@ def test_connections_that_are_cut_at_random(tmp_path: Path) -> None:
     assert server.failure is None and not server.counts['malformed']
 
 
+CUTS = [
+  pytest.param(('up', 'down'), 3.0, id='both ways'),
+  pytest.param(('up',), 3.0, id='to the server', marks=pytest.mark.slow),
+  pytest.param(('down',), 3.0, id='to the client', marks=pytest.mark.slow),
+  pytest.param(('up', 'down'), 30.0, id='30 s', marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize('directions, seconds', CUTS)
+def test_a_cut_is_noticed_and_outlived(
+  directions: tuple[str, ...], seconds: float, tmp_path: Path
+) -> None:
+  with ReplayServer(ANY, peer_timeout=1.0) as server, service.connect(server.address) as client:
+    table = all_of(client)
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    try:
+      with Program(tmp_path / 'log', 'write', proxy.address, 0, 10**6, 0.002) as writer:
+        until(lambda: newest(writer) > 50)
+        for direction in directions:
+          setattr(proxy, direction, False)
+        if 'up' in directions:
+          until(lambda: any('silent' in e for e in server.events))
+        time.sleep(seconds)
+        before = newest(writer)
+        for direction in directions:
+          setattr(proxy, direction, True)
+        until(lambda: newest(writer) > before + 50)
+    finally:
+      proxy.close()
+    check_once(read_all(table), {0: newest(writer)})
+    assert server.failure is None and not server.counts['malformed']
+
+
+@pytest.mark.slow
+def test_a_delay_of_200_ms_is_slow_and_nothing_else(tmp_path: Path) -> None:
+  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
+    table = all_of(client)
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    proxy.delay = 0.2
+    try:
+      with Program(tmp_path / 'log', 'write', proxy.address, 0, 200) as writer:
+        assert writer.wait() == 0
+    finally:
+      proxy.close()
+    check_once(read_all(table), {0: 199})
+    assert server.counts['sessions'] == 2 and not server.counts['repeated']
+
+
 @pytest.mark.parametrize('kills', [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_server_that_is_killed_and_comes_back(kills: int, tmp_path: Path) -> None:
   replay = Replay(tmp_path)
