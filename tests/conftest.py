@@ -13,7 +13,11 @@ os.environ.setdefault(
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.05'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 
+import hypothesis
 import jax
+
+hypothesis.settings.register_profile('podrace', deadline=None)  # nothing here is about speed
+hypothesis.settings.load_profile('podrace')
 
 jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')

@@ -226,7 +226,7 @@ def test_names_are_the_libraries() -> None:
   downloads = {'MNISTBandit-bsuite'}
   assert set(names['gymnax']) == set(gymnax.registered_envs) - downloads
   assert set(names['brax']) == set(brax.envs._envs) - {'swimmer'}
-  assert set(names['navix']) == set(navix.registry())
+  assert set(names['navix']) <= set(navix.registry())  # 4.0 has more, for Python >= 3.12 only
   per_agent = {'Connector-v3', 'LevelBasedForaging-v0', 'SearchAndRescue-v0'}
   registered = set(jumanji.registered_environments())
   assert set(names['jumanji']) == registered - per_agent - {'Sokoban-v0'}
