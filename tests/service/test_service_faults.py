@@ -112,7 +112,7 @@ def test_connections_that_are_cut_at_random(tmp_path: Path) -> None:
     rng = random.Random(0)
     try:
       writers = [
-        Program(tmp_path / f'{i}', 'write', proxy.address, i, 600, 0.001) for i in range(2)
+        Program(tmp_path / f'{i}', 'write', proxy.address, i, 300, 0.001) for i in range(2)
       ]
       cuts = 0
       while any(w.process.poll() is None for w in writers):
@@ -123,9 +123,57 @@ def test_connections_that_are_cut_at_random(tmp_path: Path) -> None:
     finally:
       proxy.close()
     assert cuts >= 3 and server.counts['sessions'] > 4
-    check_once(read_all(table), {0: 599, 1: 599})
-    assert table.info().inserts == 2 * 598
+    check_once(read_all(table), {0: 299, 1: 299})
+    assert table.info().inserts == 2 * 298
     assert server.failure is None and not server.counts['malformed']
+
+
+CUTS = [
+  pytest.param(('up', 'down'), 3.0, id='both ways'),
+  pytest.param(('up',), 3.0, id='to the server', marks=pytest.mark.slow),
+  pytest.param(('down',), 3.0, id='to the client', marks=pytest.mark.slow),
+  pytest.param(('up', 'down'), 30.0, id='30 s', marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize('directions, seconds', CUTS)
+def test_a_cut_is_noticed_and_outlived(
+  directions: tuple[str, ...], seconds: float, tmp_path: Path
+) -> None:
+  with ReplayServer(ANY, peer_timeout=1.0) as server, service.connect(server.address) as client:
+    table = all_of(client)
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    try:
+      with Program(tmp_path / 'log', 'write', proxy.address, 0, 10**6, 0.002) as writer:
+        until(lambda: newest(writer) > 50)
+        for direction in directions:
+          setattr(proxy, direction, False)
+        if 'up' in directions:
+          until(lambda: any('silent' in e for e in server.events))
+        time.sleep(seconds)
+        before = newest(writer)
+        for direction in directions:
+          setattr(proxy, direction, True)
+        until(lambda: newest(writer) > before + 50)
+    finally:
+      proxy.close()
+    check_once(read_all(table), {0: newest(writer)})
+    assert server.failure is None and not server.counts['malformed']
+
+
+@pytest.mark.slow
+def test_a_delay_of_200_ms_is_slow_and_nothing_else(tmp_path: Path) -> None:
+  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
+    table = all_of(client)
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    proxy.delay = 0.2
+    try:
+      with Program(tmp_path / 'log', 'write', proxy.address, 0, 200) as writer:
+        assert writer.wait() == 0
+    finally:
+      proxy.close()
+    check_once(read_all(table), {0: 199})
+    assert server.counts['sessions'] == 2 and not server.counts['repeated']
 
 
 @pytest.mark.parametrize('kills', [2, pytest.param(10, marks=pytest.mark.slow)])
