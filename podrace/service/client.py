@@ -107,7 +107,7 @@ class Connection(Link):
     self._numbers = itertools.count(1)
     self._number = 0  # of the newest item
     self._sent: dict[int, Sending] = {}  # by number
-    self._again: list[Sending] = []
+    self._again: deque[Sending] = deque()
     self._inserted_at = 0.0
     self._sessions = 0
     self._begin()
@@ -184,7 +184,7 @@ class Connection(Link):
     self._begin()
     self.sizes = sizes
     self.released.clear()  # with the session in which they were told
-    again, done = [], []
+    again, done = deque[Sending](), []
     for number, sending in sorted(self._sent.items()):
       if number > newest or number in missing:
         again.append(sending)
@@ -299,11 +299,16 @@ class Connection(Link):
       return False
     self.patience = TURN
     room = min(wire.MESSAGE_ITEMS, wire.MOST_ITEMS - len(self._sent))
-    batch = self._again[:room]
-    self._again = self._again[room:]
+    batch: list[Sending] = []
+    size = 0
+    while self._again and len(batch) < room and size < wire.MESSAGE_BYTES:
+      batch.append(self._again.popleft())
+      size += batch[-1].bytes
     for store in stores:
-      if len(batch) < room and store.queue:
-        batch += store.take(room - len(batch), now)
+      if store.queue and len(batch) < room and size < wire.MESSAGE_BYTES:
+        taken = store.take(room - len(batch), wire.MESSAGE_BYTES - size, now)
+        batch += taken
+        size += sum(sending.bytes for sending in taken)
     if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
       return False
     self._inserted_at = now

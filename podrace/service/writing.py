@@ -24,6 +24,9 @@ if TYPE_CHECKING:
   from podrace.service.client import Connection, RemoteTable
 
 
+COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
+
+
 class Piece:
   """Rows of a chunk as they are sent, and their number in the session in which they were."""
 
@@ -56,6 +59,11 @@ class Sending(Pending):
     super().__init__(item, writer)
     self.table, self.store, self.due = table, store, due
     self.number = 0  # in the client's stream, once it has been sent
+
+  @property
+  def bytes(self) -> int:
+    """Of its chunks, if they are worth counting; some of them may have been sent already."""
+    return sum([c.nbytes for part in self.item.parts for c in part[0] if c.nbytes > COUNTED])
 
 
 class WriterStore(ChunkStore):
@@ -194,11 +202,12 @@ class WriterStore(ChunkStore):
       for part in item.parts:
         self.cut(part[0][-1])  # type: ignore[arg-type]
 
-  def take(self, most: int, now: float) -> list[Sending]:
-    """Items to send next."""
+  def take(self, most: int, size: int, now: float) -> list[Sending]:
+    """Items to send next: so many at most, of about so many bytes, and at least one."""
     queue, taken = self.queue, list[Sending]()
-    while queue and len(taken) < most:
+    while queue and len(taken) < most and size > 0:
       head = queue[0]
+      size -= head.bytes
       if not (self.is_ready(head.item) or self.forced or head.due <= now):
         break
       taken.append(queue.popleft())

@@ -212,6 +212,22 @@ def test_a_step_is_sent_once_and_never_unpacked_by_the_server(
   writer.close()
 
 
+def test_large_items_go_out_in_several_messages(
+  server: ReplayServer, client: service.Client
+) -> None:
+  table = client.table('large', **SIMPLE)
+  writer = client.writer(history=1, rows_per_chunk=1)
+  rows = np.random.default_rng(0).integers(0, 2**63, (20, 2**16))  # of half a megabyte each
+  for row in rows:
+    writer.append({'x': row})
+    writer.create_item(table, 1.0, num_steps=1)
+  writer.flush(timeout=60)
+  assert client.connections[0]._messages >= 7
+  found = table.sample(40, timeout=60).data['x'][:, 0]
+  assert all((rows == row).all(axis=1).any() for row in found)
+  writer.close()
+
+
 def test_what_nobody_needs_is_let_go(server: ReplayServer, client: service.Client) -> None:
   table = client.table('short', **{**SIMPLE, 'max_size': 5})
   writer = client.writer(history=2, rows_per_chunk=2, delay=0.0)

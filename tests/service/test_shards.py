@@ -50,12 +50,12 @@ def test_priorities_and_deletes_go_to_the_right_shard() -> None:
       fill(client, table, 20).close(timeout=30)
     until(lambda: all(c.sizes.get('it') == 20 for c in client.connections))
     samples = table.sample(200, timeout=30)
-    keys = np.unique(samples.key)
+    keys = np.unique(samples.key)[::2]  # some are left at each
     assert table.update_priorities(keys, np.zeros(len(keys))) == len(keys)
     assert sum(s.counts['updated'] for s in servers) == len(keys)  # each to one shard only
     kept = set().union(*(set(s.tables['it']._slots) for s in servers)) - set(keys.tolist())
     again = table.sample(64, timeout=30)
-    assert set(again.key.tolist()) <= kept or not kept
+    assert set(again.key.tolist()) <= kept
     unknown = np.array(sorted(kept))[:3]
     table._homes, table._older = {}, {}
     assert table.update_priorities(unknown, np.ones(len(unknown))) == len(unknown)
