@@ -409,7 +409,8 @@ class Server:
     router.router_mandatory = True  # so that we are told who is gone
     router.maxmsgsize = self._largest
     router.sndhwm = router.rcvhwm = 2 * wire.GROUPS
-    router.heartbeat_ivl, router.heartbeat_timeout = 2000, 10_000  # of connections, milliseconds
+    # Not heartbeat_ivl: with it libzmq 4.3.5 aborts when a connection whose input is held back ends.
+    router.tcp_keepalive, router.tcp_keepalive_idle, router.tcp_keepalive_intvl = 1, 30, 10
     router.handshake_ivl = 5000
     if '[' in self.listen.address:
       router.ipv6 = True

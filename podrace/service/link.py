@@ -156,7 +156,7 @@ class Link:
     socket.immediate = True  # nothing is kept for a connection that isn't there
     socket.sndhwm = socket.rcvhwm = 1000
     socket.maxmsgsize = wire.FRAME_BYTES
-    socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 10_000
+    socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
     if '[' in self.address:
       socket.ipv6 = True

@@ -316,8 +316,9 @@ class ReplayServer(Router):
   def _delete(self, header: list[Any], frames: list[Any]) -> int:
     *_, name, crc = fields(header, int, int, str, int)
     wire.check_frames(frames, 1, crc)
+    table = self._named(name)
     self._touched.add(name)
-    return self._named(name).delete(wire.records(frames[0], '<i8'))
+    return table.delete(wire.records(frames[0], '<i8'))
 
   def _info(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
     *_, name = fields(header, int, int, str)
@@ -514,6 +515,9 @@ class ReplayServer(Router):
     request.table.readers(1)
     if end < math.inf:
       heapq.heappush(self._deadlines, (end, next(self._order), request))
+      if len(self._deadlines) > 1000 + 2 * sum(map(len, self._readers.values())):
+        self._deadlines = [d for d in self._deadlines if not d[2].over]
+        heapq.heapify(self._deadlines)
     self._touched.add(name)
     self._settle(name)
 

@@ -106,6 +106,7 @@ def test_a_sample_that_waits_at_a_shard_that_dies_is_drawn_elsewhere(tmp_path: P
     until(lambda: client.connections[1]._asked or client.connections[0]._asked)
     until(lambda: first.tables['it'].info().waiting_samplers == 1)
     replay.kill()
+    until(lambda: client.connections[1].session is None)
     fill(client, table, 3).close(timeout=30)
     thread.join(30)
     assert len(found) == 1 and len(found[0].key) == 8
