@@ -156,12 +156,14 @@ class Feed:
       if give_up():
         return None
 
-  def update(self, key: np.ndarray, priority: Array) -> None:
-    """New priorities [n], which may still be being computed."""
+  def update(self, key: np.ndarray, priority: Array, give_up: Callable[[], bool]) -> None:
+    """New priorities [n], which may still be being computed; none are set if `give_up` says so."""
     while self._windows.prioritised:
       self._look()
       with contextlib.suppress(queue.Full):
         self._learned.put((key, priority), timeout=POLL)
+        return
+      if give_up():
         return
 
   def episodes(self) -> Totals:
@@ -286,7 +288,7 @@ class Apart:
       train, log, priority = self._learn(
         train.params, train.rest, log, state.key, state.update, self._placed(i), batch.data
       )
-      self._feed.update(batch.key, priority)
+      self._feed.update(batch.key, priority, give_up)
     self._update += 1
     return state._replace(train=train, log=log, update=self._placed(self._update)), True
 

@@ -127,8 +127,17 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   places.step_from(3_000)
   until(lambda: list((places.folder / 'tables').iterdir()))
   server.kill()
+  learner.says('the session with podrace replay')
+  actors[0].says('the session with podrace replay')
+  learner.process.join(3)  # by then all that it has is learned from, and it waits
+  learner.signal(signal.SIGTERM)
+  assert learner.wait(30) == 143, learner.output
+  actors[0].signal(signal.SIGTERM)
+  assert actors[0].wait(30) == 143, actors[0].output
   server = places.serve()
   server.says('listening at')
+  learner = places.learn(10_000_000)
+  actors[0] = places.act('0/2')
   places.step_from(3_000)
   learner.kill()
   learner = places.learn(10_000_000)
