@@ -408,7 +408,6 @@ class _Run:
     stack.callback(self.program.close)
     self.stop.during(self.program.compile)
     self.compile_s = time.perf_counter() - started
-    self.say(f'compiled in {self.compile_s:.1f} s')
     state = self.restore()
     if self.leader:
       write_json(self.run_dir / 'config.json', to_json(config))
@@ -418,6 +417,7 @@ class _Run:
       started = time.perf_counter()
       state = self.stop.during(lambda: self.program.init(jax.random.clone(keys)))
       self.compile_s += time.perf_counter() - started
+    self.say(f'compiled in {self.compile_s:.1f} s')
     self.open_sinks(stack)
     self.program.start(state, keys, self.told)
     try:

@@ -408,7 +408,7 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback(
   done = command(*args)
   assert done.returncode == 1
   assert 'own.py", line 6, in learn' in done.stderr
-  assert done.stderr.rstrip().endswith('too many values to unpack (expected 2)')
+  assert 'ValueError: too many values to unpack (expected 2)' in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -435,7 +435,7 @@ class Client:
 
   def _bye(self, reason: str) -> None:
     assert self._socket is not None
-    self._socket.linger = 500
+    self._socket.linger = 2000  # milliseconds, for this last word
     with contextlib.suppress(zmq.ZMQError):
       self._socket.send(wire.pack(wire.BYE, self._session or 0, reason), zmq.NOBLOCK)
 

@@ -20,7 +20,8 @@ PAGE = (Path(__file__).parents[2] / 'docs' / 'protocol.md').read_text()
 
 
 def test_the_page_has_every_kind_and_its_number() -> None:
-  rows = dict(re.findall(r'^\| ([A-Z]+) \| `\[(\d+)', PAGE, re.MULTILINE))
+  environments = PAGE[: PAGE.index('\n## Versions and limits')]
+  rows = dict(re.findall(r'^\| ([A-Z]+) \| `\[(\d+)', environments, re.MULTILINE))
   ours = {
     k: v for k, v in vars(wire).items() if k.isupper() and type(v) is int and k not in
     ('VERSION', 'HEADER_BYTES', 'REPORT_BYTES', 'GROUPS')
