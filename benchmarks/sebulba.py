@@ -18,14 +18,18 @@ from typing import Any
 import common
 
 PONG = ['pong', '--num-envs', '32', '--unroll-length', '20']
-MLP = ['--agent', 'impala', '--agent.network.hidden', '64', '64', '--num-envs', '128',
-       '--unroll-length', '20']  # fmt: skip
+MLP = ['--agent', 'impala', '--agent.network.hidden', '64', '64', '--unroll-length', '20']
+ENVPOOL = ['--env', 'envpool:CartPole-v1', *MLP]
+GYMNASIUM = ['--env', 'gymnasium:CartPole-v1', *MLP]
+ONE = ['--actor-threads', '1', '--num-envs']
 SETTINGS = {
   'pong-impala': PONG,
   'pong-nature': [*PONG, '--agent.network.torso', 'nature', '--agent.network.hidden', '512'],
-  'envpool-cartpole': ['--env', 'envpool:CartPole-v1', *MLP],
-  'envpool-cartpole, 1 thread': ['--env', 'envpool:CartPole-v1', *MLP, '--actor-threads', '1'],
-  'gymnasium-cartpole': ['--env', 'gymnasium:CartPole-v1', *MLP],
+  'envpool-cartpole': [*ENVPOOL, '--num-envs', '128'],
+  'envpool-cartpole, 1 thread': [*ENVPOOL, *ONE, '128'],
+  'envpool-cartpole, 1 thread, 1,024 environments': [*ENVPOOL, *ONE, '1024'],
+  'gymnasium-cartpole': [*GYMNASIUM, '--num-envs', '128'],
+  'gymnasium-cartpole, 1 thread, 256 environments': [*GYMNASIUM, *ONE, '256'],
 }
 LAGS = ('0', '1', 'async')
 RATES = ('environment', 'inference', 'learner', 'combined', 'parallel')
