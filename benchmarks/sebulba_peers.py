@@ -75,9 +75,10 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=5.0)
   args = parser.parse_args()
-  parts = args.parts or ['cartpole', 'pong', 'learner']
+  parts = args.parts or ['learner', 'cartpole', 'pong']
   make_peer()
-  results: dict[str, Any] = {}
+  path = common.RESULTS / 'sebulba_peers.json'
+  results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   mine: list[float] = []
   others: dict[str, list[float]] = {}
 
@@ -100,8 +101,8 @@ def main() -> None:
         mine.append(ours(PONG, args.seconds)['combined'])
         r = theirs('peer_sb3.py', 'pong', 16, 64, 4, 4, 3 * args.seconds, 'subproc')
         add('stable-baselines3 subproc', r['steps_per_s'])
-    results[part] = compare(part, mine, others)
-  common.record('sebulba_peers', results)
+    results[part] = dict(compare(part, mine, others), repeats=args.repeats, seconds=args.seconds)
+    common.record('sebulba_peers', results)
 
 
 if __name__ == '__main__':

@@ -152,7 +152,12 @@ class Checkpoints:
     self.check()
 
   def meta(self, step: int) -> dict[str, Any]:
-    """What was saved with the checkpoint at `step`; raises CheckpointError if it can't be read."""
+    """What was saved with the checkpoint at `step`.
+
+    Raises:
+      CheckpointError: if it can't be read.
+      UsageError: if it is whole, but of an older podrace.
+    """
     try:
       args = ocp.args.Composite(meta=ocp.args.JsonRestore())
       meta = dict(self._manager.restore(step, args=args)['meta'])
@@ -160,6 +165,11 @@ class Checkpoints:
       raise self._unreadable(step, e) from e
     if meta != _signed(meta):
       raise self._wrong(step)
+    if 'fingerprints' not in meta:
+      raise UsageError(
+        f'checkpoint {step} in {self._directory} was made by an older podrace, which can go on with it; '
+        'this one needs another --run-dir'
+      )
     return meta
 
   def _unreadable(self, step: int, error: Exception) -> CheckpointError:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import every_file
 
+from podrace import checkpoint
 from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint, read_json
 from podrace.config import UsageError
 
@@ -102,6 +103,41 @@ def test_damage_to_any_file_is_noticed_or_harmless(kind: str, saved: Path, tmp_p
       assert 'checkpoint 10 in' in str(e)
       noticed += 1
   assert noticed >= 5  # the arrays of params and of rest, and meta, at least
+
+
+def test_a_checkpoint_of_before_is_told_from_a_damaged_one(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def older(meta: dict[str, Any]) -> dict[str, Any]:
+    return signed({k: v for k, v in meta.items() if k != 'fingerprints'})
+
+  signed = checkpoint._signed
+  monkeypatch.setattr(checkpoint, '_signed', older)
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  params, rest = state()
+  checkpoints.save(10, params, rest, {})
+  checkpoints.wait()
+  monkeypatch.setattr(checkpoint, '_signed', signed)
+  with pytest.raises(UsageError, match='made by an older podrace'):
+    checkpoints.restore(10, shapes(params), shapes(rest))
+  checkpoints.close()
+
+
+def test_parameters_alone_are_checked(saved: Path, tmp_path: Path) -> None:
+  """A bit that was flipped in their file, of the many that orbax does not notice."""
+  params, _ = state()
+  noticed = 0
+  files = [f.relative_to(saved) for f in every_file(saved) if '/params/' in str(f)]
+  for i, name in enumerate(files):
+    folder = tmp_path / str(i)
+    shutil.copytree(saved, folder)
+    damage(folder / name, 'flip', random.Random(f'alone {name.name}'))
+    checkpoints = Checkpoints(folder, writes=False)
+    try:
+      assert bits(checkpoints.restore(10, shapes(params)).params) == bits(params), name
+    except CheckpointError:
+      noticed += 1
+  assert noticed >= 1
 
 
 def test_what_is_saved_is_the_state_when_save_was_called(tmp_path: Path) -> None:
