@@ -50,9 +50,14 @@ def main() -> None:
       learning_starts=1000, learning_rate=2.5e-4, seed=0, device='cpu',
     )  # fmt: skip
   else:
-    import ale_py  # noqa: F401 (registers the games)
 
-    env = make_atari_env('PongNoFrameskip-v4', num_envs, seed=0, vec_env_cls=vector)
+    def pong(**settings: Any) -> Any:  # in the worker's process, where it is to be registered
+      import ale_py  # noqa: F401 (registers the games)
+      import gymnasium
+
+      return gymnasium.make('PongNoFrameskip-v4', **settings)
+
+    env = make_atari_env(pong, num_envs, seed=0, vec_env_cls=vector)
     model = PPO('CnnPolicy', VecFrameStack(env, 4), **common)
 
   class Clock(BaseCallback):

@@ -25,7 +25,7 @@ PEER = common.ROOT / 'build' / 'bench-torch'
 PACKAGES = ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless')
 PPO = ['--agent', 'ppo', '--agent.epochs', '4', '--agent.minibatches', '4']
 CARTPOLE = ['--env', 'gymnasium:CartPole-v1', *PPO, '--agent.network.hidden', '64', '64',
-            '--num-envs', '64', '--unroll-length', '32', '--agent.learning-rate', '1e-3']  # fmt: skip
+            '--num-envs', '64', '--unroll-length', '32', '--actor-threads', '1', '--agent.learning-rate', '1e-3']  # fmt: skip
 PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.network.hidden',
         '512', '--agent.network.activation', 'relu', '--num-envs', '16', '--unroll-length', '64']  # fmt: skip
 
