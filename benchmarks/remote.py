@@ -57,7 +57,8 @@ def spec(observation: str) -> Any:
 
 def serve_podrace(address: str, clients: int, environments: int, observation: str) -> None:
   from podrace.envs.host.base import PoolArgs
-  from podrace.remote.server import Listen, Server
+  from podrace.remote.hub import Listen
+  from podrace.remote.server import Server
 
   n = clients * environments
   server = Server(Listen(address, peer_timeout=60.0), n, say=lambda line: None)

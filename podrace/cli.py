@@ -212,7 +212,7 @@ def _listen(options: dict[str, str]) -> Any:
   from podrace import remote
 
   remote.require()
-  from podrace.remote.server import Listen
+  from podrace.remote.hub import Listen
 
   return Listen(
     options['--listen'],

@@ -43,7 +43,8 @@ from podrace.types import Replay
 
 if TYPE_CHECKING:
   from podrace.apex import Addresses
-  from podrace.remote.server import Listen, Server
+  from podrace.remote.hub import Listen
+  from podrace.remote.server import Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say

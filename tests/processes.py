@@ -13,13 +13,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
+from apart import until
 
 DEADLINE = 180.0  # seconds, for what takes a few on an idle machine
 CONTEXT = multiprocessing.get_context('forkserver')
@@ -27,15 +27,6 @@ CONTEXT.set_forkserver_preload(
   ['podrace.cli', 'podrace.run', 'podrace.evaluate', 'podrace.agents.ppo', 'podrace.agents.impala',
    'podrace.envs.own', 'tyro']
 )  # fmt: skip
-
-
-def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
-  """What `condition` gives once that is true; fails if it isn't in time."""
-  end = time.monotonic() + deadline
-  while not (value := condition()):
-    assert time.monotonic() < end, f'not in {deadline} s: {condition}'
-    time.sleep(0.001)
-  return value
 
 
 def _child(args: Sequence[str], log: str, devices: int, cache: str | None) -> None:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary, until
+from apart import until
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
 from podrace import cli, service, tables, topology
 from podrace.agents import valuing

@@ -12,7 +12,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from processes import DEADLINE, checkpoints, environment, lines, summary, until
+from apart import until
+from processes import DEADLINE, checkpoints, environment, lines, summary
 
 from podrace import topology
 from podrace.checkpoint import Checkpoints

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import until
+from apart import until
 
 from podrace import metrics
 from podrace.config import UsageError

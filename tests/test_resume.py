@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from apart import until
 from processes import (
   DEADLINE,
   Podrace,
@@ -24,7 +25,6 @@ from processes import (
   checkpoints,
   every_file,
   podrace,
-  until,
 )
 
 from podrace import cli, metrics, run

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, until
+from apart import until
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace
 from test_distributed import TOLERANCE, pair, parameters
 from test_sebulba import SMALL, Running, sebulba
 

@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,43 +29,19 @@ import zmq
 from podrace import __version__
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.worker import tree
-from podrace.remote import security, wire
+from podrace.remote import wire
+from podrace.remote.hub import PEERS, Hub, Listen, Say
 from podrace.remote.wire import WireError
 from podrace.types import FIRST, LAST, MID, Arrival, TimeStep
 
-PEERS = 4096  # with a session, at most
-BANNED = 4096  # connections that misbehaved, remembered
 ENVIRONMENTS = 65536  # of one client, at most
 WAITING = 16384  # groups without slots, of all clients
 IDLE = 0.5  # seconds after which a pool without environments lets its thread look around
 GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
-TICK = 0.2  # seconds between looks at who is silent
 CARE = 0.05  # seconds between looks at the network while all actor threads are busy
 REMIND = 60.0  # seconds between messages that there are no environments
 SAMPLES = 1024  # of latencies, for each client
-LINES = 20  # logged at most in LINE_SECONDS
-LINE_SECONDS = 10.0
 SLACK = 131072  # bytes of a frame beyond the largest array
-
-_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
-
-Say = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Listen:
-  """Where a learner listens, and to whom."""
-
-  address: str
-  keys: Path | None = None
-  insecure: bool = False
-  peer_timeout: float = 5.0  # seconds of silence after which a client is dropped
-
-  def __post_init__(self) -> None:
-    security.check_address(self.address, self.keys, self.insecure, '--listen')
-    if self.peer_timeout <= 0:
-      raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
-
 
 # --- what the network thread knows ------------------------------------------------------------------
 
@@ -234,7 +209,7 @@ class RemotePool:
   # --- the actor thread
 
   def reset(self) -> None:
-    self._server.call('pool', self)
+    self._server.call(self._server.pool, self)
 
   def recv(self) -> Arrival:
     """Those that are there; waits `max_wait` for more, where more are awaited."""
@@ -307,7 +282,7 @@ class RemotePool:
     start = 0
     for item in items:
       stop = start + item.group.size
-      self._server.call('answer', item, action[start:stop])
+      self._server.call(self._server.answer, item, action[start:stop])
       start = stop
     if start != len(env_id):
       raise ValueError(f'actions for {len(env_id)} environments, where {start} are waiting')
@@ -321,13 +296,13 @@ class RemotePool:
   def close(self) -> None:
     self.kill()
     with contextlib.suppress(RuntimeError):  # which is why it ends
-      self._server.call('unpool', self)
+      self._server.call(self._server.unpool, self)
 
 
 # --- the network ------------------------------------------------------------------------------------
 
 
-class Server:
+class Server(Hub):
   """Listens while it is entered. `spec` makes a kind of environment one whose pools are remote."""
 
   def __init__(
@@ -338,27 +313,21 @@ class Server:
     deadline: float = 60.0,
     say: Say = print,
   ) -> None:
-    self.listen, self.max_wait, self._deadline, self._say = listen, max_wait, deadline, say
+    super().__init__(listen, lambda line: say(f'remote: {line}'))
+    self.max_wait, self._deadline = max_wait, deadline
     self._slots = slots
-    self._calls: collections.deque[tuple[str, tuple[Any, ...]]] = collections.deque()
-    self._peers: dict[bytes, Peer] = {}
-    self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+    self._calls: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = (
+      collections.deque()
+    )
     self._pools: list[RemotePool] = []
     self._waiting: list[Group] = []  # for slots
-    self._lines: collections.deque[float] = collections.deque()
-    self._unsaid = 0
-    self.counts: collections.Counter[str] = collections.Counter()
-    self.events: collections.deque[str] = collections.deque(maxlen=1000)
     self._lonely_since: float | None = None
     self._reminded = 0.0
     self._lead = threading.Lock()  # held by who has the network
-    self._ticked = 0.0
     self._thread: threading.Thread | None = None
     self._stop = threading.Event()
     self._closed = False
     self._finished = False
-    self.failure: str | None = None
-    self.address = listen.address
 
   def spec(self, spec: HostSpec) -> HostSpec:
     """The same kind of environment, of which others have the pools."""
@@ -382,43 +351,10 @@ class Server:
     )
 
   def __enter__(self) -> Server:
-    self._wake = wire.Wake()
-    self._context = zmq.Context()
-    self._gate: security.Gate | None = None
-    try:
-      self._bind()
-    except BaseException:
-      self._shut()
-      raise
-    self._poller = zmq.Poller()
-    self._wake_number = self._wake.fileno()
-    for socket in (self._router, self._wake_number, *([self._gate.socket] if self._gate else [])):
-      self._poller.register(socket, zmq.POLLIN)
+    self.open(self._largest, 2 * wire.GROUPS, 2 * wire.GROUPS)
     self._thread = threading.Thread(target=self._main, name='remote', daemon=True)
     self._thread.start()
     return self
-
-  def _bind(self) -> None:
-    keys = self.listen.keys
-    if keys is not None:
-      self._gate = security.Gate(self._context, security.Allowed(keys / security.ALLOWED))
-    router = self._router = self._context.socket(zmq.ROUTER)
-    if keys is not None:
-      security.secure_server(router, keys)
-    router.linger = 500  # milliseconds, for the last words
-    router.router_mandatory = True  # so that we are told who is gone
-    router.maxmsgsize = self._largest
-    router.sndhwm = router.rcvhwm = 2 * wire.GROUPS
-    # Not heartbeat_ivl: with it libzmq 4.3.5 aborts when a connection whose input is held back ends.
-    router.tcp_keepalive, router.tcp_keepalive_idle, router.tcp_keepalive_intvl = 1, 30, 10
-    router.handshake_ivl = 5000
-    if '[' in self.listen.address:
-      router.ipv6 = True
-    try:
-      router.bind(self.listen.address)
-    except zmq.ZMQError as e:
-      raise security.SecurityError(f'cannot listen at {self.listen.address}: {e}') from e
-    self.address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0')
 
   @property
   def _largest(self) -> int:
@@ -437,28 +373,17 @@ class Server:
       self._thread.join(5.0)
     if not self._lead.acquire(timeout=5.0):
       raise RuntimeError('a thread does not give back the network')
-    self._shut()
+    self.shut()
 
-  def _shut(self) -> None:
-    for socket in (getattr(self, '_router', None), self._gate):
-      if socket:
-        socket.close()
-    self._context.term()
-    self._wake.close()
-
-  def call(self, what: str, *args: Any) -> None:
+  def call(self, do: Callable[..., None], *args: Any) -> None:
     """Does something at once, or has it done by the thread that has the network.
 
     Raises:
       RuntimeError: if one of them has failed.
     """
-    self._calls.append((what, args))
+    self._calls.append((do, args))
     if not self._as_leader(self._do_calls):
       self.wake()
-
-  def wake(self) -> None:
-    """Has the thread that listens look around."""
-    self._wake.set()
 
   def turn(self, wait: float) -> bool:
     """Listens for up to `wait` seconds, and deals with what comes; False if another thread does.
@@ -484,24 +409,17 @@ class Server:
       do(*args)
     except BaseException as e:
       self.failure = traceback.format_exc()
-      self._log(f'the network failed:\n{self.failure}', always=True)
+      self.log(f'the network failed:\n{self.failure}', always=True)
       raise RuntimeError(f'the network failed:\n{self.failure}') from e
     finally:
       self._lead.release()
     return True
 
   def _turn(self, wait: float) -> None:
-    for ready, _ in self._poller.poll(max(int(wait * 1000 + 0.999), 0)):
-      if ready == self._wake_number:
-        self._wake.clear()
-      elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
-        self.counts['turned away'] += 1
-        self._log(told)
+    self.poll(wait)
     self._do_calls()
     self._receive_some()
-    if time.monotonic() - self._ticked > TICK:
-      self._tick()
-      self._ticked = time.monotonic()
+    self.look_at_the_clock()
 
   def _main(self) -> None:
     """Looks after the network while nobody else does, and takes leave at the end."""
@@ -516,45 +434,19 @@ class Server:
 
   def _do_calls(self) -> None:
     while self._calls:
-      what, args = self._calls.popleft()
-      getattr(self, f'_{what}')(*args)
+      do, args = self._calls.popleft()
+      do(*args)
 
   def _receive_some(self) -> None:
     """What has come, but not for so long that answers wait."""
-    receive = self._router.recv
-    for _ in range(256):
-      try:
-        frame = receive(_NOBLOCK, False)  # without copying
-        raw = [frame]
-        while frame.more:
-          frame = receive(_NOBLOCK, False)
-          raw.append(frame)
-      except zmq.Again:
-        return
-      except zmq.ZMQError as e:
-        self.counts['errors'] += 1
-        self._log(f'receiving: {e}')
-        return
-      self._message([f.buffer for f in raw], raw)
+    for raw in self.received(256):
+      self.take(raw)
       if self._calls:
         self._do_calls()
 
   # --- what clients say
 
-  def _message(self, frames: list[Any], raw: list[Any]) -> None:
-    address = bytes(frames[0])
-    if address in self._banned:
-      self.counts['ignored'] += 1
-      return
-    try:
-      header = wire.unpack(frames[1]) if len(frames) > 1 else None
-      if header is None:
-        raise WireError('a message without a header')
-      self._dispatch(address, header, frames[2:], raw)
-    except WireError as e:
-      self._ban(address, str(e))
-
-  def _dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: list[Any]) -> None:
+  def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     kind = header[0]
     if kind == wire.STEP:
       self._step(address, header, frames)
@@ -563,72 +455,53 @@ class Server:
       raise WireError(f'{len(frames)} frames after a header of kind {kind}, expected none')
     if kind == wire.HELLO:
       (told,) = wire.fields(header, dict)
-      self._hello(address, told, self._key_of(raw))
+      self._hello(address, told, self.key_of(raw))
     elif kind == wire.ENTER:
       session, index, size = wire.fields(header, int, int, int)
-      if (peer := self._session(address, session)) is not None:
+      if (peer := self.peer_of(address, session)) is not None:
         self._enter(peer, index, size)
     elif kind == wire.PING:
       (session,) = wire.fields(header, int)
-      if self._session(address, session) is not None:
-        self._send(address, wire.PONG, session)
+      if self.peer_of(address, session) is not None:
+        self.send(address, wire.PONG, session)
     elif kind == wire.BYE:
       session, reason = wire.fields(header, int, str)
-      if (peer := self._session(address, session)) is not None:
-        self._drop(peer, f'left: {reason[:200]}')
+      if (peer := self.peer_of(address, session)) is not None:
+        self.drop(peer, f'left: {reason[:200]}')
     elif kind == wire.ASK:
       wire.fields(header)
-      self._key_of(raw)
-      self._send(address, wire.REPORT, self.report())
+      self.key_of(raw)
+      self.send(address, wire.REPORT, self.report())
     else:
       raise WireError(f'a header of kind {kind}, which clients have not')
-
-  def _key_of(self, raw: list[Any]) -> bytes:
-    """The client's; connections live on when a key is taken from the list."""
-    if self._gate is None:
-      return b''
-    key = raw[1].get('User-Id').encode()
-    if key not in self._gate.allowed:
-      raise WireError('something with a key that is not listed any more')
-    return key
-
-  def _session(self, address: bytes, session: int) -> Peer | None:
-    """The client, if it has this session; else it is told that there is none."""
-    peer = self._peers.get(address)
-    if peer is None or peer.session != session:
-      self.counts['stale'] += 1
-      self._send(address, wire.GONE, session, 'there is no such session; say hello again')
-      return None
-    peer.last_seen = time.monotonic()
-    return peer
 
   def _hello(self, address: bytes, told: dict[str, Any], key: bytes) -> None:
     for name, kind in (('name', str), ('version', int), ('nonce', int), ('host', str),
                        ('pid', int), ('env', str), ('podrace', str)):  # fmt: skip
       if type(told.get(name)) is not kind or (kind is str and len(told[name]) > 200):
         raise WireError(f'a hello without a {name} that is {kind.__name__}')
-    peer = self._peers.get(address)
+    peer = self.peers.get(address)
     if peer is not None and peer.nonce == told['nonce']:
       self._welcome(peer)  # asked twice
       return
     if reasons := self._reasons_against(told):
       self.counts['refused'] += 1
-      self._log(f'refused {told["host"]}:{told["pid"]}: ' + '; '.join(reasons))
-      self._send(address, wire.REFUSED, reasons)
+      self.log(f'refused {told["host"]}:{told["pid"]}: ' + '; '.join(reasons))
+      self.send(address, wire.REFUSED, reasons)
       return
     if not self._pools:
-      self._send(address, wire.WAIT, 'the learner is getting ready')
+      self.send(address, wire.WAIT, 'the learner is getting ready')
       return
-    if len(self._peers) >= PEERS and peer is None:
-      self._send(address, wire.WAIT, f'the learner has {PEERS} clients and takes no more')
+    if len(self.peers) >= PEERS and peer is None:
+      self.send(address, wire.WAIT, f'the learner has {PEERS} clients and takes no more')
       return
     if peer is not None:
-      self._drop(peer, 'said hello anew')
+      self.drop(peer, 'said hello anew')
     session = int.from_bytes(os.urandom(7), 'little')
-    peer = self._peers[address] = Peer(address, session, told, key)
+    peer = self.peers[address] = Peer(address, session, told, key)
     self.counts['sessions'] += 1
     other = '' if told['env'] == self.env else f', which is not {self.env} by name'
-    self._log(f'{peer.name} joins with {told["env"]}{other}')
+    self.log(f'{peer.name} joins with {told["env"]}{other}')
     self._welcome(peer)
 
   def _reasons_against(self, told: dict[str, Any]) -> list[str]:
@@ -640,7 +513,7 @@ class Server:
     return wire.differences(self.schema, told.get('schema'))
 
   def _welcome(self, peer: Peer) -> None:
-    self._send(peer.address, wire.WELCOME, peer.session, {
+    self.send(peer.address, wire.WELCOME, peer.session, {
       'nonce': peer.nonce,
       'largest_group': min(p.batch_size for p in self._pools),
       'silence': self.listen.peer_timeout,
@@ -654,7 +527,7 @@ class Server:
     if not 1 <= size <= largest or peer.environments + size > ENVIRONMENTS:
       raise WireError(f'a group of {size} environments, expected 1 to {largest}')
     if len(self._waiting) >= WAITING:
-      self._tell_gone(peer, f'{WAITING} groups of environments wait already')
+      self.tell_gone(peer, f'{WAITING} groups of environments wait already')
       return
     group = peer.groups[index] = Group(peer, index, size)
     peer.environments += size
@@ -663,7 +536,7 @@ class Server:
 
   def _step(self, address: bytes, header: list[Any], frames: list[Any]) -> None:
     session, index, seq, crc = wire.fields(header, int, int, int, int)
-    peer = self._session(address, session)
+    peer = self.peer_of(address, session)
     if peer is None:
       return
     group = peer.groups.get(index)
@@ -689,20 +562,20 @@ class Server:
 
   # --- what actor threads want
 
-  def _pool(self, pool: RemotePool) -> None:
+  def pool(self, pool: RemotePool) -> None:
     self._pools.append(pool)
     self._reminded = 0.0
     self._assign()
 
-  def _unpool(self, pool: RemotePool) -> None:
+  def unpool(self, pool: RemotePool) -> None:
     if pool in self._pools:
       self._pools.remove(pool)
-    for peer in self._peers.values():  # who keep their sessions, to be told how the run ends
+    for peer in self.peers.values():  # who keep their sessions, to be told how the run ends
       for group in peer.groups.values():
         if group.pool is pool:
           group.state, group.pool = 'gone', None
 
-  def _answer(self, item: Item, action: np.ndarray) -> None:
+  def answer(self, item: Item, action: np.ndarray) -> None:
     group = item.group
     if group.state == 'gone':  # while the answer was made
       self._release(group)
@@ -716,7 +589,7 @@ class Server:
     group.peer.answering.add(now - item.at)
     group.since = now
     group.pool.expect(group.size)
-    self._send(group.peer.address, *header, frames=[data])
+    self.send(group.peer.address, *header, frames=[data])
 
   # --- slots
 
@@ -725,7 +598,7 @@ class Server:
     waiting = []
     for group in self._waiting:
       pools = [p for p in self._pools if len(p.free) >= group.size]
-      if group.peer.address not in self._peers:
+      if group.peer.address not in self.peers:
         continue
       if not pools:
         waiting.append(group)
@@ -738,7 +611,7 @@ class Server:
       group.begin()
       group.run_id = pool.run_id[slots]
       pool.expect(group.size)
-      self._send(group.peer.address, wire.START, group.peer.session, group.index)
+      self.send(group.peer.address, wire.START, group.peer.session, group.index)
     self._waiting = waiting
 
   def _release(self, group: Group) -> None:
@@ -747,14 +620,14 @@ class Server:
       group.pool = None
       self._assign()
 
-  def _drop(self, peer: Peer, reason: str) -> None:
+  def drop(self, peer: Peer, reason: str) -> None:
     """Ends a session. Unrolls that its environments had begun are dropped with it."""
-    if self._peers.get(peer.address) is not peer:
+    if self.peers.get(peer.address) is not peer:
       return
-    del self._peers[peer.address]
+    del self.peers[peer.address]
     self._waiting = [g for g in self._waiting if g.peer is not peer]
     self.counts['dropped'] += 1
-    self._log(f'{peer.name} ({peer.environments} environments): {reason}')
+    self.log(f'{peer.name} ({peer.environments} environments): {reason}')
     for group in peer.groups.values():
       state, group.state = group.state, 'gone'
       if group.pool is None:
@@ -765,70 +638,29 @@ class Server:
       elif group.pool.withdraw(group):
         self._release(group)  # else when it is answered
 
-  def _ban(self, address: bytes, reason: str) -> None:
-    """Ignores a connection from now on, and tells why."""
-    self.counts['malformed'] += 1
-    peer = self._peers.get(address)
-    self._banned[address] = None
-    while len(self._banned) > BANNED:
-      self._banned.popitem(last=False)
-    if peer is not None:
-      self._drop(peer, f'dropped, it sent {reason}')
-    else:
-      self._log(f'ignoring somebody who sent {reason}')
-    self._send(address, wire.GONE, peer.session if peer else 0, f'you sent {reason}')
-
-  def _send(self, address: bytes, *header: Any, frames: list[Any] | None = None) -> None:
-    message: list[Any] = [address, wire.pack(*header), *(frames or [])]
-    last = message.pop()
-    try:
-      for frame in message:
-        self._router.send(frame, _MORE)
-      self._router.send(last, _NOBLOCK)
-    except zmq.ZMQError as e:  # it is gone, or does not read what it is sent
-      if (peer := self._peers.get(address)) is not None:
-        reason = 'does not read what it is sent' if e.errno == zmq.EAGAIN else 'is gone'
-        self._drop(peer, reason)
-
   # --- time
 
-  def _tick(self) -> None:
-    now = time.monotonic()
-    silence = self.listen.peer_timeout
-    for peer in list(self._peers.values()):
-      if now - peer.last_seen > silence:
-        self._tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
-        continue
+  def tick(self, now: float) -> None:
+    super().tick(now)
+    for peer in list(self.peers.values()):
       late = [
         g
         for g in peer.groups.values()
         if g.state == 'asked' and now - g.since > self._deadline + (0 if g.seq else 120.0)
       ]
       if late:
-        self._tell_gone(peer, f'group {late[0].index} has not answered for {self._deadline:.0f} s')
-    if self._gate and self._gate.allowed.refresh():
-      for peer in list(self._peers.values()):
-        if peer.key not in self._gate.allowed:
-          self._tell_gone(peer, 'its key is not listed any more')
+        self.tell_gone(peer, f'group {late[0].index} has not answered for {self._deadline:.0f} s')
     self._tell_of_loneliness(now)
-    if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
-      self._log(f'({self._unsaid} more lines were left out)', always=True)
-      self._unsaid = 0
-
-  def _tell_gone(self, peer: Peer, reason: str) -> None:
-    address, session = peer.address, peer.session
-    self._drop(peer, reason)
-    self._send(address, wire.GONE, session, reason)
 
   def _tell_of_loneliness(self, now: float) -> None:
     """That there are no environments, when it begins and every minute; and when it ends."""
     if not self._pools:
       return
     if any(
-      g.state in ('asked', 'thinking') for p in self._peers.values() for g in p.groups.values()
+      g.state in ('asked', 'thinking') for p in self.peers.values() for g in p.groups.values()
     ):
       if self._lonely_since is not None:
-        self._log('environments are here, going on', always=True)
+        self.log('environments are here, going on', always=True)
       self._lonely_since = None
       return
     if self._lonely_since is None:
@@ -836,7 +668,7 @@ class Server:
     if now - self._reminded > REMIND:
       self._reminded = now
       keys = ' --keys DIR' if self._gate else ''
-      self._log(
+      self.log(
         'no environments are connected; waiting for '
         f'`podrace envs --connect {self.address} --env {self.env}{keys}`',
         always=True,
@@ -844,33 +676,22 @@ class Server:
 
   def _goodbye(self) -> None:
     reason = 'the run is complete' if self._finished else 'the learner has stopped'
-    for address in list(self._peers):
+    for address in list(self.peers):
       with contextlib.suppress(zmq.ZMQError):
         message = [address, wire.pack(wire.END, self._finished, reason)]
         self._router.send_multipart(message, zmq.NOBLOCK)
     # A connection that is closed with something unread is reset, and the last words with it.
     end = time.monotonic() + GOODBYE
-    while self._peers and (left := end - time.monotonic()) > 0:
+    while self.peers and (left := end - time.monotonic()) > 0:
       if self._router.poll(int(left * 1000) + 1):
         self._receive_some()
 
   # --- what there is to tell
 
-  def _log(self, line: str, always: bool = False) -> None:
-    now = time.monotonic()
-    self.events.append(line)
-    while self._lines and now - self._lines[0] > LINE_SECONDS:
-      self._lines.popleft()
-    if len(self._lines) >= LINES and not always:
-      self._unsaid += 1
-      return
-    self._lines.append(now)
-    self._say(f'remote: {line}')
-
   def report(self) -> dict[str, Any]:
     """What `podrace top` shows; of the network thread."""
     now = time.monotonic()
-    clients = [self._told_of(p, now) for p in self._peers.values()]
+    clients = [self._told_of(p, now) for p in self.peers.values()]
     return {
       'env': self.env,
       'slots': sum(p.num_envs for p in self._pools),
@@ -898,7 +719,7 @@ class Server:
 
   def metrics(self) -> dict[str, float]:
     """Numbers for metrics.jsonl; from another thread."""
-    peers = list(self._peers.values())
+    peers = list(self.peers.values())
     acting = sum(p.num_envs - len(p.free) for p in list(self._pools))
     return {
       'remote_clients': len(peers),

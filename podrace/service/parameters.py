@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.remote.server import Listen
+from podrace.remote.hub import Listen
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
 from podrace.service.link import Link

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from podrace import tables
-from podrace.remote.server import Listen
+from podrace.remote.hub import Listen
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say

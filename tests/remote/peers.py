@@ -6,36 +6,23 @@ import collections
 import itertools
 import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
+from apart import DEADLINE, Process, until
 from gymnasium import spaces
 
 from podrace.envs.host.base import Checker, HostSpec, PoolArgs
 from podrace.remote import security, wire
-from podrace.remote.server import Listen, Server
+from podrace.remote.hub import Listen
+from podrace.remote.server import Server
 from podrace.types import FIRST, LAST, MID
 
-HERE = Path(__file__).parent
-DEADLINE = 60.0
 ANY = 'tcp://127.0.0.1:*'
-
-
-def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
-  """What `condition` gives once that is true; fails if it isn't in time."""
-  end = time.monotonic() + deadline
-  while not (value := condition()):
-    assert time.monotonic() < end, f'not in {deadline} s'
-    time.sleep(0.002)
-  return value
 
 
 def spec(shape: tuple[int, ...] = (4,), actions: int = 5, dtype: Any = np.float32) -> HostSpec:
@@ -240,44 +227,10 @@ class Raw:
     self.act(size, 0)
 
 
-class Envs:
-  """`podrace envs`, a process of its own; its output is in a file."""
+class Envs(Process):
+  """`podrace envs`."""
 
   def __init__(self, address: str, log: Path, *args: str, env: str = '', module: str = '') -> None:
-    self.log = log
     env = env or 'gymnasium:host_envs:Sequence-v0'
-    command = [sys.executable, '-m', 'podrace.cli', 'envs', '--connect', address, '--env', env]
-    if module:
-      command = [sys.executable, module, address]
-    path = os.pathsep.join([str(HERE.parents[1]), str(HERE.parent)])
-    with log.open('w') as file:
-      self.process = subprocess.Popen(
-        [*command, *args], stdout=file, stderr=file, env={**os.environ, 'PYTHONPATH': path}
-      )
-
-  @property
-  def output(self) -> str:
-    return self.log.read_text()
-
-  def says(self, text: str, times: int = 1) -> None:
-    until(lambda: self.output.count(text) >= times or self.process.poll() is not None)
-    assert self.output.count(text) >= times, self.output
-
-  def signal(self, signum: int) -> None:
-    self.process.send_signal(signum)
-
-  def kill(self) -> None:
-    self.process.kill()
-    self.process.wait()
-
-  def wait(self, deadline: float = DEADLINE) -> int:
-    code = self.process.wait(deadline)
-    return code if code >= 0 else 128 - code
-
-  def __enter__(self) -> Envs:
-    return self
-
-  def __exit__(self, *exc: object) -> None:
-    if self.process.poll() is None:
-      self.signal(signal.SIGCONT)
-      self.kill()
+    command = ['-m', 'podrace.cli', 'envs', '--connect', address, '--env', env]
+    super().__init__(log, *([module, address] if module else command), *args)

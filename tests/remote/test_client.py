@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from peers import HERE, Envs, Learner, assert_whole, lives, spec, until
+from apart import ROOT, until
+from peers import Envs, Learner, assert_whole, lives, spec
 
 from podrace.remote.client import group_sizes
 
@@ -37,7 +38,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
 
 def all_step(learner: Learner, dropped: int) -> bool:
   """So many clients are gone, and all slots are those of others that step."""
-  groups = [g for p in list(learner.server._peers.values()) for g in list(p.groups.values())]
+  groups = [g for p in list(learner.server.peers.values()) for g in list(p.groups.values())]
   gone = learner.server.counts['dropped'] == dropped
   return gone and not learner.pools[0].free and all(g.seq for g in groups)
 
@@ -167,7 +168,7 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
 def test_bad_usage_is_2(args: list[str]) -> None:
   done = subprocess.run(
     [sys.executable, '-m', 'podrace.cli', 'envs', *args],
-    capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(HERE.parents[1])},
+    capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(ROOT)},
   )  # fmt: skip
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith('podrace: ')
@@ -184,7 +185,7 @@ def test_it_imports_no_jax() -> None:
   )
   done = subprocess.run(
     [sys.executable, '-c', code], capture_output=True, text=True, check=False,
-    env={**os.environ, 'PYTHONPATH': str(HERE.parents[1])},
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   assert int(done.stdout) <= 18

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from peers import Envs, Learner, assert_whole, lives, until
+from apart import until
+from peers import Envs, Learner, assert_whole, lives
 from proxy import Proxy
 
 

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from peers import HERE, Learner, assert_whole, lives, until
-
-ROOT = HERE.parents[1]
+from apart import ROOT, TESTS, until
+from peers import Learner, assert_whole, lives
 
 
 @pytest.mark.slow
@@ -38,7 +37,7 @@ def test_environments_without_jax(tmp_path: Path) -> None:
   assert subprocess.run([podrace, 'keys', 'new', 'keys'], cwd=tmp_path, env=plain).returncode == 0
   with Learner(keys=tmp_path / 'keys') as learner:
     args = ['--connect', learner.address, '--keys', 'keys', '--num-envs', '4', '--env']
-    path = {**plain, 'PYTHONPATH': str(HERE.parent)}  # of host_envs
+    path = {**plain, 'PYTHONPATH': str(TESTS)}  # of host_envs
     envs = subprocess.Popen(
       [podrace, 'envs', *args, 'gymnasium:host_envs:Sequence-v0'], cwd=tmp_path, env=path
     )

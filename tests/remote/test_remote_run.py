@@ -11,11 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from apart import ROOT, until
 from gymnasium import spaces
-from peers import HERE, Envs, Learner, spec, until
-
-sys.path.append(str(HERE.parent))
-
+from peers import Envs, Learner, spec
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
 from podrace import cli
@@ -48,7 +46,7 @@ def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
   first.kill()
   until(lambda: one.output.count('no environments are connected') == 2)
   second = Envs(address, tmp_path / 'second', '--num-envs', '8', env=env)
-  third = Envs(address, tmp_path / 'third', '--num-envs', '4', env=env)  # in reserve
+  third = Envs(address, tmp_path / 'third', '--num-envs', '8', env=env)  # in reserve
   count = len(lines(run_dir))
   until(lambda: len(lines(run_dir)) >= count + 2)
   one.signal(signal.SIGTERM)
@@ -95,7 +93,7 @@ def test_the_minimal_client_is_all_it_takes(tmp_path: Path) -> None:
     spec(), observation_space=spaces.Box(0, 1, (7,), np.float32),
     action_space=spaces.Discrete(2, dtype=np.int32),
   )  # fmt: skip
-  module = str(HERE.parents[1] / 'examples' / 'minimal_client.py')
+  module = str(ROOT / 'examples' / 'minimal_client.py')
   source = Path(module).read_text()
   assert (
     'import podrace' not in source and 'from podrace' not in source and 'numpy as' not in source
@@ -103,7 +101,7 @@ def test_the_minimal_client_is_all_it_takes(tmp_path: Path) -> None:
   with Learner(walk) as one:
     with Envs(one.address, tmp_path / 'log', module=module) as client:
       until(lambda: one.steps > 2000)
-      one.server._peers[next(iter(one.server._peers))].session += 1  # as if it had been dropped
+      one.server.peers[next(iter(one.server.peers))].session += 1  # as if it had been dropped
       client.says('session ended: there is no such session')
       before = one.steps
       until(lambda: one.steps > before + 400)

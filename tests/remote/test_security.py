@@ -11,7 +11,7 @@ from peers import Learner, Raw
 
 from podrace import cli
 from podrace.remote import security, wire
-from podrace.remote.server import Listen
+from podrace.remote.hub import Listen
 
 LOCAL = ['tcp://127.0.0.1:5555', 'tcp://localhost:1', 'tcp://[::1]:5555', 'tcp://127.8.8.8:*',
          'ipc:///tmp/x']  # fmt: skip
@@ -93,7 +93,7 @@ def test_a_listed_key_joins_and_all_of_it_is_encrypted(keys: Path) -> None:
   with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as raw:
     raw.join(2)
     assert raw.socket.mechanism == zmq.CURVE
-    (peer,) = learner.server._peers.values()
+    (peer,) = learner.server.peers.values()
     assert peer.key == security.read_key(keys / security.CLIENT_PUBLIC)
 
 

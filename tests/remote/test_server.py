@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import resource
-import threading
 import time
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+import zmq
+from apart import until
 from gymnasium import spaces
-from peers import Learner, Raw, lives, spec, until
+from peers import Learner, Raw, lives, spec
 
 from podrace.remote import wire
 from podrace.remote.top import Asker
-from podrace.types import FIRST, LAST, MID
+from podrace.types import FIRST, MID
 
 # --- joining --------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ def fuzz_parsing(rounds: int) -> None:
     server = learner.server
 
     def say(address: bytes, *frames: bytes) -> None:
-      server.call('message', [address, *frames], [])
+      server.call(server.take, [zmq.Frame(x) for x in (address, *frames)])
 
     def settled() -> None:
       until(lambda: not server._calls)
@@ -354,7 +354,7 @@ def fuzz_parsing(rounds: int) -> None:
       malformed = server.counts['malformed']
       for address in addresses:
         for _ in range(10):
-          peer = server._peers.get(address)
+          peer = server.peers.get(address)
           raw.session = peer.session if peer else 5
           say(address, *garbage(rng, raw))
       settled()
@@ -395,7 +395,7 @@ def fuzz(messages: int) -> None:
     assert counts['malformed'] >= messages / 2000
     half = len(grown) // 2
     assert grown[-1] - grown[half] < 20 * 2**20, grown  # once it has all it needs, it stays
-    assert len(learner.server._peers) <= 9 and len(learner.server._banned) <= 4096
+    assert len(learner.server.peers) <= 9 and len(learner.server._banned) <= 4096
     assert len(learner.said) < 30 + 3 * messages / 2000  # and the log is bounded
 
 
@@ -430,8 +430,6 @@ def test_a_thousand_light_clients() -> None:
   with Learner(slots=1000, peer_timeout=5.0, keep=False) as learner:
     context_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     count = min(1000, (context_limit - 200) // 4)
-    import zmq
-
     context = zmq.Context()
     context.max_sockets = 2000
     sockets = []
@@ -469,7 +467,7 @@ def test_a_thousand_light_clients() -> None:
       s.close()
     context.term()
     template.close()
-    until(lambda: not learner.server._peers, 20)
+    until(lambda: not learner.server.peers, 20)
     assert len(learner.pools[0].free) == 1000
 
 
@@ -483,13 +481,13 @@ def test_the_log_is_bounded() -> None:
 
 
 def test_what_fails_in_the_network_thread_is_told() -> None:
+  def fails() -> None:
+    raise ArithmeticError('a bug')
+
   with Learner(act=False) as learner:
     with contextlib.suppress(RuntimeError):  # if this thread is the one that does it
-      learner.server.call('no_such_thing')
+      learner.server.call(fails)
     until(lambda: learner.server.failure)
-    with pytest.raises(RuntimeError, match='no_such_thing'):
+    with pytest.raises(RuntimeError, match='a bug'):
       learner.pools[0].recv()
     learner.says('the network failed')
-
-
-assert threading and os and LAST  # used by the tests' helpers

@@ -2,73 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from apart import Process
 
 from podrace import service, tables
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-DEADLINE = 60.0
 ANY = 'tcp://127.0.0.1:*'
-
-
-def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
-  """What `condition` gives once that is true; fails if it isn't in time."""
-  end = time.monotonic() + deadline
-  while not (value := condition()):
-    assert time.monotonic() < end, f'not in {deadline} s'
-    time.sleep(0.002)
-  return value
-
-
-def environment() -> dict[str, str]:
-  return {**os.environ, 'PYTHONPATH': os.pathsep.join([str(ROOT), str(HERE)])}
-
-
-class Process:
-  """One whose output is in a file."""
-
-  def __init__(self, log: Path, *command: str) -> None:
-    self.log = log
-    with log.open('a') as file:
-      self.process = subprocess.Popen(
-        [sys.executable, *command], stdout=file, stderr=file, env=environment()
-      )
-
-  @property
-  def output(self) -> str:
-    return self.log.read_text()
-
-  def says(self, text: str) -> None:
-    until(lambda: text in self.output or self.process.poll() is not None)
-    assert text in self.output, self.output
-
-  def signal(self, signum: int) -> None:
-    self.process.send_signal(signum)
-
-  def kill(self) -> None:
-    self.process.kill()
-    self.process.wait()
-
-  def wait(self, deadline: float = DEADLINE) -> int:
-    return self.process.wait(deadline)
-
-  def __enter__(self) -> Any:
-    return self
-
-  def __exit__(self, *exc: object) -> None:
-    if self.process.poll() is None:
-      self.signal(signal.SIGCONT)
-      self.kill()
 
 
 class Replay(Process):

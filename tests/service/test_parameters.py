@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zmq
+from apart import until
 from proxy import Proxy
-from services import ANY, Program, until
+from services import ANY, Program
 
 from podrace import service, tables
 from podrace.remote.wire import checksum, pack, unpack
@@ -64,11 +65,16 @@ def test_many_pieces_and_versions_are_never_torn(tmp_path: Path) -> None:
     until(lambda: all(r.said() for r in readers))
     for version in range(1, 61):
       publisher.publish(version, leaves(version, 600_000))
-      time.sleep(0.01)
+      until(lambda v=version: max(r.said()[-1][0] for r in readers) >= v - 2)
     assert [r.wait() for r in readers] == [0, 0, 0], readers[0].output
     seen = [line[0] for line in readers[0].said()]
     assert seen == sorted(set(seen)) and seen[-1] == 60
     assert publisher.failure is None
+
+
+def under_way(reader: service.Parameters) -> bool:
+  fetch = reader._fetch
+  return fetch is not None and fetch.have > 0
 
 
 def test_a_cut_on_the_way_is_outlived() -> None:
@@ -78,7 +84,7 @@ def test_a_cut_on_the_way_is_outlived() -> None:
     try:
       for version in range(8):
         publisher.publish(version, leaves(version, 2_000_000))  # 16 pieces
-        time.sleep(0.02)
+        until(lambda v=version: under_way(reader) or reader.version == v)
         proxy.reset()
         until(lambda v=version: reader.version == v)
         assert (reader.get().leaves[0][1] == version).all()
@@ -105,8 +111,8 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     thread = threading.Thread(target=lambda: found.append(reader.get(timeout=60)), daemon=True)
     thread.start()
     publisher.publish(2, leaves(2))
-    time.sleep(0.2)
-    assert not found
+    thread.join(0.2)
+    assert thread.is_alive() and not found
     proxy.up = proxy.down = True
     thread.join(30)
     assert found[0].version in (1, 2)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
+from apart import until
 from proxy import Proxy
-from services import ANY, Program, Replay, all_of, read_all, until
+from services import ANY, Program, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
 from podrace import service, tables

@@ -12,7 +12,8 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from services import ANY, until
+from apart import until
+from services import ANY
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service
@@ -78,9 +79,10 @@ def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
         late.close()
       assert server.counts['turned away'] and publisher.counts['turned away']
       assert server.counts['sessions'] == 1 and not server.counts['malformed']
+      away = server.counts['turned away']
       (keys / security.ALLOWED).write_text('')  # nobody is listed any more
       until(lambda: not server.peers and not publisher.peers, 10.0)
-      time.sleep(0.5)
+      until(lambda: server.counts['malformed'] or server.counts['turned away'] > away)  # came again
       assert server.counts['sessions'] == 1
       reader.close()
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from apart import ROOT, environment, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from services import ANY, ROOT, environment, until
+from services import ANY
 
 sys.path.append(str(ROOT / 'tests' / 'tables'))
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
-from services import ANY, Replay, all_of, read_all, until
+from apart import until
+from services import ANY, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
 from podrace import service, tables

@@ -1,0 +1,260 @@
+"""A listening end of the network: one socket, who may connect, who is there, and what is logged.
+
+What the learner's server of environments and the services have in common. What clients say is checked: what
+is not as docs/protocol.md has it ends the client's session, never the one who listens.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from podrace.remote import security
+from podrace.remote.wire import GONE, Wake, WireError, pack, unpack
+
+PEERS = 4096  # with a session, at most
+BANNED = 4096  # connections that misbehaved, remembered
+TICK = 0.2  # seconds between looks at who is silent
+LINES = 20  # logged at most in LINE_SECONDS
+LINE_SECONDS = 10.0
+LARGE = 65536  # bytes from which on a frame is sent without copying it
+
+_NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Listen:
+  """Where to listen, and to whom."""
+
+  address: str
+  keys: Path | None = None
+  insecure: bool = False
+  peer_timeout: float = 5.0  # seconds of silence after which a client is dropped
+
+  def __post_init__(self) -> None:
+    security.check_address(self.address, self.keys, self.insecure, '--listen')
+    if self.peer_timeout <= 0:
+      raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
+
+
+class Hub:
+  """Clients by the addresses that the socket gives them: their sessions, and what they send.
+
+  Who derives from it has `dispatch` and `drop`. All of it belongs to the thread that has the network.
+  """
+
+  def __init__(self, listen: Listen, say: Say) -> None:
+    self.listen, self._say = listen, say
+    self.address = listen.address
+    self.peers: dict[bytes, Any] = {}  # with address, session, key, name, last_seen
+    self.counts: collections.Counter[str] = collections.Counter()
+    self.events: collections.deque[str] = collections.deque(maxlen=1000)
+    self.failure: str | None = None
+    self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+    self._lines: collections.deque[float] = collections.deque()
+    self._unsaid = 0
+    self._ticked = 0.0
+
+  def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
+    """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
+    raise NotImplementedError
+
+  def drop(self, peer: Any, reason: str) -> None:
+    """Ends a session, if it has not ended."""
+    raise NotImplementedError
+
+  # --- its life ----------------------------------------------------------------------------------
+
+  def open(self, largest: int, sends: int, receives: int) -> None:
+    """Listens, from now on.
+
+    Args:
+      largest: bytes of a frame that comes in.
+      sends, receives: messages of a client that wait, at most.
+
+    Raises:
+      SecurityError: if the address can't be listened at.
+    """
+    self._wake = Wake()
+    self._context = zmq.Context()
+    self._gate: security.Gate | None = None
+    try:
+      self._bind(largest, sends, receives)
+    except BaseException:
+      self.shut()
+      raise
+    self._poller = zmq.Poller()
+    self._wake_number = self._wake.fileno()
+    for socket in (self._router, self._wake_number, *([self._gate.socket] if self._gate else [])):
+      self._poller.register(socket, zmq.POLLIN)
+
+  def _bind(self, largest: int, sends: int, receives: int) -> None:
+    keys = self.listen.keys
+    if keys is not None:
+      self._gate = security.Gate(self._context, security.Allowed(keys / security.ALLOWED))
+    router = self._router = self._context.socket(zmq.ROUTER)
+    if keys is not None:
+      security.secure_server(router, keys)
+    router.linger = 500  # milliseconds, for the last words
+    router.router_mandatory = True  # so that we are told who is gone
+    router.maxmsgsize = largest
+    router.sndhwm, router.rcvhwm = sends, receives
+    # Not heartbeat_ivl: with it libzmq 4.3.5 aborts when a connection whose input is held back ends.
+    router.tcp_keepalive, router.tcp_keepalive_idle, router.tcp_keepalive_intvl = 1, 30, 10
+    router.handshake_ivl = 5000
+    if '[' in self.listen.address:
+      router.ipv6 = True
+    try:
+      router.bind(self.listen.address)
+    except zmq.ZMQError as e:
+      raise security.SecurityError(f'cannot listen at {self.listen.address}: {e}') from e
+    self.address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0')
+
+  def shut(self) -> None:
+    """Closes the sockets, after the thread that had the network is done with it."""
+    for socket in (getattr(self, '_router', None), self._gate):
+      if socket:
+        socket.close()
+    self._context.term()
+    self._wake.close()
+
+  def wake(self) -> None:
+    """Has the thread that listens look around; from any other."""
+    self._wake.set()
+
+  # --- what comes --------------------------------------------------------------------------------
+
+  def poll(self, seconds: float) -> None:
+    """Until something has come, or somebody wakes it, or the time is over."""
+    for ready, _ in self._poller.poll(max(int(seconds * 1000 + 0.999), 0)):
+      if ready == self._wake_number:
+        self._wake.clear()
+      elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
+        self.counts['turned away'] += 1
+        self.log(told)
+
+  def received(self, most: int) -> Iterator[list[Any]]:
+    """The messages that have come, as frames; but not for so long that others wait."""
+    receive = self._router.recv
+    for _ in range(most):
+      try:
+        frame = receive(_NOBLOCK, False)  # without copying
+        raw = [frame]
+        while frame.more:
+          frame = receive(_NOBLOCK, False)
+          raw.append(frame)
+      except zmq.Again:
+        return
+      except zmq.ZMQError as e:
+        self.counts['errors'] += 1
+        self.log(f'receiving: {e}')
+        return
+      yield raw
+
+  def take(self, raw: list[Any]) -> None:
+    """Deals with a message, unless its connection is banned."""
+    address = raw[0].bytes
+    if address in self._banned:
+      self.counts['ignored'] += 1
+      return
+    try:
+      if len(raw) < 2:
+        raise WireError('a message without a header')
+      self.dispatch(address, unpack(raw[1].buffer), [f.buffer for f in raw[2:]], raw[1])
+    except WireError as e:
+      self.ban(address, str(e))
+
+  def key_of(self, raw: Any) -> bytes:
+    """The client's key; connections live on when it is taken from the list."""
+    if self._gate is None:
+      return b''
+    key = raw.get('User-Id').encode()
+    if key not in self._gate.allowed:
+      raise WireError('something with a key that is not listed any more')
+    return key
+
+  def peer_of(self, address: bytes, session: int) -> Any | None:
+    """The client, if it has this session; else it is told that there is none."""
+    peer = self.peers.get(address)
+    if peer is None or peer.session != session:
+      self.counts['stale'] += 1
+      self.send(address, GONE, session, 'there is no such session; say hello again')
+      return None
+    peer.last_seen = time.monotonic()
+    return peer
+
+  # --- what goes ---------------------------------------------------------------------------------
+
+  def send(self, address: bytes, *header: Any, frames: list[Any] | None = None) -> bool:
+    """Whether it is on its way; else the client has been dropped."""
+    message: list[Any] = [address, pack(*header), *(frames or [])]
+    last = message.pop()
+    try:
+      for frame in message:
+        self._router.send(frame, _MORE, copy=len(frame) < LARGE)
+      self._router.send(last, _NOBLOCK, copy=len(last) < LARGE)
+    except zmq.ZMQError as e:  # it is gone, or does not read what it is sent
+      if (peer := self.peers.get(address)) is not None:
+        reason = 'does not read what it is sent' if e.errno == zmq.EAGAIN else 'is gone'
+        self.drop(peer, reason)
+      return False
+    return True
+
+  def tell_gone(self, peer: Any, reason: str) -> None:
+    """Ends a session, and says why."""
+    self.drop(peer, reason)
+    self.send(peer.address, GONE, peer.session, reason)
+
+  def ban(self, address: bytes, reason: str) -> None:
+    """Ignores a connection from now on, and tells why."""
+    self.counts['malformed'] += 1
+    peer = self.peers.get(address)
+    self._banned[address] = None
+    while len(self._banned) > BANNED:
+      self._banned.popitem(last=False)
+    if peer is not None:
+      self.drop(peer, f'dropped, it sent {reason}')
+    else:
+      self.log(f'ignoring somebody who sent {reason}')
+    self.send(address, GONE, peer.session if peer else 0, f'you sent {reason}')
+
+  # --- time --------------------------------------------------------------------------------------
+
+  def look_at_the_clock(self) -> None:
+    """Every TICK seconds: who is silent, whose key was taken from the list."""
+    now = time.monotonic()
+    if now - self._ticked > TICK:
+      self.tick(now)
+      self._ticked = time.monotonic()
+
+  def tick(self, now: float) -> None:
+    for peer in list(self.peers.values()):
+      if now - peer.last_seen > self.listen.peer_timeout:
+        self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
+    if self._gate and self._gate.allowed.refresh():
+      for peer in list(self.peers.values()):
+        if peer.key not in self._gate.allowed:
+          self.tell_gone(peer, 'its key is not listed any more')
+    if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
+      self.log(f'({self._unsaid} more lines were left out)', always=True)
+      self._unsaid = 0
+
+  def log(self, line: str, always: bool = False) -> None:
+    """Says it, unless there was much to say lately."""
+    now = time.monotonic()
+    self.events.append(line)
+    while self._lines and now - self._lines[0] > LINE_SECONDS:
+      self._lines.popleft()
+    if len(self._lines) >= LINES and not always:
+      self._unsaid += 1
+      return
+    self._lines.append(now)
+    self._say(line)

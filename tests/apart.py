@@ -1,0 +1,75 @@
+"""Processes of their own that tests start, and waiting for what they do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+DEADLINE = 60.0  # seconds, for what takes a few on an idle machine
+
+
+def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
+  """What `condition` gives once that is true; fails if it isn't in time.
+
+  For what has no event to wait on: other processes, files, counters.
+  """
+  end = time.monotonic() + deadline
+  while not (value := condition()):
+    assert time.monotonic() < end, f'not in {deadline} s: {condition}'
+    time.sleep(0.002)
+  return value
+
+
+def environment() -> dict[str, str]:
+  """Ours, in which podrace and the tests' modules are found."""
+  path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / 'service')))
+  return {**os.environ, 'PYTHONPATH': path}
+
+
+class Process:
+  """A Python program whose output is in a file; killed where its block ends, if it still goes."""
+
+  def __init__(self, log: Path, *command: str) -> None:
+    self.log = log
+    with log.open('a') as file:
+      self.process = subprocess.Popen(
+        [sys.executable, *command], stdout=file, stderr=file, env=environment()
+      )
+
+  @property
+  def output(self) -> str:
+    return self.log.read_text()
+
+  def says(self, text: str, times: int = 1) -> None:
+    """Returns when the output has `text`, so often; fails if the process ends without."""
+    until(lambda: self.output.count(text) >= times or self.process.poll() is not None)
+    assert self.output.count(text) >= times, self.output
+
+  def signal(self, signum: int) -> None:
+    self.process.send_signal(signum)
+
+  def kill(self) -> None:
+    """SIGKILL, and wait."""
+    self.process.kill()
+    self.process.wait()
+
+  def wait(self, deadline: float = DEADLINE) -> int:
+    """The exit code, as a shell would have it."""
+    code = self.process.wait(deadline)
+    return code if code >= 0 else 128 - code
+
+  def __enter__(self) -> Any:
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    if self.process.poll() is None:
+      self.signal(signal.SIGCONT)
+      self.kill()
