@@ -32,9 +32,7 @@ def record(name: str, results: Any, peer: dict[str, str] | None = None) -> None:
   path = RESULTS / f'{name}.json'
   document = dict(
     name=name,
-    date=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-    command=' '.join(['python', os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
-    commit=commit(),
+    **origin(),
     machine=machine(),
     versions=versions(),
     peer_versions=peer,
@@ -42,6 +40,15 @@ def record(name: str, results: Any, peer: dict[str, str] | None = None) -> None:
   )
   path.write_text(json.dumps(document, indent=1) + '\n')
   print(f'wrote {path.relative_to(ROOT)}', flush=True)
+
+
+def origin() -> dict[str, Any]:
+  """When, by which command and of which commit; also for parts of a file that come from several runs."""
+  return dict(
+    date=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
+    command=' '.join(['python', os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]]),
+    commit=commit(),
+  )
 
 
 def commit() -> dict[str, Any]:
@@ -88,7 +95,21 @@ def cpu_model() -> str:
 
 
 def versions(
-  packages: Sequence[str] = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'podrace'),
+  packages: Sequence[str] = (
+    'jax',
+    'jaxlib',
+    'flax',
+    'optax',
+    'gymnax',
+    'brax',
+    'jumanji',
+    'navix',
+    'craftax',
+    'envpool',
+    'ale-py',
+    'gymnasium',
+    'podrace',
+  ),  # fmt: skip
 ) -> dict[str, str]:
   """Python's and the packages' versions; those that aren't installed are left out."""
   found = {'python': platform.python_version()}

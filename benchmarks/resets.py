@@ -14,17 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import pathlib
-import platform
-import shlex
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
+import common
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -43,7 +37,6 @@ ENVS = {  # name: steps per compiled call, fractions (craftax compiles for a min
   'craftax:Craftax-Classic-Symbolic-v1': (8, FRACTIONS),
   'craftax:Craftax-Symbolic-v1': (8, FRACTIONS[:3]),
 }
-RESULTS = pathlib.Path(__file__).parent / 'results' / 'resets.json'
 
 
 def random_action(space: gymnasium.Space, key: jax.Array, n: int) -> jax.Array:
@@ -99,49 +92,23 @@ def measure(name: str, fraction: float, num_envs: int, steps: int, seconds: floa
   }
 
 
-def provenance() -> dict:
-  """What ran; each row of the results says which run it is from."""
-  git = lambda *args: subprocess.run(  # noqa: E731
-    ['git', *args], capture_output=True, text=True, check=False
-  ).stdout.strip()
-  return {
-    'command': shlex.join(['python', *sys.argv]),
-    'commit': git('rev-parse', 'HEAD') + ' (with uncommitted changes)' * bool(git('diff', 'HEAD')),
-    'load_average_1m': round(os.getloadavg()[0], 1),
-  }
-
-
-def machine() -> dict:
-  """Where and with what this was measured."""
-  return {
-    'machine': f'{platform.machine()}, {os.cpu_count()} cores',
-    'device': f'{len(jax.devices())} x {jax.devices()[0].device_kind}',
-    'versions': {
-      p: version(p) for p in ('jax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'numpy')
-    }
-    | {'python': platform.python_version()},
-  }
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--num-envs', type=int, default=64)
   parser.add_argument('--seconds', type=float, default=2.0, help='of measuring, per row')
   parser.add_argument('--envs', nargs='*', default=tuple(ENVS), choices=tuple(ENVS), metavar='NAME')
-  parser.add_argument('--output', type=pathlib.Path, default=RESULTS)
   args = parser.parse_args()
-  args.output.parent.mkdir(parents=True, exist_ok=True)
-  old = json.loads(args.output.read_text()) if args.output.exists() else {'runs': [], 'results': []}
-  rows = [row for row in old['results'] if row['env'] not in args.envs]  # the others stay
-  runs = [*old['runs'], provenance()]
+  path = common.RESULTS / 'resets.json'
+  rows = json.loads(path.read_text())['results'] if path.exists() else []
+  rows = [row for row in rows if row['env'] not in args.envs]  # the others stay
+  origin = common.origin()
   for name in args.envs:
     steps, fractions = ENVS[name]
     for fraction in fractions:
-      row = measure(name, fraction, args.num_envs, steps, args.seconds)
-      rows.append({**row, 'run': len(runs) - 1})
+      rows.append(measure(name, fraction, args.num_envs, steps, args.seconds))
       print(json.dumps(rows[-1]), flush=True)
-      record = {'runs': runs, **machine(), 'num_envs': args.num_envs, 'results': rows}
-      args.output.write_text(json.dumps(record, indent=2) + '\n')
+      rows[-1] |= dict(num_envs=args.num_envs, origin=origin)
+      common.record('resets', rows)
     jax.clear_caches()
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import RESULTS, record
+from common import RESULTS, origin, record
 
 from podrace.presets import PRESETS
 
@@ -51,6 +51,7 @@ def score(preset: str, resume: bool) -> dict[str, object]:
   summary = json.loads((run_dir / 'summary.json').read_text())
   lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
   return {
+    'origin': origin(),
     'greedy': greedy,
     'summary': summary,
     'curve': [[x['step'], x['episode_return']] for x in lines if x['episodes']],

@@ -1,19 +1,21 @@
-"""Sebulba against stable-baselines3's PPO, and the learner against PyTorch, on this machine's cores.
+"""Sebulba against stable-baselines3's PPO and sample-factory's APPO, and the learner against PyTorch.
 
 CartPole: Gymnasium's environment on both sides, 64 environments, unrolls of 32, 4 epochs of 4 minibatches,
 2 x 64 tanh, separate networks. SB3 is measured with both of its vector environments and the
 faster one counts. Pong: 16 environments, unrolls of 64, 4 epochs of 4 minibatches, the Nature network;
-SB3 through its own wrappers, podrace through ale-py's. The learner: one update of the shallow IMPALA
+the peers through their own wrappers, podrace through ale-py's. sample-factory runs asynchronously with one
+worker and with two, and the faster one counts. The learner: one update of the shallow IMPALA
 network from 640 frames; PyTorch in both memory layouts, the faster one counts.
 
-The sides take turns, each in a process of its own. The peers have a virtual environment of their own
-(build/bench-torch), which the first run makes.
+The sides take turns, each in a process of its own. The peers have virtual environments of their own
+(build/bench-torch, build/bench-sf), which the first run makes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -23,18 +25,21 @@ import common
 
 PEER = common.ROOT / 'build' / 'bench-torch'
 PACKAGES = ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless')
+SF = common.ROOT / 'build' / 'bench-sf'  # it wants a Gymnasium before 1.0
+SF_PACKAGES = ('sample-factory==2.1.1', 'torch==2.15.0', 'gymnasium<1.0', 'ale-py', 'opencv-python')
 PPO = ['--agent', 'ppo', '--agent.epochs', '4', '--agent.minibatches', '4']
 CARTPOLE = ['--env', 'gymnasium:CartPole-v1', *PPO, '--agent.network.hidden', '64', '64',
             '--num-envs', '64', '--unroll-length', '32', '--actor-threads', '1', '--agent.learning-rate', '1e-3']  # fmt: skip
 PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.network.hidden',
         '512', '--agent.network.activation', 'relu', '--num-envs', '16', '--unroll-length', '64']  # fmt: skip
+SF_SECONDS = 45  # its log has a rate every 5 s, over the last 10
 
 
-def make_peer() -> None:
-  """The peers' virtual environment."""
-  if not (PEER / 'bin' / 'python').exists():
-    subprocess.run([sys.executable, '-m', 'venv', str(PEER)], check=True)
-  pip = [str(PEER / 'bin' / 'python'), '-m', 'pip', 'install', '--quiet', *PACKAGES]
+def make_peer(place: pathlib.Path, packages: tuple[str, ...]) -> None:
+  """A virtual environment of peers."""
+  if not (place / 'bin' / 'python').exists():
+    subprocess.run([sys.executable, '-m', 'venv', str(place)], check=True)
+  pip = [str(place / 'bin' / 'python'), '-m', 'pip', 'install', '--quiet', *packages]
   subprocess.run(pip, check=True)
 
 
@@ -50,8 +55,8 @@ def ours(args: list[str], seconds: float) -> dict[str, Any]:
   return last_json([*command, '--seconds', str(seconds)])
 
 
-def theirs(script: str, *args: Any) -> dict[str, Any]:
-  python = str(PEER / 'bin' / 'python')
+def theirs(script: str, *args: Any, place: pathlib.Path = PEER) -> dict[str, Any]:
+  python = str(place / 'bin' / 'python')
   return last_json([python, f'benchmarks/{script}', *map(str, args)])
 
 
@@ -76,7 +81,8 @@ def main() -> None:
   parser.add_argument('--seconds', type=float, default=5.0)
   args = parser.parse_args()
   parts = args.parts or ['learner', 'cartpole', 'pong']
-  make_peer()
+  make_peer(PEER, PACKAGES)
+  make_peer(SF, SF_PACKAGES)
   path = common.RESULTS / 'sebulba_peers.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   mine: list[float] = []
@@ -97,11 +103,22 @@ def main() -> None:
         for vector in ('dummy', 'subproc'):
           r = theirs('peer_sb3.py', 'cartpole', 64, 32, 4, 4, args.seconds, vector)
           add(f'stable-baselines3 {vector}', r['steps_per_s'])
+        for workers in (1, 2):
+          r = theirs('peer_sf.py', 'cartpole', 64, 32, 4, 4, SF_SECONDS, workers, place=SF)
+          add(f'sample-factory, {workers} workers', r['rate'])
       else:
         mine.append(ours(PONG, args.seconds)['combined'])
         r = theirs('peer_sb3.py', 'pong', 16, 64, 4, 4, 3 * args.seconds, 'subproc')
         add('stable-baselines3 subproc', r['steps_per_s'])
-    results[part] = dict(compare(part, mine, others), repeats=args.repeats, seconds=args.seconds)
+        for workers in (1, 2):
+          r = theirs('peer_sf.py', 'pong', 16, 64, 4, 4, SF_SECONDS, workers, place=SF)
+          add(f'sample-factory, {workers} workers', r['rate'])
+    results[part] = dict(
+      compare(part, mine, others),
+      repeats=args.repeats,
+      seconds=args.seconds,
+      origin=common.origin(),
+    )
     common.record('sebulba_peers', results)
 
 
