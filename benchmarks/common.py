@@ -21,6 +21,8 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / 'benchmarks' / 'results'
+PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'envpool',
+            'ale-py', 'gymnasium', 'podrace')  # fmt: skip
 
 
 # --- the record -------------------------------------------------------------------------------
@@ -95,21 +97,7 @@ def cpu_model() -> str:
 
 
 def versions(
-  packages: Sequence[str] = (
-    'jax',
-    'jaxlib',
-    'flax',
-    'optax',
-    'gymnax',
-    'brax',
-    'jumanji',
-    'navix',
-    'craftax',
-    'envpool',
-    'ale-py',
-    'gymnasium',
-    'podrace',
-  ),  # fmt: skip
+  packages: Sequence[str] = PACKAGES,
 ) -> dict[str, str]:
   """Python's and the packages' versions; those that aren't installed are left out."""
   found = {'python': platform.python_version()}
