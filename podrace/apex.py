@@ -351,6 +351,7 @@ class Options:
   addresses: Addresses
   share: tuple[int, int] = (0, 1)  # which of how many equal parts of all environments
   max_staleness: float = 60.0  # seconds that parameters may be out of date
+  give_up: float = 0.0  # seconds without a learner, after them, until it ends; 0: never
 
   def __post_init__(self) -> None:
     i, n = self.share
@@ -358,6 +359,8 @@ class Options:
       raise UsageError(f'--share {i}/{n}: the parts of {n} are 0/{n} to {n - 1}/{n}')
     if not self.max_staleness > 0:
       raise UsageError(f'--max-staleness must be more than 0, not {self.max_staleness}')
+    if self.give_up < 0:
+      raise UsageError(f'--give-up-after must be 0 or more, not {self.give_up}')
 
 
 class _Signalled(BaseException):
@@ -369,7 +372,7 @@ class _Finished(Exception):
 
 
 def act(config: Config, options: Options) -> int:
-  """`podrace act`: acts until the run is complete or a signal comes; the exit code.
+  """`podrace act`: acts until the run is complete, a signal comes or it gives up; the exit code.
 
   Raises:
     UsageError: if the learner's run is another one; both sides are named.
@@ -393,6 +396,9 @@ def act(config: Config, options: Options) -> int:
       _Acting(config, options).run()
     except _Finished:
       say('the run is complete')
+    except TimeoutError as e:
+      say(f'giving up: {e}')
+      return 1
   return 128 + found if found else 0
 
 
@@ -429,6 +435,7 @@ class _Acting:
       first_thread=i * config.actor_threads * len(one.actors),
     )
     self._record, self._max_staleness = record(config), options.max_staleness
+    self._give_up = options.give_up or None
     say(f'waiting for parameters of {a.parameters}')
     self._reader = service.Parameters(a.parameters, a.keys, a.insecure, options.max_staleness)
     self._addresses = a
@@ -438,10 +445,10 @@ class _Acting:
   def run(self) -> None:
     with contextlib.ExitStack() as stack:
       stack.callback(self._reader.close)
-      params = self._parameters(self._reader.get())
+      params = self._parameters(self._reader.get(self._give_up))
       a, program = self._addresses, self._program
       say(f'connecting to the replay service at {", ".join(a.replay)}')
-      client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
+      client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
       w = program.layout.windows
       in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
@@ -482,7 +489,7 @@ class _Acting:
     try:
       version = 0
       while True:
-        found = self._reader.get()
+        found = self._reader.get(self._give_up)
         if found.version != self._held:
           version += 1
           actors.publish(version, self._parameters(found))

@@ -535,6 +535,7 @@ for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... -
   --params ADDRESS            where the learner listens
   --share I/N                 acts in the I-th of N equal parts of all --num-envs (default 0/1)
   --max-staleness S           seconds that parameters may be out of date; then it waits (default 60)
+  --give-up-after S           end if there is no learner for S seconds more (default: wait for it)
   --keys DIR                  with server.public, client.public and client.secret
   --insecure                  no keys, beyond this machine: nothing is encrypted
   the other options are those of train; agent and environment must be the learner's
@@ -650,7 +651,7 @@ def act(args: list[str]) -> int:
   if preset is not None and preset not in PRESETS:
     raise unknown('preset', preset, PRESETS)
   values = {'--connect-replay': '', '--params': '', '--share': '0/1', '--max-staleness': '60',
-            '--keys': '', '--agent': ''}  # fmt: skip
+            '--give-up-after': '0', '--keys': '', '--agent': ''}  # fmt: skip
   mine, rest = _take(args, values, ('--insecure',))
   for name in ('--connect-replay', '--params'):
     if not values[name]:
@@ -674,8 +675,13 @@ def act(args: list[str]) -> int:
     Path(values['--keys']) if values['--keys'] else None,
     '--insecure' in mine,
   )
-  staleness = _number('--max-staleness', values['--max-staleness'])
-  return apex.act(config, apex.Options(addresses, (int(part), int(parts)), staleness))
+  options = apex.Options(
+    addresses,
+    (int(part), int(parts)),
+    max_staleness=_number('--max-staleness', values['--max-staleness']),
+    give_up=_number('--give-up-after', values['--give-up-after']),
+  )
+  return apex.act(config, options)
 
 
 def _take(

@@ -152,6 +152,20 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   assert server.wait() == 143
 
 
+def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
+  nobody = places.act('0/1', '--give-up-after', '0.5')
+  assert nobody.wait() == 1
+  nobody.says('there are no parameters of')
+  places.serve()
+  learner = places.learn(10_000_000)
+  places.act('0/2').says('acting in 16 environments')
+  actor = places.act('1/2', '--max-staleness', '1', '--give-up-after', '5')
+  actor.says('acting in 16 environments')
+  learner.kill()
+  assert actor.wait() == 1
+  actor.says('5 s were not enough to get newer ones')
+
+
 def test_another_run_is_refused_and_both_sides_are_told(places: Places) -> None:
   places.serve()
   places.learn(10_000)
