@@ -365,11 +365,12 @@ class ReplayServer(Router):
     stream = client.stream
     self._take_pieces(stream, wire.records(frames[0], wire.CHUNK), memoryview(frames[5]).cast('B'))
     if stream.account.bytes > self.most_bytes:
-      self.tell_gone(
-        peer,
-        f'its writers keep {stream.account.bytes:,} bytes of steps, of which '
-        f'{self.most_bytes:,} are allowed: shorten history or max_in_flight',
+      told = (
+        f'its writers keep {stream.account.bytes:,} bytes of steps, of which {self.most_bytes:,} are '
+        'allowed: shorten history or max_in_flight, or start the service with more --client-bytes'
       )
+      self.drop(peer, told)
+      self.send(peer.address, wire.REFUSED, [told])  # in another session it would be the same
       return
     done, waiting, groups = self._take_items(stream, frames)
     refused: list[int] = []

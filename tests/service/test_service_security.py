@@ -236,6 +236,25 @@ def test_a_stream_goes_on_over_another_connection() -> None:
   context.term()
 
 
+def test_who_keeps_too_many_bytes_is_refused_and_told_so() -> None:
+  with (
+    ReplayServer(ANY, most_bytes=2**16) as server,
+    service.connect(server.address) as greedy,
+    service.connect(server.address) as modest,
+  ):
+    table = greedy.table('it', **SIMPLE)
+    writer = greedy.writer(history=1000, rows_per_chunk=16)
+    rng = np.random.default_rng(0)
+    with pytest.raises(service.Refused, match=r'65,536 are allowed.*--client-bytes'):
+      for _ in range(1000):
+        writer.append({'x': rng.random(128)})
+        writer.create_item(table, 1.0, num_steps=1)
+      writer.flush(timeout=30)
+    until(lambda: len(server.peers) == 1)
+    fill(modest, modest.table('other', **SIMPLE), 5).close(timeout=30)
+    assert server.counts['sessions'] == 2  # it did not come back
+
+
 def fuzz(messages: int, seed: int) -> None:
   """So many messages that are wrong in some way, from ever new connections; a good client goes on."""
   rng, context = random.Random(seed), zmq.Context()
