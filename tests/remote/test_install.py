@@ -1,4 +1,4 @@
-"""The installation without JAX that docs/remote.md has, in a virtual environment of its own."""
+"""The installations without JAX that the pages have, in virtual environments of their own."""
 
 from __future__ import annotations
 
@@ -9,35 +9,45 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from apart import ROOT, TESTS, until
 from peers import Learner, assert_whole, lives
 
+from podrace import service, tables
 
-@pytest.mark.slow
-def test_environments_without_jax(tmp_path: Path) -> None:
-  page = (ROOT / 'docs' / 'remote.md').read_text()
-  (packages,) = re.findall(r'^pip install (numpy .*?) *#', page, re.MULTILINE)
-  venv = tmp_path / 'envs'
-  subprocess.run([sys.executable, '-m', 'venv', str(venv)], check=True)
-  source = tmp_path / 'source'  # building in place would leave things there
+PLAIN = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
+
+
+def install(page: str, folder: Path) -> Path:
+  """The commands of a virtual environment in which there is what a page tells to install."""
+  (packages,) = re.findall(
+    r'^pip install (numpy .*?) *(?:#.*)?$', (ROOT / 'docs' / page).read_text(), re.MULTILINE
+  )
+  commands = folder / 'light' / 'bin'
+  subprocess.run([sys.executable, '-m', 'venv', str(commands.parent)], check=True)
+  source = folder / 'source'  # building in place would leave things there
+  source.mkdir()
   names = ['pyproject.toml', 'README.md', 'LICENSE', 'podrace']
-  subprocess.run(['mkdir', str(source)], check=True)
   subprocess.run(['cp', '-r', *(str(ROOT / n) for n in names), str(source)], check=True)
-  pip = [str(venv / 'bin' / 'pip'), 'install', '--quiet', '--disable-pip-version-check']
+  pip = [str(commands / 'pip'), 'install', '--quiet', '--disable-pip-version-check']
   subprocess.run([*pip, '--no-deps', str(source)], check=True)
   pins = ['--constraint', str(ROOT / 'constraints.txt')]
   subprocess.run([*pip, *pins, *packages.split()], check=True)
   freeze = subprocess.run(
-    [str(venv / 'bin' / 'pip'), 'list'], check=True, capture_output=True, text=True
+    [str(commands / 'pip'), 'list'], check=True, capture_output=True, text=True
   ).stdout
   assert 'jax' not in freeze and 'podrace' in freeze
-  podrace = str(venv / 'bin' / 'podrace')
-  plain = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
-  assert subprocess.run([podrace, 'keys', 'new', 'keys'], cwd=tmp_path, env=plain).returncode == 0
+  return commands
+
+
+@pytest.mark.slow
+def test_environments_without_jax(tmp_path: Path) -> None:
+  podrace = str(install('remote.md', tmp_path) / 'podrace')
+  assert subprocess.run([podrace, 'keys', 'new', 'keys'], cwd=tmp_path, env=PLAIN).returncode == 0
   with Learner(keys=tmp_path / 'keys') as learner:
     args = ['--connect', learner.address, '--keys', 'keys', '--num-envs', '4', '--env']
-    path = {**plain, 'PYTHONPATH': str(TESTS)}  # of host_envs
+    path = {**PLAIN, 'PYTHONPATH': str(TESTS)}  # of host_envs
     envs = subprocess.Popen(
       [podrace, 'envs', *args, 'gymnasium:host_envs:Sequence-v0'], cwd=tmp_path, env=path
     )
@@ -46,10 +56,36 @@ def test_environments_without_jax(tmp_path: Path) -> None:
     assert envs.wait(30) == 143
     assert_whole(lives(learner.arrivals))
     other = subprocess.run(
-      [podrace, 'envs', *args, 'ale:pong'], cwd=tmp_path, env=plain, capture_output=True, text=True
+      [podrace, 'envs', *args, 'ale:pong'], cwd=tmp_path, env=PLAIN, capture_output=True, text=True
     )
     assert other.returncode == 2 and 'the environments Box |u1 of shape [4, 84, 84]' in other.stderr
     top = subprocess.run(
-      [podrace, 'top', learner.address, '--keys', 'keys', '--once'], cwd=tmp_path, env=plain
+      [podrace, 'top', learner.address, '--keys', 'keys', '--once'], cwd=tmp_path, env=PLAIN
     )
     assert top.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_replay_service_without_jax(tmp_path: Path) -> None:
+  podrace = str(install('replay-service.md', tmp_path) / 'podrace')
+  with (tmp_path / 'log').open('w') as log:
+    args = ['--listen', 'tcp://127.0.0.1:*', '--dir', 'kept']
+    server = subprocess.Popen([podrace, 'replay', *args], cwd=tmp_path, env=PLAIN, stderr=log)
+  said = lambda: (tmp_path / 'log').read_text()  # noqa: E731
+  until(lambda: 'listening at' in said() or server.poll() is not None)
+  address = said().partition('listening at ')[2].split()[0]
+  with service.connect(address) as client:
+    table = client.table(
+      'it', sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=9
+    )  # fmt: skip
+    with client.writer(history=2) as writer:
+      for i in range(5):
+        writer.append({'x': np.full(3, i)})
+        if i:
+          writer.create_item(table, 1.0, num_steps=2)
+      writer.flush(timeout=30)
+    (x,) = table.sample(1, timeout=30).data['x']
+    assert np.array_equal(x[1], x[0] + 1)
+  server.send_signal(signal.SIGTERM)
+  assert server.wait(30) == 143
+  assert list((tmp_path / 'kept').iterdir())
