@@ -374,6 +374,19 @@ class Writer:
     try:
       self.flush(0, timeout)
     finally:
-      self._closed = True
-      for column in self._columns:
-        column.close()
+      self._let_go()
+
+  def _let_go(self) -> None:
+    self._closed = True
+    for column in self._columns:
+      column.close()
+
+  def __enter__(self) -> Writer:
+    return self
+
+  def __exit__(self, kind: object, *rest: object) -> None:
+    """Closes; without waiting for anything if an exception is on its way."""
+    if kind is None:
+      self.close()
+    elif not self._closed:
+      self._let_go()

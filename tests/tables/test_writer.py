@@ -367,3 +367,15 @@ def test_differences_are_used_where_they_help() -> None:
   writer.create_item(table, 1.0, num_steps=256)
   assert table.info().bytes == len(packed[0])
   np.testing.assert_array_equal(table.sample(1).data[0], counter)
+
+
+def test_a_block_closes_its_writer_and_waits_for_its_items_unless_it_fails() -> None:
+  table = make(rate_limiter=tables.queue(1), max_times_sampled=1)
+  with writer_of(table, 2) as writer:
+    writer.create_item(table, 1.0, num_steps=1)
+  with pytest.raises(ValueError, match='closed'):
+    writer.append(step(2))
+  with pytest.raises(ArithmeticError), writer_of(table, 1) as writer:
+    writer.create_item(table, 1.0, num_steps=1)  # has to wait; nothing samples
+    raise ArithmeticError
+  assert len(table) == 1
