@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -17,14 +18,16 @@ from typing import Any
 
 import common
 
-PONG = ['pong', '--num-envs', '32', '--unroll-length', '20']
+PONG = ['pong', '--num-envs', '32', '--unroll-length', '20', '--actor-threads', '2']
 MLP = ['--agent', 'impala', '--agent.network.hidden', '64', '64', '--unroll-length', '20']
 ENVPOOL = ['--env', 'envpool:CartPole-v1', *MLP]
 GYMNASIUM = ['--env', 'gymnasium:CartPole-v1', *MLP]
 ONE = ['--actor-threads', '1', '--num-envs']
+APART = ['--actor-devices', '0,1', '--learner-devices', '2,3,4,5,6,7']
 SETTINGS = {
   'pong-impala': PONG,
   'pong-nature': [*PONG, '--agent.network.torso', 'nature', '--agent.network.hidden', '512'],
+  'pong-impala, 2 fake devices act, 6 learn': [*PONG, *APART, *ONE, '48'],
   'envpool-cartpole': [*ENVPOOL, '--num-envs', '128'],
   'envpool-cartpole, 1 thread': [*ENVPOOL, *ONE, '128'],
   'envpool-cartpole, 1 thread, 1,024 environments': [*ENVPOOL, *ONE, '1024'],
@@ -37,9 +40,12 @@ RATES = ('environment', 'inference', 'learner', 'combined', 'parallel')
 
 def bench(args: list[str], seconds: float) -> dict[str, Any]:
   command = [sys.executable, '-m', 'podrace.cli', 'bench', 'sebulba', *args]
+  environment = dict(os.environ)
+  if '--learner-devices' in args:
+    environment['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
   done = subprocess.run(
-    [*command, '--seconds', str(seconds)], capture_output=True, text=True, check=False
-  )
+    [*command, '--seconds', str(seconds)], capture_output=True, text=True, check=False, env=environment
+  )  # fmt: skip
   if done.returncode:
     raise RuntimeError(f'{command} failed:\n{done.stderr}')
   return json.loads(done.stdout.splitlines()[-1])
@@ -54,6 +60,7 @@ def measure(args: list[str], repeats: int, seconds: float) -> dict[str, Any]:
     combined_over_environment=statistics.median(r['combined_over_environment'] for r in runs),
     actor_time=runs[-1]['actor_time'],
     bytes=runs[-1]['bytes'],
+    origin=common.origin(),
   )
 
 
