@@ -109,6 +109,54 @@ def versions(
   return found
 
 
+# --- peers ------------------------------------------------------------------------------------
+
+PEERS = {  # what is installed in the virtual environment of each
+  'rejax': ('rejax==0.1.3', 'gymnax<1'),  # unpacks 5 values of `env.step`; gymnax 1.0 gives 6
+  'flashbax': ('flashbax==0.1.3',),
+  'torch': ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless'),
+  'sf': ('sample-factory==2.1.1', 'torch==2.15.0', 'gymnasium<1.0', 'ale-py', 'opencv-python'),
+  'reverb': ('dm-reverb[tensorflow]==0.14.0', 'lz4==4.4.5', 'zstandard==0.25.0'),
+}
+OUR_JAX = ('rejax', 'flashbax')  # that are compared under the same JAX
+
+
+def peer(name: str) -> str:
+  """The Python of a peer's virtual environment, build/bench-NAME, which is made if it is missing."""
+  place = ROOT / 'build' / f'bench-{name}'
+  python, installed = str(place / 'bin' / 'python'), place / 'installed'
+  packages = list(PEERS[name])
+  if name in OUR_JAX:
+    packages.append(f'jax=={importlib.metadata.version("jax")}')
+  told = ' '.join(packages)
+  if not installed.exists() or installed.read_text() != told:
+    subprocess.run([sys.executable, '-m', 'venv', str(place)], check=True)
+    pip = [python, '-m', 'pip', 'install', '--quiet']
+    if subprocess.run([*pip, *packages], check=False).returncode:
+      print(f'{told} do not install together: taking the newest jax that does', flush=True)
+      subprocess.run([*pip, *PEERS[name]], check=True)
+    installed.write_text(told)
+  return python
+
+
+def pins(python: str, *names: str) -> dict[str, str]:
+  """The versions of packages in a virtual environment."""
+  freeze = [python, '-m', 'pip', 'freeze']
+  told = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout.split()
+  return {k: v for k, _, v in (pin.partition('==') for pin in told) if k in names}
+
+
+def last_json(command: Sequence[str], **environment: str) -> Any:
+  """What a process prints on its last line."""
+  done = subprocess.run(
+    command, capture_output=True, text=True, check=False, cwd=ROOT,
+    env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
+  )  # fmt: skip
+  if done.returncode:
+    raise RuntimeError(f'{command} failed:\n{done.stderr}')
+  return json.loads(done.stdout.splitlines()[-1])
+
+
 # --- timing -----------------------------------------------------------------------------------
 
 

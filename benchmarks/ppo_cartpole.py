@@ -21,7 +21,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 from typing import Any
@@ -68,9 +67,6 @@ RACES = {
 TARGET = 475.0
 HELD = 3  # evaluations in succession; a single one is often luck of an unfinished policy
 EPISODES = 128
-PEER = common.ROOT / 'build' / 'bench-rejax'
-# rejax 0.1.3 unpacks 5 values from `env.step`; gymnax 1.0 gives 6
-PEER_PACKAGES = ('rejax==0.1.3', 'gymnax<1')
 
 
 # --- our worker -------------------------------------------------------------------------------
@@ -135,24 +131,6 @@ def actor(params: Any) -> list[np.ndarray]:
 
 
 # --- the two sides ----------------------------------------------------------------------------
-
-
-def make_peer() -> str:
-  """The Python of rejax's virtual environment, made if it is missing."""
-  import jax
-
-  python = PEER / 'bin' / 'python'
-  done = PEER / 'installed'
-  if not done.exists():
-    subprocess.run([sys.executable, '-m', 'venv', str(PEER)], check=True)
-    install = [str(python), '-m', 'pip', 'install', '-q', *PEER_PACKAGES]
-    try:
-      subprocess.run([*install, f'jax=={jax.__version__}'], check=True)
-    except subprocess.CalledProcessError:
-      print(f'rejax does not install beside jax {jax.__version__}: taking the newest that does')
-      subprocess.run(install, check=True)
-    done.touch()
-  return str(python)
 
 
 def side(name: str, python: str) -> common.Worker:
@@ -322,7 +300,7 @@ def main() -> None:
     work()
     return
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')
-  python = make_peer()
+  python = common.peer('rejax')
   with tempfile.TemporaryDirectory() as name, side('rejax', python) as peer:
     folder = pathlib.Path(name)
     found = peer.ask(do='versions')

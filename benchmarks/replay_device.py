@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 from typing import Any
 
 import common
 
-PEER = common.ROOT / 'build' / 'bench-flashbax'
-PACKAGES = ('flashbax==0.1.3',)
 SETTINGS: dict[str, dict[str, Any]] = {
   'small, uniform': dict(envs=64, unroll=16, rows=15_616, steps=1, batch=256, pixels=0, rank=False),
   'small, prioritised': dict(
@@ -172,18 +169,6 @@ def work(side: str) -> None:
 # --- the comparison -------------------------------------------------------------------------------
 
 
-def make_peer() -> str:
-  import jax
-
-  python = PEER / 'bin' / 'python'
-  if not (PEER / 'installed').exists():
-    subprocess.run([sys.executable, '-m', 'venv', str(PEER)], check=True)
-    pip = [str(python), '-m', 'pip', 'install', '-q', *PACKAGES, f'jax=={jax.__version__}']
-    subprocess.run(pip, check=True)
-    (PEER / 'installed').touch()
-  return str(python)
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('--rounds', type=int, default=3)
@@ -192,7 +177,7 @@ def main() -> None:
   args = parser.parse_args()
   if args.worker:
     return work(args.worker)
-  pythons = {'flashbax': make_peer(), 'podrace': sys.executable}
+  pythons = {'flashbax': common.peer('flashbax'), 'podrace': sys.executable}
   results: dict[str, Any] = {}
   for name, setting in SETTINGS.items():
     rates: dict[str, dict[str, list[float]]] = {
@@ -222,7 +207,9 @@ def main() -> None:
       ),
       flush=True,
     )
-  return common.record('replay_device', results, {'flashbax': PACKAGES[0].partition('==')[2]})
+  return common.record(
+    'replay_device', results, common.pins(pythons['flashbax'], 'flashbax', 'jax')
+  )
 
 
 if __name__ == '__main__':

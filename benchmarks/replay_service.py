@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -186,16 +185,12 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=2.0)
   args = parser.parse_args()
-  peer = tables.make_peer()
+  peer = common.peer('reverb')
   tables.make_frames()
   results: dict[str, Any] = dict(cores=len(os.sched_getaffinity(0)))
   for kind in ('small', 'atari'):
     results |= measure(peer, kind, args.seconds, args.repeats)
-  freeze = [peer, '-m', 'pip', 'freeze']
-  pins = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout.split()
-  names = ('dm-reverb', 'tensorflow', 'numpy')
-  versions = dict(pin.split('==') for pin in pins if pin.split('==')[0] in names)
-  common.record('replay_service', results, peer=versions)
+  common.record('replay_service', results, common.pins(peer, 'dm-reverb', 'tensorflow', 'numpy'))
 
 
 if __name__ == '__main__':

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from typing import Any
 
@@ -40,15 +38,10 @@ RATES = ('environment', 'inference', 'learner', 'combined', 'parallel')
 
 def bench(args: list[str], seconds: float) -> dict[str, Any]:
   command = [sys.executable, '-m', 'podrace.cli', 'bench', 'sebulba', *args]
-  environment = dict(os.environ)
+  command += ['--seconds', str(seconds)]
   if '--learner-devices' in args:
-    environment['XLA_FLAGS'] = '--xla_force_host_platform_device_count=8'
-  done = subprocess.run(
-    [*command, '--seconds', str(seconds)], capture_output=True, text=True, check=False, env=environment
-  )  # fmt: skip
-  if done.returncode:
-    raise RuntimeError(f'{command} failed:\n{done.stderr}')
-  return json.loads(done.stdout.splitlines()[-1])
+    return common.last_json(command, XLA_FLAGS='--xla_force_host_platform_device_count=8')
+  return common.last_json(command)
 
 
 def measure(args: list[str], repeats: int, seconds: float) -> dict[str, Any]:

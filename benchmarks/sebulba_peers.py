@@ -15,18 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import pathlib
 import statistics
-import subprocess
 import sys
 from typing import Any
 
 import common
 
-PEER = common.ROOT / 'build' / 'bench-torch'
-PACKAGES = ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless')
-SF = common.ROOT / 'build' / 'bench-sf'  # it wants a Gymnasium before 1.0
-SF_PACKAGES = ('sample-factory==2.1.1', 'torch==2.15.0', 'gymnasium<1.0', 'ale-py', 'opencv-python')
 PPO = ['--agent', 'ppo', '--agent.epochs', '4', '--agent.minibatches', '4']
 CARTPOLE = ['--env', 'gymnasium:CartPole-v1', *PPO, '--agent.network.hidden', '64', '64',
             '--num-envs', '64', '--unroll-length', '32', '--actor-threads', '1', '--agent.learning-rate', '1e-3']  # fmt: skip
@@ -35,29 +29,13 @@ PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.n
 SF_SECONDS = 45  # its log has a rate every 5 s, over the last 10
 
 
-def make_peer(place: pathlib.Path, packages: tuple[str, ...]) -> None:
-  """A virtual environment of peers."""
-  if not (place / 'bin' / 'python').exists():
-    subprocess.run([sys.executable, '-m', 'venv', str(place)], check=True)
-  pip = [str(place / 'bin' / 'python'), '-m', 'pip', 'install', '--quiet', *packages]
-  subprocess.run(pip, check=True)
-
-
-def last_json(command: list[str]) -> dict[str, Any]:
-  done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=common.ROOT)
-  if done.returncode:
-    raise RuntimeError(f'{command} failed:\n{done.stderr}')
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 def ours(args: list[str], seconds: float) -> dict[str, Any]:
   command = [sys.executable, '-m', 'podrace.cli', 'bench', 'sebulba', *args]
-  return last_json([*command, '--seconds', str(seconds)])
+  return common.last_json([*command, '--seconds', str(seconds)])
 
 
-def theirs(script: str, *args: Any, place: pathlib.Path = PEER) -> dict[str, Any]:
-  python = str(place / 'bin' / 'python')
-  return last_json([python, f'benchmarks/{script}', *map(str, args)])
+def theirs(script: str, *args: Any, peer: str = 'torch') -> dict[str, Any]:
+  return common.last_json([common.peer(peer), f'benchmarks/{script}', *map(str, args)])
 
 
 def compare(name: str, ours: list[float], theirs: dict[str, list[float]]) -> dict[str, Any]:
@@ -81,8 +59,6 @@ def main() -> None:
   parser.add_argument('--seconds', type=float, default=5.0)
   args = parser.parse_args()
   parts = args.parts or ['learner', 'cartpole', 'pong']
-  make_peer(PEER, PACKAGES)
-  make_peer(SF, SF_PACKAGES)
   path = common.RESULTS / 'sebulba_peers.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   mine: list[float] = []
@@ -104,14 +80,14 @@ def main() -> None:
           r = theirs('peer_sb3.py', 'cartpole', 64, 32, 4, 4, args.seconds, vector)
           add(f'stable-baselines3 {vector}', r['steps_per_s'])
         for workers in (1, 2):
-          r = theirs('peer_sf.py', 'cartpole', 64, 32, 4, 4, SF_SECONDS, workers, place=SF)
+          r = theirs('peer_sf.py', 'cartpole', 64, 32, 4, 4, SF_SECONDS, workers, peer='sf')
           add(f'sample-factory, {workers} workers', r['rate'])
       else:
         mine.append(ours(PONG, args.seconds)['combined'])
         r = theirs('peer_sb3.py', 'pong', 16, 64, 4, 4, 3 * args.seconds, 'subproc')
         add('stable-baselines3 subproc', r['steps_per_s'])
         for workers in (1, 2):
-          r = theirs('peer_sf.py', 'pong', 16, 64, 4, 4, SF_SECONDS, workers, place=SF)
+          r = theirs('peer_sf.py', 'pong', 16, 64, 4, 4, SF_SECONDS, workers, peer='sf')
           add(f'sample-factory, {workers} workers', r['rate'])
     results[part] = dict(
       compare(part, mine, others),

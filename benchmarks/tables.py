@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,8 +28,6 @@ import common
 import numpy as np
 import tables_load as load
 
-PEER = common.ROOT / 'build' / 'bench-reverb'
-PACKAGES = ('dm-reverb[tensorflow]==0.14.0', 'lz4==4.4.5', 'zstandard==0.25.0')
 FRAMES = common.ROOT / 'build' / 'pong-frames.bin'
 STEPS, ENVIRONMENTS = 100_000, 10
 VARIANTS = {  # of Reverb: KEEP/WORKERS as in peer_reverb.py
@@ -101,25 +98,6 @@ def make_frames() -> None:
   partial.rename(FRAMES)
 
 
-def make_peer() -> str:
-  """Reverb's virtual environment; its Python."""
-  python = PEER / 'bin' / 'python'
-  if not python.exists():
-    subprocess.run([sys.executable, '-m', 'venv', str(PEER)], check=True)
-    subprocess.run([str(python), '-m', 'pip', 'install', '--quiet', *PACKAGES], check=True)
-  return str(python)
-
-
-def last_json(command: list[str]) -> Any:
-  environment = dict(os.environ, PYTHONPATH=str(common.ROOT))
-  done = subprocess.run(
-    command, capture_output=True, text=True, check=False, cwd=common.ROOT, env=environment
-  )
-  if done.returncode:
-    raise RuntimeError(f'{command} failed:\n{done.stderr}')
-  return json.loads(done.stdout.splitlines()[-1])
-
-
 # --- side by side -----------------------------------------------------------------------------
 
 
@@ -128,9 +106,9 @@ def compare(peer: str, mode: str, kind: str, writers: int, args: Any) -> dict[st
   ours: list[Any] = []
   theirs: dict[str, list[Any]] = {variant: [] for variant in VARIANTS[mode]}
   for _ in range(args.repeats):
-    ours.append(last_json([sys.executable, 'benchmarks/tables.py', '--one', *load_args]))
+    ours.append(common.last_json([sys.executable, 'benchmarks/tables.py', '--one', *load_args]))
     for variant, found in theirs.items():
-      found.append(last_json([peer, 'benchmarks/peer_reverb.py', variant, *load_args]))
+      found.append(common.last_json([peer, 'benchmarks/peer_reverb.py', variant, *load_args]))
   if mode == 'memory':
     return compare_memory(ours, theirs['100/-1'])
   fastest = max(theirs, key=lambda k: statistics.median(theirs[k]))
@@ -280,7 +258,7 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=2)
   parser.add_argument('--seconds', type=float, default=2.0)
   args = parser.parse_args()
-  peer = make_peer()
+  peer = common.peer('reverb')
   make_frames()
   results: dict[str, Any] = dict(cores=len(os.sched_getaffinity(0)))
   for kind in ('small', 'atari'):
@@ -293,11 +271,7 @@ def main() -> None:
   results['prioritised, 256 of 100,000'] = prioritised(args.seconds)
   results['checkpoint of 1,000,000 items'] = saving()
   results['codecs'] = codecs()
-  freeze = [peer, '-m', 'pip', 'freeze']
-  pins = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout.split()
-  names = ('dm-reverb', 'tensorflow', 'numpy')
-  versions = dict(pin.split('==') for pin in pins if pin.split('==')[0] in names)
-  common.record('tables', results, peer=versions)
+  common.record('tables', results, common.pins(peer, 'dm-reverb', 'tensorflow', 'numpy'))
 
 
 if __name__ == '__main__':

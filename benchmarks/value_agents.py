@@ -21,8 +21,6 @@ import sys
 from typing import Any
 
 import common
-import ppo_cartpole
-import sebulba_peers
 
 CALLS = 4  # the first is not in the rate
 EPISODES = 128
@@ -109,7 +107,7 @@ def work() -> None:
 def against_rejax(
   names: list[str], repeats: int, results: dict[str, Any], versions: Any
 ) -> dict[str, Any]:
-  python = ppo_cartpole.make_peer()
+  python = common.peer('rejax')
   for name in names:
     s = SETTINGS[name]
     found: dict[str, dict[str, list[float]]] = {
@@ -154,7 +152,7 @@ SB3 = dict(num_envs=8, gradients=8, batch=64, seconds=8)
 
 def against_sb3(repeats: int) -> dict[str, Any]:
   """DQN on CartPole; steps/s after learning has begun."""
-  sebulba_peers.make_peer()
+  python = common.peer('torch')
   n, g, b = SB3['num_envs'], SB3['gradients'], SB3['batch']
   flags = [
     '--agent', 'dqn', '--num-envs', str(n), '--unroll-length', '1',
@@ -163,12 +161,14 @@ def against_sb3(repeats: int) -> dict[str, Any]:
   ]  # fmt: skip
   rates: dict[str, list[float]] = {'sb3': [], 'anakin': [], 'sebulba': []}
   for _ in range(repeats):
-    done = subprocess.run(
-      [str(sebulba_peers.PEER / 'bin' / 'python'), 'benchmarks/peer_sb3.py', 'dqn', str(n), '1', str(g), str(b),
-       str(SB3['seconds']), 'dummy'],
-      capture_output=True, text=True, check=True, cwd=common.ROOT,
-    )  # fmt: skip
-    rates['sb3'].append(json.loads(done.stdout.splitlines()[-1])['steps_per_s'])
+    command = [
+      python,
+      'benchmarks/peer_sb3.py',
+      'dqn',
+      *map(str, (n, 1, g, b, SB3['seconds'])),
+      'dummy',
+    ]
+    rates['sb3'].append(common.last_json(command)['steps_per_s'])
     for side, env, steps in (
       ('anakin', ['--env', 'gymnax:CartPole-v1'], 150_000),
       ('sebulba', ['--env', 'gymnasium:CartPole-v1', '--architecture', 'sebulba',
@@ -218,7 +218,7 @@ def main() -> None:
     common.RESULTS / 'value_agents.json'
   )  # settings that are not named keep what it has of them
   known = json.loads(path.read_text())['results'] if path.exists() else {}
-  with common.Worker([ppo_cartpole.make_peer(), 'benchmarks/peer_rejax_value.py']) as worker:
+  with common.Worker([common.peer('rejax'), 'benchmarks/peer_rejax_value.py']) as worker:
     versions = worker.ask(do='versions')
   results = against_rejax([n for n in names if n != 'sb3'], args.repeats, known, versions)
   if 'sb3' in names:
