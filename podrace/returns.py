@@ -136,7 +136,7 @@ def project(atoms: Array, probabilities: Array, support: Array) -> Array:
   spacing = support[1] - support[0]
   atoms = jnp.clip(atoms, support[0], support[-1])
   share = jnp.clip(1 - jnp.abs(atoms[None] - support[:, None]) / spacing, 0, 1)
-  return share @ probabilities
+  return jnp.dot(share, probabilities, precision='highest')  # they are to add up to 1
 
 
 def quantile_loss(quantiles: Array, targets: Array, threshold: float = 1.0) -> Array:

@@ -233,26 +233,27 @@ def test_windows_that_went_through_a_service(case: str) -> None:
 
 
 def test_priorities_of_dqn_by_what_acting_saw() -> None:
-  """By hand, of windows of 2 steps: two rewards, one that terminates, and a step between episodes."""
+  """By hand, of windows of 2 steps: two rewards, one that terminates, a step between episodes, a time limit."""
   agent = DQN(discount=0.5, n_step=2, ranked_by_acting=True)
-  zeros = np.zeros((3, 3), np.float32)
   window = Trajectory(
     TimeStep(
       (),
-      jnp.array([[0, 0, 0], [1, 2, 0], [4, 8, 8]], jnp.float32),
-      jnp.array([[1, 1, 0], [1, 0, 1], [1, 1, 1]], jnp.float32),
-      jnp.array([[0, 1, 2], [1, 2, 0], [1, 0, 1]], jnp.int8),
+      jnp.array([[0, 0, 0, 0], [1, 2, 0, 1], [4, 8, 8, 8]], jnp.float32),
+      jnp.array([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 1]], jnp.float32),
+      jnp.array([[0, 1, 2, 1], [1, 2, 0, 2], [1, 0, 1, 0]], jnp.int8),
     ),
     ActorOutput(
-      jnp.zeros((2, 3), jnp.int32),
-      valuing.Extras(jnp.asarray(zeros[:2] + 1), jnp.asarray(zeros[:2] + 4)),
+      jnp.zeros((2, 4), jnp.int32),
+      valuing.Extras(jnp.ones((2, 4)), jnp.array([[9.0] * 4, [4.0] * 4])),
     ),
     (),
-    jnp.arange(3),
+    jnp.arange(4),
   )
   found = agent.initial_priority(window)
-  # 1 + 4 / 2 + 4 / 4 - 1; 2 - 1, as the episode is over; and none
-  np.testing.assert_allclose(found, [3.0, 1.0, 0.0], atol=1e-5)
+  # 1 + 4 / 2 + 4 / 4 - 1; 2 - 1, as the episode is over; none; 1 + 4 / 2 - 1, from where it was cut
+  np.testing.assert_allclose(found, [3.0, 1.0, 0.0, 2.0], atol=1e-5)
+  with pytest.raises(ValueError, match='ranked_by_acting needs an n_step of at least 2'):
+    DQN(ranked_by_acting=True)
 
 
 def test_parameters_as_leaves() -> None:

@@ -107,7 +107,7 @@ class D4PG:
       value = self.mean(self.critic.value(fixed, step.before.observation, action)[0])
       actor_loss = -jnp.mean(step.mask * value)
       metrics = dict(loss=critic_loss, actor_loss=actor_loss, value=jnp.mean(value))
-      return critic_loss + actor_loss, (metrics, step.mask * each + 1e-6)
+      return critic_loss + actor_loss, (metrics, step.mask * (each + 1e-6))
 
     learned = Learned(train.params, rest.critic)
     learned, opt_state, metrics, priority = sgd(

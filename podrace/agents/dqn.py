@@ -78,6 +78,11 @@ class DQN:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
+    if self.ranked_by_acting and (self.n_step < 2 or self.network.head != 'value'):
+      raise ValueError(
+        'ranked_by_acting needs an n_step of at least 2, so that acting has seen what is bootstrapped from, '
+        f"and the head 'value', not n_step {self.n_step} and the head {self.network.head!r}"
+      )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: windows of n steps."""
@@ -112,11 +117,13 @@ class DQN:
     return ActorOutput(action, told), state
 
   def initial_priority(self, window: Trajectory) -> Array:
-    """The error [B] by the values that acting saw; that behind the window is taken for the last."""
+    """The error [B] by the values that acting saw; that before the window's end is taken for the end's."""
     step = valuing.transitions(window, self.discount)
     extras: valuing.Extras = window.outputs.extras
-    error = step.r_t + step.discount_t * extras.best[-1] - extras.value[0]
-    return step.mask * jnp.abs(error) + 1e-6
+    streams = jnp.arange(step.end.shape[0])
+    best = extras.best[jnp.minimum(step.end, self.n_step - 1), streams]
+    error = step.r_t + step.discount_t * best - extras.value[0]
+    return step.mask * (jnp.abs(error) + 1e-6)
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
@@ -131,7 +138,7 @@ class DQN:
       each, error = self.losses(q, target)
       total = jnp.mean(sample.weight * step.mask * each)
       value = jnp.mean(self.network.mean(q))
-      return total, (dict(loss=total, value=value), step.mask * error + 1e-6)
+      return total, (dict(loss=total, value=value), step.mask * (error + 1e-6))
 
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), train.params.network, rest.opt_state, keep=True

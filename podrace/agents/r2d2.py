@@ -2,7 +2,8 @@
 
 Sequences begin with the recurrent state that acting had there, which the first steps of each, the
 burn-in, bring up to date. Values are rescaled, double and n-step; each environment explores by an
-epsilon of its own. The constants are SEED RL's.
+epsilon of its own. The constants are the paper's and SEED RL's. Against them, the network sees observations only,
+not the last action and reward.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class R2D2:
   """Hyper-parameters, and the functions of an `Agent`."""
 
   network: QNetwork = QNetwork(core='lstm', dueling=True)
-  buffer: Buffer = Buffer(batch_size=64, priority_exponent=0.9, samples_per_insert=0.0375)
-  sequence: int = 80  # steps of a sequence that are learned from, after the burn-in
+  buffer: Buffer = Buffer(batch_size=64, priority_exponent=0.9, samples_per_insert=0.015)
+  sequence: int = 100  # steps of a sequence that are learned from, after the burn-in
   burn_in: int = 40  # steps before them
   learning_rate: float = 1e-4
   adam_epsilon: float = 1e-3
@@ -114,7 +115,8 @@ class R2D2:
 
     def loss(network: Any) -> tuple[Array, Any]:
       error, mask, values = self.errors(network, rest.target, sample.trajectory)
-      total = jnp.mean(sample.weight[None] * mask * 0.5 * error**2)
+      each = jnp.sum(mask * 0.5 * error**2, axis=0)  # of a sequence: Adam's epsilon is for sums
+      total = jnp.mean(sample.weight * each)
       return total, (dict(loss=total, value=jnp.mean(values)), self.priority(mask * error))
 
     network, opt_state, metrics, priority = sgd(

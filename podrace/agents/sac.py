@@ -115,7 +115,7 @@ class SAC:
         entropy=-jnp.mean(step.mask * log_prob),
         temperature=alpha,
       )
-      priority = step.mask * jnp.mean(jnp.abs(error), axis=0) + 1e-6
+      priority = step.mask * (jnp.mean(jnp.abs(error), axis=0) + 1e-6)
       return total, (metrics, priority)
 
     learned = Learned(train.params, rest.critic, rest.log_alpha)

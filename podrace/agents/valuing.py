@@ -29,6 +29,7 @@ class Transitions(NamedTuple):
   after: TimeStep  # [B, ...] what is bootstrapped from
   action: Any  # [B, ...]
   mask: Array  # [B] f32, 0 for LAST -> FIRST, which is no transition of any episode
+  end: Array  # [B] i32, where `after` is in the window
 
 
 def transitions(window: Trajectory, discount: float) -> Transitions:
@@ -46,6 +47,7 @@ def transitions(window: Trajectory, discount: float) -> Transitions:
     after=jax.tree.map(lambda x: x[step.index, streams], timesteps),
     action=jax.tree.map(lambda x: x[0], window.outputs.action),
     mask=1.0 - before.last.astype(jnp.float32),
+    end=step.index,
   )
 
 

@@ -128,7 +128,14 @@ class Windows:
     """Samples that are learned from in an update."""
     b = self.buffer
     steps = self.num_envs * self.unroll_length
-    return Fraction(b.samples_per_insert).limit_denominator(10_000) * steps / b.batch_size
+    exact = Fraction(b.samples_per_insert)
+    ratio = exact.limit_denominator(1_000_000)  # 1/3 for 0.333...
+    if abs(ratio - exact) > exact / 1_000_000:
+      raise ValueError(
+        f'samples_per_insert {b.samples_per_insert} is too odd a number to keep exactly: take a fraction '
+        'with a denominator of at most a million'
+      )
+    return ratio * steps / b.batch_size
 
   # --- init, add, sample, update
 
@@ -194,22 +201,21 @@ class Windows:
     """Windows of this device's streams, with importance weights."""
     streams = memory.env_id.shape[0]
     size = self._batch_per_device(streams)
-    if not self.prioritised:
-      stream_key, start_key = jax.random.split(key)
-      stream = jax.random.randint(stream_key, [size], 0, streams)
-      oldest, newest = self._valid(memory.head[0])
-      count = (newest - oldest) // self.period + 1
-      start = oldest + self.period * jax.random.randint(start_key, [size], 0, count)
-      weight = jnp.ones([size])
-      index = stream * self.starts + start % self.rows // self.period
-    else:
-      index = sum_tree.find(memory.tree, jax.random.uniform(key, [size]))
+    stream_key, start_key, tree_key = jax.random.split(key, 3)
+    stream = jax.random.randint(stream_key, [size], 0, streams)
+    oldest, newest = self._valid(memory.head[0])
+    count = (newest - oldest) // self.period + 1
+    start = oldest + self.period * jax.random.randint(start_key, [size], 0, count)
+    index = stream * self.starts + start % self.rows // self.period
+    weight = jnp.ones([size])
+    if self.prioritised:
+      total = sum_tree.total(memory.tree)
+      some = total > 0  # else, as for the tables of podrace.tables, all are alike
+      index = jnp.where(some, sum_tree.sample(memory.tree, tree_key, size), index)
       stream, start = index // self.starts, index % self.starts * self.period
-      probability = sum_tree.get(memory.tree, index) / sum_tree.total(memory.tree)
-      oldest, newest = self._valid(memory.head[0])
-      items = streams * ((newest - oldest) // self.period + 1)
-      weight = (items * probability) ** -self.buffer.importance_exponent
-      weight = weight / jnp.max(weight)
+      probability = sum_tree.get(memory.tree, index) / total
+      weight = (streams * count * probability) ** -self.buffer.importance_exponent
+      weight = jnp.where(some, weight / jnp.max(weight), 1.0)
     return Sample(self._window(memory, stream, start), weight, index)
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:

@@ -723,10 +723,21 @@ class _Reporter:
     if now >= self._next:
       self._interval *= 2
       self._next = now + self._interval
-      self._table._report(self._message(now, 'has waited for'))
+      self._report(self._message(now, 'has waited for'))
+      return  # things may have changed: the caller looks again
     before = self._table._clock.switch(self._table._idle())
     condition.wait(min(self._deadline, self._next) - now)
     self._table._clock.switch(before)
+
+  def _report(self, message: str) -> None:
+    """Without the lock, as who is told may ask the table, or take long."""
+    before = self._table._clock.switch(self._table._idle())
+    self._table.store.lock.release()
+    try:
+      self._table._report(message)
+    finally:
+      self._table.store.lock.acquire()
+      self._table._clock.switch(before)
 
   def _message(self, now: float, what: str) -> str:
     waited = f'{what} {now - self._begun:.3g} s'

@@ -173,7 +173,7 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
     best = np.argmax((q if double else q_target)[t, b])
     error = total + discount * q_target[t, b, best] - q[0, b, window.outputs.action[0, b]]
     if steps.step_type[0, b] == LAST:
-      assert priority[b] == pytest.approx(1e-6)
+      assert priority[b] == 0
       losses.append(0.0)
     else:
       assert float(priority[b]) == pytest.approx(abs(error) + 1e-6, rel=1e-4, abs=1e-6)
@@ -181,6 +181,46 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
       losses.append(0.5 * error**2 if small else 0.7 * (abs(error) - 0.35))
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-4)
   assert int(new.rest.steps) == 1
+
+
+@pytest.mark.parametrize('noisy', [False, True])
+@pytest.mark.parametrize('double', [True, False])
+@pytest.mark.parametrize('head', ['categorical', 'quantile'])
+def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
+  """Loss and priorities of C51 and of quantiles against rlax, each network with noise of its own."""
+  network = QNetwork(
+    hidden=(8,), head=head, num_atoms=7, v_min=-3.0, v_max=3.0, dueling=True, noisy=noisy
+  ).bind(VECTOR, spaces.Discrete(4))
+  agent = DQN(network=network, n_step=2, double=double, discount=0.9)
+  train = agent.init(jax.random.key(0))
+  target = agent.init(jax.random.key(1)).params.network
+  train = train._replace(rest=train.rest._replace(target=target))
+  window = random_window(2, 5, discrete)
+  weight = np.linspace(0.1, 1, B).astype(np.float32)
+  _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
+  step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
+  _, learn_key = jax.random.split(jax.random.key(1))
+  keys = jax.random.split(learn_key, 3)
+
+  def outputs(params: Any, timestep: Any, key: Any) -> Any:
+    return network.step(params, (), timestep, key if noisy else None)[0]
+
+  q = outputs(train.params.network, step.before, keys[0])  # [B, A, atoms]
+  q_t = outputs(target, step.after, keys[2])
+  select = outputs(train.params.network, step.after, keys[1]) if double else q_t
+  losses = []
+  for b in range(B):
+    given = step.action[b], step.r_t[b], step.discount_t[b]
+    if head == 'categorical':
+      atoms = jnp.linspace(-3, 3, 7)
+      best = jax.nn.softmax(select[b]) @ atoms
+      loss = rlax.categorical_double_q_learning(atoms, q[b], *given, atoms, q_t[b], best)
+    else:
+      tau = (jnp.arange(7) + 0.5) / 7
+      loss = rlax.quantile_q_learning(q[b].T, tau, *given, select[b].T, q_t[b].T, huber_param=1.0)
+    losses.append(float(loss) * float(step.mask[b]))
+  np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-5)
+  assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
 
 
 @pytest.mark.parametrize('burn_in', [0, 3])
@@ -224,8 +264,34 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   error = error[burn_in:]
   expected = 0.9 * np.abs(error).max(0) + 0.1 * np.abs(error).mean(0)
   np.testing.assert_allclose(priority, expected, rtol=5e-3, atol=1e-4)
-  loss = np.mean(weight[None] * 0.5 * error**2)
+  loss = np.mean(weight * (0.5 * error**2).sum(0))
   assert float(metrics['loss']) == pytest.approx(loss, rel=5e-3)
+
+
+def test_r2d2_s_burn_in_has_no_gradient() -> None:
+  """It is that of the rest alone, from the state that the burn-in leads to."""
+  network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
+  agent = R2D2(network=network, sequence=T - 4, burn_in=4, total_envs=B)
+  params = agent.init(jax.random.key(0)).params
+  state = agent.initial_state(jnp.arange(B))
+  window = jax.tree.map(jnp.asarray, random_window(T, 3, discrete, state))
+  early, late = agent.split(window.timesteps)
+  _, core = network.unroll(params, state.core, early)
+  rest = Trajectory(
+    late,
+    jax.tree.map(lambda x: x[4:], window.outputs),
+    state._replace(core=core),
+    window.env_id,
+  )
+
+  def gradient(agent: R2D2, window: Trajectory) -> Any:
+    return jax.grad(lambda p: jnp.sum(jnp.square(agent.errors(p, params, window)[0])))(params)
+
+  found = gradient(agent, window)
+  expected = gradient(dataclasses.replace(agent, burn_in=0), rest)
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+  assert any(np.abs(x).max() > 1e-2 for x in jax.tree.leaves(expected))
 
 
 def test_r2d2_initial_priority_is_that_of_learning() -> None:
@@ -259,6 +325,16 @@ def bound(agent: Any) -> Any:
   )
 
 
+def assert_moved_against(gradient: Any, before: Any, after: Any) -> None:
+  """Adam's first step is against the gradient's sign, wherever that is clear."""
+  clear = 0
+  for g, x, y in zip(*(jax.tree.leaves(t) for t in (gradient, before, after)), strict=True):
+    where = np.abs(g) > 1e-4
+    assert np.all(np.sign(y - x)[where] == -np.sign(g)[where])
+    clear += int(where.sum())
+  assert clear > 100
+
+
 def test_sac() -> None:
   """The critics' loss against their target, for each window; the temperature's direction."""
   agent = bound(SAC(target_entropy=5.0, discount=0.9))
@@ -280,7 +356,18 @@ def test_sac() -> None:
   error = np.asarray(step.mask) * (np.asarray(target)[None] - np.asarray(q))
   loss = 0.5 * np.mean(weight * (error**2).sum(0))
   assert float(metrics['loss']) == pytest.approx(loss, rel=1e-3)
-  np.testing.assert_allclose(priority, np.abs(error).mean(0) + 1e-6, rtol=1e-3, atol=1e-5)
+  np.testing.assert_allclose(priority, np.abs(error).mean(0), rtol=1e-3, atol=1e-5)
+
+  def policy_loss(actor: Any) -> Any:
+    """Equation 7 of the paper, where the critics are fixed."""
+    outputs, _ = agent.actor.step(actor, (), step.before)
+    _, actor_key = jax.random.split(jax.random.fold_in(learn_key, 0))
+    x = agent.actor.distribution.sample(outputs, actor_key)
+    q = agent.critic.value(rest.critic, step.before.observation, jnp.tanh(x))[..., 0].min(0)
+    log_prob = agent.actor.distribution.log_prob(outputs, x)
+    return jnp.mean(step.mask * (jnp.exp(rest.log_alpha) * log_prob - q))
+
+  assert_moved_against(jax.grad(policy_loss)(train.params), train.params, new.params)
   assert float(new.rest.log_alpha) > float(rest.log_alpha)  # the entropy is less than 5
   moved = jax.tree.leaves(jax.tree.map(lambda a, b: (a - b).max(), new.rest.target, rest.target))
   assert 0 < float(np.max(np.abs(moved))) < 1e-4  # by 0.005 of a step of about 3e-4
@@ -291,7 +378,7 @@ def test_d4pg() -> None:
   train = agent.init(jax.random.key(0))
   window = random_window(2, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
-  _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
+  new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
   step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
   action = jnp.tanh(agent.actor.step(train.params, (), step.after)[0])
   support = np.linspace(-3, 3, 51).astype(np.float32)
@@ -304,7 +391,14 @@ def test_d4pg() -> None:
     p = rlax.categorical_l2_project(atoms, jax.nn.softmax(q_t[b]), support)
     losses.append(float(step.mask[b]) * float(-np.sum(p * jax.nn.log_softmax(logits[b]))))
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
-  np.testing.assert_allclose(priority, np.array(losses) + 1e-6, rtol=1e-3, atol=1e-4)
+  np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-4)
+
+  def policy_loss(actor: Any) -> Any:
+    action = jnp.tanh(agent.actor.step(actor, (), step.before)[0])
+    logits = agent.critic.value(train.rest.critic, step.before.observation, action)[0]
+    return -jnp.mean(step.mask * (jax.nn.softmax(logits) @ support))
+
+  assert_moved_against(jax.grad(policy_loss)(train.params), train.params, new.params)
 
 
 def test_noise_is_drawn_and_can_be_left_out() -> None:

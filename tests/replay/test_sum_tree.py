@@ -65,6 +65,23 @@ def test_a_million_priorities_are_found_in_proportion() -> None:
   assert float(sum_tree.total(tree)) == pytest.approx(exact.sum(), rel=1e-5)
 
 
+def test_each_of_a_million_small_priorities_can_be_found() -> None:
+  """Half of the items have a hundredth of the others' priority; one float32 is too coarse for them."""
+  size, draws, rounds = 2**20, 2**20, 8
+  priorities = np.ones(size, np.float32)
+  small = np.arange(size) % 2 == 1
+  priorities[small] = 0.01
+  tree = filled(priorities)
+  sample = jax.jit(sum_tree.sample, static_argnums=2)
+  found = np.zeros(size, int)
+  for key in jax.random.split(jax.random.key(0), rounds):
+    found += np.bincount(sample(tree, key, draws), minlength=size)
+  hits = rounds * draws * 0.01 / 1.01
+  assert found[small].sum() == pytest.approx(hits, rel=0.02)
+  different = small.sum() * -np.expm1(-hits / small.sum())  # as many as when all have their chance
+  assert (found[small] > 0).sum() == pytest.approx(different, rel=0.02)
+
+
 def test_indices_beyond_the_tree_are_left_out() -> None:
   tree = filled(np.ones(100))
   beyond = jnp.array([jnp.iinfo(jnp.int32).max, 3])

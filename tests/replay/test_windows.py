@@ -13,6 +13,7 @@ import pytest
 from scipy import stats
 
 from podrace.replay import Buffer, windows
+from podrace.replay.windows import unstacked, what_is_before
 from podrace.types import FIRST, LAST, MID, ActorOutput, TimeStep, Trajectory
 
 B, T = 3, 4
@@ -171,6 +172,35 @@ def test_stacks_of_frames_are_put_together_again(kinds: tuple[str, ...]) -> None
     check(world, sample(memory, jax.random.key(unroll)), 3)
 
 
+@pytest.mark.parametrize(
+  ('name', 'actions'), [('ale:pong', 6), ('ale:breakout,episodic_life=true', 4)]
+)
+def test_stacks_of_real_games_are_put_together_again(name: str, actions: int) -> None:
+  from podrace.envs.host import base
+
+  steps, n = 300, 2
+  pool = base.make(name).make(base.PoolArgs(n, n, np.arange(n), 1, 60.0))
+  rng, seen = np.random.default_rng(0), []
+  pool.reset()
+  for _ in range(steps):
+    arrival = pool.recv()
+    assert arrival.env_id.tolist() == list(range(n))
+    seen.append(jax.tree.map(np.array, arrival.timestep))
+    pool.send(arrival.env_id, rng.integers(0, actions, n).astype(np.int32))
+  pool.recv()
+  pool.close()
+  timesteps = jax.tree.map(lambda *x: jnp.stack(x), *seen)
+  if 'life' in name:
+    assert int(timesteps.first.sum()) > n  # lives were lost: stacks that go on from before
+  at, empty = unstacked(what_is_before(timesteps), 4)
+  frames = np.asarray(timesteps.observation)
+  for t in range(3, steps):
+    for b in range(n):
+      rows = np.asarray(at[t - 3, b])
+      again = np.where(np.asarray(empty[t - 3, b])[:, None, None], 0, frames[rows, b, -1])
+      np.testing.assert_array_equal(again, frames[t, b])
+
+
 def test_bytes_of_an_atari_transition() -> None:
   """One frame, and little else."""
   n, steps = 4, 10_000
@@ -265,6 +295,27 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
     learned += times
     due = Fraction(ratio).limit_denominator(10_000) * (update + 1 - ready) * B * T / 32
     assert learned == int(due)
+
+
+def test_a_ratio_that_would_be_rounded_is_refused() -> None:
+  windows(settings(samples_per_insert=1 / 3), 2, B, T)
+  with pytest.raises(ValueError, match='too odd a number'):  # it would be rounded to 0
+    windows(settings(samples_per_insert=1e-7), 2, B, T)
+
+
+def test_without_any_priority_all_windows_are_alike() -> None:
+  world = World(0)
+  replay = windows(settings(priority_exponent=0.5, capacity=200), 2, B, T)
+  memory = replay.init(world.unroll())
+  for _ in range(5):
+    memory = replay.add(memory, world.unroll())
+  seen = set()
+  memory = memory._replace(tree=tuple(jnp.zeros_like(x) for x in memory.tree))
+  for i in range(40):
+    sample = replay.sample(memory, jax.random.key(i))
+    np.testing.assert_array_equal(sample.weight, 1)
+    seen |= set(np.asarray(sample.index).tolist())
+  assert len(seen) == B * (5 * T - 1)
 
 
 @pytest.mark.parametrize(

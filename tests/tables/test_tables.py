@@ -444,6 +444,18 @@ def test_reports_become_rarer() -> None:
   assert 1 <= len(waits.messages) <= 4  # after 2, 6, 14 and 30 ms
 
 
+def test_who_is_told_of_waiting_may_ask_the_table() -> None:
+  told: list[Any] = []
+  table = make(report_after=0.002, report=lambda message: told.append(table.info()))
+
+  def wait() -> None:
+    with pytest.raises(tables.RateLimited):
+      table.sample(1, timeout=0.05)
+
+  in_thread(wait)()
+  assert told and told[0].samples == 0
+
+
 def test_waiting_calls_go_on_when_they_may() -> None:
   waits = Waits()
   table = make(rate_limiter=tables.min_size(3), **waits.options)
