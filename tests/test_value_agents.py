@@ -116,9 +116,24 @@ CATCH = DQN(
 )
 
 
-@pytest.mark.parametrize('devices', [1, pytest.param(8, marks=SLOW)])
-def test_dqn_learns_catch(devices: int) -> None:
-  program = anakin(CATCH, 'podrace:catch', devices, 32, 4)
+RAINBOW = QNetwork(
+  hidden=(32,), head='categorical', num_atoms=21, v_min=-1.5, v_max=1.5, dueling=True, noisy=True
+)
+QUANTILES = QNetwork(hidden=(32,), head='quantile', num_atoms=16)
+
+
+@pytest.mark.parametrize(
+  ('network', 'devices'),
+  [
+    (CATCH.network, 1),
+    pytest.param(CATCH.network, 8, marks=SLOW),
+    (RAINBOW, 1),
+    pytest.param(QUANTILES, 1, marks=SLOW),
+  ],
+)
+def test_dqn_learns_catch(network: QNetwork, devices: int) -> None:
+  agent = dataclasses.replace(CATCH, network=network)
+  program = anakin(agent, 'podrace:catch', devices, 32, 4)
   state = program.run(program.init(keys(0)), jnp.int32(350))
   _, state = program.read_log(state)
   told, _ = program.read_log(program.run(state, jnp.int32(80)))
