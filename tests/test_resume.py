@@ -57,6 +57,13 @@ CASES = {
         '--agent.network.core-size', '8', '--agent.sequence', '8', '--agent.burn-in', '8',
         *SHORT, *REPLAY]
   ),
+  'replay-sebulba-lag-0': (
+    1, ['--architecture', 'sebulba', '--lag', '0', '--agent', 'dqn', *SHORT, *REPLAY]
+  ),
+  'replay-continuous': (
+    1, ['--env', 'gymnax:Pendulum-v1', '--agent', 'sac', '--agent.actor.hidden', '16',
+        '--agent.critic.hidden', '16', *TINY[:4], *HALF[6:], *REPLAY]
+  ),
   'replay-on-the-host': (
     1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '0', '--agent', 'dqn',
         '--agent.n-step', '3', *SHORT, *REPLAY]
@@ -146,6 +153,8 @@ def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> 
 
 
 SLOW = {
+  'replay-sebulba-lag-0',
+  'replay-continuous',
   'impala-gru',
   'two-seeds',
   'pooled-resets',
