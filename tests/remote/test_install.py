@@ -71,7 +71,15 @@ def test_a_replay_service_without_jax(tmp_path: Path) -> None:
   with (tmp_path / 'log').open('w') as log:
     args = ['--listen', 'tcp://127.0.0.1:*', '--dir', 'kept']
     server = subprocess.Popen([podrace, 'replay', *args], cwd=tmp_path, env=PLAIN, stderr=log)
-  said = lambda: (tmp_path / 'log').read_text()  # noqa: E731
+  try:
+    served(server, tmp_path)
+  finally:
+    server.kill()  # if it still goes
+
+
+def served(server: subprocess.Popen[bytes], folder: Path) -> None:
+  """Writes, samples, and has it stop with a checkpoint."""
+  said = (folder / 'log').read_text
   until(lambda: 'listening at' in said() or server.poll() is not None)
   address = said().partition('listening at ')[2].split()[0]
   with service.connect(address) as client:
@@ -88,4 +96,4 @@ def test_a_replay_service_without_jax(tmp_path: Path) -> None:
     assert np.array_equal(x[1], x[0] + 1)
   server.send_signal(signal.SIGTERM)
   assert server.wait(30) == 143
-  assert list((tmp_path / 'kept').iterdir())
+  assert list((folder / 'kept').iterdir())
