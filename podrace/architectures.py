@@ -190,7 +190,7 @@ class OnHost:
       try:
         unrolls = self._actors.take(self._update, give_up if alone else lambda: False)
       except sebulba.ActorFailed:
-        if not done:
+        if not done or not alone:  # the others make the whole call, and are not left in the middle
           raise
         unrolls = None  # the next call will raise it again; what was learned can be saved before
       if unrolls is None:

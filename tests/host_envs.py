@@ -39,15 +39,21 @@ class Sequence(gymnasium.Env):
 
 
 class Wrong(Sequence):
-  """Does something wrong at its 30th step."""
+  """Does something wrong at its 30th step; with `once`, a file, only who comes first does."""
 
-  def __init__(self, what: str) -> None:
+  def __init__(self, what: str, at: int = 30, once: str = '') -> None:
     super().__init__()
-    self._what = what
+    self._what, self._at, self._once = what, at, once
+
+  def _first(self) -> bool:
+    try:
+      return not self._once or bool(os.open(self._once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+      return False
 
   def step(self, action: int) -> Any:
     observation, reward, terminated, truncated, info = super().step(action)
-    if self._steps == 30:
+    if self._steps == self._at and self._first():
       if self._what == 'raise':
         raise ZeroDivisionError('the game broke')
       if self._what == 'exit':

@@ -335,6 +335,18 @@ def explode(arrival: Any) -> Any:
   raise ZeroDivisionError('the game broke')
 
 
+def test_of_several_processes_none_ends_a_call_early(monkeypatch: pytest.MonkeyPatch) -> None:
+  """It would ask the others what to do next while they wait for its gradients."""
+  from podrace.envs.host import jax as jax_pool
+
+  plain = jax_pool.JaxPool
+  monkeypatch.setattr(jax_pool, 'JaxPool', lambda *args: Sick(plain(*args), 20, explode))
+  with Running(sebulba(AGENTS['impala'])) as run:
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    with pytest.raises(ActorFailed, match='the game broke'):
+      run.driver.advance(run.state, 50, never)
+
+
 def observing(change: Any) -> Any:
   def wrong(arrival: Any) -> Any:
     timestep = arrival.timestep

@@ -10,6 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import apart
 import jax
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from test_sebulba import SMALL, Running, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
+from podrace.topology import SILENCE_SECONDS
 from podrace.types import FIRST, LAST
 
 TINY = ['--architecture', 'sebulba', '--num-envs', '4', '--unroll-length', '8',
@@ -244,3 +246,19 @@ def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair: Any) -> No
     np.testing.assert_allclose(one, other, **TOLERANCE)
   two = lines(tmp_path / 'two')
   assert sum(x['episodes'] for x in two) == sum(x['episodes'] for x in lines(tmp_path / 'one'))
+
+
+@pytest.mark.slow
+def test_a_failure_in_one_of_two_processes_ends_both(
+  tmp_path: Path, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """In the middle of a call, whose updates the other one goes on with."""
+  monkeypatch.setenv('PYTHONPATH', apart.environment()['PYTHONPATH'])
+  env = f'gymnasium:host_envs:Wrong-v0,what=raise,at=403,once={tmp_path / "once"}'
+  both = pair(
+    tmp_path / 'run', '--architecture', 'sebulba', '--env', env, '--total-steps', '64000',
+    '--actor-devices', '0', '--learner-devices', '1', '--env-threads', '2',
+  )  # fmt: skip
+  codes = [p.wait(3 * SILENCE_SECONDS) for p in both]
+  assert all(code not in (0, 2) for code in codes), both[0].output + both[1].output
+  assert sum('the game broke' in p.output for p in both) == 1
