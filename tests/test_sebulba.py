@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from typing import Any
 
@@ -401,7 +402,7 @@ def test_environments_that_hang_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
   from podrace.envs.host import jax as jax_pool
 
   plain = jax_pool.JaxPool
-  forever = __import__('threading').Event()
+  forever = threading.Event()
 
   def hang(arrival: Any) -> Any:
     forever.wait(30)
@@ -412,6 +413,27 @@ def test_environments_that_hang_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ActorFailed, match='actor thread 0 have not answered'):
       run.advance(50)
     forever.set()
+
+
+def test_environments_that_hang_while_they_reset_are_noticed(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  from podrace.envs.host import jax as jax_pool
+
+  forever = threading.Event()
+  program = sebulba(AGENTS['impala'], deadline=0.2)
+  driver = compiled(program)
+  monkeypatch.setattr(jax_pool.JaxPool, 'reset', lambda pool: forever.wait(30))
+  with Running(program, driver=driver) as run:
+    with pytest.raises(ActorFailed, match='actor thread 0 have not answered'):
+      run.driver.advance(run.state, 1, over_in(20))
+    forever.set()
+
+
+def over_in(seconds: float) -> Any:
+  """For `give_up`."""
+  end = time.monotonic() + seconds
+  return lambda: time.monotonic() > end
 
 
 # --- sizes -----------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ import pytest
 from apart import until
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace
 from test_distributed import TOLERANCE, pair, parameters
-from test_sebulba import SMALL, Running, sebulba
+from test_sebulba import SMALL, Running, over_in, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
+from podrace.sebulba import ActorFailed
 from podrace.topology import SILENCE_SECONDS
 from podrace.types import FIRST, LAST
 
@@ -99,8 +100,9 @@ class Shuffled:
 
   watches_itself = False
 
-  def __init__(self, num_envs: int, batch_size: int, seed: int) -> None:
+  def __init__(self, num_envs: int, batch_size: int, seed: int, stuck: int = -1) -> None:
     self.num_envs, self.batch_size = num_envs, batch_size
+    self._stuck = stuck  # an environment that is reset and never answers to an action
     self._random = np.random.default_rng(seed)
     self._steps = np.full(num_envs, -1)
     self._action = np.zeros(num_envs, np.float32)
@@ -112,7 +114,7 @@ class Shuffled:
     self._steps += 1
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
-    self._ready += env_id.tolist()
+    self._ready += [i for i in env_id.tolist() if i != self._stuck]
     self._steps[env_id] += 1
     self._action[env_id] = action
 
@@ -136,18 +138,23 @@ class Shuffled:
   def kill(self) -> None: ...
 
 
-def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
-  """(environment, its first step) -> the unroll, of a greedy agent."""
+def shuffled(batch_size: int, seed: int, stuck: int = -1, **settings: Any) -> Any:
+  """A Sebulba of them with a greedy agent."""
   from gymnasium import spaces
 
   spec = host.HostSpec(
     'shuffled', spaces.Box(-np.inf, np.inf, (3,), np.float32), spaces.Discrete(5),
-    lambda args: Shuffled(args.num_envs, args.batch_size, seed),
+    lambda args: Shuffled(args.num_envs, args.batch_size, seed, stuck),
   )  # fmt: skip
-  agent = Impala(network=SMALL, learning_rate=0.0, greedy=True)
-  program = sebulba(
-    agent, spec=spec, num_envs=8, unroll_length=5, lag='async', batch_size=batch_size
-  )
+  return sebulba(
+    Impala(network=SMALL, learning_rate=0.0, greedy=True), spec=spec, num_envs=8, unroll_length=5,
+    lag='async', batch_size=batch_size, **settings,
+  )  # fmt: skip
+
+
+def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
+  """(environment, its first step) -> the unroll."""
+  program = shuffled(batch_size, seed)
   found = {}
   with Running(program) as run:
     for _ in range(12):
@@ -170,6 +177,15 @@ def test_out_of_order_gives_the_same_unrolls() -> None:
     for key in common:
       for x, y in zip(jax.tree.leaves(lockstep[key]), jax.tree.leaves(shuffled[key]), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_one_environment_that_hangs_among_many_is_noticed() -> None:
+  """The others go on, and always some of them are there."""
+  with Running(shuffled(2, 0, stuck=5, deadline=0.5)) as run:
+    over = over_in(20)
+    with pytest.raises(ActorFailed, match='actor thread 0 have not answered for'):
+      while not over():
+        run.advance(1)
 
 
 # --- how runs end ----------------------------------------------------------------------------------
