@@ -14,7 +14,7 @@ import apart
 import jax
 import numpy as np
 import pytest
-from apart import until
+from apart import alive, until
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace
 from test_distributed import TOLERANCE, pair, parameters
 from test_sebulba import SMALL, Running, over_in, sebulba
@@ -228,14 +228,6 @@ def test_no_worker_outlives_a_killed_run(tmp_path: Path, cache: Path) -> None:
   assert len(children) >= 2
   one.kill()
   until(lambda: not any(alive(pid) for pid in children), 30)
-
-
-def alive(pid: int) -> bool:
-  try:
-    state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
-  except FileNotFoundError:
-    return False
-  return state != 'Z'
 
 
 # --- several processes -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from apart import alive, until
 from gymnasium import spaces
 
 from podrace.envs.host import base as host
@@ -292,6 +293,23 @@ def test_a_worker_that_hangs_is_replaced() -> None:
                                            threads=1, deadline=0.5)]  # fmt: skip
   assert runs[0] == 0
   assert runs[-1] == 1
+
+
+def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
+  """Processes that it forks hold the worker's pipes open; they end with the worker."""
+  log = tmp_path / 'helpers'
+  message = until_failure(f'gymnasium:host_envs:Wrong-v0,what=raise,helper={log}', deadline=600.0)
+  assert 'ZeroDivisionError: the game broke' in message
+  envs = pool(f'gymnasium:host_envs:Wrong-v0,what=exit,helper={log}', n=1, threads=1, deadline=600)
+  try:
+    envs.reset()
+    while not (arrival := envs.recv()).run_id.any():
+      envs.send(arrival.env_id, np.zeros(1, np.int32))
+  finally:
+    envs.close()
+  helpers = [int(pid) for pid in log.read_text().split()]
+  assert len(helpers) >= 2
+  until(lambda: not any(alive(pid) for pid in helpers))
 
 
 def test_closing_ends_the_processes() -> None:

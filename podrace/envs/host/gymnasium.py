@@ -31,6 +31,8 @@ from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many in so many seconds, and no more
 START_SECONDS = 120.0  # for a worker to import its libraries and reset
+TELL_SECONDS = 5.0  # for a worker to tell of its exception
+LOOK_SECONDS = 1.0  # between looks at who is dead: its pipe may be held open by what it started
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
@@ -115,10 +117,26 @@ class Worker:
     with contextlib.suppress(BrokenPipeError):  # it is dead, which the answer's pipe will tell
       os.write(self.ask, w.GO)
 
-  def end(self) -> None:
-    """Kills the process, by its own id, and waits for it."""
-    self.process.kill()
+  def failure(self) -> str:
+    """The traceback that it answers with, or what there is of it in TELL_SECONDS."""
+    text, end = b'', time.monotonic() + TELL_SECONDS
+    while len(text) < 8 or len(text) < 8 + int.from_bytes(text[:8]):
+      left = max(end - time.monotonic(), 0)
+      if not select.select([self.answer], [], [], left)[0]:
+        break
+      if not (more := os.read(self.answer, 65536)):
+        break
+      text += more
+    return text[8:].decode(errors='replace')
+
+  def kill(self) -> None:
+    """Kills the process and what it started, which is in its group, and waits for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # they are all gone
+      os.killpg(self.process.pid, signal.SIGKILL)
     self.process.wait()
+
+  def end(self) -> None:
+    self.kill()
     os.close(self.ask)
     os.close(self.answer)
 
@@ -191,11 +209,11 @@ class Workers:
     return Arrival(ids, timestep, score, timestep.last, self._run_id[ids])
 
   def _wait(self) -> None:
-    """Until some worker has answered, or has been replaced."""
+    """For some worker to answer or be replaced; for LOOK_SECONDS at most."""
     waiting = {x.answer: x for x in self._workers if x.asked}
     now = time.monotonic()
     left = min(x.asked + x.limit for x in waiting.values()) - now
-    readable, _, _ = select.select(list(waiting), [], [], max(left, 0))
+    readable, _, _ = select.select(list(waiting), [], [], min(max(left, 0), LOOK_SECONDS))
     for fd in readable:
       worker = waiting[fd]
       answer = os.read(fd, 1)
@@ -203,16 +221,19 @@ class Workers:
         worker.asked = 0.0
         self._ready.append(worker)
       elif answer == w.FAILED:
-        text = b''.join(iter(lambda: os.read(fd, 65536), b''))
-        raise HostError(f'gymnasium:{self._name} failed in its worker:\n{text.decode()}')
+        raise HostError(f'gymnasium:{self._name} failed in its worker:\n{worker.failure()}')
       else:
-        code = worker.process.wait()
-        reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
-        self._restart(worker, f'its process ended by {reason}')
+        self._ended(worker, worker.process.wait())
     if not readable:
       for worker in waiting.values():
-        if time.monotonic() >= worker.asked + worker.limit:
+        if (code := worker.process.poll()) is not None:
+          self._ended(worker, code)
+        elif time.monotonic() >= worker.asked + worker.limit:
           self._restart(worker, f'it did not answer for {worker.limit:.0f} s')
+
+  def _ended(self, worker: Worker, code: int) -> None:
+    reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
+    self._restart(worker, f'its process ended by {reason}')
 
   def _restart(self, worker: Worker, reason: str) -> None:
     now = time.monotonic()
@@ -230,11 +251,9 @@ class Workers:
     worker.start(self._told, self._file.fileno())
 
   def kill(self) -> None:
-    """Kills the processes; they have their own ids, and are waited for."""
     for worker in self._workers:
       if worker.lives:
-        worker.process.kill()
-        worker.process.wait()
+        worker.kill()
 
   @property
   def pids(self) -> list[int]:

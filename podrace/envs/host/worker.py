@@ -1,7 +1,8 @@
 """A process that steps Gymnasium environments in memory it shares with the run. Imports no JAX.
 
 It is told by one byte on a pipe to step (or, at first, to reset) all its environments, and answers
-with one byte when the results are in the memory; an exception is answered by its traceback.
+with one byte when the results are in the memory; an exception is answered by the length of its
+traceback in 8 bytes, and the traceback.
 """
 
 from __future__ import annotations
@@ -133,8 +134,8 @@ def main() -> None:
       environments.step(into, told['start'])
       os.write(answer, DONE)
   except BaseException:
-    os.write(answer, FAILED + traceback.format_exc().encode())
-    os.close(answer)
+    text = traceback.format_exc().encode()
+    os.write(answer, FAILED + len(text).to_bytes(8) + text)
 
 
 if __name__ == '__main__':
