@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from apart import alive, until
+from apart import alive, environment, until
 from gymnasium import spaces
 
 from podrace.envs.host import base as host
@@ -310,6 +310,49 @@ def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
   helpers = [int(pid) for pid in log.read_text().split()]
   assert len(helpers) >= 2
   until(lambda: not any(alive(pid) for pid in helpers))
+
+
+def test_a_killed_pool_starts_no_process_again() -> None:
+  """As when a run ends while a worker hangs: the thread in the pool sees that it is dead."""
+  envs = pool('gymnasium:host_envs:Sequence-v0,slow=1000', n=2)
+  pids: list[int] = []
+  try:
+    envs.reset()
+    pids += envs.pids
+    envs.send(envs.recv().env_id, np.zeros(2, np.int32))
+    envs.kill()
+    with pytest.raises(HostError, match='the pool is closed'):
+      envs.recv()
+    assert envs.pids == pids
+  finally:
+    envs.close()
+  assert not any(alive(pid) for pid in pids)
+
+
+HANGING = """
+import os, signal, numpy as np
+from test_host import pool
+
+envs = pool('gymnasium:host_envs:Sequence-v0,slow=1000', n=2)
+envs.reset()
+envs.send(envs.recv().env_id, np.zeros(2, np.int32))
+print(*envs.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='they are told by Linux')
+def test_workers_that_hang_end_with_a_killed_run() -> None:
+  path = os.pathsep.join(
+    [*environment()['PYTHONPATH'].split(os.pathsep), os.path.dirname(__file__)]
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', HANGING], env={**environment(), 'PYTHONPATH': path},
+    stdout=subprocess.PIPE, text=True, check=False,
+  )  # fmt: skip
+  pids = [int(pid) for pid in done.stdout.split()]
+  assert (done.returncode, len(pids)) == (-signal.SIGKILL, 2)
+  until(lambda: not any(alive(pid) for pid in pids), 30)
 
 
 def test_closing_ends_the_processes() -> None:

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -98,6 +99,7 @@ class Worker:
     ask_read, self.ask = os.pipe()
     self.answer, answer_write = os.pipe()
     told = {**told, 'memory': memory, 'ask': ask_read, 'answer': answer_write, 'start': self.first}
+    told['parent'] = os.getpid()
     told['path'] = [os.path.abspath(p) for p in sys.path]  # its modules are this process's
     told['seeds'] = [int(s) + 7919 * self.lives for s in told['seeds'][self.first :][: self.count]]
     self.process = subprocess.Popen(
@@ -175,10 +177,21 @@ class Workers:
     self._run_id = np.zeros(args.num_envs, np.int64)
     self._ready: list[Worker] = []
     self._restarts: collections.deque[float] = collections.deque()
+    self._starting = threading.Lock()
+    self._closing = False  # no process is started any more
+
+  def _start(self, worker: Worker) -> None:
+    """Starts a worker's process, in place of the one that it has."""
+    with self._starting:
+      if self._closing:
+        raise HostError(f'gymnasium:{self._name}: the pool is closed')
+      if worker.lives:
+        worker.end()
+      worker.start(self._told, self._file.fileno())
 
   def reset(self) -> None:
     for worker in self._workers:
-      worker.start(self._told, self._file.fileno())
+      self._start(worker)
     while len(self._ready) < len(self._workers):  # so that none is ahead by its start
       self._wait()
 
@@ -245,12 +258,13 @@ class Workers:
         f'{now - self._restarts[0]:.0f} s; the last reason: {reason}'
       )
     self._restarts.append(now)
-    worker.end()
+    self._start(worker)
     self._run_id[worker.ids] += 1
     self._stepper.reopen(worker.ids)
-    worker.start(self._told, self._file.fileno())
 
   def kill(self) -> None:
+    with self._starting:
+      self._closing = True
     for worker in self._workers:
       if worker.lives:
         worker.kill()
