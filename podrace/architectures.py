@@ -200,13 +200,13 @@ class OnHost:
 
   def _one(self, state: sebulba.State, unrolls: list[sebulba.Unroll]) -> sebulba.State:
     assert self._actors
-    for unroll in unrolls:
-      self._told.add(unroll, self._update)
     before = state.train.params
     if self._hosted:
       state = self._learn_from(self._hosted, state, unrolls)
     else:
       state = self.learn(state, self._program.join(unrolls))
+    for unroll in unrolls:
+      self._told.add(unroll, self._update)
     self._update += 1
     self._actors.publish(self._update, state.train.params)
     snapshots: tuple[Snapshot, ...] = ()

@@ -236,6 +236,40 @@ def test_nan_at_once(tmp_path: Path) -> None:
   assert checkpoints(tmp_path) == []
 
 
+# --- what fails while it learns ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Impala):
+  """Impala that calls a function on the host, which raises at the 61st update."""
+
+  def learn(self, train, sample, key):
+    train, priority, found = super().learn(train, sample, key)
+    count = jax.tree.leaves(train.rest)[0]
+    jax.debug.callback(fail, count)
+    return train, priority, found
+
+
+def fail(count: Any) -> None:
+  if count > 60:
+    raise ZeroDivisionError('the learner broke')
+
+
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+def test_a_failure_of_the_learner_is_told_with_its_traceback(
+  architecture: str, tmp_path: Path
+) -> None:
+  """Its state is lost, having been given away; what was saved before is named, and is there."""
+  agent = Failing(network=SMALL)
+  with pytest.raises(run.RunError) as e:
+    run.train(change(agent=agent, architecture=architecture), tmp_path, quiet=True)
+  assert 'ZeroDivisionError: the learner broke' in str(e.value)
+  assert 'Traceback (most recent call last)' in str(e.value)
+  assert 'the run is saved at step' in str(e.value)
+  assert checkpoints(tmp_path)[0] == 1600
+  assert evaluate(tmp_path, 3)['step'] == checkpoints(tmp_path)[-1]
+
+
 # --- what does not fit --------------------------------------------------------------------------
 
 
