@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from apart import alive, environment, until
@@ -69,6 +70,7 @@ CONTRACT = [
   'envpool:Pendulum-v1',
   'envpool:HalfCheetah-v4,max_episode_steps=30',
   'envpool:Breakout-v5',
+  'envpool:CartpoleBalance-v1,max_episode_steps=30',
   'gymnasium:CartPole-v1',
   'gymnasium:Pendulum-v1',
   'gymnasium:host_envs:Limited-v0',
@@ -95,7 +97,8 @@ def test_contract(name: str) -> None:
     assert np.all(t.discount[t.step_type != LAST] == 1)
     assert np.all(np.isin(t.discount, (0, 1)))
     assert np.all(arrival.ended <= (t.step_type == LAST))
-    assert all(spec.observation_space.contains(x) for x in t.observation)
+    rows = [jax.tree.map(lambda x, i=i: x[i], t.observation) for i in range(4)]
+    assert all(spec.observation_space.contains(x) for x in rows)
     before = t.step_type
     kinds |= set(t.step_type.tolist())
   assert kinds == {FIRST, MID, LAST}
@@ -107,9 +110,13 @@ def test_same_seed_same_stream_and_the_action_after_last_is_ignored(name: str) -
   same = [a.timestep for a in arrivals(name, 120, contrary=True)]
   other = [a.timestep for a in arrivals(name, 120, seed=100)]
   for x, y in zip(one, same, strict=True):
-    np.testing.assert_array_equal(x.observation, y.observation)
+    jax.tree.map(np.testing.assert_array_equal, x.observation, y.observation)
     np.testing.assert_array_equal(x.reward, y.reward)
-  assert any(np.any(x.observation != y.observation) for x, y in zip(one, other, strict=True))
+  differs = [
+    jax.tree.map(lambda a, b: bool(np.any(a != b)), x.observation, y.observation)
+    for x, y in zip(one, other, strict=True)
+  ]
+  assert any(jax.tree.leaves(differs))
 
 
 def test_arrivals_do_not_change_later() -> None:
@@ -383,6 +390,26 @@ def test_closing_ends_the_processes() -> None:
 def test_unknown_names(name: str, message: str) -> None:
   with pytest.raises(UnknownName, match=message):
     host.make(name)
+
+
+def test_observations_of_envpool_are_in_the_types_declared() -> None:
+  """Play2048's are bool, declared int8."""
+  for arrival in arrivals('envpool:Play2048-v1', 3):
+    assert arrival.timestep.observation.dtype == np.int8
+
+
+def test_what_an_environment_needs_besides_its_library_is_no_extra_of_ours(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """As EnvPool's Procgen, which needs Qt."""
+  import envpool
+
+  def make_spec(name: str) -> Any:
+    raise ImportError('EnvPool Procgen requires the system Qt 5 runtime')
+
+  monkeypatch.setattr(envpool, 'make_spec', make_spec)
+  with pytest.raises(UnknownName, match=r'CartPole-v1.* requires the system Qt 5 runtime'):
+    host.make('envpool:CartPole-v1')
 
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
