@@ -43,7 +43,8 @@ def start(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
 def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
   """Every unroll that is learned from is a piece of one life of one environment, without a gap.
 
-  The environments number their steps, so pieces of the same life must follow each other.
+  The environments number their steps, so pieces of the same life must follow each other; and the
+  actor numbers the unrolls of each environment, of which a restart may cost one, and nothing else.
   """
   monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
   spec = host.make('gymnasium:host_envs:Sequence-v0')
@@ -52,7 +53,7 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
   )
   moments = random.Random(0)
   pieces: list[np.ndarray] = []
-  restarts = 0
+  serials: list[np.ndarray] = []  # [N] of each update
   with Running(program) as run:
     take = run.driver._actors.take
 
@@ -64,6 +65,7 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
         kinds = np.asarray(trajectory.timesteps.step_type)
         actions = np.asarray(trajectory.outputs.action)
         pieces.extend(steps[:, i] for i in range(4))
+        serials.append(unroll.serial)
         # what was observed is what was done: but for the steps that ignore it
         free = kinds[1:] != FIRST
         np.testing.assert_array_equal(steps[1:, :, 3][free], actions[free])
@@ -78,8 +80,15 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
       run.advance(1)
     run.advance(3)
     told, _ = run.driver.read_log(run.state)
-    restarts = told['host']['env_restarts']
-  assert restarts == 50
+    restarted = workers._run_id.copy()
+  assert told['host']['env_restarts'] == 50
+  # the environment that is restarted loses the steps of the unroll it was in, at most all of them
+  assert 0 < told['host']['dropped_steps'] <= 50 * 4
+  assert restarted.sum() == 50
+  gaps = np.diff(np.stack(serials), axis=0)
+  assert (gaps >= 1).all()
+  missing = (gaps - 1).sum(axis=0)
+  np.testing.assert_array_equal(missing, restarted)
   lives: dict[tuple[float, float], list[np.ndarray]] = {}
   for piece in pieces:
     assert len({(p, w) for p, w, *_ in piece.tolist()}) == 1  # of one life
