@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 import threading
 import time
 from typing import Any
@@ -13,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrace import topology
+from podrace import architectures, topology
+from podrace import sebulba as sebulba_
 from podrace.agents import AGENTS as NAMES
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -296,21 +298,64 @@ def test_collectives() -> None:
   assert 'all-to-all' not in text
 
 
+class Moves:
+  """What the actors ship and the learner publishes, as `jax.device_put` is given and gives it."""
+
+  def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    self.shipped: list[Any] = []
+    self.published: list[Any] = []
+    self._put, self._get = jax.device_put, jax.device_get
+    monkeypatch.setattr(jax, 'device_put', self.device_put)
+    monkeypatch.setattr(jax, 'device_get', self.device_get)
+    for module in (architectures, sebulba_):
+      monkeypatch.setattr(module, 'np', self)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(np, name)
+
+  def device_put(self, x: Any, device: Any = None) -> Any:
+    y = self._put(x, device)
+    _, _, caller = sys._getframe(1).f_code.co_qualname.partition('.')
+    if caller.startswith('_ship'):
+      self.shipped += jax.tree.leaves((x, y))
+    if caller.startswith('publish'):
+      self.published += jax.tree.leaves((x, y))
+    return y
+
+  def device_get(self, x: Any) -> Any:
+    self._unread(x)
+    return self._get(x)
+
+  def asarray(self, x: Any, *args: Any) -> Any:
+    self._unread(x)
+    return np.asarray(x, *args)
+
+  def _unread(self, x: Any) -> None:
+    moved = {id(y) for y in [*self.shipped, *self.published]}
+    assert not any(id(y) in moved for y in jax.tree.leaves(x)), 'what was moved is read'
+
+
 def test_nothing_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
   """From actor to learner devices and back, arrays are moved by `device_put` and never read."""
-  program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3', threads=1)
-  with Running(program) as run:
-    run.advance(1)
-    unrolls = run.driver._actors.take(1, never)
+  program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3', threads=1, lag='async')
+  actors, learners = set(program.topology.actors), set(program.topology.local_learners)
+  driver = compiled(program)
+  moves = Moves(monkeypatch)
+  with Running(program, driver=driver) as run:
+    run.advance(2)
+    unrolls = run.driver._actors.take(2, never)
+    # another library's arrays, or ours that are nowhere in particular, came from the host
+    for arrays in (moves.shipped, moves.published):
+      assert arrays
+      assert all(isinstance(x, jax.Array) and x.committed for x in arrays)
+      assert {d for x in arrays for d in x.devices()} <= actors | learners
     parts = jax.tree.leaves([u.parts for u in unrolls])
-    assert {d for x in parts for d in x.devices()} == set(program.topology.local_learners)
-    with (
+    assert {d for x in parts for d in x.devices()} == learners
+    with (  # of which the CPU's arrays know nothing
       jax.transfer_guard_device_to_host('disallow'),
       jax.transfer_guard_host_to_device('disallow'),
     ):
       joined = program.join(unrolls)
-      params = jax.tree.map(lambda x: x.addressable_data(0), run.state.train.params)
-      jax.device_put(params, program.topology.actors[0])
     assert all(x.sharding.mesh == program.mesh for x in jax.tree.leaves(joined))
 
 
