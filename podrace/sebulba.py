@@ -440,6 +440,7 @@ class Actor:
     self._check = Checker(self._spec, self._n)
     self._episodes = EpisodeCounter(self._n)
     self._watch = Watch()
+    self._version = -1  # of the parameters that it has; -1: none yet
     self._row = np.zeros(self._n, np.int32)
     self._serial = np.full(self._n, number, np.int64)  # of the unrolls under way; see `Unroll`
     self._column = np.arange(self._n, dtype=np.int32)
@@ -475,7 +476,7 @@ class Actor:
     if self._sebulba.ordered:
       self._take_params()
     else:
-      self._version, self._params = self._pipe.newest(self.device)
+      self._take_newest()
     self._carry = self._programs.begin(
       self._params, self._env_id, example, self._unroll_key(self._number)
     )
@@ -584,6 +585,13 @@ class Actor:
 
   def _take_params(self) -> None:
     self._version, self._params = self._pipe.params(self.index, self._number, self.device)
+    jax.block_until_ready(self._params)  # published while the learner still computes them
+    self._watch('waiting')
+
+  def _take_newest(self) -> None:
+    version, params = self._pipe.newest(self.device)
+    if version != self._version:
+      self._version, self._params = version, jax.block_until_ready(params)
     self._watch('waiting')
 
   def _new_keys(self) -> None:
@@ -657,7 +665,7 @@ class Actor:
   def _in_any_order(self, arrival: Arrival) -> Any:
     """Acts for all that arrived, with the newest parameters; whose unroll ends begins another."""
     ids, timestep = arrival.env_id, arrival.timestep
-    self._version, self._params = self._pipe.newest(self.device)
+    self._take_newest()
     over = self._row[ids] == self._length
     if over.any():
       done = ids[over]

@@ -217,6 +217,33 @@ def test_async_lag_is_bounded(max_lag: int, monkeypatch: pytest.MonkeyPatch) -> 
   assert most <= max_lag
 
 
+@pytest.mark.parametrize('lag', ['1', 'async'])
+def test_waiting_for_the_learner_is_told_as_waiting(
+  lag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Parameters are published before they are computed; who has taken them has waited for them."""
+  computed: list[bool] = []
+  take = sebulba_.Actor._take_params
+
+  def noted(actor: Any) -> None:
+    take(actor)
+    computed.extend(x.is_ready() for x in jax.tree.leaves(actor._params))
+
+  @dataclasses.dataclass(frozen=True)
+  class Slow(Impala):
+    def learn(self, train: Any, sample: Any, key: Any) -> Any:
+      train, priority, metrics = super().learn(train, sample, key)
+      x = jnp.ones((500, 500)) * metrics['loss']
+      x = jax.lax.fori_loop(0, 40, lambda i, x: jnp.cos(x @ x), x)
+      return train, priority, {**metrics, 'worked': x[0, 0]}
+
+  monkeypatch.setattr(sebulba_.Actor, '_take_params', noted)
+  with Running(sebulba(Slow(network=SMALL), lag=lag)) as run:
+    run.advance(6)
+  assert len(computed) >= 6
+  assert all(computed)
+
+
 # --- learning --------------------------------------------------------------------------------------
 
 LEARNERS = {
