@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -535,3 +535,43 @@ def test_devices_by_default() -> None:
   assert [d.id for d in every.learners.devices.flat] == [2, 3, 4, 5, 6, 7]
   alone = split_devices(num_devices=1)
   assert [d.id for d in alone.actors] == [d.id for d in alone.learners.devices.flat] == [0]
+
+
+@pytest.mark.parametrize(
+  ('given', 'actors', 'learners'),
+  [
+    (dict(learners='0,1'), [2, 3], [0, 1]),
+    (dict(learners='0,1,2,3,4,5,6'), [7], [0, 1, 2, 3, 4, 5, 6]),
+    (dict(actors='6'), [6], [0, 1, 2, 3, 4, 5, 7]),
+    (dict(learners='0', num_devices=1), [0], [0]),
+    (dict(actors='0', num_devices=1), [0], [0]),
+    (dict(actors='0,1', learners='0,1'), [0, 1], [0, 1]),
+  ],
+)
+def test_devices_where_some_are_chosen(
+  given: dict[str, Any], actors: list[int], learners: list[int]
+) -> None:
+  found = split_devices(**given)
+  assert [d.id for d in found.actors] == actors
+  assert [d.id for d in found.learners.devices.flat] == learners
+
+
+@pytest.mark.parametrize(
+  ('given', 'message'),
+  [
+    (dict(actors='0,1', num_devices=2), '--actor-devices 0,1 leaves none of 2 devices over: give '),
+    (dict(learners='1,0', num_devices=2), '--learner-devices 1,0 leaves none of 2 devices over'),
+  ],
+)
+def test_devices_that_leave_none_over(given: dict[str, Any], message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    split_devices(**given)
+
+
+def test_processes_with_other_numbers_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+  class Device(NamedTuple):
+    process_index: int
+
+  monkeypatch.setattr(jax, 'devices', lambda: [Device(0)] * 8 + [Device(1)] * 4)
+  with pytest.raises(ValueError, match='device 7 of each process is to learn, .* have 8, 4 dev'):
+    split_devices()
