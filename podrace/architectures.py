@@ -144,8 +144,9 @@ class Told:
     if jax.process_count() == 1:
       return self
     whole = [self.unrolls, self.lag_sum, self.restarts, self.dropped]
-    numbers = np.array([*self.episodes.values(), *whole, self.lag_max], np.float32)
-    every = multihost_utils.process_allgather(numbers)
+    numbers = np.array([*self.episodes.values(), *whole, self.lag_max], np.float64)
+    # as bytes, since JAX has no doubles
+    every = np.asarray(multihost_utils.process_allgather(numbers.view(np.uint8))).view(np.float64)
     sums, most = every.sum(0), int(every[:, -1].max())
     unrolls, lag_sum, restarts, dropped = (int(x) for x in sums[-5:-1])
     totals = Totals(int(sums[0]), float(sums[1]), float(sums[2]), int(sums[3]))

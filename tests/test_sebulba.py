@@ -244,6 +244,20 @@ def test_waiting_for_the_learner_is_told_as_waiting(
   assert all(computed)
 
 
+def test_statistics_of_several_processes_are_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+  totals = dict(count=3, return_sum=1e7 + 0.1, return_square=1e14 + 1, length_sum=2**24 + 1)
+  told = architectures.Told(totals, unrolls=2, lag_max=1, restarts=5, seconds={'env': 1.0})
+
+  def gather(x: Any) -> Any:
+    return np.stack([np.asarray(jnp.asarray(x))] * 2)  # what JAX does to it
+
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(architectures.multihost_utils, 'process_allgather', gather)
+  both = told.over_processes()
+  assert both.episodes == {k: 2 * x for k, x in totals.items()}
+  assert (both.unrolls, both.lag_max, both.restarts) == (4, 1, 10)
+
+
 # --- learning --------------------------------------------------------------------------------------
 
 LEARNERS = {
@@ -573,5 +587,5 @@ def test_processes_with_other_numbers_of_devices(monkeypatch: pytest.MonkeyPatch
     process_index: int
 
   monkeypatch.setattr(jax, 'devices', lambda: [Device(0)] * 8 + [Device(1)] * 4)
-  with pytest.raises(ValueError, match='device 7 of each process is to learn, .* have 8, 4 dev'):
+  with pytest.raises(ValueError, match=r'device 7 of each process is to learn, .* have 8, 4 dev'):
     split_devices()
