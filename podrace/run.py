@@ -655,9 +655,14 @@ class _Run:
         'in a run; start afresh in another --run-dir'
       )
     if meta['shapes'] != shapes_sha256(self.program.shapes):
+      old = read_record(self.run_dir)
+      changes = differences(completed(old), to_json(self.config)) if old else []
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
-        'network, the environment or --num-envs has changed; start afresh in another --run-dir'
+        'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
+        "--actor-threads) has changed, which can't be in a run:\n  "
+        + '\n  '.join(changes or ['nothing that config.json tells of'])
+        + '\nstart afresh in another --run-dir'
       )
 
   def updates_done(self, state: Any) -> int:

@@ -194,6 +194,16 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
   run.train(change(total_steps=32), tmp_path, quiet=True)
 
 
+def test_override_cannot_change_the_lag(tmp_path: Path) -> None:
+  """With lag 1 a checkpoint holds the parameters before the last update as well."""
+  config = change(architecture='sebulba', lag='1', total_steps=320)
+  run.train(config, tmp_path, quiet=True)
+  longer = change(config, total_steps=640, lag='0')
+  with pytest.raises(UsageError, match='another kind of state') as e:
+    run.train(longer, tmp_path, override=True, quiet=True)
+  assert 'lag: "1" -> "0"' in str(e.value)
+
+
 # --- NaN ----------------------------------------------------------------------------------------
 
 
