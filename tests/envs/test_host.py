@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -244,6 +245,37 @@ def test_trees_of_observations() -> None:
     assert np.all(board == t)
     assert np.all(number == t % 4)
     np.testing.assert_array_equal(bits, [[1, 0, 1]] * 4)
+
+
+@pytest.mark.parametrize(
+  ('n', 'batch', 'threads', 'each'),
+  [
+    (5, 5, 3, [1, 2, 2]),
+    (2, 2, 8, [1, 1]),
+    (6, 2, 4, [2, 2, 2]),
+    (6, 4, 4, [2, 2, 2]),
+    (6, 3, 1, [3, 3]),
+  ],
+)
+def test_environments_are_shared_by_workers(
+  n: int, batch: int, threads: int, each: list[int]
+) -> None:
+  envs = pool('gymnasium:host_envs:Sequence-v0', n=n, batch=batch, threads=threads)
+  try:
+    envs.reset()
+    arrival = envs.recv()
+    assert len(arrival.env_id) == batch
+    envs.send(arrival.env_id, np.zeros(batch, np.int32))
+    seen = {}  # environment -> its process
+    while len(seen) < n:
+      arrival = envs.recv()
+      seen |= zip(arrival.env_id.tolist(), arrival.timestep.observation[:, 0], strict=True)
+      envs.send(arrival.env_id, np.zeros(len(arrival.env_id), np.int32))
+    processes = [seen[i] for i in range(n)]
+    assert [len(list(same)) for _, same in itertools.groupby(processes)] == each
+    assert set(processes) == set(envs.pids)
+  finally:
+    envs.close()
 
 
 def test_a_killed_worker_is_replaced() -> None:

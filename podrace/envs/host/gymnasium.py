@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -30,7 +31,7 @@ from podrace.envs.host.base import HostError, HostSpec, PoolArgs, Stepper
 from podrace.envs.registry import UnknownName, Value, nearest
 from podrace.types import Arrival
 
-RESTARTS, WINDOW = 10, 600.0  # so many in so many seconds, and no more
+RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more
 START_SECONDS = 120.0  # for a worker to import its libraries and reset
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
 LOOK_SECONDS = 1.0  # between looks at who is dead: its pipe may be held open by what it started
@@ -82,6 +83,19 @@ def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Fiel
       raise UnknownName(f'{name}: no arrays for {where}, which is {space}')
   fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in found]
   return [*fields, (w.REWARD, '<f8', []), (w.TERMINATED, '|b1', []), (w.TRUNCATED, '|b1', [])]
+
+
+def _count(args: PoolArgs) -> int:
+  """How many workers: as many as were asked for, if a batch is all of their environments.
+
+  Else as many each, and whole workers in a batch; more than were asked for if nothing else fits.
+  """
+  n, batch = args.num_envs, args.batch_size
+  if batch == n:
+    return min(n, args.threads)
+  fits = [c for c in range(1, n + 1) if n % c == 0 and batch % (n // c) == 0]
+  few = [c for c in fits if c <= args.threads]
+  return few[-1] if few else fits[0]
 
 
 class Worker:
@@ -158,12 +172,10 @@ class Workers:
   ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._name, self._space, self._deadline = name, observation_space, args.deadline
-    n, batch = args.num_envs, args.batch_size  # as many each, and whole workers in a batch
-    fits = [c for c in range(1, n + 1) if n % c == 0 and batch % (n // c) == 0]
-    few = [c for c in fits if c <= args.threads]
-    count = few[-1] if few else fits[0]
-    each = args.num_envs // count
-    self._workers = [Worker(i * each, each) for i in range(count)]
+    count = _count(args)
+    bounds = [i * args.num_envs // count for i in range(count + 1)]
+    self._workers = [Worker(i, j - i) for i, j in itertools.pairwise(bounds)]
+    self._batch = count * args.batch_size // args.num_envs  # in workers
     self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
     length = w.size(fields, args.num_envs)
     self._file.truncate(length)
@@ -204,11 +216,10 @@ class Workers:
 
   def recv(self) -> Arrival:
     """Waits for `batch_size` environments, or for all that were asked, if they are fewer."""
-    want = self.batch_size // self._workers[0].count
     asked = sum(1 for x in self._workers if x.asked) + len(self._ready)
-    while len(self._ready) < min(want, asked):
+    while len(self._ready) < min(self._batch, asked):
       self._wait()
-    batch, self._ready = self._ready[:want], self._ready[want:]
+    batch, self._ready = self._ready[: self._batch], self._ready[self._batch :]
     batch.sort(key=lambda x: x.first)
     ids = np.concatenate([x.ids for x in batch])
     a = self._arrays
