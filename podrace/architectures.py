@@ -144,8 +144,9 @@ class Told:
     if jax.process_count() == 1:
       return self
     whole = [self.unrolls, self.lag_sum, self.restarts, self.dropped]
-    numbers = np.array([*self.episodes.values(), *whole, self.lag_max], np.float32)
-    every = multihost_utils.process_allgather(numbers)
+    numbers = np.array([*self.episodes.values(), *whole, self.lag_max], np.float64)
+    # as bytes, since JAX has no doubles
+    every = np.asarray(multihost_utils.process_allgather(numbers.view(np.uint8))).view(np.float64)
     sums, most = every.sum(0), int(every[:, -1].max())
     unrolls, lag_sum, restarts, dropped = (int(x) for x in sums[-5:-1])
     totals = Totals(int(sums[0]), float(sums[1]), float(sums[2]), int(sums[3]))
@@ -190,7 +191,7 @@ class OnHost:
       try:
         unrolls = self._actors.take(self._update, give_up if alone else lambda: False)
       except sebulba.ActorFailed:
-        if not done:
+        if not done or not alone:  # the others make the whole call, and are not left in the middle
           raise
         unrolls = None  # the next call will raise it again; what was learned can be saved before
       if unrolls is None:
@@ -200,13 +201,13 @@ class OnHost:
 
   def _one(self, state: sebulba.State, unrolls: list[sebulba.Unroll]) -> sebulba.State:
     assert self._actors
-    for unroll in unrolls:
-      self._told.add(unroll, self._update)
     before = state.train.params
     if self._hosted:
       state = self._learn_from(self._hosted, state, unrolls)
     else:
       state = self.learn(state, self._program.join(unrolls))
+    for unroll in unrolls:
+      self._told.add(unroll, self._update)
     self._update += 1
     self._actors.publish(self._update, state.train.params)
     snapshots: tuple[Snapshot, ...] = ()

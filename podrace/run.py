@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -469,10 +470,16 @@ class _Run:
         time.perf_counter() - last_save > CHECKPOINT_SECONDS,
       )
       try:
-        state, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
+        after, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
+        broken, finite = self.program.health(after)
       except (ActorFailed, ReplayFailed) as e:
         raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
-      broken, finite = self.program.health(state)
+      except jax.errors.JaxRuntimeError as e:
+        raise RunError(
+          f'{traceback.format_exc()}\nJAX failed, on this device or with another process; '
+          f'{self.save_at_failure(update, state)}'
+        ) from e
+      state = after
       seconds = time.perf_counter() - began
       update += n
       self.account(n, seconds)
@@ -585,12 +592,14 @@ class _Run:
 
   def save_at_failure(self, update: int, state: Any) -> str:
     """Saves if that is possible, and says what there is; raises nothing."""
-    if jax.process_count() == 1:  # else the others would have to save as well
-      try:
+    gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
+    try:
+      # Of several processes, the others would have to save as well.
+      if jax.process_count() == 1 and not gone:
         self.save(update, state)
-        self.checkpoints.wait()
-      except (CheckpointError, OSError) as e:
-        return f'and it could not be saved: {e}'
+      self.checkpoints.wait()
+    except (CheckpointError, OSError, jax.errors.JaxRuntimeError) as e:
+      return f'and it could not be saved: {e}'
     return (
       f'the run is saved at step {self.saved:,}' if self.saved >= 0 else 'nothing was saved yet'
     )
@@ -646,9 +655,14 @@ class _Run:
         'in a run; start afresh in another --run-dir'
       )
     if meta['shapes'] != shapes_sha256(self.program.shapes):
+      old = read_record(self.run_dir)
+      changes = differences(completed(old), to_json(self.config)) if old else []
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
-        'network, the environment or --num-envs has changed; start afresh in another --run-dir'
+        'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
+        "--actor-threads) has changed, which can't be in a run:\n  "
+        + '\n  '.join(changes or ['nothing that config.json tells of'])
+        + '\nstart afresh in another --run-dir'
       )
 
   def updates_done(self, state: Any) -> int:

@@ -18,12 +18,13 @@ more than `max_lag` updates ago is dropped.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -439,6 +440,7 @@ class Actor:
     self._check = Checker(self._spec, self._n)
     self._episodes = EpisodeCounter(self._n)
     self._watch = Watch()
+    self._version = -1  # of the parameters that it has; -1: none yet
     self._row = np.zeros(self._n, np.int32)
     self._serial = np.full(self._n, number, np.int64)  # of the unrolls under way; see `Unroll`
     self._column = np.arange(self._n, dtype=np.int32)
@@ -453,7 +455,8 @@ class Actor:
     self._serials = np.zeros(columns, np.int64)  # of finished unrolls
     self._free = collections.deque(range(self._n, columns))
     self._finished: collections.deque[int] = collections.deque()  # columns, oldest first
-    self.in_env_since: float | None = None  # when the pool was last asked; None: not waiting for it
+    self._asked_at = np.full(self._n, np.inf)  # when each environment was; inf: it owes no answer
+    self._in_env, self._left = False, 0.0  # whether the thread is in its pool; when it left that
     self.thread = threading.Thread(target=self._main, name=f'actor-{index}', daemon=True)
 
   def _main(self) -> None:
@@ -473,7 +476,7 @@ class Actor:
     if self._sebulba.ordered:
       self._take_params()
     else:
-      self._version, self._params = self._pipe.newest(self.device)
+      self._take_newest()
     self._carry = self._programs.begin(
       self._params, self._env_id, example, self._unroll_key(self._number)
     )
@@ -488,7 +491,8 @@ class Actor:
         action = jax.tree.map(np.asarray, action)
         self._watch('inference')
         check_action(self._spec.name, self._spec.action_space, action)
-        self.pool.send(ids, action)
+        with self._asking(ids):
+          self.pool.send(ids, action)
       arrival = self._receive()
 
   def _answer(self, arrival: Arrival) -> tuple[np.ndarray, Any]:
@@ -505,7 +509,8 @@ class Actor:
   def _begin(self) -> Arrival:
     """The first arrival: of fresh environments, or what a snapshot was about to answer."""
     if self._snapshot is None:
-      self.pool.reset()
+      with self._asking(self._ids):
+        self.pool.reset()
       return self._receive()
     snapshot = self._snapshot
     self.pool.restore(snapshot.env_state, self._number * self._length)  # type: ignore[attr-defined]
@@ -514,12 +519,30 @@ class Actor:
     none = np.zeros(self._n, bool)
     return Arrival(self._ids, timestep, np.zeros(self._n, np.float32), none, self._run_id)
 
+  @contextlib.contextmanager
+  def _asking(self, env_id: np.ndarray) -> Iterator[None]:
+    """While the thread is in its pool, of which these environments now owe an answer."""
+    now = time.monotonic()
+    # They may have answered while nobody was there to hear it: little of that time counts.
+    self._asked_at += max(now - self._left - POLL, 0)
+    self._asked_at[env_id] = now
+    self._in_env = True
+    try:
+      yield
+    finally:
+      self._in_env, self._left = False, time.monotonic()
+
+  @property
+  def silence(self) -> float:
+    """Seconds that some environment has owed an answer, if the thread waits for one."""
+    return time.monotonic() - float(self._asked_at.min()) if self._in_env else 0.0
+
   def _receive(self) -> Arrival:
     if self._pipe.closed:
       raise Closed
-    self.in_env_since = time.monotonic()
-    arrival = self.pool.recv()
-    self.in_env_since = None
+    with self._asking(self._ids[:0]):
+      arrival = self.pool.recv()
+    self._asked_at[arrival.env_id] = np.inf
     self._check(arrival)
     self._episodes.add(arrival)
     restarted = arrival.run_id != self._run_id[arrival.env_id]
@@ -562,6 +585,13 @@ class Actor:
 
   def _take_params(self) -> None:
     self._version, self._params = self._pipe.params(self.index, self._number, self.device)
+    jax.block_until_ready(self._params)  # published while the learner still computes them
+    self._watch('waiting')
+
+  def _take_newest(self) -> None:
+    version, params = self._pipe.newest(self.device)
+    if version != self._version:
+      self._version, self._params = version, jax.block_until_ready(params)
     self._watch('waiting')
 
   def _new_keys(self) -> None:
@@ -635,7 +665,7 @@ class Actor:
   def _in_any_order(self, arrival: Arrival) -> Any:
     """Acts for all that arrived, with the newest parameters; whose unroll ends begins another."""
     ids, timestep = arrival.env_id, arrival.timestep
-    self._version, self._params = self._pipe.newest(self.device)
+    self._take_newest()
     over = self._row[ids] == self._length
     if over.any():
       done = ids[over]
@@ -1024,8 +1054,10 @@ class Sebulba:
         keys = self.programs.keys(jax.random.key(2))
         if self.ordered:
           zero = np.int32(0)
-          carry, _ = self.programs.step(params, carry, keys, zero, zero, self.example)
+          carry, action = self.programs.step(params, carry, keys, zero, zero, self.example)
           parts, _ = self.programs.finish(carry, jax.device_put(self.example, device), env_id)
+          if self.spec.jax is not None:
+            self._warm_up_pool(action)
         else:
           for size in self.sizes:
             ids = np.zeros(size, np.int32)
@@ -1047,6 +1079,18 @@ class Sebulba:
       for spec, field in zip(TRAJECTORY_SPECS, parts[0], strict=True)
     ]
     return (Trajectory(*fields),) * self.local_threads
+
+  def _warm_up_pool(self, action: Any) -> None:
+    """Compiles environments in JAX: what compiling takes is not theirs to answer for."""
+    from podrace.envs.host.jax import JaxPool
+
+    host = jax.local_devices(backend='cpu')[0]
+    with jax.default_device(host):
+      reset_key, unroll_key = jax.random.key(3), jax.random.key(4)
+    pool = JaxPool(self.jax_steps, reset_key, lambda number: unroll_key)
+    pool.reset()
+    pool.send(np.arange(self.envs_per_thread), jax.tree.map(np.asarray, action))
+    pool.recv()
 
   def join(self, unrolls: list[Unroll]) -> tuple[Trajectory, ...]:
     """Each unroll's parts, which are on the learner devices, as arrays over the mesh."""
@@ -1172,15 +1216,13 @@ class Actors:
     return self.pipe.take(update, lambda: give_up() or self._look())
 
   def _look(self) -> bool:
-    now, deadline = time.monotonic(), self._sebulba.deadline
     for actor in self._threads:
-      since = actor.in_env_since
       if actor.pool.watches_itself:  # and replaces what hangs
         continue
-      if since is not None and now - since > deadline:
+      if (silence := actor.silence) > self._sebulba.deadline:
         raise ActorFailed(
-          f'{self._sebulba.spec.name}: the environments of actor thread {actor.index} have not '
-          f'answered for {now - since:.0f} s'
+          f'{self._sebulba.spec.name}: environments of actor thread {actor.index} have not '
+          f'answered for {silence:.0f} s'
         )
     return False
 

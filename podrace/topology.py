@@ -37,11 +37,11 @@ class Topology(NamedTuple):
 def split_devices(actors: str = '', learners: str = '', num_devices: int | None = None) -> Topology:
   """A topology from lists of device numbers, `0,1`, counted within each process.
 
-  By default a quarter of the first `num_devices` (None: all), at least one, acts and the rest
-  learns; a single device does both.
+  By default so many act as a quarter of the first `num_devices` (None: all), at least one, of those
+  that were not chosen to learn, and the rest learns; a single device does both.
 
   Raises:
-    ValueError: if a number is no device's, or comes twice.
+    ValueError: if a number is no device's, or comes twice, or if nobody is left to act or to learn.
   """
   local = jax.local_devices()
   n = len(local) if num_devices is None else num_devices
@@ -52,14 +52,31 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
   act = _numbers(actors, 'actor-devices', len(local))
   learn = _numbers(learners, 'learner-devices', len(local))
   if not act:
-    act = [i for i in range(max(1, n // 4)) if not learn or n == 1 or i not in learn] or [0]
+    act = _others(learn, n, 'learner-devices', 'actor-devices')[: max(1, n // 4)]
   if not learn:
-    learn = [i for i in range(n) if i not in act] or act
+    learn = _others(act, n, 'actor-devices', 'learner-devices')
   per_process: dict[int, list[jax.Device]] = {}
   for device in jax.devices():
     per_process.setdefault(device.process_index, []).append(device)
-  chosen = [per_process[p][i] for p in sorted(per_process) for i in learn]
+  counts = {p: len(per_process[p]) for p in sorted(per_process)}
+  if min(counts.values()) <= max(learn):
+    raise ValueError(
+      f'device {max(learn)} of each process is to learn, but the processes have '
+      f'{", ".join(map(str, counts.values()))} devices: give --learner-devices that all have'
+    )
+  chosen = [per_process[p][i] for p in counts for i in learn]
   return Topology(tuple(local[i] for i in act), Mesh(np.array(chosen), (AXIS,)))
+
+
+def _others(chosen: list[int], n: int, flag: str, other: str) -> list[int]:
+  """Those of n devices that are not chosen; a single device is, for both."""
+  left = [i for i in range(n) if i not in chosen]
+  if not left and n > 1:
+    raise ValueError(
+      f'--{flag} {",".join(map(str, chosen))} leaves none of {n} devices over: give --{other}, '
+      'which may have the same'
+    )
+  return left or chosen
 
 
 def _numbers(text: str, flag: str, devices: int) -> list[int]:

@@ -34,6 +34,15 @@ def environment() -> dict[str, str]:
   return {**os.environ, 'PYTHONPATH': path}
 
 
+def alive(pid: int) -> bool:
+  """Whether there is such a process, and not only what is left of it."""
+  try:
+    state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+  except (FileNotFoundError, ProcessLookupError):
+    return False
+  return state != 'Z'
+
+
 class Process:
   """A Python program whose output is in a file; killed where its block ends, if it still goes."""
 

@@ -39,15 +39,29 @@ class Sequence(gymnasium.Env):
 
 
 class Wrong(Sequence):
-  """Does something wrong at its 30th step."""
+  """Does something wrong at its 30th step; with `once`, a file, only who comes first does.
 
-  def __init__(self, what: str) -> None:
+  With `helper`, a file, it has forked a process by then, whose id is there.
+  """
+
+  def __init__(self, what: str, at: int = 30, once: str = '', helper: str = '') -> None:
     super().__init__()
-    self._what = what
+    self._what, self._at, self._once, self._helper = what, at, once, helper
+
+  def _first(self) -> bool:
+    try:
+      return not self._once or bool(os.open(self._once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+      return False
 
   def step(self, action: int) -> Any:
     observation, reward, terminated, truncated, info = super().step(action)
-    if self._steps == 30:
+    if self._steps == 5 and self._helper:
+      if not (pid := os.fork()):
+        time.sleep(1000)
+      with open(self._helper, 'a') as file:
+        file.write(f'{pid}\n')
+    if self._steps == self._at and self._first():
       if self._what == 'raise':
         raise ZeroDivisionError('the game broke')
       if self._what == 'exit':

@@ -194,6 +194,16 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
   run.train(change(total_steps=32), tmp_path, quiet=True)
 
 
+def test_override_cannot_change_the_lag(tmp_path: Path) -> None:
+  """With lag 1 a checkpoint holds the parameters before the last update as well."""
+  config = change(architecture='sebulba', lag='1', total_steps=320)
+  run.train(config, tmp_path, quiet=True)
+  longer = change(config, total_steps=640, lag='0')
+  with pytest.raises(UsageError, match='another kind of state') as e:
+    run.train(longer, tmp_path, override=True, quiet=True)
+  assert 'lag: "1" -> "0"' in str(e.value)
+
+
 # --- NaN ----------------------------------------------------------------------------------------
 
 
@@ -234,6 +244,40 @@ def test_nan_at_once(tmp_path: Path) -> None:
   with pytest.raises(run.RunError, match=r'NaN or infinite at step .*there is no checkpoint yet'):
     run.train(change(agent=agent), tmp_path, quiet=True)
   assert checkpoints(tmp_path) == []
+
+
+# --- what fails while it learns ------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Impala):
+  """Impala that calls a function on the host, which raises at the 61st update."""
+
+  def learn(self, train, sample, key):
+    train, priority, found = super().learn(train, sample, key)
+    count = jax.tree.leaves(train.rest)[0]
+    jax.debug.callback(fail, count)
+    return train, priority, found
+
+
+def fail(count: Any) -> None:
+  if count > 60:
+    raise ZeroDivisionError('the learner broke')
+
+
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+def test_a_failure_of_the_learner_is_told_with_its_traceback(
+  architecture: str, tmp_path: Path
+) -> None:
+  """Its state is lost, having been given away; what was saved before is named, and is there."""
+  agent = Failing(network=SMALL)
+  with pytest.raises(run.RunError) as e:
+    run.train(change(agent=agent, architecture=architecture), tmp_path, quiet=True)
+  assert 'ZeroDivisionError: the learner broke' in str(e.value)
+  assert 'Traceback (most recent call last)' in str(e.value)
+  assert 'the run is saved at step' in str(e.value)
+  assert checkpoints(tmp_path)[0] == 1600
+  assert evaluate(tmp_path, 3)['step'] == checkpoints(tmp_path)[-1]
 
 
 # --- what does not fit --------------------------------------------------------------------------

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
+import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from podrace import topology
+from podrace import architectures, topology
+from podrace import sebulba as sebulba_
 from podrace.agents import AGENTS as NAMES
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -214,6 +217,47 @@ def test_async_lag_is_bounded(max_lag: int, monkeypatch: pytest.MonkeyPatch) -> 
   assert most <= max_lag
 
 
+@pytest.mark.parametrize('lag', ['1', 'async'])
+def test_waiting_for_the_learner_is_told_as_waiting(
+  lag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Parameters are published before they are computed; who has taken them has waited for them."""
+  computed: list[bool] = []
+  take = sebulba_.Actor._take_params
+
+  def noted(actor: Any) -> None:
+    take(actor)
+    computed.extend(x.is_ready() for x in jax.tree.leaves(actor._params))
+
+  @dataclasses.dataclass(frozen=True)
+  class Slow(Impala):
+    def learn(self, train: Any, sample: Any, key: Any) -> Any:
+      train, priority, metrics = super().learn(train, sample, key)
+      x = jnp.ones((500, 500)) * metrics['loss']
+      x = jax.lax.fori_loop(0, 40, lambda i, x: jnp.cos(x @ x), x)
+      return train, priority, {**metrics, 'worked': x[0, 0]}
+
+  monkeypatch.setattr(sebulba_.Actor, '_take_params', noted)
+  with Running(sebulba(Slow(network=SMALL), lag=lag)) as run:
+    run.advance(6)
+  assert len(computed) >= 6
+  assert all(computed)
+
+
+def test_statistics_of_several_processes_are_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+  totals = dict(count=3, return_sum=1e7 + 0.1, return_square=1e14 + 1, length_sum=2**24 + 1)
+  told = architectures.Told(totals, unrolls=2, lag_max=1, restarts=5, seconds={'env': 1.0})
+
+  def gather(x: Any) -> Any:
+    return np.stack([np.asarray(jnp.asarray(x))] * 2)  # what JAX does to it
+
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(architectures.multihost_utils, 'process_allgather', gather)
+  both = told.over_processes()
+  assert both.episodes == {k: 2 * x for k, x in totals.items()}
+  assert (both.unrolls, both.lag_max, both.restarts) == (4, 1, 10)
+
+
 # --- learning --------------------------------------------------------------------------------------
 
 LEARNERS = {
@@ -295,21 +339,64 @@ def test_collectives() -> None:
   assert 'all-to-all' not in text
 
 
+class Moves:
+  """What the actors ship and the learner publishes, as `jax.device_put` is given and gives it."""
+
+  def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    self.shipped: list[Any] = []
+    self.published: list[Any] = []
+    self._put, self._get = jax.device_put, jax.device_get
+    monkeypatch.setattr(jax, 'device_put', self.device_put)
+    monkeypatch.setattr(jax, 'device_get', self.device_get)
+    for module in (architectures, sebulba_):
+      monkeypatch.setattr(module, 'np', self)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(np, name)
+
+  def device_put(self, x: Any, device: Any = None) -> Any:
+    y = self._put(x, device)
+    _, _, caller = sys._getframe(1).f_code.co_qualname.partition('.')
+    if caller.startswith('_ship'):
+      self.shipped += jax.tree.leaves((x, y))
+    if caller.startswith('publish'):
+      self.published += jax.tree.leaves((x, y))
+    return y
+
+  def device_get(self, x: Any) -> Any:
+    self._unread(x)
+    return self._get(x)
+
+  def asarray(self, x: Any, *args: Any) -> Any:
+    self._unread(x)
+    return np.asarray(x, *args)
+
+  def _unread(self, x: Any) -> None:
+    moved = {id(y) for y in [*self.shipped, *self.published]}
+    assert not any(id(y) in moved for y in jax.tree.leaves(x)), 'what was moved is read'
+
+
 def test_nothing_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
   """From actor to learner devices and back, arrays are moved by `device_put` and never read."""
-  program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3', threads=1)
-  with Running(program) as run:
-    run.advance(1)
-    unrolls = run.driver._actors.take(1, never)
+  program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3', threads=1, lag='async')
+  actors, learners = set(program.topology.actors), set(program.topology.local_learners)
+  driver = compiled(program)
+  moves = Moves(monkeypatch)
+  with Running(program, driver=driver) as run:
+    run.advance(2)
+    unrolls = run.driver._actors.take(2, never)
+    # another library's arrays, or ours that are nowhere in particular, came from the host
+    for arrays in (moves.shipped, moves.published):
+      assert arrays
+      assert all(isinstance(x, jax.Array) and x.committed for x in arrays)
+      assert {d for x in arrays for d in x.devices()} <= actors | learners
     parts = jax.tree.leaves([u.parts for u in unrolls])
-    assert {d for x in parts for d in x.devices()} == set(program.topology.local_learners)
-    with (
+    assert {d for x in parts for d in x.devices()} == learners
+    with (  # of which the CPU's arrays know nothing
       jax.transfer_guard_device_to_host('disallow'),
       jax.transfer_guard_host_to_device('disallow'),
     ):
       joined = program.join(unrolls)
-      params = jax.tree.map(lambda x: x.addressable_data(0), run.state.train.params)
-      jax.device_put(params, program.topology.actors[0])
     assert all(x.sharding.mesh == program.mesh for x in jax.tree.leaves(joined))
 
 
@@ -333,6 +420,18 @@ class Sick:
 
 def explode(arrival: Any) -> Any:
   raise ZeroDivisionError('the game broke')
+
+
+def test_of_several_processes_none_ends_a_call_early(monkeypatch: pytest.MonkeyPatch) -> None:
+  """It would ask the others what to do next while they wait for its gradients."""
+  from podrace.envs.host import jax as jax_pool
+
+  plain = jax_pool.JaxPool
+  monkeypatch.setattr(jax_pool, 'JaxPool', lambda *args: Sick(plain(*args), 20, explode))
+  with Running(sebulba(AGENTS['impala'])) as run:
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    with pytest.raises(ActorFailed, match='the game broke'):
+      run.driver.advance(run.state, 50, never)
 
 
 def observing(change: Any) -> Any:
@@ -389,7 +488,7 @@ def test_environments_that_hang_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
   from podrace.envs.host import jax as jax_pool
 
   plain = jax_pool.JaxPool
-  forever = __import__('threading').Event()
+  forever = threading.Event()
 
   def hang(arrival: Any) -> Any:
     forever.wait(30)
@@ -400,6 +499,27 @@ def test_environments_that_hang_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ActorFailed, match='actor thread 0 have not answered'):
       run.advance(50)
     forever.set()
+
+
+def test_environments_that_hang_while_they_reset_are_noticed(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  from podrace.envs.host import jax as jax_pool
+
+  forever = threading.Event()
+  program = sebulba(AGENTS['impala'], deadline=0.2)
+  driver = compiled(program)
+  monkeypatch.setattr(jax_pool.JaxPool, 'reset', lambda pool: forever.wait(30))
+  with Running(program, driver=driver) as run:
+    with pytest.raises(ActorFailed, match='actor thread 0 have not answered'):
+      run.driver.advance(run.state, 1, over_in(20))
+    forever.set()
+
+
+def over_in(seconds: float) -> Any:
+  """For `give_up`."""
+  end = time.monotonic() + seconds
+  return lambda: time.monotonic() > end
 
 
 # --- sizes -----------------------------------------------------------------------------------------
@@ -429,3 +549,43 @@ def test_devices_by_default() -> None:
   assert [d.id for d in every.learners.devices.flat] == [2, 3, 4, 5, 6, 7]
   alone = split_devices(num_devices=1)
   assert [d.id for d in alone.actors] == [d.id for d in alone.learners.devices.flat] == [0]
+
+
+@pytest.mark.parametrize(
+  ('given', 'actors', 'learners'),
+  [
+    (dict(learners='0,1'), [2, 3], [0, 1]),
+    (dict(learners='0,1,2,3,4,5,6'), [7], [0, 1, 2, 3, 4, 5, 6]),
+    (dict(actors='6'), [6], [0, 1, 2, 3, 4, 5, 7]),
+    (dict(learners='0', num_devices=1), [0], [0]),
+    (dict(actors='0', num_devices=1), [0], [0]),
+    (dict(actors='0,1', learners='0,1'), [0, 1], [0, 1]),
+  ],
+)
+def test_devices_where_some_are_chosen(
+  given: dict[str, Any], actors: list[int], learners: list[int]
+) -> None:
+  found = split_devices(**given)
+  assert [d.id for d in found.actors] == actors
+  assert [d.id for d in found.learners.devices.flat] == learners
+
+
+@pytest.mark.parametrize(
+  ('given', 'message'),
+  [
+    (dict(actors='0,1', num_devices=2), '--actor-devices 0,1 leaves none of 2 devices over: give '),
+    (dict(learners='1,0', num_devices=2), '--learner-devices 1,0 leaves none of 2 devices over'),
+  ],
+)
+def test_devices_that_leave_none_over(given: dict[str, Any], message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    split_devices(**given)
+
+
+def test_processes_with_other_numbers_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+  class Device(NamedTuple):
+    process_index: int
+
+  monkeypatch.setattr(jax, 'devices', lambda: [Device(0)] * 8 + [Device(1)] * 4)
+  with pytest.raises(ValueError, match=r'device 7 of each process is to learn, .* have 8, 4 dev'):
+    split_devices()

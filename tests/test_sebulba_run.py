@@ -10,16 +10,19 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import apart
 import jax
 import numpy as np
 import pytest
-from apart import until
+from apart import alive, until
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace
 from test_distributed import TOLERANCE, pair, parameters
-from test_sebulba import SMALL, Running, sebulba
+from test_sebulba import SMALL, Running, over_in, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
+from podrace.sebulba import ActorFailed
+from podrace.topology import SILENCE_SECONDS
 from podrace.types import FIRST, LAST
 
 TINY = ['--architecture', 'sebulba', '--num-envs', '4', '--unroll-length', '8',
@@ -40,7 +43,8 @@ def start(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
 def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
   """Every unroll that is learned from is a piece of one life of one environment, without a gap.
 
-  The environments number their steps, so pieces of the same life must follow each other.
+  The environments number their steps, so pieces of the same life must follow each other; and the
+  actor numbers the unrolls of each environment, of which a restart may cost one, and nothing else.
   """
   monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
   spec = host.make('gymnasium:host_envs:Sequence-v0')
@@ -49,7 +53,7 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
   )
   moments = random.Random(0)
   pieces: list[np.ndarray] = []
-  restarts = 0
+  serials: list[np.ndarray] = []  # [N] of each update
   with Running(program) as run:
     take = run.driver._actors.take
 
@@ -61,6 +65,7 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
         kinds = np.asarray(trajectory.timesteps.step_type)
         actions = np.asarray(trajectory.outputs.action)
         pieces.extend(steps[:, i] for i in range(4))
+        serials.append(unroll.serial)
         # what was observed is what was done: but for the steps that ignore it
         free = kinds[1:] != FIRST
         np.testing.assert_array_equal(steps[1:, :, 3][free], actions[free])
@@ -75,8 +80,15 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
       run.advance(1)
     run.advance(3)
     told, _ = run.driver.read_log(run.state)
-    restarts = told['host']['env_restarts']
-  assert restarts == 50
+    restarted = workers._run_id.copy()
+  assert told['host']['env_restarts'] == 50
+  # the environment that is restarted loses the steps of the unroll it was in, at most all of them
+  assert 0 < told['host']['dropped_steps'] <= 50 * 4
+  assert restarted.sum() == 50
+  gaps = np.diff(np.stack(serials), axis=0)
+  assert (gaps >= 1).all()
+  missing = (gaps - 1).sum(axis=0)
+  np.testing.assert_array_equal(missing, restarted)
   lives: dict[tuple[float, float], list[np.ndarray]] = {}
   for piece in pieces:
     assert len({(p, w) for p, w, *_ in piece.tolist()}) == 1  # of one life
@@ -97,8 +109,9 @@ class Shuffled:
 
   watches_itself = False
 
-  def __init__(self, num_envs: int, batch_size: int, seed: int) -> None:
+  def __init__(self, num_envs: int, batch_size: int, seed: int, stuck: int = -1) -> None:
     self.num_envs, self.batch_size = num_envs, batch_size
+    self._stuck = stuck  # an environment that is reset and never answers to an action
     self._random = np.random.default_rng(seed)
     self._steps = np.full(num_envs, -1)
     self._action = np.zeros(num_envs, np.float32)
@@ -110,7 +123,7 @@ class Shuffled:
     self._steps += 1
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
-    self._ready += env_id.tolist()
+    self._ready += [i for i in env_id.tolist() if i != self._stuck]
     self._steps[env_id] += 1
     self._action[env_id] = action
 
@@ -134,18 +147,23 @@ class Shuffled:
   def kill(self) -> None: ...
 
 
-def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
-  """(environment, its first step) -> the unroll, of a greedy agent."""
+def shuffled(batch_size: int, seed: int, stuck: int = -1, **settings: Any) -> Any:
+  """A Sebulba of them with a greedy agent."""
   from gymnasium import spaces
 
   spec = host.HostSpec(
     'shuffled', spaces.Box(-np.inf, np.inf, (3,), np.float32), spaces.Discrete(5),
-    lambda args: Shuffled(args.num_envs, args.batch_size, seed),
+    lambda args: Shuffled(args.num_envs, args.batch_size, seed, stuck),
   )  # fmt: skip
-  agent = Impala(network=SMALL, learning_rate=0.0, greedy=True)
-  program = sebulba(
-    agent, spec=spec, num_envs=8, unroll_length=5, lag='async', batch_size=batch_size
-  )
+  return sebulba(
+    Impala(network=SMALL, learning_rate=0.0, greedy=True), spec=spec, num_envs=8, unroll_length=5,
+    lag='async', batch_size=batch_size, **settings,
+  )  # fmt: skip
+
+
+def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
+  """(environment, its first step) -> the unroll."""
+  program = shuffled(batch_size, seed)
   found = {}
   with Running(program) as run:
     for _ in range(12):
@@ -168,6 +186,15 @@ def test_out_of_order_gives_the_same_unrolls() -> None:
     for key in common:
       for x, y in zip(jax.tree.leaves(lockstep[key]), jax.tree.leaves(shuffled[key]), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_one_environment_that_hangs_among_many_is_noticed() -> None:
+  """The others go on, and always some of them are there."""
+  with Running(shuffled(2, 0, stuck=5, deadline=0.5)) as run:
+    over = over_in(20)
+    with pytest.raises(ActorFailed, match='actor thread 0 have not answered for'):
+      while not over():
+        run.advance(1)
 
 
 # --- how runs end ----------------------------------------------------------------------------------
@@ -212,14 +239,6 @@ def test_no_worker_outlives_a_killed_run(tmp_path: Path, cache: Path) -> None:
   until(lambda: not any(alive(pid) for pid in children), 30)
 
 
-def alive(pid: int) -> bool:
-  try:
-    state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
-  except FileNotFoundError:
-    return False
-  return state != 'Z'
-
-
 # --- several processes -----------------------------------------------------------------------------
 
 
@@ -244,3 +263,19 @@ def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair: Any) -> No
     np.testing.assert_allclose(one, other, **TOLERANCE)
   two = lines(tmp_path / 'two')
   assert sum(x['episodes'] for x in two) == sum(x['episodes'] for x in lines(tmp_path / 'one'))
+
+
+@pytest.mark.slow
+def test_a_failure_in_one_of_two_processes_ends_both(
+  tmp_path: Path, pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """In the middle of a call, whose updates the other one goes on with."""
+  monkeypatch.setenv('PYTHONPATH', apart.environment()['PYTHONPATH'])
+  env = f'gymnasium:host_envs:Wrong-v0,what=raise,at=403,once={tmp_path / "once"}'
+  both = pair(
+    tmp_path / 'run', '--architecture', 'sebulba', '--env', env, '--total-steps', '64000',
+    '--actor-devices', '0', '--learner-devices', '1', '--env-threads', '2',
+  )  # fmt: skip
+  codes = [p.wait(3 * SILENCE_SECONDS) for p in both]
+  assert all(code not in (0, 2) for code in codes), both[0].output + both[1].output
+  assert sum('the game broke' in p.output for p in both) == 1

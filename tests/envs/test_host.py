@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from apart import alive, environment, until
 from gymnasium import spaces
 
 from podrace.envs.host import base as host
@@ -68,6 +71,7 @@ CONTRACT = [
   'envpool:Pendulum-v1',
   'envpool:HalfCheetah-v4,max_episode_steps=30',
   'envpool:Breakout-v5',
+  'envpool:CartpoleBalance-v1,max_episode_steps=30',
   'gymnasium:CartPole-v1',
   'gymnasium:Pendulum-v1',
   'gymnasium:host_envs:Limited-v0',
@@ -94,7 +98,8 @@ def test_contract(name: str) -> None:
     assert np.all(t.discount[t.step_type != LAST] == 1)
     assert np.all(np.isin(t.discount, (0, 1)))
     assert np.all(arrival.ended <= (t.step_type == LAST))
-    assert all(spec.observation_space.contains(x) for x in t.observation)
+    rows = [jax.tree.map(lambda x, i=i: x[i], t.observation) for i in range(4)]
+    assert all(spec.observation_space.contains(x) for x in rows)
     before = t.step_type
     kinds |= set(t.step_type.tolist())
   assert kinds == {FIRST, MID, LAST}
@@ -106,9 +111,13 @@ def test_same_seed_same_stream_and_the_action_after_last_is_ignored(name: str) -
   same = [a.timestep for a in arrivals(name, 120, contrary=True)]
   other = [a.timestep for a in arrivals(name, 120, seed=100)]
   for x, y in zip(one, same, strict=True):
-    np.testing.assert_array_equal(x.observation, y.observation)
+    jax.tree.map(np.testing.assert_array_equal, x.observation, y.observation)
     np.testing.assert_array_equal(x.reward, y.reward)
-  assert any(np.any(x.observation != y.observation) for x, y in zip(one, other, strict=True))
+  differs = [
+    jax.tree.map(lambda a, b: bool(np.any(a != b)), x.observation, y.observation)
+    for x, y in zip(one, other, strict=True)
+  ]
+  assert any(jax.tree.leaves(differs))
 
 
 def test_arrivals_do_not_change_later() -> None:
@@ -238,6 +247,37 @@ def test_trees_of_observations() -> None:
     np.testing.assert_array_equal(bits, [[1, 0, 1]] * 4)
 
 
+@pytest.mark.parametrize(
+  ('n', 'batch', 'threads', 'each'),
+  [
+    (5, 5, 3, [1, 2, 2]),
+    (2, 2, 8, [1, 1]),
+    (6, 2, 4, [2, 2, 2]),
+    (6, 4, 4, [2, 2, 2]),
+    (6, 3, 1, [3, 3]),
+  ],
+)
+def test_environments_are_shared_by_workers(
+  n: int, batch: int, threads: int, each: list[int]
+) -> None:
+  envs = pool('gymnasium:host_envs:Sequence-v0', n=n, batch=batch, threads=threads)
+  try:
+    envs.reset()
+    arrival = envs.recv()
+    assert len(arrival.env_id) == batch
+    envs.send(arrival.env_id, np.zeros(batch, np.int32))
+    seen = {}  # environment -> its process
+    while len(seen) < n:
+      arrival = envs.recv()
+      seen |= zip(arrival.env_id.tolist(), arrival.timestep.observation[:, 0], strict=True)
+      envs.send(arrival.env_id, np.zeros(len(arrival.env_id), np.int32))
+    processes = [seen[i] for i in range(n)]
+    assert [len(list(same)) for _, same in itertools.groupby(processes)] == each
+    assert set(processes) == set(envs.pids)
+  finally:
+    envs.close()
+
+
 def test_a_killed_worker_is_replaced() -> None:
   envs = pool('gymnasium:host_envs:Sequence-v0', n=4, threads=2)
   try:
@@ -294,6 +334,66 @@ def test_a_worker_that_hangs_is_replaced() -> None:
   assert runs[-1] == 1
 
 
+def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
+  """Processes that it forks hold the worker's pipes open; they end with the worker."""
+  log = tmp_path / 'helpers'
+  message = until_failure(f'gymnasium:host_envs:Wrong-v0,what=raise,helper={log}', deadline=600.0)
+  assert 'ZeroDivisionError: the game broke' in message
+  envs = pool(f'gymnasium:host_envs:Wrong-v0,what=exit,helper={log}', n=1, threads=1, deadline=600)
+  try:
+    envs.reset()
+    while not (arrival := envs.recv()).run_id.any():
+      envs.send(arrival.env_id, np.zeros(1, np.int32))
+  finally:
+    envs.close()
+  helpers = [int(pid) for pid in log.read_text().split()]
+  assert len(helpers) >= 2
+  until(lambda: not any(alive(pid) for pid in helpers))
+
+
+def test_a_killed_pool_starts_no_process_again() -> None:
+  """As when a run ends while a worker hangs: the thread in the pool sees that it is dead."""
+  envs = pool('gymnasium:host_envs:Sequence-v0,slow=1000', n=2)
+  pids: list[int] = []
+  try:
+    envs.reset()
+    pids += envs.pids
+    envs.send(envs.recv().env_id, np.zeros(2, np.int32))
+    envs.kill()
+    with pytest.raises(HostError, match='the pool is closed'):
+      envs.recv()
+    assert envs.pids == pids
+  finally:
+    envs.close()
+  assert not any(alive(pid) for pid in pids)
+
+
+HANGING = """
+import os, signal, numpy as np
+from test_host import pool
+
+envs = pool('gymnasium:host_envs:Sequence-v0,slow=1000', n=2)
+envs.reset()
+envs.send(envs.recv().env_id, np.zeros(2, np.int32))
+print(*envs.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='they are told by Linux')
+def test_workers_that_hang_end_with_a_killed_run() -> None:
+  path = os.pathsep.join(
+    [*environment()['PYTHONPATH'].split(os.pathsep), os.path.dirname(__file__)]
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', HANGING], env={**environment(), 'PYTHONPATH': path},
+    stdout=subprocess.PIPE, text=True, check=False,
+  )  # fmt: skip
+  pids = [int(pid) for pid in done.stdout.split()]
+  assert (done.returncode, len(pids)) == (-signal.SIGKILL, 2)
+  until(lambda: not any(alive(pid) for pid in pids), 30)
+
+
 def test_closing_ends_the_processes() -> None:
   envs = pool('gymnasium:host_envs:Sequence-v0')
   envs.reset()
@@ -322,6 +422,26 @@ def test_closing_ends_the_processes() -> None:
 def test_unknown_names(name: str, message: str) -> None:
   with pytest.raises(UnknownName, match=message):
     host.make(name)
+
+
+def test_observations_of_envpool_are_in_the_types_declared() -> None:
+  """Play2048's are bool, declared int8."""
+  for arrival in arrivals('envpool:Play2048-v1', 3):
+    assert arrival.timestep.observation.dtype == np.int8
+
+
+def test_what_an_environment_needs_besides_its_library_is_no_extra_of_ours(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """As EnvPool's Procgen, which needs Qt."""
+  import envpool
+
+  def make_spec(name: str) -> Any:
+    raise ImportError('EnvPool Procgen requires the system Qt 5 runtime')
+
+  monkeypatch.setattr(envpool, 'make_spec', make_spec)
+  with pytest.raises(UnknownName, match=r'CartPole-v1.* requires the system Qt 5 runtime'):
+    host.make('envpool:CartPole-v1')
 
 
 def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,11 +69,17 @@ def make(name: str) -> HostSpec:
       name, pure.observation_space, pure.action_space, no_pool, ordered_only=True, jax=pure
     )
   try:
-    return importlib.import_module(library.module).make(env, options)
+    module = importlib.import_module(library.module)
   except ImportError as error:
     raise MissingExtra(
       f"environment '{key}:{env}' needs the extra {library.extra!r}: "
       f"pip install 'podrace[{library.extra}]' ({error})"
+    ) from error
+  try:
+    return module.make(env, options)
+  except ImportError as error:
+    raise UnknownName(
+      f"environment '{key}:{env}' needs what is no part of podrace: {error}"
     ) from error
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import envpool
-import gymnasium
 import numpy as np
+from gymnasium import spaces
 
 from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, options_of
 from podrace.envs.registry import UnknownName, Value, nearest
@@ -43,23 +43,37 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
   if config.get('max_num_players', 1) != 1:
     raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
+  space = _space(spec.gymnasium_observation_space)
+  given = {k: v for k, v in values.items() if k in options}
   return HostSpec(
     name=f'envpool:{name}',
-    observation_space=_space(spec.gymnasium_observation_space),
+    observation_space=space,
     action_space=_space(spec.gymnasium_action_space),
-    make=lambda args: EnvPool(name, {k: v for k, v in values.items() if k in options}, clip, args),
+    make=lambda args: EnvPool(name, given, clip, space, args),
     frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
 
 
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
-  if isinstance(space, gymnasium.spaces.Discrete):
-    return gymnasium.spaces.Discrete(int(space.n), dtype=np.int32)
-  if isinstance(space, gymnasium.spaces.Box) and space.dtype == np.float64:
-    low, high = space.low.astype(np.float32), space.high.astype(np.float32)
-    return gymnasium.spaces.Box(low, high, space.shape, np.float32)
+  if isinstance(space, spaces.Dict):
+    return spaces.Dict({k: _space(s) for k, s in space.spaces.items()})
+  if isinstance(space, spaces.Discrete):
+    return spaces.Discrete(int(space.n), dtype=np.int32)
+  if isinstance(space, spaces.Box) and space.dtype == np.float64:
+    # What has no bounds says that they are the smallest double above 0 and the largest.
+    limits = np.finfo(np.float64)
+    low = np.where(space.low == limits.tiny, -np.inf, space.low).astype(np.float32)
+    high = np.where(space.high == limits.max, np.inf, space.high).astype(np.float32)
+    return spaces.Box(low, high, space.shape, np.float32)
   return space
+
+
+def _as_declared(space: Any, x: Any, order: Any) -> Any:
+  """An observation [n, ...] in the types of `space`, with its rows in another order."""
+  if isinstance(space, spaces.Dict):
+    return {k: _as_declared(s, x[k], order) for k, s in space.spaces.items()}
+  return x[order].astype(space.dtype, copy=False)
 
 
 class EnvPool:
@@ -67,7 +81,9 @@ class EnvPool:
 
   watches_itself = False
 
-  def __init__(self, name: str, values: Mapping[str, Any], clip: bool, args: PoolArgs) -> None:
+  def __init__(
+    self, name: str, values: Mapping[str, Any], clip: bool, observation_space: Any, args: PoolArgs
+  ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._env = envpool.make_gymnasium(
       name,
@@ -77,9 +93,8 @@ class EnvPool:
       seed=int(args.seeds[0]) % 2**31,
       **values,
     )
-    self._clip = clip
-    space = self._env.action_space
-    self._action_type = space.dtype
+    self._clip, self._space = clip, observation_space
+    self._action_type = self._env.action_space.dtype
     self._stepper = Stepper(args.num_envs)
     self._zeros = np.zeros(args.batch_size, np.int32)
     self._in_order = np.arange(args.num_envs, dtype=np.int32)
@@ -98,11 +113,8 @@ class EnvPool:
     if self.batch_size == self.num_envs and not np.array_equal(ids, self._in_order):
       order = np.argsort(ids)
       ids = ids[order]
-    observation, reward, terminated, truncated = (
-      x[order] for x in (observation, reward, terminated, truncated)
-    )
-    if observation.dtype == np.float64:
-      observation = observation.astype(np.float32)
+    observation = _as_declared(self._space, observation, order)
+    reward, terminated, truncated = (x[order] for x in (reward, terminated, truncated))
     learned = np.sign(reward) if self._clip else reward
     timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)
     score = np.where(timestep.first, 0, reward).astype(np.float32)

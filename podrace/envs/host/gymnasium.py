@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -29,8 +31,10 @@ from podrace.envs.host.base import HostError, HostSpec, PoolArgs, Stepper
 from podrace.envs.registry import UnknownName, Value, nearest
 from podrace.types import Arrival
 
-RESTARTS, WINDOW = 10, 600.0  # so many in so many seconds, and no more
+RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more
 START_SECONDS = 120.0  # for a worker to import its libraries and reset
+TELL_SECONDS = 5.0  # for a worker to tell of its exception
+LOOK_SECONDS = 1.0  # between looks at who is dead: its pipe may be held open by what it started
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
@@ -81,6 +85,19 @@ def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Fiel
   return [*fields, (w.REWARD, '<f8', []), (w.TERMINATED, '|b1', []), (w.TRUNCATED, '|b1', [])]
 
 
+def _count(args: PoolArgs) -> int:
+  """How many workers: as many as were asked for, if a batch is all of their environments.
+
+  Else as many each, and whole workers in a batch; more than were asked for if nothing else fits.
+  """
+  n, batch = args.num_envs, args.batch_size
+  if batch == n:
+    return min(n, args.threads)
+  fits = [c for c in range(1, n + 1) if n % c == 0 and batch % (n // c) == 0]
+  few = [c for c in fits if c <= args.threads]
+  return few[-1] if few else fits[0]
+
+
 class Worker:
   """One process and its end of the pipes."""
 
@@ -96,6 +113,7 @@ class Worker:
     ask_read, self.ask = os.pipe()
     self.answer, answer_write = os.pipe()
     told = {**told, 'memory': memory, 'ask': ask_read, 'answer': answer_write, 'start': self.first}
+    told['parent'] = os.getpid()
     told['path'] = [os.path.abspath(p) for p in sys.path]  # its modules are this process's
     told['seeds'] = [int(s) + 7919 * self.lives for s in told['seeds'][self.first :][: self.count]]
     self.process = subprocess.Popen(
@@ -115,10 +133,26 @@ class Worker:
     with contextlib.suppress(BrokenPipeError):  # it is dead, which the answer's pipe will tell
       os.write(self.ask, w.GO)
 
-  def end(self) -> None:
-    """Kills the process, by its own id, and waits for it."""
-    self.process.kill()
+  def failure(self) -> str:
+    """The traceback that it answers with, or what there is of it in TELL_SECONDS."""
+    text, end = b'', time.monotonic() + TELL_SECONDS
+    while len(text) < 8 or len(text) < 8 + int.from_bytes(text[:8]):
+      left = max(end - time.monotonic(), 0)
+      if not select.select([self.answer], [], [], left)[0]:
+        break
+      if not (more := os.read(self.answer, 65536)):
+        break
+      text += more
+    return text[8:].decode(errors='replace')
+
+  def kill(self) -> None:
+    """Kills the process and what it started, which is in its group, and waits for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # they are all gone
+      os.killpg(self.process.pid, signal.SIGKILL)
     self.process.wait()
+
+  def end(self) -> None:
+    self.kill()
     os.close(self.ask)
     os.close(self.answer)
 
@@ -138,12 +172,10 @@ class Workers:
   ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._name, self._space, self._deadline = name, observation_space, args.deadline
-    n, batch = args.num_envs, args.batch_size  # as many each, and whole workers in a batch
-    fits = [c for c in range(1, n + 1) if n % c == 0 and batch % (n // c) == 0]
-    few = [c for c in fits if c <= args.threads]
-    count = few[-1] if few else fits[0]
-    each = args.num_envs // count
-    self._workers = [Worker(i * each, each) for i in range(count)]
+    count = _count(args)
+    bounds = [i * args.num_envs // count for i in range(count + 1)]
+    self._workers = [Worker(i, j - i) for i, j in itertools.pairwise(bounds)]
+    self._batch = count * args.batch_size // args.num_envs  # in workers
     self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
     length = w.size(fields, args.num_envs)
     self._file.truncate(length)
@@ -157,10 +189,21 @@ class Workers:
     self._run_id = np.zeros(args.num_envs, np.int64)
     self._ready: list[Worker] = []
     self._restarts: collections.deque[float] = collections.deque()
+    self._starting = threading.Lock()
+    self._closing = False  # no process is started any more
+
+  def _start(self, worker: Worker) -> None:
+    """Starts a worker's process, in place of the one that it has."""
+    with self._starting:
+      if self._closing:
+        raise HostError(f'gymnasium:{self._name}: the pool is closed')
+      if worker.lives:
+        worker.end()
+      worker.start(self._told, self._file.fileno())
 
   def reset(self) -> None:
     for worker in self._workers:
-      worker.start(self._told, self._file.fileno())
+      self._start(worker)
     while len(self._ready) < len(self._workers):  # so that none is ahead by its start
       self._wait()
 
@@ -173,11 +216,10 @@ class Workers:
 
   def recv(self) -> Arrival:
     """Waits for `batch_size` environments, or for all that were asked, if they are fewer."""
-    want = self.batch_size // self._workers[0].count
     asked = sum(1 for x in self._workers if x.asked) + len(self._ready)
-    while len(self._ready) < min(want, asked):
+    while len(self._ready) < min(self._batch, asked):
       self._wait()
-    batch, self._ready = self._ready[:want], self._ready[want:]
+    batch, self._ready = self._ready[: self._batch], self._ready[self._batch :]
     batch.sort(key=lambda x: x.first)
     ids = np.concatenate([x.ids for x in batch])
     a = self._arrays
@@ -191,11 +233,11 @@ class Workers:
     return Arrival(ids, timestep, score, timestep.last, self._run_id[ids])
 
   def _wait(self) -> None:
-    """Until some worker has answered, or has been replaced."""
+    """For some worker to answer or be replaced; for LOOK_SECONDS at most."""
     waiting = {x.answer: x for x in self._workers if x.asked}
     now = time.monotonic()
     left = min(x.asked + x.limit for x in waiting.values()) - now
-    readable, _, _ = select.select(list(waiting), [], [], max(left, 0))
+    readable, _, _ = select.select(list(waiting), [], [], min(max(left, 0), LOOK_SECONDS))
     for fd in readable:
       worker = waiting[fd]
       answer = os.read(fd, 1)
@@ -203,16 +245,19 @@ class Workers:
         worker.asked = 0.0
         self._ready.append(worker)
       elif answer == w.FAILED:
-        text = b''.join(iter(lambda: os.read(fd, 65536), b''))
-        raise HostError(f'gymnasium:{self._name} failed in its worker:\n{text.decode()}')
+        raise HostError(f'gymnasium:{self._name} failed in its worker:\n{worker.failure()}')
       else:
-        code = worker.process.wait()
-        reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
-        self._restart(worker, f'its process ended by {reason}')
+        self._ended(worker, worker.process.wait())
     if not readable:
       for worker in waiting.values():
-        if time.monotonic() >= worker.asked + worker.limit:
+        if (code := worker.process.poll()) is not None:
+          self._ended(worker, code)
+        elif time.monotonic() >= worker.asked + worker.limit:
           self._restart(worker, f'it did not answer for {worker.limit:.0f} s')
+
+  def _ended(self, worker: Worker, code: int) -> None:
+    reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
+    self._restart(worker, f'its process ended by {reason}')
 
   def _restart(self, worker: Worker, reason: str) -> None:
     now = time.monotonic()
@@ -224,17 +269,16 @@ class Workers:
         f'{now - self._restarts[0]:.0f} s; the last reason: {reason}'
       )
     self._restarts.append(now)
-    worker.end()
+    self._start(worker)
     self._run_id[worker.ids] += 1
     self._stepper.reopen(worker.ids)
-    worker.start(self._told, self._file.fileno())
 
   def kill(self) -> None:
-    """Kills the processes; they have their own ids, and are waited for."""
+    with self._starting:
+      self._closing = True
     for worker in self._workers:
       if worker.lives:
-        worker.process.kill()
-        worker.process.wait()
+        worker.kill()
 
   @property
   def pids(self) -> list[int]:

@@ -1,11 +1,13 @@
 """A process that steps Gymnasium environments in memory it shares with the run. Imports no JAX.
 
 It is told by one byte on a pipe to step (or, at first, to reset) all its environments, and answers
-with one byte when the results are in the memory; an exception is answered by its traceback.
+with one byte when the results are in the memory; an exception is answered by the length of its
+traceback in 8 bytes, and the traceback.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -20,6 +22,7 @@ import numpy as np
 from gymnasium import spaces
 
 GO, DONE, FAILED = b'g', b'd', b'f'
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 ACTION, REWARD, TERMINATED, TRUNCATED = 'action', 'reward', 'terminated', 'truncated'
 
 Field = tuple[str, str, list[int]]  # name, dtype, shape of one environment's
@@ -118,11 +121,23 @@ def action_for(space: Any, x: np.ndarray) -> Any:
   return x.astype(space.dtype)
 
 
+def end_with(parent: int) -> None:
+  """Has this process killed with the thread that started it, even while it hangs in a step.
+
+  On Linux; elsewhere it ends when it next reads its pipe.
+  """
+  if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+  if os.getppid() != parent:
+    sys.exit(1)
+
+
 def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
   for signum in (signal.SIGINT, signal.SIGTERM):  # the run is told to stop, and ends its workers
     signal.signal(signum, signal.SIG_IGN)
   told = json.loads(sys.argv[1])
+  end_with(told['parent'])
   sys.path[:] = told['path']
   memory = mmap.mmap(told['memory'], told['bytes'])
   into = arrays(memory, [(n, d, s) for n, d, s in told['fields']], told['num_envs'])
@@ -133,8 +148,8 @@ def main() -> None:
       environments.step(into, told['start'])
       os.write(answer, DONE)
   except BaseException:
-    os.write(answer, FAILED + traceback.format_exc().encode())
-    os.close(answer)
+    text = traceback.format_exc().encode()
+    os.write(answer, FAILED + len(text).to_bytes(8) + text)
 
 
 if __name__ == '__main__':
