@@ -113,12 +113,13 @@ def pong() -> Config:
 
   network = ActorCritic(torso='impala', hidden=(256,), initializer='lecun', activation='relu')
   return Config(
-    agent=Impala(network=network, learning_rate=6e-4),
+    agent=Impala(network=network, learning_rate=5e-4, max_grad_norm=0.5, entropy_cost=0.003),
     env='ale:pong',
     architecture='sebulba',
-    num_envs=32,
-    unroll_length=20,
-    total_steps=10_000_000,
+    actor_threads=1,
+    num_envs=16,
+    unroll_length=10,
+    total_steps=5_000_000,
   )
 
 

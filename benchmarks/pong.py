@@ -1,0 +1,111 @@
+"""Atari Pong, trained for some time: the return over wall time, and what it is greedily.
+
+    .venv/bin/python benchmarks/pong.py [PRESET ...] [--minutes M] [--note TEXT]
+
+Each preset is trained in runs/pong/PRESET, all of them side by side, and goes on where an earlier run of
+this stopped; with 0 minutes what is there is evaluated only. Writes benchmarks/results/pong.json and
+docs/pong.png; presets that are not named keep what the file has of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+
+PRESETS = ('pong', 'ppo-pong')
+RUNS = common.ROOT / 'runs' / 'pong'
+PODRACE = str(Path(sys.executable).parent / 'podrace')
+
+
+def train(presets: list[str], minutes: float) -> None:
+  """Trains for so long, and has the runs save."""
+  runs = []
+  for preset in presets:
+    RUNS.mkdir(parents=True, exist_ok=True)
+    with (RUNS / f'{preset}.txt').open('a') as log:
+      command = [PODRACE, 'train', preset, '--run-dir', str(RUNS / preset)]
+      runs.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=common.ROOT))
+  for run in runs:
+    try:
+      run.wait(minutes * 60)
+      minutes = 0
+    except subprocess.TimeoutExpired:
+      minutes = 0
+  for run in runs:
+    if run.poll() is None:
+      run.send_signal(signal.SIGTERM)
+  for run, preset in zip(runs, presets, strict=True):
+    if run.wait() not in (0, 143):
+      raise RuntimeError(f'{preset} ended with {run.returncode}: see {RUNS / preset}.txt')
+
+
+def told(preset: str, episodes: int, note: str) -> dict[str, Any]:
+  """The curve of a run, and its greedy return."""
+  run_dir = RUNS / preset
+  lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+  greedy = common.last_json([PODRACE, 'eval', str(run_dir), '--episodes', str(episodes)])
+  last = lines[-1]
+  print(
+    f'{preset}: {last["step"]:,} steps in {last["wall_s"] / 60:.0f} min, '
+    f'return {last["episode_return"]:.1f} in training, '
+    f'{greedy["episode_return_mean"]:.1f} greedily', flush=True,
+  )  # fmt: skip
+  return dict(
+    origin=common.origin(),
+    note=note,
+    config=json.loads((run_dir / 'config.json').read_text()),
+    steps=last['step'],
+    frames=4 * last['step'],
+    wall_s=last['wall_s'],
+    greedy=greedy,
+    curve=[[x['step'], x['wall_s'], x['episode_return']] for x in lines if x['episodes']],
+  )
+
+
+def draw(results: dict[str, Any]) -> None:
+  """Return over minutes."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  figure, axis = plt.subplots(figsize=(7, 3.2), layout='constrained')
+  for (preset, found), color in zip(results.items(), ('#1f5fa8', '#c0552b'), strict=False):
+    _, seconds, returns = zip(*found['curve'], strict=True)
+    label = f'{preset}: {found["steps"] / 1e6:.1f}M steps'
+    axis.plot([s / 60 for s in seconds], returns, color=color, linewidth=1.6, label=label)
+  axis.set_ylim(-21.5, 21.5)
+  axis.set_xlabel('minutes', fontsize=9)
+  axis.set_ylabel('return of an episode', fontsize=9)
+  axis.legend(frameon=False, fontsize=9)
+  axis.spines[['top', 'right']].set_visible(False)
+  figure.savefig(common.ROOT / 'docs' / 'pong.png', dpi=110)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('presets', nargs='*', help=f'of {PRESETS}; none: all')
+  parser.add_argument('--minutes', type=float, default=60.0)
+  parser.add_argument('--episodes', type=int, default=10, help='of the greedy evaluation')
+  parser.add_argument('--note', default='', help='what else the machine did')
+  args = parser.parse_args()
+  presets = args.presets or list(PRESETS)
+  if args.minutes:
+    train(presets, args.minutes)
+  path = common.RESULTS / 'pong.json'
+  results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
+  for preset in presets:
+    results[preset] = told(preset, args.episodes, args.note)
+  common.record('pong', results)
+  draw(results)
+
+
+if __name__ == '__main__':
+  main()
