@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,10 @@ class Hub:
       self.dispatch(address, unpack(raw[1].buffer), [f.buffer for f in raw[2:]], raw[1])
     except WireError as e:
       self.ban(address, str(e))
+    except Exception as e:  # a check is missing; nobody else shall be the worse for it
+      self.counts['unexpected'] += 1
+      self.log(f'a message that was not checked well enough:\n{traceback.format_exc()[-4000:]}')
+      self.ban(address, f'what could not be dealt with ({type(e).__name__})')
 
   def key_of(self, raw: Any) -> bytes:
     """The client's key; connections live on when it is taken from the list."""

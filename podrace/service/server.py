@@ -32,7 +32,7 @@ from podrace.remote.hub import Listen
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say
-from podrace.tables import checkpoint, trees
+from podrace.tables import checkpoint
 from podrace.tables.chunks import Account, Chunk, ChunkStore
 from podrace.tables.table import Draws, InFlight, Item, Pending, Signature, Table
 
@@ -351,7 +351,7 @@ class ReplayServer(Router):
   def _signature(self, told: Any) -> Signature:
     """One object for each signature, whoever tells it: tables compare by identity first."""
     signature = wire.read_signature(told)
-    text = json.dumps([trees.to_json(signature.structure), told[1]])
+    text = json.dumps(wire.told_signature(signature))
     signature = self._signatures.pop(text, signature)
     self._signatures[text] = signature
     if len(self._signatures) > SIGNATURES:
@@ -465,7 +465,7 @@ class ReplayServer(Router):
     stream.number = newest
     stream.missing -= found
     if lost:
-      self.counts['lost'] += lost
+      self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be told
       self.log(f'{lost} items of {stream.name} are lost with an earlier process')
     return done, waiting, groups
 

@@ -210,6 +210,101 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
   context.term()
 
 
+LEAF = ['leaf', [], []]
+NO_DECLARATION: list[tuple[str, dict[str, Any]]] = [
+  ('a shape 5', {'specs': [['<f4', 5]]}),
+  ('expected [dtype, shape]', {'specs': [['(,)f4,', []]]}),
+  ('expected [dtype, shape]', {'specs': [['O', []]]}),
+  ('at most 1073741824', {'specs': [['<f4', [0, 2**62, 2**62]]]}),
+  ('a shape', {'signatures': [[LEAF, [['x', '<f4', b'\1\2', True]]]]}),
+  ('without a list of leaves', {'signatures': [[LEAF, 'x']]}),
+  ('without lists of keys', {'signatures': [[['tuple', [], 'x'], [['x', '<f4', [], True]]]]}),
+  ('there twice', {'signatures': [[['dict', ['a', 'a'], [LEAF, LEAF]],
+                                   [['a', '<f4', [], True]] * 2]]}),
+]  # fmt: skip
+
+
+def test_a_declaration_that_is_none_ends_its_session_only() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server:
+    for text, told in NO_DECLARATION:
+      raw = Raw(context, server.address)
+      raw.hello()
+      raw.say(wire.DECLARE, raw.session, told)
+      assert text in (said := raw.hear(wire.GONE)[0][2]), (text, said)
+      raw.close()
+    assert server.failure is None and not server.counts['unexpected']
+  context.term()
+
+
+def limited(*numbers: Any, **more: Any) -> dict[str, Any]:
+  told = dict(sampler='fifo', remover='fifo', rate_limiter=['x', *numbers], max_size=9,
+              max_bytes=None, max_times_sampled=0)  # fmt: skip
+  return {**told, **more}
+
+
+INF, NAN = float('inf'), float('nan')
+NO_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+  ('min_size must be', limited(1.0, INF, 0.0, 0.0)),
+  ('min_size must be', limited(1.0, NAN, 0.0, 0.0)),
+  ('min_size must be', limited(1.0, 1.5, 0.0, 0.0)),
+  ('samples_per_insert must be', limited(1e-320, 1.0, 0.0, 0.0)),
+  ('samples_per_insert must be', limited(1e308, 9.0, INF, INF)),
+  ('min_diff must be', limited(1.0, 1.0, INF, INF)),
+  ('max_diff must be', limited(1.0, 1.0, -INF, -INF)),
+  ('expected four numbers', limited(1.0, 1.0, b'', 0.0)),
+  ('settings without', limited(1.0, 1.0, 0.0)),
+  ('which there are not', limited(1.0, 1.0, 0.0, 9.0, more=b'x')),
+]
+
+
+def test_settings_that_are_none_are_refused() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server:
+    raw = Raw(context, server.address)
+    raw.hello()
+    for number, (text, told) in enumerate(NO_SETTINGS):
+      raw.say(wire.TABLE, raw.session, number, 'it', told)
+      header = raw.hear(wire.ANSWER)[0]
+      assert header[3] is False and text in header[4], (text, header)
+    raw.say(wire.TABLE, raw.session, 99, 'it', limited(1.0, 1.0, -INF, INF))
+    assert raw.hear(wire.ANSWER)[0][3] is True
+    assert server.failure is None and not server.counts['unexpected']
+    raw.close()
+  context.term()
+
+
+def test_items_are_lost_beyond_what_can_be_counted() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    for _ in range(2):
+      raw = ready(context, server)
+      header, frames = insert(1, item=[(2**64 - 1, 5, 1.0, 0, 0)])
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      raw.hear(wire.ACK)
+      raw.say(wire.ASK)
+      assert raw.hear(wire.REPORT)[0][1]['counts']['lost'] == 2**63
+      raw.close()
+    assert server.failure is None and not server.counts['unexpected']
+  context.term()
+
+
+def test_what_no_check_foresaw_ends_its_session_only(monkeypatch: pytest.MonkeyPatch) -> None:
+  def fail(*args: Any) -> None:
+    raise ZeroDivisionError('of the test')
+
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    monkeypatch.setattr(server, '_declare', fail)
+    raw = ready(context, server)
+    assert 'ZeroDivisionError' in raw.hear(wire.GONE)[0][2]
+    raw.close()
+    assert any('of the test' in line for line in server.events)
+    assert client.table('it', **SIMPLE).info().size == 0 and server.failure is None
+  context.term()
+
+
 def test_a_stream_goes_on_over_another_connection() -> None:
   context = zmq.Context()
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
