@@ -273,6 +273,7 @@ def not_finite(raw: Raw) -> None:
     (lambda raw: raw.say(wire.STEP, raw.session, 0, -1, 0), '-1 in a header'),
     (lambda raw: raw.say(99), 'kind 99'),
     (lambda raw: raw.say(wire.PING, raw.session, frames=[b'x']), 'expected none'),
+    (lambda raw: raw.socket.send(b'\x92\x04' + b'\x91' * 999 + b'\x90'), 'within each other'),
     (lambda raw: raw.socket.send(b'\xc1'), 'not msgpack'),
     (lambda raw: raw.socket.send(b''), 'not msgpack'),
     (lambda raw: raw.socket.send(b'x' * 70_000), '70000 bytes, at most'),
