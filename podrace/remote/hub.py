@@ -244,7 +244,8 @@ class Hub:
     for peer in list(self.peers.values()):
       if now - peer.last_seen > self.listen.peer_timeout:
         self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
-    if self._gate and self._gate.allowed.refresh():
+    if self._gate:  # which has perhaps read the list again itself, for somebody new
+      self._gate.allowed.refresh()
       for peer in list(self.peers.values()):
         if peer.key not in self._gate.allowed:
           self.tell_gone(peer, 'its key is not listed any more')
