@@ -321,6 +321,7 @@ class Server(Hub):
     )
     self._pools: list[RemotePool] = []
     self._waiting: list[Group] = []  # for slots
+    self._assigning = False
     self._lonely_since: float | None = None
     self._reminded = 0.0
     self._lead = threading.Lock()  # held by who has the network
@@ -595,11 +596,22 @@ class Server(Hub):
 
   def _assign(self) -> None:
     """Gives slots to the groups that wait, in their order, where there are enough."""
-    waiting = []
+    if self._assigning:  # a client is gone that was to be told; its slots are seen to below
+      return
+    self._assigning = True
+    try:
+      while groups := self._give_slots():
+        for group in groups:
+          if group.state == 'asked':  # its client has not been dropped since
+            self.send(group.peer.address, wire.START, group.peer.session, group.index)
+    finally:
+      self._assigning = False
+
+  def _give_slots(self) -> list[Group]:
+    """Those for which there were enough, and which do not wait any more."""
+    waiting, begun = [], []
     for group in self._waiting:
       pools = [p for p in self._pools if len(p.free) >= group.size]
-      if group.peer.address not in self.peers:
-        continue
       if not pools:
         waiting.append(group)
         continue
@@ -611,8 +623,9 @@ class Server(Hub):
       group.begin()
       group.run_id = pool.run_id[slots]
       pool.expect(group.size)
-      self.send(group.peer.address, wire.START, group.peer.session, group.index)
+      begun.append(group)
     self._waiting = waiting
+    return begun
 
   def _release(self, group: Group) -> None:
     if group.pool is not None:

@@ -7,13 +7,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from apart import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
-from podrace.remote.client import group_sizes
+from podrace.envs.host.base import PoolArgs
+from podrace.remote import wire
+from podrace.remote.client import Client, Group, Options, group_sizes
 
 
 def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
@@ -172,6 +176,17 @@ def test_bad_usage_is_2(args: list[str]) -> None:
   )  # fmt: skip
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith('podrace: ')
+
+
+def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec(), print)
+  begun = Group(0, spec(), PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0), lambda out: None)
+  begun._thread = threading.current_thread()
+  client._session, client._groups = 5, [begun]
+  for index in (0, 1):
+    with pytest.raises(wire.WireError, match=f'a start of group {index}'):
+      client._message([wire.pack(wire.START, 5, index)])
+  client._context.term()
 
 
 def test_it_imports_no_jax() -> None:

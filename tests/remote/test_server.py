@@ -120,6 +120,36 @@ def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
     assert sorted(run for _, _, run in found) in ([0, 0, 0, 0, 1], [0, 0, 0, 1, 1])
 
 
+def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
+  with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as last:
+    one.join(4)
+    server, gone = learner.server, Raw(learner.address)
+    for raw in (gone, last):
+      raw.hello()
+      raw.say(wire.ENTER, raw.session, 0, 2)
+      raw.say(wire.PING, raw.session)
+      raw.expect(wire.PONG)
+    send = server.send
+
+    def to_who_is_there(address: bytes, *header: Any, **more: Any) -> bool:
+      if header[:2] == (wire.START, gone.session):
+        server.drop(server.peers[address], 'is gone')
+        return False
+      return send(address, *header, **more)
+
+    server.send = to_who_is_there  # type: ignore[method-assign]
+    one.say(wire.BYE, one.session, 'enough')
+    last.expect(wire.START)
+    last.say(wire.PING, last.session)
+    assert last.hear()[0][0] == wire.PONG  # and no further START
+    last.step(2, 0, FIRST)
+    last.act(2, 0)
+    last.say(wire.BYE, last.session, 'enough')
+    until(lambda: len(learner.pools[0].free) == 4)
+    assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
+    gone.close()
+
+
 def test_a_restarted_environment_is_another_life() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
