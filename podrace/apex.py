@@ -174,7 +174,7 @@ class Feed:
 
   def metrics(self) -> dict[str, float]:
     """For the log."""
-    return {'replay_windows': len(self._table), 'replay_samples': self._samples}
+    return {'replay_windows': self._table.size_last_told, 'replay_samples': self._samples}
 
   def close(self) -> None:
     """Has the threads end with the client, which is closed next."""

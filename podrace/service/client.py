@@ -47,6 +47,7 @@ FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, 
 SPACING = 0.02  # seconds since the last one
 RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
 GRACE = 5.0  # seconds beyond its deadline that a service has to say that it is over
+INFO_SECONDS = 60.0  # that a service has to say how a table does
 REMEMBERED = 2**18  # keys, of which shard they are
 REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
 
@@ -407,6 +408,11 @@ class RemoteTable:
   def __len__(self) -> int:
     return self.info().size
 
+  @property
+  def size_last_told(self) -> int:
+    """How many items there are, as far as is known: at once, also while servers are away."""
+    return sum(c.sizes.get(self.name, 0) for c in self._connections)
+
   # --- for writers
 
   def takes_from(self, store: ChunkStore) -> bool:
@@ -512,24 +518,33 @@ class RemoteTable:
     """The servers that are there; all, if none is."""
     return [c for c in self._connections if c.session is not None] or list(self._connections)
 
-  def _answers(self, asked: list[Asked]) -> list[Any]:
-    """Of several servers those that answer; a single one is waited for."""
+  def _answers(self, asked: list[Asked], deadline: float = math.inf) -> list[Any]:
+    """Of several servers those that answer in time; a single one is waited for until then."""
     found = []
     for one in asked:
       with one.connection.changed:
         while not one.done:
           one.connection.check_open()
-          if len(self._connections) > 1 and one.connection.session is None:
+          left = deadline - time.monotonic()
+          if left <= 0 or (len(self._connections) > 1 and one.connection.session is None):
             one.connection.forget(one)
             break
-          one.connection.changed.wait(3600.0)
+          one.connection.changed.wait(min(left, 3600.0))
       if one.done:
         found.append(one.wait(math.inf, ''))
     return found
 
-  def info(self) -> TableInfo:
-    """How it does; of several shards the sum."""
-    every = self._answers([c.ask(wire.INFO, self.name) for c in self._live()])
+  def info(self, timeout: float = INFO_SECONDS) -> TableInfo:
+    """How it does; of several shards the sum over those that are there.
+
+    Raises:
+      RateLimited: if no server answers in that time.
+    """
+    asked = [c.ask(wire.INFO, self.name) for c in self._live()]
+    every = self._answers(asked, deadline_of(timeout))
+    if not every:
+      states = '; '.join(f'{c.address}: {c.state()}' for c in self._connections)
+      raise RateLimited(f'info of table {self.name!r}: no answer in {timeout:g} s; {states}')
     for told in every:
       for k in ('why_no_sample', 'why_no_insert'):
         told.pop(k)

@@ -95,6 +95,20 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     until(lambda: (other.sample(10, timeout=30).table_size == 101).all())
 
 
+@pytest.mark.parametrize('n', [1, 2])
+def test_what_is_asked_of_servers_that_are_away_ends_in_time(n: int) -> None:
+  with shards(n) as (servers, client):
+    table = client.table('it', **SIMPLE)
+    fill(client, table, 3).close(timeout=30)
+    until(lambda: table.size_last_told == 3)
+    for server in servers:
+      server.stop()
+    until(lambda: all(c.session is None for c in client.connections))
+    assert table.size_last_told == 3  # at once
+    with pytest.raises(tables.RateLimited, match=r"info of table 'it': no answer .* no connection"):
+      table.info(timeout=0.1)
+
+
 def test_a_sample_that_waits_at_a_shard_that_dies_is_drawn_elsewhere(tmp_path: Path) -> None:
   with contextlib.ExitStack() as stack:
     first = stack.enter_context(ReplayServer(ANY))
