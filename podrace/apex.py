@@ -218,8 +218,10 @@ class Feed:
     while not self._closed:
       try:
         found = self._episodes.sample(1000, at_least=1, timeout=1.0)
-      except tables.RateLimited:
-        continue
+      except tables.RateLimited as e:
+        if e.taken is None:
+          continue
+        found = e.taken
       count, return_sum, square, length = found.data['totals'].sum((0, 1)).tolist()
       with self._lock:
         self._totals += Totals(int(count), return_sum, square, int(length))

@@ -68,6 +68,7 @@ class Asked:
     self.connection, self.kind, self.args, self.frames = connection, kind, args, frames
     self.again = again  # it was answered in an earlier session
     self.number = 0
+    self.cancelled = False
     self.end = math.inf  # on time.monotonic's clock, of a SAMPLE
     self.done = False
     self.good: bool = False
@@ -158,9 +159,14 @@ class Connection(Link):
     """Nobody waits for the answer any more."""
     with self.changed:
       if self._asked.pop(asked.number, None) and asked.kind == wire.SAMPLE:
-        cancel = Asked(self, wire.CANCEL, (), [])
-        cancel.number = asked.number
-        self._to_ask.append(cancel)
+        self.cancel(asked)
+
+  def cancel(self, asked: Asked) -> None:
+    """Has a sample answered with what has been drawn."""
+    cancel = Asked(self, wire.CANCEL, (), [])
+    cancel.number, asked.cancelled = asked.number, True
+    with self.changed:
+      self._to_ask.append(cancel)
     self.wake()
 
   def store(self, delay: float) -> WriterStore:
@@ -195,6 +201,9 @@ class Connection(Link):
     self._again = again
     with self.changed:
       self._to_ask = deque(self._asked.values())
+      for asked in self._asked.values():
+        if asked.cancelled:
+          self.cancel(asked)
       for name, settings in self.tables.items():  # it may be a new process
         asked = Asked(self, wire.TABLE, (name, settings), [], again=True)
         asked.number = next(self._numbers)
@@ -209,7 +218,10 @@ class Connection(Link):
   def pong(self, told: Any) -> None:
     if not isinstance(told, dict):
       raise WireError('a pong without sizes')
-    self.sizes = told
+    with self.changed:
+      if told != self.sizes:  # a sample may do better elsewhere
+        self.sizes = told
+        self.changed.notify_all()
 
   def turn(self) -> None:
     while self._to_ask and self._socket is not None:
@@ -577,15 +589,28 @@ class Part:
 
   def __init__(self, asked: Asked, n: int, least: int, share: float) -> None:
     self.asked, self.n, self.least, self.share = asked, n, least, share
+    self.cancelled = False  # what it has not drawn is of no use, or asked for elsewhere
+
+  @property
+  def count(self) -> int:
+    """How many items have come."""
+    if not self.asked.done or not self.asked.good or self.asked.value[0] is None:
+      return 0
+    return len(self.asked.value[1][0]) // wire.DRAWN.itemsize
+
+  def cancel(self) -> None:
+    self.cancelled = True
+    self.asked.connection.cancel(self.asked)
 
 
 class Drawing:
   """A sample that has been asked for."""
 
   def __init__(self, table: RemoteTable, n: int, least: int, deadline: float) -> None:
-    self._table, self._deadline = table, deadline
+    self._table, self._least, self._deadline = table, least, deadline
     self._changed = table._connections[0].changed
     self._begun = time.monotonic()
+    self._late = ''  # who has not said in time that it won't be
     self._parts = self._ask(n, least)
 
   def _ask(self, n: int, least: int) -> list[Part]:
@@ -610,12 +635,7 @@ class Drawing:
       part.asked.connection.forget(part.asked)
 
   def wait(self) -> None:
-    """Until all of it is there, or the servers say that it won't be.
-
-    Raises:
-      RateLimited: if they don't say so in time.
-      Closed: if the client is.
-    """
+    """Until all of it is there, or won't be; raises Closed if the client is."""
     try:
       self._wait()
     except BaseException:
@@ -624,7 +644,7 @@ class Drawing:
 
   def read(self) -> Samples:
     """Unpacks what has come; raises RateLimited if it is less than was asked for."""
-    found, shares, reasons = [], [], []
+    found, shares, reasons = [], [], [self._late] if self._late else []
     for part in self._parts:
       signature, frames, reason = part.asked.value
       if signature is not None:
@@ -633,7 +653,7 @@ class Drawing:
         shares.append(part.share)
         if len(self._table._connections) > 1:
           self._table.remember(samples.key, part.asked.connection)
-      if reason:
+      if reason and not part.cancelled:
         reasons.append(reason)
     taken = None
     if found:
@@ -641,7 +661,7 @@ class Drawing:
       if len(self._table._connections) > 1:
         total = sum(c.sizes.get(self._table.name, 0) for c in self._table._live())
         taken = merge(found, shares, total)
-    if reasons:
+    if sum(part.count for part in self._parts) < self._least:
       error = RateLimited('; '.join(reasons))
       error.taken = taken
       raise error
@@ -657,7 +677,10 @@ class Drawing:
           now = time.monotonic()
           limit = self._limit()
           if now >= limit:
-            raise RateLimited(self._message(now, 'timed out after'))
+            self._late = self._message(now, 'timed out after')
+            self.cancel()
+            self._parts = [p for p in self._parts if p.asked.done]
+            return
           if now >= report:
             break
           self._changed.wait(min(limit, report) - now)
@@ -683,18 +706,39 @@ class Drawing:
     return self._deadline + (0 if away else GRACE)
 
   def _over(self) -> bool:
-    """Whether all parts are there; what is asked of a server that is gone is asked of the others."""
+    """Whether all parts are there.
+
+    What is asked of a server that is gone, or of an empty one while others have items, is asked of
+    those; and what has come may be enough.
+    """
     for part in list(self._parts):
       connection = part.asked.connection
       if part.asked.done:
+        if part.cancelled and part.count < part.n:
+          n, least, part.n = part.n - part.count, part.least - part.count, part.count
+          self._ask_elsewhere(n, least)
         continue
       connection.check_open()
       live = self._table._live()
       if connection.session is None and connection not in live:
         connection.forget(part.asked)
         self._parts.remove(part)
-        self._parts += self._ask(part.n, part.least)
+        self._ask_elsewhere(part.n, part.least)
+      elif not part.cancelled and (self._is_enough() or self._is_elsewhere(connection, live)):
+        part.cancel()
     return all(part.asked.done for part in self._parts)
+
+  def _is_enough(self) -> bool:
+    return sum(part.count for part in self._parts) >= self._least
+
+  def _is_elsewhere(self, connection: Connection, live: list[Connection]) -> bool:
+    """Whether only others have items."""
+    sizes = {c: c.sizes.get(self._table.name, 0) for c in live}
+    return not sizes.get(connection, 0) and any(sizes.values())
+
+  def _ask_elsewhere(self, n: int, least: int) -> None:
+    if not self._is_enough():
+      self._parts += self._ask(n, min(max(least, 1), n))
 
 
 def merge(found: list[Samples], shares: list[float], total: int) -> Samples:
