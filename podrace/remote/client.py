@@ -275,6 +275,7 @@ class Client:
         self._join(session, told)
     elif kind == wire.WAIT:
       (reason,) = wire.fields(header, str)
+      self._alone_since = time.monotonic()
       self._remind(f'waiting: {reason}')
     elif kind == wire.REFUSED:
       (reasons,) = wire.fields(header, list)

@@ -322,6 +322,7 @@ class Server(Hub):
     self._pools: list[RemotePool] = []
     self._waiting: list[Group] = []  # for slots
     self._assigning = False
+    self._told_to_wait: collections.OrderedDict[bytes, None] = collections.OrderedDict()
     self._lonely_since: float | None = None
     self._reminded = 0.0
     self._lead = threading.Lock()  # held by who has the network
@@ -482,7 +483,7 @@ class Server(Hub):
       if type(told.get(name)) is not kind or (kind is str and len(told[name]) > 200):
         raise WireError(f'a hello without a {name} that is {kind.__name__}')
     peer = self.peers.get(address)
-    if peer is not None and peer.nonce == told['nonce']:
+    if peer is not None and peer.nonce == told['nonce'] and self._pools:
       self._welcome(peer)  # asked twice
       return
     if reasons := self._reasons_against(told):
@@ -490,12 +491,16 @@ class Server(Hub):
       self.log(f'refused {told["host"]}:{told["pid"]}: ' + '; '.join(reasons))
       self.send(address, wire.REFUSED, reasons)
       return
+    if self._closed:
+      self.send(address, wire.END, self._finished, self._why_over())
+      return
     if not self._pools:
-      self.send(address, wire.WAIT, 'the learner is getting ready')
+      self._wait(address, 'the learner is getting ready')
       return
     if len(self.peers) >= PEERS and peer is None:
-      self.send(address, wire.WAIT, f'the learner has {PEERS} clients and takes no more')
+      self._wait(address, f'the learner has {PEERS} clients and takes no more')
       return
+    self._told_to_wait.pop(address, None)
     if peer is not None:
       self.drop(peer, 'said hello anew')
     session = int.from_bytes(os.urandom(7), 'little')
@@ -504,6 +509,12 @@ class Server(Hub):
     other = '' if told['env'] == self.env else f', which is not {self.env} by name'
     self.log(f'{peer.name} joins with {told["env"]}{other}')
     self._welcome(peer)
+
+  def _wait(self, address: bytes, reason: str) -> None:
+    self._told_to_wait[address] = None
+    if len(self._told_to_wait) > PEERS:
+      self._told_to_wait.popitem(last=False)
+    self.send(address, wire.WAIT, reason)
 
   def _reasons_against(self, told: dict[str, Any]) -> list[str]:
     if told['name'] != wire.NAME or told['version'] != wire.VERSION:
@@ -688,16 +699,18 @@ class Server(Hub):
       )  # fmt: skip
 
   def _goodbye(self) -> None:
-    reason = 'the run is complete' if self._finished else 'the learner has stopped'
-    for address in list(self.peers):
+    for address in {**self.peers, **self._told_to_wait}:
       with contextlib.suppress(zmq.ZMQError):
-        message = [address, wire.pack(wire.END, self._finished, reason)]
+        message = [address, wire.pack(wire.END, self._finished, self._why_over())]
         self._router.send_multipart(message, zmq.NOBLOCK)
     # A connection that is closed with something unread is reset, and the last words with it.
     end = time.monotonic() + GOODBYE
     while self.peers and (left := end - time.monotonic()) > 0:
       if self._router.poll(int(left * 1000) + 1):
         self._receive_some()
+
+  def _why_over(self) -> str:
+    return 'the run is complete' if self._finished else 'the learner has stopped'
 
   # --- what there is to tell
 

@@ -144,6 +144,7 @@ class ReplayServer(Router):
     self._saver: threading.Thread | None = None
     self._save_wanted: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
+    self._not_saved = ''  # why the last checkpoint was not written
     self.saved: list[Path] = []
     for name, told in (tables or {}).items():
       self._make(name, told)
@@ -640,6 +641,7 @@ class ReplayServer(Router):
     self, path: Path, answer: tuple[bool, str], line: str, wanted: list[tuple[Peer, int]]
   ) -> None:
     self.log(line, always=True)
+    self._not_saved = '' if answer[0] else line
     if answer[0]:
       self.counts['checkpoints'] += 1
       self.saved.append(path)
@@ -665,6 +667,8 @@ class ReplayServer(Router):
       self._saver.join()
       while self._calls:
         self._calls.popleft()()
+      if self._not_saved:
+        self.failure = f'the last checkpoint was not written: {self._not_saved}'
 
   # --- what there is to tell -----------------------------------------------------------------------
 

@@ -158,6 +158,18 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
     assert f'no learner at {address} for 2 s' in envs.output
 
 
+def test_a_learner_that_is_getting_ready_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec', give_up=1.0), spec(), print)
+  client._connect()
+  client._alone_since -= 10
+  client._message([wire.pack(wire.WAIT, 'the learner is getting ready')])
+  client._look_at_the_clock()
+  client._alone_since -= 10
+  with pytest.raises(TimeoutError, match='no learner at'):
+    client._look_at_the_clock()
+  client._leave()
+
+
 @pytest.mark.parametrize(
   'args',
   [

@@ -101,6 +101,21 @@ def test_trees_of_arrays() -> None:
     assert observation['rest'][1].shape == (2, 3)
 
 
+def test_hello_again_at_the_end_is_no_failure_and_who_waits_is_told_of_it() -> None:
+  with Learner() as learner, Raw(learner.address) as one, Raw(learner.address) as late:
+    one.hello()
+    for pool in learner.pools:
+      pool.close()
+    one.say(wire.HELLO, one.told())  # as if the first answer had been slow
+    assert one.hear()[0][0] == wire.WAIT
+    late.say(wire.HELLO, late.told())
+    assert late.hear()[0][0] == wire.WAIT
+    learner.server.finished()
+    learner.server.__exit__()
+    assert one.expect(wire.END)[0][1] is True and late.expect(wire.END)[0][1] is True
+    assert learner.server.failure is None
+
+
 # --- slots ------------------------------------------------------------------------------------------
 
 

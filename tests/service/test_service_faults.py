@@ -275,6 +275,16 @@ def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> 
     Replay(tmp_path)
 
 
+def test_a_last_checkpoint_that_can_not_be_written_is_a_failure(tmp_path: Path) -> None:
+  with Replay(tmp_path) as replay, service.connect(replay.address) as client:
+    fill(client, client.table('it', **SIMPLE), 5).close(timeout=30)
+    (tmp_path / 'kept').rmdir()
+    (tmp_path / 'kept').write_text('in the way')
+    replay.signal(signal.SIGTERM)
+    assert replay.wait() == 1, replay.output
+    replay.says('kept')
+
+
 def test_a_service_whose_thread_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
   def fail(self: Any) -> None:
     raise ZeroDivisionError('of the test')
