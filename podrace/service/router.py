@@ -229,7 +229,8 @@ class Router(Hub):
     del self.peers[peer.address]
     self.counts['dropped'] += 1
     self.log(f'{peer.name}: {reason}')
-    self.left(peer)
+    if peer.state is not None:  # else it was not yet welcome
+      self.left(peer)
 
   def _goodbye(self) -> None:
     for address in list(self.peers):

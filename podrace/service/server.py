@@ -40,6 +40,11 @@ STREAMS = 65536  # remembered; then the one that was heard of longest ago is for
 TABLES = 1024
 SIGNATURES = 1024  # of which one object each is kept
 REQUESTS = 4096  # samples that one client waits for
+DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
+SAVES = 256  # that wait for a checkpoint to be written
+CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
+HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
+HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
 KEEP = 2  # checkpoints
 
 
@@ -56,11 +61,17 @@ class Stream:
     self.name = ''
     self.begin()
 
+  @property
+  def kept_bytes(self) -> int:
+    """Of what its writers keep, and of its items that wait."""
+    return self.account.bytes + CHUNK_BYTES * len(self.pieces)
+
   def begin(self) -> None:
     """For a new connection, in which everything is told anew."""
     self.tables: list[Table] = []
     self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
     self.signatures: list[Signature] = []
+    self.declared = 0
     self.pieces: dict[int, Chunk] = {}
     self.next_piece = 0
 
@@ -137,6 +148,8 @@ class ReplayServer(Router):
     self._signatures: collections.OrderedDict[str, Signature] = collections.OrderedDict()
     self._sampled_signatures: dict[int, tuple[int, Signature]] = {}  # by id
     self._held: dict[str, collections.deque[tuple[Pending, Stream, int]]] = {}
+    self._held_accounts: dict[str, Account] = {}
+    self._signature_numbers = itertools.count(1)
     self._readers: dict[str, collections.deque[Request]] = {}
     self._deadlines: list[tuple[float, int, Request]] = []
     self._order = itertools.count()
@@ -157,6 +170,7 @@ class ReplayServer(Router):
     table = wire.make_table(name, self.store, told)
     self.tables[name], self.settings[name] = table, dict(told)
     self._held[name], self._readers[name] = collections.deque(), collections.deque()
+    self._held_accounts[name] = Account()
     return table
 
   def _restore(self, dir: Path) -> None:
@@ -201,8 +215,8 @@ class ReplayServer(Router):
     self._streams[stream_id] = stream  # as the newest
     stream.peer, stream.name = peer, peer.name
     while len(self._streams) > STREAMS:
-      oldest, forgotten = next(iter(self._streams.items()))
-      if forgotten.peer is not None:
+      oldest = next((i for i, s in self._streams.items() if s.peer is None), None)
+      if oldest is None:
         break
       del self._streams[oldest]
     peer.state = Client(stream_id, stream, Reading())
@@ -269,6 +283,8 @@ class ReplayServer(Router):
         fields(header, int, int)
         if self.dir is None:
           raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
+        if len(self._save_wanted) >= SAVES:
+          raise ValueError(f'{SAVES} others wait for a checkpoint already')
         self._save_wanted.append((peer, number))
         self._save()
         return
@@ -338,8 +354,6 @@ class ReplayServer(Router):
       isinstance(x, list) and len(x) <= wire.LEAVES for x in told.values()
     ):
       raise WireError('a declaration of something else than tables, specs and signatures')
-    if len(stream.specs) + len(stream.signatures) > 65536:
-      raise WireError('more than 65536 declarations')
     for name in told.get('tables', []):
       if not isinstance(name, str) or name not in self.tables:
         raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
@@ -348,6 +362,10 @@ class ReplayServer(Router):
       stream.specs.append(wire.read_spec(spec))
     for one in told.get('signatures', []):
       stream.signatures.append(self._signature(one))
+      stream.declared += len(stream.signatures[-1].leaves)
+    stream.declared += sum(map(len, told.values()))
+    if stream.declared > DECLARATIONS:
+      raise WireError(f'more than {DECLARATIONS} tables, specs and leaves of signatures')
 
   def _signature(self, told: Any) -> Signature:
     """One object for each signature, whoever tells it: tables compare by identity first."""
@@ -365,13 +383,8 @@ class ReplayServer(Router):
     client: Client = peer.state
     stream = client.stream
     self._take_pieces(stream, wire.records(frames[0], wire.CHUNK), memoryview(frames[5]).cast('B'))
-    if stream.account.bytes > self.most_bytes:
-      told = (
-        f'its writers keep {stream.account.bytes:,} bytes of steps, of which {self.most_bytes:,} are '
-        'allowed: shorten history or max_in_flight, or start the service with more --client-bytes'
-      )
-      self.drop(peer, told)
-      self.send(peer.address, wire.REFUSED, [told])  # in another session it would be the same
+    if stream.kept_bytes > self.most_bytes:
+      self._refuse(peer, f'its writers keep {stream.kept_bytes:,} bytes of steps', self.most_bytes)
       return
     done, waiting, groups = self._take_items(stream, frames)
     refused: list[int] = []
@@ -385,6 +398,7 @@ class ReplayServer(Router):
         elif isinstance(outcome, Pending):
           stream.waiting[number] = outcome
           self._held[table.name].append((outcome, stream, number))
+          self._account(outcome, stream, table.name, self.store.hold)
           waiting.append(number)
         else:
           refused.append(number)
@@ -394,8 +408,31 @@ class ReplayServer(Router):
     self._release(stream, wire.records(frames[4], '<u8'))
     client.inserted += len(done) + len(waiting)
     self.counts['items'] += len(done) + len(waiting)
+    for table, _ in groups:
+      held, bytes_held = self._held[table.name], self._held_accounts[table.name].bytes
+      if len(held) > HELD_ITEMS or bytes_held > HELD * self.most_bytes:
+        what = f'{len(held):,} items of {bytes_held:,} bytes wait for table {table.name!r}'
+        self._refuse(peer, what, HELD * self.most_bytes)
+        return
     why = groups[-1][0].why_no_insert() if waiting and groups else ''
     self._ack(peer, message, reason or why, done, waiting, refused)
+
+  def _refuse(self, peer: Peer, what: str, allowed: int) -> None:
+    """Ends the session of a client with which too much is kept."""
+    told = (
+      f'{what}, of which {allowed:,} are allowed: shorten history or max_in_flight, or start the '
+      'service with more --client-bytes'
+    )
+    self.drop(peer, told)
+    self.send(peer.address, wire.REFUSED, [told])  # in another session it would be the same
+
+  def _account(self, pending: Pending, stream: Stream, name: str, do: Any) -> None:
+    """Counts (or not any more) an item that waits as its client's and among the table's."""
+    with self.store.lock:
+      for part in pending.item.parts:
+        for chunk in part[0]:
+          do(chunk, stream.account)
+          do(chunk, self._held_accounts[name])
 
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
     """Items that are in, that wait, and that are refused; `why` is the first refusal's or wait's."""
@@ -562,7 +599,8 @@ class ReplayServer(Router):
     held = self._held[name]
     admitted: dict[Stream, list[int]] = {}
     while held and held[0][0].done:
-      _, stream, number = held.popleft()
+      pending, stream, number = held.popleft()
+      self._account(pending, stream, name, self.store.drop)
       stream.waiting.pop(number, None)
       admitted.setdefault(stream, []).append(number)
     for stream, numbers in admitted.items():
@@ -588,7 +626,13 @@ class ReplayServer(Router):
       return
     signature = draws.items[0].signature
     known = self._sampled_signatures
-    number, _ = known.setdefault(id(signature), (len(known) + 1, signature))
+    if id(signature) not in known:
+      if len(known) >= SIGNATURES:  # from now on they are told with other numbers
+        known.clear()
+        for other in self.peers.values():
+          other.state.reading.signatures.clear()
+      known[id(signature)] = next(self._signature_numbers), signature
+    number, _ = known[id(signature)]
     if number not in client.reading.signatures:
       client.reading.signatures.add(number)
       told = wire.told_signature(signature)
@@ -679,7 +723,7 @@ class ReplayServer(Router):
       sampled=client.sampled,
       waiting_inserts=len(client.stream.waiting),
       waiting_samples=len(client.reading.waiting),
-      kept_bytes=client.stream.account.bytes,
+      kept_bytes=client.stream.kept_bytes,
       unread_bytes=client.reading.bytes,
     )
 

@@ -16,9 +16,10 @@ from apart import until
 from services import ANY
 from test_service_tables import SIMPLE, fill
 
-from podrace import cli, service
+from podrace import cli, service, tables
 from podrace.remote import security
 from podrace.remote.wire import checksum, pack, unpack
+from podrace.service import server as replay_server
 from podrace.service import wire
 from podrace.service.server import ReplayServer, parse_tables
 from podrace.tables.table import Leaf, Signature
@@ -207,6 +208,86 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
     assert 'priority -1' in (heard := raw.hear(wire.ACK))[0][4] and len(heard[3]) == 8
     raw.close()
     assert len(table.sample(2, timeout=10).key) == 2 and server.failure is None
+  context.term()
+
+
+def test_what_waits_for_a_limiter_is_bounded_whoever_has_sent_it() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY, most_bytes=2**14) as server, service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'rate_limiter': tables.queue(1)})
+    refused, sent = '', 0
+    while not refused:
+      raw = ready(context, server)  # with a stream of its own
+      rows = 500
+      item = [(1, 100 + sent, 1.0, 0, 0)]
+      header, frames = insert(1, item=item, chunks=[(0, rows, 0, 16 * rows)], parts=[(1, 0, rows)],
+                              data=bytes(16 * rows))  # fmt: skip
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      sent += 1
+      assert raw.socket.poll(10_000)
+      header, *_ = raw.socket.recv_multipart()
+      if unpack(header)[0] == wire.REFUSED:
+        refused = unpack(header)[1][0]
+      else:
+        raw.say(wire.BYE, raw.session, 'no more')
+      raw.close()
+      assert sent < 100
+    assert '65,536 are allowed' in refused and "wait for table 'it'" in refused
+    assert server.store.total.bytes <= 2**16 + 2 * 16 * rows
+    table = client.table('it')
+    for _ in range(sent):  # nothing of it is lost, and nothing is kept of what has been sampled
+      table.sample(1, timeout=10)
+    table.delete(list(server.tables['it']._slots))
+    until(lambda: not server.store.total.bytes)
+  context.term()
+
+
+def test_a_client_may_keep_no_more_of_items_that_wait() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY, most_bytes=2**14) as server, service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'rate_limiter': tables.queue(1)})
+    raw, number = ready(context, server), 0
+    while server.peers and (number := number + 1) < 100:
+      chunks = dict(chunks=[(0, 250, 0, 4000)], parts=[(1, 0, 250)], data=bytes(4000))
+      header, frames = insert(number, released=[number - 1], **chunks)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      assert raw.socket.poll(10_000)
+      header, *_ = raw.socket.recv_multipart()
+      if unpack(header)[0] == wire.REFUSED:
+        break
+    assert 'its writers keep' in unpack(header)[1][0] and 4 <= number <= 7
+    raw.close()
+  context.term()
+
+
+def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
+  monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+  context = zmq.Context()
+  monkeypatch.setattr(replay_server, 'STREAMS', 3)
+  monkeypatch.setattr(replay_server, 'SAVES', 2)
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    first = ready(context, server, stream=1)
+    for stream in range(2, 9):
+      raw = ready(context, server, stream=stream)
+      header, frames = insert(1)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      raw.hear(wire.ACK)
+      raw.say(wire.HELLO, {**HELLO, 'stream': 99, 'nonce': 2})  # lets go of the stream
+      raw.hear(wire.WELCOME)
+      raw.close()
+    assert len(server._streams) <= 4 and 1 in server._streams
+    monkeypatch.setattr(server, '_save', lambda: None)
+    for number in range(3):
+      first.say(wire.SAVE, first.session, number)
+    assert 'wait for a checkpoint already' in first.hear(wire.ANSWER)[0][4]
+    for _ in range(66):
+      first.say(wire.DECLARE, first.session, {'tables': ['it'] * 1000})
+    assert 'more than 65536' in first.hear(wire.GONE)[0][2]
+    server._save_wanted.clear()
+    monkeypatch.undo()
+    first.close()
   context.term()
 
 
