@@ -311,12 +311,12 @@ class Connection(Link):
       self.patience = SPACING if queued else TURN
       return False
     self.patience = TURN
-    room = min(wire.MESSAGE_ITEMS, wire.MOST_ITEMS - len(self._sent))
     batch: list[Sending] = []
     size = 0
-    while self._again and len(batch) < room and size < wire.MESSAGE_BYTES:
+    while self._again and len(batch) < wire.MESSAGE_ITEMS and size < wire.MESSAGE_BYTES:
       batch.append(self._again.popleft())
       size += batch[-1].bytes
+    room = min(wire.MESSAGE_ITEMS, len(batch) + wire.MOST_ITEMS - len(self._sent))
     for store in stores:
       if store.queue and len(batch) < room and size < wire.MESSAGE_BYTES:
         taken = store.take(room - len(batch), wire.MESSAGE_BYTES - size, now)
@@ -508,10 +508,12 @@ class RemoteTable:
   def _by_key(self, kind: int, keys: np.ndarray, values: np.ndarray | None) -> int:
     asked = []
     for connection, chosen in self._split(keys):
-      frames = [keys[chosen].astype('<i8')]
+      columns = [keys[chosen].astype('<i8')]
       if values is not None:
-        frames.append(values[chosen].astype('<f8'))
-      asked.append(connection.ask(kind, self.name, checksum(frames), frames=frames))
+        columns.append(values[chosen].astype('<f8'))
+      for start in range(0, len(columns[0]), wire.MESSAGE_KEYS):
+        frames = [column[start : start + wire.MESSAGE_KEYS] for column in columns]
+        asked.append(connection.ask(kind, self.name, checksum(frames), frames=frames))
     return sum(self._answers(asked))
 
   def _split(self, keys: np.ndarray) -> Iterator[tuple[Connection, Any]]:
@@ -646,6 +648,8 @@ class Drawing:
     """Unpacks what has come; raises RateLimited if it is less than was asked for."""
     found, shares, reasons = [], [], [self._late] if self._late else []
     for part in self._parts:
+      if not part.asked.good:
+        raise ValueError(part.asked.value)
       signature, frames, reason = part.asked.value
       if signature is not None:
         samples = wire.read_samples(signature, frames)

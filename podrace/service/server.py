@@ -326,7 +326,7 @@ class ReplayServer(Router):
   def _update(self, header: list[Any], frames: list[Any]) -> int:
     *_, name, crc = fields(header, int, int, str, int)
     wire.check_frames(frames, 2, crc)
-    keys, priorities = wire.records(frames[0], '<i8'), wire.records(frames[1], '<f8')
+    keys, priorities = self._keys(frames[0]), wire.records(frames[1], '<f8')
     self.counts['updated'] += len(keys)
     return self._named(name).update_priorities(keys, priorities)
 
@@ -335,7 +335,14 @@ class ReplayServer(Router):
     wire.check_frames(frames, 1, crc)
     table = self._named(name)
     self._touched.add(name)
-    return table.delete(wire.records(frames[0], '<i8'))
+    return table.delete(self._keys(frames[0]))
+
+  @staticmethod
+  def _keys(frame: Any) -> np.ndarray:
+    keys = wire.records(frame, '<i8')
+    if len(keys) > wire.MESSAGE_KEYS:
+      raise WireError(f'{len(keys)} keys in a message, at most {wire.MESSAGE_KEYS}')
+    return keys
 
   def _info(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
     *_, name = fields(header, int, int, str)
@@ -442,6 +449,8 @@ class ReplayServer(Router):
 
   def _take_pieces(self, stream: Stream, told: np.ndarray, data: memoryview) -> None:
     """New chunks of a stream; each is held for it until it says otherwise."""
+    if len(told) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(told)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
     if int(told['bytes'].astype(np.int64).sum()) != len(data):
       raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
     self.counts['pieces'] += len(told)
@@ -468,7 +477,11 @@ class ReplayServer(Router):
   def _take_items(self, stream: Stream, frames: list[Any]) -> Any:
     """(done, waiting, [(table, [(number, item)])]): items that came before, and the new ones."""
     told = wire.records(frames[1], wire.ITEM)
+    if len(told) > wire.MESSAGE_ITEMS:
+      raise WireError(f'{len(told)} items in a message, at most {wire.MESSAGE_ITEMS}')
     parts, refs = wire.records(frames[2], wire.PART), wire.records(frames[3], '<u8')
+    if len(refs) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(refs)} references to chunks, at most {wire.MESSAGE_CHUNKS}')
     if int(parts['chunks'].sum()) != len(refs):
       raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
     if len(told) and (int(told['table'].max()) >= len(stream.tables)
@@ -624,6 +637,12 @@ class ReplayServer(Router):
       client.reading.unread.append(0)
       self.send(peer.address, *header, 0, reason, 0, 0)
       return
+    try:
+      frames = wire.sample_frames(draws)
+    except ValueError as e:
+      told = f'sample from table {table.name!r}: {e}'
+      self.send(peer.address, wire.ANSWER, peer.session, request.number, False, told)
+      return
     signature = draws.items[0].signature
     known = self._sampled_signatures
     if id(signature) not in known:
@@ -635,9 +654,7 @@ class ReplayServer(Router):
     number, _ = known[id(signature)]
     if number not in client.reading.signatures:
       client.reading.signatures.add(number)
-      told = wire.told_signature(signature)
-      self.send(peer.address, wire.SIGNATURE, peer.session, number, told)
-    frames = wire.sample_frames(draws)
+      self.send(peer.address, wire.SIGNATURE, peer.session, number, wire.told_signature(signature))
     size = sum(memoryview(f).nbytes for f in frames)
     client.reading.answered += 1
     client.reading.unread.append(size)

@@ -47,6 +47,8 @@ KEY_BITS = 20  # of a key, below what the writer has drawn
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
 MOST_BYTES = 2**28  # of samples that a client is sent and has not said to have
 MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so many
+MESSAGE_CHUNKS = 2**20  # new ones, or references to chunks, of an INSERT
+MESSAGE_KEYS = 2**16  # of an UPDATE or DELETE
 FRAME_BYTES = 2**30  # a larger frame closes the connection
 DEPTH, LEAVES = 32, 1024  # of a signature
 MOST_NUMBER = 1e15  # of a rate limiter's that is finite
@@ -269,6 +271,9 @@ def sample_frames(draws: Draws) -> list[Any]:
 
   Chunks are as they are kept: nothing is unpacked here. Of one that is kept as it is only the rows
   that are needed are sent, if they are few.
+
+  Raises:
+    ValueError: if that is more than a frame holds.
   """
   items = draws.items
   drawn = np.empty(len(items), DRAWN)
@@ -306,6 +311,11 @@ def sample_frames(draws: Draws) -> list[Any]:
             data.append(chunk.array)
             chunks.append((0, chunk.length, AS_IS, chunk.nbytes))
         refs.append(number)
+  if (size := sum(chunk[3] for chunk in chunks)) > FRAME_BYTES:
+    raise ValueError(
+      f'{len(items)} items of {size:,} bytes, of which a sample has at most {FRAME_BYTES:,}: '
+      'ask for fewer at a time'
+    )
   joined = b''.join(data)
   return [
     drawn,

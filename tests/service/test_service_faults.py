@@ -237,6 +237,21 @@ def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path)
       assert table.info().inserts == 10
 
 
+def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(wire, 'MOST_ITEMS', 8)
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(1))
+    table = client.table('queue', **queue, max_size=9, max_times_sampled=1)  # type: ignore[arg-type]
+    writer = fill(client, table, 9, delay=0.0)
+    until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0]._sent) == 8)
+    server.stop()
+    with ReplayServer(server.address) as again:  # which has none of them
+      seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(8)]
+      assert seen == list(range(1, 9))
+      writer.close(timeout=30)
+      assert again.failure is None
+
+
 def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
   with Replay(tmp_path, '--checkpoint-every', '0.2') as replay:
     address = replay.address

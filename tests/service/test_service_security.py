@@ -211,6 +211,29 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
   context.term()
 
 
+def test_a_message_holds_up_others_for_so_long_only() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    items = dict(item=[(i, i, 1.0, 0, 0) for i in range(1, 514)], parts=[(1, 0, 3)] * 513,
+                 refs=[0] * 513)  # fmt: skip
+    references = dict(parts=[(2**20 + 1, 0, 3)], refs=[0] * (2**20 + 1))
+    chunks = dict(chunks=[(0, 1, 0, 0)] * (2**20 + 1), data=b'')
+    for text, changes in (('513 items', items), ('1048577 ref', references), ('1048577 ch', chunks)):
+      raw = ready(context, server)
+      header, frames = insert(1, **changes)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      assert text in raw.hear(wire.GONE)[0][2]
+      raw.close()
+    for kind, columns in ((wire.UPDATE, 2), (wire.DELETE, 1)):
+      raw = ready(context, server)
+      frames = [bytes(8 * 65_537)] * columns
+      raw.say(kind, raw.session, 1, 'it', checksum(frames), frames=frames)
+      assert '65537 keys' in raw.hear(wire.GONE)[0][2]
+      raw.close()
+  context.term()
+
+
 def test_what_waits_for_a_limiter_is_bounded_whoever_has_sent_it() -> None:
   context = zmq.Context()
   with ReplayServer(ANY, most_bytes=2**14) as server, service.connect(server.address) as client:
