@@ -123,7 +123,7 @@ class Connection(Link):
     self._next_piece = 0
     self._outstanding = 0
     self._messages = 0
-    self._samples_received = 0
+    self._samples_received = self._unsaid = 0  # and bytes of those that the server does not know of
     self._signatures: dict[int, Signature] = {}
 
   # --- from any thread -----------------------------------------------------------------------------
@@ -181,6 +181,10 @@ class Connection(Link):
   def hello(self) -> dict[str, Any]:
     return {'stream': self._stream}
 
+  def ping(self) -> tuple[Any, ...]:
+    self._unsaid = 0
+    return (self._samples_received,)
+
   def joined(self, told: dict[str, Any], frames: list[Any]) -> None:
     try:
       newest, sizes = int(told['number']), dict(told['sizes'])
@@ -228,12 +232,15 @@ class Connection(Link):
       self._send_asked(self._to_ask.popleft())
     while self._socket is not None and self._send_items():
       pass
+    if self._socket is not None and self._unsaid > wire.MOST_BYTES // 4:
+      self.send(wire.PING, self.session, *self.ping())
 
   def _send_asked(self, asked: Asked) -> None:
     if asked.kind == wire.CANCEL:
       self.send(wire.CANCEL, self.session, asked.number)
     elif asked.kind == wire.SAMPLE:
       left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
+      self._unsaid = 0
       self.send(wire.SAMPLE, self.session, asked.number, *asked.args, left, self._samples_received)
     else:
       self.send(asked.kind, self.session, asked.number, *asked.args, frames=asked.frames)
@@ -247,6 +254,7 @@ class Connection(Link):
     elif kind == wire.SAMPLES:
       _, number, signature, reason, crc, size = fields(header, int, int, int, str, int, int)
       self._samples_received += 1
+      self._unsaid += sum(map(len, frames))
       if signature:
         wire.check_frames(frames, 5, crc)
         if signature not in self._signatures:

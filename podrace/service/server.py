@@ -555,11 +555,9 @@ class ReplayServer(Router):
     reading: Reading = peer.state.reading
     if not 1 <= least <= n <= wire.MOST_ITEMS or name not in self.tables or math.isnan(seconds):
       raise WireError(f'a wish for {least} to {n} samples of {name[:60]!r} within {seconds} s')
-    if number in reading.waiting or len(reading.waiting) >= REQUESTS or received > reading.answered:
+    if number in reading.waiting or len(reading.waiting) >= REQUESTS:
       raise WireError(f'sample {number}, which waits, or is one too many')
-    while reading.answered - len(reading.unread) < received:
-      reading.bytes -= reading.unread.popleft()
-    self._touched.update(r.table.name for r in reading.waiting.values())
+    self._read(reading, received)
     end = math.inf if seconds < 0 else time.monotonic() + seconds
     request = Request(peer, number, self.tables[name], n, least, end)
     reading.waiting[number] = request
@@ -572,6 +570,21 @@ class ReplayServer(Router):
         heapq.heapify(self._deadlines)
     self._touched.add(name)
     self._settle(name)
+
+  def _read(self, reading: Reading, received: int) -> None:
+    """A client has so many of the samples that it was sent in this session."""
+    if received > reading.answered:
+      raise WireError(f'{received} samples that have come, of {reading.answered}')
+    if reading.answered - len(reading.unread) < received:
+      self._touched.update(r.table.name for r in reading.waiting.values())
+    while reading.answered - len(reading.unread) < received:
+      reading.bytes -= reading.unread.popleft()
+
+  def pinged(self, peer: Peer, header: list[Any]) -> None:
+    if len(header) == 2:  # a client that never samples need not tell
+      return
+    _, received = fields(header, int, int)
+    self._read(peer.state.reading, received)
 
   def turn(self) -> None:
     while self._touched:
