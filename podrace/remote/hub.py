@@ -22,6 +22,7 @@ from podrace.remote.wire import GONE, Wake, WireError, pack, unpack
 PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
 TICK = 0.2  # seconds between looks at who is silent
+PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
 LARGE = 65536  # bytes from which on a frame is sent without copying it
@@ -62,7 +63,7 @@ class Hub:
     self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
-    self._ticked = 0.0
+    self._ticked = time.monotonic()
 
   def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
@@ -236,9 +237,17 @@ class Hub:
   def look_at_the_clock(self) -> None:
     """Every TICK seconds: who is silent, whose key was taken from the list."""
     now = time.monotonic()
-    if now - self._ticked > TICK:
+    if (passed := now - self._ticked) > TICK:
+      if passed > PAUSE:  # stopped, or busy: what was said meanwhile may not have been read yet
+        self.forgive(passed)
       self.tick(now)
       self._ticked = time.monotonic()
+
+  def forgive(self, seconds: float) -> None:
+    """These do not count as silence."""
+    now = time.monotonic()
+    for peer in self.peers.values():
+      peer.last_seen = min(peer.last_seen + seconds, now)
 
   def tick(self, now: float) -> None:
     for peer in list(self.peers.values()):

@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
@@ -52,17 +53,20 @@ class Latencies:
   def __init__(self) -> None:
     self._last = np.zeros(SAMPLES)
     self._count = 0
+    self._told, self._told_at = (0.0, 0.0), -math.inf
 
   def add(self, seconds: float) -> None:
     self._last[self._count % SAMPLES] = seconds
     self._count += 1
 
   def milliseconds(self) -> tuple[float, float]:
-    """p50 and p99."""
-    if not self._count:
-      return 0.0, 0.0
-    p50, p99 = np.percentile(self._last[: self._count], [50, 99]) * 1000
-    return round(float(p50), 3), round(float(p99), 3)
+    """p50 and p99, of a second ago at most: whoever asks takes time from those who act."""
+    now = time.monotonic()
+    if self._count and now > self._told_at + 1.0:
+      known = np.sort(self._last[: self._count])
+      p50, p99 = (float(known[int(q * (len(known) - 1) + 0.5)]) * 1000 for q in (0.5, 0.99))
+      self._told, self._told_at = (round(p50, 3), round(p99, 3)), now
+    return self._told
 
 
 class Peer:
@@ -663,6 +667,12 @@ class Server(Hub):
         self._release(group)  # else when it is answered
 
   # --- time
+
+  def forgive(self, seconds: float) -> None:
+    super().forgive(seconds)
+    for peer in self.peers.values():
+      for group in peer.groups.values():
+        group.since = min(group.since + seconds, time.monotonic())
 
   def tick(self, now: float) -> None:
     super().tick(now)

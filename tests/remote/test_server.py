@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
+import threading
 import time
 from typing import Any
 
@@ -17,7 +18,8 @@ from gymnasium import spaces
 from peers import Learner, Raw, lives, spec
 
 from podrace.remote import wire
-from podrace.remote.top import Asker
+from podrace.remote.server import Latencies
+from podrace.remote.top import Asker, table
 from podrace.types import FIRST, MID
 
 # --- joining --------------------------------------------------------------------------------------
@@ -222,6 +224,26 @@ def test_a_silent_client_is_dropped_in_seconds_and_does_not_hold_up_others() -> 
     good.close()
 
 
+def test_who_was_not_listened_to_is_not_silent() -> None:
+  with Learner(peer_timeout=1.0, deadline=5.0) as learner, Raw(learner.address) as raw:
+    raw.join(2)
+    server, looked = learner.server, threading.Event()
+
+    def stop() -> None:  # for ten seconds, as far as it can tell
+      for peer in server.peers.values():
+        peer.last_seen -= 10
+        peer.groups[0].since -= 10
+      server._ticked -= 10
+      server.look_at_the_clock()
+      looked.set()
+
+    server.call(stop)
+    assert looked.wait(10)
+    raw.step(2, 1)
+    raw.act(2, 1)
+    learner.says('silent for 1.')  # from now on
+
+
 def test_environments_that_hang_while_their_client_lives_are_dropped() -> None:
   with Learner(deadline=0.3) as learner, Raw(learner.address) as raw:
     raw.join(2)
@@ -343,6 +365,36 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
     with Raw(learner.address) as other:  # nobody else is any worse off
       other.join(8)
     assert all(len(rows) <= 2 for rows in lives(learner.arrivals).values())
+
+
+def test_percentiles_are_made_once_a_second() -> None:
+  latencies = Latencies()
+  assert latencies.milliseconds() == (0.0, 0.0)
+  for i in range(101):
+    latencies.add(i / 1000)
+  assert latencies.milliseconds() == (50.0, 99.0)
+  for _ in range(1024):
+    latencies.add(1.0)
+  latencies._told_at = time.monotonic()
+  assert latencies.milliseconds() == (50.0, 99.0)
+  latencies._told_at -= 1.1
+  assert latencies.milliseconds() == (1000.0, 1000.0)
+
+
+def test_names_are_shown_as_they_are() -> None:
+  from rich.console import Console
+
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.say(wire.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
+    raw.expect(wire.WELCOME)
+    learner.server.env = '[/z]'
+    report = learner.server.report()
+    clients = [{'name': c['name'], 'last_seen_s': 0.0} for c in report['clients']]
+    console = Console(record=True, width=250)
+    console.print(table(report, {}, 1.0))
+    console.print(table({**report, 'service': '[/z]', 'tables': [], 'clients': clients}, {}, 1.0))
+    text = console.export_text()
+    assert text.count('[/x]?[2J') == 2 and '[/z]' in text and '\x1b' not in text
 
 
 # --- fuzzing ----------------------------------------------------------------------------------------
