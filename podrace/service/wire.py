@@ -130,7 +130,9 @@ def _check_structure(document: Any, depth: int) -> int:
   if depth == 0 or type(label) is not str or len(label) > 200:
     raise WireError('a structure that is too deep, or without a label')
   if type(keys) is not list or type(children) is not list or any(type(k) is not str for k in keys):
-    raise WireError('a structure without lists of keys and children, or with a key that is no string')
+    raise WireError(
+      'a structure without lists of keys and children, or with a key that is no string'
+    )
   if len(set(keys)) < len(keys):
     raise WireError('a structure with a key that is there twice')
   if label == 'leaf':

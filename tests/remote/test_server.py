@@ -15,6 +15,7 @@ import pytest
 import zmq
 from apart import until
 from gymnasium import spaces
+from mutants import Document, tell
 from peers import Learner, Raw, lives, spec
 
 from podrace.remote import wire
@@ -495,6 +496,36 @@ def fuzz(messages: int) -> None:
     assert grown[-1] - grown[half] < 20 * 2**20, grown  # once it has all it needs, it stays
     assert len(learner.server.peers) <= 9 and len(learner.server._banned) <= 4096
     assert len(learner.said) < 30 + 3 * messages / 2000  # and the log is bounded
+
+
+def fuzz_documents(count: int) -> None:
+  with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
+    frames = [raw.frames(2, FIRST), raw.frames(2, MID)]
+
+    def documents(session: int) -> list[Document]:
+      return [
+        ([wire.PING, session], [], None),
+        ([wire.ENTER, session, 0, 2], [], None),
+        ([wire.STEP, session, 0, 0, wire.checksum(frames[0])], frames[0], 4),
+        ([wire.ASK], [], None),
+        ([wire.BYE, session, 'enough'], [], None),
+      ]
+
+    before = memory()
+    good = tell(learner.server, lambda: [wire.HELLO, raw.told()], documents, count)
+    assert count / 20 < good < count * 0.9
+    until(lambda: len(learner.pools[0].free) == 64)
+    assert memory() - before < 30 * 2**20 and not learner.server.peers
+    raw.join(64)  # the server does what it did
+
+
+def test_documents_that_are_nearly_right() -> None:
+  fuzz_documents(3000)
+
+
+@pytest.mark.slow
+def test_many_documents_that_are_nearly_right() -> None:
+  fuzz_documents(200_000)
 
 
 def test_fuzzing() -> None:

@@ -89,7 +89,6 @@ def test_versions_come_although_newer_ones_are_published_faster() -> None:
     found = reader.get()
     assert (found.leaves[0][1] == found.version).all()
     assert publisher._versions[-1].version >= found.version + 10  # newer ones were published
-    assert 0 < reader.staleness  # since the first of them was announced
     reader.close()
 
 
