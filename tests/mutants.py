@@ -25,7 +25,7 @@ def nested(depth: int) -> list[Any]:
 NONSENSE: list[Any] = [
   None, True, False, 0, 1, -1, 2**31, 2**32, 2**63 - 1, 2**64 - 1, -(2**63), 0.0, -0.5, 1e-320, 1e308,
   float('inf'), float('-inf'), float('nan'), '', 'x', 'x' * 300, '[/x]', '(,)f4,', 'O', '<M8[s]', '<f16',
-  'prioritized(nan)', b'', b'\xff' * 9, [], [0, 2**62, 2**62], [[]], {}, {'a': 1}, nested(40), nested(900),
+  'prioritized(nan)', b'', b'\xff' * 9, [], [0, 2**62, 2**62], [[]], {}, {'a': 1}, nested(40), nested(120),
 ]  # fmt: skip
 
 
@@ -75,9 +75,9 @@ def spoil(rng: random.Random, at: Any) -> None:
     elif way == 1 and isinstance(at, list):
       at.append(at[key])
     elif way == 2 and type(at[key]) is int:
-      at[key] = max(at[key] + rng.choice([-1, 1]), 0)
+      at[key] = min(max(at[key] + rng.choice([-1, 1]), 0), 2**64 - 1)
     else:
-      at[key] = rng.choice(NONSENSE)
+      at[key] = copy.deepcopy(rng.choice(NONSENSE))
     return
 
 
