@@ -103,7 +103,8 @@ def tell(
     take(address, [pack(*hello())])
     peer = server.peers[address]
     every = documents(peer.session)
-    chosen = rng.randrange(len(every) + 1)
+    sizes = [len(pack(*header)) + sum(map(len, frames)) for header, frames, _ in every]
+    chosen = rng.choices(range(len(every) + 1), [*sizes, 50])[0]  # where there is more to spoil
     if chosen == len(every):  # another hello
       take(address, mutant(rng, (hello(), [], None)))
     else:
