@@ -174,7 +174,7 @@ class Feed:
 
   def metrics(self) -> dict[str, float]:
     """For the log."""
-    return {'replay_windows': len(self._table), 'replay_samples': self._samples}
+    return {'replay_windows': self._table.size_last_told, 'replay_samples': self._samples}
 
   def close(self) -> None:
     """Has the threads end with the client, which is closed next."""
@@ -218,8 +218,10 @@ class Feed:
     while not self._closed:
       try:
         found = self._episodes.sample(1000, at_least=1, timeout=1.0)
-      except tables.RateLimited:
-        continue
+      except tables.RateLimited as e:
+        if e.taken is None:
+          continue
+        found = e.taken
       count, return_sum, square, length = found.data['totals'].sum((0, 1)).tolist()
       with self._lock:
         self._totals += Totals(int(count), return_sum, square, int(length))

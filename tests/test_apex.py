@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summ
 from podrace import cli, service, tables, topology
 from podrace.agents import valuing
 from podrace.agents.dqn import DQN
-from podrace.apex import from_leaves, to_leaves
+from podrace.apex import Feed, from_leaves, to_leaves
 from podrace.config import UsageError
+from podrace.envs.host.base import Totals
 from podrace.replay.hosted import Streams
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
@@ -254,6 +256,24 @@ def test_priorities_of_dqn_by_what_acting_saw() -> None:
   np.testing.assert_allclose(found, [3.0, 1.0, 0.0, 2.0], atol=1e-5)
   with pytest.raises(ValueError, match='ranked_by_acting needs an n_step of at least 2'):
     DQN(ranked_by_acting=True)
+
+
+def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
+  feed = object.__new__(Feed)
+  feed._closed, feed._lock, feed._totals = False, threading.Lock(), Totals()
+
+  class Late:
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+      feed._closed = True  # after this one
+      error = tables.RateLimited('one shard has not answered')
+      totals = {'totals': np.array([[[2.0, 3.0, 5.0, 7.0]]])}
+      nothing = np.zeros(1)
+      error.taken = tables.Samples(totals, totals, *[nothing] * 5)
+      raise error
+
+  feed._episodes = Late()
+  feed._listen()
+  assert feed.episodes() == Totals(2, 3.0, 5.0, 7)
 
 
 def test_parameters_as_leaves() -> None:

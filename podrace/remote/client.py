@@ -266,6 +266,8 @@ class Client:
     elif kind == wire.START:
       session, index = wire.fields(header, int, int)
       if session == self._session:
+        if index >= len(self._groups) or self._groups[index].started:
+          raise WireError(f'a start of group {index}, which there is not or has begun')
         self._groups[index].start()
     elif kind == wire.WELCOME:
       session, told = wire.fields(header, int, dict)
@@ -273,6 +275,7 @@ class Client:
         self._join(session, told)
     elif kind == wire.WAIT:
       (reason,) = wire.fields(header, str)
+      self._alone_since = time.monotonic()
       self._remind(f'waiting: {reason}')
     elif kind == wire.REFUSED:
       (reasons,) = wire.fields(header, list)

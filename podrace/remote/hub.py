@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from podrace.remote.wire import GONE, Wake, WireError, pack, unpack
 PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
 TICK = 0.2  # seconds between looks at who is silent
+PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
 LARGE = 65536  # bytes from which on a frame is sent without copying it
@@ -61,7 +63,7 @@ class Hub:
     self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
-    self._ticked = 0.0
+    self._ticked = time.monotonic()
 
   def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
@@ -171,6 +173,10 @@ class Hub:
       self.dispatch(address, unpack(raw[1].buffer), [f.buffer for f in raw[2:]], raw[1])
     except WireError as e:
       self.ban(address, str(e))
+    except Exception as e:  # a check is missing; nobody else shall be the worse for it
+      self.counts['unexpected'] += 1
+      self.log(f'a message that was not checked well enough:\n{traceback.format_exc()[-4000:]}')
+      self.ban(address, f'what could not be dealt with ({type(e).__name__})')
 
   def key_of(self, raw: Any) -> bytes:
     """The client's key; connections live on when it is taken from the list."""
@@ -231,15 +237,24 @@ class Hub:
   def look_at_the_clock(self) -> None:
     """Every TICK seconds: who is silent, whose key was taken from the list."""
     now = time.monotonic()
-    if now - self._ticked > TICK:
+    if (passed := now - self._ticked) > TICK:
+      if passed > PAUSE:  # stopped, or busy: what was said meanwhile may not have been read yet
+        self.forgive(passed)
       self.tick(now)
       self._ticked = time.monotonic()
+
+  def forgive(self, seconds: float) -> None:
+    """These do not count as silence."""
+    now = time.monotonic()
+    for peer in self.peers.values():
+      peer.last_seen = min(peer.last_seen + seconds, now)
 
   def tick(self, now: float) -> None:
     for peer in list(self.peers.values()):
       if now - peer.last_seen > self.listen.peer_timeout:
         self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
-    if self._gate and self._gate.allowed.refresh():
+    if self._gate:  # which has perhaps read the list again itself, for somebody new
+      self._gate.allowed.refresh()
       for peer in list(self.peers.values()):
         if peer.key not in self._gate.allowed:
           self.tell_gone(peer, 'its key is not listed any more')

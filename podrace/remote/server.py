@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
@@ -52,17 +53,20 @@ class Latencies:
   def __init__(self) -> None:
     self._last = np.zeros(SAMPLES)
     self._count = 0
+    self._told, self._told_at = (0.0, 0.0), -math.inf
 
   def add(self, seconds: float) -> None:
     self._last[self._count % SAMPLES] = seconds
     self._count += 1
 
   def milliseconds(self) -> tuple[float, float]:
-    """p50 and p99."""
-    if not self._count:
-      return 0.0, 0.0
-    p50, p99 = np.percentile(self._last[: self._count], [50, 99]) * 1000
-    return round(float(p50), 3), round(float(p99), 3)
+    """p50 and p99, of a second ago at most: whoever asks takes time from those who act."""
+    now = time.monotonic()
+    if self._count and now > self._told_at + 1.0:
+      known = np.sort(self._last[: self._count])
+      p50, p99 = (float(known[int(q * (len(known) - 1) + 0.5)]) * 1000 for q in (0.5, 0.99))
+      self._told, self._told_at = (round(p50, 3), round(p99, 3)), now
+    return self._told
 
 
 class Peer:
@@ -321,6 +325,8 @@ class Server(Hub):
     )
     self._pools: list[RemotePool] = []
     self._waiting: list[Group] = []  # for slots
+    self._assigning = False
+    self._told_to_wait: collections.OrderedDict[bytes, None] = collections.OrderedDict()
     self._lonely_since: float | None = None
     self._reminded = 0.0
     self._lead = threading.Lock()  # held by who has the network
@@ -481,7 +487,7 @@ class Server(Hub):
       if type(told.get(name)) is not kind or (kind is str and len(told[name]) > 200):
         raise WireError(f'a hello without a {name} that is {kind.__name__}')
     peer = self.peers.get(address)
-    if peer is not None and peer.nonce == told['nonce']:
+    if peer is not None and peer.nonce == told['nonce'] and self._pools:
       self._welcome(peer)  # asked twice
       return
     if reasons := self._reasons_against(told):
@@ -489,12 +495,16 @@ class Server(Hub):
       self.log(f'refused {told["host"]}:{told["pid"]}: ' + '; '.join(reasons))
       self.send(address, wire.REFUSED, reasons)
       return
+    if self._closed:
+      self.send(address, wire.END, self._finished, self._why_over())
+      return
     if not self._pools:
-      self.send(address, wire.WAIT, 'the learner is getting ready')
+      self._wait(address, 'the learner is getting ready')
       return
     if len(self.peers) >= PEERS and peer is None:
-      self.send(address, wire.WAIT, f'the learner has {PEERS} clients and takes no more')
+      self._wait(address, f'the learner has {PEERS} clients and takes no more')
       return
+    self._told_to_wait.pop(address, None)
     if peer is not None:
       self.drop(peer, 'said hello anew')
     session = int.from_bytes(os.urandom(7), 'little')
@@ -503,6 +513,12 @@ class Server(Hub):
     other = '' if told['env'] == self.env else f', which is not {self.env} by name'
     self.log(f'{peer.name} joins with {told["env"]}{other}')
     self._welcome(peer)
+
+  def _wait(self, address: bytes, reason: str) -> None:
+    self._told_to_wait[address] = None
+    if len(self._told_to_wait) > PEERS:
+      self._told_to_wait.popitem(last=False)
+    self.send(address, wire.WAIT, reason)
 
   def _reasons_against(self, told: dict[str, Any]) -> list[str]:
     if told['name'] != wire.NAME or told['version'] != wire.VERSION:
@@ -595,11 +611,22 @@ class Server(Hub):
 
   def _assign(self) -> None:
     """Gives slots to the groups that wait, in their order, where there are enough."""
-    waiting = []
+    if self._assigning:  # a client is gone that was to be told; its slots are seen to below
+      return
+    self._assigning = True
+    try:
+      while groups := self._give_slots():
+        for group in groups:
+          if group.state == 'asked':  # its client has not been dropped since
+            self.send(group.peer.address, wire.START, group.peer.session, group.index)
+    finally:
+      self._assigning = False
+
+  def _give_slots(self) -> list[Group]:
+    """Those for which there were enough, and which do not wait any more."""
+    waiting, begun = [], []
     for group in self._waiting:
       pools = [p for p in self._pools if len(p.free) >= group.size]
-      if group.peer.address not in self.peers:
-        continue
       if not pools:
         waiting.append(group)
         continue
@@ -611,8 +638,9 @@ class Server(Hub):
       group.begin()
       group.run_id = pool.run_id[slots]
       pool.expect(group.size)
-      self.send(group.peer.address, wire.START, group.peer.session, group.index)
+      begun.append(group)
     self._waiting = waiting
+    return begun
 
   def _release(self, group: Group) -> None:
     if group.pool is not None:
@@ -639,6 +667,12 @@ class Server(Hub):
         self._release(group)  # else when it is answered
 
   # --- time
+
+  def forgive(self, seconds: float) -> None:
+    super().forgive(seconds)
+    for peer in self.peers.values():
+      for group in peer.groups.values():
+        group.since = min(group.since + seconds, time.monotonic())
 
   def tick(self, now: float) -> None:
     super().tick(now)
@@ -675,16 +709,18 @@ class Server(Hub):
       )  # fmt: skip
 
   def _goodbye(self) -> None:
-    reason = 'the run is complete' if self._finished else 'the learner has stopped'
-    for address in list(self.peers):
+    for address in {**self.peers, **self._told_to_wait}:
       with contextlib.suppress(zmq.ZMQError):
-        message = [address, wire.pack(wire.END, self._finished, reason)]
+        message = [address, wire.pack(wire.END, self._finished, self._why_over())]
         self._router.send_multipart(message, zmq.NOBLOCK)
     # A connection that is closed with something unread is reset, and the last words with it.
     end = time.monotonic() + GOODBYE
     while self.peers and (left := end - time.monotonic()) > 0:
       if self._router.poll(int(left * 1000) + 1):
         self._receive_some()
+
+  def _why_over(self) -> str:
+    return 'the run is complete' if self._finished else 'the learner has stopped'
 
   # --- what there is to tell
 

@@ -51,19 +51,30 @@ class Asker:
     self._context.term()
 
 
+def _plain(text: Any) -> str:
+  """Somebody else's text as text: neither rich's markup nor what terminals obey."""
+  from rich.markup import escape
+
+  return escape(''.join(c if c.isprintable() else '?' for c in str(text)))
+
+
+def _counts(report: dict[str, Any]) -> str:
+  return ', '.join(f'{_plain(k)} {v:,}' for k, v in sorted(report['counts'].items()))
+
+
 def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any:
   """A report as rich shows it; `before` is what was `counted` so many seconds ago."""
   from rich.table import Table
 
   if 'service' in report:
     return service(report, before, seconds)
-  counts = ', '.join(f'{k} {v:,}' for k, v in sorted(report['counts'].items()))
   taken = report['slots'] - report['free']
-  shown = Table(*HEAD, title=f'{report["env"]}: {taken} of {report["slots"]} slots taken; {counts}')
+  title = f'{_plain(report["env"])}: {taken} of {report["slots"]} slots taken; {_counts(report)}'
+  shown = Table(*HEAD, title=title)
   for c in report['clients']:
     rate = (c['frames'] - before.get(c['name'], c['frames'])) / seconds if seconds else 0.0
     shown.add_row(
-      c['name'], f'{c["acting"]} of {c["environments"]}', f'{rate:,.0f}',
+      _plain(c['name']), f'{c["acting"]} of {c["environments"]}', f'{rate:,.0f}',
       '{:.1f} {:.1f} ms'.format(*c['answer_ms']), '{:.1f} {:.1f} ms'.format(*c['step_ms']),
       str(c['restarts']), f'{c["last_seen_s"]:.1f} s',
     )  # fmt: skip
@@ -77,12 +88,12 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
   from rich.console import Group
   from rich.table import Table
 
-  counts = ', '.join(f'{k} {v:,}' for k, v in sorted(report['counts'].items()))
   known = ('name', 'seconds', 'last_seen_s')
   columns = [k for c in report['clients'][:1] for k in c if k not in known]
-  clients = Table('client', *columns, 'seen', title=f'{report["service"]}: {counts}')
+  title = f'{_plain(report["service"])}: {_counts(report)}'
+  clients = Table('client', *map(_plain, columns), 'seen', title=title)
   for c in report['clients']:
-    clients.add_row(c['name'], *(f'{c[k]:,}' for k in columns), f'{c["last_seen_s"]:.1f} s')
+    clients.add_row(_plain(c['name']), *(f'{c[k]:,}' for k in columns), f'{c["last_seen_s"]:.1f} s')
   if report['more_clients']:
     clients.add_row(f'and {report["more_clients"]} more', *[''] * (len(columns) + 1))
   if 'version' in report:
@@ -94,9 +105,9 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
       for k in ('inserts', 'samples')
     ]
     shown.add_row(
-      t['name'], f'{t["size"]:,} of {t["max_size"]:,}', f'{t["bytes"] / 1e6:,.1f}',
+      _plain(t['name']), f'{t["size"]:,} of {t["max_size"]:,}', f'{t["bytes"] / 1e6:,.1f}',
       *(f'{rate:,.0f}' for rate in rates),
-      f'{t["waiting_inserts"]} inserts, {t["waiting_samplers"]} samplers', t['limiter'],
+      f'{t["waiting_inserts"]} inserts, {t["waiting_samplers"]} samplers', _plain(t['limiter']),
     )  # fmt: skip
   return Group(shown, clients)
 

@@ -24,6 +24,7 @@ HELLO, ENTER, STEP, PING, BYE, ASK = 1, 2, 3, 4, 5, 6
 WAIT, WELCOME, START, ACTION, PONG, REFUSED, GONE, END, REPORT = 65, 66, 67, 68, 69, 70, 71, 72, 73
 
 HEADER_BYTES, REPORT_BYTES = 65536, 2**20  # at most
+DEPTH = 100  # of lists and maps in a header, at most
 GROUPS = 256  # of one client
 RECORD = np.dtype(
   [
@@ -67,7 +68,24 @@ def unpack(data: Buffer, most: int = HEADER_BYTES) -> list[Any]:
     raise WireError(f'a header that is not msgpack ({type(e).__name__})') from None
   if not isinstance(header, list) or not header or type(header[0]) is not int:
     raise WireError('a header that is not a list which begins with a number')
+  if len(data) > DEPTH and _is_deep(header):  # shorter ones can't be
+    raise WireError(f'a header of more than {DEPTH} lists and maps within each other')
   return header
+
+
+def _is_deep(x: Any) -> bool:
+  """Whether so much is nested that what recurses, such as repr, may fail."""
+  level = [x]
+  for _ in range(DEPTH):
+    level = [
+      inner
+      for outer in level
+      if isinstance(outer, list | dict)
+      for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]
+    if not level:
+      return False
+  return True
 
 
 def fields(header: list[Any], *kinds: type) -> list[Any]:

@@ -47,6 +47,7 @@ FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, 
 SPACING = 0.02  # seconds since the last one
 RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
 GRACE = 5.0  # seconds beyond its deadline that a service has to say that it is over
+INFO_SECONDS = 60.0  # that a service has to say how a table does
 REMEMBERED = 2**18  # keys, of which shard they are
 REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
 
@@ -67,6 +68,7 @@ class Asked:
     self.connection, self.kind, self.args, self.frames = connection, kind, args, frames
     self.again = again  # it was answered in an earlier session
     self.number = 0
+    self.cancelled = False
     self.end = math.inf  # on time.monotonic's clock, of a SAMPLE
     self.done = False
     self.good: bool = False
@@ -121,7 +123,7 @@ class Connection(Link):
     self._next_piece = 0
     self._outstanding = 0
     self._messages = 0
-    self._samples_received = 0
+    self._samples_received = self._unsaid = 0  # and bytes of those that the server does not know of
     self._signatures: dict[int, Signature] = {}
 
   # --- from any thread -----------------------------------------------------------------------------
@@ -157,9 +159,14 @@ class Connection(Link):
     """Nobody waits for the answer any more."""
     with self.changed:
       if self._asked.pop(asked.number, None) and asked.kind == wire.SAMPLE:
-        cancel = Asked(self, wire.CANCEL, (), [])
-        cancel.number = asked.number
-        self._to_ask.append(cancel)
+        self.cancel(asked)
+
+  def cancel(self, asked: Asked) -> None:
+    """Has a sample answered with what has been drawn."""
+    cancel = Asked(self, wire.CANCEL, (), [])
+    cancel.number, asked.cancelled = asked.number, True
+    with self.changed:
+      self._to_ask.append(cancel)
     self.wake()
 
   def store(self, delay: float) -> WriterStore:
@@ -173,6 +180,10 @@ class Connection(Link):
 
   def hello(self) -> dict[str, Any]:
     return {'stream': self._stream}
+
+  def ping(self) -> tuple[Any, ...]:
+    self._unsaid = 0
+    return (self._samples_received,)
 
   def joined(self, told: dict[str, Any], frames: list[Any]) -> None:
     try:
@@ -194,6 +205,9 @@ class Connection(Link):
     self._again = again
     with self.changed:
       self._to_ask = deque(self._asked.values())
+      for asked in self._asked.values():
+        if asked.cancelled:
+          self.cancel(asked)
       for name, settings in self.tables.items():  # it may be a new process
         asked = Asked(self, wire.TABLE, (name, settings), [], again=True)
         asked.number = next(self._numbers)
@@ -208,19 +222,25 @@ class Connection(Link):
   def pong(self, told: Any) -> None:
     if not isinstance(told, dict):
       raise WireError('a pong without sizes')
-    self.sizes = told
+    with self.changed:
+      if told != self.sizes:  # a sample may do better elsewhere
+        self.sizes = told
+        self.changed.notify_all()
 
   def turn(self) -> None:
     while self._to_ask and self._socket is not None:
       self._send_asked(self._to_ask.popleft())
     while self._socket is not None and self._send_items():
       pass
+    if self._socket is not None and self._unsaid > wire.MOST_BYTES // 4:
+      self.send(wire.PING, self.session, *self.ping())
 
   def _send_asked(self, asked: Asked) -> None:
     if asked.kind == wire.CANCEL:
       self.send(wire.CANCEL, self.session, asked.number)
     elif asked.kind == wire.SAMPLE:
       left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
+      self._unsaid = 0
       self.send(wire.SAMPLE, self.session, asked.number, *asked.args, left, self._samples_received)
     else:
       self.send(asked.kind, self.session, asked.number, *asked.args, frames=asked.frames)
@@ -234,6 +254,7 @@ class Connection(Link):
     elif kind == wire.SAMPLES:
       _, number, signature, reason, crc, size = fields(header, int, int, int, str, int, int)
       self._samples_received += 1
+      self._unsaid += sum(map(len, frames))
       if signature:
         wire.check_frames(frames, 5, crc)
         if signature not in self._signatures:
@@ -298,12 +319,12 @@ class Connection(Link):
       self.patience = SPACING if queued else TURN
       return False
     self.patience = TURN
-    room = min(wire.MESSAGE_ITEMS, wire.MOST_ITEMS - len(self._sent))
     batch: list[Sending] = []
     size = 0
-    while self._again and len(batch) < room and size < wire.MESSAGE_BYTES:
+    while self._again and len(batch) < wire.MESSAGE_ITEMS and size < wire.MESSAGE_BYTES:
       batch.append(self._again.popleft())
       size += batch[-1].bytes
+    room = min(wire.MESSAGE_ITEMS, len(batch) + wire.MOST_ITEMS - len(self._sent))
     for store in stores:
       if store.queue and len(batch) < room and size < wire.MESSAGE_BYTES:
         taken = store.take(room - len(batch), wire.MESSAGE_BYTES - size, now)
@@ -407,6 +428,11 @@ class RemoteTable:
   def __len__(self) -> int:
     return self.info().size
 
+  @property
+  def size_last_told(self) -> int:
+    """How many items there are, as far as is known: at once, also while servers are away."""
+    return sum(c.sizes.get(self.name, 0) for c in self._connections)
+
   # --- for writers
 
   def takes_from(self, store: ChunkStore) -> bool:
@@ -490,10 +516,12 @@ class RemoteTable:
   def _by_key(self, kind: int, keys: np.ndarray, values: np.ndarray | None) -> int:
     asked = []
     for connection, chosen in self._split(keys):
-      frames = [keys[chosen].astype('<i8')]
+      columns = [keys[chosen].astype('<i8')]
       if values is not None:
-        frames.append(values[chosen].astype('<f8'))
-      asked.append(connection.ask(kind, self.name, checksum(frames), frames=frames))
+        columns.append(values[chosen].astype('<f8'))
+      for start in range(0, len(columns[0]), wire.MESSAGE_KEYS):
+        frames = [column[start : start + wire.MESSAGE_KEYS] for column in columns]
+        asked.append(connection.ask(kind, self.name, checksum(frames), frames=frames))
     return sum(self._answers(asked))
 
   def _split(self, keys: np.ndarray) -> Iterator[tuple[Connection, Any]]:
@@ -512,24 +540,33 @@ class RemoteTable:
     """The servers that are there; all, if none is."""
     return [c for c in self._connections if c.session is not None] or list(self._connections)
 
-  def _answers(self, asked: list[Asked]) -> list[Any]:
-    """Of several servers those that answer; a single one is waited for."""
+  def _answers(self, asked: list[Asked], deadline: float = math.inf) -> list[Any]:
+    """Of several servers those that answer in time; a single one is waited for until then."""
     found = []
     for one in asked:
       with one.connection.changed:
         while not one.done:
           one.connection.check_open()
-          if len(self._connections) > 1 and one.connection.session is None:
+          left = deadline - time.monotonic()
+          if left <= 0 or (len(self._connections) > 1 and one.connection.session is None):
             one.connection.forget(one)
             break
-          one.connection.changed.wait(3600.0)
+          one.connection.changed.wait(min(left, 3600.0))
       if one.done:
         found.append(one.wait(math.inf, ''))
     return found
 
-  def info(self) -> TableInfo:
-    """How it does; of several shards the sum."""
-    every = self._answers([c.ask(wire.INFO, self.name) for c in self._live()])
+  def info(self, timeout: float = INFO_SECONDS) -> TableInfo:
+    """How it does; of several shards the sum over those that are there.
+
+    Raises:
+      RateLimited: if no server answers in that time.
+    """
+    asked = [c.ask(wire.INFO, self.name) for c in self._live()]
+    every = self._answers(asked, deadline_of(timeout))
+    if not every:
+      states = '; '.join(f'{c.address}: {c.state()}' for c in self._connections)
+      raise RateLimited(f'info of table {self.name!r}: no answer in {timeout:g} s; {states}')
     for told in every:
       for k in ('why_no_sample', 'why_no_insert'):
         told.pop(k)
@@ -562,15 +599,28 @@ class Part:
 
   def __init__(self, asked: Asked, n: int, least: int, share: float) -> None:
     self.asked, self.n, self.least, self.share = asked, n, least, share
+    self.cancelled = False  # what it has not drawn is of no use, or asked for elsewhere
+
+  @property
+  def count(self) -> int:
+    """How many items have come."""
+    if not self.asked.done or not self.asked.good or self.asked.value[0] is None:
+      return 0
+    return len(self.asked.value[1][0]) // wire.DRAWN.itemsize
+
+  def cancel(self) -> None:
+    self.cancelled = True
+    self.asked.connection.cancel(self.asked)
 
 
 class Drawing:
   """A sample that has been asked for."""
 
   def __init__(self, table: RemoteTable, n: int, least: int, deadline: float) -> None:
-    self._table, self._deadline = table, deadline
+    self._table, self._least, self._deadline = table, least, deadline
     self._changed = table._connections[0].changed
     self._begun = time.monotonic()
+    self._late = ''  # who has not said in time that it won't be
     self._parts = self._ask(n, least)
 
   def _ask(self, n: int, least: int) -> list[Part]:
@@ -595,12 +645,7 @@ class Drawing:
       part.asked.connection.forget(part.asked)
 
   def wait(self) -> None:
-    """Until all of it is there, or the servers say that it won't be.
-
-    Raises:
-      RateLimited: if they don't say so in time.
-      Closed: if the client is.
-    """
+    """Until all of it is there, or won't be; raises Closed if the client is."""
     try:
       self._wait()
     except BaseException:
@@ -609,8 +654,10 @@ class Drawing:
 
   def read(self) -> Samples:
     """Unpacks what has come; raises RateLimited if it is less than was asked for."""
-    found, shares, reasons = [], [], []
+    found, shares, reasons = [], [], [self._late] if self._late else []
     for part in self._parts:
+      if not part.asked.good:
+        raise ValueError(part.asked.value)
       signature, frames, reason = part.asked.value
       if signature is not None:
         samples = wire.read_samples(signature, frames)
@@ -618,7 +665,7 @@ class Drawing:
         shares.append(part.share)
         if len(self._table._connections) > 1:
           self._table.remember(samples.key, part.asked.connection)
-      if reason:
+      if reason and not part.cancelled:
         reasons.append(reason)
     taken = None
     if found:
@@ -626,7 +673,7 @@ class Drawing:
       if len(self._table._connections) > 1:
         total = sum(c.sizes.get(self._table.name, 0) for c in self._table._live())
         taken = merge(found, shares, total)
-    if reasons:
+    if sum(part.count for part in self._parts) < self._least:
       error = RateLimited('; '.join(reasons))
       error.taken = taken
       raise error
@@ -642,7 +689,10 @@ class Drawing:
           now = time.monotonic()
           limit = self._limit()
           if now >= limit:
-            raise RateLimited(self._message(now, 'timed out after'))
+            self._late = self._message(now, 'timed out after')
+            self.cancel()
+            self._parts = [p for p in self._parts if p.asked.done]
+            return
           if now >= report:
             break
           self._changed.wait(min(limit, report) - now)
@@ -668,18 +718,39 @@ class Drawing:
     return self._deadline + (0 if away else GRACE)
 
   def _over(self) -> bool:
-    """Whether all parts are there; what is asked of a server that is gone is asked of the others."""
+    """Whether all parts are there.
+
+    What is asked of a server that is gone, or of an empty one while others have items, is asked of
+    those; and what has come may be enough.
+    """
     for part in list(self._parts):
       connection = part.asked.connection
       if part.asked.done:
+        if part.cancelled and part.count < part.n:
+          n, least, part.n = part.n - part.count, part.least - part.count, part.count
+          self._ask_elsewhere(n, least)
         continue
       connection.check_open()
       live = self._table._live()
       if connection.session is None and connection not in live:
         connection.forget(part.asked)
         self._parts.remove(part)
-        self._parts += self._ask(part.n, part.least)
+        self._ask_elsewhere(part.n, part.least)
+      elif not part.cancelled and (self._is_enough() or self._is_elsewhere(connection, live)):
+        part.cancel()
     return all(part.asked.done for part in self._parts)
+
+  def _is_enough(self) -> bool:
+    return sum(part.count for part in self._parts) >= self._least
+
+  def _is_elsewhere(self, connection: Connection, live: list[Connection]) -> bool:
+    """Whether only others have items."""
+    sizes = {c: c.sizes.get(self._table.name, 0) for c in live}
+    return not sizes.get(connection, 0) and any(sizes.values())
+
+  def _ask_elsewhere(self, n: int, least: int) -> None:
+    if not self._is_enough():
+      self._parts += self._ask(n, min(max(least, 1), n))
 
 
 def merge(found: list[Samples], shares: list[float], total: int) -> Samples:

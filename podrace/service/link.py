@@ -83,6 +83,10 @@ class Link:
   def handle(self, header: list[Any], frames: list[Any]) -> None:
     """A message of this session."""
 
+  def ping(self) -> tuple[Any, ...]:
+    """What PING tells besides."""
+    return ()
+
   def pong(self, told: Any) -> None:
     """What a PONG carries."""
 
@@ -279,7 +283,7 @@ class Link:
       return
     if now - self._pinged > min(self.silence / 4, self.ping_every):
       self._pinged = now
-      self.send(wire.PING, self.session)
+      self.send(wire.PING, self.session, *self.ping())
     if now - self._heard > 2 * self.silence:
       self.lose(f'it has been silent for {now - self._heard:.1f} s')
 

@@ -6,7 +6,8 @@ reader = Parameters('tcp://127.0.0.1:5561', max_staleness=30.0)     # in an acti
 version, leaves, _ = reader.get()
 
 The publisher tells of a new version; who wants it asks for its pieces, a few at a time, so that slow ones
-take nothing from the others and nothing is kept for them. Versions with the same SHA-256 are not sent again.
+take nothing from the others. A version that is being read is read to its end, however many are published
+meanwhile; the publisher keeps a few such versions. Versions with the same SHA-256 are not sent again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from podrace.tables.table import Closed
 PIECE_BYTES = 2**20
 AHEAD = 4  # pieces that are asked for ahead of time
 MOST_LEAVES, MOST_BYTES = 4096, 2**36
+KEPT = 4  # versions besides the newest two, for who is still reading them
+READING_SECONDS = 60.0  # since somebody last asked for a piece
 
 log = logging.getLogger('podrace.service')
 
@@ -75,6 +78,15 @@ def digest(told: list[Any], data: Any) -> str:
 # --- the learner's end ------------------------------------------------------------------------------
 
 
+class _Reader:
+  """What the publisher knows of a client."""
+
+  def __init__(self) -> None:
+    self.versions = self.bytes = 0  # that it was sent
+    self.reading: _Version | None = None
+    self.asked_at = 0.0
+
+
 class Publisher(Router):
   """Tells clients of versions, while it is open. `publish` may be called from any thread.
 
@@ -92,7 +104,7 @@ class Publisher(Router):
     peer_timeout: float = 5.0,
   ) -> None:
     super().__init__(Listen(address, keys, insecure, peer_timeout), log.info)
-    self._versions: list[_Version] = []  # the newest two: one may still be being read
+    self._versions: list[_Version] = []  # the newest two
     self.start()
 
   def __enter__(self) -> Publisher:
@@ -125,8 +137,21 @@ class Publisher(Router):
     self.stop()
 
   def _tell(self) -> None:
+    self._let_go()
     for peer in list(self.peers.values()):
       self._tell_one(peer)
+
+  def _let_go(self) -> None:
+    """Of versions that nobody reads any more, and of all but KEPT; the nearest to their end stay."""
+    readers: list[_Reader] = [p.state for p in self.peers.values()]
+    for reader in readers:
+      if time.monotonic() - reader.asked_at > READING_SECONDS:
+        reader.reading = None
+    current = {v.version for v in self._versions}
+    old = sorted({r.reading.version for r in readers if r.reading is not None} - current)
+    for reader in readers:
+      if reader.reading is not None and reader.reading.version in old[KEPT:]:
+        reader.reading = None
 
   def _tell_one(self, peer: Peer) -> None:
     if self._versions:
@@ -135,7 +160,7 @@ class Publisher(Router):
       self.send(peer.address, wire.NEWEST, peer.session, newest.version, told)
 
   def welcome(self, peer: Peer, told: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    peer.state = [0, 0]  # versions and bytes that it was sent
+    peer.state = _Reader()
     self.call(lambda: self._tell_one(peer))
     return {}, []
 
@@ -148,22 +173,27 @@ class Publisher(Router):
       raise WireError(f'a header of kind {header[0]}, which clients have not')
     _, version, start = fields(header, int, int, int)
     wire.check_frames(frames, 0, 0)
-    found = next((v for v in self._versions if v.version == version), None)
-    if found is None:  # it is gone: the client is told of the newest
+    reader: _Reader = peer.state
+    kept = self._versions if reader.reading is None else [*self._versions, reader.reading]
+    found = next((v for v in kept if v.version == version), None)
+    if found is None:  # it is gone: the client is told so, and of the newest
       self._tell_one(peer)
+      self.send(peer.address, wire.PIECE, peer.session, version, start, checksum([]))
       return
     if start >= len(found.data):
       raise WireError(f'a wish for byte {start} of {len(found.data)}')
     piece = memoryview(found.data)[start : start + PIECE_BYTES]
-    peer.state[0] += start == 0
-    peer.state[1] += len(piece)
+    reader.reading = found if start + len(piece) < len(found.data) else None
+    reader.asked_at = time.monotonic()
+    reader.versions += start == 0
+    reader.bytes += len(piece)
     self.counts['bytes'] += len(piece)
     self.send(
       peer.address, wire.PIECE, peer.session, version, start, checksum([piece]), frames=[piece]
     )
 
   def told_of(self, peer: Peer) -> dict[str, Any]:
-    return dict(versions=peer.state[0], bytes=peer.state[1])
+    return dict(versions=peer.state.versions, bytes=peer.state.bytes)
 
   def report(self) -> dict[str, Any]:
     newest = self._versions[-1] if self._versions else None
@@ -184,6 +214,7 @@ class _Fetch:
     self.version, self.sha256, self.size, self.told = version, sha256, size, told
     self.data = bytearray(size)
     self.asked = self.have = 0  # bytes
+    self.passed_at: float | None = None  # when a newer one was announced
 
 
 class Parameters(Link):
@@ -217,6 +248,7 @@ class Parameters(Link):
       self.ping_every = max_staleness / 3
     self._held: Published | None = None
     self._fetch: _Fetch | None = None
+    self._next: tuple[int, str, int, list[Any]] | None = None  # announced since that began
     self._newest = -1  # version that is known of
     self._fresh_at = time.monotonic()  # when what is held was last known to be the newest
     self.fetched = 0  # versions whose bytes were sent
@@ -277,7 +309,7 @@ class Parameters(Link):
   # --- the thread
 
   def lost(self) -> None:
-    self._fetch = None
+    self._fetch = self._next = None
 
   def pong(self, told: Any) -> None:
     if type(told) is not int:
@@ -285,9 +317,9 @@ class Parameters(Link):
     if told == self.version:
       self._fresh()
 
-  def _fresh(self) -> None:
+  def _fresh(self, at: float | None = None) -> None:
     with self.changed:
-      self._fresh_at = time.monotonic()
+      self._fresh_at = time.monotonic() if at is None else at
       self.changed.notify_all()
 
   def handle(self, header: list[Any], frames: list[Any]) -> None:
@@ -296,9 +328,13 @@ class Parameters(Link):
       self._announced(version, told)
     elif header[0] == wire.PIECE:
       _, version, start, crc = fields(header, int, int, int, int)
-      wire.check_frames(frames, 1, crc)
+      wire.check_frames(frames, min(len(frames), 1), crc)
       if self._fetch is not None and self._fetch.version == version:
-        self._arrived(self._fetch, start, frames[0])
+        if frames:
+          self._arrived(self._fetch, start, frames[0])
+        else:  # it is gone
+          self._fetch = None
+          self._fetch_next()
     else:
       raise WireError(f'a header of kind {header[0]}')
 
@@ -313,9 +349,24 @@ class Parameters(Link):
       raise WireError(f'an announcement that is none ({e})') from None
     self._newest = version
     if self._held is not None and self._held.sha256 == sha256:
+      self._fetch = self._next = None
       self._hold(self._held._replace(version=version))
+    elif self._fetch is None or self._fetch.version != version:
+      self._next = version, sha256, size, leaves
+      if self._fetch is None:
+        self._fetch_next()
+      elif self._fetch.passed_at is None:
+        self._fetch.passed_at = time.monotonic()
+
+  def _fetch_next(self) -> None:
+    """Begins with the newest, unless it is what is held."""
+    newest, self._next = self._next, None
+    if newest is None:
       return
-    if self._fetch is None or self._fetch.version != version:
+    version, sha256, size, leaves = newest
+    if self._held is not None and self._held.sha256 == sha256:
+      self._hold(self._held._replace(version=version))
+    else:
       self._fetch = _Fetch(version, sha256, size, leaves)
       self._ask()
 
@@ -349,11 +400,12 @@ class Parameters(Link):
       leaves.append((path, np.frombuffer(data[at : at + size], _dtype(name)).reshape(shape)))
       at += size
     self.fetched += 1
-    self._hold(Published(fetch.version, leaves, fetch.sha256))
+    self._hold(Published(fetch.version, leaves, fetch.sha256), fetch.passed_at)
+    self._fetch_next()
 
-  def _hold(self, new: Published) -> None:
+  def _hold(self, new: Published, fresh_at: float | None = None) -> None:
     self._held = new
-    self._fresh()
+    self._fresh(fresh_at)
 
 
 def _dtype(name: str) -> np.dtype:

@@ -66,6 +66,10 @@ class Router(Hub):
     """A message of a client that has this session."""
     raise NotImplementedError
 
+  def pinged(self, peer: Peer, header: list[Any]) -> None:
+    """What a PING tells, which may be nothing."""
+    fields(header, int)
+
   def pong(self, peer: Peer) -> Any:
     """What a PONG carries."""
     raise NotImplementedError
@@ -180,7 +184,7 @@ class Router(Hub):
     if peer is None:
       return
     if kind == wire.PING:
-      fields(header, int)
+      self.pinged(peer, header)
       self.send(address, wire.PONG, peer.session, self.pong(peer))
     elif kind == wire.BYE:
       _, reason = fields(header, int, str)
@@ -229,7 +233,8 @@ class Router(Hub):
     del self.peers[peer.address]
     self.counts['dropped'] += 1
     self.log(f'{peer.name}: {reason}')
-    self.left(peer)
+    if peer.state is not None:  # else it was not yet welcome
+      self.left(peer)
 
   def _goodbye(self) -> None:
     for address in list(self.peers):

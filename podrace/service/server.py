@@ -32,7 +32,7 @@ from podrace.remote.hub import Listen
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say
-from podrace.tables import checkpoint, trees
+from podrace.tables import checkpoint
 from podrace.tables.chunks import Account, Chunk, ChunkStore
 from podrace.tables.table import Draws, InFlight, Item, Pending, Signature, Table
 
@@ -40,6 +40,11 @@ STREAMS = 65536  # remembered; then the one that was heard of longest ago is for
 TABLES = 1024
 SIGNATURES = 1024  # of which one object each is kept
 REQUESTS = 4096  # samples that one client waits for
+DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
+SAVES = 256  # that wait for a checkpoint to be written
+CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
+HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
+HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
 KEEP = 2  # checkpoints
 
 
@@ -56,11 +61,17 @@ class Stream:
     self.name = ''
     self.begin()
 
+  @property
+  def kept_bytes(self) -> int:
+    """Of what its writers keep, and of its items that wait."""
+    return self.account.bytes + CHUNK_BYTES * len(self.pieces)
+
   def begin(self) -> None:
     """For a new connection, in which everything is told anew."""
     self.tables: list[Table] = []
     self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
     self.signatures: list[Signature] = []
+    self.declared = 0
     self.pieces: dict[int, Chunk] = {}
     self.next_piece = 0
 
@@ -137,6 +148,8 @@ class ReplayServer(Router):
     self._signatures: collections.OrderedDict[str, Signature] = collections.OrderedDict()
     self._sampled_signatures: dict[int, tuple[int, Signature]] = {}  # by id
     self._held: dict[str, collections.deque[tuple[Pending, Stream, int]]] = {}
+    self._held_accounts: dict[str, Account] = {}
+    self._signature_numbers = itertools.count(1)
     self._readers: dict[str, collections.deque[Request]] = {}
     self._deadlines: list[tuple[float, int, Request]] = []
     self._order = itertools.count()
@@ -144,6 +157,7 @@ class ReplayServer(Router):
     self._saver: threading.Thread | None = None
     self._save_wanted: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
+    self._not_saved = ''  # why the last checkpoint was not written
     self.saved: list[Path] = []
     for name, told in (tables or {}).items():
       self._make(name, told)
@@ -156,6 +170,7 @@ class ReplayServer(Router):
     table = wire.make_table(name, self.store, told)
     self.tables[name], self.settings[name] = table, dict(told)
     self._held[name], self._readers[name] = collections.deque(), collections.deque()
+    self._held_accounts[name] = Account()
     return table
 
   def _restore(self, dir: Path) -> None:
@@ -200,8 +215,8 @@ class ReplayServer(Router):
     self._streams[stream_id] = stream  # as the newest
     stream.peer, stream.name = peer, peer.name
     while len(self._streams) > STREAMS:
-      oldest, forgotten = next(iter(self._streams.items()))
-      if forgotten.peer is not None:
+      oldest = next((i for i, s in self._streams.items() if s.peer is None), None)
+      if oldest is None:
         break
       del self._streams[oldest]
     peer.state = Client(stream_id, stream, Reading())
@@ -268,6 +283,8 @@ class ReplayServer(Router):
         fields(header, int, int)
         if self.dir is None:
           raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
+        if len(self._save_wanted) >= SAVES:
+          raise ValueError(f'{SAVES} others wait for a checkpoint already')
         self._save_wanted.append((peer, number))
         self._save()
         return
@@ -309,7 +326,7 @@ class ReplayServer(Router):
   def _update(self, header: list[Any], frames: list[Any]) -> int:
     *_, name, crc = fields(header, int, int, str, int)
     wire.check_frames(frames, 2, crc)
-    keys, priorities = wire.records(frames[0], '<i8'), wire.records(frames[1], '<f8')
+    keys, priorities = self._keys(frames[0]), wire.records(frames[1], '<f8')
     self.counts['updated'] += len(keys)
     return self._named(name).update_priorities(keys, priorities)
 
@@ -318,7 +335,14 @@ class ReplayServer(Router):
     wire.check_frames(frames, 1, crc)
     table = self._named(name)
     self._touched.add(name)
-    return table.delete(wire.records(frames[0], '<i8'))
+    return table.delete(self._keys(frames[0]))
+
+  @staticmethod
+  def _keys(frame: Any) -> np.ndarray:
+    keys = wire.records(frame, '<i8')
+    if len(keys) > wire.MESSAGE_KEYS:
+      raise WireError(f'{len(keys)} keys in a message, at most {wire.MESSAGE_KEYS}')
+    return keys
 
   def _info(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
     *_, name = fields(header, int, int, str)
@@ -337,8 +361,6 @@ class ReplayServer(Router):
       isinstance(x, list) and len(x) <= wire.LEAVES for x in told.values()
     ):
       raise WireError('a declaration of something else than tables, specs and signatures')
-    if len(stream.specs) + len(stream.signatures) > 65536:
-      raise WireError('more than 65536 declarations')
     for name in told.get('tables', []):
       if not isinstance(name, str) or name not in self.tables:
         raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
@@ -347,11 +369,15 @@ class ReplayServer(Router):
       stream.specs.append(wire.read_spec(spec))
     for one in told.get('signatures', []):
       stream.signatures.append(self._signature(one))
+      stream.declared += len(stream.signatures[-1].leaves)
+    stream.declared += sum(map(len, told.values()))
+    if stream.declared > DECLARATIONS:
+      raise WireError(f'more than {DECLARATIONS} tables, specs and leaves of signatures')
 
   def _signature(self, told: Any) -> Signature:
     """One object for each signature, whoever tells it: tables compare by identity first."""
     signature = wire.read_signature(told)
-    text = json.dumps([trees.to_json(signature.structure), told[1]])
+    text = json.dumps(wire.told_signature(signature))
     signature = self._signatures.pop(text, signature)
     self._signatures[text] = signature
     if len(self._signatures) > SIGNATURES:
@@ -364,13 +390,8 @@ class ReplayServer(Router):
     client: Client = peer.state
     stream = client.stream
     self._take_pieces(stream, wire.records(frames[0], wire.CHUNK), memoryview(frames[5]).cast('B'))
-    if stream.account.bytes > self.most_bytes:
-      told = (
-        f'its writers keep {stream.account.bytes:,} bytes of steps, of which {self.most_bytes:,} are '
-        'allowed: shorten history or max_in_flight, or start the service with more --client-bytes'
-      )
-      self.drop(peer, told)
-      self.send(peer.address, wire.REFUSED, [told])  # in another session it would be the same
+    if stream.kept_bytes > self.most_bytes:
+      self._refuse(peer, f'its writers keep {stream.kept_bytes:,} bytes of steps', self.most_bytes)
       return
     done, waiting, groups = self._take_items(stream, frames)
     refused: list[int] = []
@@ -384,6 +405,7 @@ class ReplayServer(Router):
         elif isinstance(outcome, Pending):
           stream.waiting[number] = outcome
           self._held[table.name].append((outcome, stream, number))
+          self._account(outcome, stream, table.name, self.store.hold)
           waiting.append(number)
         else:
           refused.append(number)
@@ -393,8 +415,31 @@ class ReplayServer(Router):
     self._release(stream, wire.records(frames[4], '<u8'))
     client.inserted += len(done) + len(waiting)
     self.counts['items'] += len(done) + len(waiting)
+    for table, _ in groups:
+      held, bytes_held = self._held[table.name], self._held_accounts[table.name].bytes
+      if len(held) > HELD_ITEMS or bytes_held > HELD * self.most_bytes:
+        what = f'{len(held):,} items of {bytes_held:,} bytes wait for table {table.name!r}'
+        self._refuse(peer, what, HELD * self.most_bytes)
+        return
     why = groups[-1][0].why_no_insert() if waiting and groups else ''
     self._ack(peer, message, reason or why, done, waiting, refused)
+
+  def _refuse(self, peer: Peer, what: str, allowed: int) -> None:
+    """Ends the session of a client with which too much is kept."""
+    told = (
+      f'{what}, of which {allowed:,} are allowed: shorten history or max_in_flight, or start the '
+      'service with more --client-bytes'
+    )
+    self.drop(peer, told)
+    self.send(peer.address, wire.REFUSED, [told])  # in another session it would be the same
+
+  def _account(self, pending: Pending, stream: Stream, name: str, do: Any) -> None:
+    """Counts (or not any more) an item that waits as its client's and among the table's."""
+    with self.store.lock:
+      for part in pending.item.parts:
+        for chunk in part[0]:
+          do(chunk, stream.account)
+          do(chunk, self._held_accounts[name])
 
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
     """Items that are in, that wait, and that are refused; `why` is the first refusal's or wait's."""
@@ -404,6 +449,8 @@ class ReplayServer(Router):
 
   def _take_pieces(self, stream: Stream, told: np.ndarray, data: memoryview) -> None:
     """New chunks of a stream; each is held for it until it says otherwise."""
+    if len(told) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(told)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
     if int(told['bytes'].astype(np.int64).sum()) != len(data):
       raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
     self.counts['pieces'] += len(told)
@@ -430,7 +477,11 @@ class ReplayServer(Router):
   def _take_items(self, stream: Stream, frames: list[Any]) -> Any:
     """(done, waiting, [(table, [(number, item)])]): items that came before, and the new ones."""
     told = wire.records(frames[1], wire.ITEM)
+    if len(told) > wire.MESSAGE_ITEMS:
+      raise WireError(f'{len(told)} items in a message, at most {wire.MESSAGE_ITEMS}')
     parts, refs = wire.records(frames[2], wire.PART), wire.records(frames[3], '<u8')
+    if len(refs) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(refs)} references to chunks, at most {wire.MESSAGE_CHUNKS}')
     if int(parts['chunks'].sum()) != len(refs):
       raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
     if len(told) and (int(told['table'].max()) >= len(stream.tables)
@@ -465,7 +516,7 @@ class ReplayServer(Router):
     stream.number = newest
     stream.missing -= found
     if lost:
-      self.counts['lost'] += lost
+      self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be told
       self.log(f'{lost} items of {stream.name} are lost with an earlier process')
     return done, waiting, groups
 
@@ -504,11 +555,9 @@ class ReplayServer(Router):
     reading: Reading = peer.state.reading
     if not 1 <= least <= n <= wire.MOST_ITEMS or name not in self.tables or math.isnan(seconds):
       raise WireError(f'a wish for {least} to {n} samples of {name[:60]!r} within {seconds} s')
-    if number in reading.waiting or len(reading.waiting) >= REQUESTS or received > reading.answered:
+    if number in reading.waiting or len(reading.waiting) >= REQUESTS:
       raise WireError(f'sample {number}, which waits, or is one too many')
-    while reading.answered - len(reading.unread) < received:
-      reading.bytes -= reading.unread.popleft()
-    self._touched.update(r.table.name for r in reading.waiting.values())
+    self._read(reading, received)
     end = math.inf if seconds < 0 else time.monotonic() + seconds
     request = Request(peer, number, self.tables[name], n, least, end)
     reading.waiting[number] = request
@@ -521,6 +570,21 @@ class ReplayServer(Router):
         heapq.heapify(self._deadlines)
     self._touched.add(name)
     self._settle(name)
+
+  def _read(self, reading: Reading, received: int) -> None:
+    """A client has so many of the samples that it was sent in this session."""
+    if received > reading.answered:
+      raise WireError(f'{received} samples that have come, of {reading.answered}')
+    if reading.answered - len(reading.unread) < received:
+      self._touched.update(r.table.name for r in reading.waiting.values())
+    while reading.answered - len(reading.unread) < received:
+      reading.bytes -= reading.unread.popleft()
+
+  def pinged(self, peer: Peer, header: list[Any]) -> None:
+    if len(header) == 2:  # a client that never samples need not tell
+      return
+    _, received = fields(header, int, int)
+    self._read(peer.state.reading, received)
 
   def turn(self) -> None:
     while self._touched:
@@ -561,7 +625,8 @@ class ReplayServer(Router):
     held = self._held[name]
     admitted: dict[Stream, list[int]] = {}
     while held and held[0][0].done:
-      _, stream, number = held.popleft()
+      pending, stream, number = held.popleft()
+      self._account(pending, stream, name, self.store.drop)
       stream.waiting.pop(number, None)
       admitted.setdefault(stream, []).append(number)
     for stream, numbers in admitted.items():
@@ -585,14 +650,24 @@ class ReplayServer(Router):
       client.reading.unread.append(0)
       self.send(peer.address, *header, 0, reason, 0, 0)
       return
+    try:
+      frames = wire.sample_frames(draws)
+    except ValueError as e:
+      told = f'sample from table {table.name!r}: {e}'
+      self.send(peer.address, wire.ANSWER, peer.session, request.number, False, told)
+      return
     signature = draws.items[0].signature
     known = self._sampled_signatures
-    number, _ = known.setdefault(id(signature), (len(known) + 1, signature))
+    if id(signature) not in known:
+      if len(known) >= SIGNATURES:  # from now on they are told with other numbers
+        known.clear()
+        for other in self.peers.values():
+          other.state.reading.signatures.clear()
+      known[id(signature)] = next(self._signature_numbers), signature
+    number, _ = known[id(signature)]
     if number not in client.reading.signatures:
       client.reading.signatures.add(number)
-      told = wire.told_signature(signature)
-      self.send(peer.address, wire.SIGNATURE, peer.session, number, told)
-    frames = wire.sample_frames(draws)
+      self.send(peer.address, wire.SIGNATURE, peer.session, number, wire.told_signature(signature))
     size = sum(memoryview(f).nbytes for f in frames)
     client.reading.answered += 1
     client.reading.unread.append(size)
@@ -640,6 +715,7 @@ class ReplayServer(Router):
     self, path: Path, answer: tuple[bool, str], line: str, wanted: list[tuple[Peer, int]]
   ) -> None:
     self.log(line, always=True)
+    self._not_saved = '' if answer[0] else line
     if answer[0]:
       self.counts['checkpoints'] += 1
       self.saved.append(path)
@@ -665,6 +741,8 @@ class ReplayServer(Router):
       self._saver.join()
       while self._calls:
         self._calls.popleft()()
+      if self._not_saved:
+        self.failure = f'the last checkpoint was not written: {self._not_saved}'
 
   # --- what there is to tell -----------------------------------------------------------------------
 
@@ -675,7 +753,7 @@ class ReplayServer(Router):
       sampled=client.sampled,
       waiting_inserts=len(client.stream.waiting),
       waiting_samples=len(client.reading.waiting),
-      kept_bytes=client.stream.account.bytes,
+      kept_bytes=client.stream.kept_bytes,
       unread_bytes=client.reading.bytes,
     )
 

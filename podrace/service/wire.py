@@ -6,6 +6,7 @@ Everything that comes in is somebody else's: what is not exactly as it should be
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -46,8 +47,11 @@ KEY_BITS = 20  # of a key, below what the writer has drawn
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
 MOST_BYTES = 2**28  # of samples that a client is sent and has not said to have
 MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so many
+MESSAGE_CHUNKS = 2**20  # new ones, or references to chunks, of an INSERT
+MESSAGE_KEYS = 2**16  # of an UPDATE or DELETE
 FRAME_BYTES = 2**30  # a larger frame closes the connection
 DEPTH, LEAVES = 32, 1024  # of a signature
+MOST_NUMBER = 1e15  # of a rate limiter's that is finite
 
 AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk's bytes are to be read
 CHUNK = np.dtype([('spec', '<u4'), ('rows', '<u4'), ('how', '<u4'), ('bytes', '<u4')])
@@ -98,11 +102,16 @@ def told_signature(signature: Signature) -> list[Any]:
   return [trees.to_json(signature.structure), leaves]
 
 
+_DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')
+
+
 def read_signature(told: Any) -> Signature:
   """What `told_signature` made; raises WireError for anything else."""
   try:
     document, described = told
     count = _check_structure(document, DEPTH)
+    if type(described) is not list:
+      raise WireError('a signature without a list of leaves')
     if count != len(described) or not 1 <= count <= LEAVES:
       raise WireError(f'a signature of {count} leaves, of which {len(described)} are described')
     leaves = []
@@ -120,9 +129,15 @@ def _check_structure(document: Any, depth: int) -> int:
   label, keys, children = document
   if depth == 0 or type(label) is not str or len(label) > 200:
     raise WireError('a structure that is too deep, or without a label')
-  if any(type(k) is not str for k in keys):
-    raise WireError('a structure with a key that is no string')
+  if type(keys) is not list or type(children) is not list or any(type(k) is not str for k in keys):
+    raise WireError(
+      'a structure without lists of keys and children, or with a key that is no string'
+    )
+  if len(set(keys)) < len(keys):
+    raise WireError('a structure with a key that is there twice')
   if label == 'leaf':
+    if keys or children:
+      raise WireError('a leaf with something in it')
     return 1
   named = label.startswith('named ')
   if not named and label not in ('dict', 'tuple', 'list'):
@@ -136,15 +151,16 @@ def read_spec(told: Any) -> tuple[np.dtype, tuple[int, ...]]:
   """(dtype, shape) of one row."""
   try:
     name, shape = told
-    dtype = np.dtype(name) if type(name) is str else None
+    dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
   except (TypeError, ValueError):
     dtype = None
-  if dtype is None or dtype.kind not in 'biufc' or dtype.str != name:
-    raise WireError(f'{str(told)[:60]}, expected [dtype, shape] of little-endian numbers')
-  if len(shape) > 16 or any(type(n) is not int or n < 0 for n in shape):
-    raise WireError(f'a shape {str(shape)[:60]}')
-  if row_bytes(dtype, shape) > FRAME_BYTES:
-    raise WireError(f'rows of {row_bytes(dtype, shape)} bytes, at most {FRAME_BYTES}')
+  if dtype is None or dtype.str != name:
+    raise WireError(f'{str(told)[:60]}, expected [dtype, shape] of numbers')
+  if type(shape) is not list or len(shape) > 16 or any(type(n) is not int or n < 0 for n in shape):
+    raise WireError(f'a shape {str(shape)[:60]}, expected a list of up to 16 whole numbers')
+  most = row_bytes(dtype, [max(n, 1) for n in shape])  # numpy wants the rest to be in bounds, too
+  if most > FRAME_BYTES:
+    raise WireError(f'rows of {shape}, which is {most} bytes, at most {FRAME_BYTES}')
   return dtype, tuple(shape)
 
 
@@ -210,16 +226,34 @@ def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
     ValueError: if there can't be such a table.
   """
   try:
-    limiter_name, spi, least, low, high = told['rate_limiter']
+    limiter = _limiter(*told['rate_limiter'])
     sampler, remover = selector(told['sampler']), selector(told['remover'])
-    limiter = RateLimiter(str(limiter_name)[:200], float(spi), int(least), float(low), float(high))
     sizes = {k: told[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
   except (KeyError, TypeError) as e:
     raise ValueError(f'table {name!r}: settings without {e}') from None
+  if more := told.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover'}:
+    raise ValueError(f'table {name!r}: settings {sorted(map(str, more))}, which there are not')
   for k, v in sizes.items():
     if type(v) is not int and not (k == 'max_bytes' and v is None):
       raise ValueError(f'table {name!r}: {k}={v!r} must be a whole number')
   return tables.Table(name, store, sampler=sampler, remover=remover, rate_limiter=limiter, **sizes)
+
+
+def _limiter(name: Any, spi: Any, least: Any, low: Any, high: Any) -> RateLimiter:
+  """One with whose numbers nothing overflows; raises ValueError for any other."""
+  if type(name) is not str or len(name) > 200:
+    raise ValueError('a rate limiter without a name of at most 200 characters')
+  if any(type(x) not in (int, float) for x in (spi, least, low, high)):
+    raise ValueError(f'{name}: {[spi, least, low, high]}, expected four numbers')
+  if not 1 / MOST_NUMBER <= spi <= MOST_NUMBER:
+    raise ValueError(f'{name}: samples_per_insert must be positive and finite, not {spi}')
+  if not 1 <= least <= MOST_NUMBER or least != int(least):
+    raise ValueError(f'{name}: min_size must be a whole number of at least 1, not {least}')
+  if not (low == -math.inf or abs(low) <= MOST_NUMBER):
+    raise ValueError(f'{name}: min_diff must be -infinity or at most {MOST_NUMBER:g}, not {low}')
+  if not (high == math.inf or abs(high) <= MOST_NUMBER):
+    raise ValueError(f'{name}: max_diff must be infinity or at most {MOST_NUMBER:g}, not {high}')
+  return RateLimiter(name, float(spi), int(least), float(low), float(high))
 
 
 def settings_differences(name: str, there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
@@ -239,6 +273,9 @@ def sample_frames(draws: Draws) -> list[Any]:
 
   Chunks are as they are kept: nothing is unpacked here. Of one that is kept as it is only the rows
   that are needed are sent, if they are few.
+
+  Raises:
+    ValueError: if that is more than a frame holds.
   """
   items = draws.items
   drawn = np.empty(len(items), DRAWN)
@@ -276,6 +313,11 @@ def sample_frames(draws: Draws) -> list[Any]:
             data.append(chunk.array)
             chunks.append((0, chunk.length, AS_IS, chunk.nbytes))
         refs.append(number)
+  if (size := sum(chunk[3] for chunk in chunks)) > FRAME_BYTES:
+    raise ValueError(
+      f'{len(items)} items of {size:,} bytes, of which a sample has at most {FRAME_BYTES:,}: '
+      'ask for fewer at a time'
+    )
   joined = b''.join(data)
   return [
     drawn,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
+REFERENCE = 16  # bytes that any chunk counts for
 
 
 class Piece:
@@ -63,7 +64,9 @@ class Sending(Pending):
   @property
   def bytes(self) -> int:
     """Of its chunks, if they are worth counting; some of them may have been sent already."""
-    return sum([c.nbytes for part in self.item.parts for c in part[0] if c.nbytes > COUNTED])
+    parts = self.item.parts
+    few = REFERENCE * sum([len(part[0]) for part in parts])
+    return few + sum([c.nbytes for part in parts for c in part[0] if c.nbytes > COUNTED])
 
 
 class WriterStore(ChunkStore):

@@ -7,13 +7,17 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from apart import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
-from podrace.remote.client import group_sizes
+from podrace.envs.host.base import PoolArgs
+from podrace.remote import wire
+from podrace.remote.client import Client, Group, Options, group_sizes
 
 
 def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
@@ -154,6 +158,18 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
     assert f'no learner at {address} for 2 s' in envs.output
 
 
+def test_a_learner_that_is_getting_ready_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec', give_up=1.0), spec(), print)
+  client._connect()
+  client._alone_since -= 10
+  client._message([wire.pack(wire.WAIT, 'the learner is getting ready')])
+  client._look_at_the_clock()
+  client._alone_since -= 10
+  with pytest.raises(TimeoutError, match='no learner at'):
+    client._look_at_the_clock()
+  client._leave()
+
+
 @pytest.mark.parametrize(
   'args',
   [
@@ -172,6 +188,17 @@ def test_bad_usage_is_2(args: list[str]) -> None:
   )  # fmt: skip
   assert done.returncode == 2, done.stderr
   assert done.stderr.startswith('podrace: ')
+
+
+def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec(), print)
+  begun = Group(0, spec(), PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0), lambda out: None)
+  begun._thread = threading.current_thread()
+  client._session, client._groups = 5, [begun]
+  for index in (0, 1):
+    with pytest.raises(wire.WireError, match=f'a start of group {index}'):
+      client._message([wire.pack(wire.START, 5, index)])
+  client._context.term()
 
 
 def test_it_imports_no_jax() -> None:

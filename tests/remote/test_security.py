@@ -133,6 +133,23 @@ def test_the_list_is_read_again(keys: Path, tmp_path: Path) -> None:
       assert learner.server.counts['sessions'] == 2
 
 
+def test_who_comes_after_a_key_was_removed_does_not_save_it(keys: Path, tmp_path: Path) -> None:
+  security.new_client(keys, tmp_path / 'second')
+  with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as first:
+    first.join(2)
+    server = learner.server
+    assert server._gate is not None
+    (keys / security.ALLOWED).write_text(
+      (keys / security.ALLOWED).read_text().splitlines()[1] + '\n'
+    )
+    server._gate.allowed.refresh()  # as the gate does for whoever connects
+    with Raw(learner.address, keys=tmp_path / 'second') as second:
+      second.join(2)
+      assert 'not listed any more' in first.expect(wire.GONE)[0][2]
+      second.step(2, 1)
+      second.act(2, 1)
+
+
 def test_a_list_that_is_gone_allows_nobody(keys: Path) -> None:
   allowed = security.Allowed(keys / security.ALLOWED)
   key = security.read_key(keys / security.CLIENT_PUBLIC)

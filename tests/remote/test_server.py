@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import resource
+import threading
 import time
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 import zmq
 from apart import until
 from gymnasium import spaces
+from mutants import Document, tell
 from peers import Learner, Raw, lives, spec
 
 from podrace.remote import wire
-from podrace.remote.top import Asker
+from podrace.remote.server import Latencies
+from podrace.remote.top import Asker, table
 from podrace.types import FIRST, MID
 
 # --- joining --------------------------------------------------------------------------------------
@@ -101,6 +104,21 @@ def test_trees_of_arrays() -> None:
     assert observation['rest'][1].shape == (2, 3)
 
 
+def test_hello_again_at_the_end_is_no_failure_and_who_waits_is_told_of_it() -> None:
+  with Learner() as learner, Raw(learner.address) as one, Raw(learner.address) as late:
+    one.hello()
+    for pool in learner.pools:
+      pool.close()
+    one.say(wire.HELLO, one.told())  # as if the first answer had been slow
+    assert one.hear()[0][0] == wire.WAIT
+    late.say(wire.HELLO, late.told())
+    assert late.hear()[0][0] == wire.WAIT
+    learner.server.finished()
+    learner.server.__exit__()
+    assert one.expect(wire.END)[0][1] is True and late.expect(wire.END)[0][1] is True
+    assert learner.server.failure is None
+
+
 # --- slots ------------------------------------------------------------------------------------------
 
 
@@ -118,6 +136,36 @@ def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
     found = lives(learner.arrivals)
     assert len(found) == 5
     assert sorted(run for _, _, run in found) in ([0, 0, 0, 0, 1], [0, 0, 0, 1, 1])
+
+
+def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
+  with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as last:
+    one.join(4)
+    server, gone = learner.server, Raw(learner.address)
+    for raw in (gone, last):
+      raw.hello()
+      raw.say(wire.ENTER, raw.session, 0, 2)
+      raw.say(wire.PING, raw.session)
+      raw.expect(wire.PONG)
+    send = server.send
+
+    def to_who_is_there(address: bytes, *header: Any, **more: Any) -> bool:
+      if header[:2] == (wire.START, gone.session):
+        server.drop(server.peers[address], 'is gone')
+        return False
+      return send(address, *header, **more)
+
+    server.send = to_who_is_there  # type: ignore[method-assign]
+    one.say(wire.BYE, one.session, 'enough')
+    last.expect(wire.START)
+    last.say(wire.PING, last.session)
+    assert last.hear()[0][0] == wire.PONG  # and no further START
+    last.step(2, 0, FIRST)
+    last.act(2, 0)
+    last.say(wire.BYE, last.session, 'enough')
+    until(lambda: len(learner.pools[0].free) == 4)
+    assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
+    gone.close()
 
 
 def test_a_restarted_environment_is_another_life() -> None:
@@ -175,6 +223,26 @@ def test_a_silent_client_is_dropped_in_seconds_and_does_not_hold_up_others() -> 
     assert 'no such session' in silent.expect(wire.GONE)[0][2]
     silent.close()
     good.close()
+
+
+def test_who_was_not_listened_to_is_not_silent() -> None:
+  with Learner(peer_timeout=1.0, deadline=5.0) as learner, Raw(learner.address) as raw:
+    raw.join(2)
+    server, looked = learner.server, threading.Event()
+
+    def stop() -> None:  # for ten seconds, as far as it can tell
+      for peer in server.peers.values():
+        peer.last_seen -= 10
+        peer.groups[0].since -= 10
+      server._ticked -= 10
+      server.look_at_the_clock()
+      looked.set()
+
+    server.call(stop)
+    assert looked.wait(10)
+    raw.step(2, 1)
+    raw.act(2, 1)
+    learner.says('silent for 1.')  # from now on
 
 
 def test_environments_that_hang_while_their_client_lives_are_dropped() -> None:
@@ -273,6 +341,7 @@ def not_finite(raw: Raw) -> None:
     (lambda raw: raw.say(wire.STEP, raw.session, 0, -1, 0), '-1 in a header'),
     (lambda raw: raw.say(99), 'kind 99'),
     (lambda raw: raw.say(wire.PING, raw.session, frames=[b'x']), 'expected none'),
+    (lambda raw: raw.socket.send(b'\x92\x04' + b'\x91' * 999 + b'\x90'), 'within each other'),
     (lambda raw: raw.socket.send(b'\xc1'), 'not msgpack'),
     (lambda raw: raw.socket.send(b''), 'not msgpack'),
     (lambda raw: raw.socket.send(b'x' * 70_000), '70000 bytes, at most'),
@@ -297,6 +366,36 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
     with Raw(learner.address) as other:  # nobody else is any worse off
       other.join(8)
     assert all(len(rows) <= 2 for rows in lives(learner.arrivals).values())
+
+
+def test_percentiles_are_made_once_a_second() -> None:
+  latencies = Latencies()
+  assert latencies.milliseconds() == (0.0, 0.0)
+  for i in range(101):
+    latencies.add(i / 1000)
+  assert latencies.milliseconds() == (50.0, 99.0)
+  for _ in range(1024):
+    latencies.add(1.0)
+  latencies._told_at = time.monotonic()
+  assert latencies.milliseconds() == (50.0, 99.0)
+  latencies._told_at -= 1.1
+  assert latencies.milliseconds() == (1000.0, 1000.0)
+
+
+def test_names_are_shown_as_they_are() -> None:
+  from rich.console import Console
+
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.say(wire.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
+    raw.expect(wire.WELCOME)
+    learner.server.env = '[/z]'
+    report = learner.server.report()
+    clients = [{'name': c['name'], 'last_seen_s': 0.0} for c in report['clients']]
+    console = Console(record=True, width=250)
+    console.print(table(report, {}, 1.0))
+    console.print(table({**report, 'service': '[/z]', 'tables': [], 'clients': clients}, {}, 1.0))
+    text = console.export_text()
+    assert text.count('[/x]?[2J') == 2 and '[/z]' in text and '\x1b' not in text
 
 
 # --- fuzzing ----------------------------------------------------------------------------------------
@@ -397,6 +496,36 @@ def fuzz(messages: int) -> None:
     assert grown[-1] - grown[half] < 20 * 2**20, grown  # once it has all it needs, it stays
     assert len(learner.server.peers) <= 9 and len(learner.server._banned) <= 4096
     assert len(learner.said) < 30 + 3 * messages / 2000  # and the log is bounded
+
+
+def fuzz_documents(count: int) -> None:
+  with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
+    frames = [raw.frames(2, FIRST), raw.frames(2, MID)]
+
+    def documents(session: int) -> list[Document]:
+      return [
+        ([wire.PING, session], [], None),
+        ([wire.ENTER, session, 0, 2], [], None),
+        ([wire.STEP, session, 0, 0, wire.checksum(frames[0])], frames[0], 4),
+        ([wire.ASK], [], None),
+        ([wire.BYE, session, 'enough'], [], None),
+      ]
+
+    before = memory()
+    good = tell(learner.server, lambda: [wire.HELLO, raw.told()], documents, count)
+    assert count / 20 < good < count * 0.9
+    until(lambda: len(learner.pools[0].free) == 64)
+    assert memory() - before < 30 * 2**20 and not learner.server.peers
+    raw.join(64)  # the server does what it did
+
+
+def test_documents_that_are_nearly_right() -> None:
+  fuzz_documents(3000)
+
+
+@pytest.mark.slow
+def test_many_documents_that_are_nearly_right() -> None:
+  fuzz_documents(200_000)
 
 
 def test_fuzzing() -> None:

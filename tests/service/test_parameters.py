@@ -72,6 +72,53 @@ def test_many_pieces_and_versions_are_never_torn(tmp_path: Path) -> None:
     assert publisher.failure is None
 
 
+class Hurried(service.Publisher):
+  """Publishes another version whenever a piece of one is asked for."""
+
+  def handle(self, peer: Any, header: list[Any], frames: list[Any]) -> None:
+    self.publish(self._versions[-1].version + 1, leaves(self._versions[-1].version + 1, 2_000_000))
+    super().handle(peer, header, frames)
+
+
+def test_versions_come_although_newer_ones_are_published_faster() -> None:
+  with Hurried(ANY) as publisher:
+    reader = service.Parameters(publisher.address)
+    publisher.publish(1, leaves(1, 2_000_000))  # 16 pieces
+    for above in (0, 1):
+      until(lambda v=above: reader.version > v)
+    found = reader.get()
+    assert (found.leaves[0][1] == found.version).all()
+    assert publisher._versions[-1].version >= found.version + 10  # newer ones were published
+    reader.close()
+
+
+def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
+  with service.Publisher(ANY) as publisher:
+    publisher.publish(0, leaves(0))
+    context, readers = zmq.Context(), []
+    for version in range(1, 9):  # each is read, but for its last piece, by a reader of its own
+      publisher.publish(version, leaves(version, 200_000))  # two pieces
+      reader = context.socket(zmq.DEALER)
+      reader.connect(publisher.address)
+      told = {'name': wire.PARAMETERS, 'version': 1, 'nonce': 1, 'host': 'raw', 'podrace': '0',
+              'pid': 1}  # fmt: skip
+      reader.send(pack(wire.HELLO, told))
+      session = unpack(reader.recv_multipart()[0])[1]
+      readers.append((version, session, reader))
+      reader.send(pack(wire.FETCH, session, version, 0))
+      while unpack(reader.recv_multipart()[0])[0] != wire.PIECE:
+        pass
+    held = {p.state.reading.version for p in publisher.peers.values() if p.state.reading}
+    assert held == {1, 2, 3, 4, 7, 8}
+    for version, session, reader in readers:
+      reader.send(pack(wire.FETCH, session, version, 2**20))
+      while unpack((heard := reader.recv_multipart())[0])[0] != wire.PIECE:
+        pass
+      assert len(heard) == (2 if version in held else 1), version
+      reader.close(0)
+    context.term()
+
+
 def under_way(reader: service.Parameters) -> bool:
   fetch = reader._fetch
   return fetch is not None and fetch.have > 0

@@ -98,12 +98,14 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount() -> None:
     writer.create_item(table, 1.0, num_steps=1)
     writer.close(timeout=60)
     connection = client.connections[0]
+    ping, connection.ping = connection.ping, lambda: (0,)  # type: ignore[method-assign]
     asked = [connection.ask(wire.SAMPLE, 'it', 1, 1) for _ in range(400)]  # none says what it has
     until(lambda: sum(a.done for a in asked) >= 250)
     peer = next(iter(server.peers.values()))
     assert peer.state.reading.bytes <= wire.MOST_BYTES + 2**21
-    assert len(table.sample(1, timeout=30).key) == 1  # says what has come, so that all come
-    until(lambda: all(a.done for a in asked))
+    assert not all(a.done for a in asked)
+    connection.ping = ping  # type: ignore[method-assign]
+    until(lambda: all(a.done for a in asked))  # it says what has come without asking for more
 
 
 def test_connections_that_are_cut_at_random(tmp_path: Path) -> None:
@@ -237,6 +239,21 @@ def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path)
       assert table.info().inserts == 10
 
 
+def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(wire, 'MOST_ITEMS', 8)
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(1))
+    table = client.table('queue', **queue, max_size=9, max_times_sampled=1)  # type: ignore[arg-type]
+    writer = fill(client, table, 9, delay=0.0)
+    until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0]._sent) == 8)
+    server.stop()
+    with ReplayServer(server.address) as again:  # which has none of them
+      seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(8)]
+      assert seen == list(range(1, 9))
+      writer.close(timeout=30)
+      assert again.failure is None
+
+
 def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
   with Replay(tmp_path, '--checkpoint-every', '0.2') as replay:
     address = replay.address
@@ -273,6 +290,16 @@ def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> 
     (later / 'chunks.bin').write_bytes(b'x')
   with pytest.raises(AssertionError, match='is damaged'):
     Replay(tmp_path)
+
+
+def test_a_last_checkpoint_that_can_not_be_written_is_a_failure(tmp_path: Path) -> None:
+  with Replay(tmp_path) as replay, service.connect(replay.address) as client:
+    fill(client, client.table('it', **SIMPLE), 5).close(timeout=30)
+    (tmp_path / 'kept').rmdir()
+    (tmp_path / 'kept').write_text('in the way')
+    replay.signal(signal.SIGTERM)
+    assert replay.wait() == 1, replay.output
+    replay.says('kept')
 
 
 def test_a_service_whose_thread_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import zmq
 from apart import until
+from mutants import Document, tell
 from services import ANY
 from test_service_tables import SIMPLE, fill
 
-from podrace import cli, service
+from podrace import cli, service, tables
 from podrace.remote import security
 from podrace.remote.wire import checksum, pack, unpack
+from podrace.service import server as replay_server
 from podrace.service import wire
 from podrace.service.server import ReplayServer, parse_tables
 from podrace.tables.table import Leaf, Signature
@@ -210,6 +212,208 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
   context.term()
 
 
+def test_a_message_holds_up_others_for_so_long_only() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    items = dict(item=[(i, i, 1.0, 0, 0) for i in range(1, 514)], parts=[(1, 0, 3)] * 513,
+                 refs=[0] * 513)  # fmt: skip
+    references = dict(parts=[(2**20 + 1, 0, 3)], refs=[0] * (2**20 + 1))
+    chunks = dict(chunks=[(0, 1, 0, 0)] * (2**20 + 1), data=b'')
+    for text, changes in (
+      ('513 items', items),
+      ('1048577 ref', references),
+      ('1048577 ch', chunks),
+    ):
+      raw = ready(context, server)
+      header, frames = insert(1, **changes)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      assert text in raw.hear(wire.GONE)[0][2]
+      raw.close()
+    for kind, columns in ((wire.UPDATE, 2), (wire.DELETE, 1)):
+      raw = ready(context, server)
+      frames = [bytes(8 * 65_537)] * columns
+      raw.say(kind, raw.session, 1, 'it', checksum(frames), frames=frames)
+      assert '65537 keys' in raw.hear(wire.GONE)[0][2]
+      raw.close()
+  context.term()
+
+
+def test_what_waits_for_a_limiter_is_bounded_whoever_has_sent_it() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY, most_bytes=2**14) as server, service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'rate_limiter': tables.queue(1)})
+    refused, sent = '', 0
+    while not refused:
+      raw = ready(context, server)  # with a stream of its own
+      rows = 500
+      item = [(1, 100 + sent, 1.0, 0, 0)]
+      header, frames = insert(1, item=item, chunks=[(0, rows, 0, 16 * rows)], parts=[(1, 0, rows)],
+                              data=bytes(16 * rows))  # fmt: skip
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      sent += 1
+      assert raw.socket.poll(10_000)
+      header, *_ = raw.socket.recv_multipart()
+      if unpack(header)[0] == wire.REFUSED:
+        refused = unpack(header)[1][0]
+      else:
+        raw.say(wire.BYE, raw.session, 'no more')
+      raw.close()
+      assert sent < 100
+    assert '65,536 are allowed' in refused and "wait for table 'it'" in refused
+    assert server.store.total.bytes <= 2**16 + 2 * 16 * rows
+    table = client.table('it')
+    for _ in range(sent):  # nothing of it is lost, and nothing is kept of what has been sampled
+      table.sample(1, timeout=10)
+    table.delete(list(server.tables['it']._slots))
+    until(lambda: not server.store.total.bytes)
+  context.term()
+
+
+def test_a_client_may_keep_no_more_of_items_that_wait() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY, most_bytes=2**14) as server, service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'rate_limiter': tables.queue(1)})
+    raw, number = ready(context, server), 0
+    while server.peers and (number := number + 1) < 100:
+      chunks = dict(chunks=[(0, 250, 0, 4000)], parts=[(1, 0, 250)], data=bytes(4000))
+      header, frames = insert(number, released=[number - 1], **chunks)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      assert raw.socket.poll(10_000)
+      header, *_ = raw.socket.recv_multipart()
+      if unpack(header)[0] == wire.REFUSED:
+        break
+    assert 'its writers keep' in unpack(header)[1][0] and 4 <= number <= 7
+    raw.close()
+  context.term()
+
+
+def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
+  monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+  context = zmq.Context()
+  monkeypatch.setattr(replay_server, 'STREAMS', 3)
+  monkeypatch.setattr(replay_server, 'SAVES', 2)
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    first = ready(context, server, stream=1)
+    for stream in range(2, 9):
+      raw = ready(context, server, stream=stream)
+      header, frames = insert(1)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      raw.hear(wire.ACK)
+      raw.say(wire.HELLO, {**HELLO, 'stream': 99, 'nonce': 2})  # lets go of the stream
+      raw.hear(wire.WELCOME)
+      raw.close()
+    assert len(server._streams) <= 4 and 1 in server._streams
+    monkeypatch.setattr(server, '_save', lambda: None)
+    for number in range(3):
+      first.say(wire.SAVE, first.session, number)
+    assert 'wait for a checkpoint already' in first.hear(wire.ANSWER)[0][4]
+    for _ in range(66):
+      first.say(wire.DECLARE, first.session, {'tables': ['it'] * 1000})
+    assert 'more than 65536' in first.hear(wire.GONE)[0][2]
+    server._save_wanted.clear()
+    monkeypatch.undo()
+    first.close()
+  context.term()
+
+
+LEAF = ['leaf', [], []]
+NO_DECLARATION: list[tuple[str, dict[str, Any]]] = [
+  ('a shape 5', {'specs': [['<f4', 5]]}),
+  ('expected [dtype, shape]', {'specs': [['(,)f4,', []]]}),
+  ('expected [dtype, shape]', {'specs': [['O', []]]}),
+  ('at most 1073741824', {'specs': [['<f4', [0, 2**62, 2**62]]]}),
+  ('a shape', {'signatures': [[LEAF, [['x', '<f4', b'\1\2', True]]]]}),
+  ('without a list of leaves', {'signatures': [[LEAF, 'x']]}),
+  ('without lists of keys', {'signatures': [[['tuple', [], 'x'], [['x', '<f4', [], True]]]]}),
+  ('there twice', {'signatures': [[['dict', ['a', 'a'], [LEAF, LEAF]],
+                                   [['a', '<f4', [], True]] * 2]]}),
+]  # fmt: skip
+
+
+def test_a_declaration_that_is_none_ends_its_session_only() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server:
+    for text, told in NO_DECLARATION:
+      raw = Raw(context, server.address)
+      raw.hello()
+      raw.say(wire.DECLARE, raw.session, told)
+      assert text in (said := raw.hear(wire.GONE)[0][2]), (text, said)
+      raw.close()
+    assert server.failure is None and not server.counts['unexpected']
+  context.term()
+
+
+def limited(*numbers: Any, **more: Any) -> dict[str, Any]:
+  told = dict(sampler='fifo', remover='fifo', rate_limiter=['x', *numbers], max_size=9,
+              max_bytes=None, max_times_sampled=0)  # fmt: skip
+  return {**told, **more}
+
+
+INF, NAN = float('inf'), float('nan')
+NO_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+  ('min_size must be', limited(1.0, INF, 0.0, 0.0)),
+  ('min_size must be', limited(1.0, NAN, 0.0, 0.0)),
+  ('min_size must be', limited(1.0, 1.5, 0.0, 0.0)),
+  ('samples_per_insert must be', limited(1e-320, 1.0, 0.0, 0.0)),
+  ('samples_per_insert must be', limited(1e308, 9.0, INF, INF)),
+  ('min_diff must be', limited(1.0, 1.0, INF, INF)),
+  ('max_diff must be', limited(1.0, 1.0, -INF, -INF)),
+  ('expected four numbers', limited(1.0, 1.0, b'', 0.0)),
+  ('settings without', limited(1.0, 1.0, 0.0)),
+  ('which there are not', limited(1.0, 1.0, 0.0, 9.0, more=b'x')),
+]
+
+
+def test_settings_that_are_none_are_refused() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server:
+    raw = Raw(context, server.address)
+    raw.hello()
+    for number, (text, told) in enumerate(NO_SETTINGS):
+      raw.say(wire.TABLE, raw.session, number, 'it', told)
+      header = raw.hear(wire.ANSWER)[0]
+      assert header[3] is False and text in header[4], (text, header)
+    raw.say(wire.TABLE, raw.session, 99, 'it', limited(1.0, 1.0, -INF, INF))
+    assert raw.hear(wire.ANSWER)[0][3] is True
+    assert server.failure is None and not server.counts['unexpected']
+    raw.close()
+  context.term()
+
+
+def test_items_are_lost_beyond_what_can_be_counted() -> None:
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    for _ in range(2):
+      raw = ready(context, server)
+      header, frames = insert(1, item=[(2**64 - 1, 5, 1.0, 0, 0)])
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      raw.hear(wire.ACK)
+      raw.say(wire.ASK)
+      assert raw.hear(wire.REPORT)[0][1]['counts']['lost'] == 2**63
+      raw.close()
+    assert server.failure is None and not server.counts['unexpected']
+  context.term()
+
+
+def test_what_no_check_foresaw_ends_its_session_only(monkeypatch: pytest.MonkeyPatch) -> None:
+  def fail(*args: Any) -> None:
+    raise ZeroDivisionError('of the test')
+
+  context = zmq.Context()
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    monkeypatch.setattr(server, '_declare', fail)
+    raw = ready(context, server)
+    assert 'ZeroDivisionError' in raw.hear(wire.GONE)[0][2]
+    raw.close()
+    assert any('of the test' in line for line in server.events)
+    assert client.table('it', **SIMPLE).info().size == 0 and server.failure is None
+  context.term()
+
+
 def test_a_stream_goes_on_over_another_connection() -> None:
   context = zmq.Context()
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
@@ -268,8 +472,9 @@ def fuzz(messages: int, seed: int) -> None:
       for _ in range(rng.randrange(1, 200)):
         raw.socket.send_multipart(wrong(rng, raw.session))
         sent += 1
-      raw.say(wire.ASK)  # answered, or ignored
-      until(lambda: server.counts['ignored'] + server.counts['malformed'] >= 0)
+      before_it = server.counts['ignored'] + server.counts['malformed']
+      raw.socket.send(b'x' * 100_000)  # the last one; it has been read when that is counted
+      until(lambda n=before_it: server.counts['ignored'] + server.counts['malformed'] > n)
       raw.close()
       if rng.random() < 0.05:
         assert len(table.sample(2, timeout=30).key) == 2
@@ -281,6 +486,73 @@ def fuzz(messages: int, seed: int) -> None:
     assert server.store.total.bytes < 2**20 and len(server._streams) <= 65536
     assert resident() < before + 2**27
   context.term()
+
+
+def told_hello(name: str) -> list[Any]:
+  return [wire.HELLO, {**HELLO, 'name': name, 'stream': random.getrandbits(60) + 1}]
+
+
+def documents(session: int) -> list[Document]:
+  """What a client of replay may say, in an order in which it may say it."""
+  structure = ['dict', ['x', 'y'], [LEAF, ['named Point', ['a'], [LEAF]]]]
+  leaves = [['x', '<i8', [2], False], ['y/a', '<f4', [], True]]
+  more, frames = insert(1)
+  keys = [np.arange(1, 4, dtype='<i8').tobytes(), np.ones(3, '<f8').tobytes()]
+  settings = limited(2.0, 1.0, -5.0, 1e6, sampler='prioritized(0.6)')
+  told = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE, [structure, leaves]]}
+  return [
+    ([wire.PING, session, 0], [], None),
+    ([wire.TABLE, session, 1, 'it', settings], [], None),
+    ([wire.DECLARE, session, told], [], None),
+    ([wire.INSERT, session, *more], frames, 3),
+    ([wire.SAMPLE, session, 2, 'it', 3, 1, 0.0, 0], [], None),
+    ([wire.SAMPLE, session, 3, 'it', 60_000, 60_000, -1.0, 0], [], None),
+    ([wire.CANCEL, session, 3], [], None),
+    ([wire.UPDATE, session, 4, 'it', checksum(keys)], keys, 4),
+    ([wire.DELETE, session, 5, 'it', checksum(keys[:1])], keys[:1], 4),
+    ([wire.INFO, session, 6, 'it'], [], None),
+    ([wire.SAVE, session, 7], [], None),
+    ([wire.ASK], [], None),
+    ([wire.BYE, session, 'enough'], [], None),
+  ]
+
+
+def fuzz_documents(count: int) -> None:
+  with ReplayServer(ANY, most_bytes=2**20) as server, service.connect(server.address) as client:
+    table = client.table('other', **SIMPLE)
+    before = resident()
+    good = tell(server, lambda: told_hello(wire.REPLAY), documents, count)
+    assert count / 10 < good < count * 0.9
+    assert len(server.tables) <= 1024 and server.store.total.bytes < 2**24
+    assert resident() - before < 2**27
+    fill(client, table, 5).close(timeout=60)
+    assert len(table.sample(2, timeout=60).key) == 2
+  with service.Publisher(ANY) as publisher:
+    publisher.publish(1, [('x', np.ones(5))])
+    before = resident()
+    good = tell(
+      publisher,
+      lambda: told_hello(wire.PARAMETERS),
+      lambda session: [
+        ([wire.PING, session], [], None),
+        ([wire.FETCH, session, 1, 8], [], None),
+        ([wire.BYE, session, 'enough'], [], None),
+      ],
+      count,
+    )
+    assert count / 10 < good < count * 0.9 and resident() - before < 2**25
+    reader = service.Parameters(publisher.address)
+    assert reader.get(timeout=30).version == 1
+    reader.close()
+
+
+def test_documents_that_are_nearly_right() -> None:
+  fuzz_documents(3000)
+
+
+@pytest.mark.slow
+def test_many_documents_that_are_nearly_right() -> None:
+  fuzz_documents(200_000)
 
 
 def resident() -> int:

@@ -101,6 +101,8 @@ class RemotePair(Pair):
       self.table.sample(1)
     until(lambda: not self.server.peers)
     self.host.close()
+    for pending, stream, _ in self.server._held['it']:  # who waits for a table that nobody closes
+      self.server._account(pending, stream, 'it', self.store.drop)
     self.host.delete(list(self.there()))
     assert (self.store.total.bytes, self.store.total.chunks) == (0, 0)
     self.server.stop()
@@ -227,6 +229,32 @@ def test_large_items_go_out_in_several_messages(
   found = table.sample(40, timeout=60).data['x'][:, 0]
   assert all((rows == row).all(axis=1).any() for row in found)
   writer.close()
+
+
+def test_a_sample_that_is_too_large_is_an_error(
+  client: service.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  table = client.table('too large', **SIMPLE)
+  writer = client.writer(history=1)
+  writer.append({'x': np.random.default_rng(0).integers(0, 2**63, 1000)})
+  writer.create_item(table, 1.0, num_steps=1)
+  writer.append({'x': np.random.default_rng(1).integers(0, 2**63, 1000)})
+  writer.create_item(table, 1.0, num_steps=1)
+  writer.close(timeout=30)
+  monkeypatch.setattr(wire, 'FRAME_BYTES', 15_000)
+  with pytest.raises(ValueError, match='of which a sample has at most 15,000: ask for fewer'):
+    for _ in range(20):  # until both are in it
+      table.sample(2, timeout=30)
+  assert len(table.sample(1, timeout=30).key) == 1
+
+
+def test_keys_go_in_as_many_messages_as_they_need(client: service.Client) -> None:
+  table = client.table('many keys', **SIMPLE)
+  fill(client, table, 3).close(timeout=30)
+  keys = np.arange(1, 200_001)
+  keys[[0, 70_000, 199_999]] = np.unique(table.sample(100, timeout=30).key)
+  assert table.update_priorities(keys, np.ones(len(keys))) == 3
+  assert table.delete(keys) == 3 and not len(table)
 
 
 def test_what_nobody_needs_is_let_go(server: ReplayServer, client: service.Client) -> None:

@@ -95,6 +95,48 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     until(lambda: (other.sample(10, timeout=30).table_size == 101).all())
 
 
+def test_a_sample_that_waits_at_an_empty_shard_is_drawn_elsewhere() -> None:
+  with shards() as (servers, client):
+    table = client.table('it', **SIMPLE)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(table.sample(8, timeout=60)), daemon=True)
+    thread.start()
+    until(lambda: sum(s.tables['it'].info().waiting_samplers for s in servers) == 2)
+    fill(client, table, 50).close(timeout=30)  # all to one of them
+    thread.join(30)
+    assert len(found) == 1 and len(found[0].key) == 8
+    assert not any(s.tables['it'].info().waiting_samplers for s in servers)
+
+
+def test_at_least_is_of_all_shards_together() -> None:
+  with shards() as (servers, client):
+    table = all_of(client)
+    writer = client.writer(history=3, delay=0.0)
+    for i in range(82):
+      writer.append(programs.step(0, i))
+      if i >= 2:
+        writer.create_item(table, 1.0, num_steps=3)
+    writer.close(timeout=30)
+    for connection in client.connections:  # as they may be known, while others read as well
+      connection.sizes = {'all': 40}
+    full = next(s for s in servers if len(s.tables['all']))
+    assert len(read_all(table, 0.5)) == 80 and not len(full.tables['all'])
+
+
+@pytest.mark.parametrize('n', [1, 2])
+def test_what_is_asked_of_servers_that_are_away_ends_in_time(n: int) -> None:
+  with shards(n) as (servers, client):
+    table = client.table('it', **SIMPLE)
+    fill(client, table, 3).close(timeout=30)
+    until(lambda: table.size_last_told == 3)
+    for server in servers:
+      server.stop()
+    until(lambda: all(c.session is None for c in client.connections))
+    assert table.size_last_told == 3  # at once
+    with pytest.raises(tables.RateLimited, match=r"info of table 'it': no answer .* no connection"):
+      table.info(timeout=0.1)
+
+
 def test_a_sample_that_waits_at_a_shard_that_dies_is_drawn_elsewhere(tmp_path: Path) -> None:
   with contextlib.ExitStack() as stack:
     first = stack.enter_context(ReplayServer(ANY))

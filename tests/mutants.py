@@ -1,0 +1,139 @@
+"""Documents that are nearly right, said to a server by clients that are not ignored yet."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from podrace.remote.wire import checksum, pack
+
+Document = tuple[list[Any], list[bytes], int | None]  # header, frames, where the checksum is
+
+
+def nested(depth: int) -> list[Any]:
+  found: list[Any] = []
+  for _ in range(depth):
+    found = [found]
+  return found
+
+
+NONSENSE: list[Any] = [
+  None, True, False, 0, 1, -1, 2**31, 2**32, 2**63 - 1, 2**64 - 1, -(2**63), 0.0, -0.5, 1e-320, 1e308,
+  float('inf'), float('-inf'), float('nan'), '', 'x', 'x' * 300, '[/x]', '(,)f4,', 'O', '<M8[s]', '<f16',
+  'prioritized(nan)', b'', b'\xff' * 9, [], [0, 2**62, 2**62], [[]], {}, {'a': 1}, nested(40), nested(120),
+]  # fmt: skip
+
+
+def mutant(rng: random.Random, document: Document) -> list[bytes]:
+  """Its frames, of which something is otherwise; sometimes nothing is."""
+  header, frames, crc = copy.deepcopy(document[0]), list(document[1]), document[2]
+  for _ in range(rng.choice([0, 1, 1, 1, 2])):
+    if frames and rng.random() < 0.4:
+      i = rng.randrange(len(frames))
+      data = bytearray(frames[i])
+      way = rng.randrange(4)
+      if way == 0 and data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+      elif way == 1:
+        data = data[: rng.randrange(len(data) + 1)]
+      elif way == 2:
+        data = data * 2
+      elif data:
+        at = 4 * rng.randrange((len(data) + 3) // 4)
+        data[at : at + 4] = rng.choice([b'\0' * 4, b'\xff' * 4, b'\0\0\0\x80'])
+      frames[i] = bytes(data)
+      if crc is not None and rng.random() < 0.9 and crc < len(header):
+        header[crc] = checksum(frames)
+    else:
+      spoil(rng, header)
+  if rng.random() < 0.03:
+    frames = [*frames, b'further'] if rng.random() < 0.5 else frames[:-1]
+  data = pack(*header)
+  if rng.random() < 0.03:
+    data = data[: rng.randrange(len(data) + 1)]
+  return [data, *frames]
+
+
+def spoil(rng: random.Random, at: Any) -> None:
+  """Puts nonsense somewhere into a list or map, takes something out or doubles it."""
+  while True:
+    keys = list(at) if isinstance(at, dict) else range(len(at))
+    if not keys:
+      return
+    key = rng.choice(keys)
+    if isinstance(at[key], list | dict) and at[key] and rng.random() < 0.8:
+      at = at[key]
+      continue
+    way = rng.randrange(8)
+    if way == 0:
+      del at[key]
+    elif way == 1 and isinstance(at, list):
+      at.append(at[key])
+    elif way == 2 and type(at[key]) is int:
+      at[key] = min(max(at[key] + rng.choice([-1, 1]), 0), 2**64 - 1)
+    else:
+      at[key] = copy.deepcopy(rng.choice(NONSENSE))
+    return
+
+
+def tell(
+  server: Any,
+  hello: Callable[[], list[Any]],
+  documents: Callable[[int], Sequence[Document]],
+  count: int,
+  seed: int = 0,
+) -> int:
+  """Says so many mutants, each in a session of its own after the documents before it.
+
+  How many were taken for good. Fails if a check was missing.
+  """
+  rng, send, good = random.Random(seed), server.send, 0
+
+  def take(address: bytes, frames: list[bytes]) -> None:
+    server.take([zmq.Frame(x) for x in (address, *frames)])
+
+  def one() -> None:
+    nonlocal good
+    address = rng.randbytes(9)
+    take(address, [pack(*hello())])
+    peer = server.peers[address]
+    every = documents(peer.session)
+    sizes = [len(pack(*header)) + sum(map(len, frames)) for header, frames, _ in every]
+    chosen = rng.choices(range(len(every) + 1), [*sizes, 50])[0]  # where there is more to spoil
+    if chosen == len(every):  # another hello
+      take(address, mutant(rng, (hello(), [], None)))
+    else:
+      for header, frames, _ in every[:chosen]:
+        take(address, [pack(*header), *frames])
+      assert server.peers.get(address) is peer
+      take(address, mutant(rng, every[chosen]))
+    good += address not in server._banned
+    if (left := server.peers.get(address)) is not None:
+      server.drop(left, 'enough')
+
+  def some() -> None:
+    server.send = lambda address, *header, **frames: bool(pack(*header))  # to nobody
+    try:
+      for _ in range(100):
+        one()
+    except BaseException as e:
+      wrong.append(e)
+    finally:
+      server.send = send
+      done.set()
+
+  wrong: list[BaseException] = []
+  for _ in range(count // 100):
+    done = threading.Event()
+    server.call(some)
+    assert done.wait(60)
+    if wrong:
+      raise wrong[0]
+    assert not server.counts['unexpected'], next(e for e in server.events if 'Traceback' in e)
+    assert server.failure is None, server.failure
+  return good
