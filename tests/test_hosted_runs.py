@@ -242,7 +242,7 @@ def test_a_failing_table_ends_the_run(
     )
   assert end.value.code == 1
   told = capfd.readouterr().err
-  assert 'MemoryError: no more chunks' in told and 'it could not be saved' in told
+  assert 'MemoryError: no more chunks' in told and 'nothing was saved yet' in told
 
 
 @pytest.mark.parametrize(
