@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -58,7 +59,7 @@ class Wrong(Sequence):
     observation, reward, terminated, truncated, info = super().step(action)
     if self._steps == 5 and self._helper:
       if not (pid := os.fork()):
-        time.sleep(1000)
+        threading.Event().wait()
       with open(self._helper, 'a') as file:
         file.write(f'{pid}\n')
     if self._steps == self._at and self._first():
@@ -67,7 +68,7 @@ class Wrong(Sequence):
       if self._what == 'exit':
         os._exit(3)
       if self._what == 'hang':
-        time.sleep(1000)
+        threading.Event().wait()
       if self._what == 'shape':
         observation = observation[:3]
       if self._what == 'dtype':

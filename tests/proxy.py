@@ -17,6 +17,7 @@ class Proxy:
     self._to = ('127.0.0.1', port)
     self._listener = socket.create_server(('127.0.0.1', 0))
     self.address = f'tcp://127.0.0.1:{self._listener.getsockname()[1]}'
+    self._open = {'up': threading.Event(), 'down': threading.Event()}
     self.up = self.down = True  # towards the learner; towards the client
     self.delay = 0.0
     self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -40,17 +41,38 @@ class Proxy:
         thread.start()
         self._threads.append(thread)
 
+  @property
+  def up(self) -> bool:
+    return self._open['up'].is_set()
+
+  @up.setter
+  def up(self, value: bool) -> None:
+    self._set('up', value)
+
+  @property
+  def down(self) -> bool:
+    return self._open['down'].is_set()
+
+  @down.setter
+  def down(self, value: bool) -> None:
+    self._set('down', value)
+
+  def _set(self, name: str, value: bool) -> None:
+    if value:
+      self._open[name].set()
+    else:
+      self._open[name].clear()
+
   def _forward(self, a: socket.socket, b: socket.socket, name: str) -> None:
+    passes = self._open[name]
     held: list[tuple[float, bytes]] = []
     with contextlib.suppress(OSError, ValueError):
       while not self._stop:
-        if getattr(self, name) and select.select([a], [], [], 0.01)[0]:
+        if passes.wait(0.01) and select.select([a], [], [], 0.01)[0]:
           data = a.recv(65536)
           if not data:
             break
           held.append((time.monotonic() + self.delay, data))
-        elif not getattr(self, name):
-          time.sleep(0.01)
         while held and held[0][0] <= time.monotonic():
           b.sendall(held.pop(0)[1])
     for s in (a, b):

@@ -57,7 +57,9 @@ def read(address: str, count: str) -> None:
       for path, array in got.leaves:
         assert (array == seen).all(), (seen, path)
       print(seen, flush=True)
-    time.sleep(0.001)
+    with reader.changed:
+      if reader.version == seen:
+        reader.changed.wait(1.0)
   reader.close()
 
 

@@ -147,7 +147,8 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     reader = service.Parameters(proxy.address, max_staleness=1.5)
     publisher.publish(1, leaves(1))
     assert reader.get(timeout=30).version == 1
-    time.sleep(2.0)
+    begun = time.monotonic()
+    until(lambda: time.monotonic() - reader.staleness > begun + 1.5)  # it has asked since
     assert reader.get(timeout=0).version == 1  # nothing newer: it is fresh
     proxy.up = proxy.down = False
     until(lambda: reader.staleness > 1.5)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import random
 import signal
+import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,8 @@ def test_connections_that_are_cut_at_random(tmp_path: Path) -> None:
       ]
       cuts = 0
       while any(w.process.poll() is None for w in writers):
-        time.sleep(rng.uniform(0.05, 0.4))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+          writers[cuts % 2].process.wait(rng.uniform(0.05, 0.4))
         proxy.reset()
         cuts += 1
       assert [w.process.returncode for w in writers] == [0, 0], writers[0].output
@@ -153,7 +155,8 @@ def test_a_cut_is_noticed_and_outlived(
           setattr(proxy, direction, False)
         if 'up' in directions:
           until(lambda: any('silent' in e for e in server.events))
-        time.sleep(seconds)
+        with pytest.raises(subprocess.TimeoutExpired):  # it does not end
+          writer.process.wait(seconds)
         before = newest(writer)
         for direction in directions:
           setattr(proxy, direction, True)
