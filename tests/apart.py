@@ -13,7 +13,7 @@ from typing import Any
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-DEADLINE = 60.0  # seconds, for what takes a few on an idle machine
+DEADLINE = 120.0  # seconds, for what takes a few on an idle machine
 
 
 def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:

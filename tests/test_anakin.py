@@ -173,7 +173,7 @@ def test_the_log_has_the_mean_of_the_metrics() -> None:
   assert np.std(losses) > 1e-3
 
 
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize('name', ['impala', pytest.param('ppo', marks=SLOW)])
 def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
   alone = on_catch(name, 2)
   together = dataclasses.replace(alone, seeds=3)

@@ -289,11 +289,11 @@ def test_collectives_of_the_learner_step(name: str) -> None:
 
 RUNS = {
   'ppo': (AGENTS['ppo'], 1),
-  'ppo, normalised, 3 seeds': (AGENTS['ppo, normalised'], 3),
   'impala, normalised': (AGENTS['impala, normalised'], 1),
   'impala, recurrent, 3 seeds': (AGENTS['impala, recurrent'], 3),
 }
 SLOW_RUNS = {
+  'ppo, normalised, 3 seeds': (AGENTS['ppo, normalised'], 3),
   'ppo, normalised': (AGENTS['ppo, normalised'], 1),
   'ppo, recurrent, 3 seeds': (AGENTS['ppo, recurrent'], 3),
   'impala, recurrent': (AGENTS['impala, recurrent'], 1),
