@@ -153,7 +153,7 @@ def sample_learner(
 class Log(NamedTuple):
   """What is summed up between two readings of the log, in bounded memory."""
 
-  count: Array  # type: ignore[assignment]  # [] i32 how many samples' metrics are in `sums`
+  samples: Array  # [] i32 how many samples' metrics are in `sums`
   sums: Metrics  # of the agent's metrics
   broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
 
@@ -174,7 +174,7 @@ def add_to_log(log: Log, sums: Metrics, count: Array, update: Array) -> Log:
   """The log after one more update, the run's `update`-th, and what `learner` told of it."""
   broken = (log.broken < 0) & ~jnp.isfinite(sums['loss'])
   return Log(
-    count=log.count + count,
+    samples=log.samples + count,
     sums=jax.tree.map(jnp.add, log.sums, sums),
     broken=jnp.where(broken, update, log.broken),
   )

@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import math
 import os
 import signal
 import threading
@@ -537,21 +536,13 @@ class _Run:
     """Writes a line of metrics."""
     episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
     total = int(episodes.sum())
-
-    def mean(name: str) -> float | None:
-      return metrics.number(np.sum(summary[name], dtype=np.float64) / total) if total else None
-
-    episode_return, square = mean('return_sum'), mean('return_square')
-    std = None
-    if episode_return is not None and square is not None:
-      std = math.sqrt(max(square - episode_return**2, 0.0))
+    length = np.sum(summary['length_sum'], dtype=np.float64)
     line: metrics.Line = {
       'step': update * self.config.steps_per_update,
       'wall_s': round(self.wall_s, 3),
       'steps_per_s': round(self.rate(self.since_line), 1),
-      'episode_return': episode_return,
-      'episode_return_std': std,
-      'episode_length': mean('length_sum'),
+      **mean_and_std(episodes, summary['return_sum'], summary['return_deviation']),
+      'episode_length': metrics.number(length / total) if total else None,
       'episodes': total,
     }
     if self.config.seeds > 1:
@@ -684,13 +675,30 @@ class _Run:
     return summary
 
 
+def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
+  """The return of all episodes together, from each seed's sums, and its standard deviation.
+
+  None where no episode ended, and for what is not finite.
+  """
+  n, sums, apart = (np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation))
+  n, sums, apart = n[n > 0], sums[n > 0], apart[n > 0]
+  if not len(n):
+    return {'episode_return': None, 'episode_return_std': None}
+  with np.errstate(all='ignore'):
+    mean = sums.sum() / n.sum()
+    variance = (apart + n * np.square(sums / n - mean)).sum() / n.sum()
+    std = np.sqrt(np.maximum(variance, 0.0))
+  return {'episode_return': metrics.number(mean), 'episode_return_std': metrics.number(std)}
+
+
 def final_return(path: Path) -> dict[str, Any]:
   """The mean return of the episodes that ended in the last tenth of the run."""
   lines = metrics.read(path)
   start = 0.9 * lines[-1]['step'] if lines else 0
-  tail = [line for line in lines if line['step'] > start and line['episodes']]
-  if not tail:
-    tail = [line for line in lines if line['episodes']][-1:]
+  lines = [
+    line for line in lines if line['episode_return'] is not None
+  ]  # null: not finite, or none
+  tail = [line for line in lines if line['step'] > start] or lines[-1:]
   episodes = sum(line['episodes'] for line in tail)
   if not episodes:
     return {'episode_return': None, 'episodes': 0}

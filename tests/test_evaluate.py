@@ -184,7 +184,7 @@ def test_statistics_of_training_are_used(trained: Path) -> None:
   config = run.load_config(trained)
   agent = bind(config.agent, make(config.env))
   _, params, _ = newest_params(config, agent, trained)
-  assert (params.observation.count > 1000).all()
+  assert (params.observation.seen > 1000).all()
 
   def returns(params: Any) -> np.ndarray:
     args = (config, agent, make(config.env), params, 200, 0, 100)

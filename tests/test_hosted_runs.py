@@ -78,7 +78,7 @@ def test_every_agent_learns_from_it(name: str) -> None:
     found = run.advance(20)
   with Running(other) as run:
     expected = run.advance(20)
-  assert int(found.log.count) == int(expected.log.count) > 0
+  assert int(found.log.samples) == int(expected.log.samples) > 0
   assert int(found.log.broken) == -1
   changed = [
     not np.array_equal(x, y)

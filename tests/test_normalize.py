@@ -52,7 +52,7 @@ def see_on_devices(devices: int) -> Any:
 def assert_numpys(statistics: Statistics, x: Any, **tolerance: float) -> None:
   """Mean and variance of all elements of `x`, in float64."""
   count = x['scalar'].size
-  assert float(statistics.count) == count
+  assert float(statistics.seen) == count
   for name, values in x.items():
     flat = values.astype(np.float64).reshape(count, -1)
     mean, var = (np.asarray(s[name]).reshape(-1) for s in (statistics.mean, statistics.var))

@@ -147,7 +147,7 @@ def test_the_same_as_anakin(name: str, threads: int) -> None:
     state = run.advance(12)
     told, _ = run.driver.read_log(state)
   assert_close(params, state.train.params, rtol=2e-4, atol=2e-6)
-  for field in ('episodes', 'return_sum', 'return_square', 'length_sum'):
+  for field in ('episodes', 'return_sum', 'return_deviation', 'length_sum'):
     assert told[field] == pytest.approx(float(summary[field])), field
   assert told['episodes'] > 0
   assert told['metrics']['loss'] == pytest.approx(float(summary['metrics']['loss']), rel=1e-3)

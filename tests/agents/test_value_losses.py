@@ -52,7 +52,7 @@ def test_n_step_bootstrapped(n: int) -> None:
   found = returns.n_step_bootstrapped(r, d, 1.0 - last, v, n)
   for t in range(T):
     one = returns.n_step(r[t : t + n], d[t : t + n], jnp.asarray(last[t : t + n]))
-    expected = one.r_t + one.discount_t * v[t + int(one.index) - 1]
+    expected = one.r_t + one.discount_t * v[t + int(one.end) - 1]
     assert float(found[t]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
 
 
