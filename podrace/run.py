@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
+FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
 
 
 class RunError(Exception):
@@ -312,6 +313,7 @@ def train(
   """Trains, from the beginning or from the newest good checkpoint; returns the summary.
 
   `listen` is where remote environments come to, if the config has them; `addresses` as in `build`.
+  `quiet` silences the progress, not the warnings.
 
   Raises:
     UsageError, ValueError: if the config is wrong, or not that of the run in `run_dir`.
@@ -326,27 +328,32 @@ def train(
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
-  say = (lambda message: None) if quiet or not leader else terminal.say
+  warn = terminal.say if leader else _nothing
+  say = _nothing if quiet else warn
   with _told(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
     if leader:
       stack.enter_context(locked(run_dir))
     if not override:
       compare_config(config, run_dir)
-    server = make_server(config, listen, say)
+    server = make_server(config, listen, warn)
     program = build(config, server, addresses)
     summary = read_json(run_dir / 'summary.json')
     if summary is not None and summary['step'] >= config.total_steps:
-      say(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
+      warn(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
       return summary
     stop = stack.enter_context(Stop())
     if server is not None:
       stack.enter_context(server)
       say(f'listening for environments at {server.address}')
-    summary = _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
+    summary = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet).go(stack)
     if server is not None:
       server.finished()
     return summary
+
+
+def _nothing(message: str) -> None:
+  pass
 
 
 def make_server(config: Config, listen: Listen | None, say: Callable[[str], None]) -> Server | None:
@@ -385,12 +392,13 @@ class _Run:
     run_dir: Path,
     stop: Stop,
     terminal: metrics.Terminal,
-    say: Callable[[str], None],
+    warn: Callable[[str], None],
     sinks: tuple[str, ...],
     quiet: bool,
   ) -> None:
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
-    self.terminal, self.say, self.sink_names, self.quiet = terminal, say, sinks, quiet
+    self.terminal, self.sink_names, self.quiet = terminal, sinks, quiet
+    self.warn, self.say = warn, _nothing if quiet else warn
     self.leader = jax.process_index() == 0
     self.clock = Clock()
     self.since_line = Clock()  # what the current line of metrics is about
@@ -466,7 +474,7 @@ class _Run:
       n, stop, save = self.agree(
         min(min(goals) - update, pace.updates()),
         self.stop.signum,
-        time.perf_counter() - last_save > CHECKPOINT_SECONDS,
+        self.save_due(time.perf_counter() - last_save),
       )
       try:
         after, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
@@ -490,14 +498,19 @@ class _Run:
           self.log(update, summary)
         elif not self.quiet:
           self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
-      due = update % per_save == 0 if per_save else save
-      if due or stop or update == total:
+      if save or stop or update == total or (per_save and update % per_save == 0):
         self.save(update, state)
         last_save = time.perf_counter()
       if stop and update < total:
         self.checkpoints.wait()
         raise Stopped(stop)
     return state
+
+  def save_due(self, seconds: float) -> bool:
+    """Whether a checkpoint is due so long after the last one, or after the beginning."""
+    if self.saved < 0:
+      return seconds > FIRST_CHECKPOINT_SECONDS
+    return seconds > CHECKPOINT_SECONDS and not self.config.checkpoint_every
 
   def agree(self, updates: int, signum: int, save: bool) -> tuple[int, int, bool]:
     """The same decisions on all processes: the first one's, and anybody's signal."""
@@ -599,7 +612,7 @@ class _Run:
     """The newest checkpoint that is whole; None if there is none at all."""
     params, rest = _split(self.program.shapes)
     if self.checkpoints.half_written:
-      self.say(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
+      self.warn(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
     damaged: list[int] = []
     for step in self.checkpoints.steps():
       try:
@@ -609,11 +622,11 @@ class _Run:
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
-        self.say(f'damaged: {e}')
+        self.warn(f'damaged: {e}')
         damaged.append(step)
         continue
       for bad in damaged:
-        self.say(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
+        self.warn(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
       meta = found.meta
       self.saved = step
       self.wall_before, self.told = meta['wall_s'], meta['told']
@@ -621,7 +634,7 @@ class _Run:
       self.say(f'resuming at step {step:,}')
       here = machine()
       if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
-        self.say(
+        self.warn(
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
       return found.rest._replace(train=found.rest.train._replace(params=found.params))
