@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.actor import ActorState, actor_on_mesh
+from podrace.actor import ActorState, actor_on_mesh, pooled
 from podrace.envs.base import batch
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.types import Agent, Array, Environment, Replay, TrainState
@@ -133,22 +133,19 @@ class Anakin:
   def read_log(self) -> Any:
     """State -> (a summary, the State with its log emptied); the state given is donated.
 
-    The summary has, for each seed: `metrics` (means since the last reading), `episodes`,
-    `return_sum`, `return_square` and `length_sum`.
+    The summary has, for each seed: `metrics` (means since the last reading), and what
+    `podrace.actor.pooled` says of the episodes.
     """
 
     def read(state: State) -> tuple[Any, State]:
       episodes, log = state.actor.episodes, state.log
       summary = dict(
-        metrics={name: x / log.count for name, x in log.sums.items()},
-        episodes=jnp.sum(episodes.count, -1),
-        return_sum=jnp.sum(episodes.return_sum, -1),
-        return_square=jnp.sum(episodes.return_square, -1),
-        length_sum=jnp.sum(episodes.length_sum.astype(jnp.float32), -1),
+        metrics={name: x / log.samples for name, x in log.sums.items()},
+        **pooled(episodes),
       )
-      zero = jax.tree.map(jnp.zeros_like, (episodes, log.count, log.sums))
+      zero = jax.tree.map(jnp.zeros_like, (episodes, log.samples, log.sums))
       actor = state.actor._replace(episodes=zero[0])
-      return summary, state._replace(actor=actor, log=log._replace(count=zero[1], sums=zero[2]))
+      return summary, state._replace(actor=actor, log=log._replace(samples=zero[1], sums=zero[2]))
 
     shardings = (topology.replicated(self.mesh), self.shardings)
     return jax.jit(read, donate_argnums=0, out_shardings=shardings)

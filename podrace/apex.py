@@ -302,10 +302,10 @@ class Apart:
     seen = jax.device_get(state.log)
     e, self._episodes = self._episodes + self._feed.episodes(), Totals()
     summary = dict(
-      metrics={k: x / seen.count if seen.count else np.nan for k, x in seen.sums.items()},
+      metrics={k: x / seen.samples if seen.samples else np.nan for k, x in seen.sums.items()},
       episodes=e.count,
       return_sum=e.return_sum,
-      return_square=e.return_square,
+      return_deviation=e.return_deviation,
       length_sum=e.length_sum,
       host={'acting_processes': len(self._publisher.peers), **self._feed.metrics()},
     )

@@ -247,10 +247,10 @@ class OnHost:
     e = Totals(**told.episodes)
     seconds = sum(told.seconds.values()) or 1.0
     summary = dict(
-      metrics={k: x / log.count if log.count else np.nan for k, x in log.sums.items()},
+      metrics={k: x / log.samples if log.samples else np.nan for k, x in log.sums.items()},
       episodes=e.count,
       return_sum=e.return_sum,
-      return_square=e.return_square,
+      return_deviation=e.return_deviation,
       length_sum=e.length_sum,
       host={
         'policy_lag_mean': told.lag_sum / max(told.unrolls, 1),

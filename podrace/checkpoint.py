@@ -84,7 +84,11 @@ class Checkpoints:
   def __init__(self, directory: Path, keep: int = 3, writes: bool = True) -> None:
     logging.getLogger('absl').setLevel(logging.CRITICAL)  # orbax tells there what it also raises
     self._directory = directory.absolute()
-    self.half_written = sorted(p.name for p in directory.glob('*.orbax-checkpoint-tmp*'))
+    drafts = sorted(directory.glob('*.orbax-checkpoint-tmp*'))
+    self.half_written = [p.name for p in drafts]  # of a process that was killed
+    if writes and jax.process_index() == 0:
+      for draft in drafts:
+        shutil.rmtree(draft, ignore_errors=True)
     options = ocp.CheckpointManagerOptions(
       max_to_keep=keep,
       create=writes,
@@ -94,6 +98,8 @@ class Checkpoints:
     )
     items = ('params', 'rest', 'meta')
     self._manager = ocp.CheckpointManager(self._directory, item_names=items, options=options)
+    if writes:
+      self._tidy()
 
   def steps(self) -> list[int]:
     """The steps for which there is one, newest first."""
@@ -106,9 +112,9 @@ class Checkpoints:
     """
     return self._directory.parent / 'replay' / str(step)
 
-  def _tidy(self, newest: int) -> None:
-    """Removes what is beside no checkpoint."""
-    steps = {newest, *self._manager.all_steps()}
+  def _tidy(self, *coming: int) -> None:
+    """Removes what is beside no checkpoint, there or coming."""
+    steps = {*coming, *self._manager.all_steps()}
     for folder in self.beside(0).parent.glob('[0-9]*'):
       if folder.name.isdigit() and int(folder.name) not in steps:
         shutil.rmtree(folder, ignore_errors=True)

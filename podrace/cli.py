@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import json
 import os
 import sys
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.config import Config, UsageError, agent_class, agent_name, flag, unknown
+from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, flag, unknown
 from podrace.envs.registry import HOST_LIBRARIES
+from podrace.options import Options, whole_number
 from podrace.presets import PRESETS
 
 USAGE = """\
@@ -48,6 +50,8 @@ podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR,
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
 """
 
+EVAL_VALUES = {'--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N'}
+
 HOST_EXAMPLES = {
   'ale': 'ale:pong, ale:breakout, ale:ms_pacman,sticky=0.25',
   'envpool': 'envpool:CartPole-v1, envpool:Pong-v5, envpool:HalfCheetah-v4',
@@ -63,7 +67,7 @@ TRAIN_OPTIONS = {
   ),
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
-  '--quiet': ('', 'no progress'),
+  '--quiet': ('', 'no progress; warnings and the last words are told'),
   '--listen': ('ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/remote.md'),
   '--connect-replay': (
     'ADDRESSES',
@@ -77,6 +81,8 @@ TRAIN_OPTIONS = {
   '--num-processes': ('N', 'of a run over several processes'),
   '--process-id': ('I', 'which of them this is, from 0'),
 }
+
+TRAIN_VALUES = {name: value for name, (value, _) in TRAIN_OPTIONS.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -159,17 +165,15 @@ def _complain(error: Exception, code: int) -> int:
 def train(args: list[str]) -> int:
   """podrace train."""
   if '-h' in args or '--help' in args:
-    print(train_help())
+    asked = [a for a in args if a not in ('-h', '--help')]
+    options = Options(asked, TRAIN_VALUES, others_pass=True)
+    print(train_help(agent_of(options)))
     return 0
-  preset = args.pop(0) if args and not args[0].startswith('-') else None
-  if preset is not None and preset not in PRESETS:
-    raise unknown('preset', preset, PRESETS)
-  options, rest = split_options(args)
-  agent = options.get('--agent')
-  if agent is not None and agent not in AGENTS and ':' not in agent:
-    raise unknown('agent', agent, AGENTS)
+  preset = take_preset(args)
+  options = Options(args, TRAIN_VALUES, others_pass=True)
+  agent, rest = agent_of(options), options.arguments
   sys.path.insert(0, '')  # for agents and environments of the user's own, as `python -m` does
-  run_dir = Path(options['--run-dir']) if '--run-dir' in options else None
+  run_dir = options.path('--run-dir')
   base = base_config(preset, run_dir, agent)
   if _value_of('--envs', rest) == 'remote':  # which has another default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
@@ -182,13 +186,12 @@ def train(args: list[str]) -> int:
 
   if run_dir is None:
     run_dir = new_run_dir(preset or config.env.partition(',')[0].replace(':', '-'))
-  sinks = tuple(s for s in options.get('--sinks', '').split(',') if s)
+  sinks = tuple(s for s in options.text('--sinks').split(',') if s)
   summary = run.train(
     config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options,
     listen=listen, addresses=addresses,
   )  # fmt: skip
-  if '--quiet' not in options:
-    _report(run_dir, summary)
+  _report(run_dir, summary)
   return 0
 
 
@@ -202,7 +205,23 @@ def _value_of(flag: str, args: list[str]) -> str | None:
   return found
 
 
-def _listen(options: dict[str, str]) -> Any:
+def take_preset(args: list[str]) -> str | None:
+  """Takes the preset out of the arguments, before all options, if there is one."""
+  preset = args.pop(0) if args and not args[0].startswith('-') else None
+  if preset is not None and preset not in PRESETS:
+    raise unknown('preset', preset, PRESETS)
+  return preset
+
+
+def agent_of(options: Options) -> str | None:
+  """The agent that is asked for, if one is: one of ours, or module:Class."""
+  agent = options.text('--agent') or None
+  if agent is not None and agent not in AGENTS and ':' not in agent:
+    raise unknown('agent', agent, AGENTS)
+  return agent
+
+
+def _listen(options: Options) -> Any:
   """Where to listen for remote environments, if that is asked for."""
   given = [o for o in ('--keys', '--insecure', '--peer-timeout') if o in options]
   if '--listen' not in options:
@@ -215,14 +234,14 @@ def _listen(options: dict[str, str]) -> Any:
   from podrace.remote.hub import Listen
 
   return Listen(
-    options['--listen'],
-    Path(options['--keys']) if '--keys' in options else None,
+    options.text('--listen'),
+    options.path('--keys'),
     '--insecure' in options,
-    _number('--peer-timeout', options.get('--peer-timeout', '5')),
+    options.number('--peer-timeout', 5.0),
   )
 
 
-def _addresses(options: dict[str, str]) -> Any:
+def _addresses(options: Options) -> Any:
   """Where the replay service is, and where to publish parameters, if that is asked for."""
   if '--connect-replay' not in options:
     return None
@@ -234,18 +253,11 @@ def _addresses(options: dict[str, str]) -> Any:
   from podrace.apex import Addresses
 
   return Addresses(
-    tuple(options['--connect-replay'].split(',')),
-    options['--listen'],
-    Path(options['--keys']) if '--keys' in options else None,
+    tuple(options.text('--connect-replay').split(',')),
+    options.text('--listen'),
+    options.path('--keys'),
     '--insecure' in options,
   )
-
-
-def _number(name: str, text: str) -> float:
-  try:
-    return float(text)
-  except ValueError:
-    raise UsageError(f'{name} takes a number, not {text!r}') from None
 
 
 def _report(run_dir: Path, summary: dict[str, Any]) -> None:
@@ -254,27 +266,6 @@ def _report(run_dir: Path, summary: dict[str, Any]) -> None:
   print(f'done: step {summary["step"]:,}, {told}, {summary["steps_per_s"]:,.0f} steps/s')
   print(f'run directory: {run_dir}')
   print(f'next: podrace eval {run_dir} --episodes 100')
-
-
-def split_options(args: list[str]) -> tuple[dict[str, str], list[str]]:
-  """Takes TRAIN_OPTIONS out of the arguments; the rest are fields of the config."""
-  options: dict[str, str] = {}
-  rest: list[str] = []
-  remaining = iter(args)
-  for arg in remaining:
-    name, equals, value = arg.partition('=')
-    if name not in TRAIN_OPTIONS:
-      rest.append(arg)
-      continue
-    takes, what = TRAIN_OPTIONS[name]
-    if equals and not takes:
-      raise UsageError(f'{name} takes no value, not {value!r}; leave it out for what it is not')
-    if takes:
-      value = value if equals else next(remaining, '')
-      if not value or value.startswith('--'):
-        raise UsageError(f'{name} needs a value: {what}')
-    options[name] = value
-  return options, rest
 
 
 def base_config(preset: str | None, run_dir: Path | None, agent: str | None) -> Config:
@@ -286,8 +277,17 @@ def base_config(preset: str | None, run_dir: Path | None, agent: str | None) -> 
   else:
     config = PRESETS[preset or 'catch']()
   if agent is not None and agent != agent_name(config.agent):
-    config = dataclasses.replace(config, agent=agent_class(agent)())
+    cls = agent_class(agent)
+    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+      raise UsageError(f'{agent} is no agent: it is no dataclass; see docs/own-agent.md')
+    if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
+      raise UsageError(f'{agent} needs defaults for its fields: {", ".join(needed)} has none')
+    config = dataclasses.replace(config, agent=cls())
   return config
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+  return field.default is field.default_factory is dataclasses.MISSING
 
 
 def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Config:
@@ -320,11 +320,7 @@ def _type(field: dataclasses.Field[Any]) -> Any:
 def _whole(arg: str) -> str:
   """1e7 and 1_000_000 as integers, where that is what they are."""
   name, equals, text = arg.partition('=') if arg.startswith('--') else ('', '', arg)
-  with contextlib.suppress(ValueError, OverflowError):
-    value = float(text)
-    if value == int(value) and not text.lstrip('-').isdigit():
-      return f'{name}{equals}{int(value)}'
-  return arg
+  return name + equals + whole_number(text)
 
 
 def new_run_dir(name: str) -> Path:
@@ -338,28 +334,27 @@ def new_run_dir(name: str) -> Path:
   return path
 
 
-def _join(options: dict[str, str]) -> None:
+def _join(options: Options) -> None:
   """Joins the other processes of a run, if there are any."""
   given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
   if not given:
     return
   if len(given) != 3:
     raise UsageError('--coordinator, --num-processes and --process-id go together')
-  for name in given[1:]:
-    if not options[name].isdigit():
-      raise UsageError(f'{name} takes a whole number, not {options[name]!r}')
+  num_processes, process_id = (options.whole(name, 0) for name in given[1:])
   from podrace.topology import join_processes
 
-  join_processes(
-    options['--coordinator'], int(options['--num-processes']), int(options['--process-id'])
-  )
+  join_processes(options.text('--coordinator'), num_processes, process_id)
 
 
 # --- help, without importing what it tells of ---------------------------------------------------
 
 
-def train_help() -> str:
-  """The help of `train`: read from the source, since importing it would take seconds."""
+def train_help(agent: str | None = None) -> str:
+  """The help of `train`: read from the source, since importing it would take seconds.
+
+  With an agent of the user's own, which is imported, its options instead of those of ours.
+  """
   lines = [
     'podrace train [PRESET] [OPTIONS]: train an agent; without arguments, IMPALA on Catch',
     '',
@@ -371,6 +366,10 @@ def train_help() -> str:
   lines += ['', 'the run (defaults of Config; presets have their own):']
   here = Path(__file__).parent
   lines += [_row(*f) for f in fields_of(here / 'config.py', 'Config', '--') if f[0] != '--agent']
+  if agent is not None and ':' in agent:
+    sys.path.insert(0, '')
+    lines += ['', f'agent {agent}:', *_own_rows(agent_class(agent), '--agent.')]
+    return '\n'.join(lines)
   for name, (module, cls) in AGENTS.items():
     lines += ['', f'agent {name}:']
     path = here.parent / (module.replace('.', '/') + '.py')
@@ -381,6 +380,26 @@ def train_help() -> str:
       lines += ['', f'the {name} of {agents}:']
       lines += [_row(*f) for f in fields_of(here / file, cls, f'--agent.{name}.')]
   return '\n'.join(lines)
+
+
+def _own_rows(cls: Any, prefix: str) -> list[str]:
+  """The options of any dataclass, and of those that are the defaults of its fields."""
+  found: dict[str, tuple[str, str, str]] = {}
+  bases: list[Any] = [c for c in cls.__mro__ if dataclasses.is_dataclass(c)]
+  for base in reversed(bases):
+    with contextlib.suppress(KeyError, OSError, TypeError):  # it has no source
+      file = Path(inspect.getfile(base))
+      found |= {f[0]: f for f in fields_of(file, base.__qualname__, prefix)}
+  rows, parts = [], []
+  for field in dataclasses.fields(cls):
+    name = prefix + flag(field.name)
+    if field.name in BOUND:
+      continue
+    if dataclasses.is_dataclass(field.default):
+      parts += _own_rows(type(field.default), f'{name}.')
+    elif name in found or 'Suppress' not in str(field.type):
+      rows.append(_row(*found.get(name, (name, str(field.type), ''))))
+  return rows + parts
 
 
 PARTS = {  # fields of agents that have fields of their own -> class -> where, and whose
@@ -413,8 +432,10 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
     if kind.startswith('Literal['):
       kind = '|'.join(str(v) for v in ast.literal_eval(f'({kind[8:-1]},)'))
     if node.value is not None and not isinstance(node.value, ast.Call):
-      default = ast.literal_eval(node.value)
-      shown = ' '.join(map(str, default)) if isinstance(default, tuple) else str(default)
+      shown = ast.unparse(node.value)
+      with contextlib.suppress(ValueError):  # an expression, which is shown as it is
+        default = ast.literal_eval(node.value)
+        shown = ' '.join(map(str, default)) if isinstance(default, tuple) else str(default)
       comment = f'{comment} (default {shown})'.strip()
     name = prefix + flag(node.target.id)
     inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
@@ -441,28 +462,17 @@ def evaluate(args: list[str]) -> int:
   if '-h' in args or '--help' in args:
     print(EVAL_USAGE, end='')
     return 0
-  values: dict[str, Any] = {'--episodes': 100, '--seed': 0, '--max-steps': 1_000_000}
-  sample, positional = False, []
-  remaining = iter(args)
-  for arg in remaining:
-    name, equals, value = arg.partition('=')
-    if name == '--sample':
-      sample = True
-    elif name in values:
-      text = value if equals else next(remaining, '')
-      if not text.isdigit():
-        raise UsageError(f'{name} takes a whole number, not {text!r}')
-      values[name] = int(text)
-    elif name.startswith('-'):
-      raise unknown('option', name, [*values, '--sample'])
-    else:
-      positional.append(arg)
-  if len(positional) != 1:
-    raise UsageError(f'eval takes one run directory, not {len(positional)}: {EVAL_USAGE}')
+  options = Options(args, EVAL_VALUES)
+  if len(options.arguments) != 1:
+    raise UsageError(f'eval takes one run directory, not {len(options.arguments)}: {EVAL_USAGE}')
   from podrace.evaluate import evaluate as run_evaluation
 
   result = run_evaluation(
-    Path(positional[0]), values['--episodes'], values['--seed'], sample, values['--max-steps']
+    Path(options.arguments[0]),
+    options.whole('--episodes', 100),
+    options.whole('--seed', 0),
+    '--sample' in options,
+    options.whole('--max-steps', 1_000_000),
   )
   print(json.dumps(result))
   return 0
@@ -527,6 +537,11 @@ It comes back after whatever happens to the connection or to the learner, with e
 anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
 """
 
+ENVS_VALUES = {
+  '--connect': 'ADDRESS', '--env': 'LIB:NAME', '--num-envs': 'N', '--workers': 'N', '--groups': 'N',
+  '--keys': 'DIR', '--insecure': '', '--seed': 'S', '--env-deadline': 'S', '--give-up-after': 'S',
+}  # fmt: skip
+
 ACT_USAGE = """\
 podrace act [PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]: environments and inference
 for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... --listen ADDRESS`
@@ -543,6 +558,11 @@ for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... -
 It waits for whom it needs, and comes back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused
 or bad usage, 143 and 130 on signals.
 """
+
+ACT_VALUES = {  # the others are those of train
+  '--connect-replay': 'ADDRESSES', '--params': 'ADDRESS', '--share': 'I/N', '--max-staleness': 'S',
+  '--give-up-after': 'S', '--keys': 'DIR', '--insecure': '', '--agent': 'NAME',
+}  # fmt: skip
 
 REPLAY_USAGE = """\
 podrace replay --listen ADDRESS [OPTIONS]: replay tables that many processes write to and sample from;
@@ -565,6 +585,11 @@ needs no JAX. Clients have the tables made that they need; docs/replay-service.m
 Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
 """
 
+REPLAY_VALUES = {
+  '--listen': 'ADDRESS', '--dir': 'DIR', '--checkpoint-every': 'S', '--table': 'SETTINGS',
+  '--client-bytes': 'N', '--keys': 'DIR', '--insecure': '', '--peer-timeout': 'S',
+}  # fmt: skip
+
 KEYS_USAGE = """\
 podrace keys new DIR          a learner's keys, one client's, and the list of allowed clients
 podrace keys client DIR NEW   another client's keys, in the directory NEW; allows them in DIR
@@ -582,30 +607,13 @@ podrace top ADDRESS [OPTIONS]: the clients of a learner or a service, and what t
   --every S     seconds between looks (default 1)
 """
 
-
-def _options(args: list[str], values: dict[str, str], switches: Sequence[str]) -> list[str]:
-  """Puts what is given for flags into `values`, switches as '1'; what is left are arguments."""
-  left = []
-  remaining = iter(args)
-  for arg in remaining:
-    name, equals, value = arg.partition('=')
-    if name in switches and not equals:
-      values[name] = '1'
-    elif name in values:
-      values[name] = value if equals else next(remaining, '')
-      if not values[name]:
-        raise UsageError(f'{name} needs a value')
-    elif name.startswith('-'):
-      raise unknown('option', name, [*values, *switches])
-    else:
-      left.append(arg)
-  return left
+TOP_VALUES = {'--keys': 'DIR', '--insecure': '', '--once': '', '--every': 'S'}
 
 
-def _whole_number(name: str, text: str) -> int:
-  if not text.isdigit():
-    raise UsageError(f'{name} takes a whole number, not {text!r}')
-  return int(text)
+def no_arguments(options: Options, command: str) -> None:
+  """Raises UsageError if there is anything besides options."""
+  if options.arguments:
+    raise UsageError(f'{command} takes options only, not {" ".join(options.arguments)}')
 
 
 def environments(args: list[str]) -> int:
@@ -613,13 +621,9 @@ def environments(args: list[str]) -> int:
   if not args or '-h' in args or '--help' in args:
     print(ENVS_USAGE, end='')
     return 0
-  values = {'--connect': '', '--env': '', '--num-envs': '1', '--workers': '0', '--groups': '0',
-            '--keys': '', '--seed': '', '--env-deadline': '60', '--give-up-after': '0'}  # fmt: skip
-  if left := _options(args, values, ('--insecure',)):
-    raise UsageError(f'envs takes options only, not {" ".join(left)}')
-  for name in ('--connect', '--env'):
-    if not values[name]:
-      raise UsageError(f'envs needs {name}: see podrace envs --help')
+  options = Options(args, ENVS_VALUES)
+  no_arguments(options, 'envs')
+  connect, env = (options.needed(name, 'envs') for name in ('--connect', '--env'))
   sys.path.insert(0, '')  # for environments of the user's own
   from podrace import remote
 
@@ -628,16 +632,16 @@ def environments(args: list[str]) -> int:
 
   return client.run(
     client.Options(
-      connect=values['--connect'],
-      env=values['--env'],
-      num_envs=_whole_number('--num-envs', values['--num-envs']),
-      workers=_whole_number('--workers', values['--workers']),
-      groups=_whole_number('--groups', values['--groups']),
-      seed=_whole_number('--seed', values['--seed']) if values['--seed'] else None,
-      keys=Path(values['--keys']) if values['--keys'] else None,
-      insecure='--insecure' in values,
-      deadline=_number('--env-deadline', values['--env-deadline']),
-      give_up=_number('--give-up-after', values['--give-up-after']),
+      connect=connect,
+      env=env,
+      num_envs=options.whole('--num-envs', 1),
+      workers=options.whole('--workers', 0),
+      groups=options.whole('--groups', 0),
+      seed=options.whole('--seed', 0) if '--seed' in options else None,
+      keys=options.path('--keys'),
+      insecure='--insecure' in options,
+      deadline=options.number('--env-deadline', 60.0),
+      give_up=options.number('--give-up-after', 0.0),
     )
   )
 
@@ -647,60 +651,31 @@ def act(args: list[str]) -> int:
   if not args or '-h' in args or '--help' in args:
     print(ACT_USAGE, end='')
     return 0
-  preset = args.pop(0) if not args[0].startswith('-') else None
-  if preset is not None and preset not in PRESETS:
-    raise unknown('preset', preset, PRESETS)
-  values = {'--connect-replay': '', '--params': '', '--share': '0/1', '--max-staleness': '60',
-            '--give-up-after': '0', '--keys': '', '--agent': ''}  # fmt: skip
-  mine, rest = _take(args, values, ('--insecure',))
-  for name in ('--connect-replay', '--params'):
-    if not values[name]:
-      raise UsageError(f'act needs {name}: see podrace act --help')
-  part, slash, parts = values['--share'].partition('/')
+  preset = take_preset(args)
+  options = Options(args, ACT_VALUES, others_pass=True)
+  replay_at, params = (options.needed(name, 'act') for name in ('--connect-replay', '--params'))
+  share = options.text('--share', '0/1')
+  part, slash, parts = share.partition('/')
   if not slash or not part.isdigit() or not parts.isdigit():
-    raise UsageError(f'--share takes I/N, such as 0/2, not {values["--share"]!r}')
-  agent = values['--agent'] or None
-  if agent is not None and agent not in AGENTS and ':' not in agent:
-    raise unknown('agent', agent, AGENTS)
+    raise UsageError(f'--share takes I/N, such as 0/2, not {share!r}')
+  agent = agent_of(options)
   from podrace import remote
 
   remote.require()
   sys.path.insert(0, '')
-  config = parse(base_config(preset, None, agent), rest, 'podrace act')
+  config = parse(base_config(preset, None, agent), options.arguments, 'podrace act')
   from podrace import apex
 
   addresses = apex.Addresses(
-    tuple(values['--connect-replay'].split(',')),
-    values['--params'],
-    Path(values['--keys']) if values['--keys'] else None,
-    '--insecure' in mine,
+    tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
   )
-  options = apex.Options(
+  settings = apex.Options(
     addresses,
     (int(part), int(parts)),
-    max_staleness=_number('--max-staleness', values['--max-staleness']),
-    give_up=_number('--give-up-after', values['--give-up-after']),
+    max_staleness=options.number('--max-staleness', 60.0),
+    give_up=options.number('--give-up-after', 0.0),
   )
-  return apex.act(config, options)
-
-
-def _take(
-  args: list[str], values: dict[str, str], switches: Sequence[str]
-) -> tuple[set[str], list[str]]:
-  """Takes these flags out of the arguments, into `values`; the switches given, and the rest."""
-  found, rest = set(), []
-  remaining = iter(args)
-  for arg in remaining:
-    name, equals, value = arg.partition('=')
-    if name in switches and not equals:
-      found.add(name)
-    elif name in values:
-      values[name] = value if equals else next(remaining, '')
-      if not values[name]:
-        raise UsageError(f'{name} needs a value')
-    else:
-      rest.append(arg)
-  return found, rest
+  return apex.act(config, settings)
 
 
 def replay(args: list[str]) -> int:
@@ -708,34 +683,23 @@ def replay(args: list[str]) -> int:
   if not args or '-h' in args or '--help' in args:
     print(REPLAY_USAGE, end='')
     return 0
-  values = {'--listen': '', '--dir': '', '--checkpoint-every': '0', '--client-bytes': str(2**30),
-            '--keys': '', '--peer-timeout': '5'}  # fmt: skip
-  declared, rest = [], []
-  remaining = iter(args)
-  for arg in remaining:
-    name, equals, value = arg.partition('=')
-    if name == '--table':
-      declared.append(value if equals else next(remaining, ''))
-    else:
-      rest.append(arg)
-  if left := _options(rest, values, ('--insecure',)):
-    raise UsageError(f'replay takes options only, not {" ".join(left)}')
-  if not values['--listen']:
-    raise UsageError('replay needs --listen: see podrace replay --help')
+  options = Options(args, REPLAY_VALUES)
+  no_arguments(options, 'replay')
+  listen = options.needed('--listen', 'replay')
   from podrace import remote
 
   remote.require()
   from podrace.service import server
 
   return server.run(
-    values['--listen'],
-    dir=Path(values['--dir']) if values['--dir'] else None,
-    keys=Path(values['--keys']) if values['--keys'] else None,
-    insecure='--insecure' in values,
-    tables=server.parse_tables(declared),
-    checkpoint_every=_number('--checkpoint-every', values['--checkpoint-every']),
-    most_bytes=_whole_number('--client-bytes', values['--client-bytes']),
-    peer_timeout=_number('--peer-timeout', values['--peer-timeout']),
+    listen,
+    dir=options.path('--dir'),
+    keys=options.path('--keys'),
+    insecure='--insecure' in options,
+    tables=server.parse_tables(options.every('--table')),
+    checkpoint_every=options.number('--checkpoint-every', 0.0),
+    most_bytes=options.whole('--client-bytes', 2**30),
+    peer_timeout=options.number('--peer-timeout', 5.0),
   )
 
 
@@ -766,21 +730,20 @@ def top(args: list[str]) -> int:
   if not args or '-h' in args or '--help' in args:
     print(TOP_USAGE, end='')
     return 0
-  values = {'--keys': '', '--every': '1'}
-  left = _options(args, values, ('--insecure', '--once'))
-  if len(left) != 1:
-    raise UsageError(f'top takes one address, not {len(left)}')
+  options = Options(args, TOP_VALUES)
+  if len(options.arguments) != 1:
+    raise UsageError(f'top takes one address, not {len(options.arguments)}')
   from podrace import remote
 
   remote.require()
   from podrace.remote import top as remote_top
 
   return remote_top.run(
-    left[0],
-    Path(values['--keys']) if values['--keys'] else None,
-    '--insecure' in values,
-    '--once' in values,
-    _number('--every', values['--every']),
+    options.arguments[0],
+    options.path('--keys'),
+    '--insecure' in options,
+    '--once' in options,
+    options.number('--every', 1.0),
   )
 
 
@@ -793,6 +756,8 @@ podrace devices [OPTIONS]: the devices that JAX sees, and who would act and lear
   --learner-devices 2,3
   --devices N
 """
+
+DEVICES_VALUES = {'--actor-devices': 'NUMBERS', '--learner-devices': 'NUMBERS', '--devices': 'N'}
 
 BENCH_USAGE = """\
 podrace bench sebulba [PRESET] [OPTIONS of train] [--seconds S]: how fast the environments, the
@@ -808,22 +773,15 @@ def devices(args: list[str]) -> int:
   if '-h' in args or '--help' in args:
     print(DEVICES_USAGE, end='')
     return 0
-  values = {'--actor-devices': '', '--learner-devices': '', '--devices': ''}
-  remaining = iter(args)
-  for arg in remaining:
-    name, equals, value = arg.partition('=')
-    if name not in values:
-      raise unknown('option', name, values)
-    values[name] = value if equals else next(remaining, '')
-  number = values['--devices']
-  if number and not number.isdigit():
-    raise UsageError(f'--devices takes a whole number, not {number!r}')
+  options = Options(args, DEVICES_VALUES)
+  no_arguments(options, 'devices')
+  number = options.whole('--devices', 0) if '--devices' in options else None
   import jax
 
   from podrace.topology import cores, split_devices
 
   topology = split_devices(
-    values['--actor-devices'], values['--learner-devices'], int(number) if number else None
+    options.text('--actor-devices'), options.text('--learner-devices'), number
   )
   learners = set(topology.local_learners)
   print(f'{cores()} cores; JAX {jax.__version__}; devices of this process:')
@@ -842,30 +800,14 @@ def bench(args: list[str]) -> int:
     return 0
   if args.pop(0) != 'sebulba':
     raise UsageError('bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]')
-  preset = args.pop(0) if args and not args[0].startswith('-') else None
-  if preset is not None and preset not in PRESETS:
-    raise unknown('preset', preset, PRESETS)
-  seconds, rest = 10.0, []
-  remaining = iter(args)
-  for arg in remaining:
-    name, equals, value = arg.partition('=')
-    if name == '--seconds':
-      text = value if equals else next(remaining, '')
-      try:
-        seconds = float(text)
-      except ValueError:
-        raise UsageError(f'--seconds takes a number, not {text!r}') from None
-    else:
-      rest.append(arg)
-  options, rest = split_options(rest)
-  if wrong := options.keys() - {'--agent'}:
+  preset = take_preset(args)
+  options = Options(args, {**TRAIN_VALUES, '--seconds': 'S'}, others_pass=True)
+  if wrong := set(options.names) - {'--agent', '--seconds'}:
     raise UsageError(f'bench keeps no run: {", ".join(sorted(wrong))} has no meaning')
-  agent = options.get('--agent')
-  if agent is not None and agent not in AGENTS and ':' not in agent:
-    raise unknown('agent', agent, AGENTS)
+  agent, seconds = agent_of(options), options.number('--seconds', 10.0)
   sys.path.insert(0, '')
   base = dataclasses.replace(base_config(preset, None, agent), architecture='sebulba')
-  config = parse(base, rest)
+  config = parse(base, options.arguments)
   from podrace.bench import bench_sebulba
 
   print(json.dumps(bench_sebulba(config, seconds)))

@@ -29,6 +29,11 @@ HOST_DEADLINE = 60.0  # seconds that they may take to answer
 CHUNK = 1000  # steps per call, so that a signal is noticed
 
 
+def spread(episodes: int, num_envs: int) -> np.ndarray:
+  """Ids [episodes] i32 of environments of a run, evenly over all `num_envs` that it has."""
+  return ((2 * np.arange(episodes) + 1) * num_envs // (2 * episodes)).astype(np.int32)
+
+
 def episode_returns(
   agent: Agent,
   env: Environment,
@@ -36,29 +41,33 @@ def episode_returns(
   episodes: int,
   key: Array,
   max_steps: int = 1_000_000,
+  num_envs: int | None = None,
 ) -> np.ndarray:
   """The returns [episodes] f64 of so many environments' first episodes.
 
-  Taking the first episode of each, and not the first that end, keeps long ones in.
+  Taking the first episode of each, and not the first that end, keeps long ones in. The agent is
+  told ids of a run of `num_envs` environments (None: of so many as there are episodes): an epsilon
+  of each environment's own depends on that.
 
   Raises:
     RunError: if an episode is still going after `max_steps`.
   """
-  found = []
+  found, every = [], spread(episodes, num_envs or episodes)
   for start in range(0, episodes, AT_ONCE):
-    n = min(AT_ONCE, episodes - start)
-    found.append(_round(agent, env, params, n, jax.random.fold_in(key, start), max_steps))
+    ids = every[start : start + AT_ONCE]
+    found.append(_round(agent, env, params, ids, jax.random.fold_in(key, start), max_steps))
   return np.concatenate(found)
 
 
 def _round(
-  agent: Agent, env: Environment, params: Any, n: int, key: Array, max_steps: int
+  agent: Agent, env: Environment, params: Any, env_id: np.ndarray, key: Array, max_steps: int
 ) -> np.ndarray:
+  n = len(env_id)
   both = batch(env, n)
 
   def begin(key: Array) -> Any:
     env_state, timestep = both.reset(key)
-    state = agent.initial_state(jnp.arange(n, dtype=jnp.int32))
+    state = agent.initial_state(jnp.asarray(env_id))
     return env_state, timestep, state, jnp.zeros([n]), jnp.zeros([n], bool)
 
   def step(params: Any, carry: Any, key: Array) -> Any:
@@ -91,7 +100,13 @@ def _round(
 
 
 def host_returns(
-  agent: Agent, spec: HostSpec, params: Any, episodes: int, seed: int, max_steps: int = 1_000_000
+  agent: Agent,
+  spec: HostSpec,
+  params: Any,
+  episodes: int,
+  seed: int,
+  max_steps: int = 1_000_000,
+  num_envs: int | None = None,
 ) -> np.ndarray:
   """As `episode_returns`, of environments on the host; whole games, with unclipped rewards.
 
@@ -99,21 +114,28 @@ def host_returns(
     RunError: if an episode is still going after `max_steps`.
     HostError: if an environment does what none may do.
   """
-  found = []
+  found, every = [], spread(episodes, num_envs or episodes)
   for start in range(0, episodes, HOST_AT_ONCE):
-    n = min(HOST_AT_ONCE, episodes - start)
+    ids = every[start : start + HOST_AT_ONCE]
+    n = len(ids)
     seeds = np.random.SeedSequence([seed, start]).generate_state(n, np.uint32)
     round_key = jax.random.fold_in(jax.random.key(seed), start)
     pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), HOST_DEADLINE))
     try:
-      found.append(_host_round(agent, spec, params, pool, round_key, max_steps))
+      found.append(_host_round(agent, spec, params, pool, ids, round_key, max_steps))
     finally:
       pool.close()
   return np.concatenate(found)
 
 
 def _host_round(
-  agent: Agent, spec: HostSpec, params: Any, pool: HostEnvironment, key: Array, max_steps: int
+  agent: Agent,
+  spec: HostSpec,
+  params: Any,
+  pool: HostEnvironment,
+  env_id: np.ndarray,
+  key: Array,
+  max_steps: int,
 ) -> np.ndarray:
   n = pool.num_envs
   check = Checker(spec, n)
@@ -123,7 +145,7 @@ def _host_round(
     with outside_loops():
       return agent.act(params, state, timestep, key)
 
-  state = agent.initial_state(jnp.arange(n, dtype=jnp.int32))
+  state = agent.initial_state(jnp.asarray(env_id))
   total, done, run_id = np.zeros(n), np.zeros(n, bool), np.zeros(n, np.int64)
   pool.reset()
   for t in range(max_steps):
@@ -154,14 +176,14 @@ def evaluate(
     raise UsageError(f'--episodes must be at least 1, not {episodes}')
   config = load_config(run_dir)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
-  agent = bind(config.agent, env)
+  agent = bind(config.agent, env, config.total_updates, config.num_envs)
   step, params, skipped = newest_params(config, agent, run_dir)
   if not sample:
     if not hasattr(agent, 'greedy'):
       raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
     agent = dataclasses.replace(agent, greedy=True)
   if isinstance(env, HostSpec) and env.jax is None:
-    by_seed = [host_returns(agent, env, params, episodes, seed, max_steps)]
+    by_seed = [host_returns(agent, env, params, episodes, seed, max_steps, config.num_envs)]
   else:
     env = env.jax if isinstance(env, HostSpec) else env
     by_seed = returns_by_seed(config, agent, env, params, episodes, seed, max_steps)
@@ -197,6 +219,7 @@ def returns_by_seed(
       episodes,
       jax.random.fold_in(jax.random.key(seed), i),
       max_steps,
+      config.num_envs,
     )
     for i in range(config.seeds)
   ]

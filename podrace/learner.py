@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from podrace.metrics import is_reserved
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory
 
@@ -33,12 +34,15 @@ def sgd(
   loss and two trees, of which the second comes back as it is, this device's own.
 
   With `chunks`, a tree of [C, ...], it is `loss(params, chunk)`, and both are averaged over the
-  chunks, one after the other: the same gradient in less memory, or in a faster one.
+  chunks, one after the other: the same gradient in less memory, or in a faster one. What one
+  device keeps is not averaged, so there is no `keep` then.
 
   The parameters are made to vary over the devices first. Without that, under `check_vma`, the
   gradient of a replicated parameter is already a sum over devices, and `pmean` of it is wrong
   by a factor of their number, silently.
   """
+  if keep and chunks is not None:
+    raise ValueError('sgd keeps nothing of chunks, which are averaged: give it `keep` or `chunks`')
   local = lax.pcast(params, AXIS, to='varying')
   grad = jax.grad(loss, has_aux=True)
   grads, aux = grad(local) if chunks is None else _mean_over(chunks, lambda c: grad(local, c))
@@ -86,13 +90,21 @@ def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
   return jax.shard_map(lambda: replay.init(local), mesh=mesh, in_specs=(), out_specs=P(AXIS))()
 
 
-def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) -> Callable[..., Any]:
+def checks_vma(agent: Agent) -> bool:
+  """Whether JAX is to prove that what `learn` makes is the same on all devices; by default it is.
+
+  An agent whose `learn` calls code that does not trace under the check, such as loops that start
+  carries from literals, says `check_vma = False`.
+  """
+  return getattr(agent, 'check_vma', True)
+
+
+def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
   """The learner step on a mesh: remember; then sample, learn and re-prioritise, as often as is due.
 
   Returns `(train, memory, trajectory, key, update) -> (train, memory, metrics, count)`; `metrics`
   are summed over the `count` samples that were learned from. `train`, `metrics` and `count` are
-  the same on every device, the rest is split over them. `check_vma=True` has JAX prove that
-  `train` is; an agent whose `learn` calls code that doesn't trace under the check opts out.
+  the same on every device, the rest is split over them.
   """
 
   def once(train: TrainState, memory: Any, key: Array) -> tuple[TrainState, Any, Metrics]:
@@ -125,13 +137,11 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh, check_vma: bool = True) ->
     mesh=mesh,
     in_specs=(P(), flat, TRAJECTORY_SPECS, P(), P()),
     out_specs=(P(), flat, P(), P()),
-    check_vma=check_vma,
+    check_vma=checks_vma(agent),
   )
 
 
-def sample_learner(
-  agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample], check_vma: bool = True
-) -> Callable[..., Any]:
+def sample_learner(agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample]) -> Callable[..., Any]:
   """The learner step where somebody else remembers: learn from one batch, split over the mesh.
 
   `sample` makes one device's part of a batch [n, ...] what the agent learns from. Returns
@@ -143,7 +153,11 @@ def sample_learner(
 
   flat = P(AXIS)
   return jax.shard_map(
-    step, mesh=mesh, in_specs=(P(), flat, P()), out_specs=(P(), flat, P()), check_vma=check_vma
+    step,
+    mesh=mesh,
+    in_specs=(P(), flat, P()),
+    out_specs=(P(), flat, P()),
+    check_vma=checks_vma(agent),
   )
 
 
@@ -153,7 +167,7 @@ def sample_learner(
 class Log(NamedTuple):
   """What is summed up between two readings of the log, in bounded memory."""
 
-  count: Array  # type: ignore[assignment]  # [] i32 how many samples' metrics are in `sums`
+  samples: Array  # [] i32 how many samples' metrics are in `sums`
   sums: Metrics  # of the agent's metrics
   broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
 
@@ -162,10 +176,15 @@ def empty_log(metrics: Metrics) -> Log:
   """A Log for metrics of these shapes.
 
   Raises:
-    ValueError: if there is no loss among them.
+    ValueError: if there is no loss among them, or a name that the run itself writes.
   """
   if 'loss' not in metrics:
     raise ValueError(f"learn must report a 'loss' among its metrics; it reports {sorted(metrics)}")
+  if taken := [name for name in metrics if is_reserved(name)]:
+    raise ValueError(
+      f'learn reports {", ".join(taken)}, which is what the run itself writes to metrics.jsonl; '
+      'give it another name'
+    )
   sums = {name: jnp.zeros(x.shape, jnp.float32) for name, x in metrics.items()}
   return Log(jnp.int32(0), sums, jnp.int32(-1))
 
@@ -174,7 +193,7 @@ def add_to_log(log: Log, sums: Metrics, count: Array, update: Array) -> Log:
   """The log after one more update, the run's `update`-th, and what `learner` told of it."""
   broken = (log.broken < 0) & ~jnp.isfinite(sums['loss'])
   return Log(
-    count=log.count + count,
+    samples=log.samples + count,
     sums=jax.tree.map(jnp.add, log.sums, sums),
     broken=jnp.where(broken, update, log.broken),
   )

@@ -17,6 +17,18 @@ from podrace.config import UsageError, unknown
 
 Line = dict[str, Any]
 
+# What the run itself writes, so that no metric of an agent is called so.
+RESERVED = frozenset({
+  'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'env_restarts', 'dropped_steps',
+  'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
+})  # fmt: skip
+RESERVED_PREFIXES = ('episode_', 'policy_lag_', 'replay_', 'remote_')
+
+
+def is_reserved(name: str) -> bool:
+  """Whether the run itself writes, or may write, a metric of this name."""
+  return name in RESERVED or name.startswith(RESERVED_PREFIXES)
+
 
 class Sink(Protocol):
   """Takes the lines of metrics.jsonl."""

@@ -13,7 +13,7 @@ from podrace.types import Array
 class Statistics(NamedTuple):
   """Mean and variance of all that was seen; `mean` and `var` are pytrees like one element."""
 
-  count: Array  # type: ignore[assignment]  # [] f32 elements
+  seen: Array  # [] f32 elements
   mean: Any
   var: Any
 
@@ -21,7 +21,7 @@ class Statistics(NamedTuple):
 class Moments(NamedTuple):
   """What one device's batch adds; all are means, so one `pmean` joins the devices'."""
 
-  count: Array  # type: ignore[assignment]  # [] f32 elements on this device
+  seen: Array  # [] f32 elements on this device
   shift: Any  # mean of x - statistics.mean
   square: Any  # that, squared; after `pmean` it tells how far the devices' means are apart
   within: Any  # variance of x on this device, around its own mean
@@ -46,7 +46,7 @@ def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
     count *= size
   shift = jax.tree.map(lambda d: jnp.mean(d, axes), deviation)
   return Moments(
-    count=jnp.float32(count),
+    seen=jnp.float32(count),
     shift=shift,
     square=jax.tree.map(jnp.square, shift),
     within=jax.tree.map(
@@ -57,8 +57,8 @@ def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
 
 def merge(statistics: Statistics, joined: Moments, num_devices: int) -> Statistics:
   """The statistics after a batch (Chan et al. 1979), from moments averaged over the devices."""
-  added = joined.count * num_devices
-  total = statistics.count + added
+  added = joined.seen * num_devices
+  total = statistics.seen + added
   share = added / total
 
   def variance(v: Array, s: Array, square: Array, within: Array) -> Array:

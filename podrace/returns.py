@@ -79,7 +79,7 @@ class NStep(NamedTuple):
 
   r_t: Array  # f32 the discounted sum of the rewards
   discount_t: Array  # f32 of the value that is bootstrapped from; 0 where the episode terminated
-  index: Array  # type: ignore[assignment]  # i32 the timestep of that value: n, or less where the episode ended
+  end: Array  # i32 the timestep of that value: n, or less where the episode ended
 
 
 def n_step(r_t: Array, discount_t: Array, last_t: Array) -> NStep:

@@ -7,7 +7,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import math
 import os
 import signal
 import threading
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
+FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
 
 
 class RunError(Exception):
@@ -313,6 +313,7 @@ def train(
   """Trains, from the beginning or from the newest good checkpoint; returns the summary.
 
   `listen` is where remote environments come to, if the config has them; `addresses` as in `build`.
+  `quiet` silences the progress, not the warnings.
 
   Raises:
     UsageError, ValueError: if the config is wrong, or not that of the run in `run_dir`.
@@ -327,27 +328,32 @@ def train(
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
-  say = (lambda message: None) if quiet or not leader else terminal.say
+  warn = terminal.say if leader else _nothing
+  say = _nothing if quiet else warn
   with _told(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
     if leader:
       stack.enter_context(locked(run_dir))
     if not override:
       compare_config(config, run_dir)
-    server = make_server(config, listen, say)
+    server = make_server(config, listen, warn)
     program = build(config, server, addresses)
     summary = read_json(run_dir / 'summary.json')
     if summary is not None and summary['step'] >= config.total_steps:
-      say(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
+      warn(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
       return summary
     stop = stack.enter_context(Stop())
     if server is not None:
       stack.enter_context(server)
       say(f'listening for environments at {server.address}')
-    summary = _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
+    summary = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet).go(stack)
     if server is not None:
       server.finished()
     return summary
+
+
+def _nothing(message: str) -> None:
+  pass
 
 
 def make_server(config: Config, listen: Listen | None, say: Callable[[str], None]) -> Server | None:
@@ -386,12 +392,13 @@ class _Run:
     run_dir: Path,
     stop: Stop,
     terminal: metrics.Terminal,
-    say: Callable[[str], None],
+    warn: Callable[[str], None],
     sinks: tuple[str, ...],
     quiet: bool,
   ) -> None:
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
-    self.terminal, self.say, self.sink_names, self.quiet = terminal, say, sinks, quiet
+    self.terminal, self.sink_names, self.quiet = terminal, sinks, quiet
+    self.warn, self.say = warn, _nothing if quiet else warn
     self.leader = jax.process_index() == 0
     self.clock = Clock()
     self.since_line = Clock()  # what the current line of metrics is about
@@ -467,7 +474,7 @@ class _Run:
       n, stop, save = self.agree(
         min(min(goals) - update, pace.updates()),
         self.stop.signum,
-        time.perf_counter() - last_save > CHECKPOINT_SECONDS,
+        self.save_due(time.perf_counter() - last_save),
       )
       try:
         after, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
@@ -491,14 +498,19 @@ class _Run:
           self.log(update, summary)
         elif not self.quiet:
           self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
-      due = update % per_save == 0 if per_save else save
-      if due or stop or update == total:
+      if save or stop or update == total or (per_save and update % per_save == 0):
         self.save(update, state)
         last_save = time.perf_counter()
       if stop and update < total:
         self.checkpoints.wait()
         raise Stopped(stop)
     return state
+
+  def save_due(self, seconds: float) -> bool:
+    """Whether a checkpoint is due so long after the last one, or after the beginning."""
+    if self.saved < 0:
+      return seconds > FIRST_CHECKPOINT_SECONDS
+    return seconds > CHECKPOINT_SECONDS and not self.config.checkpoint_every
 
   def agree(self, updates: int, signum: int, save: bool) -> tuple[int, int, bool]:
     """The same decisions on all processes: the first one's, and anybody's signal."""
@@ -537,21 +549,13 @@ class _Run:
     """Writes a line of metrics."""
     episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
     total = int(episodes.sum())
-
-    def mean(name: str) -> float | None:
-      return metrics.number(np.sum(summary[name], dtype=np.float64) / total) if total else None
-
-    episode_return, square = mean('return_sum'), mean('return_square')
-    std = None
-    if episode_return is not None and square is not None:
-      std = math.sqrt(max(square - episode_return**2, 0.0))
+    length = np.sum(summary['length_sum'], dtype=np.float64)
     line: metrics.Line = {
       'step': update * self.config.steps_per_update,
       'wall_s': round(self.wall_s, 3),
       'steps_per_s': round(self.rate(self.since_line), 1),
-      'episode_return': episode_return,
-      'episode_return_std': std,
-      'episode_length': mean('length_sum'),
+      **mean_and_std(episodes, summary['return_sum'], summary['return_deviation']),
+      'episode_length': metrics.number(length / total) if total else None,
       'episodes': total,
     }
     if self.config.seeds > 1:
@@ -608,7 +612,7 @@ class _Run:
     """The newest checkpoint that is whole; None if there is none at all."""
     params, rest = _split(self.program.shapes)
     if self.checkpoints.half_written:
-      self.say(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
+      self.warn(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
     damaged: list[int] = []
     for step in self.checkpoints.steps():
       try:
@@ -618,11 +622,11 @@ class _Run:
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
-        self.say(f'damaged: {e}')
+        self.warn(f'damaged: {e}')
         damaged.append(step)
         continue
       for bad in damaged:
-        self.say(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
+        self.warn(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
       meta = found.meta
       self.saved = step
       self.wall_before, self.told = meta['wall_s'], meta['told']
@@ -630,7 +634,7 @@ class _Run:
       self.say(f'resuming at step {step:,}')
       here = machine()
       if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
-        self.say(
+        self.warn(
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
       return found.rest._replace(train=found.rest.train._replace(params=found.params))
@@ -684,13 +688,30 @@ class _Run:
     return summary
 
 
+def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
+  """The return of all episodes together, from each seed's sums, and its standard deviation.
+
+  None where no episode ended, and for what is not finite.
+  """
+  n, sums, apart = (np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation))
+  n, sums, apart = n[n > 0], sums[n > 0], apart[n > 0]
+  if not len(n):
+    return {'episode_return': None, 'episode_return_std': None}
+  with np.errstate(all='ignore'):
+    mean = sums.sum() / n.sum()
+    variance = (apart + n * np.square(sums / n - mean)).sum() / n.sum()
+    std = np.sqrt(np.maximum(variance, 0.0))
+  return {'episode_return': metrics.number(mean), 'episode_return_std': metrics.number(std)}
+
+
 def final_return(path: Path) -> dict[str, Any]:
   """The mean return of the episodes that ended in the last tenth of the run."""
   lines = metrics.read(path)
   start = 0.9 * lines[-1]['step'] if lines else 0
-  tail = [line for line in lines if line['step'] > start and line['episodes']]
-  if not tail:
-    tail = [line for line in lines if line['episodes']][-1:]
+  lines = [
+    line for line in lines if line['episode_return'] is not None
+  ]  # null: not finite, or none
+  tail = [line for line in lines if line['step'] > start] or lines[-1:]
   episodes = sum(line['episodes'] for line in tail)
   if not episodes:
     return {'episode_return': None, 'episodes': 0}

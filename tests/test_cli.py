@@ -108,6 +108,44 @@ def test_help_of_train_has_every_option(run: Command) -> None:
   assert 'observation-space' not in said and 'total-updates' not in said
 
 
+@pytest.mark.parametrize(
+  ('usage', 'values'),
+  [
+    (cli.EVAL_USAGE, cli.EVAL_VALUES),
+    (cli.ENVS_USAGE, cli.ENVS_VALUES),
+    (cli.ACT_USAGE, {k: v for k, v in cli.ACT_VALUES.items() if k != '--agent'}),
+    (cli.REPLAY_USAGE, cli.REPLAY_VALUES),
+    (cli.TOP_USAGE, cli.TOP_VALUES),
+    (cli.DEVICES_USAGE, dict.fromkeys(cli.DEVICES_VALUES, '')),
+  ],
+)
+def test_help_tells_of_every_option(usage: str, values: dict[str, str]) -> None:
+  for option, value in values.items():
+    assert f'  {option} {value}'.rstrip() + ' ' in usage.replace('\n', ' ')
+
+
+def test_help_of_an_agent_of_ones_own_is_its_own(
+  run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  monkeypatch.delitem(sys.modules, 'of_mine', raising=False)
+  (tmp_path / 'of_mine.py').write_text(
+    'import dataclasses\nfrom podrace.networks import ActorCritic\nRATE = 3\n'
+    '@dataclasses.dataclass(frozen=True)\nclass Agent:\n'
+    '  network: ActorCritic = ActorCritic()\n  boldness: float = 2 * RATE  # of its steps\n'
+    '  total_updates: int = 0\n'
+  )
+  code, said, _ = run('train', '--agent', 'of_mine:Agent', '--help')
+  assert code == 0
+  assert '--agent.boldness float' in said and 'of its steps (default 2 * RATE)' in said
+  assert '--agent.network.core-size int' in said and '--num-envs' in said
+  for other in ('--agent.clip-rho', '--agent.epochs', 'total-updates', 'observation-space'):
+    assert other not in said
+  code, _, told = run('train', '--agent', 'of_mine:Agnet', '--help')
+  assert code == 2 and "no agent 'of_mine:Agnet'" in told
+
+
 def test_list(run: Command) -> None:
   code, said, _ = run('list')
   assert code == 0
@@ -184,7 +222,9 @@ def test_a_run_directory_is_named_where_none_is_given(
 
 def test_quiet(finished: Path) -> None:
   done = command('train', '--run-dir', str(finished), '--quiet')
-  assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
+  assert done.returncode == 0
+  assert done.stderr.splitlines()[-1].startswith(f'{finished} is finished: step 640')
+  assert 'compil' not in done.stderr and 'next: podrace eval' in done.stdout
 
 
 def test_finished(run: Command, finished: Path) -> None:
@@ -352,6 +392,26 @@ BAD = [
   (['train', '--override=false'], "--override takes no value, not 'false'"),
   (['train', '--run-dir='], '--run-dir needs a value'),
   (['train', '--sinks', 'wanbd'], "unknown sink 'wanbd': did you mean wandb"),
+  (['train', '--run-dir', '--quiet'], '--run-dir needs a value, DIR, not the option --quiet'),
+  (['train', '--listen', 'ipc:///x', '--keys', '--insecure'], '--keys needs a value, DIR'),
+  (['train', '--envs', 'remote', '--listen', 'ipc:///x', '--peer-timeout', 'nan'],
+   "--peer-timeout takes a number of at least 0, not 'nan'"),
+  (['eval', '/nowhere', '--episodes', '--sample'], '--episodes needs a value, N'),
+  (['envs', '--connect', '--env', 'ale:pong'], '--connect needs a value, ADDRESS'),
+  (['envs', '--env', 'ale:pong'], 'envs needs --connect: see podrace envs --help'),
+  (['envs', 'x', '--env', 'ale:pong'], 'envs takes options only, not x'),
+  (['envs', '--connect', 'ipc:///x', '--env', 'ale:pong', '--keys', '--insecure'],
+   '--keys needs a value, DIR'),
+  (['act', '--params', 'ipc:///x', '--keys', '--insecure'], '--keys needs a value, DIR'),
+  (['act', '--params', 'ipc:///x'], 'act needs --connect-replay: see podrace act --help'),
+  (['replay', '--listen', '--insecure'], '--listen needs a value, ADDRESS'),
+  (['replay', '--table', '--insecure'], '--table needs a value, SETTINGS'),
+  (['replay', '--insecure=yes'], "--insecure takes no value, not 'yes'"),
+  (['top', '--keys', '--once', 'ipc:///x'], '--keys needs a value, DIR'),
+  (['top', 'a', 'b'], 'top takes one address, not 2'),
+  (['devices', '--devices', '--actor-devices'], '--devices needs a value, N'),
+  (['devices', '0'], 'devices takes options only, not 0'),
+  (['bench', 'sebulba', '--seconds', '-1'], "--seconds takes a number of at least 0, not '-1'"),
 ]  # fmt: skip
 
 

@@ -17,7 +17,8 @@ from processes import as_users_have_it, cache, checkpoints, every_file
 
 from podrace import run
 from podrace.agents.impala import Impala
-from podrace.config import Config, UsageError, bind
+from podrace.agents.r2d2 import R2D2
+from podrace.config import Config, UsageError, bind, to_json
 from podrace.envs import make
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.host import base as host
@@ -27,8 +28,9 @@ from podrace.evaluate import (
   host_returns,
   newest_params,
   returns_by_seed,
+  spread,
 )
-from podrace.networks import ActorCritic
+from podrace.networks import ActorCritic, QNetwork
 from podrace.types import ActorOutput
 
 
@@ -78,6 +80,47 @@ def test_an_episode_that_does_not_end() -> None:
 
   with pytest.raises(run.RunError, match='3 of 3 episodes have not ended in 2000 steps'):
     episode_returns(Idle(), NextStepReset(Endless()), (), 3, jax.random.key(0), max_steps=2000)
+
+
+@pytest.mark.parametrize(
+  ('episodes', 'num_envs', 'expected'),
+  [(4, 4, [0, 1, 2, 3]), (2, 8, [2, 6]), (6, 3, [0, 0, 1, 1, 2, 2]), (1, 1, [0])],
+)
+def test_episodes_are_spread_over_the_environments_of_the_run(
+  episodes: int, num_envs: int, expected: list[int]
+) -> None:
+  assert spread(episodes, num_envs).tolist() == expected
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded(R2D2):
+  """Keeps the epsilons that it acts with."""
+
+  def initial_state(self, env_id: Any) -> Any:
+    state = super().initial_state(env_id)
+    jax.debug.callback(EPSILONS.append, state.epsilon)
+    return state
+
+
+EPSILONS: list[np.ndarray] = []
+
+
+def test_sampled_episodes_explore_as_environments_of_the_run_do(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """An epsilon each: four episodes of a run of eight environments have those of every other one."""
+  config = Config(agent=Recorded(QNetwork(hidden=(4,))), num_envs=8)
+  run.write_json(tmp_path / 'config.json', to_json(config))
+
+  def params(config: Config, agent: Any, run_dir: Path) -> Any:
+    return 0, agent.init(jax.random.key(0)).params, []
+
+  monkeypatch.setattr('podrace.evaluate.newest_params', params)
+  EPSILONS.clear()
+  evaluate(tmp_path, 4, sample=True)
+  jax.effects_barrier()
+  expected = 0.4 ** (1 + 7 * np.array([1, 3, 5, 7]) / 7)
+  np.testing.assert_allclose(EPSILONS[-1], expected, rtol=1e-6)
 
 
 @pytest.fixture(scope='module')
@@ -141,7 +184,7 @@ def test_statistics_of_training_are_used(trained: Path) -> None:
   config = run.load_config(trained)
   agent = bind(config.agent, make(config.env))
   _, params, _ = newest_params(config, agent, trained)
-  assert (params.observation.count > 1000).all()
+  assert (params.observation.seen > 1000).all()
 
   def returns(params: Any) -> np.ndarray:
     args = (config, agent, make(config.env), params, 200, 0, 100)

@@ -78,7 +78,7 @@ def test_every_agent_learns_from_it(name: str) -> None:
     found = run.advance(20)
   with Running(other) as run:
     expected = run.advance(20)
-  assert int(found.log.count) == int(expected.log.count) > 0
+  assert int(found.log.samples) == int(expected.log.samples) > 0
   assert int(found.log.broken) == -1
   changed = [
     not np.array_equal(x, y)
@@ -186,8 +186,7 @@ def test_host_environments_resume(tmp_path: Path, cache: Path) -> None:
           '--log-every', '640', '--run-dir', str(run_dir)]  # fmt: skip
   code, output = podrace([*args, '--total-steps', '3200'], tmp_path / 'one.txt', 1, cache)
   assert code == 0, output
-  (saved,) = (run_dir / 'replay').iterdir()
-  assert [int(saved.name)] == checkpoints(run_dir)
+  assert sorted(int(p.name) for p in (run_dir / 'replay').iterdir()) == checkpoints(run_dir)
   code, output = podrace(
     [*args, '--total-steps', '4800', '--override'], tmp_path / 'two.txt', 1, cache
   )

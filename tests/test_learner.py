@@ -23,10 +23,10 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.envs import make
-from podrace.learner import learner, sgd
+from podrace.learner import empty_log, learner, sample_learner, sgd
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
-from podrace.types import Trajectory
+from podrace.types import Sample, TimeStep, TrainState, Trajectory
 
 T, B = 8, 16
 OBSERVATION = spaces.Box(-10, 10, (3,), np.float32)
@@ -75,6 +75,61 @@ def test_sgd_takes_the_gradient_of_the_whole_batch(
   # a sum of 16 float32 products
   np.testing.assert_allclose(params['w'], w - 0.5 * gradient, rtol=1e-6, atol=1e-6)
   np.testing.assert_allclose(aux['error'], error.mean(), rtol=1e-6, atol=1e-6)
+
+
+def test_sgd_keeps_nothing_of_chunks() -> None:
+  with pytest.raises(ValueError, match='`keep` or `chunks`'):
+    sgd(lambda w, c: (0.0, ({}, w)), optax.sgd(1.0), {}, (), chunks=jnp.zeros(2), keep=True)
+
+
+@pytest.mark.parametrize('name', ['step', 'episode_return', 'policy_lag_mean', 'actor_env'])
+def test_what_the_run_writes_is_no_name_for_a_metric(name: str) -> None:
+  with pytest.raises(ValueError, match=f'learn reports {name}, which is what the run itself'):
+    empty_log({'loss': jnp.zeros([]), 'actor_loss': jnp.zeros([]), name: jnp.zeros([])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+  """An agent whose `learn` has a loop that starts from a literal, as other people's code has."""
+
+  def learn(self, train: Any, sample: Any, key: Any) -> Any:
+    reward = sample.trajectory.timesteps.reward
+    total, _ = jax.lax.scan(lambda t, r: (t + r.sum(), ()), 0.0, reward)
+    loss = jax.lax.pmean(total, topology.AXIS)
+    return train._replace(params=train.params + loss), jnp.ones_like(sample.weight), {'loss': loss}
+
+
+@dataclasses.dataclass(frozen=True)
+class Unchecked(Foreign):
+  check_vma = False
+
+
+def test_an_agent_may_leave_the_check_of_what_is_equal() -> None:
+  given = (
+    TrainState(jnp.float32(1), ()),
+    (),
+    trajectory('ppo', 0),
+    jax.random.key(0),
+    jnp.int32(0),
+  )
+  mesh = topology.learner_mesh(2)
+  with pytest.raises(Exception, match='varying'):
+    jax.eval_shape(learner(Foreign(), on_policy(), mesh), *given)
+  train, *_ = jit(learner(Unchecked(), on_policy(), mesh))(*given)
+  expected = 1 + given[2].timesteps.reward.sum() / 2
+  np.testing.assert_allclose(train.params, expected, rtol=1e-5)
+
+  def sample(reward: Any) -> Sample:  # of one step, [B]
+    steps = TimeStep((), reward[None], reward[None], reward[None])
+    return Sample(Trajectory(steps, (), (), reward), reward, reward)
+
+  def batch(agent: Any) -> Any:
+    return sample_learner(agent, mesh, sample)
+
+  with pytest.raises(Exception, match='varying'):
+    jax.eval_shape(batch(Foreign()), given[0], jnp.ones(4), given[3])
+  train, *_ = jit(batch(Unchecked()))(given[0], jnp.ones(4), given[3])
+  assert float(train.params) == 1 + 2
 
 
 # --- the same update on any number of devices -------------------------------------------------

@@ -9,10 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
 from podrace import normalize, topology
+from podrace.agents import acting
+from podrace.agents.impala import Impala
+from podrace.networks import ActorCritic
 from podrace.normalize import Statistics
+from podrace.types import TimeStep
 
 RNG = np.random.default_rng(0)
 
@@ -52,7 +57,7 @@ def see_on_devices(devices: int) -> Any:
 def assert_numpys(statistics: Statistics, x: Any, **tolerance: float) -> None:
   """Mean and variance of all elements of `x`, in float64."""
   count = x['scalar'].size
-  assert float(statistics.count) == count
+  assert float(statistics.seen) == count
   for name, values in x.items():
     flat = values.astype(np.float64).reshape(count, -1)
     mean, var = (np.asarray(s[name]).reshape(-1) for s in (statistics.mean, statistics.var))
@@ -124,3 +129,38 @@ def test_a_constant_has_no_variance_and_no_nan() -> None:
   assert float(statistics.var['scalar']) == 0
   y = normalize.standardize(statistics, {'vector': np.full(3, 7.0), 'scalar': np.float32(8)})
   assert y['vector'].tolist() == [0, 0, 0] and float(y['scalar']) == 10
+
+
+# --- which parts of an observation ---------------------------------------------------------------
+
+
+def agent_of(**parts: Any) -> Impala:
+  network = ActorCritic(hidden=(4,)).bind(spaces.Dict(parts), spaces.Discrete(2))
+  return Impala(network, normalize_observations=True)
+
+
+def test_an_action_mask_of_floats_is_left_as_it_is() -> None:
+  agent = agent_of(
+    action_mask=spaces.Box(0, 1, (2,), np.float32), x=spaces.Box(-1, 1, (3,), np.float32)
+  )
+  params = agent.init(jax.random.key(0)).params
+  assert [x.shape for x in params.observation.mean] == [(3,)]
+  params = params._replace(
+    observation=Statistics(jnp.float32(9), [jnp.ones(3)], [jnp.full(3, 4.0)])
+  )
+  given = {'action_mask': jnp.array([[0.0, 1.0]]), 'x': jnp.array([[3.0, 1.0, -1.0]])}
+  seen = acting.observe(params, TimeStep(given, *[jnp.zeros(1)] * 3)).observation
+  assert seen['action_mask'].tolist() == [[0, 1]]
+  np.testing.assert_allclose(seen['x'], [[1, 0, -1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'parts',
+  [
+    dict(x=spaces.Box(0, 255, (3,), np.uint8)),
+    dict(x=spaces.Discrete(3), action_mask=spaces.Box(0, 1, (2,), np.float32)),
+  ],
+)
+def test_where_there_is_nothing_to_normalise(parts: Any) -> None:
+  with pytest.raises(ValueError, match='normalize_observations is for observations with floats'):
+    jax.eval_shape(agent_of(**parts).init, jax.random.key(0))

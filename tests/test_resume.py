@@ -315,6 +315,7 @@ def test_what_is_computed_does_not_depend_on_the_clock(
 ) -> None:
   monkeypatch.setattr(run, 'CALL_SECONDS', seconds)
   monkeypatch.setattr(run, 'CHECKPOINT_SECONDS', 0.2)
+  monkeypatch.setattr(run, 'FIRST_CHECKPOINT_SECONDS', 0.0)
   assert here('other', '--checkpoint-every', '0', '--override')[0] == 0
   assert_same_run(here.folder / 'other', half / 'whole')
 
@@ -377,6 +378,7 @@ def test_a_half_written_checkpoint_is_not_taken_for_one(here: Here, half: Path) 
   code, output = here('half')
   assert code == 0, output
   assert f'half-written: {draft.name}' in output
+  assert not list((run_dir / 'checkpoints').glob('*tmp*'))
   assert f'resuming at step {before:,}' in output
   assert_same_run(run_dir, half / 'whole')
 

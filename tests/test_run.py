@@ -9,6 +9,8 @@ import hashlib
 import json
 import math
 import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,14 @@ CONFIG = Config(
   log_every=320,
   checkpoint_every=1600,
 )
+
+
+@pytest.fixture(scope='module', autouse=True)
+def no_early_checkpoint() -> Iterator[None]:
+  """Which would come by the clock; those of the steps are counted here."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(run, 'FIRST_CHECKPOINT_SECONDS', math.inf)
+    yield
 
 
 def change(config: Config = CONFIG, **changes: Any) -> Config:
@@ -237,6 +247,51 @@ def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: P
     assert f'loss is NaN or infinite at step {61 * 32:,}' in str(e.value)
   result = evaluate(tmp_path, 3)
   assert result['step'] == 1600
+
+
+def test_a_run_that_dies_early_has_a_checkpoint(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Though the first that was asked for is far away."""
+  monkeypatch.setattr(run, 'FIRST_CHECKPOINT_SECONDS', 0.0)
+  agent = Sick(network=SMALL, minibatches=1, epochs=1)
+  with pytest.raises(run.RunError, match='the last good checkpoint is step'):
+    run.train(change(agent=agent, checkpoint_every=10**9), tmp_path, quiet=True)
+  assert 0 < checkpoints(tmp_path)[-1] < 1952
+
+
+def test_when_checkpoints_are_due() -> None:
+  def due(saved: int, seconds: float, every: int) -> bool:
+    one = object.__new__(run._Run)
+    one.config, one.saved = change(checkpoint_every=every), saved
+    return one.save_due(seconds)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(run, 'FIRST_CHECKPOINT_SECONDS', 10.0)
+    assert [due(-1, s, every) for s in (9, 11) for every in (0, 100)] == [False] * 2 + [True] * 2
+    assert [due(32, s, every) for s in (11, 61) for every in (0, 100)] == [False] * 2 + [
+      True,
+      False,
+    ]
+
+
+def test_quiet_is_about_progress_alone(
+  finished: Path,
+  capsys: pytest.CaptureFixture[str],
+  monkeypatch: pytest.MonkeyPatch,
+  tmp_path: Path,
+) -> None:
+  shutil.copytree(finished, tmp_path / 'run')
+  (tmp_path / 'run' / 'summary.json').unlink()
+  (tmp_path / 'run' / 'checkpoints' / '9.orbax-checkpoint-tmp-1').mkdir()
+  elsewhere = {**run.machine(), 'jax': '9.9'}
+  monkeypatch.setattr(run, 'machine', lambda: elsewhere)
+  run.train(CONFIG, tmp_path / 'run', quiet=True)
+  told = capsys.readouterr().err
+  assert 'dropped what was half-written: 9.orbax' in told and 'not bit for bit' in told
+  assert 'compil' not in told and 'resuming' not in told
+  assert checkpoints(tmp_path / 'run') == [1600, 3200]
+  assert not list((tmp_path / 'run' / 'checkpoints').glob('*tmp*'))
 
 
 def test_nan_at_once(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_the_same_as_anakin(name: str, threads: int) -> None:
     state = run.advance(12)
     told, _ = run.driver.read_log(state)
   assert_close(params, state.train.params, rtol=2e-4, atol=2e-6)
-  for field in ('episodes', 'return_sum', 'return_square', 'length_sum'):
+  for field in ('episodes', 'return_sum', 'return_deviation', 'length_sum'):
     assert told[field] == pytest.approx(float(summary[field])), field
   assert told['episodes'] > 0
   assert told['metrics']['loss'] == pytest.approx(float(summary['metrics']['loss']), rel=1e-3)
@@ -155,6 +155,16 @@ def test_the_same_as_anakin(name: str, threads: int) -> None:
 
 def test_every_agent_is_here() -> None:
   assert AGENTS.keys() <= NAMES.keys()
+
+
+def test_parameters_that_are_gone_are_not_replaced_by_others() -> None:
+  device = jax.devices()[0]
+  pipe = sebulba_.Pipe(threads=1, lag='1', max_lag=1)
+  for version in range(4):
+    pipe.publish(version, {device: version})
+  assert pipe.params(0, 3, device) == (2, 2)
+  with pytest.raises(RuntimeError, match=r'unroll 2 .* version 1 .* gone: there are \[2, 3\]'):
+    pipe.params(0, 2, device)
 
 
 # --- lag and determinism ---------------------------------------------------------------------------

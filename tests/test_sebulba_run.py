@@ -207,7 +207,7 @@ def test_an_exception_in_an_environment_ends_the_run_with_a_checkpoint(
   assert one.wait() == 1, one.output
   assert 'ZeroDivisionError: the game broke' in one.output
   assert 'the run is saved at step' in one.output
-  assert len(checkpoints(tmp_path / 'run')) == 1
+  assert checkpoints(tmp_path / 'run')
 
 
 @pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -219,7 +219,7 @@ def test_signals_save_while_actors_are_busy(
   one.says('step 32 of')
   one.signal(signum)
   assert one.wait(30) == code, one.output
-  (saved,) = checkpoints(tmp_path / 'run')
+  (*_, saved) = checkpoints(tmp_path / 'run')
   assert saved >= 32
   again = start('gymnasium:host_envs:Sequence-v0,slow=0.1', tmp_path, cache, '--log-every', '32')
   again.says(f'resuming at step {saved:,}')

@@ -90,7 +90,7 @@ def test_the_same_under_both_architectures(name: str) -> None:
   one, two = (jax.device_get(s.memory.timesteps) for s in (state, other))
   np.testing.assert_array_equal(one.step_type, two.step_type)
   assert_close(one.observation, two.observation, rtol=2e-3, atol=2e-4)
-  assert int(state.log.count) == int(other.log.count) > 0
+  assert int(state.log.samples) == int(other.log.samples) > 0
 
 
 @pytest.mark.parametrize(

@@ -47,26 +47,29 @@ def observe(params: Params, timestep: TimeStep) -> TimeStep:
   """The timestep with its observation as the network wants it."""
   if not params.observation:
     return timestep
-  floats, rest = split_floats(timestep.observation)
-  floats = normalize.standardize(params.observation, floats)
-  return timestep._replace(observation=join_floats(timestep.observation, floats, rest))
+  observation = timestep.observation
+  standard = normalize.standardize(params.observation, floats(observation))
+  return timestep._replace(observation=with_floats(observation, standard))
 
 
-def split_floats(tree: Any) -> tuple[list[Array], list[Array]]:
-  """The float leaves, which are normalised, and the others (masks, pixels, indices)."""
-  leaves = jax.tree.leaves(tree)
-  return [x for x in leaves if _is_float(x)], [x for x in leaves if not _is_float(x)]
+def floats(observation: Any) -> list[Array]:
+  """What is normalised of an observation: the floats, but of an `action_mask`; not pixels or indices."""
+  return [
+    x for path, x in jax.tree_util.tree_leaves_with_path(observation) if _is_normalised(path, x)
+  ]
 
 
-def join_floats(like: Any, floats: list[Array], rest: list[Array]) -> Any:
-  """Undoes `split_floats`."""
-  leaves, structure = jax.tree.flatten(like)
-  f, r = iter(floats), iter(rest)
-  return jax.tree.unflatten(structure, [next(f if _is_float(x) else r) for x in leaves])
+def with_floats(observation: Any, floats: list[Array]) -> Any:
+  """The observation with others in the place of its `floats`."""
+  others = iter(floats)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: next(others) if _is_normalised(path, x) else x, observation
+  )
 
 
-def _is_float(x: Array) -> bool:
-  return jnp.issubdtype(x.dtype, jnp.floating)
+def _is_normalised(path: Any, x: Array) -> bool:
+  mask = path[:1] == (jax.tree_util.DictKey('action_mask'),)
+  return jnp.issubdtype(x.dtype, jnp.floating) and not mask
 
 
 def initial_state(agent: Any, env_id: Array) -> PolicyState:
@@ -106,12 +109,22 @@ def transitions(
 
 
 def init_params(agent: Any, key: Array) -> Params:
-  """`Params` before learning, of an agent with `network` and the two `normalize_` settings."""
-  example = agent.network.example()
-  floats = [x[0] for x in split_floats(example.observation)[0]]
+  """`Params` before learning, of an agent with `network` and the two `normalize_` settings.
+
+  Raises:
+    ValueError: if observations are to be normalised, and have nothing that is.
+  """
+  observation = agent.network.example().observation
+  one = [x[0] for x in floats(observation)]
+  if agent.normalize_observations and not one:
+    shapes = jax.tree.map(lambda x: f'{x.dtype}{list(x.shape[1:])}', observation)
+    raise ValueError(
+      'normalize_observations is for observations with floats in them (an action_mask aside); '
+      f"this environment's are {shapes}: leave it out"
+    )
   return Params(
     network=agent.network.init(key),
-    observation=normalize.init(floats) if agent.normalize_observations else (),
+    observation=normalize.init(one) if agent.normalize_observations else (),
     reward=normalize.init(jnp.float32(0)) if agent.normalize_rewards else (),
   )
 
@@ -121,7 +134,7 @@ def new_moments(params: Params, trajectory: Trajectory) -> Any:
   observation: Any = ()
   if params.observation:
     seen = jax.tree.map(lambda x: x[:-1], trajectory.timesteps.observation)
-    observation = normalize.moments(params.observation, split_floats(seen)[0])
+    observation = normalize.moments(params.observation, floats(seen))
   reward: Any = ()
   if params.reward:
     reward = normalize.moments(params.reward, trajectory.outputs.extras.discounted_return)

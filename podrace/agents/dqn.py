@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from jax import lax
 
 from podrace import returns
 from podrace.agents import valuing
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
+from podrace.topology import AXIS
 from podrace.types import (
   ActorOutput,
   Array,
@@ -58,7 +60,7 @@ class DQN:
   discount: float = 0.99
   n_step: int = 1  # rewards before a value is bootstrapped from
   double: bool = True  # the online network says which action, the target network its value
-  huber: float = 1.0  # where the loss goes from square to linear; 0: it is the square
+  huber: float = 1.0  # where the loss goes from square to linear; 0: it is the square, of values
   target_period: int = 250  # gradient steps between copies to the target network
   target_rate: float = 1.0  # how far it moves then; with a period of 1, Polyak's average
   epsilon: float = 0.05  # how often an action is random, in the end
@@ -78,6 +80,9 @@ class DQN:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
+    if self.huber < 0 or (self.huber == 0 and self.network.head == 'quantile'):
+      allowed = 'more than 0 for quantiles' if self.huber == 0 else '0 or more'
+      raise ValueError(f'huber must be {allowed}, not {self.huber}')
     if self.ranked_by_acting and (self.n_step < 2 or self.network.head != 'value'):
       raise ValueError(
         'ranked_by_acting needs an n_step of at least 2, so that acting has seen what is bootstrapped from, '
@@ -130,7 +135,8 @@ class DQN:
   ) -> tuple[TrainState, Array, Metrics]:
     rest: Rest = train.rest
     step = valuing.transitions(sample.trajectory, self.discount)
-    online_key, select_key, target_key = jax.random.split(key, 3)
+    own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
+    online_key, select_key, target_key = jax.random.split(own_key, 3)
     target = self.target(rest.target, train.params.network, step, target_key, select_key)
 
     def loss(network: Any) -> tuple[Array, Any]:
@@ -147,7 +153,8 @@ class DQN:
     followed = valuing.follow(rest.target, network, steps, self.target_period, self.target_rate)
     decayed = 1 - (1 - self.epsilon) * steps / self.epsilon_steps
     params = Params(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
-    metrics['epsilon'] = params.epsilon
+    if not self.epsilon_ladder and not self.network.noisy:
+      metrics['epsilon'] = params.epsilon
     return TrainState(params, Rest(followed, opt_state, steps)), priority, metrics
 
   def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
@@ -182,7 +189,7 @@ class DQN:
     if self.network.categorical:
       loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
     else:
-      loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber or 1.0))(q, target)
+      loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber))(q, target)
     return loss, jnp.abs(loss)
 
   def optimiser(self) -> optax.GradientTransformation:

@@ -38,16 +38,16 @@ def transitions(window: Trajectory, discount: float) -> Transitions:
   step = jax.vmap(returns.n_step, in_axes=1)(
     timesteps.reward[1:], discount * timesteps.discount[1:], timesteps.last[1:]
   )
-  streams = jnp.arange(step.index.shape[0])
+  streams = jnp.arange(step.end.shape[0])
   before = jax.tree.map(lambda x: x[0], timesteps)
   return Transitions(
     r_t=step.r_t,
     discount_t=step.discount_t,
     before=before,
-    after=jax.tree.map(lambda x: x[step.index, streams], timesteps),
+    after=jax.tree.map(lambda x: x[step.end, streams], timesteps),
     action=jax.tree.map(lambda x: x[0], window.outputs.action),
     mask=1.0 - before.last.astype(jnp.float32),
-    end=step.index,
+    end=step.end,
   )
 
 

@@ -12,6 +12,7 @@ import pytest
 import rlax
 import streams
 from gymnasium import spaces
+from jax import lax
 
 from podrace import returns, topology
 from podrace.agents import valuing
@@ -52,7 +53,7 @@ def test_n_step_bootstrapped(n: int) -> None:
   found = returns.n_step_bootstrapped(r, d, 1.0 - last, v, n)
   for t in range(T):
     one = returns.n_step(r[t : t + n], d[t : t + n], jnp.asarray(last[t : t + n]))
-    expected = one.r_t + one.discount_t * v[t + int(one.index) - 1]
+    expected = one.r_t + one.discount_t * v[t + int(one.end) - 1]
     assert float(found[t]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
 
 
@@ -105,7 +106,7 @@ def test_epsilon_greedy() -> None:
 
 
 def fixed(sample: Sample) -> Replay:
-  """A replay that always gives this sample; its state adds up the priorities."""
+  """A replay that always gives this sample, as each device's own; its state adds up priorities."""
 
   def update(state: Any, index: Any, priority: Any) -> Any:
     return state + priority
@@ -113,7 +114,7 @@ def fixed(sample: Sample) -> Replay:
   return Replay(
     lambda example: jnp.zeros(B),
     lambda state, trajectory: state,
-    lambda state, key: jax.tree.map(jnp.asarray, sample),
+    lambda state, key: lax.pcast(jax.tree.map(jnp.asarray, sample), topology.AXIS, to='varying'),
     update,
     lambda update: 1,
   )
@@ -121,7 +122,7 @@ def fixed(sample: Sample) -> Replay:
 
 def learn(agent: Any, train: Any, sample: Sample) -> tuple[Any, Any, Any]:
   """(the new state, priorities, metrics) of one step on one device."""
-  step = learner(agent, fixed(sample), topology.learner_mesh(1), check_vma=False)
+  step = learner(agent, fixed(sample), topology.learner_mesh(1))
   train, priority, metrics, _ = jax.jit(step)(
     train, jnp.zeros(B), sample.trajectory, jax.random.key(1), jnp.int32(0)
   )
@@ -200,7 +201,7 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
   step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
   _, learn_key = jax.random.split(jax.random.key(1))
-  keys = jax.random.split(learn_key, 3)
+  keys = jax.random.split(jax.random.fold_in(learn_key, 0), 3)  # of the first device
 
   def outputs(params: Any, timestep: Any, key: Any) -> Any:
     return network.step(params, (), timestep, key if noisy else None)[0]
@@ -221,6 +222,38 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
     losses.append(float(loss) * float(step.mask[b]))
   np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-5)
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
+
+
+def test_noise_is_each_device_s_own() -> None:
+  """With the same windows on both, outputs and so priorities would be the same."""
+  network = QNetwork(hidden=(4,), noisy=True).bind(VECTOR, spaces.Discrete(4))
+  agent = DQN(network=network)
+  train = agent.init(jax.random.key(0))
+  sample = Sample(random_window(1, 5, discrete), np.ones(B, np.float32), np.arange(B))
+  step = learner(agent, fixed(sample), topology.learner_mesh(2))
+  twice = jax.tree.map(lambda x: jnp.concatenate([x, x], axis=1), sample.trajectory[:2])
+  flat = jax.tree.map(lambda x: jnp.concatenate([x, x]), sample.trajectory[2:])
+  _, priority, metrics, _ = jax.jit(step)(
+    train, jnp.zeros(2 * B), Trajectory(*twice, *flat), jax.random.key(1), jnp.int32(0)
+  )
+  one, other = np.asarray(priority).reshape(2, B)
+  assert np.abs(one - other).max() > 1e-3
+  assert 'epsilon' not in metrics  # nobody acts by it
+
+
+@pytest.mark.parametrize(
+  ('settings', 'message'),
+  [
+    (dict(huber=-1.0), 'huber must be 0 or more, not -1.0'),
+    (
+      dict(huber=0.0, network=QNetwork(head='quantile')),
+      'huber must be more than 0 for quantiles, not 0.0',
+    ),
+  ],
+)
+def test_huber_is_checked(settings: Any, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    DQN(**settings)
 
 
 @pytest.mark.parametrize('burn_in', [0, 3])

@@ -51,7 +51,7 @@ def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
   until(lambda: len(lines(run_dir)) >= count + 2)
   one.signal(signal.SIGTERM)
   assert one.wait() == 143, one.output
-  (saved,) = checkpoints(run_dir)
+  (*_, saved) = checkpoints(run_dir)
   again = learner(env, tmp_path, cache, *args)
   again.says(f'resuming at step {saved:,}')
   assert again.wait() == 0, again.output

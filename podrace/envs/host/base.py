@@ -220,6 +220,11 @@ class Totals:
   return_square: float = 0.0
   length_sum: int = 0
 
+  @property
+  def return_deviation(self) -> float:
+    """The sum of squared differences from the mean; doubles are exact enough for the difference."""
+    return self.return_square - self.return_sum * (self.return_sum / max(self.count, 1))
+
   def __add__(self, other: Totals) -> Totals:
     return Totals(
       self.count + other.count,
