@@ -17,7 +17,7 @@ from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, UsageError, bind
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Checker, HostSpec, PoolArgs, check_action
+from podrace.envs.host.base import Checker, HostSpec, PoolArgs
 from podrace.networks import outside_loops
 from podrace.run import RunError, load_config
 from podrace.topology import cores
@@ -159,7 +159,7 @@ def _host_round(
       return total
     output, state = act(params, state, arrival.timestep, jax.random.fold_in(key, t))
     action = np.asarray(output.action)
-    check_action(spec.name, spec.action_space, action)
+    check.action(action)
     pool.send(arrival.env_id, action)
   raise RunError(f'{int((~done).sum())} of {n} episodes have not ended in {max_steps} steps')
 

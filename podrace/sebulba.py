@@ -18,13 +18,12 @@ more than `max_lag` updates ago is dropped.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,13 +35,16 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology as topology_
 from podrace.envs.host.base import (
+  EVERY,
   Checker,
+  Deadline,
   EpisodeCounter,
   HostError,
   HostSpec,
   PoolArgs,
   Totals,
-  check_action,
+  everyone,
+  rows_of,
 )
 from podrace.learner import (
   Log,
@@ -419,6 +421,35 @@ class Watch:
     return seconds
 
 
+class Owed:
+  """What a pool's environments owe the thread that is in the pool while this is entered."""
+
+  def __init__(self, num_envs: int) -> None:
+    self._asked_at = np.full(num_envs, np.inf)  # when each environment was; inf: it owes no answer
+    self._inside, self._left = False, 0.0  # whether the thread is in its pool; when it left that
+
+  def __enter__(self) -> None:
+    # They may have answered while nobody was there to hear it: little of that time counts.
+    if (away := time.monotonic() - self._left) > POLL:
+      self._asked_at += away - POLL
+    self._inside = True
+
+  def __exit__(self, *exc: object) -> None:
+    self._inside, self._left = False, time.monotonic()
+
+  def ask(self, env_id: np.ndarray) -> None:
+    """These owe an answer from now on."""
+    self._asked_at[rows_of(env_id, len(self._asked_at))] = time.monotonic()
+
+  def answered(self, env_id: np.ndarray) -> None:
+    self._asked_at[rows_of(env_id, len(self._asked_at))] = np.inf
+
+  @property
+  def silence(self) -> float:
+    """Seconds that some environment has owed an answer, if the thread waits for one."""
+    return time.monotonic() - float(self._asked_at.min()) if self._inside else 0.0
+
+
 class Actor:
   """One thread: its pool of environments, and its unrolls on one device."""
 
@@ -439,7 +470,7 @@ class Actor:
     self._spec, self._n, self._length = sebulba.spec, pool.num_envs, sebulba.unroll_length
     self._unroll_key, self._number, self._snapshot = unroll_key, number, snapshot
     self._programs = sebulba.programs
-    self._ids = np.arange(self._n, dtype=np.int32)
+    self._ids = everyone(self._n)
     self._env_id = jax.device_put(
       sebulba.first_env(index) + np.arange(self._n, dtype=np.int32), device
     )
@@ -449,8 +480,8 @@ class Actor:
     self._version = -1  # of the parameters that it has; -1: none yet
     self._row = np.zeros(self._n, np.int32)
     self._serial = np.full(self._n, number, np.int64)  # of the unrolls under way; see `Unroll`
+    self._uneven = False  # environments may be at different rows
     self._column = np.arange(self._n, dtype=np.int32)
-    self._run_id = np.zeros(self._n, np.int64)
     self._restarts = self._dropped = 0
     self._calls = 0  # of this unroll's keys
     self._keyed = number  # the unroll whose keys are used; ahead of `_number` after a restart
@@ -461,8 +492,7 @@ class Actor:
     self._serials = np.zeros(columns, np.int64)  # of finished unrolls
     self._free = collections.deque(range(self._n, columns))
     self._finished: collections.deque[int] = collections.deque()  # columns, oldest first
-    self._asked_at = np.full(self._n, np.inf)  # when each environment was; inf: it owes no answer
-    self._in_env, self._left = False, 0.0  # whether the thread is in its pool; when it left that
+    self._owed = Owed(self._n)
     self.thread = threading.Thread(target=self._main, name=f'actor-{index}', daemon=True)
 
   def _main(self) -> None:
@@ -494,10 +524,11 @@ class Actor:
     while True:
       ids, action = self._answer(arrival)
       if len(ids):
-        action = jax.tree.map(np.asarray, action)
+        action = np.asarray(action)
         self._watch('inference')
-        check_action(self._spec.name, self._spec.action_space, action)
-        with self._asking(ids):
+        self._check.action(action)
+        with self._owed:
+          self._owed.ask(ids)
           self.pool.send(ids, action)
       arrival = self._receive()
 
@@ -506,16 +537,18 @@ class Actor:
     ids = arrival.env_id
     if not self._sebulba.ordered:
       return ids, self._in_any_order(arrival) if len(ids) else None
-    if len(ids) > 1 and (ids[1:] < ids[:-1]).any():
+    whole = rows_of(ids, self._n) is EVERY
+    if not whole and len(ids) > 1 and (ids[1:] < ids[:-1]).any():
       raise HostError(f'{self._spec.name} returned {ids} where order was expected')
-    if len(ids) == self._n and self._in_step():
+    if whole and self._in_step():
       return ids, self._together(arrival)
     return self._apart(arrival)
 
   def _begin(self) -> Arrival:
     """The first arrival: of fresh environments, or what a snapshot was about to answer."""
     if self._snapshot is None:
-      with self._asking(self._ids):
+      with self._owed:
+        self._owed.ask(self._ids)
         self.pool.reset()
       return self._receive()
     snapshot = self._snapshot
@@ -523,49 +556,37 @@ class Actor:
     self._episodes.restore(snapshot.episodes)
     timestep = jax.tree.map(np.asarray, snapshot.timestep)
     none = np.zeros(self._n, bool)
-    return Arrival(self._ids, timestep, np.zeros(self._n, np.float32), none, self._run_id)
-
-  @contextlib.contextmanager
-  def _asking(self, env_id: np.ndarray) -> Iterator[None]:
-    """While the thread is in its pool, of which these environments now owe an answer."""
-    now = time.monotonic()
-    # They may have answered while nobody was there to hear it: little of that time counts.
-    self._asked_at += max(now - self._left - POLL, 0)
-    self._asked_at[env_id] = now
-    self._in_env = True
-    try:
-      yield
-    finally:
-      self._in_env, self._left = False, time.monotonic()
+    return Arrival(self._ids, timestep, np.zeros(self._n, np.float32), none, self._episodes.run_id)
 
   @property
   def silence(self) -> float:
     """Seconds that some environment has owed an answer, if the thread waits for one."""
-    return time.monotonic() - float(self._asked_at.min()) if self._in_env else 0.0
+    return self._owed.silence
 
   def _receive(self) -> Arrival:
     if self._pipe.closed:
       raise Closed
-    with self._asking(self._ids[:0]):
+    with self._owed:
       arrival = self.pool.recv()
-    self._asked_at[arrival.env_id] = np.inf
+    self._owed.answered(arrival.env_id)
     self._check(arrival)
-    self._episodes.add(arrival)
-    restarted = arrival.run_id != self._run_id[arrival.env_id]
-    if restarted.any():
+    restarted = self._episodes.add(arrival)
+    if np.count_nonzero(restarted):
       ids = arrival.env_id[restarted]
       self._restarts += len(ids)
       self._dropped += int(self._row[ids].sum())
       self._row[ids] = 0
       self._serial[ids] += 1
-      self._run_id[ids] = arrival.run_id[restarted]
+      self._uneven = True
     self._watch('env')
     return arrival
 
   # --- all environments at the same row
 
   def _in_step(self) -> bool:
-    return not self._parked and bool((self._row == self._row[0]).all())
+    if self._uneven:
+      self._uneven = bool(self._parked) or bool((self._row != self._row[0]).any())
+    return not self._uneven
 
   def _together(self, arrival: Arrival) -> Any:
     timestep, t = arrival.timestep, int(self._row[0])
@@ -640,7 +661,7 @@ class Actor:
       self._params, self._carry, self._keys, self._next_call(), env_id, row, column, timestep
     )
     self._row[ids] += 1
-    return jax.tree.map(lambda x: np.asarray(x)[: len(ids)], action)
+    return np.asarray(action)[: len(ids)]
 
   def _pad(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> Any:
     """(row, column, timestep), as many as a program is for; what is added is out of range."""
@@ -663,7 +684,7 @@ class Actor:
     timestep = jax.tree.map(lambda *xs: np.stack(xs), *rows)
     self._parked.clear()
     zeros = np.zeros(self._n, np.float32)
-    arrival = Arrival(self._ids, timestep, zeros, zeros.astype(bool), self._run_id)
+    arrival = Arrival(self._ids, timestep, zeros, zeros.astype(bool), self._episodes.run_id)
     return self._ids, self._together(arrival)
 
   # --- environments that return in any order, or come and go
@@ -719,7 +740,10 @@ class Actor:
       episodes = jax.device_put(self._episodes.state(), jax.local_devices(backend='cpu')[0])
       snapshot = Snapshot(agent_state, timestep, env_state, episodes)
     devices = self._sebulba.topology.local_learners
-    parts = tuple(jax.device_put(p, d) for p, d in zip(parts, devices, strict=True))
+    parts = tuple(
+      part if device == self.device else jax.device_put(part, device)
+      for part, device in zip(parts, devices, strict=True)
+    )
     self._watch('transfer')
     unroll = Unroll(
       parts, int(version), self.index, self._number, self._episodes.take(), snapshot,
@@ -1152,6 +1176,7 @@ class Actors:
     self._sebulba = sebulba
     s = sebulba
     self.pipe = Pipe(s.local_threads, s.lag, s.max_lag, s.ordered, s.in_turn)
+    self._deadline = Deadline(s.deadline)
     update = int(jax.device_get(state.update))
     if sebulba.lag == '1' and update > 0:
       self.publish(update - 1, state.previous)
@@ -1225,7 +1250,8 @@ class Actors:
     for actor in self._threads:
       if actor.pool.watches_itself:  # and replaces what hangs
         continue
-      if (silence := actor.silence) > self._sebulba.deadline:
+      silence = actor.silence
+      if self._deadline.passed(actor.index, silence):
         raise ActorFailed(
           f'{self._sebulba.spec.name}: environments of actor thread {actor.index} have not '
           f'answered for {silence:.0f} s'

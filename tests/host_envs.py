@@ -73,6 +73,10 @@ class Wrong(Sequence):
         observation = observation[:3]
       if self._what == 'dtype':
         observation = observation.astype(np.complex64)
+      if self._what == 'reward':
+        reward = 'much'
+      if self._what == 'end':
+        terminated = np.array([True, False])
       if self._what == 'missing':
         observation[1] = np.nan
     return observation, reward, terminated, truncated, info

@@ -314,6 +314,8 @@ def test_an_exception_is_told_with_its_traceback() -> None:
     ('shape', r'observation has shape (3,), declared (4,)'),
     ('dtype', 'observation is complex64, declared float64'),
     ('missing', 'observation of environment [0, 1] is NaN or infinite'),
+    ('reward', "reward is 'much', which is no number"),
+    ('end', 'terminated is array([ True, False]), which is no number'),
   ],
 )
 def test_what_is_wrong_is_named(what: str, message: str) -> None:
@@ -332,6 +334,39 @@ def test_a_worker_that_hangs_is_replaced() -> None:
                                            threads=1, deadline=0.5)]  # fmt: skip
   assert runs[0] == 0
   assert runs[-1] == 1
+
+
+def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Who was stopped and goes on looks twice at who seems to be late."""
+  now = 0.0
+  monkeypatch.setattr(host.time, 'monotonic', lambda: now)
+  asked, deadline = 0.0, host.Deadline(60.0)
+  for now in range(50):
+    assert not deadline.passed(0, now - asked)
+  now = 1000.0  # it was stopped
+  assert not deadline.passed(0, now - asked)
+  now, asked = 1001.0, 1001.0  # the others were stopped as well, and answer
+  assert not deadline.passed(0, now - asked)
+  late = []
+  for now in range(1002, 1080):
+    late.append(deadline.passed(0, now - asked))
+  assert not any(late[:60])  # still in time
+  assert late[-1]  # and never again
+
+
+def test_workers_are_not_late_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+  envs = pool('gymnasium:host_envs:Sequence-v0,slow=0.2', n=2, deadline=60.0)
+  monotonic, stopped = host.time.monotonic, 0.0
+  monkeypatch.setattr(host.time, 'monotonic', lambda: monotonic() + stopped)
+  try:
+    envs.reset()
+    pids = envs.pids
+    envs.send(envs.recv().env_id, np.zeros(2, np.int32))
+    stopped = 1000.0
+    assert not envs.recv().run_id.any()
+    assert envs.pids == pids
+  finally:
+    envs.close()
 
 
 def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,14 +92,66 @@ def options_of(
   return registry.read_options(name, options, defaults)
 
 
+EVERY = slice(None)  # of arrays [num_envs, ...]
+
+
+@functools.cache
+def everyone(num_envs: int) -> np.ndarray:
+  """The ids of all environments in order, to be read only.
+
+  It is always the same array: pools that hand it out save who is given it a comparison.
+  """
+  ids = np.arange(num_envs, dtype=np.int32)
+  ids.flags.writeable = False
+  return ids
+
+
 def rows_of(env_id: np.ndarray, num_envs: int) -> Any:
-  """What picks environments env_id of arrays [num_envs, ...]: where it is all of them, a slice,
-  which copies nothing. They are sorted in that case."""
-  return slice(None) if len(env_id) == num_envs and _in_order(env_id) else env_id
+  """What picks environments env_id of arrays [num_envs, ...]: EVERY, which copies nothing, where
+  it is all of them, in order."""
+  ids = everyone(num_envs)
+  whole = env_id is ids or (len(env_id) == num_envs and not np.count_nonzero(env_id != ids))
+  return EVERY if whole else env_id
 
 
-def _in_order(env_id: np.ndarray) -> bool:
-  return bool((env_id == np.arange(len(env_id), dtype=env_id.dtype)).all())
+# --- deadlines -----------------------------------------------------------------------------------
+
+LOOK_SECONDS = 1.0  # between looks at who is late, at most; more of a pause does not count
+AGAIN_SECONDS = 10.0  # that who is late is still given
+
+
+class Clock:
+  """Seconds that who looks at it has been there; of a pause between two looks, little counts.
+
+  A process that was stopped and goes on (SIGSTOP, a frozen container) finds that much time has
+  passed, in which nobody else may have run either.
+  """
+
+  def __init__(self) -> None:
+    self._now, self._at = 0.0, time.monotonic()
+
+  def look(self) -> float:
+    """The time by this clock, from 0."""
+    at = time.monotonic()
+    self._now += min(at - self._at, 2 * LOOK_SECONDS)
+    self._at = at
+    return self._now
+
+
+class Deadline:
+  """Who has been silent for more than `seconds`; who seems so is looked at twice."""
+
+  def __init__(self, seconds: float) -> None:
+    self._seconds, self._clock = seconds, Clock()
+    self._late: dict[int, float] = {}  # since when, by the clock
+
+  def passed(self, who: int, silence: float) -> bool:
+    """Whether it is too late for `who`, silent for so many seconds; to be asked again and again."""
+    now = self._clock.look()
+    if silence <= self._seconds:
+      self._late.pop(who, None)
+      return False
+    return now - self._late.setdefault(who, now) >= min(self._seconds, AGAIN_SECONDS)
 
 
 # --- timesteps ----------------------------------------------------------------------------------
@@ -109,10 +163,10 @@ class Stepper:
   def __init__(self, num_envs: int) -> None:
     self._opens = np.ones(num_envs, bool)  # the next arrival is FIRST
     self._over = np.zeros(num_envs, bool)  # the last one was FIRST and over at once
+    self._any_over = False  # of these
 
   def reset(self) -> None:
-    self._opens[:] = True
-    self._over[:] = False
+    self.reopen(everyone(len(self._opens)))
 
   def reopen(self, env_id: np.ndarray) -> None:
     """These were restarted: their next arrival is FIRST."""
@@ -132,16 +186,25 @@ class Stepper:
     What is over with its first timestep (a life that is lost while it begins) is followed by
     another FIRST, whose discount is 0: nothing is bootstrapped from it.
     """
-    ids = rows_of(env_id, len(self._opens))
-    first: Any = self._opens[ids].copy()
+    rows = rows_of(env_id, len(self._opens))
     over = terminated | truncated
+    first: Any
+    if rows is EVERY:  # a few operations on small arrays are most of what a pool in C++ costs here
+      first, self._opens = self._opens, over
+    else:
+      first = self._opens[rows]
+      self._opens[rows] = over
     last = over & ~first
-    at_once = self._over[ids].copy()
-    self._over[ids] = over & first
-    self._opens[ids] = over
+    final = terminated & last
+    if self._any_over:
+      final |= self._over[rows]
+    at_once = over & first
+    if self._any_over or np.count_nonzero(at_once):
+      self._over[rows] = at_once
+      self._any_over = bool(np.count_nonzero(self._over))
     kind: Any = MID + last.view(np.int8) - first.view(np.int8)  # FIRST, MID, LAST: 0, 1, 2
-    learned: Any = np.where(first, 0, reward).astype(np.float32)
-    discount: Any = (~((terminated & last) | at_once)).astype(np.float32)
+    learned: Any = np.where(first, 0, reward).astype(np.float32, copy=False)
+    discount: Any = (~final).astype(np.float32)
     return TimeStep(observation, learned, discount, kind)
 
 
@@ -149,16 +212,18 @@ class Stepper:
 
 
 class Checker:
-  """Compares what arrives with what was declared, and says which environment and field is wrong."""
+  """Compares what arrives, and is sent, with what was declared; says what of which is wrong."""
 
   def __init__(self, spec: HostSpec, num_envs: int) -> None:
-    self._name, self._num_envs = spec.name, num_envs
+    self._name, self._num_envs, self._action_space = spec.name, num_envs, spec.action_space
     self._fields = list(_fields('observation', spec.observation_space))
+    self._low, self._high = _bounds(spec.action_space)
 
   def __call__(self, arrival: Arrival) -> None:
     ids = arrival.env_id
     n = len(ids)
-    if n and not (ids.min() >= 0 and ids.max() < self._num_envs):
+    known = not n or rows_of(ids, self._num_envs) is EVERY
+    if not known and not (ids.min() >= 0 and ids.max() < self._num_envs):
       raise HostError(f'{self._name}: env_id {ids} is out of range({self._num_envs})')
     for field, space, get in self._fields:
       x = np.asarray(get(arrival.timestep.observation))
@@ -171,11 +236,30 @@ class Checker:
     self._finite('reward', arrival.timestep.reward, ids)
 
   def _finite(self, field: str, x: Any, ids: np.ndarray) -> None:
-    if not np.isfinite(x).all():
-      rows = ~np.isfinite(x.reshape(len(x), -1)).all(axis=1)
+    finite = np.isfinite(x)
+    if np.count_nonzero(finite) != x.size:
+      rows = ~finite.reshape(len(x), -1).all(axis=1)
       raise HostError(
         f'{self._name}: {field} of environment {ids[rows].tolist()} is NaN or infinite'
       )
+
+  def action(self, x: np.ndarray) -> None:
+    """Raises HostError where an agent's actions [b, ...] are not in the action space."""
+    fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
+    if np.count_nonzero(fits) != x.size:
+      told = f'the agent chose action {x[~fits][:3].tolist()}, not in {self._action_space}'
+      raise HostError(f'{self._name}: {told}')
+
+
+def _bounds(space: Any) -> tuple[Any, Any]:
+  """The lowest and the highest action, or numbers in one."""
+  from gymnasium import spaces
+
+  if isinstance(space, spaces.Discrete):
+    return int(space.start), int(space.start) + int(space.n) - 1
+  if isinstance(space, spaces.MultiDiscrete):
+    return space.start, space.start + space.nvec - 1
+  return space.low, space.high
 
 
 def _fields(where: str, space: Any) -> Any:
@@ -191,21 +275,6 @@ def _fields(where: str, space: Any) -> Any:
         yield name, leaf, lambda x, i=i, get=get: get(x[i])
   else:
     yield where, space, lambda x: x
-
-
-def check_action(name: str, space: Any, action: Any) -> None:
-  """Raises HostError where an agent's actions [b, ...] are not in the action space."""
-  from gymnasium import spaces
-
-  x: Any = np.asarray(action)
-  if isinstance(space, spaces.Discrete):
-    wrong = (x < int(space.start)) | (x >= int(space.start) + int(space.n))
-  elif isinstance(space, spaces.MultiDiscrete):
-    wrong = (x < space.start) | (x >= space.start + space.nvec)
-  else:
-    wrong = ~((x >= space.low) & (x <= space.high))  # NaN is wrong as well
-  if wrong.any():
-    raise HostError(f'{name}: the agent chose action {x[wrong][:3].tolist()}, not in {space}')
 
 
 # --- episodes -----------------------------------------------------------------------------------
@@ -240,22 +309,24 @@ class EpisodeCounter:
   def __init__(self, num_envs: int) -> None:
     self.episode_return = np.zeros(num_envs, np.float64)
     self.episode_length = np.zeros(num_envs, np.int64)
-    self._run_id = np.zeros(num_envs, np.int64)
+    self.run_id = np.zeros(num_envs, np.int64)
     self._over = np.ones(num_envs, bool)  # the next arrival opens a game
     self._finished = Totals()
 
-  def add(self, arrival: Arrival) -> None:
-    ids = rows_of(arrival.env_id, len(self._over))
-    opens = self._over[ids] | (arrival.run_id != self._run_id[ids])
-    self._run_id[ids] = arrival.run_id
-    self.episode_return[ids] += arrival.score
-    self.episode_length[ids] += arrival.timestep.step_type != FIRST  # of a life or of a game
-    if opens.any():
+  def add(self, arrival: Arrival) -> np.ndarray:
+    """Accounts for what arrived; which of it was restarted before, [b] bool."""
+    rows = rows_of(arrival.env_id, len(self._over))
+    restarted: np.ndarray = arrival.run_id != self.run_id[rows]
+    opens = self._over[rows] | restarted
+    self.run_id[rows] = arrival.run_id
+    self._over[rows] = arrival.ended
+    self.episode_return[rows] += arrival.score
+    self.episode_length[rows] += arrival.timestep.step_type != FIRST  # of a life or of a game
+    if np.count_nonzero(opens):
       opened = arrival.env_id[opens]
       self.episode_return[opened] = 0
       self.episode_length[opened] = 0
-    self._over[ids] = arrival.ended
-    if arrival.ended.any():
+    if np.count_nonzero(arrival.ended):
       done = arrival.env_id[arrival.ended]
       returns = self.episode_return[done]
       self._finished += Totals(
@@ -264,6 +335,7 @@ class EpisodeCounter:
         float((returns**2).sum()),
         int(self.episode_length[done].sum()),
       )
+    return restarted
 
   def take(self) -> Totals:
     """What finished since the last time."""

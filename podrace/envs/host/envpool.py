@@ -9,7 +9,15 @@ import envpool
 import numpy as np
 from gymnasium import spaces
 
-from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, options_of
+from podrace.envs.host.base import (
+  EVERY,
+  HostSpec,
+  PoolArgs,
+  Stepper,
+  everyone,
+  options_of,
+  rows_of,
+)
 from podrace.envs.registry import UnknownName, Value, nearest
 from podrace.types import Arrival
 
@@ -71,9 +79,9 @@ def _space(space: Any) -> Any:
 
 def _as_declared(space: Any, x: Any, order: Any) -> Any:
   """An observation [n, ...] in the types of `space`, with its rows in another order."""
-  if isinstance(space, spaces.Dict):
+  if isinstance(x, dict):
     return {k: _as_declared(s, x[k], order) for k, s in space.spaces.items()}
-  return x[order].astype(space.dtype, copy=False)
+  return (x if order is EVERY else x[order]).astype(space.dtype, copy=False)
 
 
 class EnvPool:
@@ -94,30 +102,35 @@ class EnvPool:
       **values,
     )
     self._clip, self._space = clip, observation_space
-    self._action_type = self._env.action_space.dtype
+    self._action, of_action = [*self._env.spec.action_array_spec.items()][-1]
+    self._action_type = of_action.dtype
     self._stepper = Stepper(args.num_envs)
     self._zeros = np.zeros(args.batch_size, np.int32)
-    self._in_order = np.arange(args.num_envs, dtype=np.int32)
 
   def reset(self) -> None:
     self._stepper.reset()
     self._env.async_reset()
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
-    self._env.send(np.asarray(action, self._action_type), np.asarray(env_id, np.int32))
+    # A dict with all that there is: to find what is missing, EnvPool makes its config anew.
+    action, ids = np.array(action, self._action_type), env_id.copy()
+    self._env.send({self._action: action, 'env_id': ids, 'players.env_id': ids})
 
   def recv(self) -> Arrival:
     observation, reward, terminated, truncated, info = self._env.recv()
     ids = info['env_id'].astype(np.int32)
-    order: Any = slice(None)
-    if self.batch_size == self.num_envs and not np.array_equal(ids, self._in_order):
-      order = np.argsort(ids)
-      ids = ids[order]
+    order: Any = EVERY
+    if self.batch_size == self.num_envs:
+      if rows_of(ids, self.num_envs) is not EVERY:
+        order = np.argsort(ids)
+        reward, terminated, truncated = (x[order] for x in (reward, terminated, truncated))
+      ids = everyone(self.num_envs)
     observation = _as_declared(self._space, observation, order)
-    reward, terminated, truncated = (x[order] for x in (reward, terminated, truncated))
     learned = np.sign(reward) if self._clip else reward
     timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)
-    score = np.where(timestep.first, 0, reward).astype(np.float32)
+    score = timestep.reward
+    if self._clip:
+      score = np.where(timestep.first, 0, reward).astype(np.float32)
     return Arrival(ids, timestep, score, timestep.last, self._zeros)
 
   def kill(self) -> None:

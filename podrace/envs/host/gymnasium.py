@@ -27,14 +27,23 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.envs.host import worker as w
-from podrace.envs.host.base import HostError, HostSpec, PoolArgs, Stepper
+from podrace.envs.host.base import (
+  EVERY,
+  LOOK_SECONDS,
+  Clock,
+  HostError,
+  HostSpec,
+  PoolArgs,
+  Stepper,
+  everyone,
+  rows_of,
+)
 from podrace.envs.registry import UnknownName, Value, nearest
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more
 START_SECONDS = 120.0  # for a worker to import its libraries and reset
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
-LOOK_SECONDS = 1.0  # between looks at who is dead: its pipe may be held open by what it started
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
@@ -104,11 +113,11 @@ class Worker:
   def __init__(self, first: int, count: int) -> None:
     self.first, self.count = first, count
     self.ids = np.arange(first, first + count, dtype=np.int32)
-    self.asked = 0.0  # when; 0: it owes no answer
+    self.asked: float | None = None  # when, by the pool's clock; None: it owes no answer
     self.limit = START_SECONDS
     self.lives = 0
 
-  def start(self, told: dict[str, Any], memory: int) -> None:
+  def start(self, told: dict[str, Any], memory: int, now: float) -> None:
     """Starts the process anew; it owes the first timesteps."""
     ask_read, self.ask = os.pipe()
     self.answer, answer_write = os.pipe()
@@ -125,13 +134,19 @@ class Worker:
     os.close(ask_read)
     os.close(answer_write)
     self.lives += 1
-    self.limit = START_SECONDS
-    self.go()
+    self.go(now, START_SECONDS)
 
-  def go(self) -> None:
-    self.asked = time.monotonic()
+  def go(self, now: float, limit: float) -> None:
+    """Has it step, for which it has so many seconds."""
+    self.asked, self.limit = now, limit
     with contextlib.suppress(BrokenPipeError):  # it is dead, which the answer's pipe will tell
       os.write(self.ask, w.GO)
+
+  @property
+  def due(self) -> float:
+    """When its answer is due."""
+    assert self.asked is not None
+    return self.asked + self.limit
 
   def failure(self) -> str:
     """The traceback that it answers with, or what there is of it in TELL_SECONDS."""
@@ -175,17 +190,19 @@ class Workers:
     count = _count(args)
     bounds = [i * args.num_envs // count for i in range(count + 1)]
     self._workers = [Worker(i, j - i) for i, j in itertools.pairwise(bounds)]
+    self._first = np.array([x.first for x in self._workers])
     self._batch = count * args.batch_size // args.num_envs  # in workers
     self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
     length = w.size(fields, args.num_envs)
     self._file.truncate(length)
     self._memory = mmap.mmap(self._file.fileno(), length)
     self._arrays = w.arrays(self._memory, fields, args.num_envs)
+    self._leaves = [self._arrays[n] for n, _ in w.leaves(observation_space)]
     self._told = dict(
       name=name, options=options, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(),
     )  # fmt: skip
-    self._stepper = Stepper(args.num_envs)
+    self._stepper, self._clock = Stepper(args.num_envs), Clock()
     self._run_id = np.zeros(args.num_envs, np.int64)
     self._ready: list[Worker] = []
     self._restarts: collections.deque[float] = collections.deque()
@@ -199,7 +216,7 @@ class Workers:
         raise HostError(f'gymnasium:{self._name}: the pool is closed')
       if worker.lives:
         worker.end()
-      worker.start(self._told, self._file.fileno())
+      worker.start(self._told, self._file.fileno(), self._clock.look())
 
   def reset(self) -> None:
     for worker in self._workers:
@@ -208,51 +225,54 @@ class Workers:
       self._wait()
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
-    self._arrays[w.ACTION][env_id] = action
-    for worker in self._workers:
-      if worker.first in env_id:
-        worker.limit = self._deadline
-        worker.go()
+    rows = rows_of(env_id, self.num_envs)
+    self._arrays[w.ACTION][rows] = action
+    asked = [True] * len(self._workers) if rows is EVERY else np.isin(self._first, env_id)
+    now = self._clock.look()
+    for worker, is_asked in zip(self._workers, asked, strict=True):
+      if is_asked:
+        worker.go(now, self._deadline)
 
   def recv(self) -> Arrival:
     """Waits for `batch_size` environments, or for all that were asked, if they are fewer."""
-    asked = sum(1 for x in self._workers if x.asked) + len(self._ready)
+    asked = sum(x.asked is not None for x in self._workers) + len(self._ready)
     while len(self._ready) < min(self._batch, asked):
       self._wait()
     batch, self._ready = self._ready[: self._batch], self._ready[self._batch :]
     batch.sort(key=lambda x: x.first)
-    ids = np.concatenate([x.ids for x in batch])
+    whole = len(batch) == len(self._workers)
+    ids = everyone(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
+    rows: Any = EVERY if whole else ids
     a = self._arrays
-    leaves = iter([a[n][ids] for n, _ in w.leaves(self._space)])  # copies: workers write on
-    observation = w.tree(self._space, leaves)
-    reward = a[w.REWARD][ids]
+    leaves = [x.copy() if whole else x[rows] for x in self._leaves]  # workers write on
+    reward = a[w.REWARD][rows].astype(np.float32)
     timestep: Any = self._stepper.timestep(
-      ids, observation, reward, a[w.TERMINATED][ids], a[w.TRUNCATED][ids]
+      ids, w.tree(self._space, iter(leaves)), reward, a[w.TERMINATED][rows], a[w.TRUNCATED][rows]
     )
-    score = reward.astype(np.float32)
-    return Arrival(ids, timestep, score, timestep.last, self._run_id[ids])
+    return Arrival(ids, timestep, reward, timestep.last, self._run_id[ids])
 
   def _wait(self) -> None:
     """For some worker to answer or be replaced; for LOOK_SECONDS at most."""
-    waiting = {x.answer: x for x in self._workers if x.asked}
-    now = time.monotonic()
-    left = min(x.asked + x.limit for x in waiting.values()) - now
+    waiting = {x.answer: x for x in self._workers if x.asked is not None}
+    left = min(x.due for x in waiting.values()) - self._clock.look()
+    # Its pipe may be held open by what it started, so that nobody tells of its death.
     readable, _, _ = select.select(list(waiting), [], [], min(max(left, 0), LOOK_SECONDS))
     for fd in readable:
       worker = waiting[fd]
       answer = os.read(fd, 1)
       if answer == w.DONE:
-        worker.asked = 0.0
+        worker.asked = None
         self._ready.append(worker)
       elif answer == w.FAILED:
         raise HostError(f'gymnasium:{self._name} failed in its worker:\n{worker.failure()}')
       else:
         self._ended(worker, worker.process.wait())
     if not readable:
+      now = self._clock.look()
       for worker in waiting.values():
         if (code := worker.process.poll()) is not None:
           self._ended(worker, code)
-        elif time.monotonic() >= worker.asked + worker.limit:
+        elif now >= worker.due:
           self._restart(worker, f'it did not answer for {worker.limit:.0f} s')
 
   def _ended(self, worker: Worker, code: int) -> None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import batch
+from podrace.envs.host.base import everyone
 from podrace.types import LAST, Array, Arrival, Environment, TimeStep
 
 
@@ -43,7 +44,7 @@ class JaxPool:
     self.num_envs = self.batch_size = steps.num_envs
     self._do, self._reset_key, self._unroll_key = steps, reset_key, unroll_key
     self._device = jax.local_devices(backend='cpu')[0]
-    self._ids = np.arange(steps.num_envs, dtype=np.int32)
+    self._ids = everyone(steps.num_envs)
     self._zeros = np.zeros(steps.num_envs, np.int32)
     self.state: Any = None
     self.steps = 0  # made since the run began
