@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import sys
 import textwrap
@@ -63,7 +64,7 @@ TRAIN_OPTIONS = {
   ),
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
-  '--quiet': ('', 'no progress'),
+  '--quiet': ('', 'no progress; warnings are told'),
   '--listen': ('ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/remote.md'),
   '--connect-replay': (
     'ADDRESSES',
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = list(sys.argv[1:] if argv is None else argv)
   code = _guarded(args)
   sys.stdout.flush()
-  sys.stderr.flush()
+  with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, which changes nothing
+    sys.stderr.flush()
   if code > 128:  # a compilation may still be going in a thread, and can't be told to stop
     os._exit(code)
   sys.exit(code)
@@ -243,9 +245,12 @@ def _addresses(options: dict[str, str]) -> Any:
 
 def _number(name: str, text: str) -> float:
   try:
-    return float(text)
+    value = float(text)
   except ValueError:
-    raise UsageError(f'{name} takes a number, not {text!r}') from None
+    value = math.nan
+  if not math.isfinite(value):
+    raise UsageError(f'{name} takes a number, not {text!r}')
+  return value
 
 
 def _report(run_dir: Path, summary: dict[str, Any]) -> None:

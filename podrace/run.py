@@ -282,22 +282,30 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
 
 
 def build_learner(config: Config) -> Sebulba:
-  """That part of a Sebulba which learns, on all devices; its actors are elsewhere."""
+  """That part of a Sebulba which learns, by default on all devices; its actors are elsewhere."""
   if jax.process_count() > 1:
     raise UsageError('--replay service is for learners of one process')
+  if config.actor_devices:
+    raise UsageError(
+      f'--actor-devices {config.actor_devices}: with --replay service nobody acts in this process; '
+      'give it to `podrace act`'
+    )
   spec = host.make(config.env)
   agent = bind(config.agent, spec, config.total_updates, config.num_envs)
   mesh = learner_mesh(config.devices)
+  if devices := config.learner_devices:
+    mesh = split_devices(devices, devices, config.devices).learners
+  replay = memory(agent, spec, config)
   return Sebulba(
     agent=agent,
     spec=spec,
-    replay=memory(agent, spec, config),
+    replay=replay,
     topology=Topology((jax.local_devices()[0],), mesh),
     num_envs=config.num_envs,
     unroll_length=config.unroll_length,
     threads=1,
     lag=config.lag,
-    hosted=True,
+    hosted=replay.windows is not None,
   )
 
 
@@ -327,14 +335,15 @@ def train(
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
-  say = (lambda message: None) if quiet or not leader else terminal.say
+  tell = terminal.say if leader else lambda message: None  # what needs to be known
+  say = (lambda message: None) if quiet else tell  # how far it is
   with _told(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
     if leader:
       stack.enter_context(locked(run_dir))
     if not override:
       compare_config(config, run_dir)
-    server = make_server(config, listen, say)
+    server = make_server(config, listen, tell)
     program = build(config, server, addresses)
     summary = read_json(run_dir / 'summary.json')
     if summary is not None and summary['step'] >= config.total_steps:
@@ -344,7 +353,7 @@ def train(
     if server is not None:
       stack.enter_context(server)
       say(f'listening for environments at {server.address}')
-    summary = _Run(config, program, run_dir, stop, terminal, say, sinks, quiet).go(stack)
+    summary = _Run(config, program, run_dir, stop, terminal, say, tell, sinks, quiet).go(stack)
     if server is not None:
       server.finished()
     return summary
@@ -387,11 +396,13 @@ class _Run:
     stop: Stop,
     terminal: metrics.Terminal,
     say: Callable[[str], None],
+    tell: Callable[[str], None],
     sinks: tuple[str, ...],
     quiet: bool,
   ) -> None:
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
-    self.terminal, self.say, self.sink_names, self.quiet = terminal, say, sinks, quiet
+    self.terminal, self.sink_names, self.quiet = terminal, sinks, quiet
+    self.say, self.tell = say, tell  # progress, which --quiet leaves out; and what it does not
     self.leader = jax.process_index() == 0
     self.clock = Clock()
     self.since_line = Clock()  # what the current line of metrics is about
@@ -469,16 +480,9 @@ class _Run:
         self.stop.signum,
         time.perf_counter() - last_save > CHECKPOINT_SECONDS,
       )
-      try:
+      with self.saving(update, state):
         after, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
         broken, finite = self.program.health(after)
-      except (ActorFailed, ReplayFailed) as e:
-        raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
-      except jax.errors.JaxRuntimeError as e:
-        raise RunError(
-          f'{traceback.format_exc()}\nJAX failed, on this device or with another process; '
-          f'{self.save_at_failure(update, state)}'
-        ) from e
       state = after
       seconds = time.perf_counter() - began
       update += n
@@ -487,7 +491,8 @@ class _Run:
       if n:
         pace.observe(n, seconds)
         if update % per_line == 0 or update == total:
-          summary, state = self.program.read_log(state)
+          with self.saving(update, state):
+            summary, state = self.program.read_log(state)
           self.log(update, summary)
         elif not self.quiet:
           self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
@@ -590,6 +595,19 @@ class _Run:
     self.checkpoints.save(step, params, rest, meta)
     self.saved = step
 
+  @contextlib.contextmanager
+  def saving(self, update: int, state: Any) -> Iterator[None]:
+    """What fails elsewhere is an error of the run, which saves `state` if it still can."""
+    try:
+      yield
+    except (ActorFailed, ReplayFailed) as e:
+      raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
+    except jax.errors.JaxRuntimeError as e:
+      raise RunError(
+        f'{traceback.format_exc()}\nJAX failed, on this device or with another process; '
+        f'{self.save_at_failure(update, state)}'
+      ) from e
+
   def save_at_failure(self, update: int, state: Any) -> str:
     """Saves if that is possible, and says what there is; raises nothing."""
     gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
@@ -608,7 +626,7 @@ class _Run:
     """The newest checkpoint that is whole; None if there is none at all."""
     params, rest = _split(self.program.shapes)
     if self.checkpoints.half_written:
-      self.say(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
+      self.tell(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
     damaged: list[int] = []
     for step in self.checkpoints.steps():
       try:
@@ -618,11 +636,11 @@ class _Run:
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
-        self.say(f'damaged: {e}')
+        self.tell(f'damaged: {e}')
         damaged.append(step)
         continue
       for bad in damaged:
-        self.say(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
+        self.tell(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
       meta = found.meta
       self.saved = step
       self.wall_before, self.told = meta['wall_s'], meta['told']
@@ -630,7 +648,7 @@ class _Run:
       self.say(f'resuming at step {step:,}')
       here = machine()
       if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
-        self.say(
+        self.tell(
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
       return found.rest._replace(train=found.rest.train._replace(params=found.params))
