@@ -1,24 +1,26 @@
-"""Acting, replay and learning, each in processes of its own: the arrangement of Ape-X.
+"""Acting, replay and learning, each in processes of its own: the arrangements of Ape-X and IMPALA.
 
-Horgan et al. 2018 (arXiv 1803.00933), as IMPALA's and R2D2's actors. Acting processes (`podrace act`) have
-environments and their own inference; they write windows to a replay service (`podrace replay`) and read the
-parameters that the learner (`podrace train ... --replay service`) publishes. The learner samples, learns and
-sets priorities. Everybody may come, go and come back; who lacks another waits, and says for whom.
+Horgan et al. 2018 (arXiv 1803.00933) and Espeholt et al. 2018 (arXiv 1802.01561). Acting processes (`podrace
+act`) have environments and their own inference; they write to a replay service (`podrace replay`) and read
+the parameters that the learner (`podrace train ... --replay service`) publishes. Agents with replay write windows,
+which the learner samples and sets priorities of; the others whole unrolls, to a queue from which the learner takes
+each once. Everybody may come, go and come back; who lacks another waits, and says for whom.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +30,34 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import service, tables
-from podrace.config import Config, UsageError, bind, differences, to_json
+from podrace.config import Config, UsageError, bind, differences, to_json, validate
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
-from podrace.replay.hosted import TABLE, Draw, ReplayFailed, Streams, selector, weighted
+from podrace.remote.hub import to_stderr
+from podrace.replay.hosted import (
+  TABLE,
+  Columns,
+  Draw,
+  ReplayFailed,
+  Streams,
+  named,
+  selector,
+  unnamed,
+  weighted,
+)
 from podrace.replay.windows import Windows
-from podrace.run import memory
-from podrace.sebulba import Actors, Sebulba, State
-from podrace.topology import AXIS, Topology, split_devices
-from podrace.types import Array, TrainState
+from podrace.run import RunError, memory
+from podrace.sebulba import ActorFailed, Actors, Sebulba, State, Unroll
+from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology, split_devices
+from podrace.types import Array, TrainState, Trajectory
 
+UNROLLS = 'unrolls'  # the table of agents without replay: a queue
 EPISODES = 'episodes'  # the table through which acting processes tell of theirs
 PREFETCH = 2  # batches that are asked for, and that are unpacked, ahead of time
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
+UNROLLS_PUBLISH_SECONDS = 0.05  # likewise, where no replay makes the policy's lag matter less
+VERSIONS = 10_000  # of which an acting process knows the learner's numbers
+SOURCES = 4096  # acting processes of which is known what the learner has had
 GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
@@ -75,6 +92,18 @@ def replay_table(client: service.Client, w: Windows) -> Any:
     remover=tables.fifo(),
     rate_limiter=tables.sample_to_insert_ratio(per_window, least, error),
     max_size=-(-b.capacity // w.period),
+  )
+
+
+def unrolls_table(client: service.Client, num_envs: int) -> Any:
+  """The queue of unrolls of single environments, made if there is none; it holds one batch."""
+  return client.table(
+    UNROLLS,
+    sampler=tables.fifo(),
+    remover=tables.fifo(),
+    rate_limiter=tables.queue(num_envs),
+    max_size=num_envs,
+    max_times_sampled=1,
   )
 
 
@@ -126,17 +155,91 @@ def record(config: Config) -> dict[str, Any]:
 # --- the learner ------------------------------------------------------------------------------------
 
 
+class Sampled:
+  """Batches of windows, for agents with replay."""
+
+  def __init__(self, client: service.Client, w: Windows, mesh: Mesh) -> None:
+    self.table, self.size, self.ahead = replay_table(client, w), w.buffer.batch_size, PREFETCH
+    self.prioritised = w.prioritised
+    self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
+    self._samples = 0
+
+  def batches(self, samples: tables.Samples) -> Iterator[Draw]:
+    """What is learned from, on the learner's devices."""
+    self._samples += len(samples.key)
+    yield Draw(samples.key, jax.device_put(weighted(samples, self._windows), self._sharding))
+
+  def metrics(self) -> dict[str, float]:
+    """For the log."""
+    return {'replay_windows': self.table.size_last_told, 'replay_samples': self._samples}
+
+
+class Queued:
+  """Batches of unrolls, for agents without replay; a batch's `key` are the versions that acted, [n].
+
+  Each unroll comes once. A service that was killed begins again from a checkpoint and does not know who has
+  had what since: so it is known here, by its source and number.
+  """
+
+  prioritised, ahead = False, 1
+
+  def __init__(self, table: Any, example: Trajectory, mesh: Mesh) -> None:
+    self.table, self.size = table, example.env_id.shape[0]
+    self._example = example
+    self._shardings: Any = jax.tree.map(
+      lambda spec: NamedSharding(mesh, spec), TRAJECTORY_SPECS, is_leaf=lambda x: isinstance(x, P)
+    )
+    self._newest: collections.OrderedDict[int, int] = collections.OrderedDict()
+    self._kept: Columns = {}  # rows that do not make a batch yet
+    self._taken = self._repeated = 0
+
+  def batches(self, samples: tables.Samples) -> Iterator[Draw]:
+    """As `Sampled.batches`; none, or several, where unrolls were repeated."""
+    new = [self._is_new(*ids) for ids in zip(
+      samples.data['source'].tolist(), samples.data['number'].tolist(), strict=True
+    )]  # fmt: skip
+    rows = {k: x[new] for k, x in samples.data.items()}
+    if self._kept:
+      rows = {k: np.concatenate([self._kept[k], x]) for k, x in rows.items()}
+    n = self.size
+    while len(rows['number']) >= n:
+      batch, rows = {k: x[:n] for k, x in rows.items()}, {k: x[n:] for k, x in rows.items()}
+      yield Draw(batch['version'], jax.device_put(self._trajectory(batch), self._shardings))
+    self._kept = rows
+
+  def _is_new(self, source: int, number: int) -> bool:
+    self._taken += 1
+    newest = self._newest.pop(source, -1)
+    self._newest[source] = max(newest, number)
+    while len(self._newest) > SOURCES:
+      self._newest.popitem(last=False)
+    self._repeated += number <= newest
+    return number > newest
+
+  def _trajectory(self, rows: Columns) -> Trajectory:
+    return unnamed(
+      self._example, {k: np.moveaxis(x, 0, 1) if _timed(k) else x for k, x in rows.items()}
+    )
+
+  def metrics(self) -> dict[str, float]:
+    """For the log."""
+    return {'unrolls_taken': self._taken, 'unrolls_repeated': self._repeated}
+
+
+def _timed(name: str) -> bool:
+  """Whether a column of an unroll has an axis of time, which comes first."""
+  return name.startswith(('timesteps', 'outputs'))
+
+
 class Feed:
   """Batches for the learner, and priorities from it, by threads of their own."""
 
-  def __init__(self, client: service.Client, w: Windows, mesh: Mesh) -> None:
-    self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
-    self._table, self._episodes = replay_table(client, w), episodes_table(client)
-    self._drawn: queue.Queue[Draw] = queue.Queue(PREFETCH)
+  def __init__(self, source: Sampled | Queued, episodes: Any) -> None:
+    self._source, self._table, self._episodes = source, source.table, episodes
+    self._drawn: queue.Queue[Draw] = queue.Queue(source.ahead)
     self._learned: queue.Queue[tuple[np.ndarray, Array]] = queue.Queue(PREFETCH)
     self._lock = threading.Lock()
     self._totals = Totals()
-    self._samples = 0
     self._failure: str | None = None
     self._closed = False
     self._threads = [
@@ -158,7 +261,7 @@ class Feed:
 
   def update(self, key: np.ndarray, priority: Array, give_up: Callable[[], bool]) -> None:
     """New priorities [n], which may still be being computed; none are set if `give_up` says so."""
-    while self._windows.prioritised:
+    while self._source.prioritised:
       self._look()
       with contextlib.suppress(queue.Full):
         self._learned.put((key, priority), timeout=POLL)
@@ -174,7 +277,7 @@ class Feed:
 
   def metrics(self) -> dict[str, float]:
     """For the log."""
-    return {'replay_windows': self._table.size_last_told, 'replay_samples': self._samples}
+    return self._source.metrics()
 
   def close(self) -> None:
     """Has the threads end with the client, which is closed next."""
@@ -193,16 +296,13 @@ class Feed:
       self._failure = self._failure or traceback.format_exc()
 
   def _sample(self) -> None:
-    with self._table.sampler(self._windows.buffer.batch_size, PREFETCH) as batches:
+    with self._table.sampler(self._source.size, self._source.ahead) as samples:
       while not self._closed:
-        samples = next(batches)
-        data = jax.device_put(weighted(samples, self._windows), self._sharding)
-        found = Draw(samples.key, data)
-        self._samples += len(samples.key)
-        while not self._closed:
-          with contextlib.suppress(queue.Full):
-            self._drawn.put(found, timeout=POLL)
-            break
+        for found in self._source.batches(next(samples)):
+          while not self._closed:
+            with contextlib.suppress(queue.Full):
+              self._drawn.put(found, timeout=POLL)
+              break
 
   def _prioritise(self) -> None:
     while not self._closed:
@@ -230,43 +330,61 @@ class Feed:
 class Apart:
   """The learner's part of a run whose acting and replay are elsewhere; an `Architecture`.
 
-  The `update`-th update has the samples that `samples_per_insert` makes of its steps: the service's limiter
-  sees to it that as many steps have been made.
+  With replay the `update`-th update has the samples that `samples_per_insert` makes of its steps: the service's
+  limiter sees to it that as many steps have been made. Without, it has a batch of unrolls.
   """
 
   def __init__(self, program: Sebulba, addresses: Addresses, config: Config) -> None:
     self._program, self._addresses, self._record = program, addresses, record(config)
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
-    size = program.replay.windows.buffer.batch_size
+    size = program.replay.windows.buffer.batch_size if program.hosted else 0
     if size % self.mesh.size:
       raise ValueError(f'batch_size {size} does not divide over {self.mesh.size} learner devices')
     self._client: service.Client | None = None
     self._publisher: service.Publisher | None = None
     self._feed: Feed | None = None
+    self._publish_seconds = PUBLISH_SECONDS if program.hosted else UNROLLS_PUBLISH_SECONDS
     self._version, self._published_at = -1, 0.0
     self._episodes = Totals()
+    self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
 
   def compile(self) -> None:
     p, s = self._program, self.shapes
-    given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, p.batch)
-    self._learn = p.learn_sample.lower(*given).compile()
+    given: tuple[Any, ...]
+    if p.hosted:
+      given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, p.batch)
+      self._learn = p.learn_sample.lower(*given).compile()
+    else:
+      batch = (p.batch_of_unrolls,)
+      given = (s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, batch)
+      self._learn = p.learn.lower(*given).compile()
     # What listens is there before the others are waited for, as they may wait for it.
     a = self._addresses
     self._publisher = service.Publisher(a.parameters, a.keys, a.insecure)
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
+    # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
+    if p.hosted:
+      self._source: Sampled | Queued = Sampled(self._client, p.replay.windows, self.mesh)
+    else:
+      table = unrolls_table(self._client, p.num_envs)
+      self._source = Queued(table, p.batch_of_unrolls, self.mesh)
+    self._episodes_table = episodes_table(self._client)
 
   def start(self, state: State, keys: Array, told: dict[str, Any]) -> None:
-    assert self._client is not None, 'start before compile'
+    assert self._client is not None, 'start before compile'  # which has made the tables
     self._update = int(jax.device_get(state.update))
     self._episodes = Totals(**told.get('episodes', {}))
     self._publish(state.train.params)
-    self._feed = Feed(self._client, self._program.replay.windows, self.mesh)
+    self._feed = Feed(self._source, self._episodes_table)
 
   def _publish(self, params: Any, *more: tuple[str, np.ndarray]) -> None:
     assert self._publisher is not None
     text = np.frombuffer(json.dumps(self._record).encode(), np.uint8)
     self._version = max(self._version + 1, self._update)
-    self._publisher.publish(self._version, [*to_leaves(params), (RECORD, text), *more])
+    try:
+      self._publisher.publish(self._version, [*to_leaves(params), (RECORD, text), *more])
+    except RuntimeError as e:  # its thread has failed
+      raise ReplayFailed(str(e)) from e
     self._published_at = time.monotonic()
 
   def advance(self, state: State, updates: int, give_up: Callable[[], bool]) -> tuple[State, int]:
@@ -274,13 +392,15 @@ class Apart:
       state, whole = self._one(state, give_up)
       if not whole:
         return jax.block_until_ready(state), done
-      if time.monotonic() > self._published_at + PUBLISH_SECONDS:
+      if time.monotonic() > self._published_at + self._publish_seconds:
         self._publish(state.train.params)
     return jax.block_until_ready(state), updates
 
   def _one(self, state: State, give_up: Callable[[], bool]) -> tuple[State, bool]:
     """An update, or the part of one until `give_up`."""
     assert self._feed is not None
+    if not self._program.hosted:
+      return self._one_of_unrolls(self._feed, state, give_up)
     train, log = state.train, state.log
     w: Windows = self._program.replay.windows
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
@@ -294,6 +414,19 @@ class Apart:
     self._update += 1
     return state._replace(train=train, log=log, update=self._placed(self._update)), True
 
+  def _one_of_unrolls(
+    self, feed: Feed, s: State, give_up: Callable[[], bool]
+  ) -> tuple[State, bool]:
+    batch = feed.take(give_up)
+    if batch is None:
+      return s, False
+    train, memory, log, update = self._learn(
+      s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, (batch.data,)
+    )
+    self._lags.append(np.maximum(self._update - batch.key, 0))  # below 0: of a life that was lost
+    self._update += 1
+    return s._replace(train=train, memory=memory, log=log, update=update), True
+
   def _placed(self, number: int) -> Array:
     return jax.device_put(np.int32(number), self._program.shardings.update)
 
@@ -301,13 +434,19 @@ class Apart:
     assert self._feed is not None and self._publisher is not None
     seen = jax.device_get(state.log)
     e, self._episodes = self._episodes + self._feed.episodes(), Totals()
+    lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
+    lag = {'policy_lag_mean': lags.mean(), 'policy_lag_max': lags.max()} if len(lags) else {}
     summary = dict(
       metrics={k: x / seen.samples if seen.samples else np.nan for k, x in seen.sums.items()},
       episodes=e.count,
       return_sum=e.return_sum,
       return_deviation=e.return_deviation,
       length_sum=e.length_sum,
-      host={'acting_processes': len(self._publisher.peers), **self._feed.metrics()},
+      host={
+        'acting_processes': len(self._publisher.peers),
+        **{k: float(x) for k, x in lag.items()},
+        **self._feed.metrics(),
+      },
     )
     zero = jax.tree.map(np.zeros_like, seen)._replace(broken=seen.broken)
     return summary, state._replace(log=jax.device_put(zero, self._program.shardings.log))
@@ -359,9 +498,9 @@ class Options:
     i, n = self.share
     if not 0 <= i < n:
       raise UsageError(f'--share {i}/{n}: the parts of {n} are 0/{n} to {n - 1}/{n}')
-    if not self.max_staleness > 0:
+    if not 0 < self.max_staleness < math.inf:
       raise UsageError(f'--max-staleness must be more than 0, not {self.max_staleness}')
-    if self.give_up < 0:
+    if not 0 <= self.give_up < math.inf:
       raise UsageError(f'--give-up-after must be 0 or more, not {self.give_up}')
 
 
@@ -377,9 +516,12 @@ def act(config: Config, options: Options) -> int:
   """`podrace act`: acts until the run is complete, a signal comes or it gives up; the exit code.
 
   Raises:
-    UsageError: if the learner's run is another one; both sides are named.
-    ActorFailed: if a thread or its environments fail.
+    UsageError: if the config can't be; if the learner's run is another one: both sides are named.
+    RunError: if a thread or its environments fail.
   """
+  acting = dict(architecture='sebulba', lag='async', replay='service', seeds=1)  # whatever is told
+  config = dataclasses.replace(config, **acting)  # type: ignore[arg-type]
+  validate(config)
   n = options.share[1]
   if config.num_envs % n:
     raise UsageError(f'--num-envs {config.num_envs} does not divide into {n} shares')
@@ -401,12 +543,12 @@ def act(config: Config, options: Options) -> int:
     except TimeoutError as e:
       say(f'giving up: {e}')
       return 1
+    except ActorFailed as e:
+      raise RunError(f'{config.env}: {e}') from e
   return 128 + found if found else 0
 
 
-def say(message: str) -> None:
-  """To whoever started it."""
-  print(f'podrace act: {message}', file=sys.stderr, flush=True)
+say = to_stderr('podrace act')
 
 
 class _Acting:
@@ -419,21 +561,24 @@ class _Acting:
     agent = bind(config.agent, spec, config.total_updates, config.num_envs)
     one = split_devices(config.actor_devices or '0', config.actor_devices or '0', None)
     device = one.actors[0]
+    replay = memory(agent, spec, config)
+    hosted = replay.windows is not None
     self._program = Sebulba(
       agent=agent,
       spec=spec,
-      replay=memory(agent, spec, config),
+      replay=replay,
       topology=Topology(one.actors, Mesh(np.array([device]), (AXIS,))),
       num_envs=config.num_envs // n,
       unroll_length=config.unroll_length,
       threads=config.actor_threads,
       lag='async',
-      max_lag=2**30,  # in versions; it is bounded in seconds
+      # In versions. With replay it is bounded in seconds.
+      max_lag=2**30 if hosted else config.max_lag,
       batch_size=config.env_batch_size,
       env_threads=config.env_threads,
       deadline=config.env_deadline,
       seed=int.from_bytes(os.urandom(4), 'little'),
-      hosted=True,
+      hosted=hosted,
       first_thread=i * config.actor_threads * len(one.actors),
     )
     self._record, self._max_staleness = record(config), options.max_staleness
@@ -441,7 +586,9 @@ class _Acting:
     say(f'waiting for parameters of {a.parameters}')
     self._reader = service.Parameters(a.parameters, a.keys, a.insecure, options.max_staleness)
     self._addresses = a
+    self._num_envs = config.num_envs  # of all acting processes
     self._held = -1  # version of the parameters that are acted with
+    self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
     self._ended: BaseException | None = None  # why there is no more to be written
 
   def run(self) -> None:
@@ -452,35 +599,65 @@ class _Acting:
       say(f'connecting to the replay service at {", ".join(a.replay)}')
       client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
-      w = program.layout.windows
-      in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
-      streams = Streams(
-        program.layout, replay_table(client, w),
-        lambda history: client.writer(history, max_in_flight=in_flight),
-      )  # fmt: skip
+      write = self._windows(client) if program.hosted else self._unrolls(client)
       program.warm_up()
       actors = self._start(params)
       stack.callback(actors.close)
       threading.Thread(target=self._watch, args=(actors, client), daemon=True).start()
       say(f'acting in {program.num_envs} environments')
       try:
-        self._write(actors, streams, _Teller(client))
+        self._write(actors, write, _Teller(client))
       except tables.Closed as e:
         raise self._ended or e from None
+
+  def _windows(self, client: service.Client) -> Callable[[Unroll], None]:
+    """Writes unrolls as windows, for agents with replay."""
+    layout = self._program.layout
+    w = layout.windows
+    in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
+    streams = Streams(
+      layout, replay_table(client, w),
+      lambda history: client.writer(history, max_in_flight=in_flight),
+    )  # fmt: skip
+
+    def write(unroll: Unroll) -> None:
+      for part in unroll.parts:
+        streams.add(part, unroll.serial)
+
+    return write
+
+  def _unrolls(self, client: service.Client) -> Callable[[Unroll], None]:
+    """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
+    table, writer = unrolls_table(client, self._num_envs), client.writer(1)
+    source, number = np.int64(int.from_bytes(os.urandom(7), 'little')), 0
+
+    def write(unroll: Unroll) -> None:
+      nonlocal number
+      version = np.int64(self._versions[unroll.version])
+      for part in unroll.parts:
+        columns = named(jax.tree.map(np.asarray, part))
+        for b in range(len(columns['env_id'])):
+          row = {k: x[:, b] if _timed(k) else x[b, ...] for k, x in columns.items()}
+          writer.append(row | dict(source=source, number=np.int64(number), version=version))
+          writer.create_item(table, 1.0, {k: c[-1] for k, c in writer.history.items()})
+          number += 1
+      writer.flush()
+
+    return write
 
   def _start(self, params: Any) -> Actors:
     key, actor_key = jax.random.split(jax.random.key(self._program.seed))
     nothing: Any = ()
     state = State(TrainState(params, ()), nothing, nothing, key, jax.numpy.int32(0), nothing, ())
+    self._versions[0] = self._held
     return Actors(self._program, state, actor_key)
 
-  def _write(self, actors: Actors, streams: Streams, teller: _Teller) -> None:
+  def _write(self, actors: Actors, write: Callable[[Unroll], None], teller: _Teller) -> None:
     """Writes what is acted, until `_watch` closes what it is written to."""
     while True:
       self._reader.get()  # waits while what is held is too old to act with
       for unroll in actors.take(0, self._is_stale) or ():
-        for part in unroll.parts:
-          streams.add(part, unroll.serial)
+        write(unroll)
         teller.add(unroll.totals)
 
   def _is_stale(self) -> bool:
@@ -494,7 +671,10 @@ class _Acting:
         found = self._reader.get(self._give_up)
         if found.version != self._held:
           version += 1
-          actors.publish(version, self._parameters(found))
+          params = self._parameters(found)
+          self._versions[version] = found.version
+          self._versions.pop(version - VERSIONS, None)
+          actors.publish(version, params)
         with self._reader.changed:
           if self._reader.version == self._held:
             self._reader.changed.wait(1.0)

@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = list(sys.argv[1:] if argv is None else argv)
   code = _guarded(args)
   sys.stdout.flush()
-  sys.stderr.flush()
+  with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, which changes nothing
+    sys.stderr.flush()
   if code > 128:  # a compilation may still be going in a thread, and can't be told to stop
     os._exit(code)
   sys.exit(code)

@@ -17,7 +17,7 @@ from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, UsageError, bind
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Checker, HostSpec, PoolArgs
+from podrace.envs.host.base import Checker, HostError, HostSpec, PoolArgs
 from podrace.networks import outside_loops
 from podrace.run import RunError, load_config
 from podrace.topology import cores
@@ -171,6 +171,7 @@ def evaluate(
 
   Raises:
     UsageError: if there is no run or no checkpoint.
+    RunError: if an environment fails, or does not end its episode.
   """
   if episodes < 1:
     raise UsageError(f'--episodes must be at least 1, not {episodes}')
@@ -183,7 +184,10 @@ def evaluate(
       raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
     agent = dataclasses.replace(agent, greedy=True)
   if isinstance(env, HostSpec) and env.jax is None:
-    by_seed = [host_returns(agent, env, params, episodes, seed, max_steps, config.num_envs)]
+    try:
+      by_seed = [host_returns(agent, env, params, episodes, seed, max_steps, config.num_envs)]
+    except HostError as e:
+      raise RunError(f'{config.env} failed: {e}') from e
   else:
     env = env.jax if isinstance(env, HostSpec) else env
     by_seed = returns_by_seed(config, agent, env, params, episodes, seed, max_steps)

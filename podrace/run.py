@@ -282,22 +282,30 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
 
 
 def build_learner(config: Config) -> Sebulba:
-  """That part of a Sebulba which learns, on all devices; its actors are elsewhere."""
+  """That part of a Sebulba which learns, by default on all devices; its actors are elsewhere."""
   if jax.process_count() > 1:
     raise UsageError('--replay service is for learners of one process')
+  if config.actor_devices:
+    raise UsageError(
+      f'--actor-devices {config.actor_devices}: with --replay service nobody acts in this process; '
+      'give it to `podrace act`'
+    )
   spec = host.make(config.env)
   agent = bind(config.agent, spec, config.total_updates, config.num_envs)
   mesh = learner_mesh(config.devices)
+  if devices := config.learner_devices:
+    mesh = split_devices(devices, devices, config.devices).learners
+  replay = memory(agent, spec, config)
   return Sebulba(
     agent=agent,
     spec=spec,
-    replay=memory(agent, spec, config),
+    replay=replay,
     topology=Topology((jax.local_devices()[0],), mesh),
     num_envs=config.num_envs,
     unroll_length=config.unroll_length,
     threads=1,
     lag=config.lag,
-    hosted=True,
+    hosted=replay.windows is not None,
   )
 
 
@@ -476,16 +484,9 @@ class _Run:
         self.stop.signum,
         self.save_due(time.perf_counter() - last_save),
       )
-      try:
+      with self.saving(update, state):
         after, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
         broken, finite = self.program.health(after)
-      except (ActorFailed, ReplayFailed) as e:
-        raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
-      except jax.errors.JaxRuntimeError as e:
-        raise RunError(
-          f'{traceback.format_exc()}\nJAX failed, on this device or with another process; '
-          f'{self.save_at_failure(update, state)}'
-        ) from e
       state = after
       seconds = time.perf_counter() - began
       update += n
@@ -494,7 +495,8 @@ class _Run:
       if n:
         pace.observe(n, seconds)
         if update % per_line == 0 or update == total:
-          summary, state = self.program.read_log(state)
+          with self.saving(update, state):
+            summary, state = self.program.read_log(state)
           self.log(update, summary)
         elif not self.quiet:
           self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
@@ -593,6 +595,19 @@ class _Run:
     params, rest = _split(state)
     self.checkpoints.save(step, params, rest, meta)
     self.saved = step
+
+  @contextlib.contextmanager
+  def saving(self, update: int, state: Any) -> Iterator[None]:
+    """What fails elsewhere is an error of the run, which saves `state` if it still can."""
+    try:
+      yield
+    except (ActorFailed, ReplayFailed) as e:
+      raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
+    except jax.errors.JaxRuntimeError as e:
+      raise RunError(
+        f'{traceback.format_exc()}\nJAX failed, on this device or with another process; '
+        f'{self.save_at_failure(update, state)}'
+      ) from e
 
   def save_at_failure(self, update: int, state: Any) -> str:
     """Saves if that is possible, and says what there is; raises nothing."""

@@ -1044,6 +1044,19 @@ class Sebulba:
     return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for k, x in shapes.items()}
 
   @functools.cached_property
+  def batch_of_unrolls(self) -> Trajectory:
+    """The shapes of what `learn` is given, where one thread acts."""
+    params = jax.eval_shape(lambda key: self.agent.init(key).params, jax.random.key(0))
+
+    def place(spec: Any, x: Any) -> Any:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    return Trajectory(*(
+      jax.tree.map(functools.partial(place, spec), field)
+      for spec, field in zip(TRAJECTORY_SPECS, self._example_trajectory(params), strict=True)
+    ))  # fmt: skip
+
+  @functools.cached_property
   def learn_sample(self) -> Any:
     """(params, rest, log, key, update, i, batch) -> (train, log, priority): the i-th of an update.
 

@@ -6,7 +6,7 @@ import copy
 import random
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 
@@ -81,59 +81,83 @@ def spoil(rng: random.Random, at: Any) -> None:
     return
 
 
-def tell(
-  server: Any,
-  hello: Callable[[], list[Any]],
-  documents: Callable[[int], Sequence[Document]],
-  count: int,
-  seed: int = 0,
-) -> int:
-  """Says so many mutants, each in a session of its own after the documents before it.
+Case = Callable[[random.Random, int], tuple[Sequence[Document], list[bytes]]]
 
-  How many were taken for good. Fails if a check was missing.
+
+def spoiled(hello: Callable[[], list[Any]], documents: Callable[[int], Sequence[Document]]) -> Case:
+  """A mutant of one of the documents of a session, after those before it; or of another hello."""
+
+  def case(rng: random.Random, session: int) -> tuple[Sequence[Document], list[bytes]]:
+    every = documents(session)
+    sizes = [len(pack(*header)) + sum(map(len, frames)) for header, frames, _ in every]
+    chosen = rng.choices(range(len(every) + 1), [*sizes, 50])[0]  # where there is more to spoil
+    if chosen == len(every):
+      return [], mutant(rng, (hello(), [], None))
+    return every[:chosen], mutant(rng, every[chosen])
+
+  return case
+
+
+class Heard(NamedTuple):
+  """Of the messages that were told: how many were read as messages at all, and taken for good."""
+
+  parsed: int
+  good: int
+
+
+def tell(
+  server: Any, hello: Callable[[], list[Any]], case: Case, count: int, seed: int = 0
+) -> Heard:
+  """Says so many messages, each in a session of its own after the good ones that `case` gives.
+
+  So none of them is ignored because of another. Fails if a check was missing.
   """
-  rng, send, good = random.Random(seed), server.send, 0
+  rng, send, dispatch = random.Random(seed), server.send, server.dispatch
+  good, parsed, telling = 0, 0, False
 
   def take(address: bytes, frames: list[bytes]) -> None:
     server.take([zmq.Frame(x) for x in (address, *frames)])
 
+  def count_it(*args: Any) -> None:
+    nonlocal parsed
+    parsed += telling
+    dispatch(*args)
+
   def one() -> None:
-    nonlocal good
+    nonlocal good, telling
     address = rng.randbytes(9)
     take(address, [pack(*hello())])
     peer = server.peers[address]
-    every = documents(peer.session)
-    sizes = [len(pack(*header)) + sum(map(len, frames)) for header, frames, _ in every]
-    chosen = rng.choices(range(len(every) + 1), [*sizes, 50])[0]  # where there is more to spoil
-    if chosen == len(every):  # another hello
-      take(address, mutant(rng, (hello(), [], None)))
-    else:
-      for header, frames, _ in every[:chosen]:
-        take(address, [pack(*header), *frames])
-      assert server.peers.get(address) is peer
-      take(address, mutant(rng, every[chosen]))
+    before, frames = case(rng, peer.session)
+    for header, more, _ in before:
+      take(address, [pack(*header), *more])
+    assert server.peers.get(address) is peer
+    telling = True
+    take(address, frames)
+    telling = False
     good += address not in server._banned
     if (left := server.peers.get(address)) is not None:
       server.drop(left, 'enough')
 
   def some() -> None:
     server.send = lambda address, *header, **frames: bool(pack(*header))  # to nobody
+    server.dispatch = count_it
     try:
       for _ in range(100):
         one()
     except BaseException as e:
       wrong.append(e)
     finally:
-      server.send = send
+      server.send, server.dispatch = send, dispatch
       done.set()
 
   wrong: list[BaseException] = []
   for _ in range(count // 100):
     done = threading.Event()
     server.call(some)
-    assert done.wait(60)
+    assert done.wait(120)
     if wrong:
       raise wrong[0]
     assert not server.counts['unexpected'], next(e for e in server.events if 'Traceback' in e)
     assert server.failure is None, server.failure
-  return good
+  return Heard(parsed, good)

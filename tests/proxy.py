@@ -8,15 +8,16 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 
 
 class Proxy:
   """Forwards TCP connections; can hold back either direction, delay both, and reset all."""
 
-  def __init__(self, port: int) -> None:
-    self._to = ('127.0.0.1', port)
-    self._listener = socket.create_server(('127.0.0.1', 0))
-    self.address = f'tcp://127.0.0.1:{self._listener.getsockname()[1]}'
+  def __init__(self, port: int, host: str = '127.0.0.1') -> None:
+    self._to = (host, port)
+    self._listener = socket.create_server((host, 0))
+    self.address = f'tcp://{host}:{self._listener.getsockname()[1]}'
     self._open = {'up': threading.Event(), 'down': threading.Event()}
     self.up = self.down = True  # towards the learner; towards the client
     self.delay = 0.0
@@ -81,11 +82,22 @@ class Proxy:
 
   def reset(self) -> None:
     """All connections, as a router that has forgotten them would."""
+    self.reset_some(lambda: True)
+
+  def reset_some(self, chosen: Callable[[], bool]) -> int:
+    """Those connections for which `chosen` says so; how many."""
     pairs, self._pairs = self._pairs, []
-    for s in (s for pair in pairs for s in pair):
-      with contextlib.suppress(OSError):
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
-        s.close()
+    count = 0
+    for pair in pairs:
+      if not chosen():
+        self._pairs.append(pair)
+        continue
+      count += 1
+      for s in pair:
+        with contextlib.suppress(OSError):
+          s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+          s.close()
+    return count
 
   def close(self) -> None:
     self._stop = True

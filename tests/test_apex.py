@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import os
 import signal
 import sys
 import threading
@@ -17,13 +18,15 @@ import pytest
 from apart import until
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
-from podrace import cli, service, tables, topology
+from podrace import apex, cli, run, service, tables, topology
 from podrace.agents import valuing
 from podrace.agents.dqn import DQN
+from podrace.agents.impala import Impala
 from podrace.apex import Feed, from_leaves, to_leaves
-from podrace.config import UsageError
+from podrace.config import Config, UsageError
 from podrace.envs.host.base import Totals
-from podrace.replay.hosted import Streams
+from podrace.networks import ActorCritic
+from podrace.replay.hosted import Streams, named
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
 
@@ -112,6 +115,109 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   samples = told[-1]['replay_samples']
   assert abs(samples - 8 * (14_000 - 512)) < 8 * 256
   assert {x['acting_processes'] for x in told} >= {1, 2}
+
+
+def test_impala_learns_from_a_queue_of_unrolls(tmp_path: Path) -> None:
+  """All of it in one process, with two acting ends."""
+  network = ActorCritic(hidden=(64,), initializer='lecun', activation='relu')
+  config = Config(
+    Impala(network, learning_rate=1e-2), architecture='sebulba', num_envs=16, unroll_length=8,
+    total_steps=26_000, log_every=5_120, lag='async', replay='service', devices=1, actor_threads=1,
+  )  # fmt: skip
+  replay, parameters = f'ipc://{tmp_path}/replay', f'ipc://{tmp_path}/parameters'
+  ended: list[BaseException] = []
+
+  def act(share: int) -> None:
+    try:
+      apex._Acting(config, apex.Options(addresses, (share, 2))).run()
+    except BaseException as e:
+      ended.append(e)
+
+  addresses = apex.Addresses((replay,), parameters)
+  with ReplayServer(replay) as server:
+    actors = [threading.Thread(target=act, args=(i,), daemon=True) for i in range(2)]
+    for actor in actors:
+      actor.start()
+    run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
+    for actor in actors:
+      actor.join(120)
+    assert [type(e) for e in ended] == [apex._Finished] * 2, ended
+    table = server.tables['unrolls']
+  told = lines(tmp_path / 'run')
+  assert np.mean([x['episode_return'] for x in told[-2:]]) > 0.3, told
+  updates = told[-1]['step'] // 128
+  assert all(x['policy_lag_max'] >= x['policy_lag_mean'] >= 0 for x in told)
+  assert {x['unrolls_repeated'] for x in told} == {0}
+  assert 16 * updates <= told[-1]['unrolls_taken'] <= table.counts.samples <= table.counts.inserts
+
+
+def test_an_unroll_is_learned_from_once() -> None:
+  """Although a service that began again from a checkpoint has told of some of them before."""
+  n, t = 4, 2
+  example = Trajectory(
+    TimeStep(np.zeros((t + 1, n, 3), np.float32), *[np.zeros((t + 1, n), np.float32)] * 3),
+    ActorOutput(np.zeros((t, n), np.int32)), (), np.zeros(n, np.int32),
+  )  # fmt: skip
+  table = type('Table', (), {'size_last_told': 0})()
+  queued = apex.Queued(table, example, topology.learner_mesh(1))
+
+  def drawn(*ids: tuple[int, int]) -> list[int]:
+    data = {}
+    for k, x in named(example).items():
+      one = np.moveaxis(x, 1, 0).shape[1:] if x.ndim > 1 else ()
+      data[k] = np.zeros((len(ids), *one), x.dtype)
+    for i, (source, number) in enumerate(ids):
+      data['timesteps/observation'][i] = 10 * source + number + np.arange(3)[:, None] / 4
+    source, number = np.array(ids).T
+    data |= dict(source=source, number=number, version=number + 100, env_id=number.astype(np.int32))
+    samples = tables.Samples(data, data, *[np.zeros(len(ids))] * 5)
+    found = []
+    for key, data in queued.batches(samples):
+      assert key.tolist() == (np.asarray(data.env_id) + 100).tolist()
+      seen = np.asarray(data.timesteps.observation)
+      assert seen.shape == (t + 1, n, 3)
+      np.testing.assert_array_equal(seen[1:] - seen[:-1], 0.25)
+      found += seen[0, :, 0].astype(int).tolist()
+    return found
+
+  assert drawn((1, 0), (1, 1), (2, 0), (1, 2)) == [10, 11, 20, 12]
+  assert drawn((1, 1), (2, 0), (1, 2), (1, 3)) == []  # three of them again
+  assert drawn((2, 1), (1, 3), (2, 2), (3, 0)) == [13, 21, 22, 30]
+  assert drawn(*((4, i) for i in range(9))) == [40, 41, 42, 43, 44, 45, 46, 47]
+  assert queued.metrics() == {'unrolls_taken': 21, 'unrolls_repeated': 4}
+
+
+def test_tables_are_waited_for_where_a_signal_ends_the_wait(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """The service is there, and does not say anything of its tables."""
+  config = Config(
+    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
+    lag='async', replay='service', devices=1,
+  )  # fmt: skip
+  address = f'ipc://{tmp_path}/parameters'
+  with ReplayServer('tcp://127.0.0.1:*') as server:
+
+    def asked(*args: Any) -> None:
+      if threading.current_thread().name == server.service:  # it is being waited for
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(server, '_request', asked)
+    with pytest.raises(run.Stopped):
+      run.train(
+        config, tmp_path / 'run', addresses=apex.Addresses((server.address,), address), quiet=True
+      )
+
+
+def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
+  config = Config(
+    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
+    lag='async', replay='service', learner_devices='3,5',
+  )  # fmt: skip
+  mesh = run.build_learner(config).mesh
+  assert [d.id for d in mesh.devices.flat] == [3, 5]
+  with pytest.raises(UsageError, match=r'nobody acts in this process; give it to `podrace act`'):
+    run.build_learner(dataclasses.replace(config, actor_devices='0'))
 
 
 @pytest.mark.slow
@@ -302,8 +408,15 @@ def test_parameters_as_leaves() -> None:
       '--share', 'half'], r"--share takes I/N, such as 0/2, not 'half'"),
     (['act', *CATCH, '--connect-replay', 'tcp://10.0.0.1:1', '--params', 'tcp://10.0.0.1:2'],
      'it needs keys'),
-    (['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'],
-     'it has no replay to host'),
+    *((['act', *more, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'], message)
+      for more, message in (
+        (['cach'], "unknown preset 'cach'"),
+        (['--agent', 'impalla'], "unknown agent 'impalla'"),
+        (['--env', 'podrace:cach'], 'nearest: catch'),
+        (['--num-envs', '0'], '--num-envs must be at least 1, not 0'),
+        (['--num-envs', '7'], '--num-envs 7 does not divide over 2 actor threads'),
+        (['--max-staleness', 'nan'], "--max-staleness takes a number, not 'nan'"),
+        (['--give-up-after', '-1'], '--give-up-after must be 0 or more, not -1.0'))),
     (['train', 'apex-pong', '--connect-replay', 'tcp://127.0.0.1:1'], '--connect-replay needs --listen'),
     (['train', 'r2d2-remote-memory'], '--replay service and --connect-replay go together'),
     (['train', 'r2d2-remote-memory', '--lag', '1'], '--replay service needs --lag async'),

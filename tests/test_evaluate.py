@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from processes import as_users_have_it, cache, checkpoints, every_file
 
-from podrace import run
+from podrace import cli, run
 from podrace.agents.impala import Impala
 from podrace.agents.r2d2 import R2D2
 from podrace.config import Config, UsageError, bind, to_json
@@ -244,3 +244,18 @@ def test_a_run_on_the_host_is_evaluated(tmp_path: Path) -> None:
     'episodes': 5,
     'step': 64,
   }
+
+
+def test_an_environment_that_fails_ends_an_evaluation_with_its_reason(
+  tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  agent = Impala(network=ActorCritic(hidden=(8,)))
+  config = Config(agent=agent, env='gymnasium:host_envs:Wrong-v0,what=raise', architecture='sebulba',
+                  num_envs=4, unroll_length=4, total_steps=16, actor_threads=1, devices=1)  # fmt: skip
+  run.train(config, tmp_path / 'run', quiet=True)  # it fails later than that
+  with pytest.raises(SystemExit) as end:
+    cli.main(['eval', str(tmp_path / 'run'), '--episodes', '2'])
+  assert end.value.code == 1
+  told = capfd.readouterr().err
+  assert 'ZeroDivisionError: the game broke' in told
+  assert told.startswith('podrace: gymnasium:host_envs:Wrong-v0')

@@ -10,12 +10,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import os
 import queue
 import random
 import signal
 import socket as sockets
-import sys
 import threading
 import time
 import traceback
@@ -31,6 +31,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.worker import values
 from podrace.remote import security, wire
+from podrace.remote.hub import to_stderr
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
 
@@ -70,8 +71,11 @@ class Options:
       if getattr(self, name) < least:
         flag = name.replace('_', '-')
         raise ValueError(f'--{flag} must be at least {least}, not {getattr(self, name)}')
-    if self.deadline <= 0 or self.give_up < 0:
-      raise ValueError('--env-deadline must be more than 0, and --give-up-after not negative')
+    if not (0 < self.deadline < math.inf and 0 <= self.give_up < math.inf):
+      raise ValueError(
+        f'--env-deadline must be more than 0, not {self.deadline}, and --give-up-after not negative, '
+        f'not {self.give_up}'
+      )
 
 
 def make_spec(name: str) -> HostSpec:
@@ -276,31 +280,31 @@ class Client:
     elif kind == wire.WAIT:
       (reason,) = wire.fields(header, str)
       self._alone_since = time.monotonic()
-      self._remind(f'waiting: {reason}')
+      self._remind(f'waiting: {wire.plain(reason)}')
     elif kind == wire.REFUSED:
       (reasons,) = wire.fields(header, list)
       raise Refused(
         f'the learner at {self._options.connect} refused {self._spec.name}:\n  '
-        + '\n  '.join(map(str, reasons))
+        + '\n  '.join(wire.plain_reasons(reasons))
       )
     elif kind == wire.GONE:
       session, reason = wire.fields(header, int, str)
       if session == self._session or session == 0:
-        self._lose(f'the learner ended the session: {reason}')
+        self._lose(f'the learner ended the session: {wire.plain(reason)}')
     elif kind == wire.END:
       complete, reason = wire.fields(header, bool, str)
       self._bye('the learner has ended')
       if complete:
-        self._say(reason)
+        self._say(wire.plain(reason))
         self.over = True
       else:
-        self._lose(reason)
+        self._lose(wire.plain(reason))
 
   def _join(self, session: int, told: dict[str, Any]) -> None:
     """Begins a session, with environments made anew when they get slots."""
     try:
       largest, self._silence = int(told['largest_group']), float(told['silence'])
-      env = str(told['env'])
+      env = wire.plain(told['env'])
     except (KeyError, TypeError, ValueError) as e:
       raise WireError(f'a welcome without {e}') from None
     o = self._options
@@ -484,7 +488,7 @@ def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
 
 def run(options: Options, say: Callable[[str], None] | None = None) -> int:
   """`podrace envs`: the exit code."""
-  say = say or (lambda message: print(f'podrace envs: {message}', file=sys.stderr, flush=True))
+  say = say or to_stderr('podrace envs')
   client = Client(options, make_spec(options.env), say)
 
   def on_signal(signum: int, frame: Any) -> None:

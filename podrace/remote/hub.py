@@ -7,7 +7,11 @@ is not as docs/protocol.md has it ends the client's session, never the one who l
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import math
+import resource
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,7 +21,7 @@ from typing import Any
 import zmq
 
 from podrace.remote import security
-from podrace.remote.wire import GONE, Wake, WireError, pack, unpack
+from podrace.remote.wire import GONE, Wake, WireError, pack, plain_lines, unpack
 
 PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
@@ -26,10 +30,32 @@ PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
 LARGE = 65536  # bytes from which on a frame is sent without copying it
+FILES = 2 * PEERS  # that may be open, if that is permitted: each connection is one
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
 
 Say = Callable[[str], None]
+
+
+def to_stderr(who: str) -> Say:
+  """Tells whoever reads what a command says; that nobody does any more ends nothing."""
+
+  def say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # a pipe without a reader, a closed file
+      print(f'{who}: {line}', file=sys.stderr, flush=True)
+
+  return say
+
+
+def allow_files() -> int:
+  """Has this process open as many files as it may, up to FILES; how many that is."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
+  if soft == resource.RLIM_INFINITY or soft >= wanted:
+    return FILES if soft == resource.RLIM_INFINITY else soft
+  with contextlib.suppress(OSError, ValueError):  # not even that is permitted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+  return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +69,7 @@ class Listen:
 
   def __post_init__(self) -> None:
     security.check_address(self.address, self.keys, self.insecure, '--listen')
-    if self.peer_timeout <= 0:
+    if not 0 < self.peer_timeout < math.inf:
       raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
 
 
@@ -64,6 +90,7 @@ class Hub:
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
     self._ticked = time.monotonic()
+    self._wake = Wake()
 
   def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
@@ -85,7 +112,12 @@ class Hub:
     Raises:
       SecurityError: if the address can't be listened at.
     """
-    self._wake = Wake()
+    if (files := allow_files()) < PEERS:
+      self.log(
+        f'this process may have {files:,} files open, enough for about {max(files - 200, 0):,} clients '
+        f'instead of {PEERS:,}: `ulimit -n {FILES}` before it is started allows more',
+        always=True,
+      )  # fmt: skip
     self._context = zmq.Context()
     self._gate: security.Gate | None = None
     try:
@@ -263,8 +295,9 @@ class Hub:
       self._unsaid = 0
 
   def log(self, line: str, always: bool = False) -> None:
-    """Says it, unless there was much to say lately."""
+    """Says it, unless there was much to say lately; whatever that leads to, it raises nothing."""
     now = time.monotonic()
+    line = plain_lines(line)
     self.events.append(line)
     while self._lines and now - self._lines[0] > LINE_SECONDS:
       self._lines.popleft()
@@ -272,4 +305,5 @@ class Hub:
       self._unsaid += 1
       return
     self._lines.append(now)
-    self._say(line)
+    with contextlib.suppress(Exception, SystemExit):  # rich exits where nobody reads any more
+      self._say(line)

@@ -75,8 +75,8 @@ class Peer:
   def __init__(self, address: bytes, session: int, told: dict[str, Any], key: bytes) -> None:
     self.address, self.session, self.key = address, session, key
     self.nonce = told['nonce']
-    self.name = f'{told["host"]}:{told["pid"]}'
-    self.env = told['env']
+    self.name = wire.plain(f'{told["host"]}:{told["pid"]}')
+    self.env = wire.plain(told['env'])
     self.groups: dict[int, Group] = {}
     self.environments = 0
     self.since = self.last_seen = time.monotonic()
@@ -473,7 +473,7 @@ class Server(Hub):
     elif kind == wire.BYE:
       session, reason = wire.fields(header, int, str)
       if (peer := self.peer_of(address, session)) is not None:
-        self.drop(peer, f'left: {reason[:200]}')
+        self.drop(peer, f'left: {wire.plain(reason)}')
     elif kind == wire.ASK:
       wire.fields(header)
       self.key_of(raw)
@@ -492,7 +492,9 @@ class Server(Hub):
       return
     if reasons := self._reasons_against(told):
       self.counts['refused'] += 1
-      self.log(f'refused {told["host"]}:{told["pid"]}: ' + '; '.join(reasons))
+      reasons = wire.plain_reasons(reasons)
+      who = wire.plain(f'{told["host"]}:{told["pid"]}')
+      self.log('\n  '.join([f'refused {who}:', *reasons]))
       self.send(address, wire.REFUSED, reasons)
       return
     if self._closed:
@@ -511,7 +513,7 @@ class Server(Hub):
     peer = self.peers[address] = Peer(address, session, told, key)
     self.counts['sessions'] += 1
     other = '' if told['env'] == self.env else f', which is not {self.env} by name'
-    self.log(f'{peer.name} joins with {told["env"]}{other}')
+    self.log(f'{peer.name} joins with {peer.env}{other}')
     self._welcome(peer)
 
   def _wait(self, address: bytes, reason: str) -> None:

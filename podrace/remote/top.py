@@ -55,7 +55,7 @@ def _plain(text: Any) -> str:
   """Somebody else's text as text: neither rich's markup nor what terminals obey."""
   from rich.markup import escape
 
-  return escape(''.join(c if c.isprintable() else '?' for c in str(text)))
+  return escape(wire.plain(text))
 
 
 def _counts(report: dict[str, Any]) -> str:
@@ -122,6 +122,8 @@ def counted(report: dict[str, Any]) -> dict[str, int]:
 
 def run(address: str, keys: Path | None, insecure: bool, once: bool, every: float) -> int:
   """`podrace top`: the exit code."""
+  if every <= 0:
+    raise ValueError(f'--every must be more than 0 seconds, not {every}')
   asker = Asker(address, keys, insecure)
   try:
     report = asker.ask()

@@ -24,6 +24,8 @@ HELLO, ENTER, STEP, PING, BYE, ASK = 1, 2, 3, 4, 5, 6
 WAIT, WELCOME, START, ACTION, PONG, REFUSED, GONE, END, REPORT = 65, 66, 67, 68, 69, 70, 71, 72, 73
 
 HEADER_BYTES, REPORT_BYTES = 65536, 2**20  # at most
+TEXT, LINES = 500, 60  # characters and lines of somebody else's text that are told
+REASONS = 20  # for which somebody is refused, that are told
 DEPTH = 100  # of lists and maps in a header, at most
 GROUPS = 256  # of one client
 RECORD = np.dtype(
@@ -102,6 +104,27 @@ def fields(header: list[Any], *kinds: type) -> list[Any]:
 def _short(x: Any) -> str:
   text = repr(x)
   return text if len(text) <= 60 else text[:57] + '...'
+
+
+def plain(text: Any, most: int = TEXT) -> str:
+  """Somebody else's text, for a log, a terminal or a message: of bounded length, in one line.
+
+  What terminals obey, or what would look like another line, is escaped.
+  """
+  text = str(text)
+  text = text if len(text) <= most else f'{text[:most]}... ({len(text) - most:,} more)'
+  return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def plain_lines(text: Any) -> str:
+  """As `plain`, of what may have several lines; of too many, the last ones."""
+  return '\n'.join(plain(line, 2 * TEXT) for line in str(text).split('\n')[-LINES:])
+
+
+def plain_reasons(reasons: Sequence[Any]) -> list[str]:
+  """Why somebody is refused, in bounded lines, and of those not too many."""
+  more = [f'and {len(reasons) - REASONS:,} more'] if len(reasons) > REASONS else []
+  return [*(plain(x) for x in reasons[:REASONS]), *more]
 
 
 def checksum(frames: Iterable[Buffer]) -> int:

@@ -69,18 +69,18 @@ class Layout:
     """As columns; of stacked frames only single ones."""
     w = self.windows
     timesteps = w.newest_frames(trajectory.timesteps)
-    timed, frames = _named(timesteps), {}
+    timed, frames = named(timesteps), {}
     if w.stack:
-      newest = _named(timesteps.observation, 'observation')
-      stacks = _named(trajectory.timesteps.observation, 'observation')
+      newest = named(timesteps.observation, 'observation')
+      stacks = named(trajectory.timesteps.observation, 'observation')
       for name, x in newest.items():
         before = jnp.moveaxis(stacks[name][0, :, :-1], 1, 0)
         frames[name] = jnp.concatenate([before, x])
         del timed[name]
       kinds = what_is_before(trajectory.timesteps)
       frames['stacks'] = jnp.pad(kinds, ((w.lookback, 0), (0, 0)))  # CONTINUED
-    state = _named(w.kept(trajectory.agent_state), 'agent_state')
-    return Rows(timed, _named(trajectory.outputs), frames, state, trajectory.env_id)
+    state = named(w.kept(trajectory.agent_state), 'agent_state')
+    return Rows(timed, named(trajectory.outputs), frames, state, trajectory.env_id)
 
   def trajectory(self, data: Columns) -> Trajectory:
     """Windows [L+1, n, ...] of a table's items [n, L+1, ...]; observations only if there are any."""
@@ -94,14 +94,14 @@ class Layout:
     elif w.stack:
       at, empty = unstacked(data.pop('stacks'), w.stack)
       n = jnp.arange(at.shape[1], dtype=jnp.int32)[None, :, None]
-      for name in _named(timesteps.observation, 'observation'):
+      for name in named(timesteps.observation, 'observation'):
         found = data[name][at, n]
         data[name] = jnp.where(empty.reshape(empty.shape + (1,) * (found.ndim - 3)), 0, found)
-    timesteps = _unnamed(timesteps, data)
+    timesteps = unnamed(timesteps, data)
     return Trajectory(
       timesteps._replace(step_type=end_what_is_cut(timesteps.step_type)),
-      _unnamed(example.outputs, data),
-      _unnamed(w.kept(example.agent_state), data, 'agent_state'),
+      unnamed(example.outputs, data),
+      unnamed(w.kept(example.agent_state), data, 'agent_state'),
       data['env_id'],
     )
 
@@ -128,13 +128,13 @@ class Layout:
     )
 
 
-def _named(tree: Any, prefix: str = '') -> Columns:
+def named(tree: Any, prefix: str = '') -> Columns:
   """The leaves of a tree by name, such as observation/image."""
   found = jax.tree_util.tree_leaves_with_path(tree)
   return {_name(path, prefix): x for path, x in found}
 
 
-def _unnamed(example: Any, columns: Columns, prefix: str = '') -> Any:
+def unnamed(example: Any, columns: Columns, prefix: str = '') -> Any:
   """The tree again, of the structure of `example`."""
   return jax.tree_util.tree_map_with_path(lambda path, _: columns[_name(path, prefix)], example)
 

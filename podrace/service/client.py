@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.remote.wire import WireError, checksum, fields
+from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
 from podrace.service.link import TURN, Link, Refused
 from podrace.service.writing import Sending, SentChunk, WriterStore, pieces_of
@@ -273,6 +273,7 @@ class Connection(Link):
       if len(header) != 5 or type(header[2]) is not int or type(header[3]) is not bool:
         raise WireError('an answer that is none')
       _, _, number, good, value = header
+      value = value if good else plain_lines(value)
       with self.changed:
         asked = self._asked.pop(number, None)
         if asked is not None:

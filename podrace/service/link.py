@@ -23,7 +23,7 @@ import zmq
 
 from podrace import __version__
 from podrace.remote import security
-from podrace.remote.wire import Wake, WireError, fields, pack, unpack
+from podrace.remote.wire import Wake, WireError, fields, pack, plain, plain_reasons, unpack
 from podrace.service import wire
 
 HELLO_SECONDS = 0.5  # between attempts to get a session
@@ -212,10 +212,14 @@ class Link:
     kind = header[0]
     if kind == wire.REFUSED:
       (reasons,) = fields(header, list)
-      raise Refused(f'{self.address} refused this client:\n  ' + '\n  '.join(map(str, reasons)))
-    if kind == wire.END:
+      reasons = plain_reasons(reasons)
+      raise Refused('\n  '.join([f'{self.address} refused this client:', *reasons]))
+    if kind == wire.WAIT:
       (reason,) = fields(header, str)
-      self.lose(reason)
+      self.why = plain(reason)
+    elif kind == wire.END:
+      (reason,) = fields(header, str)
+      self.lose(plain(reason))
     elif len(header) < 2 or type(header[1]) is not int:
       raise WireError(f'a header of kind {kind} without a session')
     elif kind == wire.WELCOME:
@@ -225,7 +229,7 @@ class Link:
     elif kind == wire.GONE:
       session, reason = fields(header, int, str)
       if session == self.session or session == 0:
-        self.lose(reason)
+        self.lose(plain(reason))
     elif header[1] == self.session:
       if kind == wire.PONG:
         if len(header) != 3:

@@ -20,7 +20,7 @@ import zmq
 
 from podrace import __version__
 from podrace.remote.hub import PEERS, TICK, Hub, Listen, Say
-from podrace.remote.wire import WireError, fields, pack
+from podrace.remote.wire import WireError, fields, pack, plain, plain_reasons
 from podrace.service import wire
 
 BACKLOG = 64  # messages that one client has not read
@@ -32,7 +32,7 @@ class Peer:
   def __init__(self, address: bytes, session: int, told: dict[str, Any], key: bytes) -> None:
     self.address, self.session, self.key = address, session, key
     self.nonce: int = told['nonce']
-    self.name = f'{told["host"]}:{told["pid"]}'
+    self.name = plain(f'{told["host"]}:{told["pid"]}')
     self.since = self.last_seen = time.monotonic()
     self.finished = False  # it has said BYE
     self.state: Any = None  # the service's
@@ -142,22 +142,25 @@ class Router(Hub):
     self._calls.append(do)
     self._wake.set()
 
+  def do_calls(self) -> None:
+    """What others want done."""
+    while self._calls:
+      self._calls.popleft()()
+
   def _main(self) -> None:
-    try:
-      self._listen()
-      self.leave()
-      self._goodbye()
-    except BaseException:
-      self.failure = traceback.format_exc()
-      self.log(f'the service failed:\n{self.failure}', always=True)
-    finally:
-      self.ended.set()
+    for part in (self._listen, self.leave, self._goodbye):  # each, whatever became of the others
+      try:
+        part()
+      except BaseException:
+        failure = traceback.format_exc()
+        self.failure = f'{self.failure}\n{failure}' if self.failure else failure
+        self.log(f'the service failed:\n{failure}', always=True)
+    self.ended.set()
 
   def _listen(self) -> None:
     while not self._stop.is_set():
       self.poll(min(self.wait(), TICK))
-      while self._calls:
-        self._calls.popleft()()
+      self.do_calls()
       for raw in self.received(64):
         self.take(raw)
       self.turn()
@@ -189,7 +192,7 @@ class Router(Hub):
     elif kind == wire.BYE:
       _, reason = fields(header, int, str)
       peer.finished = True
-      self.drop(peer, f'left: {reason[:200]}')
+      self.drop(peer, f'left: {plain(reason)}')
     else:
       self.handle(peer, header, frames)
 
@@ -207,12 +210,16 @@ class Router(Hub):
     ]
     if (told['name'], told['version']) == (self.service, wire.VERSION):
       reasons = self.reasons_against(told)
-      if len(self.peers) >= PEERS and peer is None:
-        reasons.append(f'there are {PEERS} clients already')
     if reasons:
       self.counts['refused'] += 1
-      self.log(f'refused {told["host"]}:{told["pid"]}: ' + '; '.join(reasons))
+      reasons = plain_reasons(reasons)
+      who = plain(f'{told["host"]}:{told["pid"]}')
+      self.log('\n  '.join([f'refused {who}:', *reasons]))
       self.send(address, wire.REFUSED, reasons)
+      return
+    if len(self.peers) >= PEERS and peer is None:  # it asks again, until somebody has left
+      self.counts['told to wait'] += 1
+      self.send(address, wire.WAIT, f'{self.service} has {PEERS} clients and takes no more')
       return
     if peer is not None:
       self.drop(peer, 'said hello anew')

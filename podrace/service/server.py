@@ -12,24 +12,25 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import fcntl
 import heapq
 import itertools
 import json
 import math
 import shutil
 import signal
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from podrace import tables
-from podrace.remote.hub import Listen
-from podrace.remote.wire import WireError, checksum, fields
+from podrace.remote.hub import Listen, to_stderr
+from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say
 from podrace.tables import checkpoint
@@ -116,12 +117,15 @@ class ReplayServer(Router):
     address: to listen at.
     dir: where checkpoints are kept; the newest is read at the start. None for no checkpoints.
     tables: settings by name (`wire.told_settings`), made at the start; clients may have others made.
+      While it is open no other service may keep its own there.
     checkpoint_every: seconds; 0 for on demand and at the end only.
     most_bytes: of the steps that one client's writers keep.
     say: is told what is worth a line.
 
   Raises:
-    CheckpointError: if the newest checkpoint is damaged, or its tables are not as told.
+    CheckpointError: if the newest checkpoint is damaged, or its tables are not as told; if another
+      service has `dir`, or it is no directory that can be written to.
+    ValueError: if a number can't be.
     SecurityError: see podrace.remote.security.
   """
 
@@ -140,6 +144,10 @@ class ReplayServer(Router):
     say: Say = lambda line: None,
   ) -> None:
     super().__init__(Listen(address, keys, insecure, peer_timeout), say)
+    if not 0 <= checkpoint_every < math.inf:
+      raise ValueError(f'--checkpoint-every must be 0 or more seconds, not {checkpoint_every}')
+    if most_bytes < 1:
+      raise ValueError(f'--client-bytes must be at least 1, not {most_bytes}')
     self.dir, self.checkpoint_every, self.most_bytes = dir, checkpoint_every, most_bytes
     self.store = ChunkStore(cache_bytes=0)
     self.tables: dict[str, Table] = {}
@@ -158,11 +166,17 @@ class ReplayServer(Router):
     self._save_wanted: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
     self._not_saved = ''  # why the last checkpoint was not written
+    self._lock: IO[str] | None = None
     self.saved: list[Path] = []
     for name, told in (tables or {}).items():
       self._make(name, told)
     if dir is not None:
-      self._restore(dir)
+      self._lock = locked(dir)
+      try:
+        self._restore(dir)
+      except BaseException:
+        self._lock.close()
+        raise
 
   # --- tables --------------------------------------------------------------------------------------
 
@@ -175,8 +189,11 @@ class ReplayServer(Router):
 
   def _restore(self, dir: Path) -> None:
     """The newest checkpoint, if there is one."""
-    dir.mkdir(parents=True, exist_ok=True)
+    for partial in dir.glob('.*.partial-*'):  # of a process that was killed while it wrote
+      shutil.rmtree(partial, ignore_errors=True)
+      self.log(f'removed {partial}, which was half-written')
     self.saved = sorted(p for p in dir.iterdir() if p.name.isdigit())
+    self._number = int(self.saved[-1].name) if self.saved else 0
     if not self.saved:
       return
     newest = self.saved[-1]
@@ -295,7 +312,7 @@ class ReplayServer(Router):
         wire.INFO: self._info,
       }[kind](header, frames)
     except ValueError as e:
-      self.send(peer.address, wire.ANSWER, peer.session, number, False, str(e))
+      self.send(peer.address, wire.ANSWER, peer.session, number, False, plain_lines(e))
     else:
       self.send(peer.address, wire.ANSWER, peer.session, number, True, answer)
 
@@ -313,7 +330,7 @@ class ReplayServer(Router):
       table = self._make(name, told)
       self.log(f'made table {name!r}: {json.dumps(told)}')
     elif told and (reasons := wire.settings_differences(name, self.settings[name], told)):
-      self.log('refused: ' + '; '.join(reasons))
+      self.log('\n  '.join(['refused:', *reasons]))
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
     most = min(table.sampler.most, table.remover.most)
     return dict(settings=self.settings[name], most=most)
@@ -685,25 +702,31 @@ class ReplayServer(Router):
       return
     self._saved_at = time.monotonic()
     wanted, self._save_wanted = self._save_wanted, []
-    number = int(self.saved[-1].name) + 1 if self.saved else 1
-    path, taken = self.dir / f'{number:08}', self._snapshot()
+    self._number += 1
+    path = self.dir / f'{self._number:08}'
+    self._not_saved = f'{path} is not complete'
 
-    def write() -> None:
+    def write(taken: checkpoint.Snapshot) -> None:
       try:
         told = checkpoint.write(taken, path)
-        answer, line = (
-          (True, str(path)),
-          (
-            f'checkpoint {path}: {told["bytes"]:,.0f} bytes in {told["seconds"]:.2f} s, which held up '
-            f'traffic for {told["blocked_s"] * 1e3:.1f} ms'
-          ),
-        )
-      except (tables.CheckpointError, ValueError, OSError) as e:
-        answer, line = (False, str(e)), str(e)
-      self.call(lambda: self._saved(path, answer, line, wanted))
+      except BaseException as e:  # whatever it is, and be it a want of memory: it is no checkpoint
+        why = why_not(path, e)
+        self.call(lambda: self._saved(path, (False, why), why, wanted))
+        return
+      line = (
+        f'checkpoint {path}: {told["bytes"]:,.0f} bytes in {told["seconds"]:.2f} s, which held up '
+        f'traffic for {told["blocked_s"] * 1e3:.1f} ms'
+      )
+      self.call(lambda: self._saved(path, (True, str(path)), line, wanted))
 
-    self._saver = threading.Thread(target=write, name='checkpoint')
-    self._saver.start()
+    try:
+      saver = threading.Thread(target=write, args=(self._snapshot(),), name='checkpoint')
+      saver.start()
+    except Exception as e:  # no memory, or no more threads: perhaps there are the next time
+      why = why_not(path, e)
+      self._saved(path, (False, why), why, wanted)
+    else:
+      self._saver = saver
 
   def _snapshot(self) -> checkpoint.Snapshot:
     """Tables and streams, at one moment."""
@@ -730,19 +753,20 @@ class ReplayServer(Router):
       self._save()
 
   def leave(self) -> None:
-    """The last checkpoint."""
+    """The last checkpoint, also after a failure of the thread; whether it is there is told by itself."""
     if self._saver is not None:
       self._saver.join()
-    while self._calls:
-      self._calls.popleft()()
-    if self.dir is not None:
-      self._save()
-      assert self._saver is not None
+    self._save()
+    if self._saver is not None:
       self._saver.join()
-      while self._calls:
-        self._calls.popleft()()
-      if self._not_saved:
-        self.failure = f'the last checkpoint was not written: {self._not_saved}'
+    self.do_calls()  # who waits for a checkpoint is told
+    if self._not_saved:
+      raise tables.CheckpointError(f'the last checkpoint was not written: {self._not_saved}')
+
+  def stop(self) -> None:
+    super().stop()
+    if self._lock is not None:
+      self._lock.close()
 
   # --- what there is to tell -----------------------------------------------------------------------
 
@@ -761,6 +785,36 @@ class ReplayServer(Router):
     shown = [dataclasses.asdict(t.info()) for t in itertools.islice(self.tables.values(), 64)]
     return dict(super().report(), tables=shown, bytes=self.store.total.bytes,
                 checkpoints=[str(p) for p in self.saved])  # fmt: skip
+
+
+def locked(dir: Path) -> IO[str]:
+  """A directory that is this service's for as long as the file is open; it is made if it is missing.
+
+  Raises:
+    CheckpointError: if another one has it, or it can't be written to.
+  """
+  try:
+    dir.mkdir(parents=True, exist_ok=True)
+    file = (dir / 'lock').open('w')
+  except OSError as e:
+    raise tables.CheckpointError(f'--dir {dir} cannot be written to: {e.strerror}') from e
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except OSError as e:
+    file.close()
+    raise tables.CheckpointError(
+      f'--dir {dir} is in use by another replay service, whose checkpoints would be lost: '
+      f'end that one, or give another --dir ({e.strerror})'
+    ) from e
+  return file
+
+
+def why_not(path: Path, error: BaseException) -> str:
+  """Why there is no checkpoint; with the traceback, where nobody has foreseen it."""
+  if isinstance(error, tables.CheckpointError | ValueError | OSError):
+    return str(error)
+  trace = ''.join(traceback.format_exception(error))
+  return f'checkpoint {path} could not be written: {error!r}\n{trace}'
 
 
 # --- the command ------------------------------------------------------------------------------------
@@ -823,9 +877,7 @@ def _limiter(text: str) -> tables.RateLimiter:
 def run(address: str, **options: Any) -> int:
   """`podrace replay`: serves until a signal; the exit code."""
 
-  def say(line: str) -> None:
-    print(f'podrace replay: {line}', file=sys.stderr, flush=True)
-
+  say = to_stderr('podrace replay')
   found = 0
 
   def on_signal(signum: int, frame: Any) -> None:
@@ -838,9 +890,9 @@ def run(address: str, **options: Any) -> int:
   except tables.CheckpointError as e:
     say(str(e))
     return 2
+  for signum in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(signum, on_signal)
   with server:
-    for signum in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(signum, on_signal)
     say(f'listening at {server.address}')
     server.ended.wait()
   return 1 if server.failure else 128 + found

@@ -15,10 +15,10 @@ import pytest
 import zmq
 from apart import until
 from gymnasium import spaces
-from mutants import Document, tell
-from peers import Learner, Raw, lives, spec
+from mutants import Document, spoiled, tell
+from peers import ANY, Learner, Raw, lives, spec
 
-from podrace.remote import wire
+from podrace.remote import hub, wire
 from podrace.remote.server import Latencies
 from podrace.remote.top import Asker, table
 from podrace.types import FIRST, MID
@@ -86,6 +86,48 @@ def test_another_version_is_refused_with_both_sides() -> None:
     (reason,) = raw.expect(wire.REFUSED)[0][1]
     assert 'the learner speaks podrace version 1' in reason and 'podrace version 2' in reason
     learner.says(reason)
+
+
+def test_a_refusal_is_short_however_much_the_client_has_said() -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    leaf = ['\x1b[2J' + 'x' * 400, '<f4', [], 'y\n' * 200, []]
+    schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(60)], 'action': leaf}
+    raw.say(wire.HELLO, raw.told(schema=schema, host='h\nforged'))
+    header = raw.socket.recv_multipart()[0]
+    (reasons,) = wire.unpack(header)[1:]
+    assert len(header) < 2**14 and reasons[-1].startswith('and ')
+    learner.says(r'refused h\nforged:')
+    assert all('\x1b' not in x and len(x) < 2**14 for x in learner.said)
+
+
+def test_the_log_ends_nobody() -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    for error in (BrokenPipeError(), ValueError('I/O operation on closed file'), SystemExit(1)):
+
+      def say(line: str, error: BaseException = error) -> None:
+        raise error
+
+      learner.server._say = say
+      learner.server.log('what nobody reads', always=True)
+    raw.join(2)
+    assert learner.server.failure is None
+
+
+def test_open_files_are_as_many_as_are_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
+  limits, now = [(1024, 4096), (1024, 2**20), (100, 100), (2**20, 2**20)], []
+  monkeypatch.setattr(hub.resource, 'getrlimit', lambda which: now[-1])
+  monkeypatch.setattr(hub.resource, 'setrlimit', lambda which, to: now.append(to))
+  found = []
+  for limit in limits:
+    now.append(limit)
+    found.append(hub.allow_files())
+  assert found == [4096, hub.FILES, 100, 2**20]
+  now.append((100, 100))
+  said: list[str] = []
+  one = hub.Hub(hub.Listen(ANY), said.append)
+  one.open(1000, 10, 10)
+  one.shut()
+  assert '100 files open' in said[0] and f'ulimit -n {hub.FILES}' in said[0]
 
 
 def test_trees_of_arrays() -> None:
@@ -392,7 +434,7 @@ def test_names_are_shown_as_they_are() -> None:
     console.print(table(report, {}, 1.0))
     console.print(table({**report, 'service': '[/z]', 'tables': [], 'clients': clients}, {}, 1.0))
     text = console.export_text()
-    assert text.count('[/x]?[2J') == 2 and '[/z]' in text and '\x1b' not in text
+    assert text.count(r'[/x]\x1b[2J') == 2 and '[/z]' in text and '\x1b' not in text
 
 
 # --- fuzzing ----------------------------------------------------------------------------------------
@@ -404,7 +446,7 @@ def garbage(random: random.Random, raw: Raw) -> list[bytes]:
   values: list[Any] = [0, 1, -1, 2**63, 3.5, None, True, 'x', b'y' * random.randrange(50), [],
                        [[[[]]]], {'a': 1}, {1: 2}, raw.session, raw.told(),
                        raw.told(schema=[1]), raw.told(pid='x'), raw.told(host='h' * 300)]  # fmt: skip
-  way = random.randrange(6)
+  way = random.choices(range(6), [1, 1, 4, 4, 4, 4])[0]
   if way == 0:
     return [random.randbytes(random.randrange(60)) for _ in range(random.randrange(1, 6))]
   fields = [random.choice(values) for _ in range(random.randrange(6))]
@@ -430,36 +472,21 @@ def memory() -> int:
     return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def fuzz_parsing(rounds: int) -> None:
-  """Garbage from connections that have a session and slots, none of which is ignored yet."""
-  rng = random.Random(1)
+def fuzz(count: int) -> None:
+  """Garbage, each heard in a session of its own."""
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
-    server = learner.server
 
-    def say(address: bytes, *frames: bytes) -> None:
-      server.call(server.take, [zmq.Frame(x) for x in (address, *frames)])
+    def case(rng: random.Random, session: int) -> Any:
+      raw.session = session
+      return [([wire.ENTER, session, 0, 2], [], None)], garbage(rng, raw)
 
-    def settled() -> None:
-      until(lambda: not server._calls)
-
-    for _ in range(rounds):
-      addresses = [rng.randbytes(8) for _ in range(20)]
-      for address in addresses:
-        say(address, wire.pack(wire.HELLO, raw.told()))
-      settled()
-      malformed = server.counts['malformed']
-      for address in addresses:
-        for _ in range(10):
-          peer = server.peers.get(address)
-          raw.session = peer.session if peer else 5
-          say(address, *garbage(rng, raw))
-      settled()
-      assert server.counts['malformed'] > malformed
-    assert server.failure is None
+    heard = tell(learner.server, lambda: [wire.HELLO, raw.told()], case, count)
+    assert heard.parsed > 0.75 * count and heard.good < 0.5 * count, heard
+    until(lambda: len(learner.pools[0].free) == 64)
     raw.join(64)  # all slots are free again, and the server does what it did
 
 
-def fuzz(messages: int) -> None:
+def flood(messages: int) -> None:
   """A good client steps all the while; the others send garbage, each until it is ignored."""
   rng = random.Random(0)
   with Learner(keep=False) as learner, Raw(learner.address) as good:
@@ -509,8 +536,9 @@ def fuzz_documents(count: int) -> None:
       ]
 
     before = memory()
-    good = tell(learner.server, lambda: [wire.HELLO, raw.told()], documents, count)
-    assert count / 20 < good < count * 0.9
+    hello = lambda: [wire.HELLO, raw.told()]  # noqa: E731
+    heard = tell(learner.server, hello, spoiled(hello, documents), count)
+    assert heard.parsed > 0.8 * count and count / 20 < heard.good < count * 0.9, heard
     until(lambda: len(learner.pools[0].free) == 64)
     assert memory() - before < 30 * 2**20 and not learner.server.peers
     raw.join(64)  # the server does what it did
@@ -526,14 +554,14 @@ def test_many_documents_that_are_nearly_right() -> None:
 
 
 def test_fuzzing() -> None:
-  fuzz_parsing(25)  # of 200 messages
-  fuzz(20_000)
+  fuzz(3000)
+  flood(4000)
 
 
 @pytest.mark.slow
 def test_fuzzing_a_million() -> None:
-  fuzz_parsing(1000)
   fuzz(1_000_000)
+  flood(100_000)
 
 
 def test_a_huge_frame_ends_the_connection_before_it_is_read() -> None:

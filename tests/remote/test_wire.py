@@ -24,7 +24,7 @@ def test_the_page_has_every_kind_and_its_number() -> None:
   rows = dict(re.findall(r'^\| ([A-Z]+) \| `\[(\d+)', environments, re.MULTILINE))
   ours = {
     k: v for k, v in vars(wire).items() if k.isupper() and type(v) is int and k not in
-    ('VERSION', 'HEADER_BYTES', 'REPORT_BYTES', 'GROUPS', 'DEPTH')
+    ('VERSION', 'HEADER_BYTES', 'REPORT_BYTES', 'GROUPS', 'DEPTH', 'TEXT', 'LINES', 'REASONS')
   }  # fmt: skip
   assert {k: int(v) for k, v in rows.items()} == ours
   assert f'version {wire.VERSION}' in PAGE.splitlines()[0]
@@ -120,3 +120,13 @@ def test_frames_go_there_and_back_without_a_copy() -> None:
   np.testing.assert_array_equal(layout.actions([action], 3, wire.checksum([action])), [1, 2, 3])
   with pytest.raises(WireError, match='another checksum'):
     layout.actions([action], 3, 0)
+
+
+def test_the_text_of_others_is_bounded_and_obeyed_by_no_terminal() -> None:
+  assert wire.plain('caf\u00e9 \x1b[2J\n\u202e x') == 'caf\u00e9 \\x1b[2J\\n\\u202e x'
+  assert wire.plain('x' * 600) == 'x' * 500 + '... (100 more)'
+  lines = wire.plain_lines('\n'.join(f'{i}\t' for i in range(100))).split('\n')
+  assert lines == [f'{i}\\t' for i in range(40, 100)]  # the end of a traceback says what it was
+  reasons = wire.plain_reasons(['a\nb', 5, *['y' * 10**6] * 500])
+  assert reasons[:2] == ['a\\nb', '5'] and reasons[-1] == 'and 482 more'
+  assert len(wire.pack(wire.REFUSED, reasons)) < wire.HEADER_BYTES

@@ -17,8 +17,8 @@ def step(who: int, index: int) -> dict[str, Any]:
   return {'who': np.int32(who), 'index': np.int64(index), 'frame': frame}
 
 
-def write(address: str, who: str, count: str, period: str = '0.0') -> None:
-  """Items of the newest 3 steps, one a step; says which is the newest that it knows to be in."""
+def write(address: str, who: str, count: str, each: str = '10') -> None:
+  """Items of the newest 3 steps, one a step; every `each` of them says which is the newest that is in."""
   with service.connect(address) as client:
     table = client.table('all')
     writer = client.writer(history=3, rows_per_chunk=8, max_in_flight=32, delay=0.01)
@@ -26,10 +26,9 @@ def write(address: str, who: str, count: str, period: str = '0.0') -> None:
       writer.append(step(int(who), i))
       if i >= 2:
         writer.create_item(table, 1.0, num_steps=3)
-      if i % 10 == 9:
+      if i % int(each) == int(each) - 1:
         writer.flush()
         print(who, i, flush=True)
-      time.sleep(float(period))
     writer.close()
     print(who, int(count) - 1, flush=True)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import random
 import signal
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
-from apart import until
+from apart import environment, until
 from proxy import Proxy
 from services import ANY, Program, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
-from podrace import service, tables
-from podrace.service import wire
+from podrace import cli, service, tables
+from podrace.service import router, wire
+from podrace.service import server as replay_server
 from podrace.service.server import ReplayServer
 
 
@@ -42,7 +42,7 @@ def test_writers_that_are_killed(tmp_path: Path) -> None:
   with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
     table = all_of(client)
     writers = {
-      i: Program(tmp_path / f'{i}', 'write', server.address, i, 10**6, 0.0005) for i in range(3)
+      i: Program(tmp_path / f'{i}', 'write', server.address, i, 10**6, 5) for i in range(3)
     }
     for i, writer in writers.items():
       until(lambda i=i: newest(writers[i]) > 50 * (i + 1))
@@ -109,25 +109,19 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount() -> None:
     until(lambda: all(a.done for a in asked))  # it says what has come without asking for more
 
 
-def test_connections_that_are_cut_at_random(tmp_path: Path) -> None:
+def test_connections_that_are_cut(tmp_path: Path) -> None:
   with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
     table = all_of(client)
     proxy = Proxy(int(server.address.rpartition(':')[2]))
-    rng = random.Random(0)
     try:
-      writers = [
-        Program(tmp_path / f'{i}', 'write', proxy.address, i, 300, 0.001) for i in range(2)
-      ]
-      cuts = 0
-      while any(w.process.poll() is None for w in writers):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-          writers[cuts % 2].process.wait(rng.uniform(0.05, 0.4))
+      writers = [Program(tmp_path / f'{i}', 'write', proxy.address, i, 300, 1) for i in range(2)]
+      for cut in range(5):  # while each of them still has something to say
+        until(lambda cut=cut: newest(writers[cut % 2]) >= 50 * (cut + 1))
         proxy.reset()
-        cuts += 1
-      assert [w.process.returncode for w in writers] == [0, 0], writers[0].output
+      assert [w.wait() for w in writers] == [0, 0], writers[0].output
     finally:
       proxy.close()
-    assert cuts >= 3 and server.counts['sessions'] > 4
+    assert server.counts['sessions'] > 4
     check_once(read_all(table), {0: 299, 1: 299})
     assert table.info().inserts == 2 * 298
     assert server.failure is None and not server.counts['malformed']
@@ -149,7 +143,7 @@ def test_a_cut_is_noticed_and_outlived(
     table = all_of(client)
     proxy = Proxy(int(server.address.rpartition(':')[2]))
     try:
-      with Program(tmp_path / 'log', 'write', proxy.address, 0, 10**6, 0.002) as writer:
+      with Program(tmp_path / 'log', 'write', proxy.address, 0, 10**6, 1) as writer:
         until(lambda: newest(writer) > 50)
         for direction in directions:
           setattr(proxy, direction, False)
@@ -188,7 +182,7 @@ def test_a_server_that_is_killed_and_comes_back(kills: int, tmp_path: Path) -> N
   address = replay.address
   with service.connect(address) as client:
     table = all_of(client)
-    writer = Program(tmp_path / 'writer', 'write', address, 1, 10**6, 0.001)
+    writer = Program(tmp_path / 'writer', 'write', address, 1, 10**6, 1)
     fill(client, client.table('other', **SIMPLE), 100).flush(timeout=30)
     sampler = Program(tmp_path / 'sampler', 'sample', address, 'other', 4)
     until(sampler.said)
@@ -262,7 +256,7 @@ def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
     address = replay.address
     with service.connect(address) as client:
       table = all_of(client)
-      writers = [Program(tmp_path / f'{i}', 'write', address, i, 10**6, 0.0005) for i in range(2)]
+      writers = [Program(tmp_path / f'{i}', 'write', address, i, 10**6, 5) for i in range(2)]
       until(lambda: min(map(newest, writers)) > 100)
       before = replay.output.count('traffic for')
       until(lambda: replay.output.count('traffic for') >= before + 3)
@@ -270,7 +264,8 @@ def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
       client.checkpoint(timeout=30)
       for writer in writers:
         writer.kill()
-      assert len(list((tmp_path / 'kept').iterdir())) <= 3  # the newest two, and one being written
+      kept = [p for p in (tmp_path / 'kept').iterdir() if p.name != 'lock']
+      assert len(kept) <= 3  # the newest two, and one being written
       replay.kill()
       with Replay(tmp_path, address=address):
         check_once(read_all(table), known)
@@ -289,8 +284,8 @@ def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> 
     assert len(client.table('it')) == 5
   (chunks,) = (tmp_path / 'kept').glob('*1/chunks.bin')
   chunks.write_bytes(b'x' * chunks.stat().st_size)
-  for later in sorted((tmp_path / 'kept').iterdir())[1:]:
-    (later / 'chunks.bin').write_bytes(b'x')
+  for later in (tmp_path / 'kept').glob('0*/chunks.bin'):
+    later.write_bytes(b'x')
   with pytest.raises(AssertionError, match='is damaged'):
     Replay(tmp_path)
 
@@ -298,6 +293,7 @@ def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> 
 def test_a_last_checkpoint_that_can_not_be_written_is_a_failure(tmp_path: Path) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     fill(client, client.table('it', **SIMPLE), 5).close(timeout=30)
+    (tmp_path / 'kept' / 'lock').unlink()
     (tmp_path / 'kept').rmdir()
     (tmp_path / 'kept').write_text('in the way')
     replay.signal(signal.SIGTERM)
@@ -305,15 +301,105 @@ def test_a_last_checkpoint_that_can_not_be_written_is_a_failure(tmp_path: Path) 
     replay.says('kept')
 
 
-def test_a_service_whose_thread_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-  def fail(self: Any) -> None:
-    raise ZeroDivisionError('of the test')
+def fail(*args: Any) -> None:
+  raise ZeroDivisionError('of the test')
 
-  server = ReplayServer(ANY)
-  with server:
+
+def test_a_service_whose_thread_fails_says_so_and_saves(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  with ReplayServer(ANY, tmp_path) as server:
     monkeypatch.setattr(ReplayServer, 'turn', fail)
-    assert server.ended.wait(10)
+    assert server.ended.wait(60)
     assert 'ZeroDivisionError' in (server.failure or '')
+  monkeypatch.undo()
+  with ReplayServer(ANY, tmp_path) as again:
+    assert [p.name for p in again.saved] == ['00000001']
+
+
+def test_a_checkpoint_for_which_there_is_no_memory_is_none(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def full(*args: Any) -> None:
+    raise MemoryError
+
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    for place, name in ((server, '_snapshot'), (replay_server.checkpoint, 'write')):
+      monkeypatch.setattr(place, name, full)
+      with pytest.raises(ValueError, match='could not be written: MemoryError'):
+        client.checkpoint(timeout=60)
+      monkeypatch.undo()
+    assert len(client.checkpoint(timeout=60)) == 1 and server.failure is None
+    monkeypatch.setattr(replay_server.checkpoint, 'write', full)
+    server.stop()
+    assert 'the last checkpoint was not written' in (server.failure or '')
+    assert 'MemoryError' in (server.failure or '')
+
+
+def test_what_fails_before_it_does_not_keep_the_last_checkpoint_from_being_written(
+  tmp_path: Path,
+) -> None:
+  with ReplayServer(ANY, tmp_path) as server:
+    server.call(fail)
+    assert server.ended.wait(60)
+    assert len(list(tmp_path.glob('0*'))) == 1 and 'ZeroDivisionError' in (server.failure or '')
+
+
+def test_nobody_reads_what_it_says(tmp_path: Path) -> None:
+  command = ['-m', 'podrace.cli', 'replay', '--listen', ANY, '--dir', str(tmp_path / 'kept')]
+  with subprocess.Popen(
+    [sys.executable, *command], stderr=subprocess.PIPE, text=True, env=environment()
+  ) as process:
+    assert process.stderr is not None
+    address = process.stderr.readline().split()[-1]
+    process.stderr.close()  # from now on it writes to a pipe without a reader
+    with service.connect(address) as client:
+      fill(client, client.table('it', **SIMPLE), 5).close(timeout=60)
+      process.send_signal(signal.SIGTERM)
+      assert process.wait(60) == 143
+  assert len(list((tmp_path / 'kept').glob('0*'))) == 1
+
+
+def test_a_directory_is_of_one_service_at_a_time(
+  tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  with ReplayServer(ANY, tmp_path):
+    with pytest.raises(SystemExit) as end:
+      cli.main(['replay', '--listen', ANY, '--dir', str(tmp_path)])
+    assert end.value.code == 2
+    assert f'--dir {tmp_path} is in use by another replay service' in capfd.readouterr().err
+  with ReplayServer(ANY, tmp_path):
+    pass
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(tables.CheckpointError, match='cannot be written to'):
+    ReplayServer(ANY, tmp_path / 'file')
+
+
+def test_what_was_half_written_is_removed(tmp_path: Path) -> None:
+  partial = tmp_path / '.00000007.partial-123'
+  partial.mkdir()
+  (partial / 'chunks.bin').write_text('half')
+  with ReplayServer(ANY, tmp_path) as server:
+    assert not partial.exists()
+    assert any('half-written' in line for line in server.events)
+
+
+def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(router, 'PEERS', 1)
+  with ReplayServer(ANY) as server, service.connect(server.address) as first:
+    with pytest.raises(TimeoutError, match='has 1 clients and takes no more'):
+      service.connect(server.address, timeout=2.0)
+    found: list[service.Client] = []
+    thread = threading.Thread(
+      target=lambda: found.append(service.connect(server.address)), daemon=True
+    )
+    before = server.counts['told to wait']
+    thread.start()
+    until(lambda: server.counts['told to wait'] > before)
+    first.close()
+    thread.join(60)
+    assert len(found) == 1 and server.counts['sessions'] == 2 and not server.counts['refused']
+    found[0].close()
 
 
 def test_many_threads_share_a_client(tmp_path: Path) -> None:
