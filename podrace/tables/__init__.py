@@ -8,10 +8,11 @@ from podrace.tables.checkpoint import CheckpointError, restore, save
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.limiters import RateLimiter, min_size, queue, sample_to_insert_ratio, stack
 from podrace.tables.selectors import fifo, lifo, max_heap, min_heap, prioritized, uniform
-from podrace.tables.table import Closed, RateLimited, Samples, Table, TableInfo
+from podrace.tables.table import Cancelled, Closed, RateLimited, Samples, Table, TableInfo
 from podrace.tables.writer import Writer
 
 __all__ = [
+  'Cancelled',
   'CheckpointError',
   'ChunkStore',
   'Closed',

@@ -95,7 +95,8 @@ class _Uniform:
     del priority
     if self._size == len(self._slots):
       self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)])
-    _reach(self._place, slot)
+    if slot >= len(self._place):
+      _reach(self._place, slot)
     self._slots[self._size] = slot
     self._place[slot] = self._size
     self._size += 1
@@ -132,8 +133,9 @@ class _Line:
   def insert(self, slot: int, priority: float) -> None:
     del priority
     i, last = slot + 1, self._before[0]
-    _reach(self._next, i)
-    _reach(self._before, i)
+    if i >= len(self._before):
+      _reach(self._next, i)
+      _reach(self._before, i)
     self._next[last], self._before[i] = i, last
     self._next[i], self._before[0] = 0, i
 
@@ -312,5 +314,5 @@ _ONE.flags.writeable = False
 
 def _reach(numbers: array[int], index: int) -> None:
   """Grows an array so that it has a place `index`."""
-  if len(numbers) <= index:
+  if index >= len(numbers):
     numbers.extend([0] * (max(index, 2 * len(numbers)) + 1 - len(numbers)))

@@ -43,6 +43,12 @@ class RateLimited(TimeoutError):
   taken: Samples | None = None
 
 
+class Cancelled(Exception):
+  """A call waited when `Table.cancel` was called; `taken` as of RateLimited."""
+
+  taken: Samples | None = None
+
+
 class Leaf(NamedTuple):
   """What one column of an item is."""
 
@@ -198,6 +204,7 @@ class Table:
     self._waiting: deque[Pending] = deque()
     self._waiting_account = Account()
     self._readers = 0
+    self._cancels = 0  # so many times has all waiting been cancelled
     self._readable, self._admitted = Condition(store.lock), Condition(store.lock)  # type: ignore[arg-type]
     self._clock = _Clock()
     self._running, self._sampling = _Working(self, RUNNING), _Working(self, SAMPLING)
@@ -276,7 +283,7 @@ class Table:
     return None
 
   def wait_for(self, pending: Pending, deadline: float) -> None:
-    """Returns when a submitted item has been inserted; raises as `submit`, or RateLimited."""
+    """Returns when a submitted item has been inserted; raises as `submit`, RateLimited or Cancelled."""
     with self._inserting:
       reporter = _Reporter(self, 'insert into', deadline, self.why_no_insert)
       while not pending.done:
@@ -330,7 +337,8 @@ class Table:
     self._next_sampled.insert(slot, item.priority)
     self._next_removed.insert(slot, item.priority)
     self.counts.inserts += 1
-    self._shrink()
+    if len(self._slots) > self.max_size or self.max_bytes is not None:
+      self._shrink()
 
   def _new_slot(self) -> int:
     slot = len(self._items)
@@ -412,6 +420,7 @@ class Table:
 
     Raises:
       RateLimited: if fewer than `at_least` could be sampled in that time.
+      Cancelled: if it waited when `cancel` was called.
       Closed: if the table is.
     """
     least = n if at_least is None else at_least
@@ -420,7 +429,7 @@ class Table:
     draws = Draws([], [])
     try:
       self._take(draws, n, least, deadline_of(timeout))
-    except RateLimited as e:
+    except (RateLimited, Cancelled) as e:
       if draws.items:
         e.taken = self._deliver(draws)
       raise
@@ -576,6 +585,17 @@ class Table:
     with self._running:
       self._readers += more
 
+  def cancel(self) -> None:
+    """Every call that waits now, to insert or to sample, raises Cancelled; later ones wait as ever.
+
+    What was being waited for is as after a timeout: items of a flush still wait for the limiter, and samples
+    that a call had been given are in the error's `taken`.
+    """
+    with self.store.lock:
+      self._cancels += 1
+      self._readable.notify_all()
+      self._admitted.notify_all()
+
   def close(self) -> None:
     """Every call that waits, and every later insert and sample, raises Closed.
 
@@ -689,17 +709,18 @@ class _Working:
   One object serves all threads, as it has no state of its own.
   """
 
-  __slots__ = ('_lock', '_on', '_table')
+  __slots__ = ('_lock', '_on', '_switch', '_table')
 
   def __init__(self, table: Table, on: str) -> None:
     self._table, self._on, self._lock = table, on, table.store.lock
+    self._switch = table._clock.switch
 
   def __enter__(self) -> None:
     self._lock.acquire()
-    self._table._clock.switch(self._on)
+    self._switch(self._on)
 
   def __exit__(self, *error: object) -> None:
-    self._table._clock.switch(self._table._idle())
+    self._switch(self._table._idle())
     self._lock.release()
 
 
@@ -709,6 +730,7 @@ class _Reporter:
   def __init__(self, table: Table, what: str, deadline: float, why: Callable[[], str]) -> None:
     self._table, self._what, self._deadline, self._why = table, what, deadline, why
     self._begun, self._interval = time.monotonic(), table._report_after
+    self._cancels = table._cancels
     self._next = self._begun + self._interval
 
   def wait(self, condition: Condition) -> None:
@@ -716,8 +738,11 @@ class _Reporter:
 
     Raises:
       RateLimited: if the deadline has passed.
+      Cancelled: if the table's waiting has been.
     """
     now = time.monotonic()
+    if self._table._cancels != self._cancels:
+      raise Cancelled(self._message(now, 'was cancelled after'))
     if now >= self._deadline:
       raise RateLimited(self._message(now, 'timed out after'))
     if now >= self._next:

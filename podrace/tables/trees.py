@@ -9,6 +9,7 @@ from collections import namedtuple
 from typing import Any
 
 LEAF: tuple[Any, ...] = ('leaf', (), ())
+SEQUENCE = (tuple, list)
 
 
 def structure_of(tree: Any) -> tuple[Any, ...]:
@@ -19,11 +20,13 @@ def structure_of(tree: Any) -> tuple[Any, ...]:
 def take_apart(tree: Any, into: list[Any]) -> tuple[Any, ...]:
   """The nesting of a tree, whose leaves are appended in their order."""
   if isinstance(tree, dict):
-    for name in tree:
+    children = []
+    for name, x in tree.items():
       if not isinstance(name, str):
         raise ValueError(f'names must be strings, not {list(tree)}')
-    return ('dict', tuple(tree), tuple([take_apart(x, into) for x in tree.values()]))
-  if isinstance(tree, tuple | list):
+      children.append(take_apart(x, into))
+    return ('dict', tuple(tree), tuple(children))
+  if isinstance(tree, SEQUENCE):
     parts = tuple([take_apart(x, into) for x in tree])
     fields = getattr(tree, '_fields', None)
     return (type(tree), fields, parts) if fields else (type(tree).__name__, (), parts)

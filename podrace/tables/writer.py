@@ -55,6 +55,7 @@ class Column:
     self._store, self._history = store, history
     self._chunks: deque[Chunk] = deque()
     self._first = 0  # number of the oldest chunk in _chunks
+    self._newest: tuple[Chunk, ...] = ()  # the newest one, as all items within it have it
     self._open: np.ndarray | None = None
     self._at = 0  # row in _open
     self._differences, self._sealed = False, 0
@@ -115,13 +116,15 @@ class Column:
     last = (stop - 1) // self.length - self._first
     first -= self._first
     if first == last:
-      return (self._chunks[first],), offset, stop - start
+      newest = last == len(self._chunks) - 1
+      return self._newest if newest else (self._chunks[first],), offset, stop - start
     return tuple(self._chunks[i] for i in range(first, last + 1)), offset, stop - start
 
   def _start_chunk(self) -> None:
     store = self._store
     self._open, self._at = np.empty((self.length, *self.shape), self.dtype), 0
     chunk = store.chunk(self._open, 0)
+    self._newest = (chunk,)
     with store.lock:
       store.hold(chunk, self.account)
       self._chunks.append(chunk)
@@ -142,6 +145,7 @@ class Column:
   def close(self) -> None:
     """Lets go of all chunks; nothing may be appended any more."""
     self.seal()
+    self._newest = ()
     with self._store.lock:
       while self._chunks:
         self._store.drop(self._chunks.popleft(), self.account)
@@ -178,6 +182,7 @@ class Writer:
     self._structure: tuple[Any, ...] | None = None
     self._flat: tuple[str, ...] | None = None  # names, if a step is a dict of arrays
     self._columns: list[Column] = []
+    self._history_view: Any = None  # the columns, nested as the steps
     self._signatures: dict[Any, Signature] = {}
     self._in_flight = InFlight()
     self._pending: deque[tuple[Table, Pending]] = deque()
@@ -203,11 +208,11 @@ class Writer:
       trees.match(self._structure, step, values)  # type: ignore[arg-type]
     for i, column in enumerate(self._columns):
       x = values[i]
-      if type(x) is not np.ndarray or x.dtype != column.dtype or x.shape != column.shape:
+      if type(x) is not np.ndarray or x.dtype is not column.dtype or x.shape != column.shape:
         values[i] = None if x is None else column.check(x)
-    for column, x in zip(self._columns, values, strict=True):  # all or none
-      if x is not None:
-        column.append(x)
+    for i, column in enumerate(self._columns):  # all or none
+      if values[i] is not None:
+        column.append(values[i])
 
   def _begin(self, step: Any) -> None:
     structure = trees.structure_of(step)
@@ -221,13 +226,14 @@ class Writer:
     if structure[0] == 'dict' and all(child is trees.LEAF for child in structure[2]):
       self._flat = structure[1]
     self._structure = structure
+    self._history_view = trees.build(structure, list(self._columns))
 
   @property
   def history(self) -> Any:
-    """The columns, nested as the steps; indexed, they give slices for `create_item`."""
+    """The columns, nested as the steps; indexed, they give slices for `create_item`. Not to be changed."""
     if self._structure is None:
       raise ValueError('nothing has been appended yet')
-    return trees.build(self._structure, list(self._columns))
+    return self._history_view
 
   @property
   def in_flight(self) -> int:
@@ -262,6 +268,7 @@ class Writer:
     Raises:
       ValueError: for slices outside of the history, or items unlike the table's others.
       RateLimited: if it had to wait longer than `timeout`; then the item isn't made.
+      Cancelled: if it waited when the table's `cancel` was called; likewise.
       Closed: if the table is.
     """
     if not table.takes_from(self._store):
@@ -346,6 +353,7 @@ class Writer:
 
     Raises:
       RateLimited: if that takes longer than `timeout` seconds; nothing is lost.
+      Cancelled: if it waited when a table's `cancel` was called; likewise.
       Closed: if a table is closed.
     """
     deadline = deadline_of(timeout)

@@ -437,23 +437,73 @@ def test_a_stuck_insert_reports_itself_and_can_be_cancelled() -> None:
   assert table.store.total.bytes == 0
 
 
-def test_reports_become_rarer() -> None:
-  table = make(report_after=0.002, report=(waits := Waits()))
-  with pytest.raises(tables.RateLimited):
-    table.sample(1, timeout=0.05)
-  assert 1 <= len(waits.messages) <= 4  # after 2, 6, 14 and 30 ms
+def test_waiting_is_cancelled_and_the_table_goes_on() -> None:
+  """Samples that were taken come with the error; an item that was made still waits, one that was not is not."""
+  waits = Waits()
+  table = make(
+    rate_limiter=tables.queue(2), sampler=tables.fifo(), max_times_sampled=1, **waits.options
+  )
+  keys = fill(table, [1.0, 1.0])
+  table.cancel()  # nobody waits: nothing happens
+  writer = tables.Writer(table.store, history=1, max_in_flight=1)
+  writer.append(np.int64(7))
+  keys.append(writer.create_item(table, 1.0, num_steps=1))  # waits, but nobody waits for it
+  for call in (writer.flush, lambda: writer.create_item(table, 1.0, num_steps=1)):
+    waits.reported.clear()
+    result = in_thread(call)
+    waits.wait()
+    table.cancel()
+    error = result()
+    assert isinstance(error, tables.Cancelled)
+    assert "insert into table 'it' was cancelled after" in str(error)
+    assert writer.in_flight == table.info().waiting_inserts == 1
+  waits.reported.clear()
+  result = in_thread(lambda: table.sample(4))
+  waits.wait()
+  table.cancel()
+  error = result()
+  assert isinstance(error, tables.Cancelled)
+  assert "sample from table 'it' was cancelled after" in str(error)
+  assert error.taken is not None and error.taken.key.tolist() == keys
+  assert (table.info().samples, table.info().waiting_samplers, writer.in_flight) == (3, 0, 0)
+  fill(table, [1.0])
+  assert table.sample(1, timeout=30).data.tolist() == [[0]]
+  writer.close()
+
+
+def test_an_item_whose_wait_is_cancelled_is_withdrawn() -> None:
+  waits = Waits()
+  table = make(rate_limiter=tables.queue(1), sampler=tables.fifo(), **waits.options)
+  with tables.Writer(table.store, history=1, max_in_flight=0) as writer:
+    writer.append(np.int64(0))
+    writer.create_item(table, 1.0, num_steps=1)
+    result = in_thread(lambda: writer.create_item(table, 1.0, num_steps=1))
+    waits.wait()
+    table.cancel()
+    assert isinstance(result(), tables.Cancelled)
+    assert (len(table), writer.in_flight, table.info().waiting_inserts) == (1, 0, 0)
+
+
+def test_reports_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
+  now, told = [0.0], []
+  table = make(report_after=2.0, report=lambda message: told.append(now[0]))
+  monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+  monkeypatch.setattr(table._readable, 'wait', lambda seconds: now.__setitem__(0, now[0] + seconds))
+  with pytest.raises(tables.RateLimited, match='timed out after 50 s'):
+    table.sample(1, timeout=50.0)
+  assert told == [2, 6, 14, 30]
 
 
 def test_who_is_told_of_waiting_may_ask_the_table() -> None:
   told: list[Any] = []
-  table = make(report_after=0.002, report=lambda message: told.append(table.info()))
 
-  def wait() -> None:
-    with pytest.raises(tables.RateLimited):
-      table.sample(1, timeout=0.05)
+  def report(message: str) -> None:
+    told.append(table.info())
+    table.cancel()
 
-  in_thread(wait)()
-  assert told and told[0].samples == 0
+  table = make(report_after=0.002, report=report)
+  assert isinstance(in_thread(lambda: table.sample(1))(), tables.Cancelled)
+  assert len(told) == 1 and told[0].samples == 0
 
 
 def test_waiting_calls_go_on_when_they_may() -> None:
