@@ -44,7 +44,8 @@ podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR,
 
   --episodes N    how many, of each seed (default 100)
   --seed S        of the evaluation (default 0)
-  --sample        act as in training, by sampling
+  --sample        act as in training, by sampling; where environments explore each by a rate of its
+                  own, with the rates of the run's environments, spread over the episodes
   --max-steps N   give up on episodes that are longer (default 1000000)
 
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes.

@@ -260,7 +260,16 @@ def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> A
   """`agent` for the spaces of `env` and the sizes of the run, where it has fields for them.
 
   Those are `total_updates`, `total_envs`, and networks, which have a `bind` of their own.
+
+  Raises:
+    UsageError: if it is no agent.
+    ValueError: if a network can't be built for those spaces.
   """
+  lacks = [name for name in ('init', 'initial_state', 'act', 'learn') if not hasattr(agent, name)]
+  is_dataclass = dataclasses.is_dataclass(agent)
+  if lacks or not is_dataclass:
+    what = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
+    raise UsageError(f'{agent_name(agent)} is no agent: it {what}; see docs/own-agent.md')
   fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
   changes = {
     name: value.bind(env.observation_space, env.action_space)

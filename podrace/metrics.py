@@ -70,9 +70,12 @@ def read(path: Path) -> list[Line]:
 
 def _parse(path: Path, number: int, line: str) -> Line:
   try:
-    return json.loads(line)
+    found = json.loads(line)
   except ValueError as e:
     raise UsageError(f'{path}, line {number}, is not JSON: {e}') from e
+  if not isinstance(found, dict) or 'step' not in found:
+    raise UsageError(f'{path}, line {number}, is no line of metrics: it has no step')
+  return found
 
 
 class TensorBoard:

@@ -347,6 +347,8 @@ def train(
     server = make_server(config, listen, warn)
     program = build(config, server, addresses)
     summary = read_json(run_dir / 'summary.json')
+    if summary is not None and not {'step', 'episode_return', 'steps_per_s'} <= set(summary):
+      raise UsageError(f'{run_dir / "summary.json"} is not the summary of a run')
     if summary is not None and summary['step'] >= config.total_steps:
       warn(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
       return summary
@@ -680,7 +682,7 @@ class _Run:
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
         'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
         "--actor-threads) has changed, which can't be in a run:\n  "
-        + '\n  '.join(changes or ['nothing that config.json tells of'])
+        + '\n  '.join(changes or ['nothing that config.json tells of: another podrace made it'])
         + '\nstart afresh in another --run-dir'
       )
 

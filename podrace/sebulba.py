@@ -274,19 +274,13 @@ class Pipe:
 
     Raises:
       Closed: if the run ends before.
-      RuntimeError: if that version is gone, which no other may stand in for.
     """
     with self._changed:
       while not self._closed:
         if self._lag == 'async':
           version = max(self._params, default=-1)
         else:
-          version = max(number - int(self._lag), 0)
-          if self._params and version < min(self._params):
-            raise RuntimeError(
-              f'unroll {number} of actor thread {thread} is to be acted with version {version} of the '
-              f'parameters, which is gone: there are {sorted(self._params)}'
-            )
+          version = max(number - int(self._lag), min(self._params, default=0))
         if version in self._params:
           self._acting.append((thread, version))
           return version, self._params[version][device]

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from podrace.agents import AGENTS
 from podrace.config import (
   Config,
   UsageError,
+  bind,
   completed,
   differences,
   from_json,
@@ -175,3 +177,33 @@ def test_every_field_is_read(cls: str) -> None:
   fields = dataclasses.fields(known.get(cls) or configs.agent_class(cls))
   read = attributes_read('config' if cls == 'config' else '')
   assert [f.name for f in fields if f.name not in read] == []
+
+
+@pytest.mark.parametrize(
+  ('agent', 'message'),
+  [
+    (type('Half', (), {'init': 0, 'act': 0})(), 'Half is no agent: it has no initial_state and no learn'),
+    (
+      type('Plain', (), dict.fromkeys(('init', 'initial_state', 'act', 'learn'), 0))(),
+      'Plain is no agent: it is no dataclass',
+    ),
+  ],
+)  # fmt: skip
+def test_what_is_no_agent(agent: Any, message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    bind(agent, None)
+
+
+@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize('field', ['discount', 'learning_rate', 'target_rate', 'lambda_'])
+@pytest.mark.parametrize('value', [-0.5, 99.0, float('nan')])
+def test_settings_that_make_no_sense(name: str, field: str, value: float) -> None:
+  cls = configs.agent_class(name)
+  names = [
+    f.name for f in dataclasses.fields(cls) if f.name.endswith(field) and 'anneal' not in f.name
+  ]
+  if value == 99 and field == 'learning_rate':
+    return
+  for each in names:
+    with pytest.raises(ValueError, match=f'{each.rstrip("_")} must be .*, not {value}'):
+      cls(**{each: value})

@@ -219,6 +219,30 @@ def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
   assert min(jax.tree.leaves(moves)) > 1e-4  # fifty times the tolerance
 
 
+def standardized(advantage: np.ndarray, mask: np.ndarray, devices: int) -> np.ndarray:
+  split, mesh = P(None, topology.AXIS), topology.learner_mesh(devices)
+  step = jax.shard_map(ppo.standardize, mesh=mesh, in_specs=(split, split), out_specs=split)
+  return np.asarray(jit(step)(advantage, mask))
+
+
+@pytest.mark.parametrize('devices', [1, 2])
+@pytest.mark.parametrize('mean', [0.0, 1e4])
+def test_advantages_are_standardized(mean: float, devices: int) -> None:
+  """Also where the mean is a million times the deviation between them."""
+  rng = np.random.default_rng(0)
+  spread = 1.0 if mean == 0 else 2.0**-7  # a few units in the last place of 1e4
+  advantage = (mean + spread * rng.integers(-8, 9, (T, B))).astype(np.float32)
+  mask = (rng.random((T, B)) < 0.8).astype(np.float32)
+  valid = advantage.astype(np.float64)[mask > 0]
+  found = standardized(advantage, mask, devices)[mask > 0]
+  np.testing.assert_allclose(found, (valid - valid.mean()) / valid.std(), atol=0.05)
+
+
+def test_advantages_of_no_step_at_all() -> None:
+  """As where unrolls are one step long, and all environments begin anew."""
+  assert np.isfinite(standardized(np.ones((1, 2), np.float32), np.zeros((1, 2)), 1)).all()
+
+
 # --- PPO's minibatches ------------------------------------------------------------------------
 
 
@@ -313,7 +337,7 @@ def check_collectives(
 ) -> None:
   """One all-reduce for each gradient, and of PPO one more for the advantages.
 
-  That one is 3 numbers. What normalising adds to it is loop-invariant: XLA takes it out of the
+  That one is 4 numbers. What normalising adds to it is loop-invariant: XLA takes it out of the
   minibatches' loop.
   """
   is_ppo = isinstance(agent, PPO)
@@ -326,7 +350,7 @@ def check_collectives(
   assert gradients[0].size <= seeds * (network_size + normalised + 6)  # and 6 metrics
   rest = [c for c in found if c not in gradients]
   assert [c.depth for c in rest] == [loops] * (is_ppo and agent.normalize_advantages)
-  assert all(3 * seeds <= c.size <= seeds * (3 + normalised) for c in rest)
+  assert all(4 * seeds <= c.size <= seeds * (4 + normalised) for c in rest)
 
 
 @pytest.mark.parametrize(

@@ -157,16 +157,6 @@ def test_every_agent_is_here() -> None:
   assert AGENTS.keys() <= NAMES.keys()
 
 
-def test_parameters_that_are_gone_are_not_replaced_by_others() -> None:
-  device = jax.devices()[0]
-  pipe = sebulba_.Pipe(threads=1, lag='1', max_lag=1)
-  for version in range(4):
-    pipe.publish(version, {device: version})
-  assert pipe.params(0, 3, device) == (2, 2)
-  with pytest.raises(RuntimeError, match=r'unroll 2 .* version 1 .* gone: there are \[2, 3\]'):
-    pipe.params(0, 2, device)
-
-
 # --- lag and determinism ---------------------------------------------------------------------------
 
 

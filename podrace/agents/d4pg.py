@@ -7,6 +7,7 @@ of returns over fixed atoms; n-step targets from target networks.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import optax
 from jax import lax
 
 from podrace import returns
-from podrace.agents import valuing
+from podrace.agents import check, valuing
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
@@ -59,6 +60,8 @@ class D4PG:
   def __post_init__(self) -> None:
     if self.v_min >= self.v_max:
       raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+    check(self, 0, 1, 'discount', 'target_rate')
+    check(self, 0, math.inf, 'actor_learning_rate', 'critic_learning_rate', 'noise')
     if min(self.n_step, self.target_period) < 1:
       raise ValueError(f'must be at least 1: {self.n_step=} {self.target_period=}')
     if not self.actor.deterministic or self.critic.atoms < 2:

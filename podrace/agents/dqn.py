@@ -7,6 +7,7 @@ distributional at once: see the preset `rainbow-minatar`. Each is a setting here
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import valuing
+from podrace.agents import check, valuing
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
@@ -78,6 +79,8 @@ class DQN:
     for name in ('n_step', 'target_period', 'epsilon_steps'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    check(self, 0, 1, 'discount', 'target_rate', 'epsilon', 'ladder_base')
+    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'ladder_power')
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
     if self.huber < 0 or (self.huber == 0 and self.network.head == 'quantile'):

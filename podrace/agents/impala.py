@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Annotated, Any, Literal
 
 import jax
@@ -17,7 +18,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting
+from podrace.agents import acting, check
 from podrace.learner import sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
@@ -48,6 +49,10 @@ class Impala:
   greedy: bool = False  # act by the mode, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
+  def __post_init__(self) -> None:
+    check(self, 0, 1, 'discount', 'lambda_', 'rmsprop_decay')
+    check(self, 0, math.inf, 'learning_rate', 'clip_rho', 'clip_pg_rho', 'max_grad_norm')
+
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)
     return TrainState(params, self.optimiser().init(params.network))
@@ -65,12 +70,14 @@ class Impala:
   ) -> tuple[TrainState, Array, Metrics]:
     params, trajectory = train.params, sample.trajectory
 
+    own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
     moments = acting.new_moments(params, trajectory)
     length, streams = trajectory.outputs.extras.log_prob.shape
 
     def loss(network: Any, index: Array) -> tuple[Array, Any]:
       part = trajectory if index.shape[0] == streams else columns(trajectory, index)
-      total, metrics = self.loss(params._replace(network=network), part, key)
+      part_key = jax.random.fold_in(own_key, index[0])  # and in each chunk
+      total, metrics = self.loss(params._replace(network=network), part, part_key)
       return total, (metrics, moments)
 
     chunks = acting.chunks(self, jnp.arange(streams), length + 1)

@@ -19,7 +19,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting
+from podrace.agents import acting, check
 from podrace.learner import sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
@@ -63,6 +63,8 @@ class PPO:
   def __post_init__(self) -> None:
     if min(self.epochs, self.minibatches) < 1:
       raise ValueError(f'there must be at least 1 of each: {self.epochs=} {self.minibatches=}')
+    check(self, 0, 1, 'discount', 'lambda_')
+    check(self, 0, math.inf, 'learning_rate', 'clip', 'clip_value', 'max_grad_norm')
 
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)
@@ -83,6 +85,7 @@ class PPO:
     batch = self.batch(params, trajectory)
     moments = acting.new_moments(params, trajectory)
     shuffle_key, loss_key = jax.random.split(key)
+    loss_key = jax.random.fold_in(loss_key, lax.axis_index(AXIS))  # other noise on each device
     core = trajectory.agent_state.core
     indices = self.minibatch_indices(shuffle_key, trajectory)
     length = trajectory.outputs.extras.log_prob.shape[0] if self.recurrent else 1
@@ -93,7 +96,8 @@ class PPO:
 
       def loss(network: Any, index: Array) -> tuple[Array, Any]:
         minibatch, state = self.take(batch, core, index)
-        total, metrics = self.loss(params._replace(network=network), state, minibatch, loss_key)
+        own_key = jax.random.fold_in(loss_key, index[0])  # and in each chunk
+        total, metrics = self.loss(params._replace(network=network), state, minibatch, own_key)
         return total, (metrics, moments)
 
       network, opt_state, (metrics, joined) = sgd(
@@ -210,11 +214,20 @@ class PPO:
 
 
 def standardize(advantage: Array, mask: Array) -> Array:
-  """Mean 0 and variance 1 over the valid steps of all devices' batches."""
-  sums = jnp.stack([jnp.sum(mask), jnp.sum(mask * advantage), jnp.sum(mask * advantage**2)])
-  count, total, squares = lax.psum(sums, AXIS)
-  mean = total / count
-  variance = jnp.maximum(squares / count - mean**2, 0.0)
+  """Mean 0 and variance 1 over the valid steps of all devices' batches.
+
+  The variance is each device's, around its own mean, and that of the means (Chan et al. 1979): as a
+  difference of squares, it is nothing but rounding where the mean is a thousand times the deviation.
+  """
+  count = jnp.sum(mask)
+  own_mean = jnp.sum(mask * advantage) / jnp.maximum(count, 1)
+  own_squares = jnp.sum(mask * jnp.square(advantage - own_mean))
+  sums = jnp.stack([count, count * own_mean, own_squares, count * own_mean**2])
+  count, total, squares, of_means = lax.psum(sums, AXIS)
+  mean, of_means = total / jnp.maximum(count, 1), of_means / jnp.maximum(count, 1)
+  between = of_means - mean**2
+  between = jnp.where(between > 1e-6 * of_means, between, 0.0)  # else it is rounding
+  variance = squares / jnp.maximum(count, 1) + between
   return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
 
 

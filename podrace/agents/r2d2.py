@@ -9,6 +9,7 @@ not the last action and reward.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import valuing
+from podrace.agents import check, valuing
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
@@ -74,6 +75,10 @@ class R2D2:
     for name in ('sequence', 'n_step', 'target_period'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    check(self, 0, 1, 'discount', 'max_share', 'epsilon_base')
+    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'epsilon_power')
+    if self.rescale_epsilon <= 0:
+      raise ValueError(f'rescale_epsilon must be more than 0, not {self.rescale_epsilon}')
     if self.burn_in < 0:
       raise ValueError(f'burn_in must not be negative, not {self.burn_in}')
     if self.sequence < 2:

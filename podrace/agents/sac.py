@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podrace.agents import valuing
+from podrace.agents import check, valuing
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
@@ -61,6 +61,9 @@ class SAC:
   def __post_init__(self) -> None:
     if self.critic.critics < 1 or self.n_step < 1:
       raise ValueError(f'at least one critic and one step: {self.critic.critics=} {self.n_step=}')
+    check(self, 0, 1, 'discount', 'target_rate')
+    rates = ('actor_learning_rate', 'critic_learning_rate', 'temperature_learning_rate')
+    check(self, 0, math.inf, *rates)
     if self.initial_temperature <= 0:
       raise ValueError(f'initial_temperature must be more than 0, not {self.initial_temperature}')
 

@@ -40,7 +40,7 @@ class Buffer:
     for name in ('capacity', 'batch_size', 'min_size'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    if self.samples_per_insert <= 0:
+    if not 0 < self.samples_per_insert < math.inf:
       raise ValueError(f'samples_per_insert must be more than 0, not {self.samples_per_insert}')
     for name in ('priority_exponent', 'importance_exponent'):
       if not 0 <= getattr(self, name) <= 1:
