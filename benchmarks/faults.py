@@ -173,7 +173,7 @@ class Run:
   def train(self, *more: str) -> Podrace:
     return Podrace(
       self.folder, 'train', 'catch', '--architecture', 'sebulba', *COMMON, '--lag', 'async',
-      '--total-steps', '1_000_000_000', '--log-every', '6400', '--run-dir', str(self.folder / 'run'),
+      '--total-steps', '1_000_000_000', '--log-every', '1280', '--run-dir', str(self.folder / 'run'),
       '--keys', str(self.keys), *more,
     )  # fmt: skip
 

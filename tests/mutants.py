@@ -59,13 +59,16 @@ def mutant(rng: random.Random, document: Document) -> list[bytes]:
   return [data, *frames]
 
 
-def spoil(rng: random.Random, at: Any) -> None:
+def spoil(rng: random.Random, header: list[Any]) -> None:
   """Puts nonsense somewhere into a list or map, takes something out or doubles it."""
+  at: Any = header
   while True:
     keys = list(at) if isinstance(at, dict) else range(len(at))
     if not keys:
       return
     key = rng.choice(keys)
+    if at is header and key == 0 and rng.random() < 0.8:
+      continue  # without its kind it is no message, and nothing else of it is looked at
     if isinstance(at[key], list | dict) and at[key] and rng.random() < 0.8:
       at = at[key]
       continue

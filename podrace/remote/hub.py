@@ -84,7 +84,7 @@ class Hub:
     self.address = listen.address
     self.peers: dict[bytes, Any] = {}  # with address, session, key, name, last_seen
     self.counts: collections.Counter[str] = collections.Counter()
-    self.events: collections.deque[str] = collections.deque(maxlen=1000)
+    self.events: collections.deque[str] = collections.deque(maxlen=200)
     self.failure: str | None = None
     self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
     self._lines: collections.deque[float] = collections.deque()

@@ -197,7 +197,11 @@ class ReplayServer(Router):
     if not self.saved:
       return
     newest = self.saved[-1]
-    extra = checkpoint.extra_of(newest)
+    try:
+      extra = checkpoint.extra_of(newest)
+    except tables.CheckpointError as e:
+      before = f'to begin with {self.saved[-2]}' if self.saved[1:] else 'to begin without one'
+      raise tables.CheckpointError(f'{e}; {before}, move {newest} elsewhere') from e
     if not isinstance(extra, dict) or 'streams' not in extra:
       raise tables.CheckpointError(f'checkpoint {newest} is not of a replay service')
     for name, told in extra['tables'].items():

@@ -505,7 +505,7 @@ def fuzz(messages: int, seed: int) -> None:
 
     before = resident()
     heard = tell(server, lambda: told_hello(wire.REPLAY), case, messages, seed)
-    assert heard.parsed > 0.75 * messages and heard.good < 0.9 * messages, heard
+    assert heard.parsed > 0.8 * messages and heard.good < 0.9 * messages, heard
     assert len(server.tables) < 100 and server.store.total.bytes < 2**24
     assert resident() < before + 2**27
     assert len(table.sample(2, timeout=60).key) == 2
@@ -546,7 +546,7 @@ def fuzz_documents(count: int) -> None:
     before = resident()
     hello = lambda: told_hello(wire.REPLAY)  # noqa: E731
     heard = tell(server, hello, spoiled(hello, documents), count)
-    assert heard.parsed > 0.85 * count and count / 10 < heard.good < count * 0.9, heard
+    assert heard.parsed > 0.8 * count and count / 10 < heard.good < count * 0.9, heard
     assert len(server.tables) <= 1024 and server.store.total.bytes < 2**24
     assert resident() - before < 2**27
     fill(client, table, 5).close(timeout=60)
@@ -561,7 +561,7 @@ def fuzz_documents(count: int) -> None:
       ([wire.BYE, session, 'enough'], [], None),
     ]
     heard = tell(publisher, hello, spoiled(hello, short), count)
-    assert heard.parsed > 0.75 * count and count / 10 < heard.good < count * 0.9, heard
+    assert heard.parsed > 0.8 * count and count / 10 < heard.good < count * 0.9, heard
     assert resident() - before < 2**25
     reader = service.Parameters(publisher.address)
     assert reader.get(timeout=30).version == 1
@@ -610,10 +610,10 @@ def wrong(rng: random.Random, session: int) -> list[bytes]:
     frames = [bytes(8 * rng.randrange(3)), bytes(8 * rng.randrange(3))][: rng.randrange(3)]
     header = [kind, session, number, 'it', checksum(frames)]
   if rng.random() < 0.5:
-    spoil = rng.randrange(len(header))
+    spoil = rng.randrange(rng.random() < 0.9, len(header))  # seldom the kind
     header[spoil] = rng.choice([None, -1, 2**63, 'x' * rng.randrange(300), [], {}, 1.5, True, b'x'])
   data = msgpack.packb(header)
-  if rng.random() < 0.2:
+  if rng.random() < 0.05:
     data = data[: rng.randrange(len(data) + 1)] + os.urandom(rng.randrange(4))
   if rng.random() < 0.05:
     frames.append(os.urandom(rng.randrange(2000)))
