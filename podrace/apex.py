@@ -34,7 +34,7 @@ from podrace.envs.host.base import Totals
 from podrace.replay.hosted import TABLE, Draw, ReplayFailed, Streams, selector, weighted
 from podrace.replay.windows import Windows
 from podrace.run import memory
-from podrace.sebulba import Actors, Sebulba, State
+from podrace.sebulba import Actors, Learner, Sebulba, State
 from podrace.topology import AXIS, Topology, split_devices
 from podrace.types import Array, TrainState
 
@@ -237,6 +237,8 @@ class Apart:
   def __init__(self, program: Sebulba, addresses: Addresses, config: Config) -> None:
     self._program, self._addresses, self._record = program, addresses, record(config)
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self._learner = Learner(program)
+    self.health = self._learner.health
     size = program.replay.windows.buffer.batch_size
     if size % self.mesh.size:
       raise ValueError(f'batch_size {size} does not divide over {self.mesh.size} learner devices')
@@ -247,9 +249,7 @@ class Apart:
     self._episodes = Totals()
 
   def compile(self) -> None:
-    p, s = self._program, self.shapes
-    given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, p.batch)
-    self._learn = p.learn_sample.lower(*given).compile()
+    self._learner.compile(self._program.batch)
     # What listens is there before the others are waited for, as they may wait for it.
     a = self._addresses
     self._publisher = service.Publisher(a.parameters, a.keys, a.insecure)
@@ -281,39 +281,21 @@ class Apart:
   def _one(self, state: State, give_up: Callable[[], bool]) -> tuple[State, bool]:
     """An update, or the part of one until `give_up`."""
     assert self._feed is not None
-    train, log = state.train, state.log
     w: Windows = self._program.replay.windows
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
       batch = self._feed.take(give_up)
       if batch is None:
-        return state._replace(train=train, log=log), False
-      train, log, priority = self._learn(
-        train.params, train.rest, log, state.key, state.update, self._placed(i), batch.data
-      )
+        return state, False
+      state, priority = self._learner.learn_sample(state, i, batch.data)
       self._feed.update(batch.key, priority, give_up)
     self._update += 1
-    return state._replace(train=train, log=log, update=self._placed(self._update)), True
-
-  def _placed(self, number: int) -> Array:
-    return jax.device_put(np.int32(number), self._program.shardings.update)
+    return self._learner.end_update(state, self._update), True
 
   def read_log(self, state: State) -> tuple[dict[str, Any], State]:
     assert self._feed is not None and self._publisher is not None
-    seen = jax.device_get(state.log)
-    e, self._episodes = self._episodes + self._feed.episodes(), Totals()
-    summary = dict(
-      metrics={k: x / seen.count if seen.count else np.nan for k, x in seen.sums.items()},
-      episodes=e.count,
-      return_sum=e.return_sum,
-      return_square=e.return_square,
-      length_sum=e.length_sum,
-      host={'acting_processes': len(self._publisher.peers), **self._feed.metrics()},
-    )
-    zero = jax.tree.map(np.zeros_like, seen)._replace(broken=seen.broken)
-    return summary, state._replace(log=jax.device_put(zero, self._program.shardings.log))
-
-  def health(self, state: State) -> tuple[Any, Any]:
-    return jax.device_get(self._program.health(state))
+    episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
+    host = {'acting_processes': len(self._publisher.peers), **self._feed.metrics()}
+    return self._learner.read_log(state, episodes, host)
 
   def told(self) -> dict[str, Any]:
     if self._feed is not None:
