@@ -47,7 +47,7 @@ from podrace.replay.hosted import (
 )
 from podrace.replay.windows import Windows
 from podrace.run import RunError, memory
-from podrace.sebulba import ActorFailed, Actors, Sebulba, State, Unroll
+from podrace.sebulba import ActorFailed, Actors, Learner, Sebulba, State, Unroll
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology, split_devices
 from podrace.types import Array, TrainState, Trajectory
 
@@ -337,6 +337,8 @@ class Apart:
   def __init__(self, program: Sebulba, addresses: Addresses, config: Config) -> None:
     self._program, self._addresses, self._record = program, addresses, record(config)
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self._learner = Learner(program)
+    self.health = self._learner.health
     size = program.replay.windows.buffer.batch_size if program.hosted else 0
     if size % self.mesh.size:
       raise ValueError(f'batch_size {size} does not divide over {self.mesh.size} learner devices')
@@ -349,15 +351,8 @@ class Apart:
     self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
 
   def compile(self) -> None:
-    p, s = self._program, self.shapes
-    given: tuple[Any, ...]
-    if p.hosted:
-      given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, p.batch)
-      self._learn = p.learn_sample.lower(*given).compile()
-    else:
-      batch = (p.batch_of_unrolls,)
-      given = (s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, batch)
-      self._learn = p.learn.lower(*given).compile()
+    p = self._program
+    self._learner.compile(p.batch if p.hosted else (p.batch_of_unrolls,))
     # What listens is there before the others are waited for, as they may wait for it.
     a = self._addresses
     self._publisher = service.Publisher(a.parameters, a.keys, a.insecure)
@@ -401,58 +396,38 @@ class Apart:
     assert self._feed is not None
     if not self._program.hosted:
       return self._one_of_unrolls(self._feed, state, give_up)
-    train, log = state.train, state.log
     w: Windows = self._program.replay.windows
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
       batch = self._feed.take(give_up)
       if batch is None:
-        return state._replace(train=train, log=log), False
-      train, log, priority = self._learn(
-        train.params, train.rest, log, state.key, state.update, self._placed(i), batch.data
-      )
+        return state, False
+      state, priority = self._learner.learn_sample(state, i, batch.data)
       self._feed.update(batch.key, priority, give_up)
     self._update += 1
-    return state._replace(train=train, log=log, update=self._placed(self._update)), True
+    return self._learner.end_update(state, self._update), True
 
   def _one_of_unrolls(
-    self, feed: Feed, s: State, give_up: Callable[[], bool]
+    self, feed: Feed, state: State, give_up: Callable[[], bool]
   ) -> tuple[State, bool]:
     batch = feed.take(give_up)
     if batch is None:
-      return s, False
-    train, memory, log, update = self._learn(
-      s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, (batch.data,)
-    )
+      return state, False
+    state = self._learner.learn(state, (batch.data,))
     self._lags.append(np.maximum(self._update - batch.key, 0))  # below 0: of a life that was lost
     self._update += 1
-    return s._replace(train=train, memory=memory, log=log, update=update), True
-
-  def _placed(self, number: int) -> Array:
-    return jax.device_put(np.int32(number), self._program.shardings.update)
+    return state, True
 
   def read_log(self, state: State) -> tuple[dict[str, Any], State]:
     assert self._feed is not None and self._publisher is not None
-    seen = jax.device_get(state.log)
-    e, self._episodes = self._episodes + self._feed.episodes(), Totals()
+    episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     lag = {'policy_lag_mean': lags.mean(), 'policy_lag_max': lags.max()} if len(lags) else {}
-    summary = dict(
-      metrics={k: x / seen.samples if seen.samples else np.nan for k, x in seen.sums.items()},
-      episodes=e.count,
-      return_sum=e.return_sum,
-      return_deviation=e.return_deviation,
-      length_sum=e.length_sum,
-      host={
-        'acting_processes': len(self._publisher.peers),
-        **{k: float(x) for k, x in lag.items()},
-        **self._feed.metrics(),
-      },
-    )
-    zero = jax.tree.map(np.zeros_like, seen)._replace(broken=seen.broken)
-    return summary, state._replace(log=jax.device_put(zero, self._program.shardings.log))
-
-  def health(self, state: State) -> tuple[Any, Any]:
-    return jax.device_get(self._program.health(state))
+    host = {
+      'acting_processes': len(self._publisher.peers),
+      **{k: float(x) for k, x in lag.items()},
+      **self._feed.metrics(),
+    }
+    return self._learner.read_log(state, episodes, host)
 
   def told(self) -> dict[str, Any]:
     if self._feed is not None:

@@ -16,7 +16,7 @@ from podrace import anakin, sebulba, tables
 from podrace.checkpoint import CheckpointError
 from podrace.envs.host.base import Totals
 from podrace.replay.hosted import Hosted, ReplayFailed
-from podrace.sebulba import Actors, Snapshot
+from podrace.sebulba import Actors, Learner, Snapshot
 from podrace.types import Array
 
 
@@ -160,19 +160,15 @@ class OnHost:
   def __init__(self, program: sebulba.Sebulba) -> None:
     self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.learner = Learner(program)
+    self.health = self.learner.health
     self._told = Told()
     self._actors: Actors | None = None
     self._hosted = Hosted(program.layout, self.mesh, program.seed) if program.hosted else None
 
   def compile(self) -> None:
-    p, s = self._program, self.shapes
-    example = p.warm_up()
-    if p.hosted:
-      given = (s.train.params, s.train.rest, s.log, s.key, s.update, s.update, p.batch)
-      self._learn = p.learn_sample.lower(*given).compile()
-      return
-    args = (s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, example)
-    self._learn = p.learn.lower(*args).compile()
+    example = self._program.warm_up()
+    self.learner.compile(self._program.batch if self._program.hosted else example)
 
   def start(self, state: sebulba.State, keys: Array, told: dict[str, Any]) -> None:
     self._told = Told(**told) if jax.process_index() == 0 else Told()  # it is all processes' sum
@@ -205,7 +201,7 @@ class OnHost:
     if self._hosted:
       state = self._learn_from(self._hosted, state, unrolls)
     else:
-      state = self.learn(state, self._program.join(unrolls))
+      state = self.learner.learn(state, self._program.join(unrolls))
     for unroll in unrolls:
       self._told.add(unroll, self._update)
     self._update += 1
@@ -222,51 +218,24 @@ class OnHost:
     """One update where replay is on the host."""
     for unroll in unrolls:
       hosted.add(unroll.parts, unroll.serial)
-    train, log = state.train, state.log
     for i, draw in enumerate(hosted.samples(hosted.times(self._update))):
-      train, log, priority = self._learn(
-        train.params, train.rest, log, state.key, state.update, self._placed(i), draw.data
-      )
+      state, priority = self.learner.learn_sample(state, i, draw.data)
       hosted.update(draw.key, priority)
-    return state._replace(train=train, log=log, update=self._placed(self._update + 1))
-
-  def _placed(self, number: int) -> Array:
-    return jax.device_put(np.int32(number), self._program.shardings.update)
-
-  def learn(self, state: sebulba.State, batch: Any) -> sebulba.State:
-    """One update from a batch that lies on the learners' mesh."""
-    s = state
-    train, memory, log, update = self._learn(
-      s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, batch
-    )
-    return s._replace(train=train, memory=memory, log=log, update=update)
+    return self.learner.end_update(state, self._update + 1)
 
   def read_log(self, state: sebulba.State) -> tuple[dict[str, Any], sebulba.State]:
-    log = jax.device_get(state.log)
     told, self._told = self._told.over_processes(), Told()
-    e = Totals(**told.episodes)
     seconds = sum(told.seconds.values()) or 1.0
-    summary = dict(
-      metrics={k: x / log.samples if log.samples else np.nan for k, x in log.sums.items()},
-      episodes=e.count,
-      return_sum=e.return_sum,
-      return_deviation=e.return_deviation,
-      length_sum=e.length_sum,
-      host={
-        'policy_lag_mean': told.lag_sum / max(told.unrolls, 1),
-        'policy_lag_max': told.lag_max,
-        'env_restarts': told.restarts,
-        'dropped_steps': told.dropped,
-        **{f'actor_{k}': round(v / seconds, 4) for k, v in sorted(told.seconds.items())},
-        **(self._program.spec.metrics() if self._program.spec.metrics else {}),
-        **(self._hosted.metrics() if self._hosted else {}),
-      },
-    )
-    zero = jax.tree.map(np.zeros_like, log._replace(broken=log.broken))._replace(broken=log.broken)
-    return summary, state._replace(log=jax.device_put(zero, self._program.shardings.log))
-
-  def health(self, state: sebulba.State) -> tuple[Any, Any]:
-    return jax.device_get(self._program.health(state))
+    host = {
+      'policy_lag_mean': told.lag_sum / max(told.unrolls, 1),
+      'policy_lag_max': told.lag_max,
+      'env_restarts': told.restarts,
+      'dropped_steps': told.dropped,
+      **{f'actor_{k}': round(v / seconds, 4) for k, v in sorted(told.seconds.items())},
+      **(self._program.spec.metrics() if self._program.spec.metrics else {}),
+      **(self._hosted.metrics() if self._hosted else {}),
+    }
+    return self.learner.read_log(state, Totals(**told.episodes), host)
 
   def told(self) -> dict[str, Any]:
     return dataclasses.asdict(self._told.over_processes())

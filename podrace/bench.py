@@ -15,6 +15,7 @@ from podrace.architectures import OnHost
 from podrace.config import Config, UsageError, validate
 from podrace.run import build_sebulba
 from podrace.sebulba import Actors, Sebulba
+from podrace.topology import cores
 
 
 def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
@@ -49,9 +50,22 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     **{k: round(v, 1) for k, v in rates.items()},
     'combined_over_parallel': round(rates['combined'] / rates['parallel'], 3),
     'combined_over_environment': round(rates['combined'] / rates['environment'], 3),
+    'advice': advice(program, rates),
     'actor_time': share,
     'bytes': memory(program),
   }
+
+
+def advice(program: Sebulba, rates: dict[str, float]) -> str:
+  """What another setting may do better; '' if nothing is known of it."""
+  on_cpu = all(d.platform == 'cpu' for d in program.topology.actors)
+  if on_cpu and program.local_threads > 1 and rates['combined'] < rates['parallel']:
+    return (
+      f'{program.local_threads} actor threads and the learner share {cores()} cores, and fill them '
+      'no better than one stage after the other would: where a step of environments and network '
+      'is this short, threads cost more than they overlap; try --actor-threads 1'
+    )
+  return ''
 
 
 def memory(program: Sebulba) -> dict[str, int]:
@@ -167,7 +181,7 @@ def learner_rate(program: Sebulba, driver: OnHost, state: Any, seconds: float) -
   held = [state]
 
   def call() -> int:
-    held[0] = jax.block_until_ready(driver.learn(held[0], batch))
+    held[0] = jax.block_until_ready(driver.learner.learn(held[0], batch))
     return program.num_envs * program.unroll_length
 
   return together([call], seconds)
@@ -183,7 +197,7 @@ def combined_rate(
     _, state = driver.read_log(state)
     start, updates = time.perf_counter(), 0
     while time.perf_counter() < start + 2 * seconds:
-      state, made = driver.advance(state, 1, lambda: False)
+      state, made = driver.advance(state, 10, lambda: False)  # many a call, as in a run
       updates += made
     rate = updates * program.num_envs * program.unroll_length / (time.perf_counter() - start)
     told, _ = driver.read_log(state)

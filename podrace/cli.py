@@ -89,13 +89,27 @@ TRAIN_VALUES = {name: value for name, (value, _) in TRAIN_OPTIONS.items()}
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
   args = list(sys.argv[1:] if argv is None else argv)
-  code = _guarded(args)
+  try:
+    code = _guarded(args)
+  except Exception:
+    if not _in_company():
+      raise
+    traceback.print_exc()
+    code = 1
   sys.stdout.flush()
   with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, which changes nothing
     sys.stderr.flush()
-  if code > 128:  # a compilation may still be going in a thread, and can't be told to stop
+  # A compilation may still be going in a thread, and can't be told to stop; and who leaves a run of
+  # several processes in order waits for the others, which don't know yet, until JAX aborts it.
+  if code > 128 or (code == 1 and _in_company()):
     os._exit(code)
   sys.exit(code)
+
+
+def _in_company() -> bool:
+  """Whether this is one of several processes of a run."""
+  topology = sys.modules.get('podrace.topology')
+  return topology is not None and topology.is_one_of_several()
 
 
 def _guarded(args: list[str]) -> int:

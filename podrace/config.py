@@ -51,7 +51,7 @@ class Config:
   keep: int = 3  # how many checkpoints
   lag: Literal['0', '1', 'async'] = '1'  # sebulba: of the acting policy, in updates; async: any
   max_lag: int = 4  # sebulba: with lag async, the most
-  actor_devices: str = ''  # sebulba: 0,1; default: a quarter of them
+  actor_devices: str = ''  # sebulba: 0,1; default: those that don't learn, or a quarter
   learner_devices: str = ''  # sebulba: 2,3,4,5,6,7; default: those that don't act
   actor_threads: int = 2  # sebulba: for each actor device
   env_batch_size: int = 0  # sebulba: act on so many of a thread as are ready; 0: all together

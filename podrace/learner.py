@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace.metrics import is_reserved
 from podrace.topology import AXIS, TRAJECTORY_SPECS
-from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory
+from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory, map_batch
 
 
 def sgd(
@@ -75,18 +74,12 @@ def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformati
 def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
   """The empty replay of every device of a mesh; `example` is the shapes of all their trajectories."""
 
-  def part(spec: Any, x: Any) -> Any:
-    axis = len(spec) - 1
+  def part(axis: int, x: Any) -> Any:
     shape = list(x.shape)
     shape[axis] //= mesh.size
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
-  local = Trajectory(
-    *(
-      jax.tree.map(functools.partial(part, spec), field)
-      for spec, field in zip(TRAJECTORY_SPECS, example, strict=True)
-    )
-  )
+  local = map_batch(part, example)
   return jax.shard_map(lambda: replay.init(local), mesh=mesh, in_specs=(), out_specs=P(AXIS))()
 
 

@@ -11,15 +11,19 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from podrace.types import Trajectory
+from podrace.types import BATCH_AXIS, Trajectory
 
 SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
 AXIS = 'data'  # the one mesh axis: environments, and with them the batch, are split along it
 
-# How a Trajectory lies on a mesh: its leaves are [T, B] (timesteps, outputs) or [B], split along B.
-_timed: Any = P(None, AXIS)
-_flat: Any = P(AXIS)
-TRAJECTORY_SPECS = Trajectory(_timed, _timed, agent_state=_flat, env_id=_flat)
+
+def split_along(axis: int) -> P:
+  """How an array lies on a mesh that is split along one of its axes."""
+  return P(*[None] * axis, AXIS)
+
+
+_specs: Any = map(split_along, BATCH_AXIS)
+TRAJECTORY_SPECS = Trajectory(*_specs)  # how a trajectory lies on a mesh: split along its batch
 
 
 class Topology(NamedTuple):
@@ -37,8 +41,9 @@ class Topology(NamedTuple):
 def split_devices(actors: str = '', learners: str = '', num_devices: int | None = None) -> Topology:
   """A topology from lists of device numbers, `0,1`, counted within each process.
 
-  By default so many act as a quarter of the first `num_devices` (None: all), at least one, of those
-  that were not chosen to learn, and the rest learns; a single device does both.
+  If only one of the two lists is given, the others of the first `num_devices` (None: all) do the
+  other thing; if none is, a quarter acts, at least one, and the others learn. A single device does
+  both.
 
   Raises:
     ValueError: if a number is no device's, or comes twice, or if nobody is left to act or to learn.
@@ -51,8 +56,10 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
     )
   act = _numbers(actors, 'actor-devices', len(local))
   learn = _numbers(learners, 'learner-devices', len(local))
+  if not act and not learn:
+    act = list(range(max(1, n // 4)))
   if not act:
-    act = _others(learn, n, 'learner-devices', 'actor-devices')[: max(1, n // 4)]
+    act = _others(learn, n, 'learner-devices', 'actor-devices')
   if not learn:
     learn = _others(act, n, 'actor-devices', 'learner-devices')
   per_process: dict[int, list[jax.Device]] = {}
@@ -171,7 +178,12 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
   )
 
 
+def is_one_of_several() -> bool:
+  """Whether this process has joined others, and not left them."""
+  return jax.distributed.is_initialized()
+
+
 def leave_processes() -> None:
   """Waits until all processes of the run are here: one that is gone first takes the others down."""
-  if jax.distributed.is_initialized():
+  if is_one_of_several():
     jax.distributed.shutdown()

@@ -6,6 +6,7 @@ not import jax, which machines that only have environments do without.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -60,6 +61,18 @@ class Trajectory(NamedTuple):
   outputs: ActorOutput  # [T, B, ...]
   agent_state: Any  # [B, ...] the recurrent state before timesteps[0]
   env_id: Array  # [B] i32 which environment, counted over all devices
+
+
+_axes: Any = (1, 1, 0, 0)
+BATCH_AXIS = Trajectory(*_axes)  # of the leaves of each field
+
+
+def map_batch(f: Callable[..., Any], *trajectories: Trajectory) -> Trajectory:
+  """f(axis, x, ...) for each leaf of trajectories, `axis` being that of the batch."""
+  import jax
+
+  fields = zip(_axes, *trajectories, strict=True)
+  return Trajectory(*(jax.tree.map(functools.partial(f, axis), *field) for axis, *field in fields))
 
 
 class Sample(NamedTuple):

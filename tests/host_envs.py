@@ -97,6 +97,16 @@ class Trees(Sequence):
     return dict(board=board, rest=(self._steps % 4, np.array([1, 0, 1], np.int8)))
 
 
+class Counts(Sequence):
+  """Observes the step, as an integer of 64 bits; from the 30th on one that 32 don't hold."""
+
+  observation_space = spaces.Box(0, 2**62, (), np.int64)
+
+  def _observe(self, action: Any) -> Any:
+    self._steps += 1
+    return np.int64(self._steps + 2**40 * (self._steps >= 30))
+
+
 class Same(gymnasium.Env):
   """Always looks the same and rewards 1; ends itself every so often, or never."""
 
@@ -118,6 +128,7 @@ class Same(gymnasium.Env):
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
 gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')
 gymnasium.register('Trees-v0', entry_point='host_envs:Trees')
+gymnasium.register('Counts-v0', entry_point='host_envs:Counts')
 gymnasium.register('Limited-v0', entry_point='host_envs:Sequence', max_episode_steps=5)
 gymnasium.register('Same-v0', entry_point='host_envs:Same')
 gymnasium.register('Terminated-v0', entry_point='host_envs:Same', kwargs=dict(length=4))

@@ -21,6 +21,7 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.architectures import OnHost
+from podrace.bench import advice
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
@@ -184,6 +185,17 @@ def jittery(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
   )
 
 
+def napping(monkeypatch: pytest.MonkeyPatch, driver: OnHost, seed: int) -> None:
+  """Has the learner sleep at random before it learns."""
+  learn, numbers = driver.learner.learn, random.Random(seed)
+
+  def late(state: Any, batch: Any) -> Any:
+    time.sleep(numbers.choice([0, 0, 0.005, 0.03]))
+    return learn(state, batch)
+
+  monkeypatch.setattr(driver.learner, 'learn', late)
+
+
 @pytest.mark.parametrize('lag', [pytest.param('0', marks=pytest.mark.slow), '1'])
 def test_timing_changes_nothing(lag: str, monkeypatch: pytest.MonkeyPatch) -> None:
   program = sebulba(AGENTS['impala'], lag=lag, threads=2, actors='0,1', learners='2')
@@ -192,6 +204,7 @@ def test_timing_changes_nothing(lag: str, monkeypatch: pytest.MonkeyPatch) -> No
   for seed in range(10):
     with monkeypatch.context() as patch:
       jittery(patch, seed)
+      napping(patch, driver, seed)
       with Running(program, driver=driver) as run:
         found.append(run.advance(6).train.params)
   for other in found[1:]:
@@ -208,6 +221,17 @@ def test_lag_is_what_it_is_set_to() -> None:
   assert lags(sebulba(AGENTS['impala'], lag='0'), 10) == (0.0, 0)
   mean, most = lags(sebulba(AGENTS['impala'], lag='1', threads=2), 10)
   assert (mean, most) == (0.9, 1)  # the first unroll has no older parameters to act with
+
+
+def test_a_version_that_is_gone_is_not_replaced() -> None:
+  pipe, device = sebulba_.Pipe(threads=1, lag='1', max_lag=4), jax.devices()[0]
+  for version in (5, 6):  # of a run that was resumed
+    pipe.publish(version, {device: f'version {version}'})
+  assert pipe.params(0, 5, device) == (5, 'version 5')  # there is no older one
+  assert pipe.params(0, 7, device) == (6, 'version 6')
+  pipe.publish(7, {device: 'version 7'})
+  with pytest.raises(LookupError, match=r'unroll 6 .* with version 5 .* there are \[6, 7\]'):
+    pipe.params(0, 6, device)
 
 
 @pytest.mark.parametrize('max_lag', [1, 2, 3, 5])
@@ -348,7 +372,7 @@ class Moves:
     self._put, self._get = jax.device_put, jax.device_get
     monkeypatch.setattr(jax, 'device_put', self.device_put)
     monkeypatch.setattr(jax, 'device_get', self.device_get)
-    for module in (architectures, sebulba_):
+    for module in (architectures, sebulba_.thread, sebulba_.actors, sebulba_.program):
       monkeypatch.setattr(module, 'np', self)
 
   def __getattr__(self, name: str) -> Any:
@@ -554,7 +578,8 @@ def test_devices_by_default() -> None:
 @pytest.mark.parametrize(
   ('given', 'actors', 'learners'),
   [
-    (dict(learners='0,1'), [2, 3], [0, 1]),
+    (dict(learners='0,1'), [2, 3, 4, 5, 6, 7], [0, 1]),
+    (dict(learners='0,1', num_devices=4), [2, 3], [0, 1]),
     (dict(learners='0,1,2,3,4,5,6'), [7], [0, 1, 2, 3, 4, 5, 6]),
     (dict(actors='6'), [6], [0, 1, 2, 3, 4, 5, 7]),
     (dict(learners='0', num_devices=1), [0], [0]),
@@ -589,3 +614,10 @@ def test_processes_with_other_numbers_of_devices(monkeypatch: pytest.MonkeyPatch
   monkeypatch.setattr(jax, 'devices', lambda: [Device(0)] * 8 + [Device(1)] * 4)
   with pytest.raises(ValueError, match=r'device 7 of each process is to learn, .* have 8, 4 dev'):
     split_devices()
+
+
+def test_bench_tells_where_threads_do_not_pay() -> None:
+  slow, fast = dict(combined=1.0, parallel=2.0), dict(combined=2.0, parallel=1.0)
+  one, two = (sebulba(AGENTS['impala'], threads=n) for n in (1, 2))
+  assert 'try --actor-threads 1' in advice(two, slow)
+  assert not advice(two, fast) and not advice(one, slow)

@@ -278,4 +278,5 @@ def test_a_failure_in_one_of_two_processes_ends_both(
   )  # fmt: skip
   codes = [p.wait(3 * SILENCE_SECONDS) for p in both]
   assert all(code not in (0, 2) for code in codes), both[0].output + both[1].output
-  assert sum('the game broke' in p.output for p in both) == 1
+  failed = [code for code, p in zip(codes, both, strict=True) if 'the game broke' in p.output]
+  assert failed == [1]  # the other may be ended by JAX

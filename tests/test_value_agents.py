@@ -154,6 +154,25 @@ def test_dqn_learns_catch_under_sebulba(lag: str) -> None:
   assert told['return_sum'] / told['episodes'] > 0.9
 
 
+@SLOW
+@pytest.mark.parametrize('devices', [1, 8])
+@pytest.mark.parametrize('lag', ['0', '1', 'async'])
+def test_r2d2_learns_catch_under_sebulba(lag: str, devices: int) -> None:
+  network = QNetwork(hidden=(32,), core='gru', core_size=32)
+  buffer = dataclasses.replace(CATCH.buffer, priority_exponent=0.9)
+  agent = R2D2(
+    network, buffer, sequence=8, burn_in=2, n_step=2, learning_rate=2e-3, adam_epsilon=1e-5,
+    target_period=50, epsilon_base=0.02,
+  )  # fmt: skip
+  learners = '0' if devices == 1 else '1,2,3,4'
+  with Running(sebulba(agent, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
+    run.driver.read_log(run.advance(450))
+    run.driver.read_log(run.state)
+    told, _ = run.driver.read_log(run.advance(80))
+  assert told['episodes'] >= 900
+  assert told['return_sum'] / told['episodes'] > 0.85  # exploring as it does
+
+
 def remember(burn_in: int, core: str = 'gru') -> float:
   network = QNetwork(hidden=(32,), core=core, core_size=32)  # type: ignore[arg-type]
   buffer = Buffer(capacity=20_000, batch_size=64, min_size=2_000, samples_per_insert=4)

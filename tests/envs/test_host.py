@@ -322,6 +322,28 @@ def test_what_is_wrong_is_named(what: str, message: str) -> None:
   assert message in until_failure(f'gymnasium:host_envs:Wrong-v0,what={what}')
 
 
+def test_integers_that_do_not_fit_are_told() -> None:
+  """JAX has 32 bits; what needs more is not cut off."""
+  message = until_failure('gymnasium:host_envs:Counts-v0')
+  assert f'observation is {2**40 + 30}, which int32 has not' in message
+  space = host.make('gymnasium:host_envs:Counts-v0').observation_space
+  assert (int(space.low), int(space.high)) == (0, 2**31 - 1)
+  with pytest.raises(HostError, match=r'x: observation has \[1099511627776\], which int32 has not'):
+    host.narrowed('x', np.array([3, 2**40]), np.int32)
+
+
+def test_rewards_that_are_clipped_are_checked_as_they_were() -> None:
+  spec, n = host.make('envpool:CartPole-v1'), 2
+  zeros: Any = np.zeros(n, np.float32)
+  observation = np.zeros((n, 4), np.float32)
+  timestep = host.Stepper(n).timestep(
+    np.arange(n), observation, zeros, zeros.astype(bool), zeros.astype(bool)
+  )
+  arrival = Arrival(np.arange(n), timestep, np.array([0, np.inf]), zeros.astype(bool), zeros)
+  with pytest.raises(HostError, match=r'reward of environment \[1\] is NaN or infinite'):
+    host.Checker(spec, n)(arrival)
+
+
 @pytest.mark.slow
 def test_a_worker_that_keeps_dying_ends_the_run() -> None:
   message = until_failure('gymnasium:host_envs:Wrong-v0,what=exit')

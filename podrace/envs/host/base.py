@@ -234,6 +234,8 @@ class Checker:
       if x.dtype.kind == 'f':
         self._finite(field, x, ids)
     self._finite('reward', arrival.timestep.reward, ids)
+    if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
+      self._finite('reward', arrival.score, ids)
 
   def _finite(self, field: str, x: Any, ids: np.ndarray) -> None:
     finite = np.isfinite(x)
@@ -260,6 +262,24 @@ def _bounds(space: Any) -> tuple[Any, Any]:
   if isinstance(space, spaces.MultiDiscrete):
     return space.start, space.start + space.nvec - 1
   return space.low, space.high
+
+
+def narrow(box: Any, low: Any, high: Any, dtype: Any) -> Any:
+  """A Box in a type that JAX has; bounds that it has not are its own."""
+  from gymnasium import spaces
+
+  if np.issubdtype(dtype, np.integer):
+    limits = np.iinfo(dtype)
+    low, high = (np.clip(x, limits.min, limits.max) for x in (low, high))
+  return spaces.Box(low.astype(dtype), high.astype(dtype), box.shape, dtype)
+
+
+def narrowed(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
+  """An array in the type that was declared for it; raises HostError if integers don't fit."""
+  y = x.astype(dtype, copy=False)
+  if x.dtype.kind in 'iu' and x.dtype.itemsize > y.dtype.itemsize and np.count_nonzero(x != y):
+    raise HostError(f'{name}: observation has {x[x != y][:3].tolist()}, which {y.dtype} has not')
+  return y
 
 
 def _fields(where: str, space: Any) -> Any:

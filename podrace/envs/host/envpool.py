@@ -15,6 +15,8 @@ from podrace.envs.host.base import (
   PoolArgs,
   Stepper,
   everyone,
+  narrow,
+  narrowed,
   options_of,
   rows_of,
 )
@@ -71,17 +73,19 @@ def _space(space: Any) -> Any:
   if isinstance(space, spaces.Box) and space.dtype == np.float64:
     # What has no bounds says that they are the smallest double above 0 and the largest.
     limits = np.finfo(np.float64)
-    low = np.where(space.low == limits.tiny, -np.inf, space.low).astype(np.float32)
-    high = np.where(space.high == limits.max, np.inf, space.high).astype(np.float32)
-    return spaces.Box(low, high, space.shape, np.float32)
+    low = np.where(space.low == limits.tiny, -np.inf, space.low)
+    high = np.where(space.high == limits.max, np.inf, space.high)
+    return narrow(space, low, high, np.float32)
+  if isinstance(space, spaces.Box) and space.dtype == np.int64:
+    return narrow(space, space.low, space.high, np.int32)
   return space
 
 
-def _as_declared(space: Any, x: Any, order: Any) -> Any:
+def _as_declared(name: str, space: Any, x: Any, order: Any) -> Any:
   """An observation [n, ...] in the types of `space`, with its rows in another order."""
   if isinstance(x, dict):
-    return {k: _as_declared(s, x[k], order) for k, s in space.spaces.items()}
-  return (x if order is EVERY else x[order]).astype(space.dtype, copy=False)
+    return {k: _as_declared(name, s, x[k], order) for k, s in space.spaces.items()}
+  return narrowed(name, x if order is EVERY else x[order], space.dtype)
 
 
 class EnvPool:
@@ -101,7 +105,7 @@ class EnvPool:
       seed=int(args.seeds[0]) % 2**31,
       **values,
     )
-    self._clip, self._space = clip, observation_space
+    self._name, self._clip, self._space = f'envpool:{name}', clip, observation_space
     self._action, of_action = [*self._env.spec.action_array_spec.items()][-1]
     self._action_type = of_action.dtype
     self._stepper = Stepper(args.num_envs)
@@ -125,7 +129,7 @@ class EnvPool:
         order = np.argsort(ids)
         reward, terminated, truncated = (x[order] for x in (reward, terminated, truncated))
       ids = everyone(self.num_envs)
-    observation = _as_declared(self._space, observation, order)
+    observation = _as_declared(self._name, self._space, observation, order)
     learned = np.sign(reward) if self._clip else reward
     timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)
     score = timestep.reward

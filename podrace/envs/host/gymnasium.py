@@ -36,6 +36,7 @@ from podrace.envs.host.base import (
   PoolArgs,
   Stepper,
   everyone,
+  narrow,
   rows_of,
 )
 from podrace.envs.registry import UnknownName, Value, nearest
@@ -68,18 +69,18 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
-  narrow = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+  types = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
   if isinstance(space, spaces.Dict):
     return spaces.Dict({k: _space(v) for k, v in space.spaces.items()})
   if isinstance(space, spaces.Tuple):
     return spaces.Tuple([_space(s) for s in space.spaces])
-  dtype: Any = narrow.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
+  dtype: Any = types.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
   if isinstance(space, spaces.Discrete):
     if int(space.start):
       raise UnknownName(f'{space} does not start at 0')
     return spaces.Discrete(int(space.n), dtype=np.int32)
   if isinstance(space, spaces.Box) and dtype is not space.dtype:
-    return spaces.Box(space.low.astype(dtype), space.high.astype(dtype), space.shape, dtype)
+    return narrow(space, space.low, space.high, dtype)
   if isinstance(space, spaces.MultiDiscrete):
     return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
   return space

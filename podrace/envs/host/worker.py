@@ -86,6 +86,7 @@ class Leaf:
     self._shape, self._target = space.shape, target.dtype
     self._rows = [target[i, ...] for i in range(len(target))]
     self._fits: Any = None  # the last type that was seen to fit
+    self._wide = False  # it has integers that the memory's has not
 
   def write(self, i: int, x: Any) -> None:
     """Writes what environment i observes; raises ValueError if it is not as declared."""
@@ -96,7 +97,10 @@ class Leaf:
       if not np.can_cast(x.dtype, self._target, 'same_kind'):
         raise ValueError(f'{self._env}: {self._name} is {x.dtype}, declared {self._space.dtype}')
       self._fits = x.dtype
+      self._wide = x.dtype.kind in 'iu' and not np.can_cast(x.dtype, self._target)
     self._rows[i][...] = x
+    if self._wide and np.count_nonzero(self._rows[i] != x):
+      raise ValueError(f'{self._env}: {self._name} is {x}, which {self._target} has not')
 
 
 class Environments:

@@ -1,0 +1,152 @@
+"""Acting on a device: the compiled programs of one actor thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from podrace.networks import outside_loops
+from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory, map_batch
+
+
+class Carry(NamedTuple):
+  """What a thread has on its device. N environments, C columns: some for each of them."""
+
+  agent_state: Any  # [N, ...]
+  start: Any  # [C, ...] the agent's state before row 0
+  timesteps: TimeStep  # [T+1, C, ...]
+  outputs: ActorOutput  # [T, C, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Acting:
+  """The compiled programs of one actor thread; each step is one call."""
+
+  agent: Agent
+  num_envs: int  # N, of this thread
+  length: int  # T
+  each: int  # columns for each environment
+  parts: int  # learner devices that a trajectory is split over
+
+  def begin(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
+    """An empty Carry for environments env_id [N]; the rest is there for its shapes."""
+    state = self.agent.initial_state(env_id)
+    output, _ = jax.eval_shape(self.agent.act, params, state, timestep, key)
+    columns = self.num_envs * self.each
+
+    def rows(n: int, x: Any) -> Array:
+      return jnp.zeros((n, columns, *x.shape[1:]), x.dtype)
+
+    return Carry(
+      agent_state=state,
+      start=jax.tree.map(lambda x: jnp.zeros((columns, *x.shape[1:]), x.dtype), state),
+      timesteps=jax.tree.map(functools.partial(rows, self.length + 1), timestep),
+      outputs=jax.tree.map(functools.partial(rows, self.length), output),
+    )
+
+  def keys(self, key: Array) -> Array:
+    """The acting keys [T] of an unroll, as numbers; from the key that `actor.unroll` is given."""
+    act_key, _ = jax.random.split(key)
+    return jax.random.key_data(jax.random.split(act_key, self.length))
+
+  def step(
+    self, params: Any, carry: Carry, keys: Array, call: Array, t: Array, timestep: TimeStep
+  ) -> tuple[Carry, Any]:
+    """All environments at row t, with the call-th of the keys: the new carry, the actions [N]."""
+    with outside_loops():
+      output, agent_state = self.agent.act(params, carry.agent_state, timestep, _key(keys, call))
+
+    def put(rows: Array, x: Array) -> Array:
+      return lax.dynamic_update_slice(rows, x[None].astype(rows.dtype), (t,) + (0,) * x.ndim)
+
+    carry = Carry(
+      agent_state=agent_state,
+      start=jax.tree.map(lambda s, x: jnp.where(t == 0, x, s), carry.start, carry.agent_state),
+      timesteps=jax.tree.map(put, carry.timesteps, timestep),
+      outputs=jax.tree.map(put, carry.outputs, output),
+    )
+    return carry, output.action
+
+  def step_some(
+    self,
+    params: Any,
+    carry: Carry,
+    keys: Array,
+    call: Array,
+    env_id: Array,
+    row: Array,
+    column: Array,
+    timestep: TimeStep,
+  ) -> tuple[Carry, Any]:
+    """Environments env_id [b], each at its own row and column; out of range: padding."""
+    before = jax.tree.map(lambda x: x.at[env_id].get(mode='clip'), carry.agent_state)
+    with outside_loops():
+      output, after = self.agent.act(params, before, timestep, _key(keys, call))
+    opens = jnp.where(row == 0, column, self.num_envs * self.each)
+    place = functools.partial(self._place, row, column)
+    carry = Carry(
+      agent_state=jax.tree.map(
+        lambda s, x: s.at[env_id].set(x, mode='drop'), carry.agent_state, after
+      ),
+      start=jax.tree.map(lambda s, x: s.at[opens].set(x, mode='drop'), carry.start, before),
+      timesteps=jax.tree.map(place, carry.timesteps, timestep),
+      outputs=jax.tree.map(place, carry.outputs, output),
+    )
+    return carry, output.action
+
+  @staticmethod
+  def _place(row: Array, column: Array, rows: Array, x: Array) -> Array:
+    return rows.at[row, column].set(x.astype(rows.dtype), mode='drop')
+
+  def store(self, carry: Carry, row: Array, column: Array, timestep: TimeStep) -> Carry:
+    """Timesteps that nobody acts on yet: the last of their unrolls."""
+    place = functools.partial(self._place, row, column)
+    return carry._replace(timesteps=jax.tree.map(place, carry.timesteps, timestep))
+
+  def finish(self, carry: Carry, timestep: TimeStep, env_id: Array) -> tuple[Any, Any]:
+    """The trajectory [T+1, N] that ends with `timestep`, in parts; and the agent's state [N]."""
+    timesteps = jax.tree.map(
+      lambda rows, x: rows.at[self.length].set(x.astype(rows.dtype)), carry.timesteps, timestep
+    )
+    trajectory = Trajectory(timesteps, carry.outputs, carry.start, env_id)
+    return self._split(trajectory), jax.tree.map(jnp.copy, carry.agent_state)
+
+  def take(self, carry: Carry, column: Array, env_id: Array) -> Any:
+    """The trajectory in columns [N], in parts."""
+    nobody: Any = ()
+    every = Trajectory(carry.timesteps, carry.outputs, carry.start, nobody)
+    taken = map_batch(lambda axis, x: jnp.take(x, column, axis), every)
+    return self._split(taken._replace(env_id=env_id))
+
+  def _split(self, trajectory: Trajectory) -> tuple[Trajectory, ...]:
+    n = self.num_envs // self.parts
+
+    def part(i: int) -> Trajectory:
+      return map_batch(
+        lambda axis, x: lax.slice_in_dim(x, i * n, (i + 1) * n, axis=axis), trajectory
+      )
+
+    return tuple(part(i) for i in range(self.parts))
+
+
+def _key(keys: Array, i: Array) -> Array:
+  """One of many keys that are kept as numbers."""
+  return jax.random.wrap_key_data(keys[i])
+
+
+class Programs:
+  """`Acting`, compiled."""
+
+  def __init__(self, acting: Acting) -> None:
+    self.begin = jax.jit(acting.begin)
+    self.keys = jax.jit(acting.keys)
+    self.step = jax.jit(acting.step, donate_argnums=1)
+    self.step_some = jax.jit(acting.step_some, donate_argnums=1)
+    self.store = jax.jit(acting.store, donate_argnums=0)
+    self.finish = jax.jit(acting.finish)
+    self.take = jax.jit(acting.take)

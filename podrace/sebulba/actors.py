@@ -1,0 +1,141 @@
+"""The actor threads of a process while a run is under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrace import topology as topology_
+from podrace.envs.host.base import Deadline, PoolArgs
+from podrace.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
+from podrace.sebulba.program import Sebulba, State
+from podrace.sebulba.thread import Actor
+from podrace.types import Array, HostEnvironment
+
+CLOSE_SECONDS = 5.0  # that actor threads have to end
+
+
+class Actors:
+  """The actor threads of this process while a run is under way, and what they have told."""
+
+  def __init__(self, sebulba: Sebulba, state: State, actor_key: Array, start: bool = True) -> None:
+    self._sebulba = sebulba
+    s = sebulba
+    self.pipe = Pipe(s.local_threads, s.lag, s.max_lag, s.ordered, s.in_turn)
+    self._deadline = Deadline(s.deadline)
+    update = int(jax.device_get(state.update))
+    if sebulba.lag == '1' and update > 0:
+      self.publish(update - 1, state.previous)
+    self.publish(update, state.train.params)
+    run_key = jax.device_get(jax.random.key_data(state.key))
+    self._threads: list[Actor] = []
+    try:
+      for i in range(sebulba.local_threads):
+        snapshot = state.actors[i] if state.actors else None
+        self._threads.append(self._actor(i, update, run_key, actor_key, snapshot))
+    except BaseException:
+      for actor in self._threads:
+        actor.pool.close()
+      raise
+    for actor in self._threads if start else ():
+      actor.thread.start()
+
+  @property
+  def pools(self) -> list[HostEnvironment]:
+    """The threads' environments."""
+    return [actor.pool for actor in self._threads]
+
+  def _actor(
+    self, local: int, update: int, run_key: Any, actor_key: Array, snapshot: Snapshot | None
+  ) -> Actor:
+    s = self._sebulba
+    index, device = s.thread_index(local), s.device_of(local)
+
+    life = 0 if snapshot is not None else update  # who begins anew draws other numbers than before
+
+    def unroll_key(number: int, on: jax.Device) -> Array:
+      """What Anakin gives `actor.unroll` on the index-th device in the number-th update."""
+      with jax.default_device(on):
+        return _unroll_key(run_key, np.uint32(number), np.uint32(index), np.uint32(life))
+
+    args = self._pool_args(index, update)
+    if s.spec.jax is not None:
+      from podrace.envs.host.jax import JaxPool
+
+      host = jax.local_devices(backend='cpu')[0]
+      pool: HostEnvironment = JaxPool(
+        s.jax_steps,
+        _life_key(jax.random.fold_in(actor_key, index), np.uint32(life)),
+        lambda number: _env_key(unroll_key(number, host)),
+      )
+    else:
+      pool = s.spec.make(args)
+    return Actor(
+      s, local, device, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot
+    )
+
+  def _pool_args(self, index: int, update: int) -> PoolArgs:
+    s = self._sebulba
+    n = s.envs_per_thread
+    seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
+    cores = s.env_threads or topology_.cores()
+    threads = max(1, min(n, cores // s.local_threads))
+    return PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline)
+
+  def publish(self, version: int, params: Any) -> None:
+    """Gives the actors' devices a version of the parameters."""
+    one = jax.tree.map(lambda x: x.addressable_data(0), params)
+    devices = dict.fromkeys(self._sebulba.topology.actors)
+    self.pipe.publish(version, {d: jax.device_put(one, d) for d in devices})
+
+  def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
+    """As `Pipe.take`; also notices threads that are stuck in their environments."""
+    return self.pipe.take(update, lambda: give_up() or self._look())
+
+  def _look(self) -> bool:
+    for actor in self._threads:
+      if actor.pool.watches_itself:  # and replaces what hangs
+        continue
+      silence = actor.silence
+      if self._deadline.passed(actor.index, silence):
+        raise ActorFailed(
+          f'{self._sebulba.spec.name}: environments of actor thread {actor.index} have not '
+          f'answered for {silence:.0f} s'
+        )
+    return False
+
+  def close(self) -> None:
+    """Ends the threads; one that is stuck is left behind."""
+    self.pipe.close()
+    end = time.monotonic() + CLOSE_SECONDS
+    for actor in self._threads:
+      if actor.thread.ident is not None:
+        actor.thread.join(max(end - time.monotonic(), 0))
+      if actor.thread.is_alive():
+        actor.pool.kill()
+
+
+@jax.jit
+def _unroll_key(run_key: Array, number: Array, index: Array, life: Array) -> Array:
+  key = jax.random.wrap_key_data(run_key)
+  act_key, _ = jax.random.split(jax.random.fold_in(key, number))
+  return _life_key(jax.random.fold_in(act_key, index), life)
+
+
+@jax.jit
+def _life_key(key: Array, life: Array) -> Array:
+  """The key itself in a run's first life, others in later ones."""
+  numbers = jax.random.key_data(key)
+  other = jax.random.key_data(jax.random.fold_in(jax.random.clone(key), life))
+  return jax.random.wrap_key_data(jnp.where(life == 0, numbers, other))
+
+
+@jax.jit
+def _env_key(key: Array) -> Array:
+  _, env_key = jax.random.split(key)
+  return env_key
