@@ -95,7 +95,8 @@ class Chunk:
 class ChunkStore:
   """What the tables on it share: chunks, the lock, keys, a cache of unpacked chunks.
 
-  `cache_bytes` bounds the unpacked copies of packed chunks that are kept; beside them there are, unpacked,
+  `cache_bytes` bounds the unpacked copies of packed chunks that are kept, of which some rows were asked for,
+  or all while there was room; beside them there are, unpacked,
   the chunks that writers are filling and those that would not shrink.
   """
 
@@ -184,6 +185,23 @@ class ChunkStore:
         chunk.array = array
         self._keep(chunk)
     return array
+
+  def read_into(self, chunk: Chunk, offset: int, rows: np.ndarray) -> None:
+    """Writes a chunk's rows from `offset` on to where there is room for just them, one after the other.
+
+    A whole chunk for which the cache has no room is unpacked to there and not cached: the way through
+    memory that the processor has not would cost three times as much.
+    """
+    packed, size = chunk.packed, rows.nbytes
+    if (
+      chunk.array is None
+      and packed is not None
+      and len(rows) == chunk.length
+      and self.cached + size > self.cache_bytes
+    ):
+      unpack_into(packed, rows)
+    else:
+      rows[...] = self.read(chunk)[offset : offset + len(rows)]
 
   def _resize(self, chunk: Chunk, nbytes: int) -> None:
     more = nbytes - chunk.nbytes
@@ -318,11 +336,12 @@ def gather(
     return rows.reshape(len(parts), longest, *shape), np.array(lengths)
   # Each piece is copied while the processor has it, and needn't be kept till the end.
   out = (np.empty if whole else np.zeros)((len(parts), longest, *shape), dtype)
-  for into, part in zip(out, parts, strict=True):
+  for into, (chunks, offset, length) in zip(out, parts, strict=True):
     done = 0
-    for rows in _pieces(store, part):
-      into[done : done + len(rows)] = rows
-      done += len(rows)
+    for chunk in chunks:
+      end = min(done + chunk.length - offset, length)
+      store.read_into(chunk, offset, into[done:end])
+      offset, done = 0, end
   return out, np.array(lengths)
 
 

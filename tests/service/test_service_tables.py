@@ -20,7 +20,7 @@ from services import ANY
 
 sys.path.append(str(ROOT / 'tests' / 'tables'))
 
-from table_model import Model
+from table_model import Model, removals
 from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 
 from podrace import service, tables
@@ -68,7 +68,8 @@ class RemotePair(Pair):
     )
     self.host, self.store = self.server.tables['it'], self.server.store
     self.writer = self.client.writer(5, rows, max_in_flight=10**6, delay=0.0)
-    self.model = Model(sampler, remover, limits, max_size, max_times, EXPONENT)
+    removed = removals(self.host)
+    self.model = Model(sampler, remover, limits, max_size, max_times, EXPONENT, removed)
     self.keys: list[int] = []
     self.step = self.rows = self.made = 0
 
@@ -77,7 +78,7 @@ class RemotePair(Pair):
     key = self.writer.create_item(self.table, priority, num_steps=length)
     self.arrived()
     self.keys.append(key)
-    self.model.insert(key, priority, payload, self.there())
+    self.model.insert(key, priority, payload)
 
   def insert_known(self, priority: float, which: int) -> None:
     if not self.keys:
@@ -85,7 +86,7 @@ class RemotePair(Pair):
     payload, key = self.write(1), self.keys[-1 - which % len(self.keys)]
     self.writer.create_item(self.table, priority, num_steps=1, key=key)
     self.arrived()
-    self.model.insert(key, priority, payload, self.there())
+    self.model.insert(key, priority, payload)
 
   def arrived(self) -> None:
     self.made += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import deque
 from typing import Any
 
 
@@ -26,10 +27,32 @@ class Limits:
   high: float
 
 
+def removals(table: Any) -> deque[int]:
+  """The keys that the table's remover will choose, in that order, as it does: randomness is followed."""
+  chosen: deque[int] = deque()
+  draw = table._next_removed.draw
+
+  def recorded(n: int, rng: Any) -> Any:
+    slots, probabilities = draw(n, rng)
+    chosen.extend(table._items[slot].key for slot in slots.tolist())
+    return slots, probabilities
+
+  table._next_removed.draw = recorded
+  return chosen
+
+
 class Model:
   def __init__(
-    self, sampler: str, remover: str, limits: Limits, max_size: int, max_times: int, exponent: float
+    self,
+    sampler: str,
+    remover: str,
+    limits: Limits,
+    max_size: int,
+    max_times: int,
+    exponent: float,
+    removed: deque[int],
   ) -> None:
+    self.removed = removed  # by the table
     self.sampler, self.remover, self.limits = sampler, remover, limits
     self.max_size, self.max_times, self.exponent = max_size, max_times, exponent
     self.entries: dict[int, Entry] = {}
@@ -62,16 +85,16 @@ class Model:
     }[selector]
     return {min(entries, key=best): 1.0}
 
-  def insert(self, key: int, priority: float, payload: Any, keys_after: set[int]) -> None:
-    """Inserts, or queues. `keys_after` are those of the table afterwards: randomness is followed."""
+  def insert(self, key: int, priority: float, payload: Any) -> None:
+    """Inserts, or queues."""
     if key in self.entries:
       self.update(key, priority)
       self.entries[key].payload = payload
     else:
       self.waiting.append((key, priority, payload))
-      self.admit(keys_after)
+      self.admit()
 
-  def admit(self, keys_after: set[int]) -> None:
+  def admit(self) -> None:
     while self.waiting:
       key, priority, payload = self.waiting[0]
       if key in self.entries:
@@ -81,10 +104,9 @@ class Model:
         self.now += 1
         self.entries[key] = Entry(priority, payload, self.now, self.now)
         if len(self.entries) > self.max_size:
-          allowed = self.probabilities(self.remover)
-          gone = [k for k in allowed if k not in keys_after]
-          assert gone, f'none of {allowed} was removed'
-          del self.entries[gone[0]]
+          gone, allowed = self.removed.popleft(), self.probabilities(self.remover)
+          assert gone in allowed, f'{gone} was removed, and not one of {allowed}'
+          del self.entries[gone]
           self.deletes += 1
         self.inserts += 1
       else:
@@ -96,7 +118,7 @@ class Model:
       self.now += 1
       self.entries[key].priority, self.entries[key].touched = priority, self.now
 
-  def delete(self, key: int, keys_after: set[int]) -> None:
+  def delete(self, key: int) -> None:
     if key in self.entries:
       del self.entries[key]
       self.deletes += 1

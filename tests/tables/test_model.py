@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_model import Limits, Model
+from table_model import Limits, Model, removals
 
 from podrace import tables
 
@@ -68,7 +68,8 @@ class Pair:
     )
     self.host = self.table  # where it really is
     self.writer = tables.Writer(self.store, history=5, rows_per_chunk=rows, max_in_flight=10**6)
-    self.model = Model(sampler, remover, limits, max_size, max_times, EXPONENT)
+    removed = removals(self.table)
+    self.model = Model(sampler, remover, limits, max_size, max_times, EXPONENT, removed)
     self.keys: list[int] = []
     self.step = self.rows = 0
 
@@ -94,14 +95,14 @@ class Pair:
     payload = self.write(length)
     key = self.writer.create_item(self.table, priority, num_steps=length)
     self.keys.append(key)
-    self.model.insert(key, priority, payload, self.there())
+    self.model.insert(key, priority, payload)
 
   def insert_known(self, priority: float, which: int) -> None:
     if not self.keys:
       return
     payload, key = self.write(1), self.keys[-1 - which % len(self.keys)]
     self.writer.create_item(self.table, priority, num_steps=1, key=key)
-    self.model.insert(key, priority, payload, self.there())
+    self.model.insert(key, priority, payload)
 
   def sample(self, times: int) -> None:
     for _ in range(times):
@@ -110,7 +111,7 @@ class Pair:
           self.table.sample(1, timeout=0)
         return
       self.compare(self.table.sample(1, timeout=0))
-      self.model.admit(self.there())
+      self.model.admit()
 
   def sample_together(self, n: int) -> None:
     if self.model.waiting or not self.model.may_sample():
@@ -143,8 +144,8 @@ class Pair:
     expected = len(set(keys) & set(self.model.entries))
     assert self.table.delete(keys) == expected
     for key in keys:
-      self.model.delete(key, self.there())
-    self.model.admit(self.there())
+      self.model.delete(key)
+    self.model.admit()
 
   def end_episode(self) -> None:
     if not self.model.waiting:
@@ -152,7 +153,7 @@ class Pair:
 
   def check(self) -> None:
     model, table, info = self.model, self.host, self.table.info()
-    assert self.there() == set(model.entries)
+    assert self.there() == set(model.entries) and not model.removed
     assert (info.inserts, info.samples, info.deletes, info.size, info.waiting_inserts) == (
       model.inserts,
       model.samples,

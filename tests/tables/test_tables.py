@@ -627,11 +627,12 @@ def test_the_cache_is_bounded_and_used() -> None:
 
 
 def test_the_cache_keeps_what_is_used() -> None:
-  table = make(tables.ChunkStore(cache_bytes=3 * 8000), sampler=tables.max_heap())
-  writer = tables.Writer(table.store, history=1, rows_per_chunk=1)
+  table = make(tables.ChunkStore(cache_bytes=3 * 16_000), sampler=tables.max_heap())
+  writer = tables.Writer(table.store, history=1, rows_per_chunk=2)
   keys = []
   for i in range(12):
-    writer.append(np.full(1000, i))
+    for _ in range(2):
+      writer.append(np.full(1000, i))
     keys.append(writer.create_item(table, 0.0, num_steps=1))
   favourite = table._items[table._slots[keys[0]]].parts[0][0][0]
   for key in keys[1:]:  # the first one every other time, the others once
@@ -640,6 +641,22 @@ def test_the_cache_keeps_what_is_used() -> None:
       table.sample(1)
       table.update_priorities([wanted], [0.0])
     assert favourite.array is not None
+
+
+def test_whole_chunks_are_not_cached_where_there_is_no_room() -> None:
+  """They are unpacked to where they are wanted, differences or not, beside parts of others."""
+  table = make(tables.ChunkStore(cache_bytes=0), sampler=tables.fifo(), max_times_sampled=1)
+  writer = tables.Writer(table.store, history=11, rows_per_chunk=4)
+  rows = np.arange(40)[:, None] * np.int64(10**6) + np.arange(200)
+  for i, row in enumerate(rows):
+    writer.append({'counts': row, 'zeros': np.float32(row * 0)})
+    if i >= 10:
+      writer.create_item(table, 1.0, num_steps=11)
+  packed = [c.packed for c in held(table._items).values() if c.packed]
+  assert {differences for _, differences in packed} == {True, False}
+  found = table.sample(30).data
+  np.testing.assert_array_equal(found['counts'], [rows[i : i + 11] for i in range(30)])
+  assert not found['zeros'].any() and table.store.cached == 0
 
 
 # --- threads ----------------------------------------------------------------------------------
