@@ -137,6 +137,7 @@ class Feed:
     self._lock = threading.Lock()
     self._totals = Totals()
     self._samples = 0
+    self.steps = 0  # of the environments, up to the update at hand
     self._failure: str | None = None
     self._closed = False
     self._threads = [
@@ -196,7 +197,7 @@ class Feed:
     with self._table.sampler(self._windows.buffer.batch_size, PREFETCH) as batches:
       while not self._closed:
         samples = next(batches)
-        data = jax.device_put(weighted(samples, self._windows), self._sharding)
+        data = jax.device_put(weighted(samples, self._windows, self.steps), self._sharding)
         found = Draw(samples.key, data)
         self._samples += len(samples.key)
         while not self._closed:
@@ -283,6 +284,7 @@ class Apart:
     assert self._feed is not None
     train, log = state.train, state.log
     w: Windows = self._program.replay.windows
+    self._feed.steps = (self._update + 1) * w.num_envs * w.unroll_length
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
       batch = self._feed.take(give_up)
       if batch is None:
