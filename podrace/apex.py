@@ -162,12 +162,15 @@ class Sampled:
     self.table, self.size, self.ahead = replay_table(client, w), w.buffer.batch_size, PREFETCH
     self.prioritised = w.prioritised
     self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
+    self.steps = 0  # of the environments, up to the update at hand
     self._samples = 0
 
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
     """What is learned from, on the learner's devices."""
     self._samples += len(samples.key)
-    yield Draw(samples.key, jax.device_put(weighted(samples, self._windows), self._sharding))
+    yield Draw(
+      samples.key, jax.device_put(weighted(samples, self._windows, self.steps), self._sharding)
+    )
 
   def metrics(self) -> dict[str, float]:
     """For the log."""
@@ -397,6 +400,8 @@ class Apart:
     if not self._program.hosted:
       return self._one_of_unrolls(self._feed, state, give_up)
     w: Windows = self._program.replay.windows
+    assert isinstance(self._source, Sampled)
+    self._source.steps = (self._update + 1) * w.num_envs * w.unroll_length
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
       batch = self._feed.take(give_up)
       if batch is None:

@@ -178,7 +178,7 @@ def rainbow_minatar() -> Config:
   )  # fmt: skip
   buffer = Buffer(
     capacity=200_000, batch_size=64, min_size=5_000, samples_per_insert=8.0,
-    priority_exponent=0.5, importance_exponent=0.4,
+    priority_exponent=0.5, importance_exponent=0.4, importance_steps=1_000_000,
   )  # fmt: skip
   return Config(
     agent=DQN(network, buffer, learning_rate=2.5e-4, n_step=3, double=True, target_period=250),

@@ -135,7 +135,8 @@ ONLY_ELSEWHERE = {  # fields that all networks have, and what uses them not
   'actor': {'core_size'},
   'critic': {'core_size'},
   'network': {'num_atoms'},  # r2d2 has one value
-  'buffer': {'priority_exponent', 'importance_exponent'},  # where nothing is ranked
+  # where nothing is ranked:
+  'buffer': {'priority_exponent', 'importance_exponent', 'importance_steps'},
 }
 
 

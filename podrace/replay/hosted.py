@@ -11,6 +11,7 @@ speed. It is ahead of the learner by AHEAD samples.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import queue
@@ -286,11 +287,11 @@ class Draw(NamedTuple):
   data: Columns
 
 
-def weighted(found: tables.Samples, w: Windows) -> Columns:
-  """Windows that were sampled, with their importance weights."""
+def weighted(found: tables.Samples, w: Windows, steps: int) -> Columns:
+  """Windows that were sampled after so many environment steps, with their importance weights."""
   weight = np.ones(len(found.key), np.float32)
   if w.prioritised:
-    weights = (found.table_size * found.probability) ** -w.buffer.importance_exponent
+    weights = (found.table_size * found.probability) ** -w.importance(np.float64(steps))
     weight = (weights / weights.max()).astype(np.float32)
   return {**found.data, 'weight': weight}
 
@@ -320,6 +321,7 @@ class Hosted:
     self._windows, self._seed, self._layout = w, seed, layout
     self._sharding = NamedSharding(mesh, P(AXIS))
     self._begun: int | None = None  # the update in which learning began
+    self._steps = 0  # of the environments, up to the update at hand
     self._orders: queue.Queue[Callable[[], Any]] = queue.Queue(maxsize=8)
     self._drawn: queue.SimpleQueue[Draw] = queue.SimpleQueue()
     self._failure: str | None = None
@@ -365,20 +367,21 @@ class Hosted:
     As `Windows.times`, from where there is a window to be learned from.
     """
     w = self._windows
+    self._steps = (update + 1) * w.num_envs * w.unroll_length
     if self._begun is None:
       self._wait()
-      steps = (update + 1) * w.num_envs * w.unroll_length
-      if steps < w.buffer.min_size or not len(self.table):
+      if self._steps < w.buffer.min_size or not len(self.table):
         return 0
       self._begun = update
     return int(w.due(update - self._begun))
 
   def samples(self, count: int) -> Iterator[Draw]:
-    """So many; `update` comes before the next is asked for."""
+    """So many of the update at hand; `update` comes before the next is asked for."""
+    draw = functools.partial(self._draw, self._steps)
     asked = 0
     for i in range(count):
       while asked < min(count, i + AHEAD):
-        self._order(self._draw)
+        self._order(draw)
         asked += 1
       yield self._next()
 
@@ -446,9 +449,9 @@ class Hosted:
         self._failure = traceback.format_exc()
         return
 
-  def _draw(self) -> None:
+  def _draw(self, steps: int) -> None:
     found = self.table.sample(self._windows.buffer.batch_size)
-    data = jax.device_put(weighted(found, self._windows), self._sharding)
+    data = jax.device_put(weighted(found, self._windows, steps), self._sharding)
     self._drawn.put(Draw(found.key, data))
 
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:

@@ -35,6 +35,7 @@ class Buffer:
   samples_per_insert: float = 8.0  # windows learned from for every step that is stored, exactly
   priority_exponent: float = 0.0  # 0: all windows alike; 1: in proportion to their priority
   importance_exponent: float = 0.6  # how far that is corrected for; 1: wholly
+  importance_steps: int = 0  # environment steps until it has risen to 1, linearly; 0: it never does
 
   def __post_init__(self) -> None:
     for name in ('capacity', 'batch_size', 'min_size'):
@@ -45,6 +46,8 @@ class Buffer:
     for name in ('priority_exponent', 'importance_exponent'):
       if not 0 <= getattr(self, name) <= 1:
         raise ValueError(f'{name} must be within [0, 1], not {getattr(self, name)}')
+    if self.importance_steps < 0:
+      raise ValueError(f'importance_steps must not be negative, not {self.importance_steps}')
     if self.min_size > self.capacity:
       raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
 
@@ -94,6 +97,14 @@ class Windows:
   @property
   def prioritised(self) -> bool:
     return self.buffer.priority_exponent > 0
+
+  def importance(self, steps: Any) -> Any:
+    """The importance exponent after so many environment steps, f32.
+
+    Schaul et al. 2016, section 3.4: it matters most at the end, and is annealed to 1 until then.
+    """
+    first, until = self.buffer.importance_exponent, self.buffer.importance_steps
+    return first + (1 - first) * (steps / until).clip(max=1.0) if until else first
 
   # --- how often
 
@@ -214,7 +225,8 @@ class Windows:
       index = jnp.where(some, sum_tree.sample(memory.tree, tree_key, size), index)
       stream, start = index // self.starts, index % self.starts * self.period
       probability = sum_tree.get(memory.tree, index) / total
-      weight = (streams * count * probability) ** -self.buffer.importance_exponent
+      steps = memory.head[0].astype(jnp.float32) * self.num_envs
+      weight = (streams * count * probability) ** -self.importance(steps)
       weight = jnp.where(some, weight / jnp.max(weight), 1.0)
     return Sample(self._window(memory, stream, start), weight, index)
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import rlax
 import streams
@@ -76,13 +77,14 @@ def test_projection() -> None:
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
 
 
-def test_quantile_loss() -> None:
+@pytest.mark.parametrize('threshold', [1.0, 0.4])
+def test_quantile_loss(threshold: float) -> None:
   rng = np.random.default_rng(0)
   q, target = rng.normal(0, 2, size=(2, 3, 9)).astype(np.float32)  # [2, A, N]
   tau = (np.arange(9, dtype=np.float32) + 0.5) / 9
-  loss = rlax.quantile_q_learning(q.T, tau, 1, 0.0, 1.0, target.T, target.T, huber_param=1.0)
+  loss = rlax.quantile_q_learning(q.T, tau, 1, 0.0, 1.0, target.T, target.T, huber_param=threshold)
   best = int(np.argmax(target.mean(-1)))
-  found = returns.quantile_loss(q[1], target[best])
+  found = returns.quantile_loss(q[1], target[best], threshold)
   assert float(found) == pytest.approx(float(loss), rel=1e-4)
 
 
@@ -100,6 +102,79 @@ def test_epsilon_greedy() -> None:
   assert share[2] == 0
   best = valuing.epsilon_greedy(values, 0 * epsilon, jax.random.key(1))
   assert set(np.asarray(best).tolist()) == {1, 3}
+
+
+def test_target_networks_follow() -> None:
+  def found(steps: int, period: int, rate: float) -> float:
+    return float(valuing.follow(jnp.float32(1), jnp.float32(5), jnp.int32(steps), period, rate))
+
+  assert [found(steps, 3, 1.0) for steps in range(1, 7)] == [1, 1, 5, 1, 1, 5]
+  assert [found(steps, 1, 0.25) for steps in (1, 2)] == [2, 2]
+
+
+def act(agent: Any, params: Any, state: Any, timestep: TimeStep, seed: int = 3) -> np.ndarray:
+  return np.asarray(agent.act(params, state, timestep, jax.random.key(seed))[0].action)
+
+
+def many(network: Any, n: int = 400) -> TimeStep:
+  """Timesteps [n] with random observations."""
+  observation = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float32)
+  timestep = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), network.example())
+  return timestep._replace(observation=jnp.asarray(observation))
+
+
+def test_how_dqn_explores() -> None:
+  """By the run's epsilon, or each environment's own; with noise by that alone; greedy not at all."""
+  network = QNetwork(hidden=(8,)).bind(VECTOR, spaces.Discrete(4))
+  timestep = many(network)
+  agent = DQN(network=network, total_envs=400)
+  params = agent.init(jax.random.key(0)).params  # their epsilon is 1
+  best = np.argmax(network.mean(network.step(params.network, (), timestep)[0]), axis=-1)
+
+  def best_share(agent: DQN, state: Any, epsilon: float) -> float:
+    given = params._replace(epsilon=jnp.float32(epsilon))
+    return float(np.mean(act(agent, given, state, timestep) == best))
+
+  ladder = dataclasses.replace(agent, epsilon_ladder=True)
+  assert best_share(agent, (), 0.0) == best_share(ladder, jnp.zeros(400), 1.0) == 1
+  assert best_share(agent, (), 1.0) < 0.5 and best_share(ladder, jnp.ones(400), 0.0) < 0.5
+  assert best_share(dataclasses.replace(agent, greedy=True), (), 1.0) == 1
+  noisy = dataclasses.replace(network, noisy=True)
+  agent = DQN(network=noisy)
+  params = agent.init(jax.random.key(0)).params
+  noise_key, _ = jax.random.split(jax.random.key(3))
+  q, _ = noisy.step(params.network, (), timestep, noise_key)
+  np.testing.assert_array_equal(act(agent, params, (), timestep), np.argmax(q[..., 0], axis=-1))
+  q, _ = noisy.step(params.network, (), timestep, None)
+  greedy = act(dataclasses.replace(agent, greedy=True), params, (), timestep)
+  np.testing.assert_array_equal(greedy, np.argmax(q[..., 0], axis=-1))
+
+
+def test_how_others_explore() -> None:
+  network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
+  timestep = many(network)
+  agent = R2D2(network=network, total_envs=400)
+  params = agent.init(jax.random.key(0)).params
+  state = agent.initial_state(jnp.arange(400))._replace(epsilon=jnp.ones(400))
+  q, _ = network.step(params, state.core, timestep)
+  best = np.argmax(network.mean(q), axis=-1)
+  assert np.mean(act(agent, params, state, timestep) == best) < 0.5
+  greedy = dataclasses.replace(agent, greedy=True)
+  np.testing.assert_array_equal(act(greedy, params, state, timestep), best)
+  for agent, spread in ((bound(D4PG(noise=0.3)), 0.3), (bound(SAC()), None)):
+    params = agent.init(jax.random.key(0)).params
+    mode = act(dataclasses.replace(agent, greedy=True), params, (), timestep)
+    outputs, _ = agent.actor.step(params, (), timestep)
+    mean = np.tanh(outputs[..., :2] if spread is None else outputs)
+    np.testing.assert_allclose((mode - [0, 5]) / [2, 5], mean, atol=1e-5)
+    found = (act(agent, params, (), timestep) - [0, 5]) / [2, 5] - mean
+    inside = np.abs(mean) < 0.2  # where little is cut off
+    assert (spread is None or abs(found[inside].std() - spread) < 0.05) and found.std() > 0.1
+
+
+def test_squared_errors_of_dqn() -> None:
+  loss, priority = DQN(huber=0.0).losses(jnp.array([[1.0], [5.0]]), jnp.array([[4.0], [3.0]]))
+  assert loss.tolist() == [4.5, 2.0] and priority.tolist() == [3.0, 2.0]
 
 
 # --- whole losses ---------------------------------------------------------------------------------
@@ -143,6 +218,25 @@ def discrete(rng: Any, shape: Any) -> Any:
 VECTOR = spaces.Box(-10, 10, (3,), np.float32)
 
 
+def assert_gradient(opt_state: Any, gradient: Any, max_norm: float = np.inf) -> None:
+  """Adam's first moment after one step is a tenth of the gradient, cut to its largest norm."""
+
+  def is_adam(x: Any) -> bool:
+    return isinstance(x, optax.ScaleByAdamState)
+
+  (adam,) = filter(is_adam, jax.tree.leaves(opt_state, is_leaf=is_adam))
+  flat = np.concatenate([np.ravel(x) for x in jax.tree.leaves(gradient)])
+  norm = np.linalg.norm(flat)
+  assert norm > 1e-2
+  found = 10 * np.asarray(adam.mu)
+  np.testing.assert_allclose(found, flat * min(1, max_norm / norm), rtol=1e-2, atol=1e-3 * norm)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
 def q_values(network: QNetwork, params: Any, timesteps: TimeStep, state: Any = ()) -> np.ndarray:
   q, _ = network.unroll(params, state, timesteps)
   return np.asarray(network.mean(q))
@@ -154,15 +248,20 @@ def q_values(network: QNetwork, params: Any, timesteps: TimeStep, state: Any = (
 def test_dqn(n: int, dueling: bool, double: bool) -> None:
   """Errors, priorities and loss, written out for each window."""
   network = QNetwork(hidden=(8,), dueling=dueling).bind(VECTOR, spaces.Discrete(4))
-  agent = DQN(network=network, n_step=n, double=double, huber=0.7, discount=0.9)
+  agent = DQN(
+    network=network, n_step=n, double=double, huber=0.7, discount=0.9, learning_rate=0.01,
+    max_grad_norm=0.1 if n == 1 else 10.0, target_period=n, target_rate=0.25, epsilon=0.25,
+    epsilon_steps=10,
+  )  # fmt: skip
   train = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params.network
-  train = train._replace(rest=train.rest._replace(target=target))
+  before = 0 if n == 1 else 30
+  train = train._replace(rest=train.rest._replace(target=target, steps=jnp.int32(before)))
   window = random_window(n, 5, discrete)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
   q, q_target = (q_values(network, p, window.timesteps) for p in (train.params.network, target))
-  steps, losses = window.timesteps, []
+  steps, losses, goals = window.timesteps, [], []
   for b in range(B):
     total, discount, t = 0.0, 1.0, 0
     while t < n:
@@ -172,7 +271,8 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
       if steps.step_type[t, b] == LAST:
         break
     best = np.argmax((q if double else q_target)[t, b])
-    error = total + discount * q_target[t, b, best] - q[0, b, window.outputs.action[0, b]]
+    goals.append(total + discount * q_target[t, b, best])
+    error = goals[b] - q[0, b, window.outputs.action[0, b]]
     if steps.step_type[0, b] == LAST:
       assert priority[b] == 0
       losses.append(0.0)
@@ -181,7 +281,18 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
       small = abs(error) <= 0.7
       losses.append(0.5 * error**2 if small else 0.7 * (abs(error) - 0.35))
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-4)
-  assert int(new.rest.steps) == 1
+
+  def loss(params: Any) -> Any:
+    q = network.mean(network.unroll(params, (), steps)[0])[0]
+    error = jnp.float32(goals) - q[np.arange(B), window.outputs.action[0]]
+    return jnp.mean(weight * (steps.step_type[0] != LAST) * optax.huber_loss(error, delta=0.7))
+
+  if n == 1:  # of an untouched Adam
+    assert_gradient(new.rest.opt_state, jax.grad(loss)(train.params.network), agent.max_grad_norm)
+  assert int(new.rest.steps) == before + 1
+  assert float(new.params.epsilon) == pytest.approx(0.925 if n == 1 else 0.25)
+  follows = optax.incremental_update(new.params.network, target, 0.25)
+  assert_close(new.rest.target, follows if n == 1 else target)
 
 
 @pytest.mark.parametrize('noisy', [False, True])
@@ -192,7 +303,7 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   network = QNetwork(
     hidden=(8,), head=head, num_atoms=7, v_min=-3.0, v_max=3.0, dueling=True, noisy=noisy
   ).bind(VECTOR, spaces.Discrete(4))
-  agent = DQN(network=network, n_step=2, double=double, discount=0.9)
+  agent = DQN(network=network, n_step=2, double=double, discount=0.9, huber=0.7)
   train = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params.network
   train = train._replace(rest=train.rest._replace(target=target))
@@ -218,7 +329,7 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
       loss = rlax.categorical_double_q_learning(atoms, q[b], *given, atoms, q_t[b], best)
     else:
       tau = (jnp.arange(7) + 0.5) / 7
-      loss = rlax.quantile_q_learning(q[b].T, tau, *given, select[b].T, q_t[b].T, huber_param=1.0)
+      loss = rlax.quantile_q_learning(q[b].T, tau, *given, select[b].T, q_t[b].T, huber_param=0.7)
     losses.append(float(loss) * float(step.mask[b]))
   np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-5)
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
@@ -261,7 +372,10 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   """Loss, priorities, and what the burn-in is for, with truncated and terminated episodes."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5, dueling=True)
   network = network.bind(VECTOR, spaces.Discrete(4))
-  agent = R2D2(network=network, sequence=T - burn_in, burn_in=burn_in, n_step=3, total_envs=B)
+  agent = R2D2(
+    network=network, sequence=T - burn_in, burn_in=burn_in, n_step=3, total_envs=B,
+    max_grad_norm=0.1 if burn_in else 40.0, target_period=2 if burn_in else 1, learning_rate=0.01,
+  )  # fmt: skip
   train = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params
   train = train._replace(rest=train.rest._replace(target=target))
@@ -270,7 +384,7 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   state = state._replace(core=(rng.normal(size=(B, 5)).astype(np.float32),))
   window = random_window(T, 3, discrete, state)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
-  _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
+  new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
 
   def h(x: float) -> float:
     return np.sign(x) * (np.sqrt(abs(x) + 1) - 1) + 1e-3 * x
@@ -279,7 +393,7 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
     return np.sign(x) * (((np.sqrt(1 + 4e-3 * (abs(x) + 1 + 1e-3)) - 1) / 2e-3) ** 2 - 1)
 
   q, q_target = (q_values(network, p, window.timesteps, state.core) for p in (train.params, target))
-  steps, error = window.timesteps, np.zeros((T, B))
+  steps, error, goal = window.timesteps, np.zeros((T, B)), np.zeros((T, B), np.float32)
   for b in range(B):
     for t in range(burn_in, T):
       if steps.step_type[t, b] == LAST:
@@ -293,12 +407,27 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
           break
       value = inverse(q_target[s, b, np.argmax(q[s, b])])
       taken = q[t, b, window.outputs.action[t, b]]
-      error[t, b] = h(total + discount * value) - taken
+      goal[t, b] = h(total + discount * value)
+      error[t, b] = goal[t, b] - taken
   error = error[burn_in:]
   expected = 0.9 * np.abs(error).max(0) + 0.1 * np.abs(error).mean(0)
   np.testing.assert_allclose(priority, expected, rtol=5e-3, atol=1e-4)
   loss = np.mean(weight * (0.5 * error**2).sum(0))
   assert float(metrics['loss']) == pytest.approx(loss, rel=5e-3)
+  assert_close(new.rest.target, target if burn_in else new.params)
+
+  early, late = agent.split(steps)
+  core = network.unroll(train.params, state.core, early)[1] if burn_in else state.core
+  action = window.outputs.action[burn_in:]
+
+  def of_fixed_goals(params: Any) -> Any:
+    q = network.mean(network.unroll(params, core, late)[0])[:-1]
+    error = goal[burn_in:] - jnp.take_along_axis(q, action[..., None], -1)[..., 0]
+    return jnp.mean(weight * jnp.sum((late.step_type[:-1] != LAST) * 0.5 * error**2, axis=0))
+
+  assert_gradient(
+    new.rest.opt_state, jax.jit(jax.grad(of_fixed_goals))(train.params), agent.max_grad_norm
+  )
 
 
 def test_r2d2_s_burn_in_has_no_gradient() -> None:
@@ -358,20 +487,13 @@ def bound(agent: Any) -> Any:
   )
 
 
-def assert_moved_against(gradient: Any, before: Any, after: Any) -> None:
-  """Adam's first step is against the gradient's sign, wherever that is clear."""
-  clear = 0
-  for g, x, y in zip(*(jax.tree.leaves(t) for t in (gradient, before, after)), strict=True):
-    where = np.abs(g) > 1e-4
-    assert np.all(np.sign(y - x)[where] == -np.sign(g)[where])
-    clear += int(where.sum())
-  assert clear > 100
-
-
 def test_sac() -> None:
   """The critics' loss against their target, for each window; the temperature's direction."""
-  agent = bound(SAC(target_entropy=5.0, discount=0.9))
+  assert bound(SAC()).entropy_goal == -2
+  agent = bound(SAC(target_entropy=5.0, discount=0.9, target_rate=0.25))
   train = agent.init(jax.random.key(0))
+  target = agent.init(jax.random.key(1)).rest.critic
+  train = train._replace(rest=train.rest._replace(target=target, log_alpha=jnp.float32(-0.7)))
   window = random_window(1, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
@@ -400,28 +522,43 @@ def test_sac() -> None:
     log_prob = agent.actor.distribution.log_prob(outputs, x)
     return jnp.mean(step.mask * (jnp.exp(rest.log_alpha) * log_prob - q))
 
-  assert_moved_against(jax.grad(policy_loss)(train.params), train.params, new.params)
+  def critic_loss(critic: Any) -> Any:
+    """Equation 5, summed over the critics."""
+    q = agent.critic.value(critic, step.before.observation, jnp.float32(unit))[..., 0]
+    each = jnp.sum(0.5 * jnp.square(target[None] - q), axis=0)
+    return jnp.mean(weight * step.mask * each)
+
+  moments = new.rest.opt_state.inner_states
+  assert_gradient(moments['actor'], jax.grad(policy_loss)(train.params))
+  assert_gradient(moments['critic'], jax.grad(critic_loss)(rest.critic))
+  outputs, _ = agent.actor.step(train.params, (), step.before)
+  _, actor_key = jax.random.split(jax.random.fold_in(learn_key, 0))
+  x = agent.actor.distribution.sample(outputs, actor_key)
+  surplus = -agent.actor.distribution.log_prob(outputs, x) - 5.0
+  assert_gradient(moments['log_alpha'], np.exp(-0.7) * np.mean(step.mask * surplus))  # equation 18
   assert float(new.rest.log_alpha) > float(rest.log_alpha)  # the entropy is less than 5
-  moved = jax.tree.leaves(jax.tree.map(lambda a, b: (a - b).max(), new.rest.target, rest.target))
-  assert 0 < float(np.max(np.abs(moved))) < 1e-4  # by 0.005 of a step of about 3e-4
+  assert_close(new.rest.target, optax.incremental_update(new.rest.critic, rest.target, 0.25))
 
 
 def test_d4pg() -> None:
-  agent = bound(D4PG(n_step=2, discount=0.9, v_min=-3, v_max=3))
+  agent = bound(D4PG(n_step=2, discount=0.9, v_min=-3, v_max=3, target_period=1, target_rate=0.25))
   train = agent.init(jax.random.key(0))
+  target = agent.init(jax.random.key(1)).rest.target
+  train = train._replace(rest=train.rest._replace(target=target))
   window = random_window(2, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
   step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
-  action = jnp.tanh(agent.actor.step(train.params, (), step.after)[0])
+  action = jnp.tanh(agent.actor.step(target.actor, (), step.after)[0])
   support = np.linspace(-3, 3, 51).astype(np.float32)
-  q_t = agent.critic.value(train.rest.critic, step.after.observation, action)[0]
+  q_t = agent.critic.value(target.critic, step.after.observation, action)[0]
   unit = (window.outputs.action[0] - [-2, 0]) / [4, 10] * 2 - 1
   logits = agent.critic.value(train.rest.critic, step.before.observation, jnp.float32(unit))[0]
-  losses = []
+  losses, goals = [], []
   for b in range(B):
     atoms = np.float32(step.r_t[b] + step.discount_t[b] * support)
     p = rlax.categorical_l2_project(atoms, jax.nn.softmax(q_t[b]), support)
+    goals.append(p)
     losses.append(float(step.mask[b]) * float(-np.sum(p * jax.nn.log_softmax(logits[b]))))
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
   np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-4)
@@ -431,7 +568,16 @@ def test_d4pg() -> None:
     logits = agent.critic.value(train.rest.critic, step.before.observation, action)[0]
     return -jnp.mean(step.mask * (jax.nn.softmax(logits) @ support))
 
-  assert_moved_against(jax.grad(policy_loss)(train.params), train.params, new.params)
+  def critic_loss(critic: Any) -> Any:
+    logits = agent.critic.value(critic, step.before.observation, jnp.float32(unit))[0]
+    each = -jnp.sum(jnp.stack(goals) * jax.nn.log_softmax(logits), axis=-1)
+    return jnp.mean(weight * step.mask * each)
+
+  moments = new.rest.opt_state.inner_states
+  assert_gradient(moments['actor'], jax.grad(policy_loss)(train.params))
+  assert_gradient(moments['critic'], jax.grad(critic_loss)(train.rest.critic))
+  online = type(target)(new.params, new.rest.critic)
+  assert_close(new.rest.target, optax.incremental_update(online, target, 0.25))
 
 
 def test_noise_is_drawn_and_can_be_left_out() -> None:

@@ -134,10 +134,14 @@ def test_windows_are_those_of_the_device(case: str, order: str) -> None:
 
 def test_weights_and_priorities_are_those_of_the_device() -> None:
   """First priorities by what acting told, then by what was learned; weights by the same formula."""
-  buffer = settings(capacity=10_000, priority_exponent=0.7, importance_exponent=0.4, batch_size=512)
+  buffer = settings(
+    capacity=10_000, priority_exponent=0.7, importance_exponent=0.4, importance_steps=20 * T * B,
+    batch_size=512,
+  )  # fmt: skip
   both = Both(World(3), 6, buffer, keep_state=True, initial_priority=first_priority)
   try:
     both.add(times=10)
+    both.hosted.times(9)  # the tenth update: half of the way to an exponent of 1
     tree = np.array(both.memory.tree[0]).reshape(-1)
 
     def compare() -> None:
@@ -147,7 +151,7 @@ def test_weights_and_priorities_are_those_of_the_device() -> None:
         + np.array(starts_of(both.world, sample)) // both.w.period
       )
       count = len(both.hosted.table)
-      weight = (count * tree[index] / tree.sum()) ** -0.4
+      weight = (count * tree[index] / tree.sum()) ** -0.7
       np.testing.assert_allclose(sample.weight, weight / weight.max(), rtol=1e-4)
       priority = (np.arange(len(key)) % 7 + 1.0).astype(np.float32)
       last = dict(zip(index.tolist(), priority.tolist(), strict=True))

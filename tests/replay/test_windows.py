@@ -219,7 +219,9 @@ def test_bytes_of_an_atari_transition() -> None:
 def test_prioritised_sampling() -> None:
   """In proportion to the exponent's power, with the paper's weights; new ones at the highest."""
   world = World(0)
-  buffer = settings(priority_exponent=0.5, importance_exponent=0.4, capacity=200)
+  buffer = settings(
+    priority_exponent=0.5, importance_exponent=0.4, importance_steps=20 * T * B, capacity=200
+  )
   replay = windows(buffer, 2, B, T)
   memory = replay.init(world.unroll())
   world = World(0)
@@ -237,7 +239,7 @@ def test_prioritised_sampling() -> None:
     sample = replay.sample(memory, jax.random.key(1000 + i))
     counts.update(np.asarray(sample.index).tolist())
     position = np.searchsorted(index, sample.index)
-    weight = (len(index) * chance[position]) ** -0.4
+    weight = (len(index) * chance[position]) ** -0.7  # half of the way to 1 after 10 unrolls
     np.testing.assert_allclose(sample.weight, weight / weight.max(), rtol=1e-4)
   assert counts[int(index[0])] == 0
   total = sum(counts.values())
@@ -248,6 +250,16 @@ def test_prioritised_sampling() -> None:
   memory = replay.add(memory, world.unroll())  # the ring isn't full, so nothing goes
   gained = float(memory.tree[0].sum()) - before
   assert gained == pytest.approx(B * T * 3.0, rel=1e-5)
+
+
+def test_the_importance_exponent_rises_to_1() -> None:
+  def found(steps: int, **changes: Any) -> float:
+    w = windows(settings(importance_exponent=0.4, **changes), 2, B, T).windows
+    return float(w.importance(np.float64(steps)))
+
+  rising = [found(steps, importance_steps=200) for steps in (0, 50, 200, 1_000)]
+  assert rising == pytest.approx([0.4, 0.55, 1.0, 1.0])
+  assert found(1_000) == 0.4
 
 
 @pytest.mark.parametrize(
@@ -324,6 +336,7 @@ def test_without_any_priority_all_windows_are_alike() -> None:
     (dict(capacity=0), 'capacity must be at least 1, not 0'),
     (dict(min_size=2000, capacity=1000), 'min_size 2000 is more than the capacity of 1000'),
     (dict(samples_per_insert=0.0), 'samples_per_insert must be more than 0'),
+    (dict(importance_steps=-1), 'importance_steps must not be negative, not -1'),
     (dict(priority_exponent=1.5), r'priority_exponent must be within \[0, 1\], not 1.5'),
   ],
 )
