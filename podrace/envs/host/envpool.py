@@ -9,9 +9,12 @@ import envpool
 import numpy as np
 from gymnasium import spaces
 
-from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, options_of
+from podrace.envs.host.base import HostError, HostSpec, PoolArgs, Stepper, options_of
 from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.envs.spaces import convert
 from podrace.types import Arrival
+
+INT32 = np.iinfo(np.int32)
 
 _OURS = (
   'num_envs',
@@ -43,12 +46,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
   if config.get('max_num_players', 1) != 1:
     raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
-  space = _space(spec.gymnasium_observation_space)
+  space = convert(_space, spec.gymnasium_observation_space)
   given = {k: v for k, v in values.items() if k in options}
   return HostSpec(
     name=f'envpool:{name}',
     observation_space=space,
-    action_space=_space(spec.gymnasium_action_space),
+    action_space=convert(_space, spec.gymnasium_action_space),
     make=lambda args: EnvPool(name, given, clip, space, args),
     frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
@@ -56,23 +59,35 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
-  if isinstance(space, spaces.Dict):
-    return spaces.Dict({k: _space(s) for k, s in space.spaces.items()})
   if isinstance(space, spaces.Discrete):
     return spaces.Discrete(int(space.n), dtype=np.int32)
-  if isinstance(space, spaces.Box) and space.dtype == np.float64:
+  if not isinstance(space, spaces.Box):
+    return space
+  if space.dtype == np.float64:
     # What has no bounds says that they are the smallest double above 0 and the largest.
     limits = np.finfo(np.float64)
     low = np.where(space.low == limits.tiny, -np.inf, space.low).astype(np.float32)
     high = np.where(space.high == limits.max, np.inf, space.high).astype(np.float32)
     return spaces.Box(low, high, space.shape, np.float32)
+  if space.dtype == np.int64:
+    low, high = (np.clip(x, INT32.min, INT32.max) for x in (space.low, space.high))
+    return spaces.Box(low.astype(np.int32), high.astype(np.int32), space.shape, np.int32)
   return space
 
 
 def _as_declared(space: Any, x: Any, order: Any) -> Any:
-  """An observation [n, ...] in the types of `space`, with its rows in another order."""
+  """An observation [n, ...] in the types of `space`, with its rows in another order.
+
+  Raises:
+    HostError: if it has integers that are beyond those types.
+  """
   if isinstance(space, spaces.Dict):
     return {k: _as_declared(s, x[k], order) for k, s in space.spaces.items()}
+  if x.dtype == np.int64 and x.size and not INT32.min <= x.min() <= x.max() <= INT32.max:
+    raise HostError(
+      f"EnvPool's environment gave the integers {x.min()} to {x.max()}, which are beyond the 32 bits "
+      "of JAX's; podrace can't take it"
+    )
   return x[order].astype(space.dtype, copy=False)
 
 

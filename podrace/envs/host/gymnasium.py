@@ -29,6 +29,7 @@ from gymnasium import spaces
 from podrace.envs.host import worker as w
 from podrace.envs.host.base import HostError, HostSpec, PoolArgs, Stepper
 from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.envs.spaces import convert
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more
@@ -46,7 +47,9 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
   except (gymnasium.error.Error, ImportError, TypeError) as error:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
-  observation_space, action_space = _space(probe.observation_space), _space(probe.action_space)
+  observation_space, action_space = (
+    convert(_space, x) for x in (probe.observation_space, probe.action_space)
+  )
   fields = _fields(f'gymnasium:{name}', observation_space, action_space)
   probe.close()
   return HostSpec(
@@ -60,17 +63,17 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
   narrow = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
-  if isinstance(space, spaces.Dict):
-    return spaces.Dict({k: _space(v) for k, v in space.spaces.items()})
-  if isinstance(space, spaces.Tuple):
-    return spaces.Tuple([_space(s) for s in space.spaces])
   dtype: Any = narrow.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
   if isinstance(space, spaces.Discrete):
     if int(space.start):
       raise UnknownName(f'{space} does not start at 0')
     return spaces.Discrete(int(space.n), dtype=np.int32)
   if isinstance(space, spaces.Box) and dtype is not space.dtype:
-    return spaces.Box(space.low.astype(dtype), space.high.astype(dtype), space.shape, dtype)
+    low, high = space.low, space.high
+    if np.issubdtype(dtype, np.integer):
+      limits = np.iinfo(dtype)
+      low, high = np.clip(low, limits.min, limits.max), np.clip(high, limits.min, limits.max)
+    return spaces.Box(low.astype(dtype), high.astype(dtype), space.shape, dtype)
   if isinstance(space, spaces.MultiDiscrete):
     return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
   return space
