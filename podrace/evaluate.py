@@ -111,8 +111,7 @@ def host_returns(
   """As `episode_returns`, of environments on the host; whole games, with unclipped rewards.
 
   Raises:
-    RunError: if an episode is still going after `max_steps`.
-    HostError: if an environment does what none may do.
+    RunError: if an episode is still going after `max_steps`, or an environment fails.
   """
   found, every = [], spread(episodes, num_envs or episodes)
   for start in range(0, episodes, HOST_AT_ONCE):
@@ -123,6 +122,8 @@ def host_returns(
     pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), HOST_DEADLINE))
     try:
       found.append(_host_round(agent, spec, params, pool, ids, round_key, max_steps))
+    except HostError as e:
+      raise RunError(str(e)) from e
     finally:
       pool.close()
   return np.concatenate(found)

@@ -21,6 +21,7 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
+from podrace.envs.spaces import leaves, over
 from podrace.types import Array, TimeStep
 
 CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
@@ -462,7 +463,7 @@ class Body:
 
   @functools.cached_property
   def image_torso(self) -> str:
-    images = [s for s in _boxes(self.observation_space) if len(s.shape) == 3]
+    images = _images(self.observation_space)
     if self.torso in IMAGE_TORSOS and not images:
       raise ValueError(
         f'torso {self.torso!r} needs an image, [height, width, channels]; '
@@ -505,11 +506,11 @@ class Body:
       space = {k: v for k, v in self.observation_space.items() if k != 'action_mask'}
     else:
       space = self.observation_space
-    return _floats(space, observation), mask
+    return over(_floats, space, observation), mask
 
   def example(self) -> TimeStep:
     """A timestep [1, ...] of zeros."""
-    observation = _zeros(self.observation_space)
+    observation = over(_zeros, self.observation_space)
     return TimeStep(observation, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
 
   def init(self, key: Array) -> Any:
@@ -783,40 +784,28 @@ class Critic(Body):
 # --- spaces -----------------------------------------------------------------------------------
 
 
-def _zeros(space: Any) -> Any:
-  """Observations [1, ...] of zeros, in a gymnasium space's shape."""
-  from gymnasium import spaces
-
-  if isinstance(space, spaces.Dict):
-    return {k: _zeros(v) for k, v in space.items()}
-  if isinstance(space, spaces.Tuple):
-    return tuple(_zeros(s) for s in space)
+def _zeros(space: Any) -> Array:
+  """Observations [1, ...] of zeros, in the shape of a space that holds arrays."""
   if space.shape is None:
     raise ValueError(f'no network input for the observation space {space}')
   return jnp.asarray(np.zeros((1, *space.shape), space.dtype))  # int64 becomes int32
 
 
-def _boxes(space: Any) -> list[Any]:
+def _images(space: Any) -> list[Any]:
+  """The boxes with three axes, of which an action_mask is none."""
   from gymnasium import spaces
 
-  if isinstance(space, spaces.Dict):
-    return [b for k, v in space.items() if k != 'action_mask' for b in _boxes(v)]
-  if isinstance(space, spaces.Tuple):
-    return [b for s in space for b in _boxes(s)]
-  return [space] if isinstance(space, spaces.Box) else []
+  found = [s for path, s in leaves(space) if path.split('/')[1:2] != ['action_mask']]
+  return [s for s in found if isinstance(s, spaces.Box) and len(s.shape) == 3]
 
 
-def _floats(space: Any, x: Any) -> Any:
+def _floats(space: Any, x: Array) -> Array:
   """Observations as floats, by what their space says they are."""
   from gymnasium import spaces
 
-  if isinstance(space, dict | spaces.Dict):
-    return {k: _floats(s, x[k]) for k, s in space.items()}
-  if isinstance(space, spaces.Tuple):
-    return tuple(_floats(s, v) for s, v in zip(space, x, strict=True))
   if isinstance(space, spaces.Discrete):
     return jax.nn.one_hot(x - int(space.start), int(space.n))
-  if isinstance(space, spaces.MultiDiscrete):
+  if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1:
     parts = [
       jax.nn.one_hot(x[..., i] - int(space.start[i]), int(n)) for i, n in enumerate(space.nvec)
     ]

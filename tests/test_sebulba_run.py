@@ -191,7 +191,7 @@ def test_out_of_order_gives_the_same_unrolls() -> None:
 def test_one_environment_that_hangs_among_many_is_noticed() -> None:
   """The others go on, and always some of them are there."""
   with Running(shuffled(2, 0, stuck=5, deadline=0.5)) as run:
-    over = over_in(20)
+    over = over_in(120)
     with pytest.raises(ActorFailed, match='actor thread 0 have not answered for'):
       while not over():
         run.advance(1)

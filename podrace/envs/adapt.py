@@ -14,6 +14,7 @@ import numpy as np
 
 from podrace.envs.base import Dynamics
 from podrace.envs.registry import UnknownName
+from podrace.envs.spaces import over
 from podrace.types import LAST, Array, TimeStep
 
 
@@ -49,11 +50,13 @@ def foreign(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def to_space(space: gymnasium.Space, observation: Any) -> Any:
   """`observation` in the types that `space` declares; dicts go by key, other shapes are refused."""
-  if isinstance(space, gymnasium.spaces.Dict):
-    return {key: to_space(sub, observation[key]) for key, sub in space.spaces.items()}
-  if jnp.shape(observation) != space.shape:
-    raise ValueError(f'observation of shape {jnp.shape(observation)}, declared {space.shape}')
-  return jnp.asarray(observation, space.dtype)
+
+  def typed(space: gymnasium.Space, x: Any) -> Array:
+    if jnp.shape(x) != space.shape:
+      raise ValueError(f'observation of shape {jnp.shape(x)}, declared {space.shape}')
+    return jnp.asarray(x, space.dtype)
+
+  return over(typed, space, observation)
 
 
 def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> gymnasium.spaces.Box:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from podrace.envs.registry import UnknownName
 from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
 
 
@@ -73,6 +74,12 @@ class NextStepReset:
 
   dynamics: Dynamics
   fresh_fraction: float = 1.0
+
+  def __post_init__(self) -> None:
+    if not 0 < self.fresh_fraction <= 1:
+      raise UnknownName(
+        f'fresh_fraction is a share, above 0 and at most 1, not {self.fresh_fraction}'
+      )
 
   @property
   def observation_space(self) -> Any:

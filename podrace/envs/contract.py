@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import gymnasium
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import batch, select
+from podrace.envs.spaces import leaves, tree, values
 from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
 
 quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
@@ -112,19 +114,14 @@ def check_types(env: Environment) -> None:
 
 def check_observations(env: Environment, stream: TimeStep) -> None:
   """Every observation [T, B, ...] is in the declared space."""
-  _inside(env.observation_space, stream.observation, 'observation')
+  space, x = env.observation_space, stream.observation
+  found, declared = (str(jax.tree.structure(t)) for t in (x, tree(space, itertools.repeat(0))))
+  assert found == declared, f'observations are {found}, expected {declared}'
+  for (where, leaf), array in zip(leaves(space), values(space, x), strict=True):
+    _inside(leaf, array, where)
 
 
 def _inside(space: Any, x: Any, where: str) -> None:
-  if isinstance(space, gymnasium.spaces.Dict):
-    assert set(x) == set(space.spaces), f'{where} has {sorted(x)}, expected {sorted(space.spaces)}'
-    for key, sub in space.spaces.items():
-      _inside(sub, x[key], f'{where}/{key}')
-    return
-  if isinstance(space, gymnasium.spaces.Tuple):
-    for i, sub in enumerate(space.spaces):
-      _inside(sub, x[i], f'{where}/{i}')
-    return
   low: Any = getattr(space, 'low', 0)
   high: Any = getattr(space, 'high', np.inf)
   if isinstance(space, gymnasium.spaces.Discrete):  # it declares i64, which JAX does not have

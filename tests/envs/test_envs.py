@@ -233,6 +233,12 @@ def test_names_are_the_libraries() -> None:
   assert all(len(set(n)) == len(n) for n in names.values())
 
 
+@pytest.mark.parametrize('fraction', ['0', '-0.5', '1.5', 'nan'])
+def test_a_share_of_resets_is_one(fraction: str) -> None:
+  with pytest.raises(UnknownName, match='fresh_fraction is a share, above 0'):
+    podrace.envs.make(f'gymnax:CartPole-v1,fresh_fraction={fraction}')
+
+
 def test_a_name_reads_its_options() -> None:
   assert registry.parse('a:b,i=3,f=0.5,e=1e-3,t=true,u=false,s=xy') == (
     'a',

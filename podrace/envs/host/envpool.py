@@ -21,6 +21,7 @@ from podrace.envs.host.base import (
   rows_of,
 )
 from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.envs.spaces import convert
 from podrace.types import Arrival
 
 _OURS = (
@@ -53,12 +54,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
   if config.get('max_num_players', 1) != 1:
     raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
-  space = _space(spec.gymnasium_observation_space)
+  space = convert(_space, spec.gymnasium_observation_space)
   given = {k: v for k, v in values.items() if k in options}
   return HostSpec(
     name=f'envpool:{name}',
     observation_space=space,
-    action_space=_space(spec.gymnasium_action_space),
+    action_space=convert(_space, spec.gymnasium_action_space),
     make=lambda args: EnvPool(name, given, clip, space, args),
     frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
@@ -66,17 +67,17 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
-  if isinstance(space, spaces.Dict):
-    return spaces.Dict({k: _space(s) for k, s in space.spaces.items()})
   if isinstance(space, spaces.Discrete):
     return spaces.Discrete(int(space.n), dtype=np.int32)
-  if isinstance(space, spaces.Box) and space.dtype == np.float64:
+  if not isinstance(space, spaces.Box):
+    return space
+  if space.dtype == np.float64:
     # What has no bounds says that they are the smallest double above 0 and the largest.
     limits = np.finfo(np.float64)
     low = np.where(space.low == limits.tiny, -np.inf, space.low)
     high = np.where(space.high == limits.max, np.inf, space.high)
     return narrow(space, low, high, np.float32)
-  if isinstance(space, spaces.Box) and space.dtype == np.int64:
+  if space.dtype == np.int64:
     return narrow(space, space.low, space.high, np.int32)
   return space
 

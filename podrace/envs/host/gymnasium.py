@@ -40,6 +40,7 @@ from podrace.envs.host.base import (
   rows_of,
 )
 from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.envs.spaces import convert
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more
@@ -56,7 +57,9 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
   except (gymnasium.error.Error, ImportError, TypeError) as error:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
-  observation_space, action_space = _space(probe.observation_space), _space(probe.action_space)
+  observation_space, action_space = (
+    convert(_space, x) for x in (probe.observation_space, probe.action_space)
+  )
   fields = _fields(f'gymnasium:{name}', observation_space, action_space)
   probe.close()
   return HostSpec(
@@ -70,10 +73,6 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
   types = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
-  if isinstance(space, spaces.Dict):
-    return spaces.Dict({k: _space(v) for k, v in space.spaces.items()})
-  if isinstance(space, spaces.Tuple):
-    return spaces.Tuple([_space(s) for s in space.spaces])
   dtype: Any = types.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
   if isinstance(space, spaces.Discrete):
     if int(space.start):

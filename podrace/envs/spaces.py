@@ -1,0 +1,61 @@
+"""The structure of gymnasium's spaces, walked in one place: Dicts and Tuples of whatever holds arrays.
+
+A space tells what it is by itself, so this imports neither gymnasium nor jax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+
+def _parts(space: Any) -> list[Any] | None:
+  """Keys of a Dict, or of a dict of spaces; indices of a Tuple; None of what holds arrays."""
+  if isinstance(space, Mapping):
+    return list(space)
+  return list(range(len(space))) if isinstance(space, Sequence) else None
+
+
+def leaves(space: Any, path: str = 'observation') -> Iterator[tuple[str, Any]]:
+  """(path, space) of everything in a space that holds arrays, as `observation/key/0`."""
+  parts = _parts(space)
+  if parts is None:
+    yield path, space
+  for part in parts or ():
+    yield from leaves(space[part], f'{path}/{part}')
+
+
+def values(space: Any, x: Any) -> Iterator[Any]:
+  """The arrays of what is in a space, in the order of `leaves`; dicts go by the keys that it declares."""
+  parts = _parts(space)
+  if parts is None:
+    yield x
+  elif not isinstance(space, Mapping) and len(x) != len(parts):
+    raise ValueError(f'{len(x)} parts, where {len(parts)} are declared: {space}')
+  for part in parts or ():
+    yield from values(space[part], x[part])
+
+
+def tree(space: Any, arrays: Iterator[Any]) -> Any:
+  """What has these arrays, in the order of `leaves`: dicts and tuples as the space has them."""
+  parts = _parts(space)
+  if parts is None:
+    return next(arrays)
+  found = [tree(space[part], arrays) for part in parts]
+  return dict(zip(parts, found, strict=True)) if isinstance(space, Mapping) else tuple(found)
+
+
+def over(f: Callable[..., Any], space: Any, *trees: Any) -> Any:
+  """f(space, *arrays) of everything that holds arrays, as a tree."""
+  spaces = (leaf for _, leaf in leaves(space))
+  return tree(space, map(f, spaces, *(values(space, x) for x in trees)))
+
+
+def convert(f: Callable[[Any], Any], space: Any) -> Any:
+  """The space with f(space) in the place of everything that holds arrays."""
+  parts = _parts(space)
+  if parts is None:
+    return f(space)
+  found: Any = [convert(f, space[part]) for part in parts]
+  kind: Any = type(space)
+  return kind(dict(zip(parts, found, strict=True)) if isinstance(space, Mapping) else found)
