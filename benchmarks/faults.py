@@ -9,7 +9,8 @@ there (a device that is down; neighbours with a wrong address for one way only),
 since netem is not in every kernel. Needs Linux, root and iproute2.
 
 Every unroll that is learned from is written down by the agent: torn ones have a gap, a repetition or two
-environments in them, duplicated ones overlap with another of the same environment. Writes results/faults.json.
+environments in them, duplicated ones overlap with another of the same environment. Writes results/faults.json;
+with --only the rows that are named, in the place of those that are there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, record
+from common import RESULTS, ROOT, origin, record
 
 sys.path.append(str(ROOT / 'tests'))
 
@@ -241,6 +242,7 @@ class Run:
       'memory_mb': {k: round(v) for k, v in memory.items()},
       'grown_mb': grown,
       **more,
+      'origin': origin(),
     }
     self.without_clients()
     print(json.dumps(found), flush=True)
@@ -391,6 +393,9 @@ def restores(count: int) -> Callable[[Run], dict[str, Any]]:
 
 def measure(kind: type[Run], folder: Path, faults: dict[str, Any], only: list[str]) -> Any:
   """A learner, all faults one after the other, and its end."""
+  chosen = {k: v for k, v in faults.items() if not only or any(o in k for o in only)}
+  if not chosen:
+    return {'rows': []}
   folder.mkdir()
   keys = folder / 'keys'
   podrace = [sys.executable, '-m', 'podrace.cli']
@@ -398,7 +403,6 @@ def measure(kind: type[Run], folder: Path, faults: dict[str, Any], only: list[st
   with Network() as network:
     run = kind(network, folder, keys)
     try:
-      chosen = {k: v for k, v in faults.items() if not only or any(o in k for o in only)}
       rows = [run.row(name, fault) for name, fault in chosen.items()]
       run.learner.signal(signal.SIGTERM)
       code = run.learner.process.wait(PATIENCE)
@@ -433,7 +437,7 @@ def main() -> None:
   parser.add_argument(
     '--seconds', type=float, default=30.0, help='of cuts, freezes, delays, resets'
   )
-  parser.add_argument('--only', nargs='*', default=[], help='parts of names; nothing is recorded')
+  parser.add_argument('--only', nargs='*', default=[], help='parts of names')
   args = parser.parse_args()
   s = args.seconds
   environments = {
@@ -461,9 +465,14 @@ def main() -> None:
       ),
       'acting elsewhere': measure(Acting, Path(folder) / 'acting', acting, args.only),
     }
-  print(json.dumps(results, indent=1))
-  if not args.only:
-    record('faults', dict(results, clients=2, environments=ENVIRONMENTS))
+  path = RESULTS / 'faults.json'
+  before = json.loads(path.read_text())['results'] if args.only and path.exists() else {}
+  for name, found in results.items():
+    rows = {x['fault']: x for x in before.get(name, {}).get('rows', [])}
+    rows |= {x['fault']: x for x in found['rows']}
+    results[name] = {**before.get(name, {}), **(found if found['rows'] else {})}
+    results[name]['rows'] = list(rows.values())
+  record('faults', dict(results, clients=2, environments=ENVIRONMENTS))
 
 
 if __name__ == '__main__':

@@ -499,7 +499,7 @@ def act(config: Config, options: Options) -> int:
     UsageError: if the config can't be; if the learner's run is another one: both sides are named.
     RunError: if a thread or its environments fail.
   """
-  acting = dict(architecture='sebulba', lag='async', replay='service', seeds=1)  # whatever is told
+  acting = dict(architecture='sebulba', lag='async', replay='service')  # whatever the preset is for
   config = dataclasses.replace(config, **acting)  # type: ignore[arg-type]
   validate(config)
   n = options.share[1]

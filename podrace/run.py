@@ -447,7 +447,8 @@ class _Run:
       raise
     self.checkpoints.wait()
     summary = self.finish(state)
-    self.program.finished(state)
+    with self.saving(self.updates_done(state), state):
+      self.program.finished(state)
     return summary
 
   @property

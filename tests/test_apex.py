@@ -117,8 +117,13 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   assert {x['acting_processes'] for x in told} >= {1, 2}
 
 
-def test_impala_learns_from_a_queue_of_unrolls(tmp_path: Path) -> None:
+def test_impala_learns_from_a_queue_of_unrolls(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
   """All of it in one process, with two acting ends."""
+  monkeypatch.setattr(
+    apex, 'GOODBYE_SECONDS', 120.0
+  )  # however slow they are to see that it is over
   network = ActorCritic(hidden=(64,), initializer='lecun', activation='relu')
   config = Config(
     Impala(network, learning_rate=1e-2), architecture='sebulba', num_envs=16, unroll_length=8,

@@ -226,6 +226,7 @@ class Client:
     socket.maxmsgsize = max(wire.HEADER_BYTES, 65536 * self._layout.action_bytes) + 65536
     socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 10_000
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
+    socket.connect_timeout = wire.CONNECT_MS
     if '[' in self._options.connect:
       socket.ipv6 = True
     socket.connect(self._options.connect)

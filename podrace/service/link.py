@@ -23,7 +23,16 @@ import zmq
 
 from podrace import __version__
 from podrace.remote import security
-from podrace.remote.wire import Wake, WireError, fields, pack, plain, plain_reasons, unpack
+from podrace.remote.wire import (
+  CONNECT_MS,
+  Wake,
+  WireError,
+  fields,
+  pack,
+  plain,
+  plain_reasons,
+  unpack,
+)
 from podrace.service import wire
 
 HELLO_SECONDS = 0.5  # between attempts to get a session
@@ -162,6 +171,7 @@ class Link:
     socket.maxmsgsize = wire.FRAME_BYTES
     socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
+    socket.connect_timeout = CONNECT_MS
     if '[' in self.address:
       socket.ipv6 = True
     self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
