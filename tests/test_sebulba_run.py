@@ -276,7 +276,8 @@ def test_a_failure_in_one_of_two_processes_ends_both(
     tmp_path / 'run', '--architecture', 'sebulba', '--env', env, '--total-steps', '64000',
     '--actor-devices', '0', '--learner-devices', '1', '--env-threads', '2',
   )  # fmt: skip
-  codes = [p.wait(3 * SILENCE_SECONDS) for p in both]
+  apart.until(lambda: any(p.popen.poll() is not None for p in both), 600)
+  codes = [p.wait(6 * SILENCE_SECONDS) for p in both]
   assert all(code not in (0, 2) for code in codes), both[0].output + both[1].output
   failed = [code for code, p in zip(codes, both, strict=True) if 'the game broke' in p.output]
   assert failed == [1]  # the other may be ended by JAX
