@@ -29,7 +29,7 @@ import zmq
 from podrace import __version__
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.worker import values
+from podrace.envs.spaces import values
 from podrace.remote import security, wire
 from podrace.remote.hub import to_stderr
 from podrace.remote.wire import WireError

@@ -29,7 +29,7 @@ import zmq
 
 from podrace import __version__
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.worker import tree
+from podrace.envs.spaces import tree
 from podrace.remote import wire
 from podrace.remote.hub import PEERS, Hub, Listen, Say
 from podrace.remote.wire import WireError

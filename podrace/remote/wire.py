@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from podrace.envs.host.worker import leaves
+from podrace.envs.spaces import leaves
 
 VERSION = 1
 NAME = 'podrace'

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology as topology_
 from podrace.envs.host.base import EpisodeCounter, HostSpec
+from podrace.envs.spaces import over
 from podrace.learner import (
   Log,
   add_to_log,
@@ -414,10 +415,4 @@ def _concatenate(trajectories: Any) -> Trajectory:
 
 def _zeros(space: Any, n: int) -> Any:
   """Observations [n, ...] of zeros, as numpy arrays."""
-  from gymnasium import spaces
-
-  if isinstance(space, spaces.Dict):
-    return {k: _zeros(s, n) for k, s in space.spaces.items()}
-  if isinstance(space, spaces.Tuple):
-    return tuple(_zeros(s, n) for s in space.spaces)
-  return np.zeros((n, *space.shape), space.dtype)
+  return over(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), space)

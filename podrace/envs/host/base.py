@@ -13,6 +13,7 @@ import numpy as np
 
 from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName, Value
+from podrace.envs.spaces import leaves, values
 from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
 
 
@@ -216,7 +217,7 @@ class Checker:
 
   def __init__(self, spec: HostSpec, num_envs: int) -> None:
     self._name, self._num_envs, self._action_space = spec.name, num_envs, spec.action_space
-    self._fields = list(_fields('observation', spec.observation_space))
+    self._space, self._leaves = spec.observation_space, list(leaves(spec.observation_space))
     self._low, self._high = _bounds(spec.action_space)
 
   def __call__(self, arrival: Arrival) -> None:
@@ -225,8 +226,8 @@ class Checker:
     known = not n or rows_of(ids, self._num_envs) is EVERY
     if not known and not (ids.min() >= 0 and ids.max() < self._num_envs):
       raise HostError(f'{self._name}: env_id {ids} is out of range({self._num_envs})')
-    for field, space, get in self._fields:
-      x = np.asarray(get(arrival.timestep.observation))
+    arrays = values(self._space, arrival.timestep.observation)
+    for (field, space), x in zip(self._leaves, map(np.asarray, arrays), strict=True):
       if x.shape != (n, *space.shape):
         raise HostError(f'{self._name}: {field} has shape {x.shape[1:]}, declared {space.shape}')
       if x.dtype != space.dtype:
@@ -280,21 +281,6 @@ def narrowed(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
   if x.dtype.kind in 'iu' and x.dtype.itemsize > y.dtype.itemsize and np.count_nonzero(x != y):
     raise HostError(f'{name}: observation has {x[x != y][:3].tolist()}, which {y.dtype} has not')
   return y
-
-
-def _fields(where: str, space: Any) -> Any:
-  from gymnasium import spaces
-
-  if isinstance(space, spaces.Dict):
-    for key, sub in space.spaces.items():
-      for name, leaf, get in _fields(f'{where}/{key}', sub):
-        yield name, leaf, lambda x, key=key, get=get: get(x[key])
-  elif isinstance(space, spaces.Tuple):
-    for i, sub in enumerate(space.spaces):
-      for name, leaf, get in _fields(f'{where}/{i}', sub):
-        yield name, leaf, lambda x, i=i, get=get: get(x[i])
-  else:
-    yield where, space, lambda x: x
 
 
 # --- episodes -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from podrace.envs.host.base import (
   rows_of,
 )
 from podrace.envs.registry import UnknownName, Value, nearest
-from podrace.envs.spaces import convert
+from podrace.envs.spaces import convert, leaves, tree
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more
@@ -86,7 +86,7 @@ def _space(space: Any) -> Any:
 
 
 def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Field]:
-  found = [*w.leaves(observation_space), (w.ACTION, action_space)]
+  found = [*leaves(observation_space), (w.ACTION, action_space)]
   for where, space in found:
     if space.dtype is None or space.shape is None:
       raise UnknownName(f'{name}: no arrays for {where}, which is {space}')
@@ -197,7 +197,7 @@ class Workers:
     self._file.truncate(length)
     self._memory = mmap.mmap(self._file.fileno(), length)
     self._arrays = w.arrays(self._memory, fields, args.num_envs)
-    self._leaves = [self._arrays[n] for n, _ in w.leaves(observation_space)]
+    self._leaves = [self._arrays[n] for n, _ in leaves(observation_space)]
     self._told = dict(
       name=name, options=options, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(),
@@ -244,10 +244,10 @@ class Workers:
     ids = everyone(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
     rows: Any = EVERY if whole else ids
     a = self._arrays
-    leaves = [x.copy() if whole else x[rows] for x in self._leaves]  # workers write on
+    arrays = [x.copy() if whole else x[rows] for x in self._leaves]  # workers write on
     reward = a[w.REWARD][rows].astype(np.float32)
     timestep: Any = self._stepper.timestep(
-      ids, w.tree(self._space, iter(leaves)), reward, a[w.TERMINATED][rows], a[w.TRUNCATED][rows]
+      ids, tree(self._space, iter(arrays)), reward, a[w.TERMINATED][rows], a[w.TRUNCATED][rows]
     )
     return Arrival(ids, timestep, reward, timestep.last, self._run_id[ids])
 

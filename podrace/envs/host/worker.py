@@ -14,51 +14,19 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from podrace.envs.spaces import leaves, values
+
 GO, DONE, FAILED = b'g', b'd', b'f'
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 ACTION, REWARD, TERMINATED, TRUNCATED = 'action', 'reward', 'terminated', 'truncated'
 
 Field = tuple[str, str, list[int]]  # name, dtype, shape of one environment's
-
-
-def leaves(space: Any, path: str = 'observation') -> Iterator[tuple[str, Any]]:
-  """(name, space) of everything in a space that is an array."""
-  if isinstance(space, spaces.Dict):
-    for key, sub in space.spaces.items():
-      yield from leaves(sub, f'{path}/{key}')
-  elif isinstance(space, spaces.Tuple):
-    for i, sub in enumerate(space.spaces):
-      yield from leaves(sub, f'{path}/{i}')
-  else:
-    yield path, space
-
-
-def values(space: Any, x: Any) -> Iterator[Any]:
-  """The arrays of an observation, in the order of `leaves`."""
-  if isinstance(space, spaces.Dict):
-    for key, sub in space.spaces.items():
-      yield from values(sub, x[key])
-  elif isinstance(space, spaces.Tuple):
-    for sub, value in zip(space.spaces, x, strict=True):
-      yield from values(sub, value)
-  else:
-    yield x
-
-
-def tree(space: Any, leaves: Iterator[Any]) -> Any:
-  """The observation that has these arrays, in the order of `leaves`."""
-  if isinstance(space, spaces.Dict):
-    return {k: tree(s, leaves) for k, s in space.spaces.items()}
-  if isinstance(space, spaces.Tuple):
-    return tuple(tree(s, leaves) for s in space.spaces)
-  return next(leaves)
 
 
 def arrays(memory: mmap.mmap, fields: list[Field], n: int) -> dict[str, np.ndarray]:
