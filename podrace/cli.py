@@ -296,8 +296,10 @@ def base_config(preset: str | None, run_dir: Path | None, agent: str | None) -> 
     cls = agent_class(agent)
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
       raise UsageError(f'{agent} is no agent: it is no dataclass; see docs/own-agent.md')
+    if not getattr(cls, '__dataclass_params__').frozen:  # noqa: B009 (which mypy does not know)
+      raise UsageError(f'{agent} must be frozen: @dataclasses.dataclass(frozen=True)')
     if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
-      raise UsageError(f'{agent} needs defaults for its fields: {", ".join(needed)} has none')
+      raise UsageError(f'{agent} needs defaults for its fields: {", ".join(needed)}')
     config = dataclasses.replace(config, agent=cls())
   return config
 
@@ -724,6 +726,7 @@ def keys(args: list[str]) -> int:
   if not args or '-h' in args or '--help' in args:
     print(KEYS_USAGE, end='')
     return 0
+  args = Options(args, {}).arguments
   from podrace import remote
 
   remote.require()

@@ -33,7 +33,7 @@ class Options:
       name, equals, value = arg.partition('=')
       if name not in takes:
         if name.startswith('-') and not others_pass:
-          raise unknown('option', name, takes)
+          raise unknown('option', name, takes) if takes else UsageError(f'no option {name!r} here')
         self.arguments.append(arg)
         continue
       if not takes[name]:

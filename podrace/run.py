@@ -736,14 +736,18 @@ def final_return(path: Path) -> dict[str, Any]:
   total = sum(line['episode_return'] * line['episodes'] for line in tail)
   result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
   if 'episode_return_by_seed' in tail[-1]:
-    pairs = [
-      [(line['episode_return_by_seed'][i] or 0.0, line['episodes_by_seed'][i]) for line in tail]
+    result['episode_return_by_seed'] = [
+      _mean([(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in tail])
       for i in range(len(tail[-1]['episodes_by_seed']))
     ]
-    result['episode_return_by_seed'] = [
-      sum(r * n for r, n in seed) / max(sum(n for _, n in seed), 1) for seed in pairs
-    ]
   return result
+
+
+def _mean(told: list[tuple[float | None, int]]) -> float | None:
+  """The mean of (mean, count)s; None if nothing was counted."""
+  known = [(mean, count) for mean, count in told if mean is not None]
+  total = sum(count for _, count in known)
+  return sum(mean * count for mean, count in known) / total if total else None
 
 
 def _next(update: int, every: int) -> int:

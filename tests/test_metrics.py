@@ -204,3 +204,11 @@ def test_lines_survive_without_close(tmp_path: Path) -> None:
   until(lambda: (tmp_path / 'metrics.jsonl').read_text())
   assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == line(1)
   lines.close()
+
+
+@pytest.mark.parametrize('line', ['[1]', '{"loss": 1}', '3'])
+def test_what_is_no_line_of_metrics(line: str, tmp_path: Path) -> None:
+  path = tmp_path / 'metrics.jsonl'
+  path.write_text('{"step": 1}\n' + line + '\n')
+  with pytest.raises(UsageError, match=r'line 2, is no line of metrics: it has no step'):
+    metrics.read(path)

@@ -102,6 +102,25 @@ def test_summary(finished: Path) -> None:
   assert len(found['params_sha256']) == 64
 
 
+def test_the_final_return_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
+  path = tmp_path / 'metrics.jsonl'
+  told = [(10, 7.0, 1), (95, None, 3), (98, 2.0, 1), (100, 5.0, 2)]
+  text = [dict(step=s, episode_return=r, episodes=n) for s, r, n in told]
+  path.write_text(''.join(json.dumps(line) + '\n' for line in text))
+  assert run.final_return(path) == {'episode_return': 4.0, 'episodes': 3}
+  seeds = dict(episode_return_by_seed=[2.0, None], episodes_by_seed=[4, 0])
+  path.write_text(json.dumps({**text[0], **seeds}) + '\n')
+  assert run.final_return(path)['episode_return_by_seed'] == [2.0, None]
+  path.write_text(json.dumps(text[1]) + '\n')
+  assert run.final_return(path) == {'episode_return': None, 'episodes': 0}
+
+
+def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
+  (tmp_path / 'summary.json').write_text('{"step": 1}')
+  with pytest.raises(UsageError, match=r'summary\.json is not the summary of a run'):
+    run.train(CONFIG, tmp_path, quiet=True)
+
+
 def test_params_sha256_is_what_the_contract_says() -> None:
   params = {'b': jnp.arange(3, dtype=jnp.int32), 'a': {'z': jnp.ones([2, 2]), 'y': jnp.float32(1)}}
   expected = hashlib.sha256(
