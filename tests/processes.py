@@ -62,7 +62,7 @@ class Podrace:
 
   def says(self, text: str) -> None:
     """Returns when the output has `text`; fails if the process ends without."""
-    until(lambda: text in self.output or not self.process.is_alive())
+    until(lambda: text in self.output or not self.process.is_alive(), DEADLINE)
     assert text in self.output, self.output
 
   def kill(self) -> None:
