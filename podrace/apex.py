@@ -129,7 +129,7 @@ def record(config: Config) -> dict[str, Any]:
 class Feed:
   """Batches for the learner, and priorities from it, by threads of their own."""
 
-  def __init__(self, client: service.Client, w: Windows, mesh: Mesh) -> None:
+  def __init__(self, client: service.Client, w: Windows, mesh: Mesh, steps: int) -> None:
     self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
     self._table, self._episodes = replay_table(client, w), episodes_table(client)
     self._drawn: queue.Queue[Draw] = queue.Queue(PREFETCH)
@@ -137,7 +137,7 @@ class Feed:
     self._lock = threading.Lock()
     self._totals = Totals()
     self._samples = 0
-    self.steps = 0  # of the environments, up to the update at hand
+    self.steps = steps  # of the environments, up to the update at hand
     self._failure: str | None = None
     self._closed = False
     self._threads = [
@@ -261,7 +261,7 @@ class Apart:
     self._update = int(jax.device_get(state.update))
     self._episodes = Totals(**told.get('episodes', {}))
     self._publish(state.train.params)
-    self._feed = Feed(self._client, self._program.replay.windows, self.mesh)
+    self._feed = Feed(self._client, self._program.replay.windows, self.mesh, self._steps())
 
   def _publish(self, params: Any, *more: tuple[str, np.ndarray]) -> None:
     assert self._publisher is not None
@@ -284,7 +284,7 @@ class Apart:
     assert self._feed is not None
     train, log = state.train, state.log
     w: Windows = self._program.replay.windows
-    self._feed.steps = (self._update + 1) * w.num_envs * w.unroll_length
+    self._feed.steps = self._steps()
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
       batch = self._feed.take(give_up)
       if batch is None:
@@ -295,6 +295,11 @@ class Apart:
       self._feed.update(batch.key, priority, give_up)
     self._update += 1
     return state._replace(train=train, log=log, update=self._placed(self._update)), True
+
+  def _steps(self) -> int:
+    """Of the environments, up to the update at hand."""
+    w: Windows = self._program.replay.windows
+    return (self._update + 1) * w.num_envs * w.unroll_length
 
   def _placed(self, number: int) -> Array:
     return jax.device_put(np.int32(number), self._program.shardings.update)
