@@ -373,6 +373,7 @@ class Apart:
     self._update = int(jax.device_get(state.update))
     self._episodes = Totals(**told.get('episodes', {}))
     self._publish(state.train.params)
+    self._tell_steps()
     self._feed = Feed(self._source, self._episodes_table)
 
   def _publish(self, params: Any, *more: tuple[str, np.ndarray]) -> None:
@@ -400,8 +401,7 @@ class Apart:
     if not self._program.hosted:
       return self._one_of_unrolls(self._feed, state, give_up)
     w: Windows = self._program.replay.windows
-    assert isinstance(self._source, Sampled)
-    self._source.steps = (self._update + 1) * w.num_envs * w.unroll_length
+    self._tell_steps()
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
       batch = self._feed.take(give_up)
       if batch is None:
@@ -421,6 +421,12 @@ class Apart:
     self._lags.append(np.maximum(self._update - batch.key, 0))  # below 0: of a life that was lost
     self._update += 1
     return state, True
+
+  def _tell_steps(self) -> None:
+    """Tells who samples how many steps of the environments there are with the update at hand."""
+    if isinstance(self._source, Sampled):
+      w: Windows = self._program.replay.windows
+      self._source.steps = (self._update + 1) * w.num_envs * w.unroll_length
 
   def read_log(self, state: State) -> tuple[dict[str, Any], State]:
     assert self._feed is not None and self._publisher is not None

@@ -142,7 +142,8 @@ def project(atoms: Array, probabilities: Array, support: Array) -> Array:
 def quantile_loss(quantiles: Array, targets: Array, threshold: float = 1.0) -> Array:
   """The quantile Huber loss of quantiles [N] against sampled targets [M], [] f32.
 
-  Dabney et al. 2018 (arXiv 1710.10044, eq. 10).
+  Dabney et al. 2018 (arXiv 1710.10044, eq. 10), divided by the threshold, so that the smallest ones give
+  the quantile loss itself (arXiv 1806.06923, eq. 3).
   """
   n = quantiles.shape[0]
   tau = (jnp.arange(n, dtype=jnp.float32) + 0.5) / n

@@ -85,7 +85,7 @@ def test_quantile_loss(threshold: float) -> None:
   loss = rlax.quantile_q_learning(q.T, tau, 1, 0.0, 1.0, target.T, target.T, huber_param=threshold)
   best = int(np.argmax(target.mean(-1)))
   found = returns.quantile_loss(q[1], target[best], threshold)
-  assert float(found) == pytest.approx(float(loss), rel=1e-4)
+  assert float(found) == pytest.approx(float(loss) / threshold, rel=1e-4)
 
 
 def test_epsilon_ladder_is_ape_x_s() -> None:
@@ -330,6 +330,7 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
     else:
       tau = (jnp.arange(7) + 0.5) / 7
       loss = rlax.quantile_q_learning(q[b].T, tau, *given, select[b].T, q_t[b].T, huber_param=0.7)
+      loss /= 0.7
     losses.append(float(loss) * float(step.mask[b]))
   np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-5)
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
