@@ -16,7 +16,6 @@ import json
 import math
 import os
 import queue
-import signal
 import threading
 import time
 import traceback
@@ -33,7 +32,7 @@ from podrace import service, tables
 from podrace.config import Config, UsageError, bind, differences, to_json, validate
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
-from podrace.remote.hub import to_stderr
+from podrace.remote.hub import on_signals, to_stderr
 from podrace.replay.hosted import (
   TABLE,
   Columns,
@@ -519,9 +518,7 @@ def act(config: Config, options: Options) -> int:
       found = signum
       raise _Signalled
 
-  for signum in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(signum, on_signal)
-  with contextlib.suppress(_Signalled):
+  with contextlib.suppress(_Signalled), on_signals(on_signal):
     try:
       _Acting(config, options).run()
     except _Finished:

@@ -31,7 +31,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
 from podrace.remote import security, wire
-from podrace.remote.hub import to_stderr
+from podrace.remote.hub import on_signals, to_stderr
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
 
@@ -496,11 +496,9 @@ def run(options: Options, say: Callable[[str], None] | None = None) -> int:
     client.signum = signum
     client._wake.set()
 
-  if threading.current_thread() is threading.main_thread():
-    for signum in (signal.SIGTERM, signal.SIGINT):
-      signal.signal(signum, on_signal)
   try:
-    client.run()
+    with on_signals(on_signal):
+      client.run()
   except Refused as e:
     say(str(e))
     return 2

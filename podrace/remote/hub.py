@@ -11,7 +11,9 @@ import contextlib
 import dataclasses
 import math
 import resource
+import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,6 +47,20 @@ def to_stderr(who: str) -> Say:
       print(f'{who}: {line}', file=sys.stderr, flush=True)
 
   return say
+
+
+@contextlib.contextmanager
+def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
+  """Has SIGTERM and SIGINT handled so while it is entered, where Python allows that."""
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  before = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield
+  finally:
+    for signum, handler in before.items():
+      signal.signal(signum, handler)
 
 
 def allow_files() -> int:

@@ -18,7 +18,6 @@ import itertools
 import json
 import math
 import shutil
-import signal
 import threading
 import time
 import traceback
@@ -29,7 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from podrace import tables
-from podrace.remote.hub import Listen, to_stderr
+from podrace.remote.hub import Listen, on_signals, to_stderr
 from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say
@@ -894,9 +893,7 @@ def run(address: str, **options: Any) -> int:
   except tables.CheckpointError as e:
     say(str(e))
     return 2
-  for signum in (signal.SIGTERM, signal.SIGINT):
-    signal.signal(signum, on_signal)
-  with server:
+  with on_signals(on_signal), server:
     say(f'listening at {server.address}')
     server.ended.wait()
   return 1 if server.failure else 128 + found
