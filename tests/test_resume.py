@@ -183,6 +183,7 @@ def test_killed_twenty_times(
   killed_at_random(Lives(tmp_path, case, cache), 20, 2026, undisturbed[case])
 
 
+@pytest.mark.slow
 def test_the_compilation_cache_of_these_tests_changes_nothing(
   tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
