@@ -616,7 +616,8 @@ class _Acting:
 
     def write(unroll: Unroll) -> None:
       nonlocal number
-      version = np.int64(self._versions[unroll.version])
+      known = self._versions
+      version = np.int64(known.get(unroll.version, min(known.values())))  # or older
       for part in unroll.parts:
         columns = named(jax.tree.map(np.asarray, part))
         for b in range(len(columns['env_id'])):
@@ -638,6 +639,8 @@ class _Acting:
   def _write(self, actors: Actors, write: Callable[[Unroll], None], teller: _Teller) -> None:
     """Writes what is acted, until `_watch` closes what it is written to."""
     while True:
+      if self._ended is not None:
+        raise self._ended
       self._reader.get()  # waits while what is held is too old to act with
       for unroll in actors.take(0, self._is_stale) or ():
         write(unroll)
@@ -664,8 +667,10 @@ class _Acting:
     except BaseException as e:
       self._ended = e
     finally:
-      client.close()
-      self._reader.close()
+      try:
+        client.close()
+      finally:
+        self._reader.close()
 
   def _parameters(self, found: service.Published) -> Any:
     """Those of a version, on a device.

@@ -116,7 +116,8 @@ class Checkpoints:
     """Removes what is beside no checkpoint, there or coming."""
     steps = {*coming, *self._manager.all_steps()}
     for folder in self.beside(0).parent.glob('[0-9]*'):
-      if folder.name.isdigit() and int(folder.name) not in steps:
+      name = folder.name  # with zeros before the number it is a replay service's, kept there
+      if name.isdigit() and name == str(int(name)) and int(name) not in steps:
         shutil.rmtree(folder, ignore_errors=True)
     for partial in self.beside(0).parent.glob('.*.partial'):
       shutil.rmtree(partial, ignore_errors=True)

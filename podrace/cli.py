@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stderr.flush()
   # A compilation may still be going in a thread, and can't be told to stop; and who leaves a run of
   # several processes in order waits for the others, which don't know yet, until JAX aborts it.
-  if code > 128 or (code == 1 and _in_company()):
+  if code > 128 or (code in (1, 2) and _in_company()):
     os._exit(code)
   sys.exit(code)
 

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import math
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -105,7 +106,7 @@ def validate(config: Config) -> None:
     for name in ('actor_threads', 'max_lag'):
       if getattr(config, name) < 1:
         raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')
-    if not config.env_deadline > 0:
+    if not 0 < config.env_deadline < math.inf:
       raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
     if config.envs == 'remote' and config.lag != 'async':
       raise UsageError(f'--envs remote comes in any order and needs --lag async, not {config.lag}')

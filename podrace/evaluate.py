@@ -246,11 +246,13 @@ def newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any
     raise UsageError(f'{run_dir} has no checkpoints yet')
   checkpoints = Checkpoints(run_dir / 'checkpoints', writes=False)
   skipped: list[int] = []
+  reason = ''
   for step in checkpoints.steps():
     try:
       return step, checkpoints.restore(step, shapes).params, skipped
-    except CheckpointError:
+    except CheckpointError as e:
       skipped.append(step)
+      reason = reason or str(e)  # the newest's
   if not skipped:
     raise UsageError(f'{run_dir} has no checkpoint yet')
-  raise RunError(f'none of the {len(skipped)} checkpoints in {run_dir} can be read')
+  raise RunError(f'none of the {len(skipped)} checkpoints in {run_dir} can be read: {reason}')

@@ -22,7 +22,7 @@ RESERVED = frozenset({
   'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'env_restarts', 'dropped_steps',
   'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
 })  # fmt: skip
-RESERVED_PREFIXES = ('episode_', 'policy_lag_', 'replay_', 'remote_')
+RESERVED_PREFIXES = ('episode_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
 
 
 def is_reserved(name: str) -> bool:

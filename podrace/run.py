@@ -446,10 +446,10 @@ class _Run:
         self.checkpoints.wait()
       raise
     self.checkpoints.wait()
-    summary = self.finish(state)
+    # Others are told before the summary is there: a run that dies here is not finished, and tells them again.
     with self.saving(self.updates_done(state), state):
       self.program.finished(state)
-    return summary
+    return self.finish(state)
 
   @property
   def wall_s(self) -> float:

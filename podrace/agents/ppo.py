@@ -3,7 +3,7 @@
 Against the usual code: values of the whole trajectory are computed once when learning, not while
 acting; advantages are normalised over the whole batch of all devices, once per update; and each
 minibatch takes its own random steps of *every* environment (see `minibatch_indices`), which needs
-no sort and makes an update the same on any number of devices.
+no sort and makes an update the same on any number of devices, but for what a loss itself draws.
 """
 
 from __future__ import annotations

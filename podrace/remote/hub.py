@@ -60,7 +60,7 @@ def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
     yield
   finally:
     for signum, handler in before.items():
-      signal.signal(signum, handler)
+      signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not Python's
 
 
 def allow_files() -> int:

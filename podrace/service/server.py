@@ -766,8 +766,18 @@ class ReplayServer(Router):
     if self._not_saved:
       raise tables.CheckpointError(f'the last checkpoint was not written: {self._not_saved}')
 
+  def start(self) -> None:
+    try:
+      super().start()
+    except BaseException:
+      self._unlock()
+      raise
+
   def stop(self) -> None:
     super().stop()
+    self._unlock()
+
+  def _unlock(self) -> None:
     if self._lock is not None:
       self._lock.close()
 

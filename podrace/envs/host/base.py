@@ -262,6 +262,8 @@ def _bounds(space: Any) -> tuple[Any, Any]:
     return int(space.start), int(space.start) + int(space.n) - 1
   if isinstance(space, spaces.MultiDiscrete):
     return space.start, space.start + space.nvec - 1
+  if not isinstance(space, spaces.Box):
+    raise HostError(f'actions are Discrete, MultiDiscrete or Box here, not {space}')
   return space.low, space.high
 
 

@@ -118,7 +118,7 @@ class EnvPool:
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
     # A dict with all that there is: to find what is missing, EnvPool makes its config anew.
-    action, ids = np.array(action, self._action_type), env_id.copy()
+    action, ids = np.array(action, self._action_type), np.array(env_id, np.int32)
     self._env.send({self._action: action, 'env_id': ids, 'players.env_id': ids})
 
   def recv(self) -> Arrival:
