@@ -61,7 +61,7 @@ def test_envpool_s_integers_beyond_jax_s_are_an_error() -> None:
   space = convert(envpool_._space, gymnasium.spaces.Dict(x=LONG))
   rows = np.array([1, 0])
   given = {'x': np.array([[1, 2], [-(2**31), 2**31 - 1]], np.int64)}
-  found = envpool_._as_declared(space, given, rows)['x']
+  found = envpool_._as_declared('it', space, given, rows)['x']
   assert found.dtype == np.int32 and found.tolist() == [[-(2**31), 2**31 - 1], [1, 2]]
-  with pytest.raises(HostError, match=r'the integers -1 to 2147483648, which are beyond'):
-    envpool_._as_declared(space, {'x': np.array([[2**31, -1]])}, rows[:1] - 1)
+  with pytest.raises(HostError, match=r'it: observation has \[2147483648\], which int32 has not'):
+    envpool_._as_declared('it', space, {'x': np.array([[2**31, -1]])}, rows[:1] - 1)
