@@ -201,7 +201,9 @@ def train(args: list[str]) -> int:
   from podrace import run
 
   if run_dir is None:
-    run_dir = new_run_dir(preset or config.env.partition(',')[0].replace(':', '-'))
+    run_dir = new_run_dir(
+      preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
+    )
   sinks = tuple(s for s in options.text('--sinks').split(',') if s)
   summary = run.train(
     config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from podrace.agents import AGENTS
-from podrace.envs.registry import HOST_LIBRARIES
+from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 
 VERSION = 1  # of config.json
 SEBULBA = (  # fields that say nothing to anakin
@@ -88,16 +88,18 @@ def validate(config: Config) -> None:
       raise UsageError(f'--{flag(name)} must not be negative, not {value}')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
+  library = config.env.partition(':')[0]
   if config.architecture == 'anakin':
     if config.replay != 'device':
       raise UsageError(
         f'--replay {config.replay}: under anakin all of it is on the device; leave it out, or give '
         '--architecture sebulba'
       )
+    if config.envs != 'local':  # which sets others as well
+      raise UsageError(f'--envs {config.envs} is for --architecture sebulba; this run is anakin')
     for f in dataclasses.fields(config):
       if f.name in SEBULBA and getattr(config, f.name) != f.default:
         raise UsageError(f'--{flag(f.name)} is for --architecture sebulba; this run is anakin')
-    library = config.env.partition(':')[0]
     if library in HOST_LIBRARIES:
       raise UsageError(f'{config.env} runs on the host: give --architecture sebulba')
   else:
@@ -108,6 +110,11 @@ def validate(config: Config) -> None:
         raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')
     if not 0 < config.env_deadline < math.inf:
       raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
+    if config.envs == 'remote' and library in LIBRARIES:
+      raise UsageError(
+        f'--envs remote: {config.env} is in JAX, whose environments stay with the learner; those of '
+        f'{", ".join(HOST_LIBRARIES)} can be elsewhere'
+      )
     if config.envs == 'remote' and config.lag != 'async':
       raise UsageError(f'--envs remote comes in any order and needs --lag async, not {config.lag}')
     if config.replay == 'service' and config.lag != 'async':

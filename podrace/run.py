@@ -331,21 +331,22 @@ def train(
   validate(config)
   metrics.check_sinks(sinks)
   leader = jax.process_index() == 0
-  try:
-    run_dir.mkdir(parents=True, exist_ok=True)
-  except OSError as e:
-    raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing
   say = _nothing if quiet else warn
   with _told(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
+    server = make_server(config, listen, warn)
+    program = build(config, server, addresses)
+    # Now that it can be a run: what is refused leaves no directory.
+    try:
+      run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+      raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
     if leader:
       stack.enter_context(locked(run_dir))
     if not override:
       compare_config(config, run_dir)
-    server = make_server(config, listen, warn)
-    program = build(config, server, addresses)
     summary = read_json(run_dir / 'summary.json')
     if summary is not None and not {'step', 'episode_return', 'steps_per_s'} <= set(summary):
       raise UsageError(f'{run_dir / "summary.json"} is not the summary of a run')
@@ -356,6 +357,11 @@ def train(
     if server is not None:
       stack.enter_context(server)
       say(f'listening for environments at {server.address}')
+    if addresses is not None:
+      say(
+        f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
+        f'`podrace replay` at {", ".join(addresses.replay)}'
+      )
     summary = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet).go(stack)
     if server is not None:
       server.finished()

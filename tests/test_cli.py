@@ -403,6 +403,10 @@ BAD = [
    'normalize_observations is for observations with floats'),
   (['train', '--run-dir', '--quiet'], '--run-dir needs a value, DIR, not the option --quiet'),
   (['train', '--listen', 'ipc:///x', '--keys', '--insecure'], '--keys needs a value, DIR'),
+  (['train', '--architecture', 'sebulba', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1'],
+   '--envs remote: podrace:catch is in JAX'),
+  (['train', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1'], '--envs remote is for --arch'),
+  (['train', '--env', 'gymnazium:CartPole-v1'], 'nearest: gymnasium'),
   (['train', '--envs', 'remote', '--listen', 'ipc:///x', '--peer-timeout', 'nan'],
    "--peer-timeout takes a number of at least 0, not 'nan'"),
   (['eval', '/nowhere', '--episodes', '--sample'], '--episodes needs a value, N'),
@@ -430,7 +434,7 @@ def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
   """A working directory; bad usage must leave nothing in it that looks like a run."""
   monkeypatch.chdir(tmp_path)
   yield tmp_path
-  assert not list(tmp_path.rglob('config.json'))
+  assert not list(tmp_path.rglob('config.json')) and not (tmp_path / 'runs').exists()
 
 
 @pytest.mark.parametrize(('args', 'message'), BAD, ids=[' '.join(a) for a, _ in BAD])

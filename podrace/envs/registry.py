@@ -225,8 +225,9 @@ def make(name: str) -> Environment:
   key, env, options = parse(name)
   if key not in LIBRARIES:
     raise UnknownName(
-      f'no library {key!r} in environment {name!r}{nearest(key, LIBRARIES)}; '
-      f'the libraries are {", ".join(LIBRARIES)}'
+      f'no library {key!r} in environment {name!r}{nearest(key, [*LIBRARIES, *HOST_LIBRARIES])}; '
+      f'the libraries are {", ".join(LIBRARIES)}; and {", ".join(HOST_LIBRARIES)} for --architecture '
+      'sebulba'
     )
   library = LIBRARIES[key]
   if library.names and env not in library.names:

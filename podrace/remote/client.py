@@ -375,7 +375,9 @@ class Client:
         self._pinged = now
         self._hello()
       if now - self._heard > REMIND / 3:
-        self._remind(f'no learner answers at {self._options.connect}; trying again')
+        self._remind(
+          f'no learner answers at {self._options.connect}, or it has other keys; trying again'
+        )
       give_up = self._options.give_up
       if give_up and now - self._alone_since > give_up:
         raise TimeoutError(f'no learner at {self._options.connect} for {give_up:.0f} s')

@@ -165,7 +165,9 @@ class Hub:
     try:
       router.bind(self.listen.address)
     except zmq.ZMQError as e:
-      raise security.SecurityError(f'cannot listen at {self.listen.address}: {e}') from e
+      raise security.SecurityError(
+        f'cannot listen at {self.listen.address}: {zmq.strerror(e.errno or 0)}'
+      ) from e
     self.address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0')
 
   def shut(self) -> None:
