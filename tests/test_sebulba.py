@@ -161,6 +161,10 @@ def test_every_agent_is_here() -> None:
 # --- lag and determinism ---------------------------------------------------------------------------
 
 
+def nap(numbers: random.Random) -> None:
+  time.sleep(numbers.choice([0, 0, 0, 0.005, 0.02]))
+
+
 class Jitter:
   """A pool that sleeps at random before it answers."""
 
@@ -171,7 +175,7 @@ class Jitter:
     return getattr(self._pool, name)
 
   def recv(self) -> Any:
-    time.sleep(self._random.choice([0, 0, 0, 0.002, 0.01]))
+    nap(self._random)
     return self._pool.recv()
 
 
@@ -190,7 +194,7 @@ def napping(monkeypatch: pytest.MonkeyPatch, driver: OnHost, seed: int) -> None:
   learn, numbers = driver.learner.learn, random.Random(seed)
 
   def late(state: Any, batch: Any) -> Any:
-    time.sleep(numbers.choice([0, 0, 0.005, 0.03]))
+    nap(numbers)
     return learn(state, batch)
 
   monkeypatch.setattr(driver.learner, 'learn', late)
