@@ -149,7 +149,8 @@ def test_impala_learns_from_a_queue_of_unrolls(
     assert [type(e) for e in ended] == [apex._Finished] * 2, ended
     table = server.tables['unrolls']
   told = lines(tmp_path / 'run')
-  assert np.mean([x['episode_return'] for x in told[-2:]]) > 0.3, told
+  returns = [x['episode_return'] for x in told if x['episodes']]  # told a little later than made
+  assert np.mean(returns[-2:]) > 0.3, told
   updates = told[-1]['step'] // 128
   assert all(x['policy_lag_max'] >= x['policy_lag_mean'] >= 0 for x in told)
   assert {x['unrolls_repeated'] for x in told} == {0}
