@@ -32,7 +32,7 @@ from podrace import service, tables
 from podrace.config import Config, UsageError, bind, differences, to_json, validate
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
-from podrace.remote.hub import on_signals, to_stderr
+from podrace.process import on_signals, to_stderr
 from podrace.replay.hosted import (
   TABLE,
   Columns,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -35,6 +34,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.host import base as host
+from podrace.process import lock
 from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
 from podrace.sebulba import ActorFailed, Sebulba
@@ -167,14 +167,12 @@ def machine() -> dict[str, Any]:
 def locked(run_dir: Path) -> Iterator[None]:
   """Keeps a second run out of the directory for as long as this one lives."""
   try:
-    file = (run_dir / 'lock').open('w')
+    file = lock(run_dir)
+  except BlockingIOError:
+    raise UsageError(f'{run_dir} is in use by another run that is still going') from None
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
   with file:
-    try:
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-      raise UsageError(f'{run_dir} is in use by another run that is still going') from None
     yield
 
 

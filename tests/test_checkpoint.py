@@ -201,6 +201,13 @@ def test_sharded_state(tmp_path: Path) -> None:
   checkpoints.close()
 
 
+def test_what_is_beside_no_checkpoint_is_removed_but_what_is_a_service_s(tmp_path: Path) -> None:
+  for name in ('7', '00000007', 'kept'):
+    (tmp_path / 'replay' / name).mkdir(parents=True)
+  Checkpoints(tmp_path / 'checkpoints').close()
+  assert {p.name for p in (tmp_path / 'replay').iterdir()} == {'00000007', 'kept'}
+
+
 # --- the checksum -------------------------------------------------------------------------------
 
 DTYPES = ('float32', 'bfloat16', 'int32', 'uint32', 'int8', 'uint8', 'int16')

@@ -30,8 +30,8 @@ from podrace import __version__
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
+from podrace.process import on_signals, to_stderr
 from podrace.remote import security, wire
-from podrace.remote.hub import on_signals, to_stderr
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
 

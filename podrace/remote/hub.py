@@ -11,9 +11,6 @@ import contextlib
 import dataclasses
 import math
 import resource
-import signal
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,30 +34,6 @@ FILES = 2 * PEERS  # that may be open, if that is permitted: each connection is 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
 
 Say = Callable[[str], None]
-
-
-def to_stderr(who: str) -> Say:
-  """Tells whoever reads what a command says; that nobody does any more ends nothing."""
-
-  def say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a pipe without a reader, a closed file
-      print(f'{who}: {line}', file=sys.stderr, flush=True)
-
-  return say
-
-
-@contextlib.contextmanager
-def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
-  """Has SIGTERM and SIGINT handled so while it is entered, where Python allows that."""
-  if threading.current_thread() is not threading.main_thread():
-    yield
-    return
-  before = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
-  try:
-    yield
-  finally:
-    for signum, handler in before.items():
-      signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not Python's
 
 
 def allow_files() -> int:

@@ -28,9 +28,7 @@ TEXT, LINES = 500, 60  # characters and lines of somebody else's text that are t
 REASONS = 20  # for which somebody is refused, that are told
 DEPTH = 100  # of lists and maps in a header, at most
 GROUPS = 256  # of one client
-CONNECT_MS = (
-  3000  # for a connection to be made: then it is tried anew, and TCP doesn't wait ever longer
-)
+CONNECT_MS = 3000  # to make a connection; then it is tried anew, while TCP would wait ever longer
 RECORD = np.dtype(
   [
     ('life', '<u4'),  # another one after the environment was restarted

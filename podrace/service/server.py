@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import fcntl
 import heapq
 import itertools
 import json
@@ -28,7 +27,8 @@ from typing import IO, Any
 import numpy as np
 
 from podrace import tables
-from podrace.remote.hub import Listen, on_signals, to_stderr
+from podrace.process import lock, on_signals, to_stderr
+from podrace.remote.hub import Listen
 from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say
@@ -808,18 +808,14 @@ def locked(dir: Path) -> IO[str]:
   """
   try:
     dir.mkdir(parents=True, exist_ok=True)
-    file = (dir / 'lock').open('w')
-  except OSError as e:
-    raise tables.CheckpointError(f'--dir {dir} cannot be written to: {e.strerror}') from e
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except OSError as e:
-    file.close()
+    return lock(dir)
+  except BlockingIOError as e:
     raise tables.CheckpointError(
       f'--dir {dir} is in use by another replay service, whose checkpoints would be lost: '
       f'end that one, or give another --dir ({e.strerror})'
     ) from e
-  return file
+  except OSError as e:
+    raise tables.CheckpointError(f'--dir {dir} cannot be written to: {e.strerror}') from e
 
 
 def why_not(path: Path, error: BaseException) -> str:
