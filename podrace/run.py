@@ -34,7 +34,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.host import base as host
-from podrace.process import lock
+from podrace.process import lock, on_signals
 from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
 from podrace.sebulba import ActorFailed, Sebulba
@@ -76,17 +76,14 @@ class Stop:
 
   def __init__(self) -> None:
     self.signum = 0
-    self._previous: dict[int, Any] = {}
+    self._entered = contextlib.ExitStack()
 
   def __enter__(self) -> Stop:
-    if threading.current_thread() is threading.main_thread():
-      for signum in (signal.SIGTERM, signal.SIGINT):
-        self._previous[signum] = signal.signal(signum, self._handle)
+    self._entered.enter_context(on_signals(self._handle))
     return self
 
   def __exit__(self, *exc: object) -> None:
-    for signum, handler in self._previous.items():
-      signal.signal(signum, handler)
+    self._entered.close()
 
   def _handle(self, signum: int, frame: Any) -> None:
     if self.signum and signum == signal.SIGINT:
@@ -461,13 +458,12 @@ class _Run:
     return self.wall_before + time.perf_counter() - self.born
 
   def open_sinks(self, stack: contextlib.ExitStack) -> None:
-    self.sinks: list[metrics.Sink] = []
+    self.sinks: list[metrics.Sink] = []  # besides `lines`
     self.lines: metrics.JsonLines | None = None
     if not self.leader:
       return
     self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', max(self.saved, 0))
     stack.callback(self.lines.close)
-    self.sinks = [self.lines]
     for name in self.sink_names:
       sink = metrics.SINKS[name](self.run_dir)
       stack.callback(sink.close)
@@ -504,7 +500,7 @@ class _Run:
         if update % per_line == 0 or update == total:
           with self.saving(update, state):
             summary, state = self.program.read_log(state)
-          self.log(update, summary)
+          self.log(update, summary, state)
         elif not self.quiet:
           self.terminal.progress(update * config.steps_per_update, self.rate(self.since_line))
       if save or stop or update == total or (per_save and update % per_save == 0):
@@ -554,8 +550,8 @@ class _Run:
       kept = f'the last good checkpoint is step {self.saved:,}'
     raise RunError(f'{what}; {kept}, in {self.run_dir / "checkpoints"}')
 
-  def log(self, update: int, summary: dict[str, Any]) -> None:
-    """Writes a line of metrics."""
+  def log(self, update: int, summary: dict[str, Any], state: Any) -> None:
+    """Writes a line of metrics; `state` is saved if a sink fails."""
     episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
     total = int(episodes.sum())
     length = np.sum(summary['length_sum'], dtype=np.float64)
@@ -576,8 +572,11 @@ class _Run:
     line |= {name: metrics.number(np.mean(x)) for name, x in summary['metrics'].items()}
     line |= summary.get('host', {})
     self.since_line = Clock()
-    for sink in self.sinks:
-      sink.write(line)
+    if self.lines:  # first, and not in `saving`: a checkpoint of this update needs the line
+      self.lines.write(line)
+    with self.saving(update, state):
+      for sink in self.sinks:
+        sink.write(line)
 
   # --- checkpoints ------------------------------------------------------------------------------
 
@@ -610,10 +609,12 @@ class _Run:
       yield
     except (ActorFailed, ReplayFailed) as e:
       raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
-    except jax.errors.JaxRuntimeError as e:
+    except Exception as e:
+      what = 'the run failed'
+      if isinstance(e, jax.errors.JaxRuntimeError):
+        what = 'JAX failed, on this device or with another process'
       raise RunError(
-        f'{traceback.format_exc()}\nJAX failed, on this device or with another process; '
-        f'{self.save_at_failure(update, state)}'
+        f'{traceback.format_exc()}\n{what}; {self.save_at_failure(update, state)}'
       ) from e
 
   def save_at_failure(self, update: int, state: Any) -> str:

@@ -1,5 +1,6 @@
 """Eight fake devices, JAX's strict modes, and one store of compiled programs, for every test."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -15,9 +16,24 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 
 import hypothesis
 import jax
+import pytest
 
 hypothesis.settings.register_profile('podrace', deadline=None)  # nothing here is about speed
 hypothesis.settings.load_profile('podrace')
 
 jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+# A process may have 65,530 memory maps on Linux, and dies of a segmentation fault where a compiled
+# program would need one more: a worker that kept the programs of all tests would come close.
+MANY_MAPS = 20_000
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+  """Between two modules, forgets what was compiled if that was much."""
+  maps = Path('/proc/self/maps')
+  if nextitem is None or nextitem.path == item.path or not maps.exists():
+    return
+  if len(maps.read_bytes().splitlines()) > MANY_MAPS:
+    jax.clear_caches()
+    gc.collect()

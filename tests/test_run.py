@@ -233,6 +233,33 @@ def test_override_cannot_change_the_lag(tmp_path: Path) -> None:
   assert 'lag: "1" -> "0"' in str(e.value)
 
 
+class Away:
+  """A sink whose service goes away at some step."""
+
+  def __init__(self, run_dir: Path) -> None:
+    pass
+
+  def write(self, line: metrics.Line) -> None:
+    if line['step'] == 320:
+      raise ConnectionError('the service is away')
+
+  def close(self) -> None:
+    pass
+
+
+def test_a_sink_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setitem(metrics.SINKS, 'away', Away)
+  config = change(log_every=160)
+  with pytest.raises(run.RunError, match=r'the service is away(.|\n)*saved at step 320'):
+    run.train(config, tmp_path / 'half', sinks=('away',), quiet=True)
+  resumed = run.train(config, tmp_path / 'half', quiet=True)
+  assert (
+    resumed['params_sha256'] == run.train(config, tmp_path / 'whole', quiet=True)['params_sha256']
+  )
+  steps = [line['step'] for line in metrics.read(tmp_path / 'half' / 'metrics.jsonl')]
+  assert steps == sorted(set(steps)) and 320 in steps
+
+
 # --- NaN ----------------------------------------------------------------------------------------
 
 

@@ -79,8 +79,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True, scope='module')
-def forget_compiled():
-  yield
+def forget_compiled(name: str):
+  yield  # a process that kept the programs of all environments would run out of memory maps
   make.cache_clear()
   rollout.cache_clear()
   jax.clear_caches()
