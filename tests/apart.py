@@ -14,6 +14,7 @@ from typing import Any
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 DEADLINE = 120.0  # seconds, for what takes a few on an idle machine
+STARTED: list[Any] = []  # processes of the running test: conftest ends those that it leaves
 
 
 def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
@@ -52,6 +53,7 @@ class Process:
       self.process = subprocess.Popen(
         [sys.executable, *command], stdout=file, stderr=file, env=environment()
       )
+    STARTED.append(self)
 
   @property
   def output(self) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -17,6 +18,7 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 import hypothesis
 import jax
 import pytest
+from apart import STARTED
 
 hypothesis.settings.register_profile('podrace', deadline=None)  # nothing here is about speed
 hypothesis.settings.load_profile('podrace')
@@ -37,3 +39,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
   if len(maps.read_bytes().splitlines()) > MANY_MAPS:
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def processes_end_with_their_test() -> Iterator[None]:
+  """A test that fails leaves none to take the cores of those after it."""
+  before = len(STARTED)  # those of fixtures that live longer
+  yield
+  for process in STARTED[before:]:
+    process.kill()
+  del STARTED[before:]

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import pytest
-from apart import until
+from apart import STARTED, until
 
 DEADLINE = 180.0  # seconds, for what takes a few on an idle machine
 CONTEXT = multiprocessing.get_context('forkserver')
@@ -55,6 +55,7 @@ class Podrace:
       daemon=True,
     )
     self.process.start()
+    STARTED.append(self)
 
   @property
   def output(self) -> str:
