@@ -141,6 +141,21 @@ def batch(env: Environment, num_envs: int) -> Batch:
   return Batch(reset, jax.vmap(env.step))
 
 
+@jax.custom_batching.custom_vmap
+def _anywhere(flag: Array) -> Array:
+  """A flag []; of a batch of them, as of several seeds, whether any is set.
+
+  Under vmap a `cond` whose predicate is batched computes both sides. With this it stays one, whose
+  branch must then do for each what its own flag says.
+  """
+  return flag
+
+
+@_anywhere.def_vmap
+def _(size: int, batched: list[bool], flag: Array) -> tuple[Array, bool]:
+  return _anywhere(jnp.any(flag)), False
+
+
 def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
   """What `vmap(NextStepReset.step)` gives, at the price of a reset only where one is needed."""
 
@@ -153,7 +168,8 @@ def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
     def some(stepped: Any) -> Any:
       return select(state.last, jax.vmap(dynamics.reset)(each(1)), stepped)
 
-    inner, timestep = jax.lax.cond(jnp.any(state.last), some, lambda stepped: stepped, stepped)
+    needed = _anywhere(jnp.any(state.last))
+    inner, timestep = jax.lax.cond(needed, some, lambda stepped: stepped, stepped)
     return ResetState(inner, timestep.last), timestep
 
   return step
@@ -184,12 +200,12 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
     taken = jnp.sum(state.last, dtype=jnp.int32)
     oldest, used = (state.oldest + taken) % num_envs, state.used + taken
     enough = used[0] >= chunk
-    pool = jax.lax.cond(
-      enough,
-      lambda pool: refill(pool, oldest - used, refill_key),
-      lambda pool: pool,
-      state.pool,
-    )
+
+    def refilled(pool: Any) -> Any:
+      new = refill(pool, oldest - used, refill_key)
+      return jax.tree.map(lambda a, b: jnp.where(enough, a, b), new, pool)
+
+    pool = jax.lax.cond(_anywhere(enough), refilled, lambda pool: pool, state.pool)
     used = jnp.where(enough, used - chunk, used)
     return PooledState(inner, timestep.last, pool, oldest, used), timestep
 

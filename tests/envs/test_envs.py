@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -305,21 +306,27 @@ class Tickets:
     return (ticket, time + 1), transition(ticket, 0.0, ended, False)
 
 
-def run(env: NextStepReset, num_envs: int, steps: int) -> TimeStep:
-  """[T+1, B] under action 0."""
+def rollout(env: NextStepReset, num_envs: int, steps: int) -> Callable[[jax.Array], TimeStep]:
+  """A function from a key to [T+1, B] under action 0."""
   many = batch(env, num_envs)
-  reset_key, steps_key = jax.random.split(jax.random.key(0))
   action = jnp.zeros([num_envs], jnp.int32)
 
-  @jax.jit
-  def go(reset_key: jax.Array, keys: jax.Array) -> TimeStep:
+  def go(key: jax.Array) -> TimeStep:
+    reset_key, steps_key = jax.random.split(key)
     state, first = many.reset(reset_key)
     _, rest = jax.lax.scan(
-      lambda s, k: many.step(s, action, jax.random.split(k, num_envs)), state, keys
+      lambda s, k: many.step(s, action, jax.random.split(k, num_envs)),
+      state,
+      jax.random.split(steps_key, steps),
     )
     return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
 
-  return jax.tree.map(np.asarray, go(reset_key, jax.random.split(steps_key, steps)))
+  return go
+
+
+def run(env: NextStepReset, num_envs: int, steps: int) -> TimeStep:
+  """[T+1, B] under action 0."""
+  return jax.tree.map(np.asarray, jax.jit(rollout(env, num_envs, steps))(jax.random.key(0)))
 
 
 @pytest.mark.parametrize(('num_envs', 'fraction'), [(8, 1.0), (8, 0.25), (8, 0.5), (6, 0.25)])
@@ -344,6 +351,31 @@ def test_resets_are_computed_only_when_needed() -> None:
   ends = 8 * 60 // 6
   assert counted(1.0) == 8 + ends  # all 8 are in step here, so a reset is computed for all or none
   assert 16 + ends - 8 <= counted(0.25) <= 16 + ends
+
+
+@dataclasses.dataclass(frozen=True)
+class Lots(Tickets):
+  """Episodes whose lengths differ."""
+
+  def step(self, state: Any, action: Any, key: jax.Array) -> tuple[Any, TimeStep]:
+    ticket, time = state
+    return (ticket, time + 1), transition(ticket, 0.0, time >= ticket % 7 + 2, False)
+
+
+@pytest.mark.parametrize('fraction', [1.0, 0.25])
+def test_several_seeds_pay_for_resets_only_when_needed(fraction: float) -> None:
+  """The seeds of a program are a vmap, under which a cond may become both of its sides."""
+  one = rollout(NextStepReset(Lots(0), fraction), num_envs=4, steps=40)
+
+  def go(seed: jax.Array) -> TimeStep:
+    return one(jax.random.key(seed))
+
+  seeds = jnp.arange(3)
+  with jax.debug_key_reuse(False):  # which takes the transpositions of vmap for uses
+    together = jax.jit(jax.vmap(jax.vmap(go))).lower(seeds[None]).compile()
+  assert ' conditional(' in together.as_text()
+  alone = jax.tree.map(lambda *x: np.stack(x)[None], *map(jax.jit(go), seeds))
+  jax.tree.map(np.testing.assert_array_equal, together(seeds[None]), alone)
 
 
 @pytest.mark.parametrize('name', ['podrace:catch', 'gymnax:CartPole-v1', 'jumanji:Snake-v1'])
