@@ -79,7 +79,7 @@ class Hub:
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
     self._ticked = time.monotonic()
-    self._wake = Wake()
+    self._wake: Wake | None = None  # while it is open
 
   def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
@@ -108,6 +108,7 @@ class Hub:
         always=True,
       )  # fmt: skip
     self._context = zmq.Context()
+    self._wake = Wake()
     self._gate: security.Gate | None = None
     try:
       self._bind(largest, sends, receives)
@@ -149,18 +150,20 @@ class Hub:
       if socket:
         socket.close()
     self._context.term()
-    self._wake.close()
+    if self._wake:
+      self._wake.close()
 
   def wake(self) -> None:
-    """Has the thread that listens look around; from any other."""
-    self._wake.set()
+    """Has the thread that listens look around, if there is one; from any other."""
+    if self._wake:
+      self._wake.set()
 
   # --- what comes --------------------------------------------------------------------------------
 
   def poll(self, seconds: float) -> None:
     """Until something has come, or somebody wakes it, or the time is over."""
     for ready, _ in self._poller.poll(max(int(seconds * 1000 + 0.999), 0)):
-      if ready == self._wake_number:
+      if self._wake and ready == self._wake_number:
         self._wake.clear()
       elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
         self.counts['turned away'] += 1

@@ -432,7 +432,7 @@ class Server(Hub):
     while not self._stop.wait(CARE):
       with contextlib.suppress(RuntimeError):  # which is told already, and to the actor threads
         self.turn(0.0)
-    self._wake.set()
+    self.wake()
     with self._lead:
       self._closed = True
       if self.failure is None:

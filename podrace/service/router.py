@@ -135,12 +135,12 @@ class Router(Hub):
   def ask_to_stop(self) -> None:
     """Has its thread come to its end; `ended` says when."""
     self._stop.set()
-    self._wake.set()
+    self.wake()
 
   def call(self, do: Callable[[], None]) -> None:
     """Has something done by the thread; from any other."""
     self._calls.append(do)
-    self._wake.set()
+    self.wake()
 
   def do_calls(self) -> None:
     """What others want done."""

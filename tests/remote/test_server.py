@@ -130,6 +130,23 @@ def test_open_files_are_as_many_as_are_permitted(monkeypatch: pytest.MonkeyPatch
   assert '100 files open' in said[0] and f'ulimit -n {hub.FILES}' in said[0]
 
 
+def test_who_never_listens_has_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+  made: list[wire.Wake] = []
+
+  def make() -> wire.Wake:
+    made.append(wire.Wake())
+    return made[-1]
+
+  monkeypatch.setattr(hub, 'Wake', make)
+  one = hub.Hub(hub.Listen(ANY), str)
+  one.wake()
+  assert not made
+  one.open(1000, 10, 10)
+  assert len(made) == 1
+  one.shut()
+  assert made[0].fileno() == -1
+
+
 def test_trees_of_arrays() -> None:
   tree = spaces.Dict(
     board=spaces.Box(0, 255, (6, 6), np.uint8),
