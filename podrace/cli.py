@@ -228,6 +228,8 @@ def take_preset(args: list[str]) -> str | None:
   preset = args.pop(0) if args and not args[0].startswith('-') else None
   if preset is not None and preset not in PRESETS:
     raise unknown('preset', preset, PRESETS)
+  if preset is not None and args and not args[0].startswith('-'):
+    raise UsageError(f'there is one preset, and then options: not {args[0]!r} after {preset}')
   return preset
 
 
@@ -456,7 +458,8 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
       with contextlib.suppress(ValueError):  # an expression, which is shown as it is
         default = ast.literal_eval(node.value)
         shown = ' '.join(map(str, default)) if isinstance(default, tuple) else str(default)
-      comment = f'{comment} (default {shown})'.strip()
+      if shown:  # else the comment says what is done then
+        comment = f'{comment} (default {shown})'.strip()
     name = prefix + flag(node.target.id)
     inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
     if inherited and (not comment or comment.startswith('(default')):
@@ -484,7 +487,9 @@ def evaluate(args: list[str]) -> int:
     return 0
   options = Options(args, EVAL_VALUES)
   if len(options.arguments) != 1:
-    raise UsageError(f'eval takes one run directory, not {len(options.arguments)}: {EVAL_USAGE}')
+    raise UsageError(
+      f'eval takes one run directory, not {len(options.arguments)}: podrace eval DIR [OPTIONS]'
+    )
   from podrace.evaluate import evaluate as run_evaluation
 
   result = run_evaluation(
@@ -638,7 +643,7 @@ def no_arguments(options: Options, command: str) -> None:
 
 def environments(args: list[str]) -> int:
   """podrace envs."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(ENVS_USAGE, end='')
     return 0
   options = Options(args, ENVS_VALUES)
@@ -668,7 +673,7 @@ def environments(args: list[str]) -> int:
 
 def act(args: list[str]) -> int:
   """podrace act."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(ACT_USAGE, end='')
     return 0
   preset = take_preset(args)
@@ -700,7 +705,7 @@ def act(args: list[str]) -> int:
 
 def replay(args: list[str]) -> int:
   """podrace replay."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(REPLAY_USAGE, end='')
     return 0
   options = Options(args, REPLAY_VALUES)
@@ -725,7 +730,7 @@ def replay(args: list[str]) -> int:
 
 def keys(args: list[str]) -> int:
   """podrace keys."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(KEYS_USAGE, end='')
     return 0
   args = Options(args, {}).arguments
@@ -734,11 +739,11 @@ def keys(args: list[str]) -> int:
   remote.require()
   from podrace.remote import security
 
-  if args[0] == 'new' and len(args) == 2:
+  if args[:1] == ['new'] and len(args) == 2:
     security.new_keys(Path(args[1]))
     print(f'keys are in {args[1]}; a machine with environments needs of them')
     print(f'  {security.SERVER_PUBLIC} {security.CLIENT_PUBLIC} {security.CLIENT_SECRET}')
-  elif args[0] == 'client' and len(args) == 3:
+  elif args[:1] == ['client'] and len(args) == 3:
     security.new_client(Path(args[1]), Path(args[2]))
     print(f'{args[2]} has the keys of a client that {args[1]}/{security.ALLOWED} allows')
   else:
@@ -748,12 +753,14 @@ def keys(args: list[str]) -> int:
 
 def top(args: list[str]) -> int:
   """podrace top."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(TOP_USAGE, end='')
     return 0
   options = Options(args, TOP_VALUES)
   if len(options.arguments) != 1:
-    raise UsageError(f'top takes one address, not {len(options.arguments)}')
+    raise UsageError(
+      f'top takes one address, not {len(options.arguments)}: podrace top ADDRESS [OPTIONS]'
+    )
   from podrace import remote
 
   remote.require()
@@ -816,10 +823,10 @@ def devices(args: list[str]) -> int:
 
 def bench(args: list[str]) -> int:
   """podrace bench."""
-  if not args or args[0] in ('-h', '--help') or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(BENCH_USAGE, end='')
     return 0
-  if args.pop(0) != 'sebulba':
+  if not args or args.pop(0) != 'sebulba':
     raise UsageError('bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]')
   preset = take_preset(args)
   options = Options(args, {**TRAIN_VALUES, '--seconds': 'S'}, others_pass=True)

@@ -52,8 +52,10 @@ class Config:
   keep: int = 3  # how many checkpoints
   lag: Literal['0', '1', 'async'] = '1'  # sebulba: of the acting policy, in updates; async: any
   max_lag: int = 4  # sebulba: with lag async, the most
-  actor_devices: str = ''  # sebulba: 0,1; default: those that don't learn, or a quarter
-  learner_devices: str = ''  # sebulba: 2,3,4,5,6,7; default: those that don't act
+  actor_devices: str = ''
+  # ^ sebulba: which act, as 0,1 (default: those that don't learn, else the first quarter; of one, that)
+  learner_devices: str = ''
+  # ^ sebulba: which learn, as 2,3 (default: those that don't act; of one, that; --replay service: all)
   actor_threads: int = 2  # sebulba: for each actor device
   env_batch_size: int = 0  # sebulba: act on so many of a thread as are ready; 0: all together
   env_threads: int = 0  # sebulba: that step environments, over all pools; 0: one for each core
