@@ -33,6 +33,7 @@ from podrace.config import Config, UsageError, bind, differences, to_json, valid
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.process import on_signals, to_stderr
+from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.replay.hosted import (
   TABLE,
   Columns,
@@ -71,6 +72,7 @@ class Addresses:
   parameters: str  # where the learner publishes them
   keys: Path | None = None
   insecure: bool = False
+  peer_timeout: float = PEER_SECONDS  # of silence, after which the learner drops an acting process
 
 
 # --- what both sides know ---------------------------------------------------------------------------
@@ -338,6 +340,8 @@ class Apart:
 
   def __init__(self, program: Sebulba, addresses: Addresses, config: Config) -> None:
     self._program, self._addresses, self._record = program, addresses, record(config)
+    a = addresses
+    Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)  # is refused before it is compiled for
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self._learner = Learner(program)
     self.health = self._learner.health
@@ -357,7 +361,7 @@ class Apart:
     self._learner.compile(p.batch if p.hosted else (p.batch_of_unrolls,))
     # What listens is there before the others are waited for, as they may wait for it.
     a = self._addresses
-    self._publisher = service.Publisher(a.parameters, a.keys, a.insecure)
+    self._publisher = service.Publisher(a.parameters, a.keys, a.insecure, a.peer_timeout)
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
     if p.hosted:

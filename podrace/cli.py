@@ -77,7 +77,7 @@ TRAIN_OPTIONS = {
   ),
   '--keys': ('DIR', 'of --listen: made by `podrace keys new`; needed beyond this machine'),
   '--insecure': ('', 'of --listen: anybody may connect, nothing is encrypted'),
-  '--peer-timeout': ('S', 'of --listen: seconds of silence that end a session (default 5)'),
+  '--peer-timeout': ('S', 'of --listen: seconds of silence that end a session (default 10)'),
   '--coordinator': ('HOST:PORT', 'of a run over several processes: where the first one listens'),
   '--num-processes': ('N', 'of a run over several processes'),
   '--process-id': ('I', 'which of them this is, from 0'),
@@ -251,13 +251,13 @@ def _listen(options: Options) -> Any:
   from podrace import remote
 
   remote.require()
-  from podrace.remote.hub import Listen
+  from podrace.remote.hub import PEER_SECONDS, Listen
 
   return Listen(
     options.text('--listen'),
     options.path('--keys'),
     '--insecure' in options,
-    options.number('--peer-timeout', 5.0),
+    options.number('--peer-timeout', PEER_SECONDS),
   )
 
 
@@ -271,12 +271,14 @@ def _addresses(options: Options) -> Any:
 
   remote.require()
   from podrace.apex import Addresses
+  from podrace.remote.hub import PEER_SECONDS
 
   return Addresses(
     tuple(options.text('--connect-replay').split(',')),
     options.text('--listen'),
     options.path('--keys'),
     '--insecure' in options,
+    options.number('--peer-timeout', PEER_SECONDS),
   )
 
 
@@ -605,7 +607,7 @@ needs no JAX. Clients have the tables made that they need; docs/replay-service.m
   --client-bytes N      of steps that one client may keep for items to come (default 1 GiB)
   --keys DIR            with server.secret, server.public and allowed_clients: `podrace keys new`
   --insecure            no keys, beyond this machine: nothing is encrypted, anybody may take part
-  --peer-timeout S      seconds of silence after which a client is dropped (default 5)
+  --peer-timeout S      seconds of silence after which a client is dropped (default 10)
 
 Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
 """
@@ -714,6 +716,7 @@ def replay(args: list[str]) -> int:
   from podrace import remote
 
   remote.require()
+  from podrace.remote.hub import PEER_SECONDS
   from podrace.service import server
 
   return server.run(
@@ -724,7 +727,7 @@ def replay(args: list[str]) -> int:
     tables=server.parse_tables(options.every('--table')),
     checkpoint_every=options.number('--checkpoint-every', 0.0),
     most_bytes=options.whole('--client-bytes', 2**30),
-    peer_timeout=options.number('--peer-timeout', 5.0),
+    peer_timeout=options.number('--peer-timeout', PEER_SECONDS),
   )
 
 

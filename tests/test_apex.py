@@ -226,6 +226,21 @@ def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
     run.build_learner(dataclasses.replace(config, actor_devices='0'))
 
 
+def test_what_listens_is_refused_before_it_is_compiled_for(
+  tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  args = ['train', *CATCH, '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service',
+          '--connect-replay', 'tcp://127.0.0.1:1', '--run-dir', str(tmp_path / 'run')]  # fmt: skip
+  for listen, message in (
+    (['ipc:///x', '--peer-timeout', '0'], '--peer-timeout must be more than 0'),
+    (['tcp://10.0.0.1:1'], 'it needs keys'),
+  ):
+    with pytest.raises(SystemExit) as end:
+      cli.main([*args, '--listen', *listen])
+    told = capfd.readouterr().err
+    assert end.value.code == 2 and message in told and 'compiling' not in told
+
+
 @pytest.mark.slow
 def test_everybody_may_come_and_go(places: Places) -> None:
   learner = places.learn(10_000_000)

@@ -25,6 +25,9 @@ from podrace.remote.wire import GONE, Wake, WireError, pack, plain_lines, unpack
 PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
 TICK = 0.2  # seconds between looks at who is silent
+# Of silence. Clients say something every quarter of it, from a thread of their own, which does not run while
+# JAX holds Python's lock to lower or load a large program: 2 s where a dozen processes share 2 cores.
+PEER_SECONDS = 10.0
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
@@ -54,7 +57,7 @@ class Listen:
   address: str
   keys: Path | None = None
   insecure: bool = False
-  peer_timeout: float = 5.0  # seconds of silence after which a client is dropped
+  peer_timeout: float = PEER_SECONDS  # of silence after which a client is dropped
 
   def __post_init__(self) -> None:
     security.check_address(self.address, self.keys, self.insecure, '--listen')

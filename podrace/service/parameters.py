@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.remote.hub import Listen
+from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
 from podrace.service.link import Link
@@ -101,7 +101,7 @@ class Publisher(Router):
     address: str,
     keys: Path | None = None,
     insecure: bool = False,
-    peer_timeout: float = 5.0,
+    peer_timeout: float = PEER_SECONDS,
   ) -> None:
     super().__init__(Listen(address, keys, insecure, peer_timeout), log.info)
     self._versions: list[_Version] = []  # the newest two

@@ -28,7 +28,7 @@ import numpy as np
 
 from podrace import tables
 from podrace.process import lock, on_signals, to_stderr
-from podrace.remote.hub import Listen
+from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say
@@ -139,7 +139,7 @@ class ReplayServer(Router):
     tables: dict[str, dict[str, Any]] | None = None,
     checkpoint_every: float = 0.0,
     most_bytes: int = 2**30,
-    peer_timeout: float = 5.0,
+    peer_timeout: float = PEER_SECONDS,
     say: Say = lambda line: None,
   ) -> None:
     super().__init__(Listen(address, keys, insecure, peer_timeout), say)
