@@ -254,19 +254,17 @@ class Feed:
       thread.start()
 
   def take(self, give_up: Callable[[], bool]) -> Draw | None:
-    """The next batch; None if `give_up` says so before."""
+    """The next batch; None if `give_up` says so before, or if there will be none: see `check`."""
     while True:
       try:
         return self._drawn.get(timeout=POLL)
       except queue.Empty:
-        self._look()
-      if give_up():
-        return None
+        if self._failure is not None or give_up():
+          return None
 
   def update(self, key: np.ndarray, priority: Array, give_up: Callable[[], bool]) -> None:
     """New priorities [n], which may still be being computed; none are set if `give_up` says so."""
-    while self._source.prioritised:
-      self._look()
+    while self._source.prioritised and self._failure is None:
       with contextlib.suppress(queue.Full):
         self._learned.put((key, priority), timeout=POLL)
         return
@@ -287,7 +285,8 @@ class Feed:
     """Has the threads end with the client, which is closed next."""
     self._closed = True
 
-  def _look(self) -> None:
+  def check(self) -> None:
+    """Raises ReplayFailed if a thread has failed."""
     if self._failure is not None:
       raise ReplayFailed(self._failure)
 
@@ -390,16 +389,25 @@ class Apart:
     self._published_at = time.monotonic()
 
   def advance(self, state: State, updates: int, give_up: Callable[[], bool]) -> tuple[State, int]:
+    self._check()  # here only, where nothing has been donated: who is told can save the state
     for done in range(updates):
       state, whole = self._one(state, give_up)
       if not whole:
         return jax.block_until_ready(state), done
       if time.monotonic() > self._published_at + self._publish_seconds:
-        self._publish(state.train.params)
+        with contextlib.suppress(ReplayFailed):  # the next call raises it
+          self._publish(state.train.params)
     return jax.block_until_ready(state), updates
 
+  def _check(self) -> None:
+    """Raises ReplayFailed if what goes on beside the learner has failed."""
+    assert self._feed is not None and self._publisher is not None
+    self._feed.check()
+    if self._publisher.failure:
+      raise ReplayFailed(self._publisher.failure)
+
   def _one(self, state: State, give_up: Callable[[], bool]) -> tuple[State, bool]:
-    """An update, or the part of one until `give_up`."""
+    """An update, or the part of one until `give_up` or a failure."""
     assert self._feed is not None
     if not self._program.hosted:
       return self._one_of_unrolls(self._feed, state, give_up)

@@ -157,6 +157,36 @@ def test_impala_learns_from_a_queue_of_unrolls(
   assert 16 * updates <= told[-1]['unrolls_taken'] <= table.counts.samples <= table.counts.inserts
 
 
+def test_what_was_learned_before_the_service_failed_is_saved(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  config = Config(
+    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
+    total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1,
+  )  # fmt: skip
+  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  batches, drawn = apex.Queued.batches, 0
+
+  def failing(self: apex.Queued, samples: tables.Samples) -> Any:
+    nonlocal drawn
+    for draw in batches(self, samples):
+      if drawn == 64:
+        raise ArithmeticError('a bug')
+      drawn += 1
+      yield draw
+
+  monkeypatch.setattr(apex.Queued, 'batches', failing)
+  acting = apex._Acting(config, apex.Options(addresses))
+  actor = threading.Thread(target=lambda: acting.run(), daemon=True)
+  with ReplayServer(addresses.replay[0]):
+    actor.start()
+    with pytest.raises(run.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
+      run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
+    assert checkpoints(tmp_path / 'run')[-1] == 512
+    acting._reader.close()
+    actor.join(120)
+
+
 def test_an_unroll_is_learned_from_once() -> None:
   """Although a service that began again from a checkpoint has told of some of them before."""
   n, t = 4, 2
