@@ -21,6 +21,7 @@ from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, f
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.options import Options, whole_number
 from podrace.presets import PRESETS
+from podrace.process import log_to_stderr
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
@@ -205,10 +206,12 @@ def train(args: list[str]) -> int:
       preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
     )
   sinks = tuple(s for s in options.text('--sinks').split(',') if s)
-  summary = run.train(
-    config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options,
-    listen=listen, addresses=addresses,
-  )  # fmt: skip
+  quiet = '--quiet' in options
+  with log_to_stderr('podrace train', quiet):
+    summary = run.train(
+      config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet,
+      listen=listen, addresses=addresses,
+    )  # fmt: skip
   _report(run_dir, summary)
   return 0
 
@@ -559,6 +562,7 @@ podrace envs --connect ADDRESS --env LIB:NAME [OPTIONS]: environments for a lear
   --seed S            of the environments (default: random)
   --env-deadline S    seconds that a step may take (default 60)
   --give-up-after S   end if there is no learner for so long (default: wait for it)
+  --quiet             tells only what is wrong
 
 It comes back after whatever happens to the connection or to the learner, with environments that begin
 anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
@@ -567,6 +571,7 @@ anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 a
 ENVS_VALUES = {
   '--connect': 'ADDRESS', '--env': 'LIB:NAME', '--num-envs': 'N', '--workers': 'N', '--groups': 'N',
   '--keys': 'DIR', '--insecure': '', '--seed': 'S', '--env-deadline': 'S', '--give-up-after': 'S',
+  '--quiet': '',
 }  # fmt: skip
 
 ACT_USAGE = """\
@@ -580,6 +585,7 @@ for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... -
   --give-up-after S           end if there is no learner for S seconds more (default: wait for it)
   --keys DIR                  with server.public, client.public and client.secret
   --insecure                  no keys, beyond this machine: nothing is encrypted
+  --quiet                     tells only what is wrong
   the other options are those of train; agent and environment must be the learner's
 
 It waits for whom it needs, and comes back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused
@@ -588,7 +594,7 @@ or bad usage, 143 and 130 on signals.
 
 ACT_VALUES = {  # the others are those of train
   '--connect-replay': 'ADDRESSES', '--params': 'ADDRESS', '--share': 'I/N', '--max-staleness': 'S',
-  '--give-up-after': 'S', '--keys': 'DIR', '--insecure': '', '--agent': 'NAME',
+  '--give-up-after': 'S', '--keys': 'DIR', '--insecure': '', '--quiet': '', '--agent': 'NAME',
 }  # fmt: skip
 
 REPLAY_USAGE = """\
@@ -608,13 +614,14 @@ needs no JAX. Clients have the tables made that they need; docs/replay-service.m
   --keys DIR            with server.secret, server.public and allowed_clients: `podrace keys new`
   --insecure            no keys, beyond this machine: nothing is encrypted, anybody may take part
   --peer-timeout S      seconds of silence after which a client is dropped (default 10)
+  --quiet               tells only what is wrong
 
 Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
 """
 
 REPLAY_VALUES = {
   '--listen': 'ADDRESS', '--dir': 'DIR', '--checkpoint-every': 'S', '--table': 'SETTINGS',
-  '--client-bytes': 'N', '--keys': 'DIR', '--insecure': '', '--peer-timeout': 'S',
+  '--client-bytes': 'N', '--keys': 'DIR', '--insecure': '', '--peer-timeout': 'S', '--quiet': '',
 }  # fmt: skip
 
 KEYS_USAGE = """\
@@ -657,20 +664,20 @@ def environments(args: list[str]) -> int:
   remote.require()
   from podrace.remote import client
 
-  return client.run(
-    client.Options(
-      connect=connect,
-      env=env,
-      num_envs=options.whole('--num-envs', 1),
-      workers=options.whole('--workers', 0),
-      groups=options.whole('--groups', 0),
-      seed=options.whole('--seed', 0) if '--seed' in options else None,
-      keys=options.path('--keys'),
-      insecure='--insecure' in options,
-      deadline=options.number('--env-deadline', 60.0),
-      give_up=options.number('--give-up-after', 0.0),
-    )
+  settings = client.Options(
+    connect=connect,
+    env=env,
+    num_envs=options.whole('--num-envs', 1),
+    workers=options.whole('--workers', 0),
+    groups=options.whole('--groups', 0),
+    seed=options.whole('--seed', 0) if '--seed' in options else None,
+    keys=options.path('--keys'),
+    insecure='--insecure' in options,
+    deadline=options.number('--env-deadline', 60.0),
+    give_up=options.number('--give-up-after', 0.0),
   )
+  with log_to_stderr('podrace envs', '--quiet' in options):
+    return client.run(settings)
 
 
 def act(args: list[str]) -> int:
@@ -702,7 +709,8 @@ def act(args: list[str]) -> int:
     max_staleness=options.number('--max-staleness', 60.0),
     give_up=options.number('--give-up-after', 0.0),
   )
-  return apex.act(config, settings)
+  with log_to_stderr('podrace act', '--quiet' in options):
+    return apex.act(config, settings)
 
 
 def replay(args: list[str]) -> int:
@@ -719,16 +727,17 @@ def replay(args: list[str]) -> int:
   from podrace.remote.hub import PEER_SECONDS
   from podrace.service import server
 
-  return server.run(
-    listen,
-    dir=options.path('--dir'),
-    keys=options.path('--keys'),
-    insecure='--insecure' in options,
-    tables=server.parse_tables(options.every('--table')),
-    checkpoint_every=options.number('--checkpoint-every', 0.0),
-    most_bytes=options.whole('--client-bytes', 2**30),
-    peer_timeout=options.number('--peer-timeout', PEER_SECONDS),
-  )
+  with log_to_stderr('podrace replay', '--quiet' in options):
+    return server.run(
+      listen,
+      dir=options.path('--dir'),
+      keys=options.path('--keys'),
+      insecure='--insecure' in options,
+      tables=server.parse_tables(options.every('--table')),
+      checkpoint_every=options.number('--checkpoint-every', 0.0),
+      most_bytes=options.whole('--client-bytes', 2**30),
+      peer_timeout=options.number('--peer-timeout', PEER_SECONDS),
+    )
 
 
 def keys(args: list[str]) -> int:

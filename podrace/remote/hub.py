@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import resource
 import time
@@ -36,7 +37,7 @@ FILES = 2 * PEERS  # that may be open, if that is permitted: each connection is 
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
 
-Say = Callable[[str], None]
+Say = Callable[[int, str], None]  # as logging.Logger.log: a level, and what there is to say
 
 
 def allow_files() -> int:
@@ -88,8 +89,8 @@ class Hub:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
     raise NotImplementedError
 
-  def drop(self, peer: Any, reason: str) -> None:
-    """Ends a session, if it has not ended."""
+  def drop(self, peer: Any, reason: str, level: int = logging.WARNING) -> None:
+    """Ends a session, if it has not ended; `level` is how bad that is."""
     raise NotImplementedError
 
   # --- its life ----------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ class Hub:
       self.log(
         f'this process may have {files:,} files open, enough for about {max(files - 200, 0):,} clients '
         f'instead of {PEERS:,}: `ulimit -n {FILES}` before it is started allows more',
-        always=True,
+        logging.WARNING, always=True,
       )  # fmt: skip
     self._context = zmq.Context()
     self._wake = Wake()
@@ -170,7 +171,7 @@ class Hub:
         self._wake.clear()
       elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
         self.counts['turned away'] += 1
-        self.log(told)
+        self.log(told, logging.WARNING)
 
   def received(self, most: int) -> Iterator[list[Any]]:
     """The messages that have come, as frames; but not for so long that others wait."""
@@ -186,7 +187,7 @@ class Hub:
         return
       except zmq.ZMQError as e:
         self.counts['errors'] += 1
-        self.log(f'receiving: {e}')
+        self.log(f'receiving: {e}', logging.WARNING)
         return
       yield raw
 
@@ -204,7 +205,8 @@ class Hub:
       self.ban(address, str(e))
     except Exception as e:  # a check is missing; nobody else shall be the worse for it
       self.counts['unexpected'] += 1
-      self.log(f'a message that was not checked well enough:\n{traceback.format_exc()[-4000:]}')
+      trace = traceback.format_exc()[-4000:]
+      self.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
       self.ban(address, f'what could not be dealt with ({type(e).__name__})')
 
   def key_of(self, raw: Any) -> bytes:
@@ -258,7 +260,7 @@ class Hub:
     if peer is not None:
       self.drop(peer, f'dropped, it sent {reason}')
     else:
-      self.log(f'ignoring somebody who sent {reason}')
+      self.log(f'ignoring somebody who sent {reason}', logging.WARNING)
     self.send(address, GONE, peer.session if peer else 0, f'you sent {reason}')
 
   # --- time --------------------------------------------------------------------------------------
@@ -288,10 +290,10 @@ class Hub:
         if peer.key not in self._gate.allowed:
           self.tell_gone(peer, 'its key is not listed any more')
     if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
-      self.log(f'({self._unsaid} more lines were left out)', always=True)
+      self.log(f'({self._unsaid} more lines were left out)', logging.WARNING, always=True)
       self._unsaid = 0
 
-  def log(self, line: str, always: bool = False) -> None:
+  def log(self, line: str, level: int = logging.INFO, always: bool = False) -> None:
     """Says it, unless there was much to say lately; whatever that leads to, it raises nothing."""
     now = time.monotonic()
     line = plain_lines(line)
@@ -303,4 +305,4 @@ class Hub:
       return
     self._lines.append(now)
     with contextlib.suppress(Exception, SystemExit):  # rich exits where nobody reads any more
-      self._say(line)
+      self._say(level, line)
