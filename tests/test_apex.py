@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -181,7 +182,12 @@ def test_what_was_learned_before_the_service_failed_is_saved(
 
   monkeypatch.setattr(apex.Queued, 'batches', failing)
   acting = apex._Acting(config, apex.Options(addresses))
-  actor = threading.Thread(target=lambda: acting.run(), daemon=True)
+
+  def act() -> None:
+    with contextlib.suppress(tables.Closed):  # at the end
+      acting.run()
+
+  actor = threading.Thread(target=act, daemon=True)
   with ReplayServer(addresses.replay[0]):
     actor.start()
     with pytest.raises(run.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
