@@ -13,9 +13,11 @@ import collections
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import queue
+import shlex
 import threading
 import time
 import traceback
@@ -29,10 +31,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import service, tables
-from podrace.config import Config, UsageError, bind, differences, to_json, validate
+from podrace.config import (
+  Config,
+  UsageError,
+  agent_name,
+  argument,
+  bind_run,
+  changes,
+  option,
+  to_json,
+  validate,
+)
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
-from podrace.process import on_signals, to_stderr
+from podrace.presets import PRESETS
+from podrace.process import on_signals
+from podrace.remote.hub import PEER_SECONDS, Listen
+from podrace.remote.wire import plain
 from podrace.replay.hosted import (
   TABLE,
   Columns,
@@ -60,7 +75,11 @@ SOURCES = 4096  # acting processes of which is known what the learner has had
 GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
+REMIND = 30.0  # seconds between messages that nobody acts
+DIFFERENCES = 10  # that are told, of a run that is another one
 COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # what the two sides must agree on
+
+log = logging.getLogger('podrace.apex')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +90,7 @@ class Addresses:
   parameters: str  # where the learner publishes them
   keys: Path | None = None
   insecure: bool = False
+  peer_timeout: float = PEER_SECONDS  # of silence, after which the learner drops an acting process
 
 
 # --- what both sides know ---------------------------------------------------------------------------
@@ -149,6 +169,49 @@ def _kind(x: Any) -> str:
 def record(config: Config) -> dict[str, Any]:
   """What the two sides must agree on."""
   return {k: v for k, v in to_json(config).items() if k in COMMON}
+
+
+def other_run(learner: dict[str, Any], here: dict[str, Any]) -> list[str]:
+  """In what an acting process has another `record` than its learner, in a few lines."""
+  lines, names = [], [x.get('agent', {}).get('name') for x in (learner, here)]
+  if names[0] != names[1]:  # then its settings are others as well
+    lines = [f'the learner runs {names[0]}, this process {names[1]}']
+    learner, here = ({k: v for k, v in x.items() if k != 'agent'} for x in (learner, here))
+  lines += [
+    f'{option(path)}: the learner has {argument(a)}, this process {argument(b)}'
+    for path, a, b in changes(learner, here)
+  ]
+  more = len(lines) - DIFFERENCES
+  return [plain(x) for x in lines[:DIFFERENCES]] + ([f'and {more} more'] if more > 0 else [])
+
+
+def act_command(config: Config, addresses: Addresses) -> str:
+  """What starts an acting process for a learner: from the preset that is nearest to its config."""
+  wanted, name = record(config), agent_name(config.agent)
+  bases: dict[tuple[str, ...], Config] = {(preset,): make() for preset, make in PRESETS.items()}
+  near = {given: base for given, base in bases.items() if agent_name(base.agent) == name}
+  if not near:  # somebody's own, with the preset that there is without one
+    agent = dataclasses.replace(config.agent, **_defaults(type(config.agent)))
+    near = {('--agent', name): dataclasses.replace(bases['catch',], agent=agent)}
+  different = {given: list(changes(record(base), wanted)) for given, base in near.items()}
+  given = min(different, key=lambda x: len(different[x]))
+  options = [f'{option(path)} {quoted(value)}' for path, _, value in different[given]]
+  a = addresses
+  where = f'--connect-replay {",".join(a.replay)} --params {a.parameters}'
+  keys = ['--keys DIR'] if a.keys else ['--insecure'] if a.insecure else []
+  return ' '.join(['podrace act', *given, *options, where, *keys])
+
+
+def quoted(value: Any) -> str:
+  """A record's value as a shell takes it."""
+  return ' '.join(map(shlex.quote, argument(value).split(' ')))
+
+
+def _defaults(cls: Any) -> dict[str, Any]:
+  fields = [f for f in dataclasses.fields(cls) if f.init]
+  return {f.name: f.default for f in fields if f.default is not dataclasses.MISSING} | {
+    f.name: f.default_factory() for f in fields if f.default_factory is not dataclasses.MISSING
+  }
 
 
 # --- the learner ------------------------------------------------------------------------------------
@@ -252,19 +315,17 @@ class Feed:
       thread.start()
 
   def take(self, give_up: Callable[[], bool]) -> Draw | None:
-    """The next batch; None if `give_up` says so before."""
+    """The next batch; None if `give_up` says so before, or if there will be none: see `check`."""
     while True:
       try:
         return self._drawn.get(timeout=POLL)
       except queue.Empty:
-        self._look()
-      if give_up():
-        return None
+        if self._failure is not None or give_up():
+          return None
 
   def update(self, key: np.ndarray, priority: Array, give_up: Callable[[], bool]) -> None:
     """New priorities [n], which may still be being computed; none are set if `give_up` says so."""
-    while self._source.prioritised:
-      self._look()
+    while self._source.prioritised and self._failure is None:
       with contextlib.suppress(queue.Full):
         self._learned.put((key, priority), timeout=POLL)
         return
@@ -285,7 +346,8 @@ class Feed:
     """Has the threads end with the client, which is closed next."""
     self._closed = True
 
-  def _look(self) -> None:
+  def check(self) -> None:
+    """Raises ReplayFailed if a thread has failed."""
     if self._failure is not None:
       raise ReplayFailed(self._failure)
 
@@ -337,7 +399,10 @@ class Apart:
   """
 
   def __init__(self, program: Sebulba, addresses: Addresses, config: Config) -> None:
-    self._program, self._addresses, self._record = program, addresses, record(config)
+    self._program, self._addresses, self._config = program, addresses, config
+    self._record = record(config)
+    a = addresses
+    Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)  # is refused before it is compiled for
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self._learner = Learner(program)
     self.health = self._learner.health
@@ -350,6 +415,7 @@ class Apart:
     self._publish_seconds = PUBLISH_SECONDS if program.hosted else UNROLLS_PUBLISH_SECONDS
     self._version, self._published_at = -1, 0.0
     self._episodes = Totals()
+    self._reminded = -math.inf
     self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
 
   def compile(self) -> None:
@@ -357,7 +423,7 @@ class Apart:
     self._learner.compile(p.batch if p.hosted else (p.batch_of_unrolls,))
     # What listens is there before the others are waited for, as they may wait for it.
     a = self._addresses
-    self._publisher = service.Publisher(a.parameters, a.keys, a.insecure)
+    self._publisher = service.Publisher(a.parameters, a.keys, a.insecure, a.peer_timeout)
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
     if p.hosted:
@@ -386,16 +452,44 @@ class Apart:
     self._published_at = time.monotonic()
 
   def advance(self, state: State, updates: int, give_up: Callable[[], bool]) -> tuple[State, int]:
+    self._check()  # here only, where nothing has been donated: who is told can save the state
+
+    def waits() -> bool:
+      self._tell_of_loneliness()
+      return give_up()
+
     for done in range(updates):
-      state, whole = self._one(state, give_up)
+      state, whole = self._one(state, waits)
       if not whole:
         return jax.block_until_ready(state), done
       if time.monotonic() > self._published_at + self._publish_seconds:
-        self._publish(state.train.params)
+        with contextlib.suppress(ReplayFailed):  # the next call raises it
+          self._publish(state.train.params)
     return jax.block_until_ready(state), updates
 
+  def _check(self) -> None:
+    """Raises ReplayFailed if what goes on beside the learner has failed."""
+    assert self._feed is not None and self._publisher is not None
+    self._feed.check()
+    if self._publisher.failure:
+      raise ReplayFailed(self._publisher.failure)
+
+  def _tell_of_loneliness(self) -> None:
+    """That nobody acts, when there is nothing to learn from, at once and then now and then."""
+    assert self._publisher is not None
+    now = time.monotonic()
+    if self._publisher.peers:
+      self._reminded = -math.inf
+    elif now - self._reminded > REMIND:
+      self._reminded = now
+      there = dataclasses.replace(self._addresses, parameters=self._publisher.address)
+      log.warning(
+        'no acting process is connected; waiting for experience of `%s`',
+        act_command(self._config, there),
+      )
+
   def _one(self, state: State, give_up: Callable[[], bool]) -> tuple[State, bool]:
-    """An update, or the part of one until `give_up`."""
+    """An update, or the part of one until `give_up` or a failure."""
     assert self._feed is not None
     if not self._program.hosted:
       return self._one_of_unrolls(self._feed, state, give_up)
@@ -522,16 +616,13 @@ def act(config: Config, options: Options) -> int:
     try:
       _Acting(config, options).run()
     except _Finished:
-      say('the run is complete')
+      log.info('the run is complete')
     except TimeoutError as e:
-      say(f'giving up: {e}')
+      log.error('giving up: %s', e)
       return 1
     except ActorFailed as e:
       raise RunError(f'{config.env}: {e}') from e
   return 128 + found if found else 0
-
-
-say = to_stderr('podrace act')
 
 
 class _Acting:
@@ -541,7 +632,7 @@ class _Acting:
     a = options.addresses
     i, n = options.share
     spec = host.make(config.env)
-    agent = bind(config.agent, spec, config.total_updates, config.num_envs)
+    agent = bind_run(config, spec)
     one = split_devices(config.actor_devices or '0', config.actor_devices or '0', None)
     device = one.actors[0]
     replay = memory(agent, spec, config)
@@ -566,7 +657,7 @@ class _Acting:
     )
     self._record, self._max_staleness = record(config), options.max_staleness
     self._give_up = options.give_up or None
-    say(f'waiting for parameters of {a.parameters}')
+    log.info('waiting for parameters of %s', a.parameters)
     self._reader = service.Parameters(a.parameters, a.keys, a.insecure, options.max_staleness)
     self._addresses = a
     self._num_envs = config.num_envs  # of all acting processes
@@ -579,7 +670,7 @@ class _Acting:
       stack.callback(self._reader.close)
       params = self._parameters(self._reader.get(self._give_up))
       a, program = self._addresses, self._program
-      say(f'connecting to the replay service at {", ".join(a.replay)}')
+      log.info('connecting to the replay service at %s', ', '.join(a.replay))
       client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
       write = self._windows(client) if program.hosted else self._unrolls(client)
@@ -587,7 +678,7 @@ class _Acting:
       actors = self._start(params)
       stack.callback(actors.close)
       threading.Thread(target=self._watch, args=(actors, client), daemon=True).start()
-      say(f'acting in {program.num_envs} environments')
+      log.info('acting in %d environments', program.num_envs)
       try:
         self._write(actors, write, _Teller(client))
       except tables.Closed as e:
@@ -681,10 +772,8 @@ class _Acting:
     """
     leaves = dict(found.leaves)
     told = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
-    if different := differences(told, self._record):
-      raise UsageError(
-        'the learner has another run (its setting -> the one here):\n  ' + '\n  '.join(different)
-      )
+    if different := other_run(told, self._record):
+      raise UsageError('\n  '.join(['the learner has another run:', *different]))
     if leaves.pop(FINISHED, None) is not None:
       raise _Finished
     self._held = found.version

@@ -21,6 +21,7 @@ from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, f
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.options import Options, whole_number
 from podrace.presets import PRESETS
+from podrace.process import log_to_stderr
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
@@ -77,7 +78,7 @@ TRAIN_OPTIONS = {
   ),
   '--keys': ('DIR', 'of --listen: made by `podrace keys new`; needed beyond this machine'),
   '--insecure': ('', 'of --listen: anybody may connect, nothing is encrypted'),
-  '--peer-timeout': ('S', 'of --listen: seconds of silence that end a session (default 5)'),
+  '--peer-timeout': ('S', 'of --listen: seconds of silence that end a session (default 10)'),
   '--coordinator': ('HOST:PORT', 'of a run over several processes: where the first one listens'),
   '--num-processes': ('N', 'of a run over several processes'),
   '--process-id': ('I', 'which of them this is, from 0'),
@@ -205,10 +206,12 @@ def train(args: list[str]) -> int:
       preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
     )
   sinks = tuple(s for s in options.text('--sinks').split(',') if s)
-  summary = run.train(
-    config, run_dir, override='--override' in options, sinks=sinks, quiet='--quiet' in options,
-    listen=listen, addresses=addresses,
-  )  # fmt: skip
+  quiet = '--quiet' in options
+  with log_to_stderr('podrace train', quiet):
+    summary = run.train(
+      config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet,
+      listen=listen, addresses=addresses,
+    )  # fmt: skip
   _report(run_dir, summary)
   return 0
 
@@ -228,6 +231,8 @@ def take_preset(args: list[str]) -> str | None:
   preset = args.pop(0) if args and not args[0].startswith('-') else None
   if preset is not None and preset not in PRESETS:
     raise unknown('preset', preset, PRESETS)
+  if preset is not None and args and not args[0].startswith('-'):
+    raise UsageError(f'there is one preset, and then options: not {args[0]!r} after {preset}')
   return preset
 
 
@@ -249,13 +254,13 @@ def _listen(options: Options) -> Any:
   from podrace import remote
 
   remote.require()
-  from podrace.remote.hub import Listen
+  from podrace.remote.hub import PEER_SECONDS, Listen
 
   return Listen(
     options.text('--listen'),
     options.path('--keys'),
     '--insecure' in options,
-    options.number('--peer-timeout', 5.0),
+    options.number('--peer-timeout', PEER_SECONDS),
   )
 
 
@@ -269,12 +274,14 @@ def _addresses(options: Options) -> Any:
 
   remote.require()
   from podrace.apex import Addresses
+  from podrace.remote.hub import PEER_SECONDS
 
   return Addresses(
     tuple(options.text('--connect-replay').split(',')),
     options.text('--listen'),
     options.path('--keys'),
     '--insecure' in options,
+    options.number('--peer-timeout', PEER_SECONDS),
   )
 
 
@@ -456,7 +463,8 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
       with contextlib.suppress(ValueError):  # an expression, which is shown as it is
         default = ast.literal_eval(node.value)
         shown = ' '.join(map(str, default)) if isinstance(default, tuple) else str(default)
-      comment = f'{comment} (default {shown})'.strip()
+      if shown:  # else the comment says what is done then
+        comment = f'{comment} (default {shown})'.strip()
     name = prefix + flag(node.target.id)
     inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
     if inherited and (not comment or comment.startswith('(default')):
@@ -484,7 +492,9 @@ def evaluate(args: list[str]) -> int:
     return 0
   options = Options(args, EVAL_VALUES)
   if len(options.arguments) != 1:
-    raise UsageError(f'eval takes one run directory, not {len(options.arguments)}: {EVAL_USAGE}')
+    raise UsageError(
+      f'eval takes one run directory, not {len(options.arguments)}: podrace eval DIR [OPTIONS]'
+    )
   from podrace.evaluate import evaluate as run_evaluation
 
   result = run_evaluation(
@@ -552,6 +562,7 @@ podrace envs --connect ADDRESS --env LIB:NAME [OPTIONS]: environments for a lear
   --seed S            of the environments (default: random)
   --env-deadline S    seconds that a step may take (default 60)
   --give-up-after S   end if there is no learner for so long (default: wait for it)
+  --quiet             tells only what is wrong
 
 It comes back after whatever happens to the connection or to the learner, with environments that begin
 anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
@@ -560,6 +571,7 @@ anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 a
 ENVS_VALUES = {
   '--connect': 'ADDRESS', '--env': 'LIB:NAME', '--num-envs': 'N', '--workers': 'N', '--groups': 'N',
   '--keys': 'DIR', '--insecure': '', '--seed': 'S', '--env-deadline': 'S', '--give-up-after': 'S',
+  '--quiet': '',
 }  # fmt: skip
 
 ACT_USAGE = """\
@@ -573,6 +585,7 @@ for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... -
   --give-up-after S           end if there is no learner for S seconds more (default: wait for it)
   --keys DIR                  with server.public, client.public and client.secret
   --insecure                  no keys, beyond this machine: nothing is encrypted
+  --quiet                     tells only what is wrong
   the other options are those of train; agent and environment must be the learner's
 
 It waits for whom it needs, and comes back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused
@@ -581,7 +594,7 @@ or bad usage, 143 and 130 on signals.
 
 ACT_VALUES = {  # the others are those of train
   '--connect-replay': 'ADDRESSES', '--params': 'ADDRESS', '--share': 'I/N', '--max-staleness': 'S',
-  '--give-up-after': 'S', '--keys': 'DIR', '--insecure': '', '--agent': 'NAME',
+  '--give-up-after': 'S', '--keys': 'DIR', '--insecure': '', '--quiet': '', '--agent': 'NAME',
 }  # fmt: skip
 
 REPLAY_USAGE = """\
@@ -600,14 +613,15 @@ needs no JAX. Clients have the tables made that they need; docs/replay-service.m
   --client-bytes N      of steps that one client may keep for items to come (default 1 GiB)
   --keys DIR            with server.secret, server.public and allowed_clients: `podrace keys new`
   --insecure            no keys, beyond this machine: nothing is encrypted, anybody may take part
-  --peer-timeout S      seconds of silence after which a client is dropped (default 5)
+  --peer-timeout S      seconds of silence after which a client is dropped (default 10)
+  --quiet               tells only what is wrong
 
 Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
 """
 
 REPLAY_VALUES = {
   '--listen': 'ADDRESS', '--dir': 'DIR', '--checkpoint-every': 'S', '--table': 'SETTINGS',
-  '--client-bytes': 'N', '--keys': 'DIR', '--insecure': '', '--peer-timeout': 'S',
+  '--client-bytes': 'N', '--keys': 'DIR', '--insecure': '', '--peer-timeout': 'S', '--quiet': '',
 }  # fmt: skip
 
 KEYS_USAGE = """\
@@ -638,7 +652,7 @@ def no_arguments(options: Options, command: str) -> None:
 
 def environments(args: list[str]) -> int:
   """podrace envs."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(ENVS_USAGE, end='')
     return 0
   options = Options(args, ENVS_VALUES)
@@ -650,25 +664,25 @@ def environments(args: list[str]) -> int:
   remote.require()
   from podrace.remote import client
 
-  return client.run(
-    client.Options(
-      connect=connect,
-      env=env,
-      num_envs=options.whole('--num-envs', 1),
-      workers=options.whole('--workers', 0),
-      groups=options.whole('--groups', 0),
-      seed=options.whole('--seed', 0) if '--seed' in options else None,
-      keys=options.path('--keys'),
-      insecure='--insecure' in options,
-      deadline=options.number('--env-deadline', 60.0),
-      give_up=options.number('--give-up-after', 0.0),
-    )
+  settings = client.Options(
+    connect=connect,
+    env=env,
+    num_envs=options.whole('--num-envs', 1),
+    workers=options.whole('--workers', 0),
+    groups=options.whole('--groups', 0),
+    seed=options.whole('--seed', 0) if '--seed' in options else None,
+    keys=options.path('--keys'),
+    insecure='--insecure' in options,
+    deadline=options.number('--env-deadline', 60.0),
+    give_up=options.number('--give-up-after', 0.0),
   )
+  with log_to_stderr('podrace envs', '--quiet' in options):
+    return client.run(settings)
 
 
 def act(args: list[str]) -> int:
   """podrace act."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(ACT_USAGE, end='')
     return 0
   preset = take_preset(args)
@@ -695,12 +709,13 @@ def act(args: list[str]) -> int:
     max_staleness=options.number('--max-staleness', 60.0),
     give_up=options.number('--give-up-after', 0.0),
   )
-  return apex.act(config, settings)
+  with log_to_stderr('podrace act', '--quiet' in options):
+    return apex.act(config, settings)
 
 
 def replay(args: list[str]) -> int:
   """podrace replay."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(REPLAY_USAGE, end='')
     return 0
   options = Options(args, REPLAY_VALUES)
@@ -709,23 +724,25 @@ def replay(args: list[str]) -> int:
   from podrace import remote
 
   remote.require()
+  from podrace.remote.hub import PEER_SECONDS
   from podrace.service import server
 
-  return server.run(
-    listen,
-    dir=options.path('--dir'),
-    keys=options.path('--keys'),
-    insecure='--insecure' in options,
-    tables=server.parse_tables(options.every('--table')),
-    checkpoint_every=options.number('--checkpoint-every', 0.0),
-    most_bytes=options.whole('--client-bytes', 2**30),
-    peer_timeout=options.number('--peer-timeout', 5.0),
-  )
+  with log_to_stderr('podrace replay', '--quiet' in options):
+    return server.run(
+      listen,
+      dir=options.path('--dir'),
+      keys=options.path('--keys'),
+      insecure='--insecure' in options,
+      tables=server.parse_tables(options.every('--table')),
+      checkpoint_every=options.number('--checkpoint-every', 0.0),
+      most_bytes=options.whole('--client-bytes', 2**30),
+      peer_timeout=options.number('--peer-timeout', PEER_SECONDS),
+    )
 
 
 def keys(args: list[str]) -> int:
   """podrace keys."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(KEYS_USAGE, end='')
     return 0
   args = Options(args, {}).arguments
@@ -734,11 +751,11 @@ def keys(args: list[str]) -> int:
   remote.require()
   from podrace.remote import security
 
-  if args[0] == 'new' and len(args) == 2:
+  if args[:1] == ['new'] and len(args) == 2:
     security.new_keys(Path(args[1]))
     print(f'keys are in {args[1]}; a machine with environments needs of them')
     print(f'  {security.SERVER_PUBLIC} {security.CLIENT_PUBLIC} {security.CLIENT_SECRET}')
-  elif args[0] == 'client' and len(args) == 3:
+  elif args[:1] == ['client'] and len(args) == 3:
     security.new_client(Path(args[1]), Path(args[2]))
     print(f'{args[2]} has the keys of a client that {args[1]}/{security.ALLOWED} allows')
   else:
@@ -748,12 +765,14 @@ def keys(args: list[str]) -> int:
 
 def top(args: list[str]) -> int:
   """podrace top."""
-  if not args or '-h' in args or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(TOP_USAGE, end='')
     return 0
   options = Options(args, TOP_VALUES)
   if len(options.arguments) != 1:
-    raise UsageError(f'top takes one address, not {len(options.arguments)}')
+    raise UsageError(
+      f'top takes one address, not {len(options.arguments)}: podrace top ADDRESS [OPTIONS]'
+    )
   from podrace import remote
 
   remote.require()
@@ -816,10 +835,10 @@ def devices(args: list[str]) -> int:
 
 def bench(args: list[str]) -> int:
   """podrace bench."""
-  if not args or args[0] in ('-h', '--help') or '--help' in args:
+  if '-h' in args or '--help' in args:
     print(BENCH_USAGE, end='')
     return 0
-  if args.pop(0) != 'sebulba':
+  if not args or args.pop(0) != 'sebulba':
     raise UsageError('bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]')
   preset = take_preset(args)
   options = Options(args, {**TRAIN_VALUES, '--seconds': 'S'}, others_pass=True)

@@ -8,10 +8,10 @@ import importlib
 import json
 import math
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from podrace.agents import AGENTS
+from podrace.agents import AGENTS, agents_for
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 
 VERSION = 1  # of config.json
@@ -52,8 +52,10 @@ class Config:
   keep: int = 3  # how many checkpoints
   lag: Literal['0', '1', 'async'] = '1'  # sebulba: of the acting policy, in updates; async: any
   max_lag: int = 4  # sebulba: with lag async, the most
-  actor_devices: str = ''  # sebulba: 0,1; default: those that don't learn, or a quarter
-  learner_devices: str = ''  # sebulba: 2,3,4,5,6,7; default: those that don't act
+  actor_devices: str = ''
+  # ^ sebulba: which act, as 0,1 (default: those that don't learn, else the first quarter; of one, that)
+  learner_devices: str = ''
+  # ^ sebulba: which learn, as 2,3 (default: those that don't act; of one, that; --replay service: all)
   actor_threads: int = 2  # sebulba: for each actor device
   env_batch_size: int = 0  # sebulba: act on so many of a thread as are ready; 0: all together
   env_threads: int = 0  # sebulba: that step environments, over all pools; 0: one for each core
@@ -249,19 +251,50 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
   return cls(**values)
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = '') -> list[str]:
-  """A line for each setting in which two records differ."""
-  lines = []
+def changes(
+  old: dict[str, Any], new: dict[str, Any], prefix: str = ''
+) -> Iterator[tuple[str, Any, Any]]:
+  """Path and both values of each setting in which two records differ; None where there is none."""
   for name in [*old, *(n for n in new if n not in old)]:
     a, b = old.get(name), new.get(name)
     if isinstance(a, dict) and isinstance(b, dict):
-      lines += differences(a, b, f'{prefix}{name}.')
+      yield from changes(a, b, f'{prefix}{name}.')
     elif a != b:
-      lines.append(f'{prefix}{name}: {json.dumps(a)} -> {json.dumps(b)}')
-  return lines
+      yield f'{prefix}{name}', a, b
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+  """A line for each setting in which two records differ."""
+  return [f'{path}: {json.dumps(a)} -> {json.dumps(b)}' for path, a, b in changes(old, new)]
+
+
+def option(path: str) -> str:
+  """The option for what a record has there: agent.lambda_ is --agent.lambda."""
+  return '--' + '.'.join(map(flag, path.split('.')))
+
+
+def argument(value: Any) -> str:
+  """A record's value as an option takes it."""
+  return ' '.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 # --- binding ------------------------------------------------------------------------------------
+
+
+def bind_run(config: Config, env: Any) -> Any:
+  """The agent of a run, for the spaces of its environment and the sizes of the run.
+
+  Raises:
+    UsageError: if it is one of ours that can't act there, or no agent.
+    ValueError: if a network can't be built for those spaces.
+  """
+  name, fit = agent_name(config.agent), agents_for(env.action_space)
+  if name in AGENTS and name not in fit:
+    raise UsageError(
+      f'{name} cannot act in {config.env}, whose action space is {env.action_space}: '
+      f'take --agent {", ".join(fit[:-1])} or {fit[-1]}'
+    )
+  return bind(config.agent, env, config.total_updates, config.num_envs)
 
 
 def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> Any:
@@ -279,10 +312,10 @@ def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> A
     what = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
     raise UsageError(f'{agent_name(agent)} is no agent: it {what}; see docs/own-agent.md')
   fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
-  changes = {
+  networks = {
     name: value.bind(env.observation_space, env.action_space)
     for name, value in fields.items()
     if hasattr(value, 'bind')
   }
   sizes = {'total_updates': total_updates, 'total_envs': total_envs}
-  return dataclasses.replace(agent, **changes, **{k: v for k, v in sizes.items() if k in fields})
+  return dataclasses.replace(agent, **networks, **{k: v for k, v in sizes.items() if k in fields})

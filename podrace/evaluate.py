@@ -14,7 +14,7 @@ from jax import lax
 
 from podrace import envs
 from podrace.checkpoint import CheckpointError, Checkpoints
-from podrace.config import Config, UsageError, bind
+from podrace.config import Config, UsageError, bind_run
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Checker, HostError, HostSpec, PoolArgs
@@ -178,7 +178,7 @@ def evaluate(
     raise UsageError(f'--episodes must be at least 1, not {episodes}')
   config = load_config(run_dir)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
-  agent = bind(config.agent, env, config.total_updates, config.num_envs)
+  agent = bind_run(config, env)
   step, params, skipped = newest_params(config, agent, run_dir)
   if not sample:
     if not hasattr(agent, 'greedy'):

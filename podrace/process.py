@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import signal
 import sys
 import threading
@@ -12,14 +13,32 @@ from pathlib import Path
 from typing import IO, Any
 
 
-def to_stderr(who: str) -> Callable[[str], None]:
-  """Tells whoever reads what a command says; that nobody does any more ends nothing."""
+class _ToStderr(logging.Handler):
+  """Tells whoever reads; that nobody does any more ends nothing."""
 
-  def say(line: str) -> None:
+  def emit(self, record: logging.LogRecord) -> None:
     with contextlib.suppress(OSError, ValueError):  # a pipe without a reader, a closed file
-      print(f'{who}: {line}', file=sys.stderr, flush=True)
+      print(self.format(record), file=sys.stderr, flush=True)
 
-  return say
+
+@contextlib.contextmanager
+def log_to_stderr(who: str, quiet: bool = False) -> Iterator[None]:
+  """Has a command tell what podrace logs, as `who: message`; if it is quiet, only what is wrong.
+
+  For commands: as a library podrace logs, and configures nothing.
+  """
+  log, handler = logging.getLogger('podrace'), _ToStderr()
+  handler.setFormatter(logging.Formatter(f'{who}: %(message)s'))
+  before = log.level, log.propagate
+  log.addHandler(handler)
+  log.setLevel(logging.WARNING if quiet else logging.INFO)
+  log.propagate = False  # else libraries that configure the root's would tell it again
+  try:
+    yield
+  finally:
+    log.removeHandler(handler)
+    log.setLevel(before[0])
+    log.propagate = before[1]
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from podrace.checkpoint import CheckpointError, Checkpoints, read_json
 from podrace.config import (
   Config,
   UsageError,
-  bind,
+  bind_run,
   completed,
   differences,
   from_json,
@@ -234,7 +234,7 @@ def build(
   if config.architecture == 'sebulba':
     return OnHost(build_sebulba(config, server))
   env = envs.make(config.env)
-  agent = bind(config.agent, env, config.total_updates, config.num_envs)
+  agent = bind_run(config, env)
   replay, mesh = memory(agent, env, config), learner_mesh(config.devices)
   return OnDevice(
     Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
@@ -257,7 +257,7 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
     if jax.process_count() > 1:
       raise UsageError('--envs remote is for runs of one process')
     spec = server.spec(spec)
-  agent = bind(config.agent, spec, config.total_updates, config.num_envs)
+  agent = bind_run(config, spec)
   return Sebulba(
     agent=agent,
     spec=spec,
@@ -286,7 +286,7 @@ def build_learner(config: Config) -> Sebulba:
       'give it to `podrace act`'
     )
   spec = host.make(config.env)
-  agent = bind(config.agent, spec, config.total_updates, config.num_envs)
+  agent = bind_run(config, spec)
   mesh = learner_mesh(config.devices)
   if devices := config.learner_devices:
     mesh = split_devices(devices, devices, config.devices).learners
@@ -331,7 +331,7 @@ def train(
   say = _nothing if quiet else warn
   with _told(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
-    server = make_server(config, listen, warn)
+    server = make_server(config, listen)
     program = build(config, server, addresses)
     # Now that it can be a run: what is refused leaves no directory.
     try:
@@ -367,7 +367,7 @@ def _nothing(message: str) -> None:
   pass
 
 
-def make_server(config: Config, listen: Listen | None, say: Callable[[str], None]) -> Server | None:
+def make_server(config: Config, listen: Listen | None) -> Server | None:
   """What remote environments come to, if the config has them; it does not listen yet."""
   if config.envs == 'local':
     if listen is not None:
@@ -377,7 +377,7 @@ def make_server(config: Config, listen: Listen | None, say: Callable[[str], None
     raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
   from podrace.remote.server import Server
 
-  return Server(listen, config.num_envs, config.max_wait_ms / 1000, config.env_deadline, say)
+  return Server(listen, config.num_envs, config.max_wait_ms / 1000, config.env_deadline)
 
 
 @contextlib.contextmanager

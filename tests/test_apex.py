@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,6 +29,8 @@ from podrace.apex import Feed, from_leaves, to_leaves
 from podrace.config import Config, UsageError
 from podrace.envs.host.base import Totals
 from podrace.networks import ActorCritic
+from podrace.options import Options
+from podrace.presets import PRESETS
 from podrace.replay.hosted import Streams, named
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
@@ -157,6 +162,41 @@ def test_impala_learns_from_a_queue_of_unrolls(
   assert 16 * updates <= told[-1]['unrolls_taken'] <= table.counts.samples <= table.counts.inserts
 
 
+def test_what_was_learned_before_the_service_failed_is_saved(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  config = Config(
+    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
+    total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1,
+  )  # fmt: skip
+  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  batches, drawn = apex.Queued.batches, 0
+
+  def failing(self: apex.Queued, samples: tables.Samples) -> Any:
+    nonlocal drawn
+    for draw in batches(self, samples):
+      if drawn == 64:
+        raise ArithmeticError('a bug')
+      drawn += 1
+      yield draw
+
+  monkeypatch.setattr(apex.Queued, 'batches', failing)
+  acting = apex._Acting(config, apex.Options(addresses))
+
+  def act() -> None:
+    with contextlib.suppress(tables.Closed):  # at the end
+      acting.run()
+
+  actor = threading.Thread(target=act, daemon=True)
+  with ReplayServer(addresses.replay[0]):
+    actor.start()
+    with pytest.raises(run.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
+      run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
+    assert checkpoints(tmp_path / 'run')[-1] == 512
+    acting._reader.close()
+    actor.join(120)
+
+
 def test_an_unroll_is_learned_from_once() -> None:
   """Although a service that began again from a checkpoint has told of some of them before."""
   n, t = 4, 2
@@ -226,6 +266,21 @@ def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
     run.build_learner(dataclasses.replace(config, actor_devices='0'))
 
 
+def test_what_listens_is_refused_before_it_is_compiled_for(
+  tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  args = ['train', *CATCH, '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service',
+          '--connect-replay', 'tcp://127.0.0.1:1', '--run-dir', str(tmp_path / 'run')]  # fmt: skip
+  for listen, message in (
+    (['ipc:///x', '--peer-timeout', '0'], '--peer-timeout must be more than 0'),
+    (['tcp://10.0.0.1:1'], 'it needs keys'),
+  ):
+    with pytest.raises(SystemExit) as end:
+      cli.main([*args, '--listen', *listen])
+    told = capfd.readouterr().err
+    assert end.value.code == 2 and message in told and 'compiling' not in told
+
+
 @pytest.mark.slow
 def test_everybody_may_come_and_go(places: Places) -> None:
   learner = places.learn(10_000_000)
@@ -272,6 +327,7 @@ def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
   nobody.says('there are no parameters of')
   places.serve()
   learner = places.learn(10_000_000)
+  learner.says('no acting process is connected; waiting for experience of `podrace act ')
   places.act('0/2').says('acting in 16 environments')
   actor = places.act('1/2', '--max-staleness', '1', '--give-up-after', '5')
   actor.says('acting in 16 environments')
@@ -285,10 +341,10 @@ def test_another_run_is_refused_and_both_sides_are_told(places: Places) -> None:
   places.learn(10_000)
   other = places.act('0/2', '--agent.network.hidden', '64')
   assert other.wait() == 2
-  assert 'agent.network.hidden: [32] -> [64]' in other.output
+  assert '--agent.network.hidden: the learner has 32, this process 64' in other.output
   other = places.act('0/2', '--env', 'podrace:memory')
   assert other.wait() == 2
-  assert 'env: "podrace:catch" -> "podrace:memory"' in other.output
+  assert '--env: the learner has podrace:catch, this process podrace:memory' in other.output
   alone = places.act('0/1')
   alone.says('acting in 32 environments')
   alone.signal(signal.SIGINT)
@@ -386,6 +442,93 @@ def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
   feed._episodes = Late()
   feed._listen()
   assert feed.episodes() == Totals(2, 3.0, 5.0, 7)
+
+
+def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
+  there = apex.record(dataclasses.replace(PRESETS['r2d2-pong'](), num_envs=7, unroll_length=2))
+  here = apex.record(dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2))
+  assert apex.other_run(there, here) == [
+    'the learner runs r2d2, this process dqn',
+    '--num-envs: the learner has 7, this process 3',
+  ]
+  impala = Impala(network=ActorCritic(hidden=(4, 4)))
+  one = apex.record(Config(impala))
+  two = apex.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
+  assert apex.other_run(one, two) == [
+    '--agent.optimizer: the learner has adam, this process adam\\x1b',
+    '--agent.lambda: the learner has 1.0, this process 0.5',
+  ]
+  assert apex.other_run(one, one) == []
+  many = {**one, 'agent': {'name': 'impala', **{f'x_{i}': i for i in range(20)}}}
+  few = {**one, 'agent': {'name': 'impala'}}
+  told = apex.other_run(many, few)
+  assert told[0] == '--agent.x-0: the learner has 0, this process None'
+  assert len(told) == 11 and told[-1] == 'and 10 more'
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnImpala(Impala):
+  """Somebody's own."""
+
+  boldness: tuple[int, ...] = (1, 2)
+
+
+@pytest.mark.parametrize(
+  'config',
+  [
+    PRESETS['r2d2-remote-memory'](),
+    dataclasses.replace(
+      PRESETS['catch'](), num_envs=8, seed=3,
+      agent=dataclasses.replace(PRESETS['catch']().agent, lambda_=0.5, network=ActorCritic(hidden=(3, 4))),
+    ),
+    Config(DQN(ranked_by_acting=True, n_step=2), env='gymnasium:CartPole-v1,a=b'),
+    Config(OwnImpala(boldness=(5, 6, 7), discount=0.5), unroll_length=3),
+  ],
+  ids=lambda config: type(config.agent).__name__,
+)  # fmt: skip
+def test_the_command_that_starts_acting_does(config: Config) -> None:
+  addresses = apex.Addresses(('ipc:///a', 'ipc:///b'), 'ipc:///c', insecure=True)
+  podrace, act, *args = shlex.split(apex.act_command(config, addresses))
+  assert (podrace, act) == ('podrace', 'act')
+  preset = cli.take_preset(args)
+  options = Options(args, cli.ACT_VALUES, others_pass=True)
+  assert options.text('--connect-replay') == 'ipc:///a,ipc:///b' and '--insecure' in options
+  assert options.text('--params') == 'ipc:///c'
+  made = cli.parse(cli.base_config(preset, None, cli.agent_of(options)), options.arguments)
+  assert apex.record(made) == apex.record(config)
+
+
+def test_a_preset_as_it_is_needs_no_options() -> None:
+  addresses = apex.Addresses(('ipc:///a',), 'ipc:///c', keys=Path('here'))
+  assert apex.act_command(PRESETS['apex-pong'](), addresses) == (
+    'podrace act apex-pong --connect-replay ipc:///a --params ipc:///c --keys DIR'
+  )
+
+
+def test_who_waits_for_acting_processes_says_so_now_and_then(
+  monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+  learner: Any = object.__new__(apex.Apart)
+  learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
+  learner._addresses = apex.Addresses(('ipc:///a',), 'tcp://127.0.0.1:*')
+  learner._publisher = SimpleNamespace(peers={}, address='tcp://127.0.0.1:7')
+  now = 100.0
+  monkeypatch.setattr(apex.time, 'monotonic', lambda: now)
+
+  def times() -> int:
+    learner._tell_of_loneliness()
+    told = [r for r in caplog.records if r.levelname == 'WARNING']
+    assert all('--params tcp://127.0.0.1:7`' in r.getMessage() for r in told)
+    return len(told)
+
+  assert times() == 1 and times() == 1
+  now += 31
+  assert times() == 2
+  learner._publisher.peers = {b'one': 0}
+  now += 31
+  assert times() == 2
+  learner._publisher.peers = {}
+  assert times() == 3
 
 
 def test_parameters_as_leaves() -> None:

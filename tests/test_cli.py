@@ -106,6 +106,10 @@ def test_help_of_train_has_every_option(run: Command) -> None:
         assert f'  --agent.{cli.flag(field.name)} ' in said
   assert '--agent.network.core-size int' in said
   assert 'observation-space' not in said and 'total-updates' not in said
+  assert '(default )' not in said
+  plain = ' '.join(said.split())
+  assert '--actor-devices str sebulba: which act, as 0,1 (default: those that' in plain
+  assert "--agent.ranked-by-acting bool a window's first priority" in plain
 
 
 @pytest.mark.parametrize(
@@ -371,9 +375,17 @@ BAD = [
     '16 steps of an unroll do not divide into 5 minibatches',
   ),
   (['train', '--agent.network.torso', 'nature', '--env', 'gymnax:CartPole-v1'], 'needs an image'),
+  (['train', '--agent', 'sac'],
+   'sac cannot act in podrace:catch, whose action space is Discrete(3, dtype=int32): take --agent '
+   'impala, ppo, dqn or r2d2'),
+  (['train', '--agent', 'dqn', '--env', 'gymnax:Pendulum-v1'],
+   'dqn cannot act in gymnax:Pendulum-v1, whose action space is Box(-2.0, 2.0, (1,), float32): take '
+   '--agent impala, ppo, sac or d4pg'),
+  (['train', '--agent', 'r2d2', '--env', 'gymnasium:Pendulum-v1', '--architecture', 'sebulba'],
+   'r2d2 cannot act in gymnasium:Pendulum-v1'),
   (['train', '--agent.network.squash', 'True'], 'needs a continuous action space'),
   (['train', '--run-dir'], '--run-dir needs a value'),
-  (['train', 'catch', 'cartpole'], 'cartpole'),
+  (['train', 'catch', 'cartpole'], "one preset, and then options: not 'cartpole' after catch"),
   (['train', '--coordinator', '127.0.0.1:1'], 'go together'),
   (_join := ['train', '--num-processes', '2', '--process-id', '0', '--coordinator', 'nohost'],
    '--coordinator takes HOST:PORT'),
@@ -447,6 +459,24 @@ def test_bad_input_exits_2_with_a_message(
   assert message in plain
   assert 'Traceback' not in told
   assert len(told.splitlines()) < 40
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['eval'], 'eval takes one run directory, not 0: podrace eval DIR [OPTIONS]'),
+    (['eval', 'a', 'b'], 'eval takes one run directory, not 2: podrace eval DIR [OPTIONS]'),
+    (['top'], 'top takes one address, not 0: podrace top ADDRESS [OPTIONS]'),
+    (['envs'], 'envs needs --connect: see podrace envs --help'),
+    (['act'], 'act needs --connect-replay: see podrace act --help'),
+    (['replay'], 'replay needs --listen: see podrace replay --help'),
+    (['keys'], "keys takes `new DIR` or `client DIR NEW`, not ''"),
+    (['bench'], 'bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]'),
+  ],
+  ids=lambda x: x if isinstance(x, str) else ' '.join(x),
+)
+def test_bad_usage_is_told_in_a_line(args: list[str], message: str, run: Command) -> None:
+  assert run(*args) == (2, '', f'podrace: {message}\n')
 
 
 def test_bad_input_through_the_interpreter(tmp_path: Path) -> None:

@@ -6,16 +6,20 @@ import ast
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 from podrace import config as configs
-from podrace.agents import AGENTS
+from podrace.agents import AGENTS, agents_for
 from podrace.config import (
   Config,
   UsageError,
   bind,
+  bind_run,
   completed,
   differences,
   from_json,
@@ -192,6 +196,25 @@ def test_every_field_is_read(cls: str) -> None:
 def test_what_is_no_agent(agent: Any, message: str) -> None:
   with pytest.raises(UsageError, match=message):
     bind(agent, None)
+
+
+@pytest.mark.parametrize(
+  'space',
+  [spaces.Discrete(3), spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (2,)),
+   spaces.Box(-np.inf, np.inf, (2,))],
+  ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize('name', AGENTS)
+def test_agents_that_fit_a_space_are_those_that_can_be_bound(name: str, space: Any) -> None:
+  env = SimpleNamespace(observation_space=spaces.Box(-1, 1, (4,)), action_space=space)
+  agent = configs.agent_class(name)()
+  if name in agents_for(space):
+    assert bind_run(Config(agent), env)
+    return
+  with pytest.raises(ValueError, match='action space'):
+    bind(agent, env)
+  with pytest.raises(UsageError, match=f'{name} cannot act in podrace:catch, whose action space'):
+    bind_run(Config(agent), env)
 
 
 @pytest.mark.parametrize('name', AGENTS)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from podrace import architectures, topology
 from podrace import sebulba as sebulba_
@@ -27,7 +28,7 @@ from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
-from podrace.sebulba import ActorFailed, Sebulba
+from podrace.sebulba import ActorFailed, Actors, Sebulba
 from podrace.topology import split_devices
 
 SMALL = ActorCritic(hidden=(16,))
@@ -510,6 +511,19 @@ def test_an_action_outside_of_the_space_is_told() -> None:
   told = pytest.raises(ActorFailed, match=r'podrace:catch: the agent chose action \[.*Discrete\(3')
   with Running(sebulba(Wild(network=SMALL))) as run, told:
     run.advance(5)
+
+
+def test_a_pool_whose_actor_can_not_be_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+  from podrace.envs.host import jax as jax_pool
+
+  closed: list[Any] = []
+  monkeypatch.setattr(jax_pool.JaxPool, 'close', lambda pool: closed.append(pool))
+  program = sebulba(AGENTS['impala'], threads=2)
+  spec = dataclasses.replace(program.spec, action_space=spaces.MultiBinary(3))
+  state = program.init(keys(0))
+  with pytest.raises(host.HostError, match='Box here, not MultiBinary'):
+    Actors(dataclasses.replace(program, spec=spec), state, jax.random.key(0))
+  assert len(closed) == 1
 
 
 def test_environments_that_hang_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

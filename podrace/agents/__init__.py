@@ -15,6 +15,16 @@ AGENTS = {  # what the command line calls them -> module, class
 }
 
 
+def agents_for(space: Any) -> list[str]:
+  """Those of ours that act in a gymnasium action space of this kind."""
+  from gymnasium import spaces
+
+  if isinstance(space, spaces.Discrete):
+    return ['impala', 'ppo', 'dqn', 'r2d2']
+  bounded = isinstance(space, spaces.Box) and space.is_bounded()
+  return ['impala', 'ppo', 'sac', 'd4pg'] if bounded else ['impala', 'ppo']
+
+
 def check(agent: Any, low: float, high: float, *names: str) -> None:
   """Raises ValueError for the first of these fields that is not within [low, high]."""
   for name in names:

@@ -69,9 +69,8 @@ class DQN:
   epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
   ladder_base: float = 0.4  # the first one's
   ladder_power: float = 7.0  # the last one's is base^(1 + power)
-  ranked_by_acting: bool = (
-    False  # a window's first priority is by the values that acting saw (Ape-X)
-  )
+  ranked_by_acting: bool = False
+  # ^ a window's first priority is by the values that acting saw (Ape-X); needs an n-step of 2 or more
   greedy: bool = False  # for evaluation: no random actions, no noise
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 

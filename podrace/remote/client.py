@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import queue
@@ -30,7 +31,7 @@ from podrace import __version__
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
-from podrace.process import on_signals, to_stderr
+from podrace.process import on_signals
 from podrace.remote import security, wire
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
@@ -39,6 +40,8 @@ HELLO_SECONDS = 1.0  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none
 LOST_SECONDS = 0.3  # between that something can't be sent and that the connection is given up
 END_SECONDS = 10.0  # that threads have to end their pools
+
+log = logging.getLogger('podrace.remote')
 
 
 class Refused(ValueError):
@@ -180,8 +183,8 @@ def _bytes(x: np.ndarray) -> Any:
 class Client:
   """One process with environments."""
 
-  def __init__(self, options: Options, spec: HostSpec, say: Callable[[str], None]) -> None:
-    self._options, self._spec, self._say = options, spec, say
+  def __init__(self, options: Options, spec: HostSpec) -> None:
+    self._options, self._spec = options, spec
     self._schema = wire.schema(spec.observation_space, spec.action_space)
     self._layout = wire.Layout(self._schema)
     self._context = zmq.Context()
@@ -296,7 +299,7 @@ class Client:
       complete, reason = wire.fields(header, bool, str)
       self._bye('the learner has ended')
       if complete:
-        self._say(wire.plain(reason))
+        log.info('%s', wire.plain(reason))
         self.over = True
       else:
         self._lose(wire.plain(reason))
@@ -319,7 +322,9 @@ class Client:
       args = PoolArgs(size, size, seed.generate_state(size, np.uint32), workers, o.deadline)
       self._groups.append(Group(i, self._spec, args, self._tell))
     self._told, self._last_reason, self._lost_since = 0.0, '', 0.0
-    self._say(f'joined the learner of {env} with {o.num_envs} environments in {len(sizes)} groups')
+    log.info(
+      'joined the learner of %s with %d environments in %d groups', env, o.num_envs, len(sizes)
+    )
     for group in self._groups:
       self._send(wire.ENTER, session, group.index, group.size)
 
@@ -410,14 +415,14 @@ class Client:
     now = time.monotonic()
     if message != self._last_reason or now - self._told > REMIND:
       self._told, self._last_reason = now, message
-      self._say(message)
+      log.warning('%s', message)
 
   # --- ends
 
   def _lose(self, reason: str) -> None:
     """Ends the session; the next turn begins with a new connection."""
     if self._session is not None:
-      self._say(f'{reason}; environments begin anew when it is back')
+      log.warning('%s; environments begin anew when it is back', reason)
     else:
       self._remind(reason)
     self._session = None
@@ -489,10 +494,9 @@ def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
   return [num_envs // count + (i < num_envs % count) for i in range(count)]
 
 
-def run(options: Options, say: Callable[[str], None] | None = None) -> int:
+def run(options: Options) -> int:
   """`podrace envs`: the exit code."""
-  say = say or to_stderr('podrace envs')
-  client = Client(options, make_spec(options.env), say)
+  client = Client(options, make_spec(options.env))
 
   def on_signal(signum: int, frame: Any) -> None:
     client.signum = signum
@@ -502,9 +506,9 @@ def run(options: Options, say: Callable[[str], None] | None = None) -> int:
     with on_signals(on_signal):
       client.run()
   except Refused as e:
-    say(str(e))
+    log.error('%s', e)
     return 2
   except (Failed, TimeoutError) as e:
-    say(str(e))
+    log.error('%s', e)
     return 1
   return 128 + client.signum if client.signum else 0

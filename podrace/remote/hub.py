@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import resource
 import time
@@ -25,6 +26,9 @@ from podrace.remote.wire import GONE, Wake, WireError, pack, plain_lines, unpack
 PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
 TICK = 0.2  # seconds between looks at who is silent
+# Of silence. Clients say something every quarter of it, from a thread of their own, which does not run while
+# JAX holds Python's lock to lower or load a large program: 2 s where a dozen processes share 2 cores.
+PEER_SECONDS = 10.0
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
@@ -33,7 +37,7 @@ FILES = 2 * PEERS  # that may be open, if that is permitted: each connection is 
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
 
-Say = Callable[[str], None]
+Say = Callable[[int, str], None]  # as logging.Logger.log: a level, and what there is to say
 
 
 def allow_files() -> int:
@@ -54,7 +58,7 @@ class Listen:
   address: str
   keys: Path | None = None
   insecure: bool = False
-  peer_timeout: float = 5.0  # seconds of silence after which a client is dropped
+  peer_timeout: float = PEER_SECONDS  # of silence after which a client is dropped
 
   def __post_init__(self) -> None:
     security.check_address(self.address, self.keys, self.insecure, '--listen')
@@ -79,14 +83,14 @@ class Hub:
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
     self._ticked = time.monotonic()
-    self._wake = Wake()
+    self._wake: Wake | None = None  # while it is open
 
   def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
     raise NotImplementedError
 
-  def drop(self, peer: Any, reason: str) -> None:
-    """Ends a session, if it has not ended."""
+  def drop(self, peer: Any, reason: str, level: int = logging.WARNING) -> None:
+    """Ends a session, if it has not ended; `level` is how bad that is."""
     raise NotImplementedError
 
   # --- its life ----------------------------------------------------------------------------------
@@ -105,9 +109,10 @@ class Hub:
       self.log(
         f'this process may have {files:,} files open, enough for about {max(files - 200, 0):,} clients '
         f'instead of {PEERS:,}: `ulimit -n {FILES}` before it is started allows more',
-        always=True,
+        logging.WARNING, always=True,
       )  # fmt: skip
     self._context = zmq.Context()
+    self._wake = Wake()
     self._gate: security.Gate | None = None
     try:
       self._bind(largest, sends, receives)
@@ -149,22 +154,24 @@ class Hub:
       if socket:
         socket.close()
     self._context.term()
-    self._wake.close()
+    if self._wake:
+      self._wake.close()
 
   def wake(self) -> None:
-    """Has the thread that listens look around; from any other."""
-    self._wake.set()
+    """Has the thread that listens look around, if there is one; from any other."""
+    if self._wake:
+      self._wake.set()
 
   # --- what comes --------------------------------------------------------------------------------
 
   def poll(self, seconds: float) -> None:
     """Until something has come, or somebody wakes it, or the time is over."""
     for ready, _ in self._poller.poll(max(int(seconds * 1000 + 0.999), 0)):
-      if ready == self._wake_number:
+      if self._wake and ready == self._wake_number:
         self._wake.clear()
       elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
         self.counts['turned away'] += 1
-        self.log(told)
+        self.log(told, logging.WARNING)
 
   def received(self, most: int) -> Iterator[list[Any]]:
     """The messages that have come, as frames; but not for so long that others wait."""
@@ -180,7 +187,7 @@ class Hub:
         return
       except zmq.ZMQError as e:
         self.counts['errors'] += 1
-        self.log(f'receiving: {e}')
+        self.log(f'receiving: {e}', logging.WARNING)
         return
       yield raw
 
@@ -198,7 +205,8 @@ class Hub:
       self.ban(address, str(e))
     except Exception as e:  # a check is missing; nobody else shall be the worse for it
       self.counts['unexpected'] += 1
-      self.log(f'a message that was not checked well enough:\n{traceback.format_exc()[-4000:]}')
+      trace = traceback.format_exc()[-4000:]
+      self.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
       self.ban(address, f'what could not be dealt with ({type(e).__name__})')
 
   def key_of(self, raw: Any) -> bytes:
@@ -252,7 +260,7 @@ class Hub:
     if peer is not None:
       self.drop(peer, f'dropped, it sent {reason}')
     else:
-      self.log(f'ignoring somebody who sent {reason}')
+      self.log(f'ignoring somebody who sent {reason}', logging.WARNING)
     self.send(address, GONE, peer.session if peer else 0, f'you sent {reason}')
 
   # --- time --------------------------------------------------------------------------------------
@@ -282,10 +290,10 @@ class Hub:
         if peer.key not in self._gate.allowed:
           self.tell_gone(peer, 'its key is not listed any more')
     if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
-      self.log(f'({self._unsaid} more lines were left out)', always=True)
+      self.log(f'({self._unsaid} more lines were left out)', logging.WARNING, always=True)
       self._unsaid = 0
 
-  def log(self, line: str, always: bool = False) -> None:
+  def log(self, line: str, level: int = logging.INFO, always: bool = False) -> None:
     """Says it, unless there was much to say lately; whatever that leads to, it raises nothing."""
     now = time.monotonic()
     line = plain_lines(line)
@@ -297,4 +305,4 @@ class Hub:
       return
     self._lines.append(now)
     with contextlib.suppress(Exception, SystemExit):  # rich exits where nobody reads any more
-      self._say(line)
+      self._say(level, line)

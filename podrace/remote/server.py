@@ -16,6 +16,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
 import threading
@@ -43,6 +44,8 @@ CARE = 0.05  # seconds between looks at the network while all actor threads are 
 REMIND = 60.0  # seconds between messages that there are no environments
 SAMPLES = 1024  # of latencies, for each client
 SLACK = 131072  # bytes of a frame beyond the largest array
+
+log = logging.getLogger('podrace.remote')
 
 # --- what the network thread knows ------------------------------------------------------------------
 
@@ -315,9 +318,9 @@ class Server(Hub):
     slots: int,  # of all pools
     max_wait: float = 0.005,  # seconds
     deadline: float = 60.0,
-    say: Say = print,
+    say: Say = log.log,
   ) -> None:
-    super().__init__(listen, lambda line: say(f'remote: {line}'))
+    super().__init__(listen, say)
     self.max_wait, self._deadline = max_wait, deadline
     self._slots = slots
     self._calls: collections.deque[tuple[Callable[..., None], tuple[Any, ...]]] = (
@@ -415,7 +418,7 @@ class Server(Hub):
       do(*args)
     except BaseException as e:
       self.failure = traceback.format_exc()
-      self.log(f'the network failed:\n{self.failure}', always=True)
+      self.log(f'the network failed:\n{self.failure}', logging.ERROR, always=True)
       raise RuntimeError(f'the network failed:\n{self.failure}') from e
     finally:
       self._lead.release()
@@ -432,7 +435,7 @@ class Server(Hub):
     while not self._stop.wait(CARE):
       with contextlib.suppress(RuntimeError):  # which is told already, and to the actor threads
         self.turn(0.0)
-    self._wake.set()
+    self.wake()
     with self._lead:
       self._closed = True
       if self.failure is None:
@@ -473,7 +476,7 @@ class Server(Hub):
     elif kind == wire.BYE:
       session, reason = wire.fields(header, int, str)
       if (peer := self.peer_of(address, session)) is not None:
-        self.drop(peer, f'left: {wire.plain(reason)}')
+        self.drop(peer, f'left: {wire.plain(reason)}', logging.INFO)
     elif kind == wire.ASK:
       wire.fields(header)
       self.key_of(raw)
@@ -494,7 +497,7 @@ class Server(Hub):
       self.counts['refused'] += 1
       reasons = wire.plain_reasons(reasons)
       who = wire.plain(f'{told["host"]}:{told["pid"]}')
-      self.log('\n  '.join([f'refused {who}:', *reasons]))
+      self.log('\n  '.join([f'refused {who}:', *reasons]), logging.WARNING)
       self.send(address, wire.REFUSED, reasons)
       return
     if self._closed:
@@ -650,14 +653,14 @@ class Server(Hub):
       group.pool = None
       self._assign()
 
-  def drop(self, peer: Peer, reason: str) -> None:
+  def drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
     """Ends a session. Unrolls that its environments had begun are dropped with it."""
     if self.peers.get(peer.address) is not peer:
       return
     del self.peers[peer.address]
     self._waiting = [g for g in self._waiting if g.peer is not peer]
     self.counts['dropped'] += 1
-    self.log(f'{peer.name} ({peer.environments} environments): {reason}')
+    self.log(f'{peer.name} ({peer.environments} environments): {reason}', level)
     for group in peer.groups.values():
       state, group.state = group.state, 'gone'
       if group.pool is None:
@@ -707,7 +710,7 @@ class Server(Hub):
       self.log(
         'no environments are connected; waiting for '
         f'`podrace envs --connect {self.address} --env {self.env}{keys}`',
-        always=True,
+        logging.WARNING, always=True,
       )  # fmt: skip
 
   def _goodbye(self) -> None:

@@ -75,9 +75,13 @@ class Actors:
       )
     else:
       pool = s.spec.make(args)
-    return Actor(
-      s, local, device, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot
-    )
+    try:
+      return Actor(
+        s, local, device, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot
+      )
+    except BaseException:
+      pool.close()
+      raise
 
   def _pool_args(self, index: int, update: int) -> PoolArgs:
     s = self._sebulba

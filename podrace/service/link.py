@@ -254,7 +254,7 @@ class Link:
     self.silence = told['silence']
     self.joined(told, frames)
     if self._last_reason:
-      log.warning('%s at %s is back', self.service, self.address)
+      log.info('%s at %s is back', self.service, self.address)
     with self.changed:
       self.session, self._last_reason = session, ''
       self.changed.notify_all()

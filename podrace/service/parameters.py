@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.remote.hub import Listen
+from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
 from podrace.service.link import Link
@@ -101,9 +101,9 @@ class Publisher(Router):
     address: str,
     keys: Path | None = None,
     insecure: bool = False,
-    peer_timeout: float = 5.0,
+    peer_timeout: float = PEER_SECONDS,
   ) -> None:
-    super().__init__(Listen(address, keys, insecure, peer_timeout), log.info)
+    super().__init__(Listen(address, keys, insecure, peer_timeout), log.log)
     self._versions: list[_Version] = []  # the newest two
     self.start()
 
@@ -290,7 +290,7 @@ class Parameters(Link):
           log.warning('%s; waiting for newer ones', self._why())
         self.changed.wait(min(deadline - now, 1.0))
       if told:
-        log.warning('parameters of %s are fresh again: version %d', self.address, self.version)
+        log.info('parameters of %s are fresh again: version %d', self.address, self.version)
       return self._held
 
   def _is_fresh(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -135,12 +136,12 @@ class Router(Hub):
   def ask_to_stop(self) -> None:
     """Has its thread come to its end; `ended` says when."""
     self._stop.set()
-    self._wake.set()
+    self.wake()
 
   def call(self, do: Callable[[], None]) -> None:
     """Has something done by the thread; from any other."""
     self._calls.append(do)
-    self._wake.set()
+    self.wake()
 
   def do_calls(self) -> None:
     """What others want done."""
@@ -154,7 +155,7 @@ class Router(Hub):
       except BaseException:
         failure = traceback.format_exc()
         self.failure = f'{self.failure}\n{failure}' if self.failure else failure
-        self.log(f'the service failed:\n{failure}', always=True)
+        self.log(f'the service failed:\n{failure}', logging.ERROR, always=True)
     self.ended.set()
 
   def _listen(self) -> None:
@@ -192,7 +193,7 @@ class Router(Hub):
     elif kind == wire.BYE:
       _, reason = fields(header, int, str)
       peer.finished = True
-      self.drop(peer, f'left: {plain(reason)}')
+      self.drop(peer, f'left: {plain(reason)}', logging.INFO)
     else:
       self.handle(peer, header, frames)
 
@@ -214,7 +215,7 @@ class Router(Hub):
       self.counts['refused'] += 1
       reasons = plain_reasons(reasons)
       who = plain(f'{told["host"]}:{told["pid"]}')
-      self.log('\n  '.join([f'refused {who}:', *reasons]))
+      self.log('\n  '.join([f'refused {who}:', *reasons]), logging.WARNING)
       self.send(address, wire.REFUSED, reasons)
       return
     if len(self.peers) >= PEERS and peer is None:  # it asks again, until somebody has left
@@ -233,13 +234,13 @@ class Router(Hub):
 
   # --- ends --------------------------------------------------------------------------------------
 
-  def drop(self, peer: Peer, reason: str) -> None:
+  def drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
     """Ends a session."""
     if self.peers.get(peer.address) is not peer:
       return
     del self.peers[peer.address]
     self.counts['dropped'] += 1
-    self.log(f'{peer.name}: {reason}')
+    self.log(f'{peer.name}: {reason}', level)
     if peer.state is not None:  # else it was not yet welcome
       self.left(peer)
 

@@ -15,6 +15,7 @@ import dataclasses
 import heapq
 import itertools
 import json
+import logging
 import math
 import shutil
 import threading
@@ -27,8 +28,8 @@ from typing import IO, Any
 import numpy as np
 
 from podrace import tables
-from podrace.process import lock, on_signals, to_stderr
-from podrace.remote.hub import Listen
+from podrace.process import lock, on_signals
+from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
 from podrace.service.router import Peer, Router, Say
@@ -46,6 +47,8 @@ CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
 HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
 HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
 KEEP = 2  # checkpoints
+
+log = logging.getLogger('podrace.service')
 
 
 class Stream:
@@ -119,7 +122,7 @@ class ReplayServer(Router):
       While it is open no other service may keep its own there.
     checkpoint_every: seconds; 0 for on demand and at the end only.
     most_bytes: of the steps that one client's writers keep.
-    say: is told what is worth a line.
+    say: is told what is worth a line, and its level.
 
   Raises:
     CheckpointError: if the newest checkpoint is damaged, or its tables are not as told; if another
@@ -139,8 +142,8 @@ class ReplayServer(Router):
     tables: dict[str, dict[str, Any]] | None = None,
     checkpoint_every: float = 0.0,
     most_bytes: int = 2**30,
-    peer_timeout: float = 5.0,
-    say: Say = lambda line: None,
+    peer_timeout: float = PEER_SECONDS,
+    say: Say = log.log,
   ) -> None:
     super().__init__(Listen(address, keys, insecure, peer_timeout), say)
     if not 0 <= checkpoint_every < math.inf:
@@ -333,7 +336,7 @@ class ReplayServer(Router):
       table = self._make(name, told)
       self.log(f'made table {name!r}: {json.dumps(told)}')
     elif told and (reasons := wire.settings_differences(name, self.settings[name], told)):
-      self.log('\n  '.join(['refused:', *reasons]))
+      self.log('\n  '.join(['refused:', *reasons]), logging.WARNING)
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
     most = min(table.sampler.most, table.remover.most)
     return dict(settings=self.settings[name], most=most)
@@ -537,7 +540,7 @@ class ReplayServer(Router):
     stream.missing -= found
     if lost:
       self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be told
-      self.log(f'{lost} items of {stream.name} are lost with an earlier process')
+      self.log(f'{lost} items of {stream.name} are lost with an earlier process', logging.WARNING)
     return done, waiting, groups
 
   def _part(self, stream: Stream, leaf: Any, told: Any, numbers: Any) -> Any:
@@ -740,7 +743,7 @@ class ReplayServer(Router):
   def _saved(
     self, path: Path, answer: tuple[bool, str], line: str, wanted: list[tuple[Peer, int]]
   ) -> None:
-    self.log(line, always=True)
+    self.log(line, logging.INFO if answer[0] else logging.ERROR, always=True)
     self._not_saved = '' if answer[0] else line
     if answer[0]:
       self.counts['checkpoints'] += 1
@@ -885,8 +888,6 @@ def _limiter(text: str) -> tables.RateLimiter:
 
 def run(address: str, **options: Any) -> int:
   """`podrace replay`: serves until a signal; the exit code."""
-
-  say = to_stderr('podrace replay')
   found = 0
 
   def on_signal(signum: int, frame: Any) -> None:
@@ -895,11 +896,11 @@ def run(address: str, **options: Any) -> int:
     server.ask_to_stop()
 
   try:
-    server = ReplayServer(address, say=say, **options)
+    server = ReplayServer(address, **options)
   except tables.CheckpointError as e:
-    say(str(e))
+    log.error('%s', e)
     return 2
   with on_signals(on_signal), server:
-    say(f'listening at {server.address}')
+    log.info('listening at %s', server.address)
     server.ended.wait()
   return 1 if server.failure else 128 + found

@@ -56,8 +56,9 @@ class Learner:
     act: bool = True,
   ) -> None:
     self.said: list[str] = []
+    self.levels: list[int] = []  # of these
     listen = Listen(address, keys, peer_timeout=peer_timeout)
-    self.server = Server(listen, slots * threads, max_wait, deadline, self.said.append)
+    self.server = Server(listen, slots * threads, max_wait, deadline, self._say)
     self.spec = self.server.spec(kind or spec())
     self.slots, self.keep = slots, keep
     self.arrivals: list[Any] = []
@@ -69,6 +70,10 @@ class Learner:
     args = PoolArgs(slots, slots, np.zeros(slots, np.uint32), 1, deadline)
     self.pools = [self.spec.make(args) for _ in range(threads)]
     self._threads = [threading.Thread(target=self._act, args=(p,)) for p in self.pools if act]
+
+  def _say(self, level: int, line: str) -> None:
+    self.said.append(line)
+    self.levels.append(level)
 
   def __enter__(self) -> Learner:
     self.server.__enter__()

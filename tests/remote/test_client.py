@@ -161,7 +161,7 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
 
 
 def test_a_learner_that_is_getting_ready_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-  client = Client(Options('tcp://127.0.0.1:9', 'test:spec', give_up=1.0), spec(), print)
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec', give_up=1.0), spec())
   client._connect()
   client._alone_since -= 10
   client._message([wire.pack(wire.WAIT, 'the learner is getting ready')])
@@ -193,7 +193,7 @@ def test_bad_usage_is_2(args: list[str]) -> None:
 
 
 def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
-  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec(), print)
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
   begun = Group(0, spec(), PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0), lambda out: None)
   begun._thread = threading.current_thread()
   client._session, client._groups = 5, [begun]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import resource
 import threading
@@ -100,11 +101,32 @@ def test_a_refusal_is_short_however_much_the_client_has_said() -> None:
     assert all('\x1b' not in x and len(x) < 2**14 for x in learner.said)
 
 
+def test_only_what_is_wrong_is_a_warning() -> None:
+  with Learner() as learner:
+    learner.says('no environments are connected')
+    with Raw(learner.address) as raw:
+      raw.join(2)
+      learner.says('going on')
+      raw.say(wire.BYE, raw.session, 'test')
+      learner.says('left: test')
+    with Raw(learner.address) as raw:
+      raw.hello()
+      raw.socket.send(b'\xc1')
+      learner.says('dropped, it sent')
+  told = dict(zip(learner.said, learner.levels, strict=True))
+
+  def levels(text: str) -> set[int]:
+    return {level for line, level in told.items() if text in line}
+
+  assert levels(' joins with ') == levels('left: test') == levels('going on') == {logging.INFO}
+  assert levels('dropped, it sent') == levels('no environments are connected') == {logging.WARNING}
+
+
 def test_the_log_ends_nobody() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
     for error in (BrokenPipeError(), ValueError('I/O operation on closed file'), SystemExit(1)):
 
-      def say(line: str, error: BaseException = error) -> None:
+      def say(level: int, line: str, error: BaseException = error) -> None:
         raise error
 
       learner.server._say = say
@@ -124,10 +146,27 @@ def test_open_files_are_as_many_as_are_permitted(monkeypatch: pytest.MonkeyPatch
   assert found == [4096, hub.FILES, 100, 2**20]
   now.append((100, 100))
   said: list[str] = []
-  one = hub.Hub(hub.Listen(ANY), said.append)
+  one = hub.Hub(hub.Listen(ANY), lambda level, line: said.append(line))
   one.open(1000, 10, 10)
   one.shut()
   assert '100 files open' in said[0] and f'ulimit -n {hub.FILES}' in said[0]
+
+
+def test_who_never_listens_has_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+  made: list[wire.Wake] = []
+
+  def make() -> wire.Wake:
+    made.append(wire.Wake())
+    return made[-1]
+
+  monkeypatch.setattr(hub, 'Wake', make)
+  one = hub.Hub(hub.Listen(ANY), logging.log)
+  one.wake()
+  assert not made
+  one.open(1000, 10, 10)
+  assert len(made) == 1
+  one.shut()
+  assert made[0].fileno() == -1
 
 
 def test_trees_of_arrays() -> None:

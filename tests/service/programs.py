@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import sys
 import time
@@ -60,6 +61,15 @@ def read(address: str, count: str) -> None:
       if reader.version == seen:
         reader.changed.wait(1.0)
   reader.close()
+
+
+def hold(address: str, seconds: str) -> None:
+  """Keeps Python's lock for so long, as compiling does for a while, and then samples."""
+  with service.connect(address) as client:
+    print(0, flush=True)
+    ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
+    client.table('it').sample(1, timeout=60)
+    print(1, flush=True)
 
 
 if __name__ == '__main__':

@@ -90,6 +90,15 @@ def test_a_frozen_client_holds_up_nobody(tmp_path: Path) -> None:
     assert server.failure is None
 
 
+def test_who_compiles_for_a_while_is_not_dropped(tmp_path: Path) -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    fill(client, client.table('it', **SIMPLE), 1).close(timeout=30)
+    with Program(tmp_path / 'log', 'hold', server.address, 5.5) as program:
+      until(lambda: program.said() == [[0], [1]])
+      assert not server.counts['dropped'], server.events
+      assert program.wait() == 0
+
+
 def test_a_client_that_does_not_read_is_sent_a_bounded_amount() -> None:
   with ReplayServer(ANY, peer_timeout=30.0) as server, service.connect(server.address) as client:
     table = client.table('it', **SIMPLE)

@@ -17,8 +17,8 @@ import numpy as np
 from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
-from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, options_of
-from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.envs.host.base import HostSpec, PoolArgs, Stepper
+from podrace.envs.registry import UnknownName, Value, nearest, read_options
 from podrace.types import Arrival
 
 DEFAULTS: dict[str, Value] = dict(
@@ -39,7 +39,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   games = roms.get_all_rom_ids()
   if name not in games:
     raise UnknownName(f'ale has no game {name!r}{nearest(name, games)}')
-  values = options_of(f'ale:{name}', options, DEFAULTS)
+  values = read_options(f'ale:{name}', options, DEFAULTS)
   if not 0 <= values['sticky'] < 1:
     raise UnknownName(f'sticky is a probability below 1, not {values["sticky"]}')
   probe: Any = vector(name, values, 1, 1, 1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from podrace.envs import registry
-from podrace.envs.registry import MissingExtra, UnknownName, Value
+from podrace.envs.registry import MissingExtra, UnknownName
 from podrace.envs.spaces import leaves, values
 from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
 
@@ -84,13 +84,6 @@ def make(name: str) -> HostSpec:
     raise UnknownName(
       f"environment '{key}:{env}' needs what is no part of podrace: {error}"
     ) from error
-
-
-def options_of(
-  name: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
-) -> dict[str, Any]:
-  """As `registry.read_options`."""
-  return registry.read_options(name, options, defaults)
 
 
 EVERY = slice(None)  # of arrays [num_envs, ...]

@@ -17,10 +17,9 @@ from podrace.envs.host.base import (
   everyone,
   narrow,
   narrowed,
-  options_of,
   rows_of,
 )
-from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.envs.registry import UnknownName, Value, nearest, read_options
 from podrace.envs.spaces import convert
 from podrace.types import Arrival
 
@@ -49,7 +48,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   }
   if atari:
     defaults['clip_rewards'] = True
-  values = options_of(f'envpool:{name}', options, defaults)
+  values = read_options(f'envpool:{name}', options, defaults)
   clip = bool(values.pop('clip_rewards', False))
   spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
   if config.get('max_num_players', 1) != 1:
