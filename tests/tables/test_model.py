@@ -170,8 +170,9 @@ class Pair:
 
   def finish(self) -> None:
     """Without items and writers, nothing is left."""
+    waiting = self.writer.in_flight
     self.table.close()
-    if self.writer.in_flight:
+    if waiting:
       with pytest.raises(tables.Closed):
         self.writer.close()
     else:
