@@ -10,7 +10,7 @@ podrace's doesn't, and rejax treats time limits as terminations.
 Against stable-baselines3: DQN on CartPole and SAC on Pendulum with 8 environments, for the same steps, with the same
 gradients, batch, replay, networks, exploration, target networks, rates and Adam, and greedy episodes of both;
 podrace under Anakin and, with Gymnasium's environments in worker processes, Sebulba. What differs: until it learns, SB3's SAC acts at random,
-podrace's by its policy.
+podrace's by its policy; and podrace counts DQN's exploration and target updates from where it begins to learn.
 """
 
 from __future__ import annotations
@@ -186,9 +186,9 @@ def sb3_flags(algorithm: str) -> list[str]:
   else:
     nets = ['--agent.actor.hidden', *hidden, '--agent.critic.hidden', *hidden]
     rates = [f'--agent.{part}-learning-rate' for part in ('actor', 'critic', 'temperature')]
-    flags |= {'--agent.critic.critics': 2, '--agent.target-rate': s['target_rate']}
+    flags['--agent.target-rate'] = s['target_rate']
     flags |= dict.fromkeys(rates, s['learning_rate'])
-  return [*nets, *(str(x) for pair in flags.items() for x in pair)]
+  return [*(str(x) for pair in flags.items() for x in pair), *nets]
 
 
 def against_sb3(algorithm: str, repeats: int) -> dict[str, Any]:
