@@ -7,8 +7,10 @@ gradient and podrace its norm (of DQN; the bound is set so high that neither doe
 by environment steps and podrace by gradient steps (the same moments here), rejax's SAC clips where
 podrace's doesn't, and rejax treats time limits as terminations.
 
-Against stable-baselines3: DQN on CartPole with 8 environments, the gradient steps, batch and network
-of both alike; podrace under Anakin and, with Gymnasium's environments in worker processes, Sebulba.
+Against stable-baselines3: DQN on CartPole and SAC on Pendulum with 8 environments, for the same steps, with the same
+gradients, batch, replay, networks, exploration, target networks, rates and Adam, and greedy episodes of both;
+podrace under Anakin and, with Gymnasium's environments in worker processes, Sebulba. What differs: until it learns, SB3's SAC acts at random,
+podrace's by its policy; and podrace counts DQN's exploration and target updates from where it begins to learn.
 """
 
 from __future__ import annotations
@@ -147,82 +149,112 @@ def against_rejax(
   return results
 
 
-SB3 = dict(num_envs=8, gradients=8, batch=64, seconds=8)
+SB3: dict[str, dict[str, Any]] = {
+  algorithm: dict(
+    env=ENVS[algorithm], num_envs=8, gradients=8, hidden=[64, 64], capacity=BUFFER, min_size=FILL, discount=0.99,
+    episodes=100, **settings,
+  )
+  for algorithm, settings in dict(
+    dqn=dict(
+      batch=64, steps=40_000, learning_rate=2.5e-4, adam_epsilon=1e-8, max_grad_norm=10.0,
+      target_steps=TARGET_STEPS, epsilon=0.05, explore_steps=EXPLORE,
+    ),
+    sac=dict(batch=256, steps=16_000, learning_rate=1e-3, target_rate=0.005),
+  ).items()
+}  # fmt: skip
 
 
-def against_sb3(repeats: int) -> dict[str, Any]:
-  """DQN on CartPole; steps/s after learning has begun."""
-  python = common.peer('torch')
-  n, g, b = SB3['num_envs'], SB3['gradients'], SB3['batch']
-  flags = [
-    '--agent', 'dqn', '--num-envs', str(n), '--unroll-length', '1',
-    '--agent.buffer.samples-per-insert', str(g * b / n), '--agent.buffer.batch-size', str(b),
-    '--agent.network.hidden', '64', '64', '--agent.epsilon-steps', '5000',
-  ]  # fmt: skip
-  rates: dict[str, list[float]] = {'sb3': [], 'anakin': [], 'sebulba': []}
-  for _ in range(repeats):
-    command = [
-      python,
-      'benchmarks/peer_sb3.py',
-      'dqn',
-      *map(str, (n, 1, g, b, SB3['seconds'])),
-      'dummy',
-    ]
-    rates['sb3'].append(common.last_json(command)['steps_per_s'])
-    for side, env, steps in (
-      ('anakin', ['--env', 'gymnax:CartPole-v1'], 150_000),
-      ('sebulba', ['--env', 'gymnasium:CartPole-v1', '--architecture', 'sebulba',
-                   '--actor-threads', '1'], 40_000),
-    ):  # fmt: skip
-      rates[side].append(podrace_rate([*env, *flags, '--total-steps', str(steps)]))
-  medians = {k: statistics.median(v) for k, v in rates.items()}
-  print('; '.join(f'{k} {v:,.0f} steps/s' for k, v in medians.items()), flush=True)
+def sb3_flags(algorithm: str) -> list[str]:
+  """podrace's, with the same settings."""
+  s = SB3[algorithm]
+  per_step = s['gradients'] / s['num_envs']
+  hidden = [str(n) for n in s['hidden']]
+  flags: dict[str, Any] = {
+    '--agent': algorithm, '--num-envs': s['num_envs'], '--unroll-length': 1, '--total-steps': s['steps'],
+    '--agent.discount': s['discount'], '--agent.buffer.capacity': s['capacity'],
+    '--agent.buffer.min-size': s['min_size'], '--agent.buffer.batch-size': s['batch'],
+    '--agent.buffer.samples-per-insert': per_step * s['batch'],
+  }  # fmt: skip
+  if algorithm == 'dqn':
+    nets = ['--agent.network.hidden', *hidden]
+    flags |= {
+      '--agent.double': False, '--agent.huber': 1.0, '--agent.learning-rate': s['learning_rate'],
+      '--agent.adam-epsilon': s['adam_epsilon'], '--agent.max-grad-norm': s['max_grad_norm'],
+      '--agent.target-period': round(s['target_steps'] * per_step),
+      '--agent.epsilon': s['epsilon'], '--agent.epsilon-steps': round(s['explore_steps'] * per_step),
+    }  # fmt: skip
+  else:
+    nets = ['--agent.actor.hidden', *hidden, '--agent.critic.hidden', *hidden]
+    rates = [f'--agent.{part}-learning-rate' for part in ('actor', 'critic', 'temperature')]
+    flags['--agent.target-rate'] = s['target_rate']
+    flags |= dict.fromkeys(rates, s['learning_rate'])
+  return [*(str(x) for pair in flags.items() for x in pair), *nets]
+
+
+def against_sb3(algorithm: str, repeats: int) -> dict[str, Any]:
+  """Steps/s after learning has begun, and greedy returns."""
+  python, s = common.peer('torch'), SB3[algorithm]
+  sebulba = ['--env', f'gymnasium:{s["env"]}', '--architecture', 'sebulba', '--actor-threads', '1']
+  sides = {'anakin': ['--env', f'gymnax:{s["env"]}'], 'sebulba': sebulba}
+  told: dict[str, list[Any]] = {'sb3': [], **{side: [] for side in sides}}
+  for seed in range(repeats):
+    settings = json.dumps(s | dict(seed=seed))
+    told['sb3'].append(common.last_json([python, 'benchmarks/peer_sb3.py', algorithm, settings]))
+    for side, flags in sides.items():
+      flags = [*flags, *sb3_flags(algorithm), '--seed', str(seed)]
+      told[side].append(podrace_run(flags, s['episodes']))
+  rates = {k: common.summary([x['steps_per_s'] for x in v]) for k, v in told.items()}
+  scores = {k: common.summary([x['greedy_return'] for x in v]) for k, v in told.items()}
+  for side in told:
+    rate, score = rates[side]['median'], scores[side]['median']
+    print(f'{algorithm}, {side}: {rate:,.0f} steps/s, return {score:.0f}', flush=True)
   return dict(
-    setting=SB3,
-    steps_per_s={k: common.summary(v) for k, v in rates.items()},
-    anakin_over_sb3=medians['anakin'] / medians['sb3'],
-    sebulba_over_sb3=medians['sebulba'] / medians['sb3'],
+    setting=s,
+    steps_per_s=rates,
+    greedy_return=scores,
+    anakin_over_sb3=rates['anakin']['median'] / rates['sb3']['median'],
+    sebulba_over_sb3=rates['sebulba']['median'] / rates['sb3']['median'],
   )
 
 
-def podrace_rate(args: list[str]) -> float:
+def podrace_run(flags: list[str], episodes: int) -> dict[str, float]:
+  """Trains and evaluates, by the command line."""
   import pathlib
   import tempfile
 
+  def podrace(*args: str) -> str:
+    command = [sys.executable, '-m', 'podrace.cli', *args]
+    return subprocess.run(
+      command, check=True, stdout=subprocess.PIPE, text=True, cwd=common.ROOT
+    ).stdout
+
   with tempfile.TemporaryDirectory() as folder:
     run_dir = pathlib.Path(folder) / 'run'
-    command = [
-      sys.executable,
-      '-m',
-      'podrace.cli',
-      'train',
-      'catch',
-      *args,
-      '--run-dir',
-      str(run_dir),
-    ]
-    subprocess.run(command, check=True, capture_output=True, cwd=common.ROOT)
-    return json.loads((run_dir / 'summary.json').read_text())['steps_per_s']
+    podrace('train', 'catch', *flags, '--run-dir', str(run_dir))
+    greedy = json.loads(podrace('eval', str(run_dir), '--episodes', str(episodes)).splitlines()[-1])
+    rate = json.loads((run_dir / 'summary.json').read_text())['steps_per_s']
+  return dict(steps_per_s=rate, greedy_return=greedy['episode_return_mean'])
 
 
 def main() -> None:
+  names = [*SETTINGS, *(f'sb3-{algorithm}' for algorithm in SB3)]
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('names', nargs='*', help=f'of {[*SETTINGS, "sb3"]}; none: all')
+  parser.add_argument('names', nargs='*', help=f'of {names}; none: all')
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.worker:
     return work()
-  names = args.names or [*SETTINGS, 'sb3']
+  names = args.names or names
   path = (
     common.RESULTS / 'value_agents.json'
   )  # settings that are not named keep what it has of them
   known = json.loads(path.read_text())['results'] if path.exists() else {}
   with common.Worker([common.peer('rejax'), 'benchmarks/peer_rejax_value.py']) as worker:
     versions = worker.ask(do='versions')
-  results = against_rejax([n for n in names if n != 'sb3'], args.repeats, known, versions)
-  if 'sb3' in names:
-    results['sb3'] = against_sb3(args.repeats)
+  results = against_rejax([n for n in names if n in SETTINGS], args.repeats, known, versions)
+  for name in (n for n in names if n not in SETTINGS):
+    results[name] = against_sb3(name.removeprefix('sb3-'), args.repeats)
     common.record('value_agents', results, versions)
   return None
 

@@ -118,14 +118,18 @@ def n_step_bootstrapped(
 
 
 def rescale(x: Array, epsilon: float = 1e-3) -> Array:
-  """h(x), which brings returns closer together (Pohlen et al. 2018, arXiv 1805.11593, prop. A.2)."""
-  return jnp.sign(x) * (jnp.sqrt(jnp.abs(x) + 1) - 1) + epsilon * x
+  """h(x), which brings returns closer together (Pohlen et al. 2018, arXiv 1805.11593, prop. A.2).
+
+  In a form that takes no difference of nearly equal numbers, as that of `unscale` is, too.
+  """
+  return x / (jnp.sqrt(jnp.abs(x) + 1) + 1) + epsilon * x
 
 
 def unscale(x: Array, epsilon: float = 1e-3) -> Array:
-  """The inverse of `rescale`."""
-  root = jnp.sqrt(1 + 4 * epsilon * (jnp.abs(x) + 1 + epsilon))
-  return jnp.sign(x) * (jnp.square((root - 1) / (2 * epsilon)) - 1)
+  """The inverse of `rescale`: y (|y| + 2), where 1 + |y| is the root in its sum."""
+  b = 1 + 2 * epsilon
+  y = 2 * x / (b + jnp.sqrt(b * b + 4 * epsilon * jnp.abs(x)))
+  return y * (jnp.abs(y) + 2)
 
 
 def project(atoms: Array, probabilities: Array, support: Array) -> Array:

@@ -153,7 +153,6 @@ def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> 
 
 
 SLOW = {
-  'replay-sebulba-lag-0',
   'replay-continuous',
   'impala-gru',
   'two-seeds',

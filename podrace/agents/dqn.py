@@ -82,6 +82,8 @@ class DQN:
     check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'ladder_power')
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
+    if self.epsilon_ladder and self.network.noisy:
+      raise ValueError('noisy networks explore by their noise: epsilon_ladder must be False')
     if self.huber < 0 or (self.huber == 0 and self.network.head == 'quantile'):
       allowed = 'more than 0 for quantiles' if self.huber == 0 else '0 or more'
       raise ValueError(f'huber must be {allowed}, not {self.huber}')

@@ -291,8 +291,8 @@ def weighted(found: tables.Samples, w: Windows, steps: int) -> Columns:
   """Windows that were sampled after so many environment steps, with their importance weights."""
   weight = np.ones(len(found.key), np.float32)
   if w.prioritised:
-    weights = (found.table_size * found.probability) ** -w.importance(np.float64(steps))
-    weight = (weights / weights.max()).astype(np.float32)
+    weights = w.weights(found.table_size, found.probability, np.float64(steps))
+    weight = weights.astype(np.float32)
   return {**found.data, 'weight': weight}
 
 

@@ -73,9 +73,14 @@ class Windows:
   length: int  # L: steps of a window, which has L + 1 timesteps
   num_envs: int  # of all devices
   unroll_length: int  # T: rows that come at a time
-  period: int  # windows start at rows that this divides
+  keep_state: bool  # they start only where unrolls do, and have the agent's state there
   stack: int  # frames in an observation, along its first axis; 0: it is no stack
   initial_priority: Callable[[Trajectory], Array] | None
+
+  @property
+  def period(self) -> int:
+    """Windows start at rows that this divides."""
+    return self.unroll_length if self.keep_state else 1
 
   @property
   def lookback(self) -> int:
@@ -85,9 +90,8 @@ class Windows:
   def rows(self) -> int:
     """C: a multiple of T."""
     wanted = -(-self.buffer.capacity // self.num_envs) + self.lookback + 1
-    return -(-max(wanted, self.length + self.unroll_length + 1) // self.unroll_length) * (
-      self.unroll_length
-    )
+    least = self.length + self.unroll_length + self.lookback + 1
+    return -(-max(wanted, least) // self.unroll_length) * self.unroll_length
 
   @property
   def starts(self) -> int:
@@ -97,6 +101,11 @@ class Windows:
   @property
   def prioritised(self) -> bool:
     return self.buffer.priority_exponent > 0
+
+  def weights(self, size: Any, probability: Any, steps: Any) -> Any:
+    """Importance weights [n] of windows that were drawn from so many with these probabilities [n]."""
+    weight = (size * probability) ** -self.importance(steps)
+    return weight / weight.max()
 
   def importance(self, steps: Any) -> Any:
     """The importance exponent after so many environment steps, f32.
@@ -175,8 +184,8 @@ class Windows:
     )
 
   def kept(self, agent_state: Any) -> Any:
-    """The state is kept only if windows start where it is known."""
-    return agent_state if self.period == self.unroll_length else ()
+    """The state, if it is kept."""
+    return agent_state if self.keep_state else ()
 
   def add(self, memory: Memory, trajectory: Trajectory) -> Memory:
     """Stores T rows of each stream, the newest timestep for now in a row of its own."""
@@ -226,8 +235,7 @@ class Windows:
       stream, start = index // self.starts, index % self.starts * self.period
       probability = sum_tree.get(memory.tree, index) / total
       steps = memory.head[0].astype(jnp.float32) * self.num_envs
-      weight = (streams * count * probability) ** -self.importance(steps)
-      weight = jnp.where(some, weight / jnp.max(weight), 1.0)
+      weight = jnp.where(some, self.weights(streams * count, probability, steps), 1.0)
     return Sample(self._window(memory, stream, start), weight, index)
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
@@ -424,8 +432,7 @@ def windows(
   Raises:
     ValueError: with the numbers, where they don't fit each other.
   """
-  period = unroll_length if keep_state else 1
-  w = Windows(buffer, length, num_envs, unroll_length, period, stack, initial_priority)
+  w = Windows(buffer, length, num_envs, unroll_length, keep_state, stack, initial_priority)
   if w.starts * num_envs >= 2**30:
     raise ValueError(f'a capacity of {buffer.capacity} is too much: at most 2^30 windows')
   if math.ceil(buffer.min_size / num_envs) > w.rows:

@@ -453,10 +453,10 @@ class RemoteTable:
     """Queues an item, for the server of its writer."""
     return item.parts[0][0][0].store.submit(self, item, writer)  # type: ignore[attr-defined]
 
-  def wait_for(self, pending: Pending, deadline: float) -> None:
-    """Returns when a submitted item has been inserted or refused; raises RateLimited or Closed."""
+  def wait_for(self, pending: Pending, most: int, deadline: float) -> None:
+    """As podrace.tables.Table.wait_for, or raises Closed if the client is."""
     assert isinstance(pending, Sending)
-    pending.store.wait_for(pending, deadline)
+    pending.store.wait_for(pending, most, deadline)
 
   # --- sampling
 

@@ -58,7 +58,6 @@ class Stream:
     self.number = number  # of the newest item that has come
     self.missing = missing or set()  # older ones that a restart has lost, and the client still has
     self.waiting: dict[int, Pending] = {}  # by number, for a limiter
-    self.flight = InFlight()
     self.account = Account()
     self.peer: Peer | None = None
     self.name = ''
@@ -159,6 +158,7 @@ class ReplayServer(Router):
     self._sampled_signatures: dict[int, tuple[int, Signature]] = {}  # by id
     self._held: dict[str, collections.deque[tuple[Pending, Stream, int]]] = {}
     self._held_accounts: dict[str, Account] = {}
+    self._flight = InFlight(self.store.lock)  # of all clients, who do the waiting themselves
     self._signature_numbers = itertools.count(1)
     self._readers: dict[str, collections.deque[Request]] = {}
     self._deadlines: list[tuple[float, int, Request]] = []
@@ -421,7 +421,7 @@ class ReplayServer(Router):
     reason = ''
     for table, items in groups:
       self._touched.add(table.name)
-      outcomes = table.submit_all([item for _, item in items], stream.flight)
+      outcomes = table.submit_all([item for _, item in items], self._flight)
       for (number, _), outcome in zip(items, outcomes, strict=True):
         if outcome is None:
           done.append(number)

@@ -52,13 +52,13 @@ class SentChunk(Chunk):
 class Sending(Pending):
   """An item that is not yet known to be in its table."""
 
-  __slots__ = ('due', 'number', 'store', 'table')
+  __slots__ = ('due', 'number', 'store')
 
   def __init__(
     self, item: Item, writer: InFlight, table: RemoteTable, store: WriterStore, due: float
   ) -> None:
-    super().__init__(item, writer)
-    self.table, self.store, self.due = table, store, due
+    super().__init__(item, table, writer)
+    self.store, self.due = store, due
     self.number = 0  # in the client's stream, once it has been sent
 
   @property
@@ -123,9 +123,8 @@ class WriterStore(ChunkStore):
       raise Closed(f'the client of {self.connection.address} is closed')
     if item.key == NEW:
       item.key = self._new_key()
-    sending = Sending(item, writer, table, self, time.monotonic() + self.delay)
     with self.lock:
-      writer.items += 1
+      sending = Sending(item, writer, table, self, time.monotonic() + self.delay)
       for part in item.parts:
         for chunk in part[0]:
           self.hold(chunk, self.unacknowledged)
@@ -141,15 +140,16 @@ class WriterStore(ChunkStore):
     self._key += 1
     return self._key
 
-  def wait_for(self, pending: Sending, deadline: float) -> None:
-    """Returns when an item is in its table, or has been refused."""
+  def wait_for(self, pending: Sending, most: int, deadline: float) -> None:
+    """Returns when an item is in its table, or at most so many wait, or one has been refused."""
     if not pending.number:
       self.forced = True
       self.connection.wake()
     begun, interval = time.monotonic(), 10.0
     report = begun + interval
     with self.lock:
-      while not pending.done:
+      writer = pending.writer
+      while not pending.done and len(writer.waiting) > most and writer.refusal is None:
         if self.connection.closed:
           raise Closed(f'the client of {self.connection.address} is closed')
         self.connection.check()
@@ -224,10 +224,9 @@ class WriterStore(ChunkStore):
       for sending in done:
         if sending.done:
           continue
-        sending.done = True
-        sending.writer.items -= 1
+        sending.finish()
         if refusal is not None:
-          sending.writer.refusal = refusal
+          sending.writer.refusal = ValueError(refusal)
         for part in sending.item.parts:
           for chunk in part[0]:
             self.drop(chunk, self.unacknowledged)

@@ -140,13 +140,15 @@ def sample_to_insert_ratio(
 
 def queue(size: int) -> RateLimiter:
   """Each item is sampled once, and at most `size` wait for it; for fifo and max_times_sampled=1."""
-  if size < 1:
-    raise ValueError(f'queue({size}): the size must be at least 1')
-  return RateLimiter(f'queue({size})', 1.0, 1, 0.0, float(size))
+  return _each_once(f'queue({size})', size)
 
 
 def stack(size: int) -> RateLimiter:
   """As `queue`, for a table whose sampler and remover are lifo."""
+  return _each_once(f'stack({size})', size)
+
+
+def _each_once(name: str, size: int) -> RateLimiter:
   if size < 1:
-    raise ValueError(f'stack({size}): the size must be at least 1')
-  return RateLimiter(f'stack({size})', 1.0, 1, 0.0, float(size))
+    raise ValueError(f'{name}: the size must be at least 1')
+  return RateLimiter(name, 1.0, 1, 0.0, float(size))

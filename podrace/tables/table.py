@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from podrace.tables import trees
-from podrace.tables.chunks import Account, Chunk, ChunkStore, Part, gather
+from podrace.tables.chunks import Account, Chunk, ChunkStore, Lock, Part, gather
 from podrace.tables.limiters import Counts, RateLimiter
 from podrace.tables.selectors import Selector
 
@@ -27,11 +27,14 @@ log = logging.getLogger('podrace.tables')
 
 SLEEPING, RUNNING, SAMPLING, INSERTING = 'sleeping', 'running', 'sampling', 'inserting'
 NEW = 0  # the key of an item that shall be given one
+END_OF_KEYS = 2**62  # further ones are counted from the largest, and all are int64
 WAITING_FOR_INSERTS, WAITING_FOR_SAMPLES = 'waiting_for_inserts', 'waiting_for_samples'
 
 
 class Closed(Exception):
-  """The table was closed, before or during the call."""
+  """The table was closed, before or during the call; `taken` as of RateLimited."""
+
+  taken: Samples | None = None
 
 
 class RateLimited(TimeoutError):
@@ -115,22 +118,29 @@ class TableInfo:
 
 
 class Pending:
-  """An item that the limiter holds back; `writer` counts it while it is."""
+  """An item that the limiter holds back, and is among those of its `writer` while it is."""
 
-  __slots__ = ('done', 'item', 'writer')
+  __slots__ = ('done', 'item', 'table', 'writer')
 
-  def __init__(self, item: Item, writer: InFlight) -> None:
-    self.item, self.writer, self.done = item, writer, False
+  def __init__(self, item: Item, table: Any, writer: InFlight) -> None:
+    self.item, self.table, self.writer, self.done = item, table, writer, False
+    writer.waiting[self] = None
+
+  def finish(self) -> None:
+    """It waits no longer; under the lock."""
+    self.done = True
+    del self.writer.waiting[self]
+    self.writer.fewer.notify_all()
 
 
 class InFlight:
-  """How many items of one writer wait, over all tables; why one of them was refused since."""
+  """The items of one writer that wait, over all tables; changed under their lock."""
 
-  __slots__ = ('items', 'refusal')
-
-  def __init__(self) -> None:
-    self.items = 0
-    self.refusal: str | None = None
+  def __init__(self, lock: Lock) -> None:
+    self.waiting: dict[Pending, None] = {}  # the oldest first
+    self.fewer = Condition(lock)  # type: ignore[arg-type]
+    self.cancels = 0  # so many times has waiting for one of them been cancelled
+    self.refusal: Exception | None = None  # of one of them, which its writer was not told yet
 
 
 class Draws(NamedTuple):
@@ -205,7 +215,7 @@ class Table:
     self._waiting_account = Account()
     self._readers = 0
     self._cancels = 0  # so many times has all waiting been cancelled
-    self._readable, self._admitted = Condition(store.lock), Condition(store.lock)  # type: ignore[arg-type]
+    self._readable = Condition(store.lock)  # type: ignore[arg-type]
     self._clock = _Clock()
     self._running, self._sampling = _Working(self, RUNNING), _Working(self, SAMPLING)
     self._inserting = _Working(self, INSERTING)
@@ -275,35 +285,44 @@ class Table:
       if self._readers:
         self._wake()
     else:
-      pending = Pending(item, writer)
-      writer.items += 1
+      pending = Pending(item, self, writer)
       self._hold(item, self._waiting_account)
       self._waiting.append(pending)
       return pending
     return None
 
-  def wait_for(self, pending: Pending, deadline: float) -> None:
-    """Returns when a submitted item has been inserted; raises as `submit`, RateLimited or Cancelled."""
+  def wait_for(self, pending: Pending, most: int, deadline: float) -> None:
+    """Returns when an item waits no longer, or at most so many of its writer's, or one was refused.
+
+    Raises:
+      RateLimited: if the deadline has passed.
+      Cancelled: if a table on which one of the writer's items waits was cancelled.
+    """
+    writer = pending.writer
     with self._inserting:
-      reporter = _Reporter(self, 'insert into', deadline, self.why_no_insert)
-      while not pending.done:
-        self._check_open()
-        reporter.wait(self._admitted)
+      reporter = _Reporter(
+        self, 'insert into', deadline, self.why_no_insert, lambda: writer.cancels
+      )
+      while not pending.done and len(writer.waiting) > most and writer.refusal is None:
+        reporter.wait(writer.fewer)
 
   def withdraw(self, pending: Pending) -> bool:
     """Takes back an item that still waits; False if it has been inserted."""
     with self._inserting:
       if pending.done:
         return False
-      if not self.closed:  # else all of them have been taken out
-        self._waiting.remove(pending)
-        self._drop(pending.item, self._waiting_account)
-      pending.done = True
-      pending.writer.items -= 1
+      self._waiting.remove(pending)
+      self._finish(pending)
       self._wake()  # the one behind it may be a replacement
       return True
 
+  def _finish(self, pending: Pending) -> None:
+    pending.finish()
+    self._drop(pending.item, self._waiting_account)
+
   def _check_item(self, item: Item) -> None:
+    if not NEW <= item.key < END_OF_KEYS:
+      raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
     if item.signature is not self.signature:
       self._check_signature(item.signature)
     if self.max_bytes is not None:
@@ -390,7 +409,6 @@ class Table:
 
   def _wake(self) -> None:
     """Whatever may now go on, does: waiting items in their order, then samplers."""
-    admitted = False
     while self._waiting:
       item = self._waiting[0].item
       if item.key in self._slots:
@@ -399,12 +417,7 @@ class Table:
         self._insert(item)
       else:
         break
-      pending = self._waiting.popleft()
-      pending.done = admitted = True
-      pending.writer.items -= 1
-      self._drop(item, self._waiting_account)
-    if admitted:
-      self._admitted.notify_all()
+      self._finish(self._waiting.popleft())
     if self._readers and self.rate_limiter.may_sample(self.counts):
       self._readable.notify_all()
 
@@ -422,6 +435,8 @@ class Table:
       RateLimited: if fewer than `at_least` could be sampled in that time.
       Cancelled: if it waited when `cancel` was called.
       Closed: if the table is.
+
+    What it had been given until then, and counts, is in the error's `taken`.
     """
     least = n if at_least is None else at_least
     if not 1 <= least <= n:
@@ -429,7 +444,7 @@ class Table:
     draws = Draws([], [])
     try:
       self._take(draws, n, least, deadline_of(timeout))
-    except (RateLimited, Cancelled) as e:
+    except (RateLimited, Cancelled, Closed) as e:
       if draws.items:
         e.taken = self._deliver(draws)
       raise
@@ -442,7 +457,9 @@ class Table:
         self._draw_now(draws, n)
         if len(draws.items) >= least:
           return
-        reporter = reporter or _Reporter(self, 'sample from', deadline, self.why_no_sample)
+        reporter = reporter or _Reporter(
+          self, 'sample from', deadline, self.why_no_sample, lambda: self._cancels
+        )
         self._readers += 1
         try:
           reporter.wait(self._readable)
@@ -594,20 +611,25 @@ class Table:
     with self.store.lock:
       self._cancels += 1
       self._readable.notify_all()
-      self._admitted.notify_all()
+      for writer in {pending.writer for pending in self._waiting}:
+        writer.cancels += 1
+        writer.fewer.notify_all()
 
   def close(self) -> None:
     """Every call that waits, and every later insert and sample, raises Closed.
 
-    Items that waited for the limiter are dropped, which their writers are told when they flush;
-    those in the table stay, and can be saved.
+    Items that waited for the limiter are dropped, which each of their writers is told once, by its next
+    call; those in the table stay, and can be saved.
     """
     with self.store.lock:
       self.closed = True
       while self._waiting:
-        self._drop(self._waiting.popleft().item, self._waiting_account)
+        pending = self._waiting.popleft()
+        self._finish(pending)
+        pending.writer.refusal = Closed(
+          f'table {self.name!r} is closed; the items that waited for it are dropped'
+        )
       self._readable.notify_all()
-      self._admitted.notify_all()
 
   def snapshot(self) -> dict[str, Any]:
     """All that a checkpoint needs, copied or immutable; under the lock."""
@@ -727,10 +749,17 @@ class _Working:
 class _Reporter:
   """One call's waiting: until its deadline, with a report every so often."""
 
-  def __init__(self, table: Table, what: str, deadline: float, why: Callable[[], str]) -> None:
+  def __init__(
+    self,
+    table: Table,
+    what: str,
+    deadline: float,
+    why: Callable[[], str],
+    cancels: Callable[[], int],
+  ) -> None:
     self._table, self._what, self._deadline, self._why = table, what, deadline, why
     self._begun, self._interval = time.monotonic(), table._report_after
-    self._cancels = table._cancels
+    self._count_cancels, self._cancels = cancels, cancels()
     self._next = self._begun + self._interval
 
   def wait(self, condition: Condition) -> None:
@@ -738,10 +767,10 @@ class _Reporter:
 
     Raises:
       RateLimited: if the deadline has passed.
-      Cancelled: if the table's waiting has been.
+      Cancelled: if the waiting has been.
     """
     now = time.monotonic()
-    if self._table._cancels != self._cancels:
+    if self._count_cancels() != self._cancels:
       raise Cancelled(self._message(now, 'was cancelled after'))
     if now >= self._deadline:
       raise RateLimited(self._message(now, 'timed out after'))
@@ -755,11 +784,13 @@ class _Reporter:
     self._table._clock.switch(before)
 
   def _report(self, message: str) -> None:
-    """Without the lock, as who is told may ask the table, or take long."""
+    """Without the lock, as who is told may ask the table, or take long; or fail: the wait goes on."""
     before = self._table._clock.switch(self._table._idle())
     self._table.store.lock.release()
     try:
       self._table._report(message)
+    except Exception:
+      log.exception('a report failed: %s', message)
     finally:
       self._table.store.lock.acquire()
       self._table._clock.switch(before)

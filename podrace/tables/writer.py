@@ -9,6 +9,7 @@ writer.create_item(table, 1.0, {'o': h['observation'][-5:], 'a': h['action'][-1]
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from typing import Any
 
@@ -25,7 +26,17 @@ from podrace.tables.chunks import (
   differences_help,
   gather,
 )
-from podrace.tables.table import NEW, InFlight, Item, Leaf, Pending, Signature, Table, deadline_of
+from podrace.tables.table import (
+  NEW,
+  Cancelled,
+  InFlight,
+  Item,
+  Leaf,
+  RateLimited,
+  Signature,
+  Table,
+  deadline_of,
+)
 
 TRY_AGAIN = 64  # chunks after which a column asks anew whether differences are smaller
 
@@ -184,8 +195,7 @@ class Writer:
     self._columns: list[Column] = []
     self._history_view: Any = None  # the columns, nested as the steps
     self._signatures: dict[Any, Signature] = {}
-    self._in_flight = InFlight()
-    self._pending: deque[tuple[Table, Pending]] = deque()
+    self._in_flight = InFlight(store.lock)
     self._closed = False
 
   def append(self, step: Any) -> None:
@@ -238,7 +248,7 @@ class Writer:
   @property
   def in_flight(self) -> int:
     """Items that wait for a limiter."""
-    return self._in_flight.items
+    return len(self._in_flight.waiting)
 
   @property
   def bytes(self) -> int:
@@ -262,34 +272,32 @@ class Writer:
       priority: at least 0.
       trajectory: slices of `history`, nested as samples shall be; or
       num_steps: the newest so many rows of every column.
-      key: above 0; of an item that is to be replaced, if there is one. By default a new one.
+      key: above 0, below 2^62; of an item that is to be replaced, if there is one. By default a new one.
       timeout: seconds to wait, if max_in_flight items are waiting already.
 
     Raises:
       ValueError: for slices outside of the history, or items unlike the table's others.
       RateLimited: if it had to wait longer than `timeout`; then the item isn't made.
-      Cancelled: if it waited when the table's `cancel` was called; likewise.
-      Closed: if the table is.
+      Cancelled: if it waited when a table's `cancel` was called; likewise.
+      Closed: if the table is, or one that dropped earlier items of this writer as it was closed; likewise.
     """
     if not table.takes_from(self._store):
       raise ValueError(f'table {table.name!r} is on another store than the writer')
-    self._raise_refusal()
-    if key is not None and key < 1:
+    if key is not None and (key := operator.index(key)) < 1:
       raise ValueError(f'{key=} must be above 0')
     priority = table.check_priority(priority)
     signature, parts = self._parts(trajectory, num_steps)
-    if self._in_flight.items > max(0, self._max_in_flight - 1):
-      self.flush(max(0, self._max_in_flight - 1), timeout)
+    deadline = deadline_of(timeout)
+    self._wait(max(0, self._max_in_flight - 1), deadline)
     item = Item(key or NEW, priority, signature, parts)
     pending = table.submit(item, self._in_flight)
-    if pending is not None:
-      while self._pending and self._pending[0][1].done:
-        self._pending.popleft()
-      self._pending.append((table, pending))
-      if self._max_in_flight == 0:
-        self._wait_or_withdraw(table, pending, timeout)
-    elif self._pending:
-      self._forget_done()
+    if pending is not None and self._max_in_flight == 0:
+      try:
+        self._wait(0, deadline)
+      except BaseException as e:
+        # It may have been let in just now: then it is made, whatever had become of the wait.
+        if table.withdraw(pending) or not isinstance(e, RateLimited | Cancelled):
+          raise
     return item.key
 
   def read(self, trajectory: Any) -> Any:
@@ -336,38 +344,32 @@ class Writer:
     )
     return self._store.same(Signature(structure, leaves))
 
-  def _wait_or_withdraw(self, table: Table, pending: Pending, timeout: float | None) -> None:
-    try:
-      table.wait_for(pending, deadline_of(timeout))
-    except BaseException:
-      if table.withdraw(pending):
-        self._forget_done()
-        raise
-    self._forget_done()
-
-  def _forget_done(self) -> None:
-    self._pending = deque(p for p in self._pending if not p[1].done)
-
   def flush(self, max_in_flight: int = 0, timeout: float | None = None) -> None:
     """Waits until at most `max_in_flight` items are still waiting for their tables' limiters.
 
     Raises:
       RateLimited: if that takes longer than `timeout` seconds; nothing is lost.
       Cancelled: if it waited when a table's `cancel` was called; likewise.
-      Closed: if a table is closed.
+      Closed: once, if a table dropped items as it was closed; those of other tables still wait.
     """
-    deadline = deadline_of(timeout)
-    while self._in_flight.items > max_in_flight:
-      table, pending = self._pending[0]
-      table.wait_for(pending, deadline)
-      self._pending.popleft()
+    self._wait(max_in_flight, deadline_of(timeout))
+
+  def _wait(self, most: int, deadline: float) -> None:
+    """Until at most so many items wait, whichever they are; the oldest one says why it does."""
+    flight = self._in_flight
+    while len(flight.waiting) > most:
+      self._raise_refusal()
+      with self._store.lock:
+        oldest = next(iter(flight.waiting), None)
+      if oldest is not None:
+        oldest.table.wait_for(oldest, most, deadline)
     self._raise_refusal()
 
   def _raise_refusal(self) -> None:
-    """Of a table that is elsewhere, and could not say so at once."""
-    reason, self._in_flight.refusal = self._in_flight.refusal, None
-    if reason is not None:
-      raise ValueError(reason)
+    """Of an item that was made earlier, and of which its table could not say so at once."""
+    refusal, self._in_flight.refusal = self._in_flight.refusal, None
+    if refusal is not None:
+      raise refusal
 
   def end_episode(self, timeout: float | None = None) -> None:
     """Flushes; what is appended from now on is another episode, and the history begins anew."""

@@ -62,7 +62,28 @@ def test_rescaling() -> None:
   x = jnp.linspace(-300, 300, 1001)
   pair = rlax.SIGNED_HYPERBOLIC_PAIR
   np.testing.assert_allclose(returns.rescale(x), pair.apply(x), rtol=1e-5, atol=1e-5)
-  np.testing.assert_allclose(returns.unscale(returns.rescale(x)), x, rtol=2e-3, atol=2e-3)
+  np.testing.assert_allclose(returns.unscale(returns.rescale(x)), x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('epsilon', [1e-3, 3e-2])
+def test_rescaling_loses_no_digits(epsilon: float) -> None:
+  """Not to what is small either; against float64."""
+  positive = np.float32(np.logspace(-6, 4, 200))
+  x = np.concatenate([-positive, [0], positive]).astype(np.float32)
+  np.testing.assert_allclose(returns.rescale(x, epsilon), h(x, epsilon), rtol=1e-6)
+  np.testing.assert_allclose(returns.unscale(x, epsilon), inverse(x, epsilon), rtol=1e-5)
+
+
+def h(x: Any, epsilon: float) -> Any:
+  """Proposition A.2 of Pohlen et al., in float64."""
+  x = np.float64(x)
+  return np.sign(x) * (np.sqrt(np.abs(x) + 1) - 1) + epsilon * x
+
+
+def inverse(x: Any, epsilon: float) -> Any:
+  x = np.float64(x)
+  root = np.sqrt(1 + 4 * epsilon * (np.abs(x) + 1 + epsilon))
+  return np.sign(x) * (((root - 1) / (2 * epsilon)) ** 2 - 1)
 
 
 def test_projection() -> None:
@@ -91,6 +112,12 @@ def test_quantile_loss(threshold: float) -> None:
 def test_epsilon_ladder_is_ape_x_s() -> None:
   found = valuing.ladder(jnp.arange(8), 8, 0.4, 7.0)
   np.testing.assert_allclose(found, [0.4 ** (1 + 7 * i / 7) for i in range(8)], rtol=1e-5)
+  expected = [0.3 ** (1 + 5 * i / 3) for i in range(4)]
+  r2d2 = R2D2(epsilon_base=0.3, epsilon_power=5.0, total_envs=4)
+  r2d2 = dataclasses.replace(r2d2, network=r2d2.network.bind(VECTOR, spaces.Discrete(4)))
+  dqn = DQN(epsilon_ladder=True, ladder_base=0.3, ladder_power=5.0, total_envs=4)
+  np.testing.assert_allclose(r2d2.initial_state(jnp.arange(4)).epsilon, expected, rtol=1e-5)
+  np.testing.assert_allclose(dqn.initial_state(jnp.arange(4)), expected, rtol=1e-5)
 
 
 def test_epsilon_greedy() -> None:
@@ -368,6 +395,29 @@ def test_huber_is_checked(settings: Any, message: str) -> None:
     DQN(**settings)
 
 
+def goals(agent: R2D2, steps: TimeStep, v: np.ndarray, end: int) -> np.ndarray:
+  """What the values [end, B] should be, of which rescaled ones v are bootstrapped from until `end`."""
+  goal = np.zeros((end, B), np.float32)
+  for b in range(B):
+    for t in range(end):
+      total, discount, s = 0.0, 1.0, t
+      while s < min(t + agent.n_step, end):
+        s += 1
+        total += discount * steps.reward[s, b]
+        discount *= agent.discount * steps.discount[s, b]
+        if steps.step_type[s, b] == LAST:
+          break
+      value = inverse(v[s, b], agent.rescale_epsilon)
+      goal[t, b] = h(total + discount * value, agent.rescale_epsilon)
+  return goal
+
+
+def priority_of(agent: R2D2, error: np.ndarray) -> np.ndarray:
+  """Of sequences with masked errors [T, B]."""
+  size = np.abs(error)
+  return agent.max_share * size.max(0) + (1 - agent.max_share) * size.mean(0)
+
+
 @pytest.mark.parametrize('burn_in', [0, 3])
 def test_r2d2_against_numpy(burn_in: int) -> None:
   """Loss, priorities, and what the burn-in is for, with truncated and terminated episodes."""
@@ -376,6 +426,7 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   agent = R2D2(
     network=network, sequence=T - burn_in, burn_in=burn_in, n_step=3, total_envs=B,
     max_grad_norm=0.1 if burn_in else 40.0, target_period=2 if burn_in else 1, learning_rate=0.01,
+    max_share=0.6 if burn_in else 0.9, rescale_epsilon=0.05 if burn_in else 1e-3,
   )  # fmt: skip
   train = agent.init(jax.random.key(0))
   target = agent.init(jax.random.key(1)).params
@@ -387,31 +438,13 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
 
-  def h(x: float) -> float:
-    return np.sign(x) * (np.sqrt(abs(x) + 1) - 1) + 1e-3 * x
-
-  def inverse(x: float) -> float:
-    return np.sign(x) * (((np.sqrt(1 + 4e-3 * (abs(x) + 1 + 1e-3)) - 1) / 2e-3) ** 2 - 1)
-
   q, q_target = (q_values(network, p, window.timesteps, state.core) for p in (train.params, target))
-  steps, error, goal = window.timesteps, np.zeros((T, B)), np.zeros((T, B), np.float32)
-  for b in range(B):
-    for t in range(burn_in, T):
-      if steps.step_type[t, b] == LAST:
-        continue
-      total, discount, s = 0.0, 1.0, t
-      while s < min(t + 3, T):
-        s += 1
-        total += discount * steps.reward[s, b]
-        discount *= 0.997 * steps.discount[s, b]
-        if steps.step_type[s, b] == LAST:
-          break
-      value = inverse(q_target[s, b, np.argmax(q[s, b])])
-      taken = q[t, b, window.outputs.action[t, b]]
-      goal[t, b] = h(total + discount * value)
-      error[t, b] = goal[t, b] - taken
-  error = error[burn_in:]
-  expected = 0.9 * np.abs(error).max(0) + 0.1 * np.abs(error).mean(0)
+  steps = window.timesteps
+  v = np.take_along_axis(q_target, q.argmax(-1)[..., None], -1)[..., 0]
+  taken = np.take_along_axis(q[:-1], window.outputs.action[..., None], -1)[..., 0]
+  goal = goals(agent, steps, v, T)
+  error = np.where(steps.step_type[:-1] == LAST, 0, goal - taken)[burn_in:]
+  expected = priority_of(agent, error)
   np.testing.assert_allclose(priority, expected, rtol=5e-3, atol=1e-4)
   loss = np.mean(weight * (0.5 * error**2).sum(0))
   assert float(metrics['loss']) == pytest.approx(loss, rel=5e-3)
@@ -457,10 +490,11 @@ def test_r2d2_s_burn_in_has_no_gradient() -> None:
   assert any(np.abs(x).max() > 1e-2 for x in jax.tree.leaves(expected))
 
 
-def test_r2d2_initial_priority_is_that_of_learning() -> None:
+@pytest.mark.parametrize('n_step', [1, 5])
+def test_r2d2_initial_priority_is_that_of_learning(n_step: int) -> None:
   """With the same parameters everywhere, but for the last step, whose value acting had not seen."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
-  agent = R2D2(network=network, sequence=T - 2, burn_in=2, n_step=1, total_envs=B)
+  agent = R2D2(network=network, sequence=T - 2, burn_in=2, n_step=n_step, total_envs=B)
   train = agent.init(jax.random.key(0))
   state = agent.initial_state(jnp.arange(B))
   window = random_window(T, 3, discrete, state)
@@ -471,8 +505,13 @@ def test_r2d2_initial_priority_is_that_of_learning() -> None:
   taken = np.take_along_axis(q[:-1], action[..., None], -1)[..., 0]
   told = window._replace(outputs=ActorOutput(action, Extras(taken, q[:-1].max(-1))))
   found = agent.initial_priority(told._replace(timesteps=told.timesteps._replace(observation=())))
-  error, mask, _ = agent.errors(train.params, train.params, window)
-  np.testing.assert_allclose(found, agent.priority((mask * error)[:-1]), rtol=1e-4, atol=1e-5)
+  steps = window.timesteps
+  error = goals(agent, steps, q.max(-1), T - 1) - taken[:-1]
+  error = np.where(steps.step_type[: T - 1] == LAST, 0, error)[2:]
+  np.testing.assert_allclose(found, priority_of(agent, error), rtol=1e-4, atol=1e-5)
+  if n_step == 1:  # else what the last steps look ahead to is another
+    error, mask, _ = agent.errors(train.params, train.params, window)
+    np.testing.assert_allclose(found, agent.priority((mask * error)[:-1]), rtol=1e-4, atol=1e-5)
 
 
 CONTINUOUS = spaces.Box(np.float32([-2, 0]), np.float32([2, 10]))
@@ -539,6 +578,10 @@ def test_sac() -> None:
   assert_gradient(moments['log_alpha'], np.exp(-0.7) * np.mean(step.mask * surplus))  # equation 18
   assert float(new.rest.log_alpha) > float(rest.log_alpha)  # the entropy is less than 5
   assert_close(new.rest.target, optax.incremental_update(new.rest.critic, rest.target, 0.25))
+  agent = dataclasses.replace(agent, learn_temperature=False)
+  same, _, _ = learn(agent, train, Sample(window, weight, np.arange(B)))
+  assert same.rest.log_alpha == rest.log_alpha
+  assert_close((same.params, same.rest.critic), (new.params, new.rest.critic))
 
 
 def test_d4pg() -> None:

@@ -172,8 +172,42 @@ def test_stacks_of_frames_are_put_together_again(kinds: tuple[str, ...]) -> None
     check(world, sample(memory, jax.random.key(unroll)), 3)
 
 
+@pytest.mark.parametrize('keep_state', [False, True])
+def test_the_agent_s_state_is_kept_only_where_it_is_asked_for(keep_state: bool) -> None:
+  """Though all windows start where unrolls do, as those have one step."""
+  whole = World(0).unroll()
+  timesteps, outputs = (
+    jax.tree.map(lambda x, n=n: x[:n], tree)
+    for n, tree in ((2, whole.timesteps), (1, whole.outputs))
+  )
+  replay = windows(settings(), 3, B, 1, keep_state=keep_state)
+  memory = replay.init(Trajectory(timesteps, outputs, whole.agent_state, whole.env_id))
+  assert len(jax.tree.leaves(memory.agent_state)) == keep_state
+
+
+@pytest.mark.parametrize('exponent', [0.0, 1.0])
+@pytest.mark.parametrize(('length', 'keep_state'), [(3, False), (4, True)])
+def test_the_smallest_ring_has_room_for_what_stacks_look_back_on(
+  length: int, keep_state: bool, exponent: float
+) -> None:
+  """Of more frames than an unroll has steps."""
+  world = World(5, stack=8)
+  for b in range(B):
+    world.rows[b][0]['observation'][:-1] = 0
+    world._frames[b][:-1] = 0
+  buffer = settings(capacity=1, priority_exponent=exponent)
+  replay = windows(buffer, length, B, T, keep_state=keep_state, stack=8)
+  memory = replay.init(jax.eval_shape(lambda: World(5, stack=8).unroll()))
+  add, sample = jax.jit(replay.add), jax.jit(replay.sample)
+  for unroll in range(10):
+    memory = add(memory, world.unroll())
+    starts = check(world, sample(memory, jax.random.key(unroll)), length)
+    assert len(starts) == 96
+
+
 @pytest.mark.parametrize(
-  ('name', 'actions'), [('ale:pong', 6), ('ale:breakout,episodic_life=true', 4)]
+  ('name', 'actions'),
+  [('ale:pong', 6), ('ale:breakout,episodic_life=true', 4), ('envpool:Breakout-v5', 4)],
 )
 def test_stacks_of_real_games_are_put_together_again(name: str, actions: int) -> None:
   from podrace.envs.host import base

@@ -73,12 +73,13 @@ class RemotePair(Pair):
     self.keys: list[int] = []
     self.step = self.rows = self.made = 0
 
-  def insert(self, priority: float, length: int) -> None:
+  def insert(self, priority: float, length: int) -> Any:
     payload = self.write(length)
     key = self.writer.create_item(self.table, priority, num_steps=length)
     self.arrived()
     self.keys.append(key)
     self.model.insert(key, priority, payload)
+    return payload
 
   def insert_known(self, priority: float, which: int) -> None:
     if not self.keys:

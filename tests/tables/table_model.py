@@ -27,17 +27,30 @@ class Limits:
   high: float
 
 
-def removals(table: Any) -> deque[int]:
-  """The keys that the table's remover will choose, in that order, as it does: randomness is followed."""
-  chosen: deque[int] = deque()
+def removals(table: Any) -> deque[list[int]]:
+  """For each item that comes in or replaces one, the keys that the table's remover chooses for it.
+
+  In the order in which it does: randomness is followed, and so are the bytes that chunks turn out to have.
+  """
+  chosen: deque[list[int]] = deque()
   draw = table._next_removed.draw
 
+  def counted(call: Any) -> Any:
+    def counting(item: Any) -> None:
+      chosen.append([])
+      call(item)
+
+    return counting
+
   def recorded(n: int, rng: Any) -> Any:
+    full = table.max_bytes is not None and table.account.bytes > table.max_bytes
+    assert len(table) > table.max_size or (full and len(table) > 1), 'there is room for all'
     slots, probabilities = draw(n, rng)
-    chosen.extend(table._items[slot].key for slot in slots.tolist())
+    chosen[-1] += [table._items[slot].key for slot in slots.tolist()]
     return slots, probabilities
 
   table._next_removed.draw = recorded
+  table._insert, table._replace = counted(table._insert), counted(table._replace)
   return chosen
 
 
@@ -50,7 +63,7 @@ class Model:
     max_size: int,
     max_times: int,
     exponent: float,
-    removed: deque[int],
+    removed: deque[list[int]],
   ) -> None:
     self.removed = removed  # by the table
     self.sampler, self.remover, self.limits = sampler, remover, limits
@@ -88,26 +101,32 @@ class Model:
   def insert(self, key: int, priority: float, payload: Any) -> None:
     """Inserts, or queues."""
     if key in self.entries:
-      self.update(key, priority)
-      self.entries[key].payload = payload
+      self.replace(key, priority, payload)
     else:
       self.waiting.append((key, priority, payload))
-      self.admit()
+    self.admit()
+
+  def replace(self, key: int, priority: float, payload: Any) -> None:
+    self.update(key, priority)
+    self.entries[key].payload = payload
+    self.shrink()
+
+  def shrink(self) -> None:
+    for gone in self.removed.popleft():
+      allowed = self.probabilities(self.remover)
+      assert gone in allowed, f'{gone} was removed, and not one of {allowed}'
+      del self.entries[gone]
+      self.deletes += 1
 
   def admit(self) -> None:
     while self.waiting:
       key, priority, payload = self.waiting[0]
       if key in self.entries:
-        self.update(key, priority)
-        self.entries[key].payload = payload
+        self.replace(key, priority, payload)
       elif self.may_insert():
         self.now += 1
         self.entries[key] = Entry(priority, payload, self.now, self.now)
-        if len(self.entries) > self.max_size:
-          gone, allowed = self.removed.popleft(), self.probabilities(self.remover)
-          assert gone in allowed, f'{gone} was removed, and not one of {allowed}'
-          del self.entries[gone]
-          self.deletes += 1
+        self.shrink()
         self.inserts += 1
       else:
         return

@@ -52,7 +52,14 @@ class Pair:
   """A table and its model, told the same things."""
 
   def __init__(
-    self, sampler: str, remover: str, limiter: int, max_size: int, max_times: int, rows: int
+    self,
+    sampler: str,
+    remover: str,
+    limiter: int,
+    max_size: int,
+    max_times: int,
+    rows: int,
+    max_bytes: int | None = None,
   ) -> None:
     rate_limiter, limits = LIMITERS[limiter]
     max_size = max(max_size, limits.min_size)
@@ -65,6 +72,7 @@ class Pair:
       rate_limiter=rate_limiter,
       max_size=max_size,
       max_times_sampled=max_times,
+      max_bytes=max_bytes,
     )
     self.host = self.table  # where it really is
     self.writer = tables.Writer(self.store, history=5, rows_per_chunk=rows, max_in_flight=10**6)
@@ -91,16 +99,31 @@ class Pair:
       self.writer.append({'x': value})
     return values
 
-  def insert(self, priority: float, length: int) -> None:
+  def insert(self, priority: float, length: int) -> Any:
     payload = self.write(length)
+    if self.too_large(length):
+      return payload
     key = self.writer.create_item(self.table, priority, num_steps=length)
     self.keys.append(key)
     self.model.insert(key, priority, payload)
+    return payload
+
+  def too_large(self, length: int) -> bool:
+    """Whether an item of so many steps can't be in the table, which then refuses it."""
+    _, parts = self.writer._parts(None, length)
+    needed = sum(chunk.nbytes for chunk in {c for chunks, _, _ in parts for c in chunks})
+    if self.table.max_bytes is None or needed <= self.table.max_bytes:
+      return False
+    with pytest.raises(ValueError, match=f'needs chunks of {needed} bytes, and max_bytes is'):
+      self.writer.create_item(self.table, 1.0, num_steps=length)
+    return True
 
   def insert_known(self, priority: float, which: int) -> None:
     if not self.keys:
       return
     payload, key = self.write(1), self.keys[-1 - which % len(self.keys)]
+    if self.too_large(1):
+      return
     self.writer.create_item(self.table, priority, num_steps=1, key=key)
     self.model.insert(key, priority, payload)
 
@@ -120,9 +143,9 @@ class Pair:
     self.compare(sample)
     assert len(sample.key) == n or not self.model.may_sample()
 
-  def compare(self, sample: tables.Samples) -> None:
+  def compare(self, sample: tables.Samples, model: Model | None = None) -> None:
     for i, key in enumerate(sample.key.tolist()):
-      probability, size, priority, times, payload = self.model.sample(key)
+      probability, size, priority, times, payload = (model or self.model).sample(key)
       assert sample.probability[i] == pytest.approx(probability)
       assert sample.table_size[i] == size
       assert sample.priority[i] == priority
@@ -165,19 +188,63 @@ class Pair:
     needed = {chunk for item in items for part in item.parts for chunk in part[0]}
     assert table.account.bytes == sum(chunk.nbytes for chunk in needed)
     assert table.account.chunks == len(needed)
+    assert table.max_bytes is None or table.account.bytes <= table.max_bytes or len(items) == 1
     assert self.store.cached <= self.store.cache_bytes
     assert self.writer.in_flight == len(model.waiting)
 
   def finish(self) -> None:
     """Without items and writers, nothing is left."""
+    waiting = self.writer.in_flight
     self.table.close()
-    if self.writer.in_flight:
+    if waiting:
       with pytest.raises(tables.Closed):
         self.writer.close()
     else:
       self.writer.close()
     self.table.delete(list(self.there()))
     assert (self.store.total.bytes, self.store.total.chunks, self.store.cached) == (0, 0, 0)
+
+
+class TwoTables(Pair):
+  """Beside it there is another table on the store, with items of the same steps."""
+
+  def __init__(self, *args: Any) -> None:
+    super().__init__(*args)
+    self.other = tables.Table(
+      'other',
+      self.store,
+      sampler=tables.fifo(),
+      remover=tables.fifo(),
+      rate_limiter=LIMITERS[0][0],
+      max_size=3,
+    )
+    removed = removals(self.other)
+    self.copies = Model('fifo', 'fifo', LIMITERS[0][1], 3, 0, EXPONENT, removed)
+
+  def insert(self, priority: float, length: int) -> Any:
+    payload = super().insert(priority, length)
+    key = self.writer.create_item(self.other, priority, num_steps=length)
+    self.copies.insert(key, priority, payload)
+    return payload
+
+  def sample(self, times: int) -> None:
+    super().sample(times)
+    if self.copies.entries:
+      self.compare(self.other.sample(times, timeout=0), self.copies)
+
+  def check(self) -> None:
+    super().check()
+    assert set(self.other._slots) == set(self.copies.entries) and not self.copies.removed
+    held = {chunk for column in self.writer._columns for chunk in column._chunks}
+    items = [*self.table._items, *self.other._items, *(p.item for p in self.table._waiting)]
+    for item in items:
+      held |= {chunk for part in item.parts for chunk in part[0]} if item else set()
+    assert self.store.total.bytes == sum(chunk.nbytes for chunk in held)
+    assert self.store.total.chunks == len(held)
+
+  def finish(self) -> None:
+    self.other.delete(list(self.other._slots))
+    super().finish()
 
 
 @pytest.mark.parametrize('sampler, remover', itertools.product(SELECTORS, SELECTORS))
@@ -187,6 +254,7 @@ class Pair:
   max_size=st.integers(1, 5),
   max_times=st.integers(0, 2),
   rows=st.sampled_from([1, 2, 3, 40]),
+  max_bytes=st.sampled_from([None, 50, 350, 700]),
   operations=OPERATIONS,
 )
 def test_any_operations(
@@ -196,9 +264,10 @@ def test_any_operations(
   max_size: int,
   max_times: int,
   rows: int,
+  max_bytes: int | None,
   operations: list[Any],
 ) -> None:
-  Pair(sampler, remover, limiter, max_size, max_times, rows).run(operations)
+  TwoTables(sampler, remover, limiter, max_size, max_times, rows, max_bytes).run(operations)
 
 
 @pytest.mark.slow
@@ -209,6 +278,7 @@ def test_any_operations(
   max_size=st.integers(1, 5),
   max_times=st.integers(0, 2),
   rows=st.sampled_from([1, 2, 3, 40]),
+  max_bytes=st.sampled_from([None, 50, 350, 700]),
   operations=OPERATIONS,
 )
 def test_many_operations(
@@ -218,6 +288,7 @@ def test_many_operations(
   max_size: int,
   max_times: int,
   rows: int,
+  max_bytes: int | None,
   operations: list[Any],
 ) -> None:
-  Pair(sampler, remover, limiter, max_size, max_times, rows).run(operations)
+  TwoTables(sampler, remover, limiter, max_size, max_times, rows, max_bytes).run(operations)

@@ -408,7 +408,8 @@ def test_a_stuck_sample_reports_itself_and_can_be_cancelled() -> None:
   assert '(insert 3 more)' in message
   assert table.info().waiting_samplers == 1
   table.close()
-  assert isinstance(result(), tables.Closed)
+  error = result()
+  assert isinstance(error, tables.Closed) and error.taken is None
   assert table.info().waiting_samplers == 0
   with pytest.raises(tables.Closed):
     table.sample(1)
@@ -431,8 +432,7 @@ def test_a_stuck_insert_reports_itself_and_can_be_cancelled() -> None:
   assert isinstance(result(), tables.Closed)
   with pytest.raises(tables.Closed):
     writer.create_item(table, 1.0, num_steps=1)
-  with pytest.raises(tables.Closed):
-    writer.close()
+  writer.close()  # it was said
   table.delete(list(table._slots))
   assert table.store.total.bytes == 0
 
@@ -484,6 +484,72 @@ def test_an_item_whose_wait_is_cancelled_is_withdrawn() -> None:
     assert (len(table), writer.in_flight, table.info().waiting_inserts) == (1, 0, 0)
 
 
+def two_that_are_full(**options: Any) -> tuple[tables.Table, tables.Table, tables.Writer]:
+  """Tables on one store, in each of which an item of the writer's is, and for each of which one waits."""
+  queue: dict[str, Any] = dict(
+    rate_limiter=tables.queue(1), sampler=tables.fifo(), max_times_sampled=1
+  )
+  first = make(name='first', **queue, **options)
+  second = make(first.store, 'second', **queue)
+  writer = tables.Writer(first.store, history=1, max_in_flight=2)
+  writer.append(np.int64(0))
+  for table in (first, second) * 2:
+    writer.create_item(table, 1.0, num_steps=1)
+  assert writer.in_flight == 2
+  return first, second, writer
+
+
+def test_a_flush_waits_for_any_of_several_tables() -> None:
+  """Not for the oldest item, which may be stuck."""
+  waits = Waits()
+  first, second, writer = two_that_are_full(**waits.options)
+  flushed = in_thread(lambda: writer.flush(1, timeout=60))
+  assert "insert into table 'first'" in waits.wait()
+  second.sample(1)
+  assert flushed() is None and writer.in_flight == 1
+  writer.create_item(second, 1.0, num_steps=1)
+  waits.reported.clear()
+  made = in_thread(lambda: writer.create_item(second, 1.0, num_steps=1, timeout=60))
+  waits.wait()
+  second.sample(1)
+  assert isinstance(made(), int) and writer.in_flight == 2
+  waits.reported.clear()
+  flushed = in_thread(writer.flush)
+  waits.wait()
+  second.cancel()
+  assert isinstance(flushed(), tables.Cancelled) and writer.in_flight == 2
+  second.sample(2)
+  first.sample(2)
+  writer.close(timeout=60)
+
+
+def test_what_has_come_in_is_forgotten_though_an_older_item_is_stuck() -> None:
+  _, second, writer = two_that_are_full()
+  (item,) = [weakref.ref(pending.item) for pending in second._waiting]
+  second.sample(1)
+  assert item() is not None
+  second.sample(1)
+  assert item() is None and writer.in_flight == 1
+
+
+def test_a_closed_table_is_told_once_and_the_writer_goes_on_with_others() -> None:
+  waits = Waits()
+  first, second, writer = two_that_are_full(**waits.options)
+  flushed = in_thread(writer.flush)
+  waits.wait()
+  first.close()
+  assert "table 'first' is closed; the items that waited" in str(flushed())
+  assert writer.in_flight == 1
+  second.sample(1)
+  writer.end_episode(timeout=60)
+  writer.append(np.int64(1))
+  writer.create_item(second, 1.0, num_steps=1)
+  second.close()
+  with pytest.raises(tables.Closed, match="'second' is closed; the items"):
+    writer.close()
+  assert writer.in_flight == 0
+
+
 def test_reports_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
   now, told = [0.0], []
   table = make(report_after=2.0, report=lambda message: told.append(now[0]))
@@ -504,6 +570,28 @@ def test_who_is_told_of_waiting_may_ask_the_table() -> None:
   table = make(report_after=0.002, report=report)
   assert isinstance(in_thread(lambda: table.sample(1))(), tables.Cancelled)
   assert len(told) == 1 and told[0].samples == 0
+
+
+def test_samples_taken_before_a_table_is_closed_are_not_lost(caplog: Any) -> None:
+  """Nor by a report that fails."""
+  told = threading.Event()
+
+  def report(message: str) -> None:
+    told.set()
+    raise ArithmeticError('nobody listens')
+
+  table = make(
+    rate_limiter=tables.queue(2), sampler=tables.fifo(), report_after=1e-3, report=report,
+    max_times_sampled=1,
+  )  # fmt: skip
+  fill(table, [1.0, 1.0])
+  result = in_thread(lambda: table.sample(3))
+  assert told.wait(30)
+  table.close()
+  error = result()
+  assert isinstance(error, tables.Closed)
+  assert error.taken is not None and error.taken.data.ravel().tolist() == [0, 1]
+  assert 'nobody listens' in caplog.text and "sample from table 'it' has waited" in caplog.text
 
 
 def test_waiting_calls_go_on_when_they_may() -> None:

@@ -288,7 +288,14 @@ def test_keys_of_ones_own() -> None:
   assert writer.create_item(table, 1.0, num_steps=1) == 72
   with pytest.raises(ValueError, match='key=0'):
     writer.create_item(table, 1.0, num_steps=1, key=0)
-  assert table.info().inserts == 4
+  with pytest.raises(ValueError, match='key=4611686018427387904 must be above 0 and below 2\\^62'):
+    writer.create_item(table, 1.0, num_steps=1, key=2**62)
+  with pytest.raises(TypeError, match='float'):
+    writer.create_item(table, 1.0, num_steps=1, key=2.5)  # type: ignore[arg-type]
+  assert writer.create_item(table, 1.0, num_steps=1, key=np.int64(2**62 - 1)) == 2**62 - 1  # type: ignore[arg-type]
+  assert writer.create_item(table, 1.0, num_steps=1) == 2**62
+  assert table.info().inserts == 6
+  assert set(table.sample(100).key.tolist()) <= {3, 70, 71, 72, 2**62 - 1, 2**62}
 
 
 def test_the_bytes_of_a_writer() -> None:
