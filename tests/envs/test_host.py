@@ -473,6 +473,8 @@ def test_closing_ends_the_processes() -> None:
     ('envpool:CartPol-v1', r"no environment 'CartPol-v1' \(nearest: CartPole-v1"),
     ('gymnasium:CartPole-v9', 'CartPole-v9'),
     ('gymnasium:nomodule:X-v0', 'nomodule'),
+    ('gymnasium:host_envs:From1-v0', 'does not start at 0'),
+    ('envpool:TSP-v1', 'does not start at 0'),
     ('alee:pong', r"no library 'alee'"),
   ],
 )

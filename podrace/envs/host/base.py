@@ -267,6 +267,17 @@ def _bounds(space: Any) -> tuple[Any, Any]:
   return space.low, space.high
 
 
+def choices(space: Any) -> Any:
+  """A Discrete or MultiDiscrete in a type that JAX has; raises UnknownName if it is not from 0."""
+  from gymnasium import spaces
+
+  if np.any(space.start):
+    raise UnknownName(f'{space} does not start at 0')
+  if isinstance(space, spaces.Discrete):
+    return spaces.Discrete(int(space.n), dtype=np.int32)
+  return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
+
+
 def narrow(box: Any, low: Any, high: Any, dtype: Any) -> Any:
   """A Box in a type that JAX has; bounds that it has not are its own."""
   from gymnasium import spaces

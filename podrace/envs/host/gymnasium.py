@@ -35,6 +35,7 @@ from podrace.envs.host.base import (
   HostSpec,
   PoolArgs,
   Stepper,
+  choices,
   everyone,
   narrow,
   rows_of,
@@ -74,14 +75,10 @@ def _space(space: Any) -> Any:
   """In the types that JAX has."""
   types = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
   dtype: Any = types.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
-  if isinstance(space, spaces.Discrete):
-    if int(space.start):
-      raise UnknownName(f'{space} does not start at 0')
-    return spaces.Discrete(int(space.n), dtype=np.int32)
+  if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    return choices(space)
   if isinstance(space, spaces.Box) and dtype is not space.dtype:
     return narrow(space, space.low, space.high, dtype)
-  if isinstance(space, spaces.MultiDiscrete):
-    return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
   return space
 
 
