@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from gymnasium import spaces
 
 from podrace.envs.host import base as host
 from podrace.envs.host.base import EpisodeCounter, HostError, PoolArgs
+from podrace.envs.host.gymnasium import RESTARTS, Restarts
 from podrace.envs.registry import MissingExtra, UnknownName
 from podrace.types import FIRST, LAST, MID, Arrival
 
@@ -351,11 +353,52 @@ def test_a_worker_that_keeps_dying_ends_the_run() -> None:
   assert 'exit code 3' in message
 
 
-def test_a_worker_that_hangs_is_replaced() -> None:
-  runs = [a.run_id.max() for a in arrivals('gymnasium:host_envs:Wrong-v0,what=hang', 34, n=1,
-                                           threads=1, deadline=0.5)]  # fmt: skip
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+  ('what', 'reason'),
+  [('hang', 'it did not answer for'), ('deaf', 'its process ended by SIGKILL')],
+)
+def test_a_worker_that_does_not_answer_is_replaced(
+  what: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+  deadline = dict(hang=0.5, deaf=600.0)[what]
+  runs = [a.run_id.max() for a in arrivals(f'gymnasium:host_envs:Wrong-v0,what={what}', 34, n=1,
+                                           threads=1, deadline=deadline)]  # fmt: skip
   assert runs[0] == 0
   assert runs[-1] == 1
+  assert f'the worker of environments 0 to 0 is restarted: {reason}' in capfd.readouterr().err
+
+
+def test_time_that_workers_were_waited_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Ten that hang for a minute each take up the whole window."""
+  now = 0.0
+  monkeypatch.setattr(host.time, 'monotonic', lambda: now)
+
+  def restarts(every: float, waited: float) -> list[bool]:
+    nonlocal now
+    found, told = Restarts(), []
+    for _ in range(40):
+      now += every
+      told.append(found.add(waited))
+    return told
+
+  for hangs in restarts(every=61, waited=60), restarts(every=1, waited=60):  # several at once
+    assert hangs.index(True) == RESTARTS
+  assert not any(restarts(every=61, waited=0.1))
+
+
+def test_descriptors_beyond_those_of_select() -> None:
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+  held = [os.open(os.devnull, os.O_RDONLY)]
+  try:
+    while held[-1] < 1024:
+      held.append(os.dup(held[0]))
+    assert len(list(arrivals('gymnasium:host_envs:Sequence-v0', 3))) == 3
+  finally:
+    for fd in held:
+      os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
