@@ -122,7 +122,7 @@ class Told:
 
   episodes: dict[str, Any] = dataclasses.field(default_factory=lambda: dataclasses.asdict(Totals()))
   unrolls: int = 0
-  lag_sum: int = 0
+  lag_sum: float = 0.0  # of the unrolls' means
   lag_max: int = 0
   restarts: int = 0
   dropped: int = 0
@@ -130,10 +130,9 @@ class Told:
 
   def add(self, unroll: sebulba.Unroll, update: int) -> None:
     self.episodes = dataclasses.asdict(Totals(**self.episodes) + unroll.totals)
-    lag = update - unroll.version
     self.unrolls += 1
-    self.lag_sum += lag
-    self.lag_max = max(self.lag_max, lag)
+    self.lag_sum += update - float(unroll.versions.mean())
+    self.lag_max = max(self.lag_max, update - unroll.version)
     self.restarts += unroll.restarts
     self.dropped += unroll.dropped
     for what, seconds in unroll.seconds.items():
@@ -148,10 +147,10 @@ class Told:
     # as bytes, since JAX has no doubles
     every = np.asarray(multihost_utils.process_allgather(numbers.view(np.uint8))).view(np.float64)
     sums, most = every.sum(0), int(every[:, -1].max())
-    unrolls, lag_sum, restarts, dropped = (int(x) for x in sums[-5:-1])
+    unrolls, restarts, dropped = (int(x) for x in sums[[-5, -3, -2]])
     totals = Totals(int(sums[0]), float(sums[1]), float(sums[2]), int(sums[3]))
     episodes = dataclasses.asdict(totals)
-    return Told(episodes, unrolls, lag_sum, most, restarts, dropped, self.seconds)
+    return Told(episodes, unrolls, float(sums[-4]), most, restarts, dropped, self.seconds)
 
 
 class OnHost:

@@ -205,6 +205,19 @@ def test_episodes_are_counted_exactly() -> None:
   assert counter.take().count == 0
 
 
+def test_every_restart_counts() -> None:
+  """Also those of a worker that is restarted again before it answers."""
+  counter, n = EpisodeCounter(2), 2
+  zeros: Any = np.zeros(n, np.float32)
+  none = np.zeros(n, bool)
+  timestep = host.Stepper(n).timestep(np.arange(n), zeros, zeros, none, none)
+  found = [
+    counter.add(Arrival(np.arange(n), timestep, zeros, none, np.array([0, lives]))).tolist()
+    for lives in (0, 5, 5, 6)
+  ]
+  assert found == [[0, 0], [0, 5], [0, 0], [0, 1]]
+
+
 def test_episode_counts_are_saved_exactly() -> None:
   one = EpisodeCounter(3)
   one.episode_return[:] = [1 / 3, 1e7 + 0.1, -5]

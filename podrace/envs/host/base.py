@@ -333,10 +333,10 @@ class EpisodeCounter:
     self._finished = Totals()
 
   def add(self, arrival: Arrival) -> np.ndarray:
-    """Accounts for what arrived; which of it was restarted before, [b] bool."""
+    """Accounts for what arrived; how often each was restarted since it last did, [b]."""
     rows = rows_of(arrival.env_id, len(self._over))
-    restarted: np.ndarray = arrival.run_id != self.run_id[rows]
-    opens = self._over[rows] | restarted
+    restarts: np.ndarray = arrival.run_id - self.run_id[rows]
+    opens = np.logical_or(self._over[rows], restarts)
     self.run_id[rows] = arrival.run_id
     self._over[rows] = arrival.ended
     self.episode_return[rows] += arrival.score
@@ -354,7 +354,7 @@ class EpisodeCounter:
         float((returns**2).sum()),
         int(self.episode_length[done].sum()),
       )
-    return restarted
+    return restarts
 
   def take(self) -> Totals:
     """What finished since the last time."""
