@@ -21,6 +21,7 @@ from gymnasium import spaces
 from podrace.envs.host import base as host
 from podrace.envs.host.base import EpisodeCounter, HostError, PoolArgs
 from podrace.envs.host.gymnasium import RESTARTS, Restarts
+from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.envs.registry import MissingExtra, UnknownName
 from podrace.types import FIRST, LAST, MID, Arrival
 
@@ -33,8 +34,12 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool(
   name: str, n: int = 4, batch: int = 0, threads: int = 2, deadline: float = 30.0, seed: int = 0
 ) -> Any:
-  seeds = np.arange(seed, seed + n, dtype=np.uint32)
-  return host.make(name).make(PoolArgs(n, batch or n, seeds, threads, deadline))
+  spec, seeds = host.make(name), np.arange(seed, seed + n, dtype=np.uint32)
+  if spec.jax is not None:
+    return JaxPool(
+      JaxSteps(spec.jax, n, 16), jax.random.key(seed), lambda k: jax.random.key(seed + 1000 + k)
+    )
+  return spec.make(PoolArgs(n, batch or n, seeds, threads, deadline))
 
 
 def random_actions(space: Any, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -77,6 +82,7 @@ CONTRACT = [
   'gymnasium:CartPole-v1',
   'gymnasium:Pendulum-v1',
   'gymnasium:host_envs:Limited-v0',
+  'podrace:catch',
 ]
 
 
@@ -165,6 +171,23 @@ def test_losing_a_life_ends_what_is_learned_but_not_the_game() -> None:
     games += int(arrival.ended.sum())
   assert games >= 2
   assert lives >= 4 * games
+
+
+def test_atari_has_the_actions_that_were_asked_for() -> None:
+  assert host.make('ale:pong').action_space == spaces.Discrete(6)
+  name = 'ale:pong,full_actions=true'
+  assert host.make(name).action_space == spaces.Discrete(18)
+  assert len(list(arrivals(name, 30))) == 30
+
+
+def test_sticky_actions_make_other_games() -> None:
+  """Of the same seed and the same actions."""
+  plain, sticky = (
+    np.stack([a.timestep.observation for a in arrivals(f'ale:pong,sticky={p}', 60)])
+    for p in (0.0, 0.9)
+  )
+  np.testing.assert_array_equal(plain[0], sticky[0])
+  assert (plain != sticky).any()
 
 
 def test_rewards_are_clipped_for_learning_only() -> None:
