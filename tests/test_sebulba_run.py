@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from apart import alive, until
-from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
 from test_distributed import TOLERANCE, pair, parameters
 from test_sebulba import SMALL, Running, over_in, sebulba
 
@@ -267,6 +267,7 @@ def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair: Any) -> No
   split = ['--actor-devices', '0', '--learner-devices', '1']
   both = pair(tmp_path / 'two', *args, *split)
   assert [p.wait() for p in both] == [0, 0], both[0].output + both[1].output
+  assert both[0].parameters == both[1].parameters == summary(tmp_path / 'two')['params_sha256']
   code, output = podrace(
     [*both[0].popen.args[3 : 3 + 14], *args, '--run-dir', str(tmp_path / 'one'),
      '--actor-devices', '0,1', '--learner-devices', '2,3'],
