@@ -143,7 +143,8 @@ def pins(python: str, *names: str) -> dict[str, str]:
   """The versions of packages in a virtual environment."""
   freeze = [python, '-m', 'pip', 'freeze']
   told = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout.split()
-  return {k: v for k, _, v in (pin.partition('==') for pin in told) if k in names}
+  found = ((k.replace('_', '-'), v) for k, _, v in (pin.partition('==') for pin in told))
+  return {k: v for k, v in found if k in names}
 
 
 def last_json(command: Sequence[str], **environment: str) -> Any:

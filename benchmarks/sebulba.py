@@ -52,6 +52,7 @@ def measure(args: list[str], repeats: int, seconds: float) -> dict[str, Any]:
     combined_over_parallel=statistics.median(r['combined_over_parallel'] for r in runs),
     combined_over_environment=statistics.median(r['combined_over_environment'] for r in runs),
     actor_time=runs[-1]['actor_time'],
+    actor_time_by_thread=runs[-1]['actor_time_by_thread'],
     bytes=runs[-1]['bytes'],
     origin=common.origin(),
   )

@@ -20,13 +20,20 @@ import sys
 from typing import Any
 
 import common
+import sebulba
 
 PPO = ['--agent', 'ppo', '--agent.epochs', '4', '--agent.minibatches', '4']
 CARTPOLE = ['--env', 'gymnasium:CartPole-v1', *PPO, '--agent.network.hidden', '64', '64',
             '--num-envs', '64', '--unroll-length', '32', '--actor-threads', '1', '--agent.learning-rate', '1e-3']  # fmt: skip
 PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.network.hidden',
         '512', '--agent.network.activation', 'relu', '--num-envs', '16', '--unroll-length', '64']  # fmt: skip
+FRAMES = 32 * 20  # of an update, as in `sebulba.PONG`
 SF_SECONDS = 45  # its log has a rate every 5 s, over the last 10
+
+PEERS = dict(
+  learner=['torch'], cartpole=['torch', 'sf'], pong=['torch', 'sf']
+)  # their environments
+PINNED = ('torch', 'stable-baselines3', 'sample-factory', 'gymnasium', 'ale-py', 'numpy')
 
 
 def ours(args: list[str], seconds: float) -> dict[str, Any]:
@@ -71,9 +78,11 @@ def main() -> None:
     mine, others = [], {}
     for _ in range(args.repeats):
       if part == 'learner':
-        mine.append(ours(['pong'], args.seconds)['learner'])
+        mine.append(ours(sebulba.PONG, args.seconds)['learner'])
         for layout in ('contiguous', 'channels_last'):
-          add(f'torch {layout}', theirs('peer_torch.py', 640, args.seconds, layout)['frames_per_s'])
+          add(
+            f'torch {layout}', theirs('peer_torch.py', FRAMES, args.seconds, layout)['frames_per_s']
+          )
       elif part == 'cartpole':
         mine.append(ours(CARTPOLE, args.seconds)['combined'])
         for vector in ('dummy', 'subproc'):
@@ -93,6 +102,7 @@ def main() -> None:
       compare(part, mine, others),
       repeats=args.repeats,
       seconds=args.seconds,
+      peer_versions={peer: common.pins(common.peer(peer), *PINNED) for peer in PEERS[part]},
       origin=common.origin(),
     )
     common.record('sebulba_peers', results)

@@ -122,22 +122,32 @@ class Told:
 
   episodes: dict[str, Any] = dataclasses.field(default_factory=lambda: dataclasses.asdict(Totals()))
   unrolls: int = 0
-  lag_sum: int = 0
+  lag_sum: float = 0.0  # of the unrolls' means
   lag_max: int = 0
   restarts: int = 0
   dropped: int = 0
-  seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by 'WHAT THREAD'
 
   def add(self, unroll: sebulba.Unroll, update: int) -> None:
     self.episodes = dataclasses.asdict(Totals(**self.episodes) + unroll.totals)
-    lag = update - unroll.version
     self.unrolls += 1
-    self.lag_sum += lag
-    self.lag_max = max(self.lag_max, lag)
+    self.lag_sum += update - float(unroll.versions.mean())
+    self.lag_max = max(self.lag_max, update - unroll.version)
     self.restarts += unroll.restarts
     self.dropped += unroll.dropped
     for what, seconds in unroll.seconds.items():
-      self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+      key = f'{what} {unroll.thread}'
+      self.seconds[key] = self.seconds.get(key, 0.0) + seconds
+
+  def shares(self, thread: int | None = None) -> dict[str, float]:
+    """Where the time of an actor thread went, or of all; as the log names it."""
+    found: dict[str, float] = {}
+    for key, seconds in sorted(self.seconds.items()):
+      what, _, of = key.partition(' ')
+      if thread is None or of == str(thread):
+        found[f'actor_{what}'] = found.get(f'actor_{what}', 0.0) + seconds
+    whole = sum(found.values()) or 1.0
+    return {k: round(x / whole, 4) for k, x in found.items()}
 
   def over_processes(self) -> Told:
     """The sum over all processes, which must all ask at the same time."""
@@ -148,10 +158,10 @@ class Told:
     # as bytes, since JAX has no doubles
     every = np.asarray(multihost_utils.process_allgather(numbers.view(np.uint8))).view(np.float64)
     sums, most = every.sum(0), int(every[:, -1].max())
-    unrolls, lag_sum, restarts, dropped = (int(x) for x in sums[-5:-1])
+    unrolls, restarts, dropped = (int(x) for x in sums[[-5, -3, -2]])
     totals = Totals(int(sums[0]), float(sums[1]), float(sums[2]), int(sums[3]))
     episodes = dataclasses.asdict(totals)
-    return Told(episodes, unrolls, lag_sum, most, restarts, dropped, self.seconds)
+    return Told(episodes, unrolls, float(sums[-4]), most, restarts, dropped, self.seconds)
 
 
 class OnHost:
@@ -225,17 +235,20 @@ class OnHost:
 
   def read_log(self, state: sebulba.State) -> tuple[dict[str, Any], sebulba.State]:
     told, self._told = self._told.over_processes(), Told()
-    seconds = sum(told.seconds.values()) or 1.0
     host = {
       'policy_lag_mean': told.lag_sum / max(told.unrolls, 1),
       'policy_lag_max': told.lag_max,
       'env_restarts': told.restarts,
       'dropped_steps': told.dropped,
-      **{f'actor_{k}': round(v / seconds, 4) for k, v in sorted(told.seconds.items())},
+      **told.shares(),
       **(self._program.spec.metrics() if self._program.spec.metrics else {}),
       **(self._hosted.metrics() if self._hosted else {}),
     }
     return self.learner.read_log(state, Totals(**told.episodes), host)
+
+  def shares_by_thread(self) -> list[dict[str, float]]:
+    """Where the time of each actor thread went since the log was last read."""
+    return [self._told.shares(i) for i in range(self._program.local_threads)]
 
   def told(self) -> dict[str, Any]:
     return dataclasses.asdict(self._told.over_processes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,11 @@ import numpy as np
 
 from podrace.architectures import OnHost
 from podrace.config import Config, UsageError, validate
-from podrace.run import build_sebulba
+from podrace.run import RunError, build_sebulba
 from podrace.sebulba import Actors, Sebulba
 from podrace.topology import cores
+
+PATIENCE = 300.0  # seconds that a stage may take to begin, its workers' start included, or to end
 
 
 def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
@@ -23,7 +26,11 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
 
   Environments: all threads' pools at once, with random actions. Inference: all threads at once,
   with the last observation again and again. The learner: the same batch again and again. Each runs
-  for about `seconds` after it is compiled.
+  for about `seconds` after it is compiled. `parallel` is the rate of all three in turns on the same
+  cores, `minimum`, where actors and learners have devices of their own, that of the slowest.
+
+  Raises:
+    RunError: if the environments do not answer.
   """
   validate(config)
   if config.replay == 'host':
@@ -39,8 +46,13 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     'learner': learner_rate(program, driver, state, seconds),
   }
   state = program.init(jax.random.clone(keys))
-  rates['combined'], share = combined_rate(program, driver, state, keys, seconds)
-  rates['parallel'] = 1 / sum(1 / rates[k] for k in ('environment', 'inference', 'learner'))
+  rates['combined'], shares, by_thread = combined_rate(program, driver, state, keys, seconds)
+  stages = [rates[k] for k in ('environment', 'inference', 'learner')]
+  rates['parallel'] = 1 / sum(1 / r for r in stages)
+  more: dict[str, float] = {}
+  if not set(program.topology.actors) & set(program.topology.local_learners):
+    more['combined_over_minimum'] = round(rates['combined'] / min(stages), 3)
+    rates['minimum'] = min(stages)
   return {
     'env': config.env,
     'num_envs': config.num_envs,
@@ -50,8 +62,10 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     **{k: round(v, 1) for k, v in rates.items()},
     'combined_over_parallel': round(rates['combined'] / rates['parallel'], 3),
     'combined_over_environment': round(rates['combined'] / rates['environment'], 3),
+    **more,
     'advice': advice(program, rates),
-    'actor_time': share,
+    'actor_time': shares,
+    'actor_time_by_thread': by_thread,
     'bytes': memory(program),
   }
 
@@ -69,14 +83,18 @@ def advice(program: Sebulba, rates: dict[str, float]) -> str:
 
 
 def memory(program: Sebulba) -> dict[str, int]:
-  """Bytes on a device: of each actor thread's unroll, and on each learner device."""
+  """Bytes on a device: of each actor thread's unroll, and on each learner device.
+
+  The latter are what is learned, the parameters before with lag 1, a batch, and replay.
+  """
   s, batch = program.shapes, program.warm_up()
-  held = (s.train.params, s.train.rest)
+  replay = _bytes(s.memory) // program.mesh.size
   actor = sum(_bytes(t) for t in batch) // program.total_threads
   return {
     'parameters': _bytes(s.train.params),
     'actor_thread': actor,
-    'learner_device': _bytes(held) + _bytes(batch) // program.mesh.size,
+    'replay': replay,
+    'learner_device': _bytes((s.train, s.previous)) + _bytes(batch) // program.mesh.size + replay,
   }
 
 
@@ -85,27 +103,41 @@ def _bytes(tree: Any) -> int:
 
 
 def together(work: list[Callable[[], int]], seconds: float) -> float:
-  """Steps/s of functions that make some steps a call, each called in a thread, all at once."""
+  """Steps/s of functions that make some steps a call, each called in a thread, all at once.
+
+  Raises:
+    RunError: if one of them does not come back; its thread is left to itself.
+  """
   counts = [0] * len(work)
   errors: list[BaseException] = []
-  for call in work:
-    call()  # whatever happens only the first time
-  start = time.perf_counter()
+  ready = threading.Barrier(len(work) + 1)
 
   def target(i: int) -> None:
     try:
-      while time.perf_counter() < start + seconds:
+      work[i]()  # whatever happens only the first time
+      ready.wait(PATIENCE)
+      end = time.perf_counter() + seconds
+      while time.perf_counter() < end:
         counts[i] += work[i]()
+    except threading.BrokenBarrierError:
+      pass
     except BaseException as e:
       errors.append(e)
+      ready.abort()
 
   threads = [threading.Thread(target=target, args=(i,), daemon=True) for i in range(len(work))]
   for thread in threads:
     thread.start()
+  with contextlib.suppress(threading.BrokenBarrierError):
+    ready.wait(PATIENCE)
+  start = time.perf_counter()
+  end = start if ready.broken else start + seconds + PATIENCE
   for thread in threads:
-    thread.join()
+    thread.join(max(end - time.perf_counter(), 0))
   if errors:
     raise errors[0]
+  if ready.broken or any(thread.is_alive() for thread in threads):
+    raise RunError(f'what is measured has not answered for {PATIENCE:.0f} s')
   return sum(counts) / (time.perf_counter() - start)
 
 
@@ -117,20 +149,29 @@ def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) ->
     space, n = program.spec.action_space, pool.num_envs
     space.seed(0)
     actions = np.stack([space.sample() for _ in range(n)])
-    pool.reset()
+    begun = False
 
     def call() -> int:
+      nonlocal begun
+      if not begun:
+        pool.reset()
+        begun = True
       arrival = pool.recv()
       pool.send(arrival.env_id, actions[arrival.env_id])
       return len(arrival.env_id)
 
     return call
 
-  try:
-    return together([stepping(pool) for pool in pools], seconds)
-  finally:
+  with contextlib.ExitStack() as stack:
     for pool in pools:
-      pool.close()
+      stack.callback(pool.close)
+    try:
+      return together([stepping(pool) for pool in pools], seconds)
+    except RunError:  # a thread is in its pool still
+      stack.pop_all()
+      for pool in pools:
+        pool.kill()
+      raise
 
 
 def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
@@ -189,8 +230,8 @@ def learner_rate(program: Sebulba, driver: OnHost, state: Any, seconds: float) -
 
 def combined_rate(
   program: Sebulba, driver: OnHost, state: Any, keys: Any, seconds: float
-) -> tuple[float, dict[str, float]]:
-  """The run itself; and the shares of the actor threads' time."""
+) -> tuple[float, dict[str, float], list[dict[str, float]]]:
+  """The run itself; and the shares of the actor threads' time, of all and of each."""
   driver.start(state, keys, {})
   try:
     state, _ = driver.advance(state, 3, lambda: False)
@@ -200,7 +241,8 @@ def combined_rate(
       state, made = driver.advance(state, 10, lambda: False)  # many a call, as in a run
       updates += made
     rate = updates * program.num_envs * program.unroll_length / (time.perf_counter() - start)
+    by_thread = driver.shares_by_thread()
     told, _ = driver.read_log(state)
   finally:
     driver.close()
-  return rate, {k: v for k, v in told['host'].items() if k.startswith('actor_')}
+  return rate, {k: v for k, v in told['host'].items() if k.startswith('actor_')}, by_thread

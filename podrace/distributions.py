@@ -181,6 +181,7 @@ class TanhNormal(Normal):
     """Actions [..., *shape] from [..., n], which is clipped to [-1, 1]."""
     low, high = self.bounds(x)
     action = low + 0.5 * (jnp.clip(x, -1.0, 1.0) + 1.0) * (high - low)
+    action = jnp.clip(action, low, high)  # rounding may go beyond
     return action.reshape((*x.shape[:-1], *self.shape))
 
   def to_unit(self, action: Array) -> Array:

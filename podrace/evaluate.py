@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, UsageError, bind_run
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Checker, HostError, HostSpec, PoolArgs
+from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
 from podrace.networks import outside_loops
 from podrace.run import RunError, load_config
+from podrace.sebulba.actors import CLOSE_SECONDS
+from podrace.sebulba.pipe import POLL
+from podrace.sebulba.thread import Owed
 from podrace.topology import cores
-from podrace.types import Agent, Array, Environment, HostEnvironment
+from podrace.types import Agent, Array, Arrival, Environment, HostEnvironment
 
 AT_ONCE = 512  # environments stepped together
 HOST_AT_ONCE = 32  # likewise, on the host
@@ -107,6 +112,7 @@ def host_returns(
   seed: int,
   max_steps: int = 1_000_000,
   num_envs: int | None = None,
+  deadline: float = HOST_DEADLINE,
 ) -> np.ndarray:
   """As `episode_returns`, of environments on the host; whole games, with unclipped rewards.
 
@@ -119,21 +125,82 @@ def host_returns(
     n = len(ids)
     seeds = np.random.SeedSequence([seed, start]).generate_state(n, np.uint32)
     round_key = jax.random.fold_in(jax.random.key(seed), start)
-    pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), HOST_DEADLINE))
+    pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), deadline))
+    watched = _Watched(spec.name, pool, deadline)
+    play = functools.partial(_host_round, agent, spec, params, watched, ids, round_key, max_steps)
     try:
-      found.append(_host_round(agent, spec, params, pool, ids, round_key, max_steps))
+      found.append(watched.during(play))
     except HostError as e:
       raise RunError(str(e)) from e
-    finally:
-      pool.close()
   return np.concatenate(found)
+
+
+class _Watched:
+  """A pool in a thread of its own, which can be left if it does not answer."""
+
+  def __init__(self, name: str, pool: HostEnvironment, deadline: float) -> None:
+    self.num_envs = pool.num_envs
+    self._name, self._pool, self._deadline = name, pool, Deadline(deadline)
+    self._owed, self._over = Owed(pool.num_envs), threading.Event()
+
+  def reset(self) -> None:
+    with self._owed:
+      self._owed.ask(np.arange(self.num_envs))
+      self._pool.reset()
+
+  def send(self, env_id: np.ndarray, action: Any) -> None:
+    with self._owed:
+      self._owed.ask(env_id)
+      self._pool.send(env_id, action)
+
+  def recv(self) -> Arrival:
+    if self._over.is_set():
+      raise HostError(f'{self._name}: the pool is closed')
+    with self._owed:
+      arrival = self._pool.recv()
+    self._owed.answered(arrival.env_id)
+    return arrival
+
+  def during(self, work: Callable[[], np.ndarray]) -> np.ndarray:
+    """What `work` returns, which is the pool's only use.
+
+    Raises:
+      HostError: if the environments do not answer within the deadline.
+    """
+    found: list[np.ndarray] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+      try:
+        found.append(work())
+      except BaseException as e:
+        errors.append(e)
+      finally:
+        self._pool.close()
+
+    thread = threading.Thread(target=target, name='evaluation', daemon=True)
+    thread.start()
+    try:
+      while thread.is_alive():
+        thread.join(POLL)
+        silence = self._owed.silence
+        if not self._pool.watches_itself and self._deadline.passed(0, silence):
+          raise HostError(f'{self._name}: environments have not answered for {silence:.0f} s')
+    finally:  # by a Ctrl-C as well
+      self._over.set()
+      thread.join(CLOSE_SECONDS)
+      if thread.is_alive():
+        self._pool.kill()
+    if errors:
+      raise errors[0]
+    return found[0]
 
 
 def _host_round(
   agent: Agent,
   spec: HostSpec,
   params: Any,
-  pool: HostEnvironment,
+  pool: _Watched,
   env_id: np.ndarray,
   key: Array,
   max_steps: int,
@@ -186,7 +253,11 @@ def evaluate(
     agent = dataclasses.replace(agent, greedy=True)
   if isinstance(env, HostSpec) and env.jax is None:
     try:
-      by_seed = [host_returns(agent, env, params, episodes, seed, max_steps, config.num_envs)]
+      by_seed = [
+        host_returns(
+          agent, env, params, episodes, seed, max_steps, config.num_envs, config.env_deadline
+        )
+      ]
     except HostError as e:
       raise RunError(f'{config.env} failed: {e}') from e
   else:

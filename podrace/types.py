@@ -114,7 +114,7 @@ class Arrival(NamedTuple):
   timestep: TimeStep  # its reward is what is learned from, clipped if so asked
   score: np.ndarray  # f32, the reward as the environment has it
   ended: np.ndarray  # bool: a whole game is over, which not every LAST means where lives are lost
-  run_id: np.ndarray  # i32, another one after the environment was restarted
+  run_id: np.ndarray  # i32, how often the environment was restarted
 
 
 class HostEnvironment(Protocol):

@@ -67,7 +67,9 @@ class Wrong(Sequence):
         raise ZeroDivisionError('the game broke')
       if self._what == 'exit':
         os._exit(3)
-      if self._what == 'hang':
+      if self._what == 'deaf':
+        os.closerange(3, 256)  # its pipes among them
+      if self._what in ('hang', 'deaf'):
         threading.Event().wait()
       if self._what == 'shape':
         observation = observation[:3]
@@ -107,6 +109,12 @@ class Counts(Sequence):
     return np.int64(self._steps + 2**40 * (self._steps >= 30))
 
 
+class From1(Sequence):
+  """Its second choice is counted from 1."""
+
+  action_space = spaces.MultiDiscrete([2, 3], start=[0, 1])
+
+
 class Same(gymnasium.Env):
   """Always looks the same and rewards 1; ends itself every so often, or never."""
 
@@ -129,6 +137,7 @@ gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
 gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')
 gymnasium.register('Trees-v0', entry_point='host_envs:Trees')
 gymnasium.register('Counts-v0', entry_point='host_envs:Counts')
+gymnasium.register('From1-v0', entry_point='host_envs:From1')
 gymnasium.register('Limited-v0', entry_point='host_envs:Sequence', max_episode_steps=5)
 gymnasium.register('Same-v0', entry_point='host_envs:Same')
 gymnasium.register('Terminated-v0', entry_point='host_envs:Same', kwargs=dict(length=4))

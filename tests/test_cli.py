@@ -314,17 +314,26 @@ def test_devices_that_are_not_there(run: Command, args: list[str], message: str)
   assert (code, out) == (2, '') and message in err
 
 
-def test_bench_sebulba(run: Command) -> None:
+@pytest.mark.parametrize('learner', ['1', pytest.param('0', marks=pytest.mark.slow)])
+def test_bench_sebulba(run: Command, learner: str) -> None:
   code, out, err = run(
     'bench', 'sebulba', 'catch', '--num-envs', '8', '--unroll-length', '4', '--seconds', '0.2',
-    '--agent.network.hidden', '16', '--actor-devices', '0', '--learner-devices', '0',
+    '--agent.network.hidden', '16', '--actor-devices', '0', '--learner-devices', learner,
   )  # fmt: skip
   assert code == 0, err
   told = json.loads(out.splitlines()[-1])
   rates = [told[k] for k in ('environment', 'inference', 'learner', 'combined', 'parallel')]
   assert min(rates) > 0
   assert told['parallel'] == pytest.approx(1 / sum(1 / r for r in rates[:3]), rel=0.01)
-  assert sum(told['actor_time'].values()) == pytest.approx(1, abs=0.01)
+  for shares in told['actor_time'], *told['actor_time_by_thread']:
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+  assert len(told['actor_time_by_thread']) == told['threads'] == 2
+  apart = learner != '0'
+  assert ('minimum' in told) == ('combined_over_minimum' in told) == apart
+  if apart:
+    assert told['minimum'] == min(rates[:3])
+    expected = told['combined'] / told['minimum']
+    assert told['combined_over_minimum'] == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,22 @@ def free_port() -> int:
     return s.getsockname()[1]
 
 
+TELLING = """
+import sys
+from podrace import cli, run
+
+def train(*args, of=run.train, **options):
+  summary = of(*args, **options)
+  print('parameters', summary['params_sha256'], flush=True)  # only the first process writes it
+  return summary
+
+run.train = train
+cli.main(sys.argv[1:])
+"""
+
+
 class Process:
-  """One process of a run, through the interpreter."""
+  """One process of a run, through the interpreter; it tells the hash of its own parameters."""
 
   def __init__(self, args: list[str], devices: int, log: Path) -> None:
     self.log = log
@@ -43,12 +57,18 @@ class Process:
     )
     with log.open('w') as file:
       self.popen = subprocess.Popen(
-        [sys.executable, '-m', 'podrace.cli', *args], stdout=file, stderr=file, env=env
+        [sys.executable, '-c', TELLING, *args], stdout=file, stderr=file, env=env
       )
 
   @property
   def output(self) -> str:
     return self.log.read_text()
+
+  @property
+  def parameters(self) -> str:
+    """Their hash."""
+    (told,) = (x for x in self.output.splitlines() if x.startswith('parameters '))
+    return told.removeprefix('parameters ')
 
   def wait(self, deadline: float = DEADLINE) -> int:
     try:
@@ -137,6 +157,7 @@ def test_two_processes_are_one_run(tmp_path: Path, pair) -> None:
   assert [p.wait() for p in both] == [0, 0], both[0].output + both[1].output
   assert f'resuming at step {stopped:,}' in both[0].output
   assert summary(run_dir)['step'] == 6400
+  assert both[0].parameters == both[1].parameters == summary(run_dir)['params_sha256']
   assert [line['step'] for line in lines(run_dir)] == list(range(640, 6401, 640))
 
   alone = Process([*ARGS, *length, '--run-dir', str(tmp_path / 'one')], 4, tmp_path / 'one.txt')

@@ -226,6 +226,16 @@ def test_actions_lie_within_the_space(squash: bool) -> None:
   np.testing.assert_allclose(actions[0], middle if squash else [[0, 0], [2, 0]], rtol=1e-6)
 
 
+@pytest.mark.parametrize('squash', [False, True])
+def test_no_rounding_leads_out_of_the_space(squash: bool) -> None:
+  low, high = np.sort(np.random.default_rng(0).uniform(-5, 5, (2, 1000)), axis=0)
+  box = spaces.Box(low.astype(np.float32), high.astype(np.float32))
+  ours = distributions.for_space(box, squash)
+  for x in (-20.0, 20.0):
+    action = np.asarray(ours.to_action(jnp.full(1000, x)))
+    assert (action >= box.low).all() and (action <= box.high).all()
+
+
 def test_a_normals_action_is_its_sample_within_the_bounds() -> None:
   ours = distributions.for_space(spaces.Box(-2, 2, (3,)))
   assert ours.to_action(jnp.array([-1.5, 0.0, 1.9])).tolist() == pytest.approx([-1.5, 0.0, 1.9])

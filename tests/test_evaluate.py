@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,6 +223,23 @@ def test_games_on_the_host_that_do_not_end() -> None:
   spec = host.make('gymnasium:host_envs:Same-v0')
   with pytest.raises(run.RunError, match='2 of 2 episodes have not ended in 50 steps'):
     host_returns(Idle(), spec, (), 2, seed=0, max_steps=50)
+
+
+def test_games_on_the_host_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+  """In a library's own threads, which nobody but us has an eye on."""
+  forever = threading.Event()
+  spec = host.make('envpool:CartPole-v1')
+
+  def make(args: Any) -> Any:
+    pool: Any = spec.make(args)
+    monkeypatch.setattr(pool, 'recv', lambda: forever.wait(60))
+    return pool
+
+  monkeypatch.setattr('podrace.evaluate.CLOSE_SECONDS', 0.1)
+  told = 'envpool:CartPole-v1: environments have not answered for'
+  with pytest.raises(run.RunError, match=told):
+    host_returns(Idle(), dataclasses.replace(spec, make=make), (), 2, seed=0, deadline=0.2)
+  forever.set()
 
 
 def test_atari_is_scored_unclipped() -> None:

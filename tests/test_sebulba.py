@@ -22,12 +22,13 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.architectures import OnHost
-from podrace.bench import advice
+from podrace.bench import advice, together
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
+from podrace.run import RunError
 from podrace.sebulba import ActorFailed, Actors, Sebulba
 from podrace.topology import split_devices
 
@@ -639,3 +640,20 @@ def test_bench_tells_where_threads_do_not_pay() -> None:
   one, two = (sebulba(AGENTS['impala'], threads=n) for n in (1, 2))
   assert 'try --actor-threads 1' in advice(two, slow)
   assert not advice(two, fast) and not advice(one, slow)
+
+
+def test_bench_waits_for_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr('podrace.bench.PATIENCE', 0.3)
+  for calls in (0, 1):  # it hangs at first, or later on
+    forever, answers = threading.Event(), iter([1] * calls)
+    with pytest.raises(RunError, match='has not answered'):
+      together([lambda: 1, lambda: next(answers, 0) or forever.wait(60)], 0.1)
+    forever.set()
+
+
+def test_bench_tells_what_a_stage_raises() -> None:
+  def explode() -> int:
+    raise ZeroDivisionError('the game broke')
+
+  with pytest.raises(ZeroDivisionError, match='the game broke'):
+    together([lambda: 1, explode], 0.1)

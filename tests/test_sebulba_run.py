@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from apart import alive, until
-from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace
+from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
 from test_distributed import TOLERANCE, pair, parameters
 from test_sebulba import SMALL, Running, over_in, sebulba
 
@@ -188,6 +188,24 @@ def test_out_of_order_gives_the_same_unrolls() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_lag_is_told_of_every_unroll_in_any_order() -> None:
+  """A trajectory's are of several versions: those that its environments began with."""
+  lags: list[np.ndarray] = []
+  with Running(shuffled(2, 0, max_lag=8)) as run:
+    take = run.driver._actors.take
+
+    def noted(update: int, *args: Any) -> Any:
+      unrolls = take(update, *args)
+      lags.extend(update - u.versions for u in unrolls)
+      return unrolls
+
+    run.driver._actors.take = noted
+    told, _ = run.driver.read_log(run.advance(40))
+  assert any(len(set(x)) > 1 for x in lags)
+  assert told['host']['policy_lag_mean'] == pytest.approx(np.mean(lags))
+  assert told['host']['policy_lag_max'] == np.max(lags) <= 8
+
+
 def test_one_environment_that_hangs_among_many_is_noticed() -> None:
   """The others go on, and always some of them are there."""
   with Running(shuffled(2, 0, stuck=5, deadline=0.5)) as run:
@@ -249,6 +267,7 @@ def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair: Any) -> No
   split = ['--actor-devices', '0', '--learner-devices', '1']
   both = pair(tmp_path / 'two', *args, *split)
   assert [p.wait() for p in both] == [0, 0], both[0].output + both[1].output
+  assert both[0].parameters == both[1].parameters == summary(tmp_path / 'two')['params_sha256']
   code, output = podrace(
     [*both[0].popen.args[3 : 3 + 14], *args, '--run-dir', str(tmp_path / 'one'),
      '--actor-devices', '0,1', '--learner-devices', '2,3'],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.anakin import Anakin
+from podrace.bench import memory
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
@@ -141,36 +143,67 @@ def test_dqn_learns_catch(network: QNetwork, devices: int) -> None:
   assert float(told['return_sum'] / told['episodes']) > 0.9
 
 
-@pytest.mark.parametrize(
-  'lag', ['1', pytest.param('0', marks=SLOW), pytest.param('async', marks=SLOW)]
-)
-def test_dqn_learns_catch_under_sebulba(lag: str) -> None:
-  program = sebulba(CATCH, 'podrace:catch', '0', '1,2', 2, 32, 4, lag)
+OVER: dict[int, dict[str, Any]] = {  # devices -> who does what, in how many threads each
+  1: dict(actors='0', learners='0', threads=2),
+  8: dict(actors='0,1,2,3', learners='4,5,6,7', threads=1),
+}
+
+
+def learned(program: Sebulba, updates: int, more: int, least: int) -> float:
+  """The mean return of the episodes, `least` or more, of so many further updates."""
   with Running(program) as run:
-    run.driver.read_log(run.advance(350))
+    run.driver.read_log(run.advance(updates))
     run.driver.read_log(run.state)
-    told, _ = run.driver.read_log(run.advance(80))
-  assert told['episodes'] >= 900
-  assert told['return_sum'] / told['episodes'] > 0.9
+    told, _ = run.driver.read_log(run.advance(more))
+  assert told['episodes'] >= least
+  return told['return_sum'] / told['episodes']
+
+
+@pytest.mark.parametrize(
+  ('devices', 'lag'),
+  [
+    (1, '1'),
+    *(
+      pytest.param(devices, lag, marks=SLOW)
+      for devices, lag in itertools.product([1, 8], ['0', '1', 'async'])
+      if (devices, lag) != (1, '1')
+    ),
+  ],
+)
+def test_dqn_learns_catch_under_sebulba(devices: int, lag: str) -> None:
+  program = sebulba(CATCH, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
+  assert learned(program, 350, 80, least=900) > 0.9
+
+
+R2D2_CATCH = R2D2(
+  QNetwork(hidden=(32,), core='gru', core_size=32),
+  dataclasses.replace(CATCH.buffer, priority_exponent=0.9),
+  sequence=8,
+  burn_in=2,
+  n_step=2,
+  learning_rate=2e-3,
+  adam_epsilon=1e-5,
+  target_period=50,
+  epsilon_base=0.02,
+)
 
 
 @SLOW
 @pytest.mark.parametrize('devices', [1, 8])
-@pytest.mark.parametrize('lag', ['0', '1', 'async'])
-def test_r2d2_learns_catch_under_sebulba(lag: str, devices: int) -> None:
-  network = QNetwork(hidden=(32,), core='gru', core_size=32)
-  buffer = dataclasses.replace(CATCH.buffer, priority_exponent=0.9)
-  agent = R2D2(
-    network, buffer, sequence=8, burn_in=2, n_step=2, learning_rate=2e-3, adam_epsilon=1e-5,
-    target_period=50, epsilon_base=0.02,
-  )  # fmt: skip
-  learners = '0' if devices == 1 else '1,2,3,4'
-  with Running(sebulba(agent, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
-    run.driver.read_log(run.advance(450))
-    run.driver.read_log(run.state)
-    told, _ = run.driver.read_log(run.advance(80))
-  assert told['episodes'] >= 900
-  assert told['return_sum'] / told['episodes'] > 0.85  # exploring as it does
+def test_r2d2_learns_catch(devices: int) -> None:
+  program = anakin(R2D2_CATCH, 'podrace:catch', devices, 32, 4)
+  state = program.run(program.init(keys(0)), jnp.int32(450))
+  _, state = program.read_log(state)
+  told, _ = program.read_log(program.run(state, jnp.int32(80)))
+  assert int(told['episodes']) >= 900
+  assert float(told['return_sum'] / told['episodes']) > 0.85  # exploring as it does
+
+
+@SLOW
+@pytest.mark.parametrize(('devices', 'lag'), itertools.product([1, 8], ['0', '1', 'async']))
+def test_r2d2_learns_catch_under_sebulba(devices: int, lag: str) -> None:
+  program = sebulba(R2D2_CATCH, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
+  assert learned(program, 450, 80, least=900) > 0.85
 
 
 def remember(burn_in: int, core: str = 'gru') -> float:
@@ -205,27 +238,62 @@ def test_r2d2_remembers_from_where_acting_was() -> None:
   assert remember(burn_in=4) > 0.9
 
 
-@pytest.mark.parametrize('name', ['sac', pytest.param('d4pg', marks=SLOW)])
-def test_continuous_agents_learn(name: str) -> None:
+PENDULUM = Buffer(capacity=20_000, batch_size=64, min_size=500, samples_per_insert=64)
+WIDE: dict[str, Any] = dict(hidden=(64, 64))
+CONTINUOUS = {
+  'sac': SAC(
+    Actor(**WIDE), Critic(**WIDE, critics=2), PENDULUM,
+    actor_learning_rate=2e-3, critic_learning_rate=2e-3, temperature_learning_rate=2e-3,
+  ),
+  'd4pg': D4PG(
+    Actor(**WIDE, deterministic=True), Critic(**WIDE, atoms=51), PENDULUM, v_min=-400, v_max=0,
+    actor_learning_rate=1e-3, critic_learning_rate=2e-3, n_step=3,
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('name', 'devices'),
+  [
+    ('sac', 1),
+    pytest.param('sac', 8, marks=SLOW),
+    pytest.param('d4pg', 1, marks=SLOW),
+    pytest.param('d4pg', 8, marks=SLOW),
+  ],
+)
+def test_continuous_agents_learn(name: str, devices: int) -> None:
   """A random policy has -1,200 on Pendulum, one that stands still at the bottom -1,600."""
-  buffer = Buffer(capacity=20_000, batch_size=64, min_size=500, samples_per_insert=64)
-  wide = dict(hidden=(64, 64))
-  agent = {
-    'sac': SAC(
-      Actor(**wide), Critic(**wide, critics=2), buffer,
-      actor_learning_rate=2e-3, critic_learning_rate=2e-3, temperature_learning_rate=2e-3,
-    ),
-    'd4pg': D4PG(
-      Actor(**wide, deterministic=True), Critic(**wide, atoms=51), buffer, v_min=-400, v_max=0,
-      actor_learning_rate=1e-3, critic_learning_rate=2e-3, n_step=3,
-    ),
-  }[name]  # fmt: skip
-  program = anakin(agent, 'gymnax:Pendulum-v1', 1, 8, 8)
+  program = anakin(CONTINUOUS[name], 'gymnax:Pendulum-v1', devices, 8, 8)
   state = program.run(program.init(keys(0)), jnp.int32(200))
   _, state = program.read_log(state)
   told, _ = program.read_log(program.run(state, jnp.int32(75)))
   assert int(told['episodes']) >= 16
   assert float(told['return_sum'] / told['episodes']) > -400
+
+
+@SLOW
+@pytest.mark.parametrize(
+  ('name', 'devices', 'lag'), itertools.product(CONTINUOUS, [1, 8], ['0', '1', 'async'])
+)
+def test_continuous_agents_learn_under_sebulba(name: str, devices: int, lag: str) -> None:
+  """As many steps an update as above."""
+  program = sebulba(
+    CONTINUOUS[name], 'gymnax:Pendulum-v1', **OVER[devices], num_envs=16, length=4, lag=lag
+  )
+  assert learned(program, 200, 75, least=16) > -400
+
+
+def test_bench_tells_what_lies_on_a_learner_device() -> None:
+  program = sebulba(AGENTS['dqn'], 'podrace:catch', '0', '1,2', lag='1')
+  state = program.init(keys(0))
+  batch = sum(np.empty(x.shape, x.dtype).nbytes for x in jax.tree.leaves(program.warm_up())) // 2
+  held = jax.tree.leaves((state.train, state.memory, state.previous))
+  expected = batch + sum(x.addressable_shards[0].data.nbytes for x in held)
+  told = memory(program)
+  assert told['learner_device'] == expected
+  assert told['replay'] == sum(
+    x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.memory)
+  )
 
 
 @SLOW

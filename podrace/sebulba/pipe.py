@@ -37,15 +37,19 @@ class Unroll(NamedTuple):
   """One thread's trajectory, on its way."""
 
   parts: tuple[Trajectory, ...]  # on this process's learner devices
-  version: int  # of the parameters that acted
+  versions: np.ndarray  # [N] of the parameters that acted, in the first step of each environment
   thread: int
-  number: int  # the thread's how manieth
   totals: Totals  # episodes that ended in it
   snapshot: Snapshot | None
   seconds: dict[str, float]  # where the thread's time went
   restarts: int  # of environments, while it was made
   dropped: int  # steps that were lost with them
   serial: np.ndarray  # [N] which of its unrolls this is, of each environment; lost ones count
+
+  @property
+  def version(self) -> int:
+    """The oldest."""
+    return int(self.versions.min())
 
 
 class Pipe:
@@ -144,9 +148,7 @@ class Pipe:
       self._unrolls.append(unroll)
       self._acting.remove((unroll.thread, unroll.version))
       self._changed.notify_all()
-      # A thread with another unroll under way goes on with that: somebody may wait for it.
-      alone = all(thread != unroll.thread for thread, _ in self._acting)
-      while self._lag == 'async' and alone and not self._closed:
+      while self._lag == 'async' and not self._closed:
         if sum(u.thread == unroll.thread for u in self._unrolls) <= self._capacity:
           break
         self._changed.wait(POLL)

@@ -189,10 +189,10 @@ class Actor:
       arrival = self.pool.recv()
     self._owed.answered(arrival.env_id)
     self._check(arrival)
-    restarted = self._episodes.add(arrival)
-    if np.count_nonzero(restarted):
-      ids = arrival.env_id[restarted]
-      self._restarts += len(ids)
+    restarts = self._episodes.add(arrival)
+    if np.count_nonzero(restarts):
+      ids = arrival.env_id[restarts > 0]
+      self._restarts += int(restarts.sum())
       self._dropped += int(self._row[ids].sum())
       self._row[ids] = 0
       self._serial[ids] += 1
@@ -212,7 +212,7 @@ class Actor:
     if t == self._length:
       timestep = jax.device_put(timestep, self.device)
       parts, agent_state = self._programs.finish(self._carry, timestep, self._env_id)
-      self._ship(parts, self._versions[0], agent_state, timestep, self._serial.copy())
+      self._ship(parts, self._versions.copy(), agent_state, timestep, self._serial.copy())
       self._serial += 1
       self._next_unroll()
       self._row[:] = t = 0
@@ -224,7 +224,7 @@ class Actor:
 
   def _next_unroll(self) -> None:
     self._take_params()
-    self._versions[0] = self._version
+    self._versions[:] = self._version
     if self._keyed < self._number:
       self._keyed = self._number
       self._new_keys()
@@ -344,14 +344,13 @@ class Actor:
     members = self._sebulba.first_env(self.index) + self._member[columns]
     parts = self._programs.take(self._carry, columns, members.astype(np.int32))
     self._free.extend(columns.tolist())
-    version, serial = int(self._versions[columns].min()), self._serials[columns]
-    self._ship(parts, version, None, None, serial)
+    self._ship(parts, self._versions[columns], None, None, self._serials[columns])
     return True
 
   # --- to the learners
 
   def _ship(
-    self, parts: Any, version: int, agent_state: Any, timestep: Any, serial: np.ndarray
+    self, parts: Any, versions: np.ndarray, agent_state: Any, timestep: Any, serial: np.ndarray
   ) -> None:
     snapshot = None
     if self._sebulba.saves_actors:
@@ -365,8 +364,8 @@ class Actor:
     )
     self._watch('transfer')
     unroll = Unroll(
-      parts, int(version), self.index, self._number, self._episodes.take(), snapshot,
-      self._watch.take(), self._restarts, self._dropped, serial,
+      parts, versions, self.index, self._episodes.take(), snapshot, self._watch.take(),
+      self._restarts, self._dropped, serial,
     )  # fmt: skip
     self._restarts = self._dropped = 0
     self._number += 1

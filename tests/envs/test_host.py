@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from gymnasium import spaces
 
 from podrace.envs.host import base as host
 from podrace.envs.host.base import EpisodeCounter, HostError, PoolArgs
+from podrace.envs.host.gymnasium import RESTARTS, Restarts
+from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.envs.registry import MissingExtra, UnknownName
 from podrace.types import FIRST, LAST, MID, Arrival
 
@@ -31,8 +34,12 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool(
   name: str, n: int = 4, batch: int = 0, threads: int = 2, deadline: float = 30.0, seed: int = 0
 ) -> Any:
-  seeds = np.arange(seed, seed + n, dtype=np.uint32)
-  return host.make(name).make(PoolArgs(n, batch or n, seeds, threads, deadline))
+  spec, seeds = host.make(name), np.arange(seed, seed + n, dtype=np.uint32)
+  if spec.jax is not None:
+    return JaxPool(
+      JaxSteps(spec.jax, n, 16), jax.random.key(seed), lambda k: jax.random.key(seed + 1000 + k)
+    )
+  return spec.make(PoolArgs(n, batch or n, seeds, threads, deadline))
 
 
 def random_actions(space: Any, rng: np.random.Generator, n: int) -> np.ndarray:
@@ -75,6 +82,7 @@ CONTRACT = [
   'gymnasium:CartPole-v1',
   'gymnasium:Pendulum-v1',
   'gymnasium:host_envs:Limited-v0',
+  'podrace:catch',
 ]
 
 
@@ -165,6 +173,23 @@ def test_losing_a_life_ends_what_is_learned_but_not_the_game() -> None:
   assert lives >= 4 * games
 
 
+def test_atari_has_the_actions_that_were_asked_for() -> None:
+  assert host.make('ale:pong').action_space == spaces.Discrete(6)
+  name = 'ale:pong,full_actions=true'
+  assert host.make(name).action_space == spaces.Discrete(18)
+  assert len(list(arrivals(name, 30))) == 30
+
+
+def test_sticky_actions_make_other_games() -> None:
+  """Of the same seed and the same actions."""
+  plain, sticky = (
+    np.stack([a.timestep.observation for a in arrivals(f'ale:pong,sticky={p}', 60)])
+    for p in (0.0, 0.9)
+  )
+  np.testing.assert_array_equal(plain[0], sticky[0])
+  assert (plain != sticky).any()
+
+
 def test_rewards_are_clipped_for_learning_only() -> None:
   """Ms Pac-Man's pills are worth 10."""
   learned, told = [], []
@@ -201,6 +226,19 @@ def test_episodes_are_counted_exactly() -> None:
   assert totals.return_square == sum(r * r for r in returns)
   assert totals.length_sum == sum(lengths)
   assert counter.take().count == 0
+
+
+def test_every_restart_counts() -> None:
+  """Also those of a worker that is restarted again before it answers."""
+  counter, n = EpisodeCounter(2), 2
+  zeros: Any = np.zeros(n, np.float32)
+  none = np.zeros(n, bool)
+  timestep = host.Stepper(n).timestep(np.arange(n), zeros, zeros, none, none)
+  found = [
+    counter.add(Arrival(np.arange(n), timestep, zeros, none, np.array([0, lives]))).tolist()
+    for lives in (0, 5, 5, 6)
+  ]
+  assert found == [[0, 0], [0, 5], [0, 0], [0, 1]]
 
 
 def test_episode_counts_are_saved_exactly() -> None:
@@ -351,11 +389,52 @@ def test_a_worker_that_keeps_dying_ends_the_run() -> None:
   assert 'exit code 3' in message
 
 
-def test_a_worker_that_hangs_is_replaced() -> None:
-  runs = [a.run_id.max() for a in arrivals('gymnasium:host_envs:Wrong-v0,what=hang', 34, n=1,
-                                           threads=1, deadline=0.5)]  # fmt: skip
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+  ('what', 'reason'),
+  [('hang', 'it did not answer for'), ('deaf', 'its process ended by SIGKILL')],
+)
+def test_a_worker_that_does_not_answer_is_replaced(
+  what: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+  deadline = dict(hang=0.5, deaf=600.0)[what]
+  runs = [a.run_id.max() for a in arrivals(f'gymnasium:host_envs:Wrong-v0,what={what}', 34, n=1,
+                                           threads=1, deadline=deadline)]  # fmt: skip
   assert runs[0] == 0
   assert runs[-1] == 1
+  assert f'the worker of environments 0 to 0 is restarted: {reason}' in caplog.text
+
+
+def test_time_that_workers_were_waited_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Ten that hang for a minute each take up the whole window."""
+  now = 0.0
+  monkeypatch.setattr(host.time, 'monotonic', lambda: now)
+
+  def restarts(every: float, waited: float) -> list[bool]:
+    nonlocal now
+    found, told = Restarts(), []
+    for _ in range(40):
+      now += every
+      told.append(found.add(waited))
+    return told
+
+  for hangs in restarts(every=61, waited=60), restarts(every=1, waited=60):  # several at once
+    assert hangs.index(True) == RESTARTS
+  assert not any(restarts(every=61, waited=0.1))
+
+
+def test_descriptors_beyond_those_of_select() -> None:
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(2048, hard), hard))
+  held = [os.open(os.devnull, os.O_RDONLY)]
+  try:
+    while held[-1] < 1024:
+      held.append(os.dup(held[0]))
+    assert len(list(arrivals('gymnasium:host_envs:Sequence-v0', 3))) == 3
+  finally:
+    for fd in held:
+      os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -473,6 +552,8 @@ def test_closing_ends_the_processes() -> None:
     ('envpool:CartPol-v1', r"no environment 'CartPol-v1' \(nearest: CartPole-v1"),
     ('gymnasium:CartPole-v9', 'CartPole-v9'),
     ('gymnasium:nomodule:X-v0', 'nomodule'),
+    ('gymnasium:host_envs:From1-v0', 'does not start at 0'),
+    ('envpool:TSP-v1', 'does not start at 0'),
     ('alee:pong', r"no library 'alee'"),
   ],
 )

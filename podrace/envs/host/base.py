@@ -260,6 +260,17 @@ def _bounds(space: Any) -> tuple[Any, Any]:
   return space.low, space.high
 
 
+def choices(space: Any) -> Any:
+  """A Discrete or MultiDiscrete in a type that JAX has; raises UnknownName if it is not from 0."""
+  from gymnasium import spaces
+
+  if np.any(space.start):
+    raise UnknownName(f'{space} does not start at 0')
+  if isinstance(space, spaces.Discrete):
+    return spaces.Discrete(int(space.n), dtype=np.int32)
+  return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
+
+
 def narrow(box: Any, low: Any, high: Any, dtype: Any) -> Any:
   """A Box in a type that JAX has; bounds that it has not are its own."""
   from gymnasium import spaces
@@ -315,10 +326,10 @@ class EpisodeCounter:
     self._finished = Totals()
 
   def add(self, arrival: Arrival) -> np.ndarray:
-    """Accounts for what arrived; which of it was restarted before, [b] bool."""
+    """Accounts for what arrived; how often each was restarted since it last did, [b]."""
     rows = rows_of(arrival.env_id, len(self._over))
-    restarted: np.ndarray = arrival.run_id != self.run_id[rows]
-    opens = self._over[rows] | restarted
+    restarts: np.ndarray = arrival.run_id - self.run_id[rows]
+    opens = np.logical_or(self._over[rows], restarts)
     self.run_id[rows] = arrival.run_id
     self._over[rows] = arrival.ended
     self.episode_return[rows] += arrival.score
@@ -336,7 +347,7 @@ class EpisodeCounter:
         float((returns**2).sum()),
         int(self.episode_length[done].sum()),
       )
-    return restarted
+    return restarts
 
   def take(self) -> Totals:
     """What finished since the last time."""

@@ -14,6 +14,7 @@ from podrace.envs.host.base import (
   HostSpec,
   PoolArgs,
   Stepper,
+  choices,
   everyone,
   narrow,
   narrowed,
@@ -66,8 +67,8 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
-  if isinstance(space, spaces.Discrete):
-    return spaces.Discrete(int(space.n), dtype=np.int32)
+  if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    return choices(space)
   if not isinstance(space, spaces.Box):
     return space
   if space.dtype == np.float64:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import itertools
 import json
+import logging
 import mmap
 import os
 import select
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import gymnasium
@@ -35,6 +36,7 @@ from podrace.envs.host.base import (
   HostSpec,
   PoolArgs,
   Stepper,
+  choices,
   everyone,
   narrow,
   rows_of,
@@ -43,9 +45,11 @@ from podrace.envs.registry import UnknownName, Value, nearest
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.types import Arrival
 
-RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more
+RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
 START_SECONDS = 120.0  # for a worker to import its libraries and reset
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
+
+log = logging.getLogger('podrace.envs')
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
@@ -74,14 +78,10 @@ def _space(space: Any) -> Any:
   """In the types that JAX has."""
   types = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
   dtype: Any = types.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
-  if isinstance(space, spaces.Discrete):
-    if int(space.start):
-      raise UnknownName(f'{space} does not start at 0')
-    return spaces.Discrete(int(space.n), dtype=np.int32)
+  if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    return choices(space)
   if isinstance(space, spaces.Box) and dtype is not space.dtype:
     return narrow(space, space.low, space.high, dtype)
-  if isinstance(space, spaces.MultiDiscrete):
-    return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
   return space
 
 
@@ -105,6 +105,39 @@ def _count(args: PoolArgs) -> int:
   fits = [c for c in range(1, n + 1) if n % c == 0 and batch % (n // c) == 0]
   few = [c for c in fits if c <= args.threads]
   return few[-1] if few else fits[0]
+
+
+def _readable(descriptors: Iterable[int], seconds: float) -> list[int]:
+  """Those that can be read or were closed, once one is, or none after so long.
+
+  `select` knows none from 1,024 on.
+  """
+  poll = select.poll()
+  for fd in descriptors:
+    poll.register(fd, select.POLLIN)
+  return [fd for fd, _ in poll.poll(seconds * 1000)]
+
+
+class Restarts:
+  """Those of a pool's workers, of which there may be RESTARTS in WINDOW seconds.
+
+  Seconds that its answer was waited for don't count: a worker that hangs every time would be found
+  out too seldom, and be restarted for ever.
+  """
+
+  def __init__(self) -> None:
+    self._now, self._at = 0.0, time.monotonic()
+    self._times: collections.deque[float] = collections.deque()
+
+  def add(self, waited: float) -> bool:
+    """Accounts for one after so many seconds without an answer; whether there are too many."""
+    at = time.monotonic()
+    self._now += max(at - self._at - waited, 0)  # several may have been waited for at once
+    self._at = at
+    while self._times and self._now - self._times[0] > WINDOW:
+      self._times.popleft()
+    self._times.append(self._now)
+    return len(self._times) > RESTARTS
 
 
 class Worker:
@@ -152,8 +185,7 @@ class Worker:
     """The traceback that it answers with, or what there is of it in TELL_SECONDS."""
     text, end = b'', time.monotonic() + TELL_SECONDS
     while len(text) < 8 or len(text) < 8 + int.from_bytes(text[:8]):
-      left = max(end - time.monotonic(), 0)
-      if not select.select([self.answer], [], [], left)[0]:
+      if not _readable([self.answer], max(end - time.monotonic(), 0)):
         break
       if not (more := os.read(self.answer, 65536)):
         break
@@ -205,7 +237,7 @@ class Workers:
     self._stepper, self._clock = Stepper(args.num_envs), Clock()
     self._run_id = np.zeros(args.num_envs, np.int64)
     self._ready: list[Worker] = []
-    self._restarts: collections.deque[float] = collections.deque()
+    self._restarts = Restarts()
     self._starting = threading.Lock()
     self._closing = False  # no process is started any more
 
@@ -256,7 +288,7 @@ class Workers:
     waiting = {x.answer: x for x in self._workers if x.asked is not None}
     left = min(x.due for x in waiting.values()) - self._clock.look()
     # Its pipe may be held open by what it started, so that nobody tells of its death.
-    readable, _, _ = select.select(list(waiting), [], [], min(max(left, 0), LOOK_SECONDS))
+    readable = _readable(waiting, min(max(left, 0), LOOK_SECONDS))
     for fd in readable:
       worker = waiting[fd]
       answer = os.read(fd, 1)
@@ -266,7 +298,8 @@ class Workers:
       elif answer == w.FAILED:
         raise HostError(f'gymnasium:{self._name} failed in its worker:\n{worker.failure()}')
       else:
-        self._ended(worker, worker.process.wait())
+        worker.kill()  # it may have closed its pipe and live on; if not, its exit code stays
+        self._ended(worker, worker.process.returncode)
     if not readable:
       now = self._clock.look()
       for worker in waiting.values():
@@ -280,15 +313,17 @@ class Workers:
     self._restart(worker, f'its process ended by {reason}')
 
   def _restart(self, worker: Worker, reason: str) -> None:
-    now = time.monotonic()
-    while self._restarts and now - self._restarts[0] > WINDOW:
-      self._restarts.popleft()
-    if len(self._restarts) >= RESTARTS:
+    assert worker.asked is not None
+    if self._restarts.add(self._clock.look() - worker.asked):
       raise HostError(
-        f'gymnasium:{self._name}: a worker was restarted {RESTARTS} times in '
-        f'{now - self._restarts[0]:.0f} s; the last reason: {reason}'
+        f'gymnasium:{self._name}: workers were restarted {RESTARTS} times in {WINDOW:.0f} s, '
+        f'besides those that they were waited for; the last reason: {reason}'
       )
-    self._restarts.append(now)
+    last = worker.first + worker.count - 1
+    log.warning(
+      'gymnasium:%s: the worker of environments %d to %d is restarted: %s',
+      self._name, worker.first, last, reason,
+    )  # fmt: skip
     self._start(worker)
     self._run_id[worker.ids] += 1
     self._stepper.reopen(worker.ids)
