@@ -404,6 +404,7 @@ class Apart:
     a = addresses
     Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)  # is refused before it is compiled for
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.ready = 0  # `advance` looks up after each update
     self._learner = Learner(program)
     self.health = self._learner.health
     size = program.replay.windows.buffer.batch_size if program.hosted else 0

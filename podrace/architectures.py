@@ -30,6 +30,11 @@ class Architecture(Protocol):
     """A state of shapes, dtypes and shardings: what a checkpoint holds."""
     ...
 
+  @property
+  def ready(self) -> int:
+    """The first update that learns, where a call can't be ended when that makes updates dear."""
+    ...
+
   def compile(self) -> None: ...
   def init(self, keys: Array) -> Any: ...
 
@@ -80,6 +85,7 @@ class OnDevice:
   def __init__(self, program: anakin.Anakin) -> None:
     self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.ready = program.replay.windows.ready if program.replay.windows else 0
 
   def compile(self) -> None:
     one = jax.ShapeDtypeStruct((), jnp.int32)
@@ -170,6 +176,7 @@ class OnHost:
   def __init__(self, program: sebulba.Sebulba) -> None:
     self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.ready = 0  # `advance` looks up after each update
     self.learner = Learner(program)
     self.health = self.learner.health
     self._told = Told()

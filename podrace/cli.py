@@ -495,6 +495,7 @@ def evaluate(args: list[str]) -> int:
     raise UsageError(
       f'eval takes one run directory, not {len(options.arguments)}: podrace eval DIR [OPTIONS]'
     )
+  sys.path.insert(0, '')  # as in `train`
   from podrace.evaluate import evaluate as run_evaluation
 
   result = run_evaluation(

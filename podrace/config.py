@@ -88,6 +88,12 @@ def validate(config: Config) -> None:
     value = getattr(config, name)
     if value < 0:
       raise UsageError(f'--{flag(name)} must not be negative, not {value}')
+  for name in ('num_envs', 'unroll_length', 'total_updates'):
+    if getattr(config, name) >= 2**31:
+      what = '--' + flag(name)
+      if name == 'total_updates':
+        what = f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
+      raise UsageError(f'{what} must be less than 2^31, not {getattr(config, name)}')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
   library = config.env.partition(':')[0]

@@ -20,6 +20,7 @@ from podrace.config import Config, UsageError, bind_run
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
+from podrace.metrics import number
 from podrace.networks import outside_loops
 from podrace.run import RunError, load_config
 from podrace.sebulba.actors import CLOSE_SECONDS
@@ -39,41 +40,29 @@ def spread(episodes: int, num_envs: int) -> np.ndarray:
   return ((2 * np.arange(episodes) + 1) * num_envs // (2 * episodes)).astype(np.int32)
 
 
-def episode_returns(
+def evaluator(
   agent: Agent,
   env: Environment,
-  params: Any,
   episodes: int,
-  key: Array,
   max_steps: int = 1_000_000,
   num_envs: int | None = None,
-) -> np.ndarray:
-  """The returns [episodes] f64 of so many environments' first episodes.
+) -> Callable[[Any, Array], np.ndarray]:
+  """A function from parameters and a key to the returns [episodes] f64 of environments' first episodes.
 
-  Taking the first episode of each, and not the first that end, keeps long ones in. The agent is
-  told ids of a run of `num_envs` environments (None: of so many as there are episodes): an epsilon
-  of each environment's own depends on that.
+  It is compiled once. Taking the first episode of each, and not the first that end, keeps long ones in.
+  The agent is told ids of a run of `num_envs` environments (None: of so many as there are
+  episodes): an epsilon of each environment's own depends on that.
 
-  Raises:
+  Raises, when called:
     RunError: if an episode is still going after `max_steps`.
   """
-  found, every = [], spread(episodes, num_envs or episodes)
-  for start in range(0, episodes, AT_ONCE):
-    ids = every[start : start + AT_ONCE]
-    found.append(_round(agent, env, params, ids, jax.random.fold_in(key, start), max_steps))
-  return np.concatenate(found)
-
-
-def _round(
-  agent: Agent, env: Environment, params: Any, env_id: np.ndarray, key: Array, max_steps: int
-) -> np.ndarray:
-  n = len(env_id)
+  n, every = min(episodes, AT_ONCE), spread(episodes, num_envs or episodes)
   both = batch(env, n)
 
-  def begin(key: Array) -> Any:
+  @jax.jit
+  def begin(env_id: Array, counts: Array, key: Array) -> Any:
     env_state, timestep = both.reset(key)
-    state = agent.initial_state(jnp.asarray(env_id))
-    return env_state, timestep, state, jnp.zeros([n]), jnp.zeros([n], bool)
+    return env_state, timestep, agent.initial_state(env_id), jnp.zeros([n]), ~counts
 
   def step(params: Any, carry: Any, key: Array) -> Any:
     env_state, timestep, state, total, done = carry
@@ -95,13 +84,28 @@ def _round(
 
     return lax.while_loop(going, body, body((t, carry)))
 
-  begin_key, run_key = jax.random.split(key)
-  t, carry = jnp.int32(0), jax.jit(begin)(begin_key)
-  while not np.all(carry[-1]):
-    if t >= max_steps:
-      raise RunError(f'{int(np.sum(~carry[-1]))} of {n} episodes have not ended in {t} steps')
-    t, carry = chunk(params, carry, t, run_key)
-  return np.asarray(carry[-2], np.float64)
+  def some(params: Any, env_id: np.ndarray, key: Array) -> np.ndarray:
+    """Of at most n environments; those that are there to fill up don't count."""
+    counts = np.arange(n) < len(env_id)
+    begin_key, run_key = jax.random.split(key)
+    t, carry = jnp.int32(0), begin(jnp.asarray(np.resize(env_id, n)), counts, begin_key)
+    while not np.all(carry[-1]):
+      if t >= max_steps:
+        raise RunError(
+          f'{int(np.sum(~carry[-1]))} of {len(env_id)} episodes have not ended in {t} steps'
+        )
+      t, carry = chunk(params, carry, t, run_key)
+    return np.asarray(carry[-2], np.float64)[counts]
+
+  def evaluate(params: Any, key: Array) -> np.ndarray:
+    return np.concatenate(
+      [
+        some(params, every[start : start + n], jax.random.fold_in(key, start))
+        for start in range(0, episodes, n)
+      ]
+    )
+
+  return evaluate
 
 
 def host_returns(
@@ -114,11 +118,17 @@ def host_returns(
   num_envs: int | None = None,
   deadline: float = HOST_DEADLINE,
 ) -> np.ndarray:
-  """As `episode_returns`, of environments on the host; whole games, with unclipped rewards.
+  """As `evaluator`'s, of environments on the host; whole games, with unclipped rewards.
 
   Raises:
     RunError: if an episode is still going after `max_steps`, or an environment fails.
   """
+
+  @functools.partial(jax.jit, donate_argnums=1)
+  def act(params: Any, state: Any, timestep: Any, key: Array) -> Any:
+    with outside_loops():
+      return agent.act(params, state, timestep, key)
+
   found, every = [], spread(episodes, num_envs or episodes)
   for start in range(0, episodes, HOST_AT_ONCE):
     ids = every[start : start + HOST_AT_ONCE]
@@ -127,7 +137,9 @@ def host_returns(
     round_key = jax.random.fold_in(jax.random.key(seed), start)
     pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), deadline))
     watched = _Watched(spec.name, pool, deadline)
-    play = functools.partial(_host_round, agent, spec, params, watched, ids, round_key, max_steps)
+    play = functools.partial(
+      _host_round, act, agent, spec, params, watched, ids, round_key, max_steps
+    )
     try:
       found.append(watched.during(play))
     except HostError as e:
@@ -197,6 +209,7 @@ class _Watched:
 
 
 def _host_round(
+  act: Callable[[Any, Any, Any, Array], Any],
   agent: Agent,
   spec: HostSpec,
   params: Any,
@@ -207,12 +220,6 @@ def _host_round(
 ) -> np.ndarray:
   n = pool.num_envs
   check = Checker(spec, n)
-
-  @functools.partial(jax.jit, donate_argnums=1)
-  def act(params: Any, state: Any, timestep: Any, key: Array) -> Any:
-    with outside_loops():
-      return agent.act(params, state, timestep, key)
-
   state = agent.initial_state(jnp.asarray(env_id))
   total, done, run_id = np.zeros(n), np.zeros(n, bool), np.zeros(n, np.int64)
   pool.reset()
@@ -265,13 +272,13 @@ def evaluate(
     by_seed = returns_by_seed(config, agent, env, params, episodes, seed, max_steps)
   returns = np.concatenate(by_seed)
   result: dict[str, Any] = {
-    'episode_return_mean': float(returns.mean()),
-    'episode_return_std': float(returns.std()),
+    'episode_return_mean': number(returns.mean()),
+    'episode_return_std': number(returns.std()),
     'episodes': len(returns),
     'step': step,
   }
   if config.seeds > 1:
-    result['episode_return_mean_by_seed'] = [float(r.mean()) for r in by_seed]
+    result['episode_return_mean_by_seed'] = [number(r.mean()) for r in by_seed]
   if skipped:
     result['damaged_checkpoints_skipped'] = skipped
   return result
@@ -286,17 +293,11 @@ def returns_by_seed(
   seed: int,
   max_steps: int,
 ) -> list[np.ndarray]:
-  """`episode_returns` of each seed of a run."""
+  """What `evaluator` gives, of each seed of a run."""
+  returns = evaluator(agent, env, episodes, max_steps, config.num_envs)
+  of_seed = [jax.tree.map(lambda x, i=i: x[i], params) for i in range(config.seeds)]
   return [
-    episode_returns(
-      agent,
-      env,
-      jax.tree.map(lambda x, i=i: x[i], params) if config.seeds > 1 else params,
-      episodes,
-      jax.random.fold_in(jax.random.key(seed), i),
-      max_steps,
-      config.num_envs,
-    )
+    returns(of_seed[i] if config.seeds > 1 else params, jax.random.fold_in(jax.random.key(seed), i))
     for i in range(config.seeds)
   ]
 

@@ -117,16 +117,17 @@ class Stop:
 
 
 class Pace:
-  """How many updates a call may make so that it takes about CALL_SECONDS."""
+  """How many updates a call may make so that it takes about CALL_SECONDS; at most twice the last's."""
 
   def __init__(self) -> None:
     self._seconds = 0.0  # of one update
+    self._most = 1
 
   def updates(self) -> int:
-    return max(1, int(CALL_SECONDS / self._seconds)) if self._seconds else 1
+    return min(max(1, int(CALL_SECONDS / self._seconds)), self._most) if self._seconds else 1
 
   def observe(self, updates: int, seconds: float) -> None:
-    self._seconds = seconds / updates
+    self._seconds, self._most = seconds / updates, 2 * updates
 
 
 def params_sha256(params: Any) -> str:
@@ -423,6 +424,10 @@ class _Run:
     config = self.config
     self.checkpoints = Checkpoints(self.run_dir / 'checkpoints', config.keep)
     stack.callback(self.checkpoints.close)
+    if (
+      self.leader and read_record(self.run_dir) is None
+    ):  # first: who is killed goes on as this run
+      write_json(self.run_dir / 'config.json', to_json(config))
     started = time.perf_counter()
     self.say(f'compiling {config.env} for {self.program.mesh.size} device(s) ...')
     stack.callback(self.program.close)
@@ -482,6 +487,8 @@ class _Run:
     while update < total:
       began = time.perf_counter()
       goals = [total, _next(update, per_line)] + ([_next(update, per_save)] if per_save else [])
+      if update < self.program.ready:
+        goals.append(self.program.ready)
       n, stop, save = self.agree(
         min(min(goals) - update, pace.updates()),
         self.stop.signum,
@@ -497,6 +504,8 @@ class _Run:
       self.check_health(broken, finite, update)
       if n:
         pace.observe(n, seconds)
+        if update == self.program.ready:  # from here on updates are dearer
+          pace = Pace()
         if update % per_line == 0 or update == total:
           with self.saving(update, state):
             summary, state = self.program.read_log(state)

@@ -21,6 +21,7 @@ from processes import (
   cache,
   checkpoints,
   command,
+  environment,
   lines,
   podrace,
   summary,
@@ -148,6 +149,22 @@ def test_help_of_an_agent_of_ones_own_is_its_own(
     assert other not in said
   code, _, told = run('train', '--agent', 'of_mine:Agnet', '--help')
   assert code == 2 and "no agent 'of_mine:Agnet'" in told
+
+
+def test_an_agent_of_ones_own_is_trained_and_evaluated(tmp_path: Path) -> None:
+  """By the program that is installed, which does not look for modules where it is called."""
+  (tmp_path / 'of_mine.py').write_text(
+    'import dataclasses\nfrom podrace.agents.impala import Impala\n'
+    '@dataclasses.dataclass(frozen=True)\nclass Agent(Impala):\n  pass\n'
+  )
+  program = Path(sys.executable).parent / 'podrace'
+  train = ['train', '--agent', 'of_mine:Agent', '--total-steps', '640', '--run-dir', 'run']
+  for args in (train, ['eval', 'run', '--episodes', '4']):
+    done = subprocess.run(
+      [program, *args], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+  assert json.loads(done.stdout)['episodes'] == 4
 
 
 def test_list(run: Command) -> None:
@@ -360,6 +377,9 @@ BAD = [
   (['train', '--env', 'gymnaks:CartPole-v1'], 'nearest: gymnax'),
   (['train', '--env', 'gymnax:CartPole'], 'nearest: CartPole-v1'),
   (['train', '--env', 'catch'], 'LIB:NAME'),
+  (['train', '--seeds', '0'], '--seeds must be at least 1'),
+  (['train', '--total-steps', '1e15'], 'in updates of 1024 steps must be less than 2^31, not 976562500000'),
+  (['train', '--num-envs', '3e9'], '--num-envs must be less than 2^31'),
   (['train', '--env', 'podrace:memory,lenght=3'], 'nearest: length'),
   (['train', '--env', 'podrace:memory,length=x'], 'length'),
   (['train', '--env', 'podrace:memory,length=0'], 'length'),

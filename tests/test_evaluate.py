@@ -24,8 +24,8 @@ from podrace.envs import make
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.host import base as host
 from podrace.evaluate import (
-  episode_returns,
   evaluate,
+  evaluator,
   host_returns,
   newest_params,
   returns_by_seed,
@@ -66,7 +66,7 @@ class Idle:
 
 
 def test_long_episodes_count_as_much_as_short_ones() -> None:
-  returns = episode_returns(Idle(), NextStepReset(Lengths()), (), 1200, jax.random.key(0))
+  returns = evaluator(Idle(), NextStepReset(Lengths()), 1200)((), jax.random.key(0))
   assert returns.shape == (1200,)
   counts = np.bincount(returns.astype(int), minlength=9)[1:]
   assert counts.min() > 100 and counts.max() < 200  # 150 expected of each length
@@ -80,7 +80,23 @@ def test_an_episode_that_does_not_end() -> None:
       return state, transition(jnp.zeros([1]), 1.0, False, False)
 
   with pytest.raises(run.RunError, match='3 of 3 episodes have not ended in 2000 steps'):
-    episode_returns(Idle(), NextStepReset(Endless()), (), 3, jax.random.key(0), max_steps=2000)
+    evaluator(Idle(), NextStepReset(Endless()), 3, max_steps=2000)((), jax.random.key(0))
+
+
+def test_it_is_compiled_once() -> None:
+  traced: list[None] = []
+
+  class Counted(Idle):
+    def act(self, *args: Any) -> Any:
+      traced.append(None)
+      return super().act(*args)
+
+  returns = evaluator(Counted(), NextStepReset(Lengths()), 1200)
+  first, again, other = (returns((), jax.random.key(seed)) for seed in (0, 0, 1))
+  once = len(traced)
+  np.testing.assert_array_equal(first, again)
+  assert (first != other).any()
+  assert once <= 2  # for the shapes of the loop, and for the program
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from processes import (
   checkpoints,
   every_file,
   podrace,
+  summary,
 )
 
 from podrace import cli, metrics, run
@@ -150,6 +151,20 @@ def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> 
   resumed += 'resuming at step' in lives.finish()
   assert resumed >= kills // 3
   assert_same_run(lives.run_dir, undisturbed)
+
+
+def test_killed_while_compiling(tmp_path: Path, cache: Path) -> None:
+  """It goes on as the run that it was, by its directory alone."""
+  run_dir = tmp_path / 'run'
+  one = Podrace(
+    ['train', '--env', 'podrace:memory,length=3', '--total-steps', '640', '--run-dir', str(run_dir)],
+    tmp_path / 'one.txt', 1, cache,
+  )  # fmt: skip
+  one.says('compiling podrace:memory')
+  one.kill()
+  code, output = podrace(['train', '--run-dir', str(run_dir)], tmp_path / 'two.txt', 1, cache)
+  assert code == 0 and 'compiling podrace:memory,length=3' in output
+  assert summary(run_dir)['step'] == 1024
 
 
 SLOW = {

@@ -21,11 +21,14 @@ import pytest
 from processes import StopAt, as_users_have_it, cache, checkpoints, lines, summary
 
 from podrace import envs, metrics, run
+from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
+from podrace.architectures import OnDevice
 from podrace.config import Config, UsageError, bind, from_json
 from podrace.evaluate import evaluate
-from podrace.networks import ActorCritic
+from podrace.networks import ActorCritic, QNetwork
+from podrace.replay import Buffer
 
 SMALL = ActorCritic(hidden=(16,), initializer='lecun')
 CONFIG = Config(
@@ -258,6 +261,38 @@ def test_a_sink_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
   )
   steps = [line['step'] for line in metrics.read(tmp_path / 'half' / 'metrics.jsonl')]
   assert steps == sorted(set(steps)) and 320 in steps
+
+
+def test_a_call_is_at_most_twice_the_one_before() -> None:
+  pace = run.Pace()
+  asked = []
+  for _ in range(6):
+    asked.append(pace.updates())
+    pace.observe(asked[-1], 1e-6 * asked[-1])
+  assert asked == [1, 2, 4, 8, 16, 32]
+  pace.observe(32, 32.0)  # which turned out dear
+  assert pace.updates() == 1
+
+
+def test_calls_end_where_learning_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Updates before that cost next to nothing: a call of thousands may be a few that learn."""
+  calls: list[int] = []
+  advance = OnDevice.advance
+
+  def observed(self: Any, state: Any, updates: int, give_up: Any) -> Any:
+    calls.append(updates)
+    return advance(self, state, updates, give_up)
+
+  monkeypatch.setattr(OnDevice, 'advance', observed)
+  monkeypatch.setattr(run, 'CALL_SECONDS', 1e9)
+  agent = DQN(
+    network=QNetwork(hidden=(8,)), buffer=Buffer(capacity=1000, min_size=320, batch_size=8)
+  )
+  config = change(agent=agent, num_envs=4, unroll_length=2, total_steps=800, log_every=800)
+  run.train(config, tmp_path, quiet=True)
+  ends = np.cumsum(calls).tolist()
+  assert 320 // 8 - 1 in ends  # the next one is the first that learns
+  assert calls[ends.index(39) + 1] == 1
 
 
 # --- NaN ----------------------------------------------------------------------------------------
