@@ -369,7 +369,8 @@ def _lstm(state: Any, x: Array, kernel: Array, bias: Array) -> Any:
 INITIALIZERS = {
   # Schulman et al.'s PPO as released in OpenAI's baselines
   'orthogonal': lambda: nn.initializers.orthogonal(math.sqrt(2)),
-  # Sonnet's default, a truncated normal of 1/sqrt(fan in): IMPALA and DQN
+  # As Sonnet's default, IMPALA's and DQN's, a truncated normal; its standard deviation is 1/sqrt(fan in)
+  # here, where Sonnet's is what truncation leaves of that, 0.88 of it
   'lecun': nn.initializers.lecun_normal,
 }
 
