@@ -25,10 +25,10 @@ train: setup
 	@echo "or something new: $(BIN)/podrace train        (IMPALA on Catch, seconds)"
 
 test: setup
-	$(BIN)/python tests/suite.py -q -n $(WORKERS) -m 'not slow'
+	$(BIN)/python tests/suite.py -q -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-all: setup
-	$(BIN)/python tests/suite.py -q -n $(WORKERS)
+	$(BIN)/python tests/suite.py -q -n $(WORKERS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
