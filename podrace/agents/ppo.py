@@ -204,9 +204,7 @@ class PPO:
   def optimiser(self) -> optax.GradientTransformation:
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
-      steps = float(
-        self.total_updates * self.epochs * self.minibatches
-      )  # more than 32 bits may hold
+      steps = float(self.total_updates) * self.epochs * self.minibatches  # beyond 32 bits, maybe
       rate = optax.linear_schedule(self.learning_rate, 0.0, steps)
     return optax.flatten(
       optax.chain(
