@@ -139,7 +139,7 @@ def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> 
     if killed % 2 == 0:
       until(lambda one=one, before=before: lives.newest() > before or not one.process.is_alive())
     elif event := moments.choice(['', 'compiled in', '\nstep ']):
-      one.says(event)
+      until(lambda one=one, event=event: event in one.output or not one.process.is_alive())
     one.process.join(moments.uniform(0.0, 0.3))
     if one.process.exitcode == 0:  # it was faster; another run then, for the rest of the kills
       assert_same_run(lives.run_dir, undisturbed)

@@ -49,7 +49,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     raise UnknownName(f'an episode has at least 1 step, not {values["max_steps"]}')
   env = navix.make(name, max_steps=values['max_steps'], observation_fn=getattr(observations, kind))
   seen = jax.eval_shape(env.reset, raw(jax.random.key(0))).observation
-  space = box(0, 255, seen.shape, seen.dtype)
+  lowest = -1 if kind.startswith('categorical') else 0  # a wall
+  space = box(lowest, 255, seen.shape, seen.dtype)
   dynamics = Navix(env, space, discrete(env.action_space.n), kind.startswith('rgb'))
   return NextStepReset(dynamics, values['fresh_fraction'])
 

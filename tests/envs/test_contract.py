@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import podrace.envs
-from podrace.envs import contract
+from podrace.envs import contract, navix
 from podrace.envs.base import NextStepReset
 from podrace.types import LAST, TimeStep
 
@@ -66,8 +66,9 @@ REST = tuple(
   if name not in FAST
 )
 OBSERVATIONS = tuple(
-  f'navix:Navix-KeyCorridorS3R1-v0,max_steps=20,observation={kind}'
-  for kind in ('symbolic_first_person', 'categorical', 'rgb', 'rgb_first_person')
+  f'navix:Navix-DoorKey-5x5-v0,max_steps=20,observation={kind}'
+  for kind in navix.OBSERVATIONS
+  if kind != 'symbolic'  # the default
 )
 CASES = [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in (*REST, *OBSERVATIONS))]
 DETERMINISTIC = ('brax:fast', 'gymnax:DiscountingChain-bsuite', 'gymnax:SimpleBandit-bsuite')
