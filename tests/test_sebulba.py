@@ -22,7 +22,7 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.architectures import OnHost
-from podrace.bench import advice, together
+from podrace.bench import advice, inference_rate, together
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
@@ -633,6 +633,20 @@ def test_processes_with_other_numbers_of_devices(monkeypatch: pytest.MonkeyPatch
   monkeypatch.setattr(jax, 'devices', lambda: [Device(0)] * 8 + [Device(1)] * 4)
   with pytest.raises(ValueError, match=r'device 7 of each process is to learn, .* have 8, 4 dev'):
     split_devices()
+
+
+def test_steps_are_compiled_before_the_run(caplog: pytest.LogCaptureFixture) -> None:
+  program = sebulba(AGENTS['impala'], actors='0', learners='1', threads=2)
+  driver = compiled(program)
+  jax.config.update('jax_log_compiles', True)  # in all threads
+  try:
+    inference_rate(program, program.init(keys(0)), 0.1)
+    with Running(program, driver=driver) as run:
+      run.advance(2)
+  finally:
+    jax.config.update('jax_log_compiles', False)
+  compiled_late = [x for x in caplog.messages if 'XLA compilation of jit' in x]
+  assert compiled_late and not any('jit(step)' in x for x in compiled_late)
 
 
 def test_bench_tells_where_threads_do_not_pay() -> None:

@@ -143,10 +143,14 @@ class Programs:
   """`Acting`, compiled."""
 
   def __init__(self, acting: Acting) -> None:
-    self.begin = jax.jit(acting.begin)
+    self._begin = jax.jit(acting.begin)
     self.keys = jax.jit(acting.keys)
     self.step = jax.jit(acting.step, donate_argnums=1)
     self.step_some = jax.jit(acting.step_some, donate_argnums=1)
     self.store = jax.jit(acting.store, donate_argnums=0)
     self.finish = jax.jit(acting.finish)
     self.take = jax.jit(acting.take)
+
+  def begin(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
+    """As `Acting.begin`, committed to the device of env_id, as what `step` gives: it compiles once."""
+    return jax.device_put(self._begin(params, env_id, timestep, key), env_id.sharding)

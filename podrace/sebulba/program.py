@@ -356,9 +356,10 @@ class Sebulba:
         carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
         keys = self.programs.keys(jax.random.key(2))
         if self.ordered:
-          zero = np.int32(0)
-          carry, action = self.programs.step(params, carry, keys, zero, zero, self.example)
-          parts, _ = self.programs.finish(carry, jax.device_put(self.example, device), env_id)
+          zero, last = np.int32(0), jax.device_put(self.example, device)
+          for example in self.example, last:  # which opens the next unroll
+            carry, action = self.programs.step(params, carry, keys, zero, zero, example)
+          parts, _ = self.programs.finish(carry, last, env_id)
           if self.spec.jax is not None:
             self._warm_up_pool(action)
         else:

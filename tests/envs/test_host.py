@@ -174,9 +174,8 @@ def test_losing_a_life_ends_what_is_learned_but_not_the_game() -> None:
 
 
 def test_atari_has_the_actions_that_were_asked_for() -> None:
-  assert host.make('ale:pong').action_space.n == 6
   name = 'ale:pong,full_actions=true'
-  assert host.make(name).action_space.n == 18
+  assert [int(host.make(x).action_space.n) for x in ('ale:pong', name)] == [6, 18]
   assert len(list(arrivals(name, 30))) == 30
 
 
