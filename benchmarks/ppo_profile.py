@@ -32,7 +32,7 @@ def parts(num_envs: int) -> tuple[dict[str, Callable[[], Any]], int]:
   from podrace import envs
   from podrace.agents import acting
   from podrace.envs.base import batch
-  from podrace.learner import learner
+  from podrace.learner import _mean_over, learner
 
   config = dict(ppo_cartpole.STEADY, num_envs=num_envs)
   length = config['unroll_length']
@@ -101,9 +101,8 @@ def parts(num_envs: int) -> tuple[dict[str, Callable[[], Any]], int]:
         params = train.params._replace(network=network)
         return agent.loss(params, core, minibatch, jax.random.key(4))[0]
 
-      chunks = acting.chunks(agent, index, 1)
-      each = [jax.grad(loss)(network, chunk) for chunk in chunks]
-      return jax.tree.map(lambda p, *g: p + TINY * sum(g), network, *each), None
+      grads = _mean_over(acting.chunks(agent, index, 1), lambda c: jax.grad(loss)(network, c))
+      return jax.tree.map(lambda p, g: p + TINY * g, network, grads), None
 
     return lax.scan(one, network, indices)[0]
 

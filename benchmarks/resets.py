@@ -100,7 +100,9 @@ def main() -> None:
   args = parser.parse_args()
   path = common.RESULTS / 'resets.json'
   rows = json.loads(path.read_text())['results'] if path.exists() else []
-  rows = [row for row in rows if row['env'] not in args.envs]  # the others stay
+  rows = [  # the others stay
+    row for row in rows if row['env'] not in args.envs or row['num_envs'] != args.num_envs
+  ]
   origin = common.origin()
   for name in args.envs:
     steps, fractions = ENVS[name]
