@@ -39,7 +39,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   defaults: dict[str, Value] = {
     'observation': 'symbolic',
     'max_steps': steps,
-    'fresh_fraction': 0.25,  # five times as fast as 1, see benchmarks/resets.py
+    'fresh_fraction': 0.25,  # faster than 1, see benchmarks/resets.py
   }
   values = read_options(f'navix:{name}', options, defaults)
   kind = values['observation']
