@@ -177,7 +177,7 @@ def test_a_hundred_kills_during_training(tmp_path: Path, cache: Path) -> None:
   )  # fmt: skip
   running = [Envs(address, tmp_path / f'{i}', '--num-envs', '4', env=env) for i in range(3)]
   for i in range(100):
-    until(lambda i=i: one.output.count('joins') > i + 2 or not one.process.is_alive())
+    running[-1].says('joined the learner')  # which leaves lines out where there are many
     count = len(lines(tmp_path / 'run'))
     until(lambda c=count: len(lines(tmp_path / 'run')) > c or not one.process.is_alive())
     assert one.process.is_alive(), one.output
