@@ -1,7 +1,7 @@
 """Where an update of PPO goes, on gymnax CartPole in the setting of ppo_cartpole.py.
 
 Parts of the update as compiled programs of their own, in loops of the same lengths, taken in turn:
-the environments alone under fixed actions, the whole of acting, what is computed once of a
+the environments alone under random actions, the whole of acting, what is computed once of a
 trajectory (values, advantages), and the gradients without the optimiser. Learning's rest is the
 optimiser, the shuffling and the statistics. Apart they need not add up to the whole.
 

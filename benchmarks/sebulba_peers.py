@@ -30,9 +30,8 @@ PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.n
 FRAMES = 32 * 20  # of an update, as in `sebulba.PONG`
 SF_SECONDS = 45  # its log has a rate every 5 s, over the last 10
 
-PEERS = dict(
-  learner=['torch'], cartpole=['torch', 'sf'], pong=['torch', 'sf']
-)  # their environments
+# Their virtual environments.
+PEERS = dict(learner=['torch'], cartpole=['torch', 'sf'], pong=['torch', 'sf'])
 PINNED = ('torch', 'stable-baselines3', 'sample-factory', 'gymnasium', 'ale-py', 'numpy')
 
 

@@ -424,9 +424,8 @@ class _Run:
     config = self.config
     self.checkpoints = Checkpoints(self.run_dir / 'checkpoints', config.keep)
     stack.callback(self.checkpoints.close)
-    if (
-      self.leader and read_record(self.run_dir) is None
-    ):  # first: who is killed goes on as this run
+    # Before anything that takes long: who is killed then goes on as this run.
+    if self.leader and read_record(self.run_dir) is None:
       write_json(self.run_dir / 'config.json', to_json(config))
     started = time.perf_counter()
     self.say(f'compiling {config.env} for {self.program.mesh.size} device(s) ...')
