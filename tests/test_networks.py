@@ -288,6 +288,20 @@ def test_patches_are_a_convolution(
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)  # sums of up to 192 products of size 1
 
 
+def test_bytes_are_scaled_in_either_convolution() -> None:
+  x = jax.random.randint(key(1), (2, 9, 12, 3), 0, 256).astype(jnp.uint8)
+  kernel = jax.random.normal(key(2), (4, 4, 3, 5))
+
+  def value_and_grad(conv: Any, x: jax.Array) -> Any:
+    y, back = jax.vjp(lambda k: conv(x, k, 2, 'SAME'), kernel)
+    return y, *back(jnp.cos(y))
+
+  of_floats = value_and_grad(networks._xla_conv, x / 255)
+  for conv in (networks._patches_conv, networks._xla_conv):
+    for a, b in zip(value_and_grad(conv, x), of_floats, strict=True):
+      np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
 def test_convolutions_on_cpu_are_by_patches() -> None:
   x, kernel = jax.random.normal(key(1), (2, 6, 5, 3)), jax.random.normal(key(2), (3, 3, 3, 5))
   text = (
@@ -320,11 +334,37 @@ def test_affine_is_a_product_and_a_sum(width: int, seeds: int | None) -> None:
 # --- observations -----------------------------------------------------------------------------
 
 
-def test_pixels_are_divided_by_255() -> None:
+def test_pixels_stay_bytes_for_the_convolution() -> None:
   net = network(spaces.Box(0, 255, (4, 4, 1), np.uint8))
-  x, mask = net.prepare(np.array([0, 51, 255], np.uint8).reshape(3, 1, 1, 1))
-  assert mask is None and x.dtype == jnp.float32
-  np.testing.assert_allclose(x.reshape(3), [0, 0.2, 1], rtol=1e-6)
+  pixels = np.arange(32, dtype=np.uint8).reshape(2, 4, 4, 1)
+  x, mask = net.prepare(pixels)
+  assert mask is None and x.dtype == jnp.uint8
+  np.testing.assert_array_equal(x, pixels)
+  stacked = network(spaces.Box(0, 255, (2, 4, 5), np.uint8))
+  x, _ = stacked.prepare(np.arange(40, dtype=np.uint8).reshape(1, 2, 4, 5))
+  assert x.shape == (1, 4, 5, 2) and x[0, 0, 0].tolist() == [0, 20]
+
+
+def test_bytes_that_are_no_image_are_divided_by_255() -> None:
+  x, _ = network(spaces.Box(0, 255, (3,), np.uint8)).prepare(np.uint8([[0, 51, 255]]))
+  np.testing.assert_allclose(x, [[0, 0.2, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize('torso', ['grid', 'mlp'])
+def test_a_network_sees_pixels_divided_by_255(torso: Any) -> None:
+  high, low = spaces.Box(0, 255, (4, 4, 3), np.uint8), spaces.Box(0, 1, (4, 4, 3), np.float32)
+  bytes_, floats = network(high, torso=torso), network(low, torso=torso)
+  params = bytes_.init(key(0))
+  pixels = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), np.uint8)
+
+  def outputs(net: Any, observation: Any) -> Any:
+    timestep = jax.tree.map(lambda x: jnp.repeat(x, 5, 0), net.example())
+    return jit(net.step)(params, (), timestep._replace(observation=observation))[0]
+
+  ours, same = outputs(bytes_, pixels), outputs(floats, np.float32(pixels) / 255)
+  assert np.ptp(ours.value) > 0.01
+  for a, b in zip(ours, same, strict=True):
+    np.testing.assert_allclose(a, b, **TOLERANCE)
 
 
 def test_floats_stay_as_they_are() -> None:
