@@ -3,33 +3,46 @@
     python peer_sf.py cartpole|pong NUM_ENVS ROLLOUT EPOCHS MINIBATCHES SECONDS WORKERS
 
 Asynchronous, as it is meant to be run, with WORKERS processes for the environments on the CPU. Told is the
-median of what it logs every few seconds (its rate over the last 10), without the first two.
+median of what it logs every few seconds (its rate over the last 10), without the first two. It is ended from
+here: in asynchronous mode its own `train_for_seconds` did not end it. CartPole's rewards are scaled as it
+recommends, or it would write a warning for each of its minibatches.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
+import os
 import re
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from typing import Any
 
 WARM_UP = 2  # lines of its log
 
 
 class Rates(logging.Handler):
-  """Steps/s that sample-factory logs."""
+  """Steps/s that sample-factory logs; told, and the end of everything, after so many seconds."""
 
-  def __init__(self) -> None:
+  def __init__(self, seconds: float, directory: str) -> None:
     super().__init__()
-    self.found: list[float] = []
+    self._found: list[float] = []
+    self._end, self._directory = time.monotonic() + seconds, directory
 
   def emit(self, record: logging.LogRecord) -> None:
     if found := re.search(r'Fps is \(10 sec: ([\d.]+)', record.getMessage()):
-      self.found.append(float(found[1]))
+      self._found.append(float(found[1]))
+      if time.monotonic() > self._end and len(self._found) > WARM_UP:
+        told = self._found[WARM_UP:]
+        print(json.dumps(dict(rate=statistics.median(told), rates=told)), flush=True)
+        for process in multiprocessing.active_children():
+          process.kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        os._exit(0)
 
 
 def pong(name: str, cfg: Any = None, env_config: Any = None, render_mode: Any = None) -> Any:
@@ -72,11 +85,11 @@ def main() -> None:
     num_workers=workers, num_envs_per_worker=num_envs // workers, worker_num_splits=2,
     rollout=rollout, num_epochs=epochs, num_batches_per_epoch=minibatches,
     batch_size=num_envs * rollout // minibatches, use_rnn=False, recurrence=1, with_vtrace=False,
-    normalize_input=False, normalize_returns=False, train_for_seconds=int(seconds), save_every_sec=10_000,
+    normalize_input=False, normalize_returns=False, save_every_sec=10_000,
     learning_rate=1e-3 if task == 'cartpole' else 2.5e-4, serial_mode=False, async_rl=True,
   )  # fmt: skip
   if task == 'cartpole':
-    settings |= dict(nonlinearity='tanh', actor_critic_share_weights=False)
+    settings |= dict(nonlinearity='tanh', actor_critic_share_weights=False, reward_scale=0.1)
     more = ['--encoder_mlp_layers', '64', '64']
   else:
     settings |= dict(
@@ -84,16 +97,11 @@ def main() -> None:
     )
     more = ['--encoder_conv_mlp_layers', '512']
   register_env(task, cartpole if task == 'cartpole' else pong)
-  rates = Rates()
-  log.addHandler(rates)
+  log.addHandler(Rates(seconds, directory))
   argv = [f'--{k}={v}' for k, v in settings.items()] + more
   parser, _ = parse_sf_args(argv=argv)
   run_rl(parse_full_cfg(parser, argv))
-  shutil.rmtree(directory, ignore_errors=True)
-  if len(rates.found) <= WARM_UP:
-    raise RuntimeError(f'only {len(rates.found)} lines of its log in {seconds} s')
-  told = rates.found[WARM_UP:]
-  print(json.dumps(dict(rate=statistics.median(told), rates=told)))
+  raise RuntimeError('it ended before it was to')
 
 
 if __name__ == '__main__':

@@ -1,19 +1,22 @@
 """Atari Pong, trained for some time: the return over wall time, and what it is greedily.
 
-    .venv/bin/python benchmarks/pong.py [PRESET ...] [--minutes M] [--note TEXT]
+    .venv/bin/python benchmarks/pong.py [PRESET ...] [--minutes M] [--until RETURN] [--note TEXT]
 
 Each preset is trained in runs/pong/PRESET, all of them side by side, and goes on where an earlier run of
-this stopped; with 0 minutes what is there is evaluated only. Writes benchmarks/results/pong.json and
-docs/pong.png; presets that are not named keep what the file has of them.
+this stopped, for so many minutes or until the return in training is RETURN; with 0 minutes what is there is
+evaluated only. Writes benchmarks/results/pong.json and docs/pong.png (--name: another name for both);
+presets that are not named keep what the file has of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +27,43 @@ RUNS = common.ROOT / 'runs' / 'pong'
 PODRACE = str(Path(sys.executable).parent / 'podrace')
 
 
-def train(presets: list[str], minutes: float) -> None:
-  """Trains for so long, and has the runs save."""
-  runs = []
+def curve(preset: str) -> list[list[float]]:
+  """Step, seconds and return in training of each line with episodes in it."""
+  path = RUNS / preset / 'metrics.jsonl'
+  lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+  told = [json.loads(x) for x in lines if x.endswith('\n')]
+  return [[x['step'], x['wall_s'], x['episode_return']] for x in told if x['episodes']]
+
+
+def reached(preset: str, until: float) -> list[float] | None:
+  """The first line of the curve with this return."""
+  return next((x for x in curve(preset) if x[2] >= until), None)
+
+
+def train(presets: list[str], minutes: float, until: float) -> None:
+  """Trains for so long, or to this return, and has the runs save."""
+  runs: dict[str, subprocess.Popen[bytes]] = {}
+  RUNS.mkdir(parents=True, exist_ok=True)
   for preset in presets:
-    RUNS.mkdir(parents=True, exist_ok=True)
     with (RUNS / f'{preset}.txt').open('a') as log:
       command = [PODRACE, 'train', preset, '--run-dir', str(RUNS / preset)]
-      runs.append(subprocess.Popen(command, stdout=log, stderr=log, cwd=common.ROOT))
-  for run in runs:
-    try:
-      run.wait(minutes * 60)
-      minutes = 0
-    except subprocess.TimeoutExpired:
-      minutes = 0
-  for run in runs:
-    if run.poll() is None:
-      run.send_signal(signal.SIGTERM)
-  for run, preset in zip(runs, presets, strict=True):
+      runs[preset] = subprocess.Popen(command, stdout=log, stderr=log, cwd=common.ROOT)
+  end = time.monotonic() + minutes * 60
+  while going := {preset: run for preset, run in runs.items() if run.poll() is None}:
+    late = time.monotonic() > end
+    for preset, run in going.items():
+      if late or reached(preset, until):
+        run.send_signal(signal.SIGTERM)
+        run.wait()
+      else:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+          run.wait(5.0)
+  for preset, run in runs.items():
     if run.wait() not in (0, 143):
       raise RuntimeError(f'{preset} ended with {run.returncode}: see {RUNS / preset}.txt')
 
 
-def told(preset: str, episodes: int, note: str) -> dict[str, Any]:
+def told(preset: str, episodes: int, until: float, note: str) -> dict[str, Any]:
   """The curve of a run, and its greedy return."""
   run_dir = RUNS / preset
   lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
@@ -65,11 +82,13 @@ def told(preset: str, episodes: int, note: str) -> dict[str, Any]:
     frames=4 * last['step'],
     wall_s=last['wall_s'],
     greedy=greedy,
-    curve=[[x['step'], x['wall_s'], x['episode_return']] for x in lines if x['episodes']],
+    until=until,
+    reached=reached(preset, until),
+    curve=curve(preset),
   )
 
 
-def draw(results: dict[str, Any]) -> None:
+def draw(results: dict[str, Any], name: str) -> None:
   """Return over minutes."""
   import matplotlib
 
@@ -86,7 +105,7 @@ def draw(results: dict[str, Any]) -> None:
   axis.set_ylabel('return of an episode', fontsize=9)
   axis.legend(frameon=False, fontsize=9)
   axis.spines[['top', 'right']].set_visible(False)
-  figure.savefig(common.ROOT / 'docs' / 'pong.png', dpi=110)
+  figure.savefig(common.ROOT / 'docs' / f'{name}.png', dpi=110)
 
 
 def main() -> None:
@@ -94,17 +113,19 @@ def main() -> None:
   parser.add_argument('presets', nargs='*', help=f'of {PRESETS}; none: all')
   parser.add_argument('--minutes', type=float, default=60.0)
   parser.add_argument('--episodes', type=int, default=10, help='of the greedy evaluation')
+  parser.add_argument('--until', type=float, default=18.0, help='a return that is enough')
+  parser.add_argument('--name', default='pong', help='of the result file and the picture')
   parser.add_argument('--note', default='', help='what else the machine did')
   args = parser.parse_args()
   presets = args.presets or list(PRESETS)
   if args.minutes:
-    train(presets, args.minutes)
-  path = common.RESULTS / 'pong.json'
+    train(presets, args.minutes, args.until)
+  path = common.RESULTS / f'{args.name}.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   for preset in presets:
-    results[preset] = told(preset, args.episodes, args.note)
-  common.record('pong', results)
-  draw(results)
+    results[preset] = told(preset, args.episodes, args.until, args.note)
+  common.record(args.name, results)
+  draw(results, args.name)
 
 
 if __name__ == '__main__':
