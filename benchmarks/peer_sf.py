@@ -47,8 +47,8 @@ class Rates(logging.Handler):
 
 def pong(name: str, cfg: Any = None, env_config: Any = None, render_mode: Any = None) -> Any:
   """84 x 84, 4 frames, frame skip 4, clipped rewards: its own wrappers."""
-  import ale_py  # noqa: F401 (registers the games)
   import gymnasium
+  from ale_py.registration import register_v0_v4_envs
   from sample_factory.envs.env_wrappers import (
     ClipRewardEnv,
     FireResetEnv,
@@ -57,6 +57,8 @@ def pong(name: str, cfg: Any = None, env_config: Any = None, render_mode: Any = 
     NumpyObsWrapper,
   )
 
+  if 'PongNoFrameskip-v4' not in gymnasium.registry:
+    register_v0_v4_envs()  # ale-py does it itself from Gymnasium 1.0 on
   env: Any = gymnasium.make('PongNoFrameskip-v4', render_mode=render_mode)
   env = FireResetEnv(MaxAndSkipEnv(NoopResetEnv(env, noop_max=30), skip=4))
   env = gymnasium.wrappers.ResizeObservation(ClipRewardEnv(env), (84, 84))

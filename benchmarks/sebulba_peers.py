@@ -28,7 +28,7 @@ CARTPOLE = ['--env', 'gymnasium:CartPole-v1', *PPO, '--agent.network.hidden', '6
 PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.network.hidden',
         '512', '--agent.network.activation', 'relu', '--num-envs', '16', '--unroll-length', '64']  # fmt: skip
 FRAMES = 32 * 20  # of an update, as in `sebulba.PONG`
-SF_SECONDS = 25  # its log has a rate every 5 s, over the last 10
+SF_SECONDS = 40  # its log has a rate every 5 s, over the last 10
 
 # Their virtual environments.
 PEERS = dict(learner=['torch'], cartpole=['torch', 'sf'], pong=['torch', 'sf'])
