@@ -846,12 +846,17 @@ class Client:
     max_size: int | None = None,
     max_bytes: int | None = None,
     max_times_sampled: int = 0,
+    run: str = '',
   ) -> RemoteTable:
     """The table of this name. With settings it is made if there is none, with those.
 
+    Args:
+      name, sampler, remover, rate_limiter, max_size, max_bytes, max_times_sampled: as of podrace.tables.Table.
+      run: of which the table is, and of no other; none by default.
+
     Raises:
       ValueError: if there is none and no settings are given; Refused, which is one, if it has other
-        settings than those given.
+        settings than those given, or is of another run.
     """
     given = sampler, remover, rate_limiter, max_size
     told: dict[str, Any] = {}
@@ -867,6 +872,7 @@ class Client:
         max_size=max_size,
         max_bytes=max_bytes,
         max_times_sampled=max_times_sampled,
+        run=run,
       )
     most = math.inf
     for connection in self.connections:

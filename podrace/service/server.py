@@ -213,6 +213,8 @@ class ReplayServer(Router):
         raise tables.CheckpointError(
           f'checkpoint {newest} has other settings than --table: ' + '; '.join(reasons)
         )
+      else:
+        self.settings[name] = told  # of the run, too
     for name in self.tables.keys() - extra['tables'].keys():
       raise tables.CheckpointError(
         f'checkpoint {newest} has tables {sorted(extra["tables"])}, and no {name!r}: '
@@ -862,12 +864,13 @@ def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
   for key, value in numbers.items():
     if not value.isdigit():
       raise ValueError(f'--table {text}: {key} takes a whole number, not {value!r}')
+  sizes: dict[str, Any] = {k: int(v) for k, v in numbers.items()}
   try:
     settings = wire.told_settings(
       sampler=wire.selector(given['sampler']),
       remover=wire.selector(given['remover']),
       rate_limiter=_limiter(given['rate']),
-      **{k: int(v) for k, v in numbers.items()},
+      **sizes,
     )
   except ValueError as e:
     raise ValueError(f'--table {text}: {e}') from None

@@ -25,7 +25,7 @@ from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 
 from podrace import service, tables
 from podrace.service import wire
-from podrace.service.server import ReplayServer
+from podrace.service.server import ReplayServer, parse_tables
 
 SIMPLE: dict[str, Any] = dict(
   sampler=tables.uniform(),
@@ -295,6 +295,42 @@ def test_settings_that_differ_are_refused_with_both_sides(client: service.Client
   with pytest.raises(ValueError, match='deadlocks'):
     client.table('never', **{**SIMPLE, 'rate_limiter': limiter, 'max_size': 3})
   assert client.table('set').info().size == 0  # the connection goes on
+
+
+def test_a_limiter_is_compared_by_its_numbers(client: service.Client) -> None:
+  ratio = tables.sample_to_insert_ratio
+  client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=80)})
+  client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=80.0)})
+  (typed,) = parse_tables([
+    'name=ratio,sampler=uniform,remover=fifo,rate=sample_to_insert:8:10:80,max_size=1000'
+  ]).values()  # fmt: skip
+  assert client.connections[0].ask(wire.TABLE, 'ratio', typed).wait(1e9, '')['most']
+  with pytest.raises(service.Refused, match=r'error=80\).*is asked for'):
+    client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=81)})
+
+
+def test_a_table_is_of_one_run(tmp_path: Path) -> None:
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE, run='one-1')
+    client.table('nobodys', **SIMPLE)
+    assert client.table('it').name == client.table('it', **SIMPLE, run='one-1').name == 'it'
+    with pytest.raises(
+      service.Refused, match=r"'it' is of run 'one-1', run 'two-2' asks for it: .*--dir"
+    ):
+      client.table('it', **SIMPLE, run='two-2')
+    with pytest.raises(service.Refused, match=r"'nobodys' is of no run, run 'two-2' asks for it"):
+      client.table('nobodys', **SIMPLE, run='two-2')
+    with pytest.raises(service.Refused, match='a run that is not a name'):
+      client.table('other', **SIMPLE, run='x' * 201)
+  settings = parse_tables(['name=it,sampler=uniform,remover=fifo,rate=min_size:1,max_size=1000'])
+  for told in ({}, settings):  # it is in the checkpoint
+    with (
+      ReplayServer(ANY, tmp_path, tables=told) as server,
+      service.connect(server.address) as client,
+    ):
+      client.table('it', **SIMPLE, run='one-1')
+      with pytest.raises(service.Refused, match="run 'one-1'"):
+        client.table('it', **SIMPLE, run='two-2')
 
 
 def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(client: service.Client) -> None:
