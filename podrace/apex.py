@@ -38,6 +38,7 @@ from podrace.config import (
   argument,
   bind_run,
   changes,
+  flag,
   option,
   to_json,
   validate,
@@ -78,6 +79,16 @@ RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
 REMIND = 30.0  # seconds between messages that nobody acts
 DIFFERENCES = 10  # that are told, of a run that is another one
 COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # what the two sides must agree on
+ACTING = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}  # as all acting processes
+HEEDED = (
+  *COMMON,
+  'actor_devices',
+  'actor_threads',
+  'max_lag',
+  'env_batch_size',
+  'env_threads',
+  'env_deadline',
+)
 
 log = logging.getLogger('podrace.apex')
 
@@ -592,6 +603,26 @@ class _Finished(Exception):
   """The run is complete."""
 
 
+def check_options(config: Config, args: list[str]) -> None:
+  """Raises UsageError for options of `train` in `args` that an acting process would not heed."""
+  fields = {f.name for f in dataclasses.fields(Config)}
+  given = [a.partition('=')[0].removeprefix('--').replace('-', '_') for a in args if a[:2] == '--']
+  for name in given:
+    if name in ACTING:
+      if (value := getattr(config, name)) != ACTING[name]:
+        raise UsageError(
+          f'--{name} {value}: podrace act always has --{name} {ACTING[name]}; leave it out'
+        )
+    elif name == 'max_lag' and hasattr(config.agent, 'memory'):
+      raise UsageError(
+        f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
+      )
+    elif name in fields and name not in HEEDED:
+      raise UsageError(
+        f'--{flag(name)} is for podrace train only: nothing of podrace act depends on it; leave it out'
+      )
+
+
 def act(config: Config, options: Options) -> int:
   """`podrace act`: acts until the run is complete, a signal comes or it gives up; the exit code.
 
@@ -599,8 +630,7 @@ def act(config: Config, options: Options) -> int:
     UsageError: if the config can't be; if the learner's run is another one: both sides are named.
     RunError: if a thread or its environments fail.
   """
-  acting = dict(architecture='sebulba', lag='async', replay='service')  # whatever the preset is for
-  config = dataclasses.replace(config, **acting)  # type: ignore[arg-type]
+  config = dataclasses.replace(config, **ACTING)  # type: ignore[arg-type]  # whatever the preset is for
   validate(config)
   n = options.share[1]
   if config.num_envs % n:
