@@ -489,6 +489,33 @@ def test_closing_ends_all_waits(server: ReplayServer) -> None:
     writer.create_item(table, 1.0, num_steps=1)
 
 
+def test_sizes_are_told_every_second_and_with_each_sample() -> None:
+  once: dict[str, Any] = {**SIMPLE, 'max_times_sampled': 1}
+  with (
+    ReplayServer(ANY, peer_timeout=100.0) as server,
+    service.connect(server.address) as client,
+    service.connect(server.address) as other,
+  ):
+    table = client.table('it', **once)
+    fill(other, other.table('it'), 5).close(timeout=30)
+    until(lambda: table.size_last_told == 5, 10.0)
+    table.sample(5, timeout=30)
+    assert table.size_last_told == 0  # at once
+    client.connections[0].sizes = {'it': 7}
+    with pytest.raises(tables.RateLimited):
+      table.sample(1, timeout=0.01)
+    assert table.size_last_told == 0
+
+
+def test_who_waits_for_a_service_is_told_what_may_be_wrong(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
+  reader = service.Parameters('tcp://127.0.0.1:9')
+  until(lambda: caplog.records)
+  reader.close()
+  assert 'perhaps it is not there, or has other keys' in caplog.records[0].getMessage()
+
+
 def test_a_server_that_is_not_there_is_named() -> None:
   with pytest.raises(TimeoutError, match=r'no podrace replay at tcp://127\.0\.0\.1:9 in 0 s'):
     service.connect('tcp://127.0.0.1:9', timeout=0.3)
