@@ -289,6 +289,11 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
       assert 'checksum' in (said := raw.hear(wire.GONE)[0][2]) or 'frames after' in said
       raw.close()
     raw = ready(context, server)
+    header, frames = insert(1)
+    raw.say(wire.INSERT, raw.session, 0, header[1], frames=frames)
+    assert 'message 0' in raw.hear(wire.GONE)[0][2]
+    raw.close()
+    raw = ready(context, server)
     for number in (1, 2, 2, 1, 3):  # what comes again is known
       header, frames = insert(number, refs=[0])
       raw.say(wire.INSERT, raw.session, *header, frames=frames)
@@ -400,8 +405,8 @@ def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
     for number in range(3):
       first.say(wire.SAVE, first.session, number)
     assert 'wait for a checkpoint already' in first.hear(wire.ANSWER)[0][4]
-    for _ in range(66):
-      first.say(wire.DECLARE, first.session, {'tables': ['it'] * 1000})
+    for _ in range(33):
+      first.say(wire.DECLARE, first.session, {'tables': ['it'] * 2000})
     assert 'more than 65536' in first.hear(wire.GONE)[0][2]
     server._save_wanted.clear()
     monkeypatch.undo()

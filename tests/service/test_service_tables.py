@@ -182,6 +182,18 @@ def test_items_come_back_as_they_were(client: service.Client) -> None:
   writer.close()
 
 
+def test_either_byte_order(client: service.Client) -> None:
+  table = client.table('orders', **SIMPLE)
+  with client.writer(history=40, rows_per_chunk=40) as writer:
+    for t in range(40):
+      writer.append({k: np.full(50, t, k) for k in ('>f4', '<f4', '>i8', '<i8')})
+    writer.create_item(table, 1.0, num_steps=40)
+  found = table.sample(1, timeout=30).data
+  for dtype, rows in found.items():
+    assert rows.dtype == np.dtype(dtype), dtype
+    np.testing.assert_array_equal(rows[0, :, 0], np.arange(40))
+
+
 def test_lengths_differ_and_the_rest_is_zero(client: service.Client) -> None:
   table = client.table('lengths', **SIMPLE)
   writer = client.writer(history=6, rows_per_chunk=4)
