@@ -20,6 +20,12 @@ from common import ROOT, record
 
 COMMAND = [sys.executable, '-m', 'podrace.cli']
 ACTORS = 2
+COMMON = (
+  '--agent',
+  '--env',
+  '--num-envs',
+  '--unroll-length',
+)  # options that acting processes have, too
 
 
 def start(log: Path, *args: str) -> subprocess.Popen[bytes]:
@@ -33,13 +39,37 @@ def score(preset: str, options: list[str], folder: Path) -> dict[str, Any]:
   """Trains in four processes; what came of it."""
   replay, parameters = f'ipc://{folder}/replay', f'ipc://{folder}/parameters'
   run_dir = folder / 'run'
-  both = [preset, *options, '--connect-replay', replay]
+  to_act = [
+    x
+    for given in zip(options[::2], options[1::2], strict=True)
+    if given[0].startswith(COMMON)
+    for x in given
+  ]
+  at = ['--connect-replay', replay]
   server = start(folder / 'replay.txt', 'replay', '--listen', replay)
   learner = start(
-    folder / 'train.txt', 'train', *both, '--listen', parameters, '--run-dir', str(run_dir)
+    folder / 'train.txt',
+    'train',
+    preset,
+    *options,
+    *at,
+    '--listen',
+    parameters,
+    '--run-dir',
+    str(run_dir),
   )
   actors = [
-    start(folder / f'{i}.txt', 'act', *both, '--params', parameters, '--share', f'{i}/{ACTORS}')
+    start(
+      folder / f'{i}.txt',
+      'act',
+      preset,
+      *to_act,
+      *at,
+      '--params',
+      parameters,
+      '--share',
+      f'{i}/{ACTORS}',
+    )
     for i in range(ACTORS)
   ]
   try:

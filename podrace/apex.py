@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import service, tables
+from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
   UsageError,
@@ -38,6 +39,7 @@ from podrace.config import (
   argument,
   bind_run,
   changes,
+  flag,
   option,
   to_json,
   validate,
@@ -46,6 +48,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.presets import PRESETS
 from podrace.process import on_signals
+from podrace.remote import security
 from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import plain
 from podrace.replay.hosted import (
@@ -60,8 +63,9 @@ from podrace.replay.hosted import (
   weighted,
 )
 from podrace.replay.windows import Windows
-from podrace.run import RunError, memory
+from podrace.run import RunError, memory, write_json
 from podrace.sebulba import ActorFailed, Actors, Learner, Sebulba, State, Unroll
+from podrace.service.link import client_keys
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology, split_devices
 from podrace.types import Array, TrainState, Trajectory
 
@@ -75,9 +79,20 @@ SOURCES = 4096  # acting processes of which is known what the learner has had
 GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
+RUN = 'run'  # of the record: the name of the run, which its tables have, too
 REMIND = 30.0  # seconds between messages that nobody acts
 DIFFERENCES = 10  # that are told, of a run that is another one
 COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # what the two sides must agree on
+ACTING = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}  # as all acting processes
+HEEDED = (
+  *COMMON,
+  'actor_devices',
+  'actor_threads',
+  'max_lag',
+  'env_batch_size',
+  'env_threads',
+  'env_deadline',
+)
 
 log = logging.getLogger('podrace.apex')
 
@@ -96,7 +111,7 @@ class Addresses:
 # --- what both sides know ---------------------------------------------------------------------------
 
 
-def replay_table(client: service.Client, w: Windows) -> Any:
+def replay_table(client: service.Client, w: Windows, run: str) -> Any:
   """The table of windows, made if there is none.
 
   Its limiter keeps `samples_per_insert` to within a few updates' windows.
@@ -111,10 +126,11 @@ def replay_table(client: service.Client, w: Windows) -> Any:
     remover=tables.fifo(),
     rate_limiter=tables.sample_to_insert_ratio(per_window, least, error),
     max_size=-(-b.capacity // w.period),
+    run=run,
   )
 
 
-def unrolls_table(client: service.Client, num_envs: int) -> Any:
+def unrolls_table(client: service.Client, num_envs: int, run: str) -> Any:
   """The queue of unrolls of single environments, made if there is none; it holds one batch."""
   return client.table(
     UNROLLS,
@@ -123,10 +139,11 @@ def unrolls_table(client: service.Client, num_envs: int) -> Any:
     rate_limiter=tables.queue(num_envs),
     max_size=num_envs,
     max_times_sampled=1,
+    run=run,
   )
 
 
-def episodes_table(client: service.Client) -> Any:
+def episodes_table(client: service.Client, run: str) -> Any:
   """The table of finished episodes; the oldest go if nobody reads them."""
   return client.table(
     EPISODES,
@@ -135,6 +152,7 @@ def episodes_table(client: service.Client) -> Any:
     rate_limiter=tables.min_size(1),
     max_size=10_000,
     max_times_sampled=1,
+    run=run,
   )
 
 
@@ -220,8 +238,8 @@ def _defaults(cls: Any) -> dict[str, Any]:
 class Sampled:
   """Batches of windows, for agents with replay."""
 
-  def __init__(self, client: service.Client, w: Windows, mesh: Mesh) -> None:
-    self.table, self.size, self.ahead = replay_table(client, w), w.buffer.batch_size, PREFETCH
+  def __init__(self, table: Any, w: Windows, mesh: Mesh) -> None:
+    self.table, self.size, self.ahead = table, w.buffer.batch_size, PREFETCH
     self.prioritised = w.prioritised
     self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
     self.steps = 0  # of the environments, up to the update at hand
@@ -391,6 +409,36 @@ class Feed:
         self._totals += Totals(int(count), return_sum, square, int(length))
 
 
+def check(addresses: Addresses) -> None:
+  """Raises SecurityError for addresses and keys with which a learner can't listen or connect."""
+  a = addresses
+  Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)
+  for address in a.replay:
+    security.check_address(address, a.keys, a.insecure, '--connect-replay')
+  if a.keys is not None:
+    security.read_key(a.keys / security.SERVER_SECRET)
+    security.Allowed(a.keys / security.ALLOWED)
+    try:
+      client_keys(a.keys)
+    except security.SecurityError as e:
+      raise security.SecurityError(f'{e}; a learner is a client of its replay service') from e
+
+
+def run_name(run_dir: Path) -> str:
+  """The name of a run, made with its directory and kept there, so that a resumed run has the same.
+
+  Raises:
+    UsageError: if what is kept there is no name.
+  """
+  path = run_dir / 'name.json'
+  if (name := read_json(path)) is None:
+    name = f'{plain(run_dir.resolve().name)[:100]}-{os.urandom(4).hex()}'
+    write_json(path, name)
+  if not isinstance(name, str) or not name:
+    raise UsageError(f'{path} is not the name of a run')
+  return name
+
+
 class Apart:
   """The learner's part of a run whose acting and replay are elsewhere; an `Architecture`.
 
@@ -398,11 +446,10 @@ class Apart:
   limiter sees to it that as many steps have been made. Without, it has a batch of unrolls.
   """
 
-  def __init__(self, program: Sebulba, addresses: Addresses, config: Config) -> None:
+  def __init__(self, program: Sebulba, addresses: Addresses, config: Config, run_dir: Path) -> None:
     self._program, self._addresses, self._config = program, addresses, config
-    self._record = record(config)
-    a = addresses
-    Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)  # is refused before it is compiled for
+    self._record, self._run_dir, self._run = record(config), run_dir, ''
+    check(addresses)  # is refused before it is compiled for
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self.ready = 0  # `advance` looks up after each update
     self._learner = Learner(program)
@@ -421,6 +468,7 @@ class Apart:
 
   def compile(self) -> None:
     p = self._program
+    self._run = run_name(self._run_dir)
     self._learner.compile(p.batch if p.hosted else (p.batch_of_unrolls,))
     # What listens is there before the others are waited for, as they may wait for it.
     a = self._addresses
@@ -428,11 +476,12 @@ class Apart:
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
     if p.hosted:
-      self._source: Sampled | Queued = Sampled(self._client, p.replay.windows, self.mesh)
+      table = replay_table(self._client, p.replay.windows, self._run)
+      self._source: Sampled | Queued = Sampled(table, p.replay.windows, self.mesh)
     else:
-      table = unrolls_table(self._client, p.num_envs)
+      table = unrolls_table(self._client, p.num_envs, self._run)
       self._source = Queued(table, p.batch_of_unrolls, self.mesh)
-    self._episodes_table = episodes_table(self._client)
+    self._episodes_table = episodes_table(self._client, self._run)
 
   def start(self, state: State, keys: Array, told: dict[str, Any]) -> None:
     assert self._client is not None, 'start before compile'  # which has made the tables
@@ -444,7 +493,7 @@ class Apart:
 
   def _publish(self, params: Any, *more: tuple[str, np.ndarray]) -> None:
     assert self._publisher is not None
-    text = np.frombuffer(json.dumps(self._record).encode(), np.uint8)
+    text = np.frombuffer(json.dumps({**self._record, RUN: self._run}).encode(), np.uint8)
     self._version = max(self._version + 1, self._update)
     try:
       self._publisher.publish(self._version, [*to_leaves(params), (RECORD, text), *more])
@@ -457,7 +506,7 @@ class Apart:
 
     def waits() -> bool:
       self._tell_of_loneliness()
-      return give_up()
+      return give_up() or bool(self._publisher and self._publisher.failure)
 
     for done in range(updates):
       state, whole = self._one(state, waits)
@@ -592,6 +641,26 @@ class _Finished(Exception):
   """The run is complete."""
 
 
+def check_options(config: Config, args: list[str]) -> None:
+  """Raises UsageError for options of `train` in `args` that an acting process would not heed."""
+  fields = {f.name for f in dataclasses.fields(Config)}
+  given = [a.partition('=')[0].removeprefix('--').replace('-', '_') for a in args if a[:2] == '--']
+  for name in given:
+    if name in ACTING:
+      if (value := getattr(config, name)) != ACTING[name]:
+        raise UsageError(
+          f'--{name} {value}: podrace act always has --{name} {ACTING[name]}; leave it out'
+        )
+    elif name == 'max_lag' and hasattr(config.agent, 'memory'):
+      raise UsageError(
+        f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
+      )
+    elif name in fields and name not in HEEDED:
+      raise UsageError(
+        f'--{flag(name)} is for podrace train only: nothing of podrace act depends on it; leave it out'
+      )
+
+
 def act(config: Config, options: Options) -> int:
   """`podrace act`: acts until the run is complete, a signal comes or it gives up; the exit code.
 
@@ -599,8 +668,7 @@ def act(config: Config, options: Options) -> int:
     UsageError: if the config can't be; if the learner's run is another one: both sides are named.
     RunError: if a thread or its environments fail.
   """
-  acting = dict(architecture='sebulba', lag='async', replay='service')  # whatever the preset is for
-  config = dataclasses.replace(config, **acting)  # type: ignore[arg-type]
+  config = dataclasses.replace(config, **ACTING)  # type: ignore[arg-type]  # whatever the preset is for
   validate(config)
   n = options.share[1]
   if config.num_envs % n:
@@ -662,6 +730,7 @@ class _Acting:
     self._reader = service.Parameters(a.parameters, a.keys, a.insecure, options.max_staleness)
     self._addresses = a
     self._num_envs = config.num_envs  # of all acting processes
+    self._run = ''  # the name of the learner's, once it is known
     self._held = -1  # version of the parameters that are acted with
     self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
     self._ended: BaseException | None = None  # why there is no more to be written
@@ -681,7 +750,7 @@ class _Acting:
       threading.Thread(target=self._watch, args=(actors, client), daemon=True).start()
       log.info('acting in %d environments', program.num_envs)
       try:
-        self._write(actors, write, _Teller(client))
+        self._write(actors, write, _Teller(client, self._run))
       except tables.Closed as e:
         raise self._ended or e from None
 
@@ -691,7 +760,7 @@ class _Acting:
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
     streams = Streams(
-      layout, replay_table(client, w),
+      layout, replay_table(client, w, self._run),
       lambda history: client.writer(history, max_in_flight=in_flight),
     )  # fmt: skip
 
@@ -703,7 +772,7 @@ class _Acting:
 
   def _unrolls(self, client: service.Client) -> Callable[[Unroll], None]:
     """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
-    table, writer = unrolls_table(client, self._num_envs), client.writer(1)
+    table, writer = unrolls_table(client, self._num_envs, self._run), client.writer(1)
     source, number = np.int64(int.from_bytes(os.urandom(7), 'little')), 0
 
     def write(unroll: Unroll) -> None:
@@ -773,8 +842,15 @@ class _Acting:
     """
     leaves = dict(found.leaves)
     told = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
+    run = told.pop(RUN, '')
     if different := other_run(told, self._record):
       raise UsageError('\n  '.join(['the learner has another run:', *different]))
+    if self._run not in ('', run):
+      raise UsageError(
+        f'the learner at {self._addresses.parameters} has run {plain(run)!r} now, this process acts for run '
+        f'{self._run!r}: start it again to act for the other'
+      )
+    self._run = run
     if leaves.pop(FINISHED, None) is not None:
       raise _Finished
     self._held = found.version
@@ -785,8 +861,8 @@ class _Acting:
 class _Teller:
   """Tells the learner of finished episodes, through a table of their own."""
 
-  def __init__(self, client: service.Client) -> None:
-    self._table, self._writer = episodes_table(client), client.writer(1)
+  def __init__(self, client: service.Client, run: str) -> None:
+    self._table, self._writer = episodes_table(client, run), client.writer(1)
 
   def add(self, totals: Totals) -> None:
     if totals.count:

@@ -587,7 +587,8 @@ for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... -
   --keys DIR                  with server.public, client.public and client.secret
   --insecure                  no keys, beyond this machine: nothing is encrypted
   --quiet                     tells only what is wrong
-  the other options are those of train; agent and environment must be the learner's
+  --actor-devices, --actor-threads, --env-batch-size, --env-deadline, --env-threads, --max-lag as of train,
+  and --agent, --agent.FIELD, --env, --num-envs and --unroll-length, which must be the learner's
 
 It waits for whom it needs, and comes back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused
 or bad usage, 143 and 130 on signals.
@@ -701,6 +702,7 @@ def act(args: list[str]) -> int:
   config = parse(base_config(preset, None, agent), options.arguments, 'podrace act')
   from podrace import apex
 
+  apex.check_options(config, options.arguments)
   addresses = apex.Addresses(
     tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
   )

@@ -213,11 +213,15 @@ def load_config(run_dir: Path) -> Config:
 
 
 def build(
-  config: Config, server: Server | None = None, addresses: Addresses | None = None
+  config: Config,
+  server: Server | None = None,
+  addresses: Addresses | None = None,
+  run_dir: Path | None = None,
 ) -> Architecture:
   """The program that a config describes; `server` is where remote environments come to.
 
-  `addresses` are those of a replay service and for acting processes, where the config has them.
+  `addresses` are those of a replay service and for acting processes, where the config has them, and `run_dir`
+  is where it is kept which of the service's tables are the run's.
 
   Raises:
     ValueError: with the numbers, where they don't fit each other.
@@ -229,9 +233,11 @@ def build(
       'tcp://127.0.0.1:5560 --listen tcp://127.0.0.1:5561'
     )
   if addresses is not None:
+    if run_dir is None:
+      raise UsageError('--replay service needs a run directory')
     from podrace.apex import Apart
 
-    return Apart(build_learner(config), addresses, config)
+    return Apart(build_learner(config), addresses, config, run_dir)
   if config.architecture == 'sebulba':
     return OnHost(build_sebulba(config, server))
   env = envs.make(config.env)
@@ -333,7 +339,7 @@ def train(
   with _told(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
     server = make_server(config, listen)
-    program = build(config, server, addresses)
+    program = build(config, server, addresses, run_dir)
     # Now that it can be a run: what is refused leaves no directory.
     try:
       run_dir.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import shlex
 import signal
@@ -31,6 +32,7 @@ from podrace.envs.host.base import Totals
 from podrace.networks import ActorCritic
 from podrace.options import Options
 from podrace.presets import PRESETS
+from podrace.remote import security
 from podrace.replay.hosted import Streams, named
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
@@ -253,6 +255,140 @@ def test_tables_are_waited_for_where_a_signal_ends_the_wait(
       run.train(
         config, tmp_path / 'run', addresses=apex.Addresses((server.address,), address), quiet=True
       )
+
+
+def tiny(**more: Any) -> Config:
+  return Config(
+    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
+    total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1, **more,
+  )  # fmt: skip
+
+
+def test_a_run_has_one_name(tmp_path: Path) -> None:
+  folders = [tmp_path / 'one', tmp_path / 'again' / 'one']
+  for folder in folders:
+    folder.mkdir(parents=True)
+  first, other = map(apex.run_name, folders)
+  assert first.startswith('one-') and other.startswith('one-') and first != other
+  assert apex.run_name(folders[0]) == first
+  (folders[0] / 'name.json').write_text('[]')
+  with pytest.raises(UsageError, match=r'name\.json is not the name of a run'):
+    apex.run_name(folders[0])
+
+
+def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  def began(*args: Any) -> None:
+    raise AssertionError('it learns')
+
+  monkeypatch.setattr(apex.Apart, 'start', began)
+  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+
+  def train(name: str) -> None:
+    run.train(tiny(), tmp_path / name, addresses=addresses, quiet=True)
+
+  with ReplayServer(addresses.replay[0]) as server:
+    with pytest.raises(AssertionError, match='it learns'):
+      train('one')
+    with pytest.raises(AssertionError, match='it learns'):  # as it is resumed
+      train('one')
+    assert {told['run'] for told in server.settings.values()} == {apex.run_name(tmp_path / 'one')}
+    with pytest.raises(
+      service.Refused, match=r"is of run 'one-.*', run 'two-.*' asks for it: each run needs"
+    ):
+      train('two')
+
+
+def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
+  config = tiny()
+  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  with (
+    ReplayServer(addresses.replay[0]),
+    service.connect(addresses.replay) as client,
+    service.Publisher(addresses.parameters) as publisher,
+  ):
+    apex.unrolls_table(client, 4, 'one-1')
+    acting = apex._Acting(config, apex.Options(addresses))
+    shapes = acting._program.agent.init(jax.random.key(0)).params
+
+    def publish(version: int, name: str) -> None:
+      told = json.dumps({**apex.record(config), apex.RUN: name}).encode()
+      record = apex.RECORD, np.frombuffer(told, np.uint8)
+      publisher.publish(version, [*to_leaves(shapes), record])
+
+    publish(1, 'two-2')
+    with pytest.raises(service.Refused, match="is of run 'one-1', run 'two-2' asks for it"):
+      acting.run()
+    acting = apex._Acting(config, apex.Options(addresses))
+    publish(2, 'one-1')
+    ended: list[BaseException] = []
+
+    def act() -> None:
+      try:
+        acting.run()
+      except BaseException as e:
+        ended.append(e)
+
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    until(lambda: ended or client.table('unrolls').info().waiting_inserts)
+    publish(3, 'two-2')
+    thread.join(120)
+    assert len(ended) == 1 and isinstance(ended[0], UsageError), ended
+    assert "has run 'two-2' now, this process acts for run 'one-1'" in str(ended[0])
+
+
+def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  looks = 0
+
+  def fail() -> None:
+    raise ArithmeticError('a bug')
+
+  def look(self: apex.Apart) -> None:
+    nonlocal looks
+    publisher = self._publisher
+    assert publisher is not None
+    if not looks:
+      publisher.call(fail)
+    if publisher.failure:
+      looks += 1
+      assert looks < 3, 'it waits on'
+
+  monkeypatch.setattr(apex.Apart, '_tell_of_loneliness', look)
+  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  with (
+    ReplayServer(addresses.replay[0]),
+    pytest.raises(run.RunError, match=r'ArithmeticError: a bug'),
+  ):
+    run.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
+
+
+def test_a_learner_needs_all_keys_before_it_is_compiled(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def compiled(*args: Any) -> None:
+    raise AssertionError('it compiles')
+
+  monkeypatch.setattr(apex.Apart, 'compile', compiled)
+  keys = tmp_path / 'keys'
+  security.new_keys(keys)
+  addresses = apex.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
+  with pytest.raises(AssertionError, match='it compiles'):
+    run.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
+  for name in (
+    'server.secret',
+    'server.public',
+    'client.secret',
+    'client.public',
+    'allowed_clients',
+  ):
+    kept = (keys / name).read_text()
+    (keys / name).unlink()
+    with pytest.raises(security.SecurityError, match=name):
+      run.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
+    (keys / name).write_text(kept)
+  assert not (tmp_path / 'other').exists()
 
 
 def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
@@ -563,7 +699,13 @@ def test_parameters_as_leaves() -> None:
         (['--agent', 'impalla'], "unknown agent 'impalla'"),
         (['--env', 'podrace:cach'], 'nearest: catch'),
         (['--num-envs', '0'], '--num-envs must be at least 1, not 0'),
-        (['--num-envs', '7'], '--num-envs 7 does not divide over 2 actor threads'),
+        (['--lag', '1', '--give-up-after', '0.1'], '--lag 1: podrace act always has --lag async; leave it out'),
+        (['--architecture=anakin', '--give-up-after', '0.1'], 'podrace act always has --architecture sebulba'),
+        (['--replay', 'host', '--give-up-after', '0.1'], 'podrace act always has --replay service'),
+        (['--total-steps', '1000', '--give-up-after', '0.1'], '--total-steps is for podrace train only'),
+        (['--log_every=7', '--give-up-after', '0.1'], '--log-every is for podrace train only'),
+        (['--checkpoint-every', '7', '--give-up-after', '0.1'], '--checkpoint-every is for podrace train only'),
+        (['r2d2-remote-memory', '--max-lag', '7', '--give-up-after', '0.1'], '--max-lag: r2d2 learns from replay'),
         (['--max-staleness', 'nan'], "--max-staleness takes a number of at least 0, not 'nan'"),
         (['--give-up-after', '-1'], "--give-up-after takes a number of at least 0, not '-1'"))),
     (['train', 'apex-pong', '--connect-replay', 'tcp://127.0.0.1:1'], '--connect-replay needs --listen'),

@@ -30,6 +30,7 @@ TICK = 0.2  # seconds between looks at who is silent
 # JAX holds Python's lock to lower or load a large program: 2 s where a dozen processes share 2 cores.
 PEER_SECONDS = 10.0
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
+NEW_SOCKET_SECONDS = 5.0  # without a session: a new connection
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
 LARGE = 65536  # bytes from which on a frame is sent without copying it

@@ -49,6 +49,7 @@ RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without
 GRACE = 5.0  # seconds beyond its deadline that a service has to say that it is over
 INFO_SECONDS = 60.0  # that a service has to say how a table does
 REMEMBERED = 2**18  # keys, of which shard they are
+PING_SECONDS = 1.0  # between questions for the sizes of tables, at most
 REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
 
 log = logging.getLogger('podrace.service')
@@ -98,6 +99,7 @@ class Connection(Link):
     self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
   ) -> None:
     super().__init__(address, keys, insecure, changed)
+    self.ping_every = PING_SECONDS
     self.tables: dict[str, dict[str, Any]] = {}  # settings of those in use
     self.sizes: dict[str, int] = {}
     self.released: deque[SentChunk] = deque()
@@ -158,7 +160,11 @@ class Connection(Link):
   def forget(self, asked: Asked) -> None:
     """Nobody waits for the answer any more."""
     with self.changed:
-      if self._asked.pop(asked.number, None) and asked.kind == wire.SAMPLE:
+      if self._asked.pop(asked.number, None) is None:
+        return
+      unsent = asked in self._to_ask
+      self._to_ask = deque(a for a in self._to_ask if a.number != asked.number)
+      if asked.kind == wire.SAMPLE and not unsent and self.session is not None:
         self.cancel(asked)
 
   def cancel(self, asked: Asked) -> None:
@@ -228,12 +234,16 @@ class Connection(Link):
         self.changed.notify_all()
 
   def turn(self) -> None:
-    while self._to_ask and self._socket is not None:
-      self._send_asked(self._to_ask.popleft())
+    while self._socket is not None and (asked := self._next_to_ask()) is not None:
+      self._send_asked(asked)
     while self._socket is not None and self._send_items():
       pass
     if self._socket is not None and self._unsaid > wire.MOST_BYTES // 4:
       self.send(wire.PING, self.session, *self.ping())
+
+  def _next_to_ask(self) -> Asked | None:
+    with self.changed:
+      return self._to_ask.popleft() if self._to_ask else None
 
   def _send_asked(self, asked: Asked) -> None:
     if asked.kind == wire.CANCEL:
@@ -262,7 +272,7 @@ class Connection(Link):
       with self.changed:
         asked = self._asked.pop(number, None)
         if asked is not None:
-          self.sizes[asked.args[0]] = size or self.sizes.get(asked.args[0], 0)
+          self.sizes[asked.args[0]] = size
           told = self._signatures[signature] if signature else None
           asked.value, asked.good, asked.done = (told, frames, reason), True, True
           self.changed.notify_all()
@@ -846,12 +856,17 @@ class Client:
     max_size: int | None = None,
     max_bytes: int | None = None,
     max_times_sampled: int = 0,
+    run: str = '',
   ) -> RemoteTable:
     """The table of this name. With settings it is made if there is none, with those.
 
+    Args:
+      name, sampler, remover, rate_limiter, max_size, max_bytes, max_times_sampled: as of podrace.tables.Table.
+      run: of which the table is, and of no other; none by default.
+
     Raises:
       ValueError: if there is none and no settings are given; Refused, which is one, if it has other
-        settings than those given.
+        settings than those given, or is of another run.
     """
     given = sampler, remover, rate_limiter, max_size
     told: dict[str, Any] = {}
@@ -867,6 +882,7 @@ class Client:
         max_size=max_size,
         max_bytes=max_bytes,
         max_times_sampled=max_times_sampled,
+        run=run,
       )
     most = math.inf
     for connection in self.connections:

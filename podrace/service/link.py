@@ -13,6 +13,7 @@ import math
 import os
 import random
 import socket as sockets
+import struct
 import threading
 import time
 import traceback
@@ -23,6 +24,7 @@ import zmq
 
 from podrace import __version__
 from podrace.remote import security
+from podrace.remote.hub import NEW_SOCKET_SECONDS
 from podrace.remote.wire import (
   CONNECT_MS,
   Wake,
@@ -38,6 +40,9 @@ from podrace.service import wire
 HELLO_SECONDS = 0.5  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none
 TURN = 0.05  # seconds between looks at the clock
+NO_ANSWER = 'it has not answered yet: perhaps it is not there, or has other keys'
+NOT_LISTED = "it does not list this client's key in its allowed_clients"
+TURNED_AWAY = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 log = logging.getLogger('podrace.service')
 
@@ -48,6 +53,19 @@ class Refused(ValueError):
 
 class Disconnected(Exception):
   """There is no session at the moment."""
+
+
+def client_keys(directory: Path | None) -> tuple[bytes, bytes, bytes] | None:
+  """A client's keys: the service's public one, its own secret and public one; None without keys.
+
+  Raises:
+    SecurityError: naming the file that lacks.
+  """
+  if directory is None:
+    return None
+  names = security.SERVER_PUBLIC, security.CLIENT_SECRET, security.CLIENT_PUBLIC
+  server, secret, public = (security.read_key(directory / name) for name in names)
+  return server, secret, public
 
 
 class Link:
@@ -63,11 +81,12 @@ class Link:
     self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
   ) -> None:
     security.check_address(address, keys, insecure, 'connect')
-    self.address, self._keys, self.changed = address, keys, changed
+    self._keys = client_keys(keys)
+    self.address, self.changed = address, changed
     self.session: int | None = None
     self.failure: BaseException | None = None  # why it will not come back
     self.closed = False
-    self.why = 'it has not answered yet'  # there is no session
+    self.why = NO_ANSWER  # there is no session
     self.patience = TURN  # seconds until the next turn, if nothing comes
     self.silence = 5.0  # seconds after which a peer is taken for dead
     self.ping_every = math.inf  # seconds, at most
@@ -155,16 +174,16 @@ class Link:
       if not isinstance(e, Refused):
         log.error('the connection to %s failed:\n%s', self.address, traceback.format_exc())
     finally:
-      self._disconnect()
       with self.changed:
         self.session = None
         self.changed.notify_all()
       self.lost()
+      self._disconnect()
 
   def _connect(self) -> None:
     socket = self._socket = self._context.socket(zmq.DEALER)
     if self._keys is not None:
-      security.secure_client(socket, self._keys)
+      socket.curve_serverkey, socket.curve_secretkey, socket.curve_publickey = self._keys
     socket.linger = 0
     socket.immediate = True  # nothing is kept for a connection that isn't there
     socket.sndhwm = socket.rcvhwm = 1000
@@ -174,17 +193,18 @@ class Link:
     socket.connect_timeout = CONNECT_MS
     if '[' in self.address:
       socket.ipv6 = True
-    self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | TURNED_AWAY)
     socket.connect(self.address)
     self._nonce = random.getrandbits(48)
     self._heard, self._pinged = time.monotonic(), 0.0
 
   def _disconnect(self) -> None:
-    if self._socket is not None:
+    if self._monitor is not None:
       self._socket.disable_monitor()
       self._monitor.close(0)
+    if self._socket is not None:
       self._socket.close()
-      self._socket = self._monitor = None
+    self._socket = self._monitor = None
 
   def _listen(self) -> None:
     """Until the connection is of no further use."""
@@ -197,8 +217,10 @@ class Link:
         if ready == wake:
           self._wake.clear()
         elif ready is self._monitor:
-          self._monitor.recv_multipart()
-          if self.session is not None:
+          event, _ = struct.unpack('=hi', self._monitor.recv_multipart()[0])
+          if event == TURNED_AWAY:
+            self.why = NOT_LISTED
+          elif self.session is not None:
             self.lose('the connection was cut')
             return
       while self._socket is not None and (raw := self._received()) is not None:
@@ -272,7 +294,7 @@ class Link:
     time.sleep(0.05 * random.random())  # all clients lose a service together
 
   def send(self, *header: Any, frames: list[Any] | None = None) -> bool:
-    """Whether it is on its way; if not, for a second, the session is given up."""
+    """Whether it is on its way; if not, the session is given up."""
     message = [pack(*header), *(frames or [])]
     try:
       last = message.pop()
@@ -294,6 +316,8 @@ class Link:
         self._hello()
       if now - self._lost_since > 2.0:
         self._remind(f'no {self.service} answers at {self.address} ({self.why}); trying again')
+      if now - self._heard > NEW_SOCKET_SECONDS:  # ZeroMQ does not come back to who turned it away
+        self._disconnect()
       return
     if now - self._pinged > min(self.silence / 4, self.ping_every):
       self._pinged = now

@@ -47,6 +47,7 @@ CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
 HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
 HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
 KEEP = 2  # checkpoints
+REFUSED_ITEMS = 2048  # of a stream, that are refused again if they are sent again
 
 log = logging.getLogger('podrace.service')
 
@@ -56,7 +57,9 @@ class Stream:
 
   def __init__(self, number: int = 0, missing: set[int] | None = None) -> None:
     self.number = number  # of the newest item that has come
-    self.missing = missing or set()  # older ones that a restart has lost, and the client still has
+    # Older ones that are not in: a restart has lost them, or they were refused, which the client may not have heard.
+    self.missing = missing or set()
+    self.refused: collections.deque[int] = collections.deque()  # of those, the newest last
     self.waiting: dict[int, Pending] = {}  # by number, for a limiter
     self.account = Account()
     self.peer: Peer | None = None
@@ -67,6 +70,13 @@ class Stream:
   def kept_bytes(self) -> int:
     """Of what its writers keep, and of its items that wait."""
     return self.account.bytes + CHUNK_BYTES * len(self.pieces)
+
+  def refuse(self, number: int) -> None:
+    """An item is not in: who has not heard it asks again, and is refused again."""
+    self.missing.add(number)
+    self.refused.append(number)
+    if len(self.refused) > REFUSED_ITEMS:
+      self.missing.discard(self.refused.popleft())
 
   def begin(self) -> None:
     """For a new connection, in which everything is told anew."""
@@ -168,6 +178,7 @@ class ReplayServer(Router):
     self._save_wanted: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
     self._not_saved = ''  # why the last checkpoint was not written
+    self._refusing: set[str] = set()  # tables of which it was told that they refuse items
     self._lock: IO[str] | None = None
     self.saved: list[Path] = []
     for name, told in (tables or {}).items():
@@ -213,6 +224,8 @@ class ReplayServer(Router):
         raise tables.CheckpointError(
           f'checkpoint {newest} has other settings than --table: ' + '; '.join(reasons)
         )
+      else:
+        self.settings[name] = told  # of the run, too
     for name in self.tables.keys() - extra['tables'].keys():
       raise tables.CheckpointError(
         f'checkpoint {newest} has tables {sorted(extra["tables"])}, and no {name!r}: '
@@ -289,6 +302,7 @@ class ReplayServer(Router):
       self._declare(peer.state.stream, told)
     elif kind == wire.CANCEL:
       _, number = fields(header, int, int)
+      wire.check_frames(frames, 0, 0)
       if request := peer.state.reading.waiting.get(number):
         self._answer(request, f'cancelled by {peer.name}')
     elif kind in (wire.TABLE, wire.UPDATE, wire.DELETE, wire.INFO, wire.SAVE):
@@ -304,6 +318,7 @@ class ReplayServer(Router):
     try:
       if kind == wire.SAVE:
         fields(header, int, int)
+        wire.check_frames(frames, 0, 0)
         if self.dir is None:
           raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
         if len(self._save_wanted) >= SAVES:
@@ -324,6 +339,7 @@ class ReplayServer(Router):
 
   def _table(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
     *_, name, told = fields(header, int, int, str, dict)
+    wire.check_frames(frames, 0, 0)
     table = self.tables.get(name)
     if table is None:
       if not told:
@@ -369,6 +385,7 @@ class ReplayServer(Router):
 
   def _info(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
     *_, name = fields(header, int, int, str)
+    wire.check_frames(frames, 0, 0)
     table = self._named(name)
     return dict(
       dataclasses.asdict(table.info()),
@@ -381,9 +398,9 @@ class ReplayServer(Router):
   def _declare(self, stream: Stream, told: dict[str, Any]) -> None:
     """What the numbers in this connection's INSERTs will mean."""
     if told.keys() - {'tables', 'specs', 'signatures'} or not all(
-      isinstance(x, list) and len(x) <= wire.LEAVES for x in told.values()
+      isinstance(x, list) for x in told.values()
     ):
-      raise WireError('a declaration of something else than tables, specs and signatures')
+      raise WireError('a declaration of something else than lists of tables, specs and signatures')
     for name in told.get('tables', []):
       if not isinstance(name, str) or name not in self.tables:
         raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
@@ -410,6 +427,8 @@ class ReplayServer(Router):
   def _insert(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
     _, message, crc = fields(header, int, int, int)
     wire.check_frames(frames, 6, crc)
+    if not message:
+      raise WireError('an insert with message 0, which is that of ACKs of items that waited')
     client: Client = peer.state
     stream = client.stream
     self._take_pieces(stream, wire.records(frames[0], wire.CHUNK), memoryview(frames[5]).cast('B'))
@@ -432,12 +451,15 @@ class ReplayServer(Router):
           waiting.append(number)
         else:
           refused.append(number)
+          stream.refuse(number)
           reason = reason or str(outcome)
+          self._tell_refused(table, peer, outcome)
     if len(stream.waiting) > wire.MOST_ITEMS:
       raise WireError(f'items beyond the {wire.MOST_ITEMS} that may wait')
     self._release(stream, wire.records(frames[4], '<u8'))
     client.inserted += len(done) + len(waiting)
     self.counts['items'] += len(done) + len(waiting)
+    self.counts['refused items'] += len(refused)
     for table, _ in groups:
       held, bytes_held = self._held[table.name], self._held_accounts[table.name].bytes
       if len(held) > HELD_ITEMS or bytes_held > HELD * self.most_bytes:
@@ -446,6 +468,12 @@ class ReplayServer(Router):
         return
     why = groups[-1][0].why_no_insert() if waiting and groups else ''
     self._ack(peer, message, reason or why, done, waiting, refused)
+
+  def _tell_refused(self, table: Table, peer: Peer, reason: ValueError) -> None:
+    """Of each table the first time: the others are counted, and their writers are told."""
+    if table.name not in self._refusing:
+      self._refusing.add(table.name)
+      self.log(f'refused an item of {peer.name} (others are counted): {reason}', logging.WARNING)
 
   def _refuse(self, peer: Peer, what: str, allowed: int) -> None:
     """Ends the session of a client with which too much is kept."""
@@ -671,7 +699,7 @@ class ReplayServer(Router):
     if not draws.items:
       client.reading.answered += 1
       client.reading.unread.append(0)
-      self.send(peer.address, *header, 0, reason, 0, 0)
+      self.send(peer.address, *header, 0, reason, 0, len(table))
       return
     try:
       frames = wire.sample_frames(draws)
@@ -862,12 +890,13 @@ def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
   for key, value in numbers.items():
     if not value.isdigit():
       raise ValueError(f'--table {text}: {key} takes a whole number, not {value!r}')
+  sizes: dict[str, Any] = {k: int(v) for k, v in numbers.items()}
   try:
     settings = wire.told_settings(
       sampler=wire.selector(given['sampler']),
       remover=wire.selector(given['remover']),
       rate_limiter=_limiter(given['rate']),
-      **{k: int(v) for k, v in numbers.items()},
+      **sizes,
     )
   except ValueError as e:
     raise ValueError(f'--table {text}: {e}') from None

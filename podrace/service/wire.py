@@ -174,6 +174,7 @@ def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
 
 # --- tables' settings -------------------------------------------------------------------------------
 
+RUN = 'run'  # the setting that says of which run a table is
 _SELECTORS: dict[str, Any] = {
   'uniform': tables.uniform,
   'fifo': tables.fifo,
@@ -206,17 +207,18 @@ def told_settings(
   max_size: int,
   max_bytes: int | None = None,
   max_times_sampled: int = 0,
+  run: str = '',
 ) -> dict[str, Any]:
-  """A table's settings as msgpack and JSON have them."""
-  r = rate_limiter
-  return dict(
+  """A table's settings as msgpack and JSON have them; `run`, if it is of one, is the run's name."""
+  told = dict(
     sampler=sampler.name,
     remover=remover.name,
-    rate_limiter=[r.name, *map(float, (r.samples_per_insert, r.min_size, r.min_diff, r.max_diff))],
+    rate_limiter=[rate_limiter.name, *map(float, rate_limiter.numbers)],
     max_size=max_size,
     max_bytes=max_bytes,
     max_times_sampled=max_times_sampled,
   )
+  return told | ({RUN: run} if run else {})
 
 
 def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
@@ -231,8 +233,10 @@ def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
     sizes = {k: told[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
   except (KeyError, TypeError) as e:
     raise ValueError(f'table {name!r}: settings without {e}') from None
-  if more := told.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover'}:
+  if more := told.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN}:
     raise ValueError(f'table {name!r}: settings {sorted(map(str, more))}, which there are not')
+  if RUN in told and not (type(told[RUN]) is str and 0 < len(told[RUN]) <= 200):
+    raise ValueError(f'table {name!r}: a run that is not a name of at most 200 characters')
   for k, v in sizes.items():
     if type(v) is not int and not (k == 'max_bytes' and v is None):
       raise ValueError(f'table {name!r}: {k}={v!r} must be a whole number')
@@ -257,12 +261,27 @@ def _limiter(name: Any, spi: Any, least: Any, low: Any, high: Any) -> RateLimite
 
 
 def settings_differences(name: str, there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-  """A line for each setting in which a table is not what was asked for."""
+  """A line for each setting in which a table is not what was asked for; of another run that one."""
+  if RUN in asked and asked[RUN] != there.get(RUN):
+    return [
+      f'table {name!r} is of {_run(there.get(RUN))}, {_run(asked[RUN])} asks for it: each run needs a '
+      '`podrace replay` of its own, with another --listen and --dir; or end all processes of the other '
+      'run, and start this `podrace replay` anew, with another --dir or none'
+    ]
   return [
     f'table {name!r}: {k} is {there[k]} at the server, {asked.get(k)} is asked for'
     for k in there
-    if there[k] != asked.get(k)
+    if k != RUN and _compared(k, there[k]) != _compared(k, asked.get(k))
   ]
+
+
+def _run(name: Any) -> str:
+  return 'no run' if name is None else f'run {name!r}'
+
+
+def _compared(setting: str, value: Any) -> Any:
+  """What must be the same; of a limiter not its name, which is shown only."""
+  return value[1:] if setting == 'rate_limiter' and isinstance(value, list) else value
 
 
 # --- samples ----------------------------------------------------------------------------------------

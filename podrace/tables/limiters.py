@@ -39,6 +39,11 @@ class RateLimiter:
   min_diff: float
   max_diff: float
 
+  @property
+  def numbers(self) -> tuple[float, int, float, float]:
+    """What makes it equal to another one."""
+    return self.samples_per_insert, self.min_size, self.min_diff, self.max_diff
+
   def __post_init__(self) -> None:
     if not 0 < self.samples_per_insert < INFINITY:
       raise ValueError(f'{self.name}: samples_per_insert must be positive and finite')

@@ -653,6 +653,7 @@ class Table:
       sampler=self.sampler.name,
       remover=self.remover.name,
       rate_limiter=self.rate_limiter.name,
+      limits=list(map(float, self.rate_limiter.numbers)),
       max_size=self.max_size,
       max_bytes=self.max_bytes,
       max_times_sampled=self.max_times_sampled,

@@ -411,6 +411,54 @@ def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.Mon
     found[0].close()
 
 
+def test_a_refusal_that_was_not_heard_is_heard_in_the_next_session() -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    fill(client, client.table('it', **SIMPLE), 1).close(timeout=30)
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    try:
+      with service.connect(proxy.address) as far:
+        table, writer = far.table('it'), far.writer(history=1, delay=0.0)
+        proxy.down = False
+        for _ in range(2):
+          writer.append({'x': np.float32(1)})
+          writer.create_item(table, 1.0, num_steps=1)
+        until(lambda: server.counts['refused items'] == 2)
+        proxy.reset()
+        proxy.down = True
+        with pytest.raises(ValueError, match=r'items are \(x: int64.*got \(x: float32'):
+          writer.flush(timeout=60)
+        until(lambda: server.counts['refused items'] == 4)
+        fill(far, table, 3).close(timeout=60)
+        assert len(table) == 4
+    finally:
+      proxy.close()
+    told = [e for e in server.events if 'refused an item of' in e]
+    assert len(told) == 1 and "table 'it': items are" in told[0]
+    assert server.failure is None and not server.counts['malformed']
+
+
+def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(replay_server, 'REFUSED_ITEMS', 3)
+  stream = replay_server.Stream(10)
+  for number in range(5):
+    stream.refuse(number)
+  assert stream.missing == {2, 3, 4} and list(stream.refused) == [2, 3, 4]
+
+
+def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table, connection = client.table('it', **SIMPLE), client.connections[0]
+    server.stop()
+    until(lambda: connection.session is None)
+    for _ in range(20):
+      with pytest.raises(tables.RateLimited):
+        table.sample(1, timeout=0.001)
+    assert not connection._asked and not connection._to_ask
+    with ReplayServer(server.address) as again:
+      fill(client, table, 2).close(timeout=60)
+      assert len(table.sample(1, timeout=60).key) == 1 and not again.counts['malformed']
+
+
 def test_many_threads_share_a_client(tmp_path: Path) -> None:
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
     table = all_of(client)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,8 @@ from test_service_tables import SIMPLE, fill
 from podrace import cli, service, tables
 from podrace.remote import security
 from podrace.remote.wire import checksum, pack, unpack
+from podrace.service import link, wire
 from podrace.service import server as replay_server
-from podrace.service import wire
 from podrace.service.server import ReplayServer, parse_tables
 from podrace.tables.table import Leaf, Signature
 
@@ -93,6 +95,88 @@ def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
       until(lambda: server.counts['malformed'] or server.counts['turned away'] > away)  # came again
       assert server.counts['sessions'] == 1
       reader.close()
+
+
+def test_who_was_turned_away_joins_once_its_key_is_listed(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(link, 'NEW_SOCKET_SECONDS', 0.5)
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  security.new_keys(keys)
+  security.new_client(keys, own)
+  listed = keys / security.ALLOWED
+  text = listed.read_text()
+  with ReplayServer(ANY, keys=keys) as server, service.Publisher(ANY, keys=keys) as publisher:
+    publisher.publish(1, [('x', np.ones(3))])
+    reader = service.Parameters(publisher.address, keys=own)
+    assert reader.get(timeout=30).version == 1
+    with service.connect(server.address, keys=own) as client:
+      (connection,) = client.connections
+      for _ in range(2):  # the list is replaced, by an editor that takes its time
+        before = server.counts['turned away'], publisher.counts['turned away']
+        listed.write_text('')
+        until(lambda b=before: server.counts['turned away'] > b[0])
+        until(lambda b=before: publisher.counts['turned away'] > b[1])
+        until(lambda: link.NOT_LISTED in (connection.why, reader.why))
+        assert connection.session is reader.session is None
+        listed.write_text(text)
+        assert connection.wait_joined(time.monotonic() + 30) and reader.wait_joined(
+          time.monotonic() + 30
+        )
+      fill(client, client.table('it', **SIMPLE), 3).close(timeout=30)
+    reader.close()
+
+
+def ended(call: Any, seconds: float = 30.0) -> BaseException:
+  """What `call` raises, which it does in time."""
+  raised: list[BaseException] = []
+
+  def run() -> None:
+    try:
+      call()
+    except BaseException as e:
+      raised.append(e)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  thread.join(seconds)
+  assert raised, f'nothing was raised in {seconds} s'
+  return raised[0]
+
+
+@pytest.mark.parametrize(
+  'lacks', [security.SERVER_PUBLIC, security.CLIENT_SECRET, security.CLIENT_PUBLIC]
+)
+def test_a_key_that_is_missing_is_told_at_once(lacks: str, tmp_path: Path) -> None:
+  security.new_keys(tmp_path / 'keys')
+  (tmp_path / 'keys' / lacks).unlink()
+  for connect in (
+    lambda: service.connect('tcp://127.0.0.1:9', keys=tmp_path / 'keys', timeout=None),
+    lambda: service.Parameters('tcp://127.0.0.1:9', keys=tmp_path / 'keys').get(),
+  ):
+    error = ended(connect)
+    assert isinstance(error, security.SecurityError) and f'no {lacks}' in str(error)
+
+
+def test_keys_are_read_once(tmp_path: Path) -> None:
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  security.new_keys(keys)
+  security.new_client(keys, own)
+  with ReplayServer(ANY, keys=keys) as server, service.connect(server.address, keys=own) as client:
+    table = client.table('it', **SIMPLE)
+    shutil.rmtree(own)
+    server.stop()
+    with ReplayServer(server.address, keys=keys):
+      fill(client, table, 3).close(timeout=60)
+
+
+def test_a_link_that_fails_ends_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+  def fail(*args: Any) -> None:
+    raise OSError(24, 'Too many open files')
+
+  monkeypatch.setattr(zmq.Socket, 'get_monitor_socket', fail)
+  error = ended(lambda: service.connect('tcp://127.0.0.1:9', timeout=None))
+  assert isinstance(error, RuntimeError) and 'Too many open files' in str(error)
 
 
 # --- what is none -----------------------------------------------------------------------------------
@@ -205,6 +289,11 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
       assert 'checksum' in (said := raw.hear(wire.GONE)[0][2]) or 'frames after' in said
       raw.close()
     raw = ready(context, server)
+    header, frames = insert(1)
+    raw.say(wire.INSERT, raw.session, 0, header[1], frames=frames)
+    assert 'message 0' in raw.hear(wire.GONE)[0][2]
+    raw.close()
+    raw = ready(context, server)
     for number in (1, 2, 2, 1, 3):  # what comes again is known
       header, frames = insert(number, refs=[0])
       raw.say(wire.INSERT, raw.session, *header, frames=frames)
@@ -316,8 +405,8 @@ def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
     for number in range(3):
       first.say(wire.SAVE, first.session, number)
     assert 'wait for a checkpoint already' in first.hear(wire.ANSWER)[0][4]
-    for _ in range(66):
-      first.say(wire.DECLARE, first.session, {'tables': ['it'] * 1000})
+    for _ in range(33):
+      first.say(wire.DECLARE, first.session, {'tables': ['it'] * 2000})
     assert 'more than 65536' in first.hear(wire.GONE)[0][2]
     server._save_wanted.clear()
     monkeypatch.undo()

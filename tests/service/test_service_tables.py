@@ -25,7 +25,7 @@ from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 
 from podrace import service, tables
 from podrace.service import wire
-from podrace.service.server import ReplayServer
+from podrace.service.server import ReplayServer, parse_tables
 
 SIMPLE: dict[str, Any] = dict(
   sampler=tables.uniform(),
@@ -182,6 +182,18 @@ def test_items_come_back_as_they_were(client: service.Client) -> None:
   writer.close()
 
 
+def test_either_byte_order(client: service.Client) -> None:
+  table = client.table('orders', **SIMPLE)
+  with client.writer(history=40, rows_per_chunk=40) as writer:
+    for t in range(40):
+      writer.append({k: np.full(50, t, k) for k in ('>f4', '<f4', '>i8', '<i8')})
+    writer.create_item(table, 1.0, num_steps=40)
+  found = table.sample(1, timeout=30).data
+  for dtype, rows in found.items():
+    assert rows.dtype == np.dtype(dtype), dtype
+    np.testing.assert_array_equal(rows[0, :, 0], np.arange(40))
+
+
 def test_lengths_differ_and_the_rest_is_zero(client: service.Client) -> None:
   table = client.table('lengths', **SIMPLE)
   writer = client.writer(history=6, rows_per_chunk=4)
@@ -295,6 +307,42 @@ def test_settings_that_differ_are_refused_with_both_sides(client: service.Client
   with pytest.raises(ValueError, match='deadlocks'):
     client.table('never', **{**SIMPLE, 'rate_limiter': limiter, 'max_size': 3})
   assert client.table('set').info().size == 0  # the connection goes on
+
+
+def test_a_limiter_is_compared_by_its_numbers(client: service.Client) -> None:
+  ratio = tables.sample_to_insert_ratio
+  client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=80)})
+  client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=80.0)})
+  (typed,) = parse_tables([
+    'name=ratio,sampler=uniform,remover=fifo,rate=sample_to_insert:8:10:80,max_size=1000'
+  ]).values()  # fmt: skip
+  assert client.connections[0].ask(wire.TABLE, 'ratio', typed).wait(1e9, '')['most']
+  with pytest.raises(service.Refused, match=r'error=80\).*is asked for'):
+    client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=81)})
+
+
+def test_a_table_is_of_one_run(tmp_path: Path) -> None:
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE, run='one-1')
+    client.table('nobodys', **SIMPLE)
+    assert client.table('it').name == client.table('it', **SIMPLE, run='one-1').name == 'it'
+    with pytest.raises(
+      service.Refused, match=r"'it' is of run 'one-1', run 'two-2' asks for it: .*--dir"
+    ):
+      client.table('it', **SIMPLE, run='two-2')
+    with pytest.raises(service.Refused, match=r"'nobodys' is of no run, run 'two-2' asks for it"):
+      client.table('nobodys', **SIMPLE, run='two-2')
+    with pytest.raises(service.Refused, match='a run that is not a name'):
+      client.table('other', **SIMPLE, run='x' * 201)
+  settings = parse_tables(['name=it,sampler=uniform,remover=fifo,rate=min_size:1,max_size=1000'])
+  for told in ({}, settings):  # it is in the checkpoint
+    with (
+      ReplayServer(ANY, tmp_path, tables=told) as server,
+      service.connect(server.address) as client,
+    ):
+      client.table('it', **SIMPLE, run='one-1')
+      with pytest.raises(service.Refused, match="run 'one-1'"):
+        client.table('it', **SIMPLE, run='two-2')
 
 
 def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(client: service.Client) -> None:
@@ -451,6 +499,33 @@ def test_closing_ends_all_waits(server: ReplayServer) -> None:
   with pytest.raises(tables.Closed):
     writer.append({'x': np.int64(2)})
     writer.create_item(table, 1.0, num_steps=1)
+
+
+def test_sizes_are_told_every_second_and_with_each_sample() -> None:
+  once: dict[str, Any] = {**SIMPLE, 'max_times_sampled': 1}
+  with (
+    ReplayServer(ANY, peer_timeout=100.0) as server,
+    service.connect(server.address) as client,
+    service.connect(server.address) as other,
+  ):
+    table = client.table('it', **once)
+    fill(other, other.table('it'), 5).close(timeout=30)
+    until(lambda: table.size_last_told == 5, 10.0)
+    table.sample(5, timeout=30)
+    assert table.size_last_told == 0  # at once
+    client.connections[0].sizes = {'it': 7}
+    with pytest.raises(tables.RateLimited):
+      table.sample(1, timeout=0.01)
+    assert table.size_last_told == 0
+
+
+def test_who_waits_for_a_service_is_told_what_may_be_wrong(
+  caplog: pytest.LogCaptureFixture,
+) -> None:
+  reader = service.Parameters('tcp://127.0.0.1:9')
+  until(lambda: caplog.records)
+  reader.close()
+  assert 'perhaps it is not there, or has other keys' in caplog.records[0].getMessage()
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

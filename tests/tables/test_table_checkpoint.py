@@ -32,10 +32,12 @@ class Step(NamedTuple):
   count: Any
 
 
-def make(sampler: Any = SELECTORS[3], remover: Any = SELECTORS[1]) -> tables.ChunkStore:
+def make(
+  sampler: Any = SELECTORS[3], remover: Any = SELECTORS[1], error: float = 30.0
+) -> tables.ChunkStore:
   """A store with two tables, one of them on a ratio of samples to inserts."""
   store = tables.ChunkStore()
-  ratio = tables.sample_to_insert_ratio(2.0, 2, 30.0)
+  ratio = tables.sample_to_insert_ratio(2.0, 2, error)
   one = dict(sampler=sampler, remover=remover, rate_limiter=ratio, max_size=6, seed=3)
   two = dict(sampler=remover, remover=sampler, rate_limiter=tables.min_size(1), max_size=9, seed=4)
   tables.Table('one', store, **one)
@@ -176,6 +178,33 @@ def test_other_tables_are_refused(folder: Path) -> None:
   use(used, 0, 5)
   with pytest.raises(tables.CheckpointError, match='has been used'):
     tables.restore(used, folder)
+
+
+def test_a_limiter_is_compared_by_its_numbers(folder: Path) -> None:
+  same = make(error=30)
+  assert same.tables['one'].rate_limiter.name != make().tables['one'].rate_limiter.name
+  tables.restore(same, folder)
+  with pytest.raises(
+    tables.CheckpointError, match=r"'one' had limits \[2.0, 2.0, -26.0, 34.0\], now"
+  ):
+    tables.restore(make(error=31.0), folder)
+
+
+def test_a_checkpoint_that_has_but_the_name_of_a_limiter(folder: Path) -> None:
+  """As older ones do."""
+  path = folder / 'manifest.json'
+  manifest = json.loads(path.read_text())
+  for table in manifest['tables']:
+    del table['config']['limits']
+  manifest['sha256'] = checkpoint._sha256_of(manifest)
+  path.write_text(json.dumps(manifest))
+  with pytest.raises(
+    tables.CheckpointError, match=r"'one' had rate_limiter sample_to.*error=30.0\), now"
+  ):
+    tables.restore(make(error=31.0), folder)
+  store = make()
+  tables.restore(store, folder)
+  assert len(store.tables['one'])
 
 
 def test_a_checkpoint_is_never_written_over(folder: Path) -> None:
