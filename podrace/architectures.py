@@ -269,7 +269,8 @@ class OnHost:
       raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
 
   def finished(self, state: sebulba.State) -> None:
-    pass
+    if self._program.spec.finished:
+      self._program.spec.finished()
 
   def restore(self, path: Path, told: dict[str, Any] | None) -> None:
     if self._hosted is None:

@@ -364,10 +364,7 @@ def train(
         f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
-    summary = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet).go(stack)
-    if server is not None:
-      server.finished()
-    return summary
+    return _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet).go(stack)
 
 
 def _nothing(message: str) -> None:

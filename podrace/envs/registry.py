@@ -263,6 +263,14 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
   return key, env, options
 
 
+def full_name(
+  key: str, env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
+) -> str:
+  """The same name for the same environment, of which `parse` makes it; without options that are defaults."""
+  given = [f'{k}={_text(v)}' for k, v in sorted(options.items()) if defaults.get(k) != v]
+  return ','.join([f'{key}:{env}', *given])
+
+
 def read_options(
   env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
 ) -> dict[str, Any]:

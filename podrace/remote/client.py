@@ -185,6 +185,7 @@ class Client:
 
   def __init__(self, options: Options, spec: HostSpec) -> None:
     self._options, self._spec = options, spec
+    self._env = spec.name[: wire.STRING]
     self._schema = wire.schema(spec.observation_space, spec.action_space)
     self._layout = wire.Layout(self._schema)
     self._context = zmq.Context()
@@ -227,12 +228,10 @@ class Client:
     socket.immediate = True  # nothing is kept for a connection that isn't there
     socket.sndhwm = 2 * wire.GROUPS
     socket.maxmsgsize = max(wire.HEADER_BYTES, 65536 * self._layout.action_bytes) + 65536
-    socket.heartbeat_ivl, socket.heartbeat_timeout = 2000, 10_000
+    socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
     socket.connect_timeout = wire.CONNECT_MS
-    if '[' in self._options.connect:
-      socket.ipv6 = True
-    socket.connect(self._options.connect)
+    security.connect(socket, self._options.connect)
     self._nonce, self._lost_since = random.getrandbits(48), 0.0
     self._heard = time.monotonic()
     self._pinged = 0.0
@@ -308,7 +307,7 @@ class Client:
     """Begins a session, with environments made anew when they get slots."""
     try:
       largest, self._silence = int(told['largest_group']), float(told['silence'])
-      env = wire.plain(told['env'])
+      env = str(told['env'])
     except (KeyError, TypeError, ValueError) as e:
       raise WireError(f'a welcome without {e}') from None
     o = self._options
@@ -323,8 +322,14 @@ class Client:
       self._groups.append(Group(i, self._spec, args, self._tell))
     self._told, self._last_reason, self._lost_since = 0.0, '', 0.0
     log.info(
-      'joined the learner of %s with %d environments in %d groups', env, o.num_envs, len(sizes)
-    )
+      'joined the learner of %s with %d environments in %d groups',
+      wire.plain(env), o.num_envs, len(sizes),
+    )  # fmt: skip
+    if env != self._env:
+      log.warning(
+        'these environments are %s, the learner is one of %s: their arrays are alike, so they take part; '
+        'give --env %s if that is not what you want', self._env, *[wire.plain(env)] * 2,
+      )  # fmt: skip
     for group in self._groups:
       self._send(wire.ENTER, session, group.index, group.size)
 
@@ -379,13 +384,16 @@ class Client:
       if now - self._pinged > HELLO_SECONDS:
         self._pinged = now
         self._hello()
-      if now - self._heard > REMIND / 3:
+      if now - self._alone_since > REMIND / 3:
         self._remind(
-          f'no learner answers at {self._options.connect}, or it has other keys; trying again'
+          f'no learner answers at {self._options.connect}, or it has other keys, or does not list this one; '
+          'trying again'
         )
       give_up = self._options.give_up
       if give_up and now - self._alone_since > give_up:
         raise TimeoutError(f'no learner at {self._options.connect} for {give_up:.0f} s')
+      if now - self._heard > security.NEW_SOCKET_SECONDS:  # turned away, perhaps
+        self._close_socket()
       return
     self._alone_since = now
     if now - self._pinged > self._silence / 4:
@@ -403,9 +411,9 @@ class Client:
       'name': wire.NAME,
       'version': wire.VERSION,
       'nonce': self._nonce,
-      'host': sockets.gethostname()[:200],
+      'host': sockets.gethostname()[: wire.STRING],
       'pid': os.getpid(),
-      'env': self._spec.name[:200],
+      'env': self._env,
       'podrace': __version__,
       'schema': self._schema,
     })  # fmt: skip
@@ -436,7 +444,9 @@ class Client:
     groups, self._groups = self._groups, []
     for group in groups:
       group.stop()
-    end = time.monotonic() + (self._options.deadline if groups else 0)
+    # Those that watch themselves may have just begun to replace one that hangs.
+    allowed = self._options.deadline + host.START_SECONDS * any(g.watches_itself for g in groups)
+    end = time.monotonic() + (allowed if groups else 0)
     for group in groups:
       while not group.join(0.1) and not self.signum and time.monotonic() < end:
         pass

@@ -9,9 +9,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import errno
 import logging
 import math
+import os
 import resource
+import socket as sockets
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,7 +24,17 @@ from typing import Any
 import zmq
 
 from podrace.remote import security
-from podrace.remote.wire import GONE, Wake, WireError, pack, plain_lines, unpack
+from podrace.remote.wire import (
+  GONE,
+  NUMBER,
+  REPORT,
+  STRING,
+  Wake,
+  WireError,
+  pack,
+  plain_lines,
+  unpack,
+)
 
 PEERS = 4096  # with a session, at most
 BANNED = 4096  # connections that misbehaved, remembered
@@ -30,11 +43,11 @@ TICK = 0.2  # seconds between looks at who is silent
 # JAX holds Python's lock to lower or load a large program: 2 s where a dozen processes share 2 cores.
 PEER_SECONDS = 10.0
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
-NEW_SOCKET_SECONDS = 5.0  # without a session: a new connection
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
 LARGE = 65536  # bytes from which on a frame is sent without copying it
 FILES = 2 * PEERS  # that may be open, if that is permitted: each connection is one
+REPORT_SECONDS = 0.5  # that a report is told again: to make it takes time from those who act
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
 
@@ -62,9 +75,37 @@ class Listen:
   peer_timeout: float = PEER_SECONDS  # of silence after which a client is dropped
 
   def __post_init__(self) -> None:
-    security.check_address(self.address, self.keys, self.insecure, '--listen')
+    security.check_address(self.address, self.keys, self.insecure, '--listen', listens=True)
     if not 0 < self.peer_timeout < math.inf:
       raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
+
+
+def _check_free(address: str) -> None:
+  """Raises OSError where somebody listens at ipc://PATH, which ZeroMQ would take without a word."""
+  scheme, _, path = address.partition('://')
+  if scheme != 'ipc' or path[0] in '*@':  # of these there is no file
+    return
+  with sockets.socket(sockets.AF_UNIX) as probe:
+    probe.setblocking(False)
+    try:
+      probe.connect(path)
+    except (FileNotFoundError, ConnectionRefusedError):  # nobody, or what one who died has left
+      return
+    except BlockingIOError:  # somebody who is busy
+      pass
+  raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def check_hello(told: dict[str, Any], *strings: str) -> None:
+  """Refuses a HELLO that does not say who the client is; `strings` are what this one tells besides."""
+  for name in ('name', 'host', 'podrace', *strings):
+    x = told.get(name)
+    if type(x) is not str or len(x) > STRING:
+      raise WireError(f'a hello without a {name} that is a string of at most {STRING} characters')
+  for name in ('version', 'nonce', 'pid'):
+    x = told.get(name)
+    if type(x) is not int or not 0 <= x < NUMBER:
+      raise WireError(f'a hello without a {name} that is an integer from 0 to 2^63 - 1')
 
 
 class Hub:
@@ -81,6 +122,9 @@ class Hub:
     self.events: collections.deque[str] = collections.deque(maxlen=200)
     self.failure: str | None = None
     self._banned: collections.OrderedDict[bytes, None] = collections.OrderedDict()
+    self._report, self._report_until = b'', -math.inf
+    self._unread: dict[bytes, zmq.MessageTracker] = {}  # reports, by who may not have read them
+    self._asked: set[bytes] = set()  # of these, who wants another
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
     self._ticked = time.monotonic()
@@ -92,6 +136,10 @@ class Hub:
 
   def drop(self, peer: Any, reason: str, level: int = logging.WARNING) -> None:
     """Ends a session, if it has not ended; `level` is how bad that is."""
+    raise NotImplementedError
+
+  def report(self) -> dict[str, Any]:
+    """What `podrace top` shows."""
     raise NotImplementedError
 
   # --- its life ----------------------------------------------------------------------------------
@@ -142,10 +190,11 @@ class Hub:
     if '[' in self.listen.address:
       router.ipv6 = True
     try:
+      _check_free(self.listen.address)
       router.bind(self.listen.address)
-    except zmq.ZMQError as e:
+    except (OSError, zmq.ZMQError) as e:
       raise security.SecurityError(
-        f'cannot listen at {self.listen.address}: {zmq.strerror(e.errno or 0)}'
+        f'cannot listen at {self.listen.address}: {e.strerror or e}'
       ) from e
     self.address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0')
 
@@ -239,12 +288,48 @@ class Hub:
       for frame in message:
         self._router.send(frame, _MORE, copy=len(frame) < LARGE)
       self._router.send(last, _NOBLOCK, copy=len(last) < LARGE)
-    except zmq.ZMQError as e:  # it is gone, or does not read what it is sent
-      if (peer := self.peers.get(address)) is not None:
-        reason = 'does not read what it is sent' if e.errno == zmq.EAGAIN else 'is gone'
-        self.drop(peer, reason)
+    except zmq.ZMQError as e:
+      self._unsent(address, e)
       return False
     return True
+
+  def _unsent(self, address: bytes, error: zmq.ZMQError) -> None:
+    """Who is gone, or does not read what it is sent, is heard no longer."""
+    peer = self.peers.get(address)
+    if error.errno != zmq.EAGAIN:
+      if peer is not None:
+        self.drop(peer, 'is gone')
+    elif peer is not None:
+      self.drop(peer, 'does not read what it is sent')
+    elif address not in self._banned:
+      self._ignore(address)
+      self.log('ignoring somebody who does not read what it is sent', logging.WARNING)
+
+  def answer_ask(self, address: bytes) -> None:
+    """Sends the report; later, if the one before it is unread: nobody has more than one to read."""
+    self.counts['asked'] += 1
+    if address in self._unread and not self._unread[address].done:
+      self._asked.add(address)
+    else:
+      self._send_report(address)
+
+  def _send_report(self, address: bytes) -> None:
+    if time.monotonic() > self._report_until:
+      self._report = pack(REPORT, self.report())
+      self._report_until = time.monotonic() + REPORT_SECONDS
+    frame = zmq.Frame(self._report, track=True, copy=False)  # all are sent the same bytes
+    self._unread[address] = frame.tracker
+    with contextlib.suppress(zmq.ZMQError):  # it is gone, or reads nothing else either
+      self._router.send(address, _MORE)
+      self._router.send(frame, _NOBLOCK, copy=False)
+
+  def _answer_later(self) -> None:
+    """Those who have asked for another report, and have read the one before."""
+    for address in [a for a, unread in self._unread.items() if unread.done]:
+      del self._unread[address]
+      if address in self._asked:
+        self._asked.discard(address)
+        self._send_report(address)
 
   def tell_gone(self, peer: Any, reason: str) -> None:
     """Ends a session, and says why."""
@@ -255,14 +340,17 @@ class Hub:
     """Ignores a connection from now on, and tells why."""
     self.counts['malformed'] += 1
     peer = self.peers.get(address)
-    self._banned[address] = None
-    while len(self._banned) > BANNED:
-      self._banned.popitem(last=False)
+    self._ignore(address)
     if peer is not None:
       self.drop(peer, f'dropped, it sent {reason}')
     else:
       self.log(f'ignoring somebody who sent {reason}', logging.WARNING)
     self.send(address, GONE, peer.session if peer else 0, f'you sent {reason}')
+
+  def _ignore(self, address: bytes) -> None:
+    self._banned[address] = None
+    while len(self._banned) > BANNED:
+      self._banned.popitem(last=False)
 
   # --- time --------------------------------------------------------------------------------------
 
@@ -282,6 +370,7 @@ class Hub:
       peer.last_seen = min(peer.last_seen + seconds, now)
 
   def tick(self, now: float) -> None:
+    self._answer_later()
     for peer in list(self.peers.values()):
       if now - peer.last_seen > self.listen.peer_timeout:
         self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')

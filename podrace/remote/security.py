@@ -10,6 +10,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import socket as sockets
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from zmq.utils import z85
 SERVER_SECRET, SERVER_PUBLIC = 'server.secret', 'server.public'
 CLIENT_SECRET, CLIENT_PUBLIC = 'client.secret', 'client.public'
 ALLOWED = 'allowed_clients'
+NEW_SOCKET_SECONDS = 5.0  # without an answer: libzmq does not come back to who turned it away
 _KEY = re.compile(r'[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}')
 
 
@@ -43,17 +45,28 @@ def is_local(address: str) -> bool:
     return False
 
 
-def check_address(address: str, keys: Path | None, insecure: bool, flag: str) -> None:
+def check_address(
+  address: str, keys: Path | None, insecure: bool, flag: str, listens: bool = False
+) -> None:
   """Refuses an address that is none, and one beyond loopback without keys.
+
+  Who listens may leave HOST or PORT open, as `*`.
 
   Raises:
     SecurityError: saying what to give instead.
   """
   scheme, _, rest = address.partition('://')
   host, _, port = rest.rpartition(':')
-  tcp = scheme == 'tcp' and bool(host) and (port.isdigit() or port == '*')
-  if not (tcp or (scheme == 'ipc' and rest)) or any(c.isspace() for c in address):
-    raise SecurityError(f'{flag} takes tcp://HOST:PORT or ipc://PATH, not {address!r}')
+  if listens:
+    tcp, more = bool(host) and (port == '*' or _is_port(port, 0)), ' or * (any)'
+  else:
+    tcp, more = host not in ('', '*') and _is_port(port, 1), ''
+  if not ((scheme == 'tcp' and tcp) or (scheme == 'ipc' and rest)) or any(
+    map(str.isspace, address)
+  ):
+    raise SecurityError(
+      f'{flag} takes tcp://HOST:PORT or ipc://PATH, with a PORT of 1 to 65535{more}, not {address!r}'
+    )
   if keys is not None and insecure:
     raise SecurityError('--keys and --insecure contradict each other: give one of them')
   if keys is None and not insecure and not is_local(address):
@@ -62,6 +75,36 @@ def check_address(address: str, keys: Path | None, insecure: bool, flag: str) ->
       '`podrace keys new DIR`, then --keys DIR at both ends; '
       'or --insecure, with which anybody who reaches it can take part, unencrypted'
     )
+
+
+def _is_port(text: str, least: int) -> bool:
+  return text.isascii() and text.isdigit() and len(text) <= 5 and least <= int(text) <= 65535
+
+
+def needs_ipv6(address: str) -> bool:
+  """Whether a host has IPv6 addresses only; ZeroMQ looks for either these or the others."""
+  scheme, _, rest = address.partition('://')
+  host = rest.rpartition(':')[0]
+  if scheme != 'tcp' or host.startswith('['):
+    return scheme == 'tcp'
+  try:
+    found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+  except (OSError, UnicodeError):  # it may be known later; until then nobody answers
+    return False
+  return {family for family, *_ in found} == {sockets.AF_INET6}
+
+
+def connect(socket: zmq.Socket[Any], address: str) -> None:
+  """Has a client's socket connect, for as long as it takes.
+
+  Raises:
+    SecurityError: if ZeroMQ says that it can't be.
+  """
+  socket.ipv6 = needs_ipv6(address)
+  try:
+    socket.connect(address)
+  except zmq.ZMQError as e:
+    raise SecurityError(f'cannot connect to {address}: {e.strerror or e}') from e
 
 
 # --- keys -------------------------------------------------------------------------------------------

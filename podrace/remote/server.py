@@ -19,6 +19,7 @@ import functools
 import logging
 import math
 import os
+import shlex
 import threading
 import time
 import traceback
@@ -29,21 +30,23 @@ import numpy as np
 import zmq
 
 from podrace import __version__
-from podrace.envs.host.base import HostSpec, PoolArgs
+from podrace.envs.host.base import START_SECONDS, HostSpec, PoolArgs
 from podrace.envs.spaces import tree
 from podrace.remote import wire
-from podrace.remote.hub import PEERS, Hub, Listen, Say
+from podrace.remote.hub import PEERS, Hub, Listen, Say, check_hello
 from podrace.remote.wire import WireError
 from podrace.types import FIRST, LAST, MID, Arrival, TimeStep
 
 ENVIRONMENTS = 65536  # of one client, at most
 WAITING = 16384  # groups without slots, of all clients
+REPORTED = 1000  # clients in a report
 IDLE = 0.5  # seconds after which a pool without environments lets its thread look around
 GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
 CARE = 0.05  # seconds between looks at the network while all actor threads are busy
 REMIND = 60.0  # seconds between messages that there are no environments
 SAMPLES = 1024  # of latencies, for each client
 SLACK = 131072  # bytes of a frame beyond the largest array
+ENDED = 0x100  # of a record's flags: `ended`
 
 log = logging.getLogger('podrace.remote')
 
@@ -78,8 +81,8 @@ class Peer:
   def __init__(self, address: bytes, session: int, told: dict[str, Any], key: bytes) -> None:
     self.address, self.session, self.key = address, session, key
     self.nonce = told['nonce']
-    self.name = wire.plain(f'{told["host"]}:{told["pid"]}')
-    self.env = wire.plain(told['env'])
+    self.name = f'{wire.label(told["host"])}:{told["pid"]}'
+    self.env = wire.label(told['env'])
     self.groups: dict[int, Group] = {}
     self.environments = 0
     self.since = self.last_seen = time.monotonic()
@@ -94,6 +97,7 @@ class Group:
     self.peer, self.index, self.size = peer, index, size
     self.state: Literal['waiting', 'asked', 'thinking', 'gone'] = 'waiting'
     self.pool: RemotePool | None = None
+    self.overtaken = 0  # so often, while it was the first of those that wait
     self.slots = np.zeros(0, np.int32)
     self.seq = 0  # of the STEP that is awaited or was the last
     self.since = time.monotonic()  # when its state began
@@ -133,11 +137,15 @@ class Group:
 
   def _accept_ends(self, records: wire.Records) -> np.ndarray | None:
     kind, life = records.kind, records.life
-    if kind.max() > LAST or (records.flags & ~np.uint32(0x1FF)).any():
+    if kind.max() > LAST or (records.flags & ~np.uint32(0xFF | ENDED)).any():
       raise WireError('a step type, an end or a zero that is none')
     discount = records.numbers[:, 1]
     if discount.min() < 0 or discount.max() > 1:
       raise WireError('a discount that is not between 0 and 1')
+    if records.numbers[kind == FIRST, 0].any():
+      raise WireError('a reward with the first timestep of an episode')
+    if (records.flags == MID | ENDED).any():
+      raise WireError('a game that is over within an episode')
     changed = bool(self.seq) and not np.array_equal(life, self.life)
     restarted = life != self.life if changed else None
     if changed or not kind.all() or self._over:  # else nothing begins, nor should
@@ -335,7 +343,7 @@ class Server(Hub):
     self._lead = threading.Lock()  # held by who has the network
     self._thread: threading.Thread | None = None
     self._stop = threading.Event()
-    self._closed = False
+    self._closed = self._shut = False
     self._finished = False
 
   def spec(self, spec: HostSpec) -> HostSpec:
@@ -357,6 +365,7 @@ class Server(Hub):
       jax=None,
       comes_and_goes=True,
       metrics=self.metrics,
+      finished=self.finished,
     )
 
   def __enter__(self) -> Server:
@@ -371,15 +380,20 @@ class Server(Hub):
     return self._slots * self.layout.largest + SLACK
 
   def finished(self) -> None:
-    """The run is complete: clients that are told of the end need not wait for another."""
+    """The run is complete: clients are told, and need not wait for another. Nobody is served any more."""
     self._finished = True
+    self._end()
 
-  def __exit__(self, *exc: object) -> None:
-    if self._stop.is_set():  # it has ended already
-      return
+  def _end(self) -> None:
     self._stop.set()
     if self._thread:
       self._thread.join(5.0)
+
+  def __exit__(self, *exc: object) -> None:
+    if self._shut:
+      return
+    self._shut = True
+    self._end()
     if not self._lead.acquire(timeout=5.0):
       raise RuntimeError('a thread does not give back the network')
     self.shut()
@@ -412,7 +426,7 @@ class Server(Hub):
   def _as_leader(self, do: Callable[..., None], *args: Any) -> bool:
     if self.failure:
       raise RuntimeError(f'the network has failed:\n{self.failure}')
-    if self._closed or not self._lead.acquire(blocking=False):
+    if self._stop.is_set() or not self._lead.acquire(blocking=False):  # at the end it is `_main`'s
       return False
     try:
       do(*args)
@@ -480,15 +494,12 @@ class Server(Hub):
     elif kind == wire.ASK:
       wire.fields(header)
       self.key_of(raw)
-      self.send(address, wire.REPORT, self.report())
+      self.answer_ask(address)
     else:
       raise WireError(f'a header of kind {kind}, which clients have not')
 
   def _hello(self, address: bytes, told: dict[str, Any], key: bytes) -> None:
-    for name, kind in (('name', str), ('version', int), ('nonce', int), ('host', str),
-                       ('pid', int), ('env', str), ('podrace', str)):  # fmt: skip
-      if type(told.get(name)) is not kind or (kind is str and len(told[name]) > 200):
-        raise WireError(f'a hello without a {name} that is {kind.__name__}')
+    check_hello(told, 'env')
     peer = self.peers.get(address)
     if peer is not None and peer.nonce == told['nonce'] and self._pools:
       self._welcome(peer)  # asked twice
@@ -515,8 +526,14 @@ class Server(Hub):
     session = int.from_bytes(os.urandom(7), 'little')
     peer = self.peers[address] = Peer(address, session, told, key)
     self.counts['sessions'] += 1
-    other = '' if told['env'] == self.env else f', which is not {self.env} by name'
-    self.log(f'{peer.name} joins with {peer.env}{other}')
+    if told['env'] == self.env[: wire.STRING]:
+      self.log(f'{peer.name} joins with {peer.env}')
+    else:
+      self.log(
+        f'{peer.name} joins with {wire.plain(told["env"])}, this run is of {self.env}: their arrays are alike, '
+        'so they take part; end them if that is not what you want',
+        logging.WARNING,
+      )
     self._welcome(peer)
 
   def _wait(self, address: bytes, reason: str) -> None:
@@ -538,7 +555,7 @@ class Server(Hub):
       'nonce': peer.nonce,
       'largest_group': min(p.batch_size for p in self._pools),
       'silence': self.listen.peer_timeout,
-      'env': self.env,
+      'env': self.env[: wire.STRING],
     })  # fmt: skip
 
   def _enter(self, peer: Peer, index: int, size: int) -> None:
@@ -615,7 +632,7 @@ class Server(Hub):
   # --- slots
 
   def _assign(self) -> None:
-    """Gives slots to the groups that wait, in their order, where there are enough."""
+    """Gives slots to the groups that wait, where there are enough."""
     if self._assigning:  # a client is gone that was to be told; its slots are seen to below
       return
     self._assigning = True
@@ -628,13 +645,20 @@ class Server(Hub):
       self._assigning = False
 
   def _give_slots(self) -> list[Group]:
-    """Those for which there were enough, and which do not wait any more."""
-    waiting, begun = [], []
+    """Those for which there were enough, and which do not wait any more.
+
+    They are served as they came; but what is too little for the first goes to others. Where these were as many
+    as there are slots, some have come and gone meanwhile: then nobody overtakes it any more.
+    """
+    waiting: list[Group] = []
+    begun = []
     for group in self._waiting:
       pools = [p for p in self._pools if len(p.free) >= group.size]
-      if not pools:
+      if not pools or (waiting and waiting[0].overtaken >= self._slots):
         waiting.append(group)
         continue
+      if waiting:
+        waiting[0].overtaken += 1
       pool = max(pools, key=lambda p: len(p.free))
       slots, pool.free = pool.free[: group.size], pool.free[group.size :]
       group.pool, group.slots = pool, np.array(slots, np.int32)
@@ -682,13 +706,12 @@ class Server(Hub):
   def tick(self, now: float) -> None:
     super().tick(now)
     for peer in list(self.peers.values()):
-      late = [
-        g
-        for g in peer.groups.values()
-        if g.state == 'asked' and now - g.since > self._deadline + (0 if g.seq else 120.0)
-      ]
-      if late:
-        self.tell_gone(peer, f'group {late[0].index} has not answered for {self._deadline:.0f} s')
+      for group in peer.groups.values():
+        # A worker that hangs is replaced in the second part, unless the client gives up by itself.
+        if group.state == 'asked' and now - group.since > self._deadline + START_SECONDS:
+          told = f'group {group.index} has not answered for {now - group.since:.0f} s'
+          self.tell_gone(peer, told)
+          break
     self._tell_of_loneliness(now)
 
   def _tell_of_loneliness(self, now: float) -> None:
@@ -709,7 +732,7 @@ class Server(Hub):
       keys = ' --keys DIR' if self._gate else ''
       self.log(
         'no environments are connected; waiting for '
-        f'`podrace envs --connect {self.address} --env {self.env}{keys}`',
+        f'`podrace envs --connect {self.address} --env {shlex.quote(self.env)}{keys}`',
         logging.WARNING, always=True,
       )  # fmt: skip
 
@@ -738,8 +761,8 @@ class Server(Hub):
       'slots': sum(p.num_envs for p in self._pools),
       'free': sum(len(p.free) for p in self._pools),
       'counts': dict(self.counts),
-      'clients': clients[:1000],
-      'more_clients': max(len(clients) - 1000, 0),
+      'clients': clients[:REPORTED],
+      'more_clients': max(len(clients) - REPORTED, 0),
     }
 
   @staticmethod

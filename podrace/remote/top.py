@@ -25,9 +25,13 @@ class Asker:
     self._context = zmq.Context()
     self._socket = self._context.socket(zmq.DEALER)
     self._socket.linger = 0
-    if keys is not None:
-      security.secure_client(self._socket, keys)
-    self._socket.connect(address)
+    try:
+      if keys is not None:
+        security.secure_client(self._socket, keys)
+      security.connect(self._socket, address)
+    except BaseException:
+      self.close()
+      raise
 
   def ask(self) -> dict[str, Any]:
     """The learner's report.

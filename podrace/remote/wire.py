@@ -28,6 +28,8 @@ TEXT, LINES = 500, 60  # characters and lines of somebody else's text that are t
 REASONS = 20  # for which somebody is refused, that are told
 DEPTH = 100  # of lists and maps in a header, at most
 GROUPS = 256  # of one client
+STRING = 200  # characters of a string in a HELLO, at most
+NUMBER = 2**63  # which the numbers in it are below
 CONNECT_MS = 3000  # to make a connection; then it is tried anew, while TCP would wait ever longer
 RECORD = np.dtype(
   [
@@ -113,8 +115,15 @@ def plain(text: Any, most: int = TEXT) -> str:
   What terminals obey, or what would look like another line, is escaped.
   """
   text = str(text)
-  text = text if len(text) <= most else f'{text[:most]}... ({len(text) - most:,} more)'
-  return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+  told = ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
+  more = f' ({len(text) - most:,} more)' if len(text) > most else ''
+  return f'{told[:most]}...{more}' if more or len(told) > most else told
+
+
+def label(text: Any) -> str:
+  """Somebody else's name, as `plain`; in ASCII, so that lists of names have bounded bytes."""
+  told = plain(str(text)[:STRING]).encode('ascii', 'backslashreplace').decode()
+  return told if len(told) <= STRING else f'{told[: STRING - 3]}...'
 
 
 def plain_lines(text: Any) -> str:
@@ -189,6 +198,19 @@ def _told(leaf: Any) -> str:
   return f'{kind} {dtype} of shape {shape}, limits {limits}'
 
 
+def _bounds(leaf: Any) -> tuple[Any, Any, str] | None:
+  """The least and the greatest that choices and booleans may be, and what they are; None for others."""
+  path, dtype, shape, kind, limits = leaf
+  if kind == 'Discrete':
+    start, n = limits
+    return start, start + n - 1, f'{path}, expected {start} to {start + n - 1}'
+  if kind == 'MultiDiscrete':
+    return 0, np.array(limits).reshape(shape) - 1, f'{path}, expected 0 to less than {limits}'
+  if kind == 'MultiBinary' or np.dtype(dtype).kind == 'b':
+    return 0, 1, f'{path}, expected bytes of 0 and 1'
+  return None
+
+
 class Records:
   """A group's records, as they came; columns of words are faster than fields of records."""
 
@@ -209,6 +231,7 @@ class Layout:
     self.action = np.dtype(schema['action'][1]), tuple(schema['action'][2])
     self._bytes = [d.itemsize * int(np.prod(s, dtype=np.int64)) for d, s in self.leaves]
     self.action_bytes = self.action[0].itemsize * int(np.prod(self.action[1], dtype=np.int64))
+    self._within = [_bounds(leaf) for leaf in schema['observation']]
     self.largest = max([RECORD.itemsize, self.action_bytes, *self._bytes])  # of one environment
     self.observation_bytes = sum(self._bytes)
 
@@ -230,7 +253,17 @@ class Layout:
       np.frombuffer(frame, dtype).reshape(n, *shape)
       for frame, (dtype, shape) in zip(frames[1:], self.leaves, strict=True)
     ]
+    for x, bounds in zip(arrays, self._within, strict=True):
+      if bounds is not None:
+        self._check(x, *bounds)
     return records, arrays
+
+  @staticmethod
+  def _check(x: np.ndarray, low: Any, high: Any, told: str) -> None:
+    x = x.view(np.uint8) if x.dtype.kind == 'b' else x
+    wrong = (x < low) | (x > high)
+    if np.count_nonzero(wrong):
+      raise WireError(f'{x[wrong][:3].tolist()} in {told}')
 
   def actions(self, frames: Sequence[Buffer], n: int, crc: int) -> np.ndarray:
     """The actions [n, ...] in an ACTION's frames."""

@@ -24,7 +24,6 @@ import zmq
 
 from podrace import __version__
 from podrace.remote import security
-from podrace.remote.hub import NEW_SOCKET_SECONDS
 from podrace.remote.wire import (
   CONNECT_MS,
   Wake,
@@ -191,10 +190,8 @@ class Link:
     socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
     socket.connect_timeout = CONNECT_MS
-    if '[' in self.address:
-      socket.ipv6 = True
     self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | TURNED_AWAY)
-    socket.connect(self.address)
+    security.connect(socket, self.address)
     self._nonce = random.getrandbits(48)
     self._heard, self._pinged = time.monotonic(), 0.0
 
@@ -316,7 +313,7 @@ class Link:
         self._hello()
       if now - self._lost_since > 2.0:
         self._remind(f'no {self.service} answers at {self.address} ({self.why}); trying again')
-      if now - self._heard > NEW_SOCKET_SECONDS:  # ZeroMQ does not come back to who turned it away
+      if now - self._heard > security.NEW_SOCKET_SECONDS:  # turned away, perhaps
         self._disconnect()
       return
     if now - self._pinged > min(self.silence / 4, self.ping_every):

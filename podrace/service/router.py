@@ -20,8 +20,8 @@ from typing import Any
 import zmq
 
 from podrace import __version__
-from podrace.remote.hub import PEERS, TICK, Hub, Listen, Say
-from podrace.remote.wire import WireError, fields, pack, plain, plain_reasons
+from podrace.remote.hub import PEERS, TICK, Hub, Listen, Say, check_hello
+from podrace.remote.wire import HEADER_BYTES, WireError, fields, label, pack, plain, plain_reasons
 from podrace.service import wire
 
 BACKLOG = 64  # messages that one client has not read
@@ -33,7 +33,7 @@ class Peer:
   def __init__(self, address: bytes, session: int, told: dict[str, Any], key: bytes) -> None:
     self.address, self.session, self.key = address, session, key
     self.nonce: int = told['nonce']
-    self.name = plain(f'{told["host"]}:{told["pid"]}')
+    self.name = f'{label(told["host"])}:{told["pid"]}'
     self.since = self.last_seen = time.monotonic()
     self.finished = False  # it has said BYE
     self.state: Any = None  # the service's
@@ -54,6 +54,11 @@ class Router(Hub):
     self.ended = threading.Event()  # its thread has
 
   # --- what a service says to this ---------------------------------------------------------------
+
+  @property
+  def frame_bytes(self) -> int:
+    """Bytes of a frame that comes in, at most: of a header, unless clients send arrays."""
+    return HEADER_BYTES
 
   def reasons_against(self, told: dict[str, Any]) -> list[str]:
     """Why this client is refused, which a service may add to."""
@@ -116,7 +121,7 @@ class Router(Hub):
   def start(self) -> None:
     """Listens, from now on."""
     # Four times as many go out: transports may count each frame of a message.
-    self.open(wire.FRAME_BYTES, 4 * BACKLOG, BACKLOG)
+    self.open(self.frame_bytes, 4 * BACKLOG, BACKLOG)
     self._thread = threading.Thread(target=self._main, name=self.service, daemon=True)
     self._thread.start()
 
@@ -180,7 +185,7 @@ class Router(Hub):
     if kind == wire.ASK:
       fields(header)
       self.key_of(raw)
-      self.send(address, wire.REPORT, self.report())
+      self.answer_ask(address)
       return
     if len(header) < 2 or type(header[1]) is not int or header[1] < 0:
       raise WireError(f'a header of kind {kind} without a session')
@@ -198,10 +203,7 @@ class Router(Hub):
       self.handle(peer, header, frames)
 
   def _hello(self, address: bytes, told: dict[str, Any], key: bytes) -> None:
-    for name, kind in (('name', str), ('version', int), ('nonce', int), ('host', str),
-                       ('pid', int), ('podrace', str)):  # fmt: skip
-      if type(told.get(name)) is not kind or (kind is str and len(told[name]) > 200):
-        raise WireError(f'a hello without a {name} that is {kind.__name__}')
+    check_hello(told)
     peer = self.peers.get(address)
     if peer is not None and peer.nonce == told['nonce']:
       return  # asked again, while the answer was on its way

@@ -43,6 +43,7 @@ SIGNATURES = 1024  # of which one object each is kept
 REQUESTS = 4096  # samples that one client waits for
 DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
 SAVES = 256  # that wait for a checkpoint to be written
+SLACK = 2**20  # bytes of a frame beyond what is counted, as of items and packed steps
 CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
 HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
 HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
@@ -796,6 +797,13 @@ class ReplayServer(Router):
     self.do_calls()  # who waits for a checkpoint is told
     if self._not_saved:
       raise tables.CheckpointError(f'the last checkpoint was not written: {self._not_saved}')
+
+  @property
+  def frame_bytes(self) -> int:
+    """Of the steps that a client may keep, or of the chunks that one message may have; and a little more."""
+    return min(
+      wire.FRAME_BYTES, self.most_bytes + wire.MESSAGE_CHUNKS * wire.CHUNK.itemsize + SLACK
+    )
 
   def start(self) -> None:
     try:

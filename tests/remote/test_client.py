@@ -15,6 +15,7 @@ import pytest
 from apart import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
+from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.remote import wire
 from podrace.remote.client import Client, Group, Options, group_sizes
@@ -24,6 +25,9 @@ def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
   with Learner(slots=8) as learner:
     with Envs(learner.address, tmp_path / 'log', '--num-envs', '4', '--workers', '2') as envs:
       until(lambda: learner.steps > 400)
+      (peer,) = learner.server.peers.values()
+      assert [group.size for group in peer.groups.values()] == [2, 2]
+      assert all(group.seq > 10 for group in peer.groups.values())
       envs.signal(signal.SIGTERM)
       assert envs.wait() == 143
       # It says BYE, which is lost where the connection is reset: then its silence tells.
@@ -32,7 +36,6 @@ def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
     found = lives(learner.arrivals)
     assert len(found) == 4
     assert_whole(found)
-    assert {len(a.env_id) for _, a in learner.arrivals} <= {2, 4}  # in two groups
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
@@ -133,6 +136,51 @@ def test_a_killed_worker_is_another_life_and_not_another_session(tmp_path: Path)
       until(lambda: any(run for _, _, run in lives(list(learner.arrivals))))
     assert learner.server.counts['sessions'] == 1
     assert_whole(lives(learner.arrivals))
+
+
+def test_a_worker_that_hangs_is_replaced_in_the_same_session(tmp_path: Path) -> None:
+  """Where client and learner allow as much for a step, as they do by default."""
+  wrong = f'gymnasium:host_envs:Wrong-v0,what=hang,once={tmp_path}/once'
+  args = ['--num-envs', '2', '--workers', '2', '--env-deadline', '2']
+  with (
+    Learner(deadline=2.0) as learner,
+    Envs(learner.address, tmp_path / 'log', *args, env=wrong) as envs,
+  ):
+    envs.says('is restarted: it did not answer for 2 s')
+    until(lambda: any(run for _, _, run in lives(list(learner.arrivals))))
+    before = learner.steps
+    until(lambda: learner.steps > before + 20)
+    assert learner.server.counts['sessions'] == 1
+    assert_whole(lives(list(learner.arrivals)))
+
+
+def test_environments_with_other_options_are_told_at_both_ends(tmp_path: Path) -> None:
+  one, other = 'gymnasium:host_envs:Sequence-v0,length=5', 'gymnasium:host_envs:Sequence-v0'
+  with Learner(host.make(one)) as learner:
+    learner.says(f'--env {one}`')
+    with Envs(learner.address, tmp_path / 'other', env=other) as envs:
+      envs.says(f'these environments are {other}, the learner is one of {one}: ')
+      learner.says(f'joins with {other}, this run is of {one}: ')
+      until(lambda: learner.steps > 20)
+    with Envs(learner.address, tmp_path / 'one', env=one) as envs:
+      envs.says('joined the learner')
+      until(lambda: learner.server.counts['sessions'] == 2)
+    assert 'these environments are' not in envs.output
+
+
+@pytest.mark.parametrize(
+  ('name', 'full'),
+  [
+    ('ale:pong', 'ale:pong'),
+    ('ale:pong,stack=4,sticky=0', 'ale:pong'),
+    ('ale:pong,sticky=0.250,clip_rewards=false', 'ale:pong,clip_rewards=false,sticky=0.25'),
+    ('gymnasium:host_envs:Sequence-v0', 'gymnasium:host_envs:Sequence-v0'),
+    ('gymnasium:host_envs:Sequence-v0,slow=1e-1,length=3', 'gymnasium:host_envs:Sequence-v0,length=3,slow=0.1'),
+    ('envpool:CartPole-v1,max_episode_steps=50', 'envpool:CartPole-v1,max_episode_steps=50'),
+  ],
+)  # fmt: skip
+def test_names_have_the_options_that_are_no_defaults(name: str, full: str) -> None:
+  assert host.make(name).name == host.make(full).name == full
 
 
 def test_an_environment_that_fails_is_told_at_both_ends(tmp_path: Path) -> None:

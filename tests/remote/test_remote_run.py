@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from apart import ROOT, until
 from gymnasium import spaces
-from peers import Envs, Learner, spec
+from peers import Envs, Learner, Raw, spec
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
 from podrace import cli
+from podrace.envs.host import base as host
+from podrace.remote import wire
+from podrace.types import FIRST, MID
 
 TINY = ['--architecture', 'sebulba', '--num-envs', '8', '--unroll-length', '8',
         '--agent.network.hidden', '16', '--actor-threads', '2', '--envs', 'remote']  # fmt: skip
@@ -65,6 +68,31 @@ def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
   lengths = [x['episode_length'] for x in told if x['episodes']]
   returns = [x['episode_return'] for x in told if x['episodes']]
   np.testing.assert_allclose(lengths, returns)  # CartPole's reward is 1 a step: none is lost
+
+
+def test_clients_are_told_of_the_end_before_the_run_is_finished(
+  tmp_path: Path, cache: Path
+) -> None:
+  """So a run that dies in between is not finished, and tells them again."""
+  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  one = learner(env, tmp_path, cache, '--listen', address, '--total-steps', '640')
+  one.says('no environments are connected')
+  with Raw(address, host.make(env)) as raw:
+    raw.hello()
+    numbers = [0, 0]
+    for group in (0, 1):
+      raw.enter(4, group)
+    for group in (0, 1):
+      raw.step(4, 0, FIRST, group)
+    while (heard := raw.hear(60))[0][0] == wire.ACTION:
+      group = heard[0][2]
+      numbers[group] += 1
+      raw.step(4, numbers[group], MID, group)
+    assert heard[0][:2] == [wire.END, True]
+    assert not (tmp_path / 'run' / 'summary.json').exists()
+    raw.say(wire.BYE, raw.session, 'the learner has ended')
+    assert one.wait() == 0, one.output
+  assert summary(tmp_path / 'run')['step'] >= 640
 
 
 def test_a_frozen_client_does_not_hold_up_training(tmp_path: Path, cache: Path) -> None:

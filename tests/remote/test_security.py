@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket as sockets
 import stat
 from pathlib import Path
 
 import pytest
 import zmq
-from peers import Learner, Raw
+from apart import until
+from peers import Envs, Learner, Raw
 
 from podrace import cli
 from podrace.remote import security, wire
@@ -40,15 +42,81 @@ def test_addresses_that_are_none(address: str) -> None:
     Listen(address, insecure=True)
 
 
-def test_keys_and_insecure_contradict() -> None:
-  with pytest.raises(ValueError, match='contradict'):
-    Listen('tcp://0.0.0.0:1', Path('keys'), insecure=True)
-
-
 def command(*args: str) -> int:
   with pytest.raises(SystemExit) as end:
     cli.main(args)
   return end.value.code
+
+
+@pytest.mark.parametrize(
+  'address',
+  ['tcp://h:*', 'tcp://h:0', 'tcp://h:65536', 'tcp://h:99999', 'tcp://*:5555', 'tcp://h:\u00b2'],
+)
+def test_addresses_that_cannot_be_connected_to(
+  address: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+  envs = ['envs', '--env', 'gymnasium:CartPole-v1', '--connect']
+  for args in (['top', address], [*envs, address]):
+    assert command(*args, '--insecure') == 2
+    assert (
+      'takes tcp://HOST:PORT or ipc://PATH, with a PORT of 1 to 65535, not'
+      in capfd.readouterr().err
+    )
+
+
+def test_addresses_that_zeromq_refuses(capfd: pytest.CaptureFixture[str]) -> None:
+  address = f'ipc://{"x" * 200}'
+  for args in (
+    ['top', address],
+    ['envs', '--env', 'gymnasium:CartPole-v1', '--connect', address],
+  ):
+    assert command(*args) == 2
+    assert f'cannot connect to {address}: ' in capfd.readouterr().err
+  with pytest.raises(security.SecurityError, match='cannot listen at ipc://xx'):
+    Learner(address=address).__enter__()
+
+
+@pytest.mark.parametrize('host', ['[::1]', 'ip6-localhost'])
+def test_hosts_that_have_ipv6_only(
+  host: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  try:
+    with sockets.socket(sockets.AF_INET6) as probe:
+      probe.bind(('::1', 0))
+    families = {family for family, *_ in sockets.getaddrinfo(host.strip('[]'), None)}
+  except OSError as e:
+    pytest.skip(f'this machine has no {host}: {e}')
+  if families != {sockets.AF_INET6}:
+    pytest.skip(f'{host} is something else here')
+  with Learner(address='tcp://[::1]:*') as learner:
+    address = f'tcp://{host}:{learner.address.rpartition(":")[2]}'
+    assert command('top', address, '--once', '--insecure') == 0
+    assert '"clients": []' in capfd.readouterr().out
+    with Envs(address, tmp_path / 'log', '--insecure'):
+      until(lambda: learner.steps > 20)
+
+
+@pytest.mark.parametrize(
+  ('families', 'ipv6'),
+  [((sockets.AF_INET6,), True), ((sockets.AF_INET6, sockets.AF_INET), False), ((sockets.AF_INET,), False),
+   ((), False)],
+)  # fmt: skip
+def test_names_are_looked_up_once_for_what_they_have(
+  families: tuple[int, ...], ipv6: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def found(host: str, *args: object, **more: object) -> list[tuple[int, str]]:
+    if not families:
+      raise sockets.gaierror('no such name')
+    return [(family, host) for family in families]
+
+  monkeypatch.setattr(security.sockets, 'getaddrinfo', found)
+  assert security.needs_ipv6('tcp://learner.example:5555') is ipv6
+  assert security.needs_ipv6('tcp://[::1]:5555') and not security.needs_ipv6('ipc:///tmp/x')
+
+
+def test_keys_and_insecure_contradict() -> None:
+  with pytest.raises(ValueError, match='contradict'):
+    Listen('tcp://0.0.0.0:1', Path('keys'), insecure=True)
 
 
 def test_the_command_line_refuses_before_anything_is_computed(
@@ -150,6 +218,34 @@ def test_who_comes_after_a_key_was_removed_does_not_save_it(keys: Path, tmp_path
       second.act(2, 1)
 
 
+def test_who_was_turned_away_joins_once_it_is_listed(keys: Path, tmp_path: Path) -> None:
+  allowed = keys / security.ALLOWED
+  before = allowed.read_text()
+  security.new_client(keys, tmp_path / 'late')
+  whole = allowed.read_text()
+  allowed.write_text(before)
+  late = ['--keys', str(tmp_path / 'late')]
+  with Learner(keys=keys) as learner, Envs(learner.address, tmp_path / 'log', *late):
+    learner.says('turned away')
+    assert not learner.steps
+    allowed.write_text(whole)
+    until(lambda: learner.steps > 20)
+
+
+def test_clients_outlive_a_list_that_is_empty_for_a_while(keys: Path, tmp_path: Path) -> None:
+  allowed = keys / security.ALLOWED
+  whole = allowed.read_text()
+  args = ['--keys', str(keys)]
+  with Learner(keys=keys) as learner, Envs(learner.address, tmp_path / 'log', *args) as envs:
+    until(lambda: learner.steps > 20)
+    allowed.write_text('')
+    envs.says('its key is not listed any more')
+    learner.says('turned away')
+    before = learner.steps
+    allowed.write_text(whole)
+    until(lambda: learner.steps > before + 20)
+
+
 def test_a_list_that_is_gone_allows_nobody(keys: Path) -> None:
   allowed = security.Allowed(keys / security.ALLOWED)
   key = security.read_key(keys / security.CLIENT_PUBLIC)
@@ -171,3 +267,19 @@ def test_an_address_that_is_taken_is_told() -> None:
     pytest.raises(security.SecurityError, match=f'cannot listen at {learner.address}.*in use'),
   ):
     Learner(address=learner.address).__enter__()
+
+
+def test_a_path_at_which_somebody_listens_is_taken(tmp_path: Path) -> None:
+  path = tmp_path / 'socket'
+  with sockets.socket(sockets.AF_UNIX) as dead:  # and leaves its path
+    dead.bind(str(path))
+  address = f'ipc://{path}'
+  with Learner(address=address) as learner, Raw(address) as raw:
+    raw.join(2)
+    with pytest.raises(security.SecurityError, match=f'cannot listen at {address}.*in use'):
+      Learner(address=address).__enter__()
+    with Raw(address) as other:  # it is there as before
+      other.join(2)
+      assert len(learner.server.peers) == 2
+  with Learner(address=address), Raw(address) as raw:
+    raw.join(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 import logging
 import random
 import resource
@@ -19,8 +21,8 @@ from gymnasium import spaces
 from mutants import Document, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
 
-from podrace.remote import hub, wire
-from podrace.remote.server import Latencies
+from podrace.remote import hub, server, wire
+from podrace.remote.server import Latencies, Peer
 from podrace.remote.top import Asker, table
 from podrace.types import FIRST, MID
 
@@ -174,8 +176,6 @@ def test_trees_of_arrays() -> None:
     board=spaces.Box(0, 255, (6, 6), np.uint8),
     rest=spaces.Tuple([spaces.Discrete(4, dtype=np.int32), spaces.MultiBinary(3)]),
   )
-  import dataclasses
-
   kind = dataclasses.replace(spec(), observation_space=tree)
   with Learner(kind) as learner, Raw(learner.address, kind) as raw:
     raw.join(2)
@@ -247,6 +247,40 @@ def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
     until(lambda: len(learner.pools[0].free) == 4)
     assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
     gone.close()
+
+
+def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
+  """They take what is too little for it, but not again and again."""
+  with contextlib.ExitStack() as stack:
+    learner = stack.enter_context(Learner(slots=4))
+
+    def come(size: int) -> Raw:
+      raw = stack.enter_context(Raw(learner.address))
+      raw.hello()
+      raw.say(wire.ENTER, raw.session, 0, size)
+      return raw
+
+    def go(raw: Raw) -> None:
+      raw.say(wire.BYE, raw.session, 'enough')
+
+    here = [come(2), come(2)]
+    for raw in here:
+      raw.expect(wire.START)
+    large = come(4)
+    large.say(wire.PING, large.session)
+    assert large.hear()[0][0] == wire.PONG  # it has entered, and waits
+    for _ in range(4):
+      here.append(come(2))
+      go(here.pop(0))
+      here[-1].expect(wire.START)
+    late = come(2)
+    for raw in here:
+      go(raw)
+    large.expect(wire.START)
+    late.say(wire.PING, late.session)
+    assert late.hear()[0][0] == wire.PONG
+    go(large)
+    late.expect(wire.START)
 
 
 def test_a_restarted_environment_is_another_life() -> None:
@@ -323,11 +357,14 @@ def test_who_was_not_listened_to_is_not_silent() -> None:
     learner.says('silent for 1.')  # from now on
 
 
-def test_environments_that_hang_while_their_client_lives_are_dropped() -> None:
-  with Learner(deadline=0.3) as learner, Raw(learner.address) as raw:
+def test_environments_that_hang_while_their_client_lives_are_dropped(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.setattr(server, 'START_SECONDS', 0.2)
+  with Learner(deadline=0.4) as learner, Raw(learner.address) as raw:
     raw.join(2)
     raw.say(wire.PING, raw.session)
-    learner.says('group 0 has not answered for 0 s')
+    learner.says('group 0 has not answered for 1 s')
     assert raw.expect(wire.GONE)[0][1] == raw.session
 
 
@@ -389,6 +426,13 @@ def changed(field: str, value: Any) -> Any:
   return wrong
 
 
+def rewarded_first(raw: Raw) -> None:
+  frames = raw.frames(2, FIRST)
+  records = np.frombuffer(frames[0], wire.RECORD).copy()
+  records['reward'] = [0, 1]
+  raw.step(2, 1, frames=[records.tobytes(), *frames[1:]])
+
+
 def not_finite(raw: Raw) -> None:
   frames = raw.frames(2)
   raw.step(2, 1, frames=[frames[0], np.full((2, 4), np.nan, np.float32).tobytes()])
@@ -412,6 +456,8 @@ def not_finite(raw: Raw) -> None:
     (changed('step_type', FIRST), ''),
     (changed('life', 1), 'without its first timestep'),
     (changed('zero', 1), 'a zero that is none'),
+    (changed('ended', 1), 'a game that is over within an episode'),
+    (rewarded_first, 'a reward with the first timestep'),
     (lambda raw: raw.say(wire.ENTER, raw.session, 0, 2), 'is there already'),
     (lambda raw: raw.say(wire.ENTER, raw.session, 1, 9), '9 environments, expected 1 to 8'),
     (lambda raw: raw.say(wire.ENTER, raw.session, 300, 1), 'group 300'),
@@ -423,7 +469,10 @@ def not_finite(raw: Raw) -> None:
     (lambda raw: raw.socket.send(b'\xc1'), 'not msgpack'),
     (lambda raw: raw.socket.send(b''), 'not msgpack'),
     (lambda raw: raw.socket.send(b'x' * 70_000), '70000 bytes, at most'),
-    (lambda raw: raw.say(wire.HELLO, {'name': 1}), 'hello without a name'),
+    (lambda raw: raw.say(wire.HELLO, {'name': 1}), 'hello without a name that is a string'),
+    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=2**63)), 'hello without a nonce that is an integer'),
+    (lambda raw: raw.say(wire.HELLO, raw.told(pid=-1)), 'hello without a pid that is an integer'),
+    (lambda raw: raw.say(wire.HELLO, raw.told(host='h' * 201)), 'hello without a host that is a string'),
   ],
 )  # fmt: skip
 def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: str) -> None:
@@ -444,6 +493,30 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
     with Raw(learner.address) as other:  # nobody else is any worse off
       other.join(8)
     assert all(len(rows) <= 2 for rows in lives(learner.arrivals).values())
+
+
+@pytest.mark.parametrize(
+  ('space', 'good', 'wrong'),
+  [
+    (spaces.Discrete(4, start=2, dtype=np.int32), [2, 5], [5, 6]),
+    (spaces.Discrete(4, start=2, dtype=np.int32), [2, 5], [1, 2]),
+    (spaces.MultiDiscrete([3, 5], dtype=np.int32), [[2, 4], [0, 0]], [[2, 4], [3, 0]]),
+    (spaces.MultiBinary(2), [[0, 1], [1, 0]], [[0, 1], [2, 0]]),
+    (spaces.Box(0, 1, (2,), np.bool_), [[0, 1], [1, 0]], [[0, 1], [2, 0]]),
+  ],
+)  # fmt: skip
+def test_choices_that_there_are_not(space: Any, good: Any, wrong: Any) -> None:
+  kind = dataclasses.replace(spec(), observation_space=space)
+  with Learner(kind) as learner, Raw(learner.address, kind) as raw:
+    raw.hello()
+    raw.enter(2)
+    dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
+    for seq, (step_type, numbers) in enumerate([(FIRST, good), (MID, good), (MID, wrong)]):
+      records, _ = raw.frames(2, step_type)
+      raw.step(2, seq, frames=[records, np.array(numbers, dtype).tobytes()])
+      if numbers is good:
+        raw.act(2, seq)
+    assert 'in observation, expected ' in raw.expect(wire.GONE)[0][2]
 
 
 def test_percentiles_are_made_once_a_second() -> None:
@@ -474,6 +547,89 @@ def test_names_are_shown_as_they_are() -> None:
     console.print(table({**report, 'service': '[/z]', 'tables': [], 'clients': clients}, {}, 1.0))
     text = console.export_text()
     assert text.count(r'[/x]\x1b[2J') == 2 and '[/z]' in text and '\x1b' not in text
+
+
+# --- who asks, and does not read ---------------------------------------------------------------------
+
+
+def deaf(context: zmq.Context[Any], address: str) -> zmq.Socket[Any]:
+  """A client that keeps next to nothing of what it has not read."""
+  socket = context.socket(zmq.DEALER)
+  socket.linger, socket.rcvhwm, socket.sndtimeo = 0, 1, 10_000
+  socket.connect(address)
+  return socket
+
+
+@pytest.mark.parametrize('seconds', [hub.REPORT_SECONDS, 0.0], ids=['one for all', 'each anew'])
+def test_reports_cost_little_however_often_they_are_asked_for(
+  seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(hub, 'REPORT_SECONDS', seconds)
+  made: list[float] = []
+  with (
+    Learner() as learner,
+    Raw(learner.address) as raw,
+    deaf(raw.context, learner.address) as socket,
+  ):
+    report, counts = learner.server.report, learner.server.counts
+
+    def large() -> dict[str, Any]:
+      made.append(time.monotonic())
+      return {**report(), 'env': 'x' * 900_000}
+
+    monkeypatch.setattr(learner.server, 'report', large)
+    before = memory()
+    for _ in range(300):
+      socket.send(wire.pack(wire.ASK))
+    until(lambda: counts['asked'] == 300)
+    assert memory() - before < 50 * 2**20  # else 300 of them wait there
+    for _ in range(2):  # what it was sent, and the answer to all those after
+      assert socket.poll(10_000)
+      assert wire.unpack(socket.recv(), wire.REPORT_BYTES)[0] == wire.REPORT
+    for _ in range(30):
+      raw.say(wire.ASK)
+      assert raw.socket.poll(10_000)
+      raw.socket.recv()
+    assert all(y - x >= seconds for x, y in itertools.pairwise(made))
+
+
+def test_a_report_of_the_longest_names_fits() -> None:
+  told = dict(nonce=0, host='\U000e0001' * 200, pid=2**63 - 1, env='\U0001f600' * 200)
+  with Learner(act=False) as learner:
+    filled = threading.Event()
+
+    def fill() -> None:
+      for i in range(1500):
+        peer = Peer(i.to_bytes(5, 'big'), 2**56 - 1, told, b'')
+        peer.environments, peer.frames, peer.restarts = 65536, 2**62, 2**62
+        learner.server.peers[peer.address] = peer
+      filled.set()
+
+    learner.server.call(fill)
+    assert filled.wait(10)
+    asker = Asker(learner.address, None, False)
+    report = asker.ask()
+    asker.close()
+    assert len(report['clients']) == 1000 and report['more_clients'] == 500
+    name = report['clients'][0]['name']
+    assert name.startswith('\\U000e0001') and name.endswith(f'...:{2**63 - 1}') and len(name) == 220
+
+
+def test_a_stranger_that_does_not_read_is_ignored() -> None:
+  with (
+    Learner() as learner,
+    Raw(learner.address) as good,
+    deaf(good.context, learner.address) as socket,
+  ):
+    leaf = ['x' * 400, '<f4', [], 'y' * 200, []]
+    schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(30)], 'action': leaf}
+    hello = wire.pack(wire.HELLO, good.told(schema=schema))
+    for _ in range(20_000):  # until all that there is to hold the answers is full
+      socket.send(hello)
+      if learner.server.counts['ignored']:
+        break
+    assert learner.server.counts['ignored'] and not learner.server.counts['malformed']
+    good.join(2)
 
 
 # --- fuzzing ----------------------------------------------------------------------------------------

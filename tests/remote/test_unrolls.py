@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import peers
 import pytest
 from gymnasium import spaces
+from peers import ANY, Raw
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -18,7 +21,10 @@ from test_sebulba import AGENTS, RECURRENT, SMALL, Running, never, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
-from podrace.types import FIRST, LAST
+from podrace.remote import wire
+from podrace.remote.hub import Listen
+from podrace.remote.server import Server
+from podrace.types import FIRST, LAST, MID
 
 
 class Coming:
@@ -162,23 +168,49 @@ def test_deaths_lose_partial_unrolls_only_and_lag_is_bounded(max_lag: int) -> No
   assert told['host']['policy_lag_max'] <= max_lag
 
 
-def test_whatever_comes_together_nothing_is_compiled_again() -> None:
-  """Sizes are padded to a few; the programs for them are compiled before the run."""
-  it = program([1, 0.7, 0.5, 0.3, 1, 0.2, 0.6, 0.1], 0.01)
-  assert it.sizes == (1, 2, 4, 8)
-  compilations: list[str] = []
+def come_and_go(address: str, stop: threading.Event) -> None:
+  """A client whose groups have one size after the other, so that each batch has just that."""
+  with Raw(address) as raw:
+    for size in itertools.cycle([1, 2, 3, 5, 8]):
+      raw.hello()
+      raw.enter(size)
+      for seq in range(60):
+        raw.step(size, seq, FIRST if seq == 0 else MID)
+        while not (heard := raw.hear(0.2)):
+          if stop.is_set():
+            return
+        assert heard[0][:4] == [wire.ACTION, raw.session, 0, seq]
+      raw.say(wire.BYE, raw.session, 'enough')
+
+
+def test_whatever_comes_together_nothing_is_compiled_in_the_run() -> None:
+  """Sizes are padded to a few, whose programs are compiled before; clients come over the network."""
+  compiled: list[str] = []
 
   def note(event: str, seconds: float, **_: Any) -> None:
     if event == '/jax/core/compile/backend_compile_duration':
-      compilations.append(event)
+      compiled.append(event)
 
-  with Running(it) as run:
-    run.advance(1)
+  server = Server(Listen(ANY), 8, max_wait=0.001)
+  spec = server.spec(peers.spec())
+  it = sebulba(Impala(network=SMALL), spec=spec, num_envs=8, unroll_length=5, lag='async')
+  assert it.sizes == (1, 2, 4, 8)
+  stop = threading.Event()
+  with server, Running(it) as run:
     jax.monitoring.register_event_duration_secs_listener(note)
-    run.advance(60)
-    jax.jit(lambda x: x + 123)(np.float32(1))  # so much for the listener
-    assert len(compilations) == 1
-  assert it.programs.step_some._cache_size() >= 4
+    client = threading.Thread(target=come_and_go, args=(server.address, stop))
+    client.start()
+    try:
+      (pool,) = run.driver._actors.pools
+      while not (seen := {1, 2, 3, 5, 8} <= set(pool.batches)) and client.is_alive():
+        run.state, _ = run.driver.advance(run.state, 1, lambda: not client.is_alive())
+      assert seen and not compiled
+      jax.jit(lambda x: x + 123)(np.float32(1))  # so much for the listener
+      assert len(compiled) == 1
+      assert it.programs.step_some._cache_size() == len(it.sizes)
+    finally:
+      stop.set()
+      client.join()
 
 
 @pytest.mark.parametrize('agent', [AGENTS['ppo'], RECURRENT['impala']], ids=['ppo', 'recurrent'])

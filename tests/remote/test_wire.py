@@ -11,23 +11,160 @@ import msgpack
 import numpy as np
 import pytest
 from gymnasium import spaces
-from peers import spec
+from peers import Learner, Raw, spec
 
-from podrace.remote import wire
+from podrace.envs.host import base as host
+from podrace.remote import hub, server, wire
 from podrace.remote.wire import WireError
+from podrace.types import FIRST
 
 PAGE = (Path(__file__).parents[2] / 'docs' / 'protocol.md').read_text()
 
 
+REMOTE = PAGE[: PAGE.index('\n# The protocol of replay')]
+HEADERS = {  # by name: the kind's number, and the fields after it
+  name: (int(number), fields.replace('`', '').split(', ')[1:])
+  for name, fields, number in re.findall(
+    r'^\| ([A-Z]+) \| `\[((\d+)[^]]*)\]`', REMOTE, re.MULTILINE
+  )
+}
+TYPES = {
+  'told': dict, 'session': int, 'group': int, 'N': int, 'number': int, 'checksum': int, 'reason': str,
+  'reasons': list, 'complete': bool, 'report': dict,
+}  # fmt: skip
+WORDS = ' '.join(REMOTE.split())
+
+
+def named(text: str) -> set[str]:
+  return set(re.findall(r'`(\w+)`', text))
+
+
 def test_the_page_has_every_kind_and_its_number() -> None:
-  environments = PAGE[: PAGE.index('\n## Versions and limits')]
-  rows = dict(re.findall(r'^\| ([A-Z]+) \| `\[(\d+)', environments, re.MULTILINE))
+  rows = {name: number for name, (number, _) in HEADERS.items()}
   ours = {
     k: v for k, v in vars(wire).items() if k.isupper() and type(v) is int and k not in
-    ('VERSION', 'HEADER_BYTES', 'REPORT_BYTES', 'GROUPS', 'DEPTH', 'TEXT', 'LINES', 'REASONS', 'CONNECT_MS')
+    ('VERSION', 'HEADER_BYTES', 'REPORT_BYTES', 'GROUPS', 'DEPTH', 'TEXT', 'LINES', 'REASONS', 'CONNECT_MS', 'STRING', 'NUMBER')
   }  # fmt: skip
-  assert {k: int(v) for k, v in rows.items()} == ours
+  assert rows == ours and len(rows) == 15
   assert f'version {wire.VERSION}' in PAGE.splitlines()[0]
+
+
+def test_a_client_says_what_the_page_has_and_nothing_else() -> None:
+  """Each header with its fields is answered; with one more, one less or one of another type it is not."""
+  answers = {'HELLO': wire.WELCOME, 'ENTER': wire.START, 'STEP': wire.ACTION, 'PING': wire.PONG,
+             'BYE': wire.GONE, 'ASK': wire.REPORT}  # fmt: skip
+  assert list(answers) == [name for name, (number, _) in HEADERS.items() if number < 64]
+  with Learner(peer_timeout=60.0) as learner:
+    for name, answer in answers.items():
+      kind, names = HEADERS[name]
+      for case in ['right', 'more', 'frame', *range(len(names))]:
+        with Raw(learner.address) as raw:
+          raw.hello()
+          if name == 'STEP':
+            raw.enter(1)
+          frames = raw.frames(1, FIRST) if name == 'STEP' else []
+          values: dict[str, Any] = {'told': raw.told(), 'session': raw.session, 'group': 0, 'N': 1,
+                                    'number': 0, 'checksum': wire.checksum(frames), 'reason': 'x'}  # fmt: skip
+          header = [kind, *(values[x] for x in names)]
+          if case == 'more':
+            header.append(0)
+          elif case == 'frame':
+            frames = [*frames, b'']
+          elif case != 'right':
+            header[1 + case] = None
+          raw.say(*header, frames=frames)
+          if name == 'BYE' and case == 'right':  # which has no answer
+            raw.say(wire.PING, raw.session)
+          if case == 'right':
+            raw.expect(answer)
+            continue
+          told = raw.expect(wire.GONE)[0][2]
+          if case == 'more':
+            assert (
+              f'{len(names) + 1} fields in a header of kind {kind}, expected {len(names)}' in told
+            )
+          elif case == 'frame':
+            assert 'frames after' in told and 'expected' in told
+          else:
+            assert f'expected {TYPES[names[case]].__name__}' in told, (name, case, told)
+
+
+def test_a_learner_says_what_the_page_has() -> None:
+  heard: dict[int, list[Any]] = {}
+  with Learner() as learner, Raw(learner.address) as raw, Raw(learner.address, spec((9,))) as wrong:
+
+    def hear(raw: Raw, kind: int) -> list[Any]:
+      while kind not in heard:
+        header = raw.hear()[0]
+        heard[header[0]] = header
+      return heard[kind]
+
+    raw.say(wire.HELLO, raw.told())
+    raw.session = hear(raw, wire.WELCOME)[1]
+    raw.say(wire.ENTER, raw.session, 0, 2)
+    hear(raw, wire.START)
+    raw.step(2, 0, FIRST)
+    hear(raw, wire.ACTION)
+    raw.say(wire.PING, raw.session)
+    hear(raw, wire.PONG)
+    raw.say(wire.ASK)
+    report = hear(raw, wire.REPORT)[1]
+    wrong.say(wire.HELLO, wrong.told())
+    hear(wrong, wire.REFUSED)
+    wrong.say(wire.PING, 5)
+    hear(wrong, wire.GONE)
+    for pool in learner.pools:
+      pool.close()
+    raw.say(wire.HELLO, raw.told(nonce=1))
+    hear(raw, wire.WAIT)
+    learner.server.finished()
+    hear(raw, wire.END)
+  assert len(heard) == 9
+  for name, (number, names) in HEADERS.items():
+    if number >= 64:
+      assert [type(x) for x in heard[number][1:]] == [TYPES[x] for x in names], name
+  welcome = REMOTE.partition('- **WELCOME**')[2].partition('- **')[0]
+  assert set(heard[wire.WELCOME][2]) == named(welcome) - {'session', 'told'}
+  assert heard[wire.WELCOME][1] < 2**56
+  shown = REMOTE.partition('**Report.**')[2].partition('\n## ')[0]
+  assert set(report) | set(report['clients'][0]) == named(shown)
+  counts = re.search(r'from string to integer: ([^;]*);', ' '.join(shown.split()))
+  source = ''.join(Path(module.__file__).read_text() for module in (hub, server))
+  assert counts and set(counts[1].split(', ')) == set(re.findall(r"counts\['([^']+)'\]", source))
+
+
+def test_a_hello_has_what_the_page_has() -> None:
+  keys = re.findall(r'^\| ((?:`\w+`(?:, )?)+) \| (?:string|integer|map)', REMOTE, re.MULTILINE)
+  hello = named(' '.join(keys[: keys.index('`schema`') + 1]))
+  with Learner() as learner, Raw(learner.address) as raw:
+    assert set(raw.told()) == hello
+    for name in hello:
+      with Raw(learner.address) as one:
+        one.say(wire.HELLO, {k: v for k, v in one.told().items() if k != name})
+        wanted = wire.REFUSED if name == 'schema' else wire.GONE
+        assert name in str(one.expect(wanted))
+
+
+def test_the_page_has_the_limits_that_are_kept() -> None:
+  for told in (
+    f"A header has at most {wire.HEADER_BYTES:,} bytes, REPORT's {wire.REPORT_BYTES:,}, and at most "
+    f'{wire.DEPTH} arrays and maps within each other',
+    f'Strings have at most {wire.STRING} characters',
+    f'integers are below 2^{wire.NUMBER.bit_length() - 1}.',
+    f'`group` is 0 to {wire.GROUPS - 1},',
+    f'at most {wire.REASONS + 1} strings of about {wire.TEXT} characters',
+    f'its first {wire.STRING} characters',
+    f'at most {wire.STRING + 20} and {wire.STRING} characters, in ASCII',
+    f'an array of at most {server.REPORTED:,} maps',
+    f'p50 and p99 of the last {server.SAMPLES:,};',
+    f"largest array of all the learner's slots together, and {server.SLACK:,};",
+    f'at most {hub.PEERS:,} sessions, and {server.WAITING:,} groups that wait',
+    f'at most {server.ENVIRONMENTS:,} environments',
+    f'N records of {wire.RECORD.itemsize} bytes',
+  ):
+    assert told in WORDS, told
+  assert hub.REPORT_SECONDS == 0.5 and 'as old as half a second' in WORDS
+  assert host.START_SECONDS == 120 and 'and two minutes more' in WORDS
 
 
 def test_the_example_headers_are_these_bytes() -> None:
@@ -125,6 +262,10 @@ def test_frames_go_there_and_back_without_a_copy() -> None:
 def test_the_text_of_others_is_bounded_and_obeyed_by_no_terminal() -> None:
   assert wire.plain('caf\u00e9 \x1b[2J\n\u202e x') == 'caf\u00e9 \\x1b[2J\\n\\u202e x'
   assert wire.plain('x' * 600) == 'x' * 500 + '... (100 more)'
+  assert wire.plain('\x00' * 400) == '\\x00' * 125 + '...'  # as long as it is shown
+  assert (
+    wire.label('caf\u00e9\x1b') == 'caf\\xe9\\x1b' and len(wire.label('\U000e0001' * 200)) == 200
+  )
   lines = wire.plain_lines('\n'.join(f'{i}\t' for i in range(100))).split('\n')
   assert lines == [f'{i}\\t' for i in range(40, 100)]  # the end of a traceback says what it was
   reasons = wire.plain_reasons(['a\nb', 5, *['y' * 10**6] * 500])

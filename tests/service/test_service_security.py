@@ -100,7 +100,7 @@ def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
 def test_who_was_turned_away_joins_once_its_key_is_listed(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(link, 'NEW_SOCKET_SECONDS', 0.5)
+  monkeypatch.setattr(security, 'NEW_SOCKET_SECONDS', 0.5)
   keys, own = tmp_path / 'keys', tmp_path / 'own'
   security.new_keys(keys)
   security.new_client(keys, own)

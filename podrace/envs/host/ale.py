@@ -18,7 +18,7 @@ from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
 from podrace.envs.host.base import HostSpec, PoolArgs, Stepper
-from podrace.envs.registry import UnknownName, Value, nearest, read_options
+from podrace.envs.registry import UnknownName, Value, full_name, nearest, read_options
 from podrace.types import Arrival
 
 DEFAULTS: dict[str, Value] = dict(
@@ -44,7 +44,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(f'sticky is a probability below 1, not {values["sticky"]}')
   probe: Any = vector(name, values, 1, 1, 1)
   return HostSpec(
-    name=f'ale:{name}',
+    name=full_name('ale', name, values, DEFAULTS),
     observation_space=probe.single_observation_space,
     action_space=gymnasium.spaces.Discrete(int(probe.single_action_space.n), dtype=np.int32),
     make=lambda args: AtariPool(name, values, args),

@@ -36,7 +36,7 @@ class PoolArgs:
 class HostSpec:
   """A kind of environment on the host, before any is made."""
 
-  name: str
+  name: str  # with its options, unless they are the defaults: what `make` makes the same from
   observation_space: Any  # gymnasium's, of one environment
   action_space: Any
   make: Callable[[PoolArgs], HostEnvironment]
@@ -45,6 +45,7 @@ class HostSpec:
   jax: Any = None  # the podrace Environment, if it is one in JAX, which then runs on the host CPU
   comes_and_goes: bool = False  # any number of a pool's environments may be there, in any order
   metrics: Callable[[], dict[str, float]] | None = None  # of its own, for the log
+  finished: Callable[[], None] | None = None  # tells whoever has them that the run is complete
 
 
 def make(name: str) -> HostSpec:
@@ -112,6 +113,7 @@ def rows_of(env_id: np.ndarray, num_envs: int) -> Any:
 
 LOOK_SECONDS = 1.0  # between looks at who is late, at most; more of a pause does not count
 AGAIN_SECONDS = 10.0  # that who is late is still given
+START_SECONDS = 120.0  # for a worker to import its libraries and reset
 
 
 class Clock:

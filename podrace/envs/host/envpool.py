@@ -20,7 +20,7 @@ from podrace.envs.host.base import (
   narrowed,
   rows_of,
 )
-from podrace.envs.registry import UnknownName, Value, nearest, read_options
+from podrace.envs.registry import UnknownName, Value, full_name, nearest, read_options
 from podrace.envs.spaces import convert
 from podrace.types import Arrival
 
@@ -50,6 +50,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   if atari:
     defaults['clip_rewards'] = True
   values = read_options(f'envpool:{name}', options, defaults)
+  full = full_name('envpool', name, values, defaults)
   clip = bool(values.pop('clip_rewards', False))
   spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
   if config.get('max_num_players', 1) != 1:
@@ -57,7 +58,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   space = convert(_space, spec.gymnasium_observation_space)
   given = {k: v for k, v in values.items() if k in options}
   return HostSpec(
-    name=f'envpool:{name}',
+    name=full,
     observation_space=space,
     action_space=convert(_space, spec.gymnasium_action_space),
     make=lambda args: EnvPool(name, given, clip, space, args),

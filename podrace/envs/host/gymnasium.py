@@ -31,6 +31,7 @@ from podrace.envs.host import worker as w
 from podrace.envs.host.base import (
   EVERY,
   LOOK_SECONDS,
+  START_SECONDS,
   Clock,
   HostError,
   HostSpec,
@@ -41,12 +42,11 @@ from podrace.envs.host.base import (
   narrow,
   rows_of,
 )
-from podrace.envs.registry import UnknownName, Value, nearest
+from podrace.envs.registry import UnknownName, Value, full_name, nearest
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
-START_SECONDS = 120.0  # for a worker to import its libraries and reset
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
 
 log = logging.getLogger('podrace.envs')
@@ -67,7 +67,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   fields = _fields(f'gymnasium:{name}', observation_space, action_space)
   probe.close()
   return HostSpec(
-    name=f'gymnasium:{name}',
+    name=full_name('gymnasium', name, options, {}),
     observation_space=observation_space,
     action_space=action_space,
     make=lambda args: Workers(name, dict(options), fields, observation_space, args),
