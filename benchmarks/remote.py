@@ -388,7 +388,7 @@ def train(remote: bool, steps: int) -> dict[str, Any]:
     if remote:
       args += ['--envs', 'remote', '--listen', address]
       envs = subprocess.Popen(
-        [*podrace, 'envs', '--connect', address, '--env', 'ale:pong', '--num-envs', '32']
+        [*podrace, 'envs', '--connect', address, '--env', 'ale:pong', '--num-envs', '16']
       )
     done = subprocess.run([*podrace, *args], check=False, capture_output=True, text=True)
     if envs and envs.wait(60):

@@ -222,6 +222,8 @@ class OnHost:
     for unroll in unrolls:
       self._told.add(unroll, self._update)
     self._update += 1
+    if self._program.lag == 'async':  # until it is computed, actors go on with the one before
+      jax.block_until_ready(state.train.params)
     self._actors.publish(self._update, state.train.params)
     snapshots: tuple[Snapshot, ...] = ()
     if self._program.saves_actors:

@@ -295,9 +295,10 @@ def returns_by_seed(
 ) -> list[np.ndarray]:
   """What `evaluator` gives, of each seed of a run."""
   returns = evaluator(agent, env, episodes, max_steps, config.num_envs)
-  of_seed = [jax.tree.map(lambda x, i=i: x[i], params) for i in range(config.seeds)]
+  if config.seeds == 1:  # its parameters have no axis of seeds
+    params = jax.tree.map(lambda x: x[None], params)
   return [
-    returns(of_seed[i] if config.seeds > 1 else params, jax.random.fold_in(jax.random.key(seed), i))
+    returns(jax.tree.map(lambda x, i=i: x[i], params), jax.random.fold_in(jax.random.key(seed), i))
     for i in range(config.seeds)
   ]
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +148,15 @@ class Shuffled:
   def kill(self) -> None: ...
 
 
-def shuffled(batch_size: int, seed: int, stuck: int = -1, **settings: Any) -> Any:
+def shuffled(
+  batch_size: int, seed: int, stuck: int = -1, pool: type[Shuffled] = Shuffled, **settings: Any
+) -> Any:
   """A Sebulba of them with a greedy agent."""
   from gymnasium import spaces
 
   spec = host.HostSpec(
     'shuffled', spaces.Box(-np.inf, np.inf, (3,), np.float32), spaces.Discrete(5),
-    lambda args: Shuffled(args.num_envs, args.batch_size, seed, stuck),
+    lambda args: pool(args.num_envs, args.batch_size, seed, stuck),
   )  # fmt: skip
   return sebulba(
     Impala(network=SMALL, learning_rate=0.0, greedy=True), spec=spec, num_envs=8, unroll_length=5,
@@ -204,6 +207,55 @@ def test_lag_is_told_of_every_unroll_in_any_order() -> None:
   assert any(len(set(x)) > 1 for x in lags)
   assert told['host']['policy_lag_mean'] == pytest.approx(np.mean(lags))
   assert told['host']['policy_lag_max'] == np.max(lags) <= 8
+
+
+@pytest.mark.parametrize('batch_size', [2, 8])
+def test_acting_goes_on_while_an_update_is_computed(batch_size: int) -> None:
+  """The learner's device ends no update before environments have been acted for."""
+  permits, came = threading.Semaphore(0), threading.Semaphore(0)
+  some = 8  # arrivals: if all environments are in each, another unroll begins in them
+  went_on: list[bool] = []
+
+  class Rationed(Shuffled):
+    """Comes back only as often as `permits` says."""
+
+    def recv(self) -> Any:
+      assert permits.acquire(timeout=60)
+      came.release()
+      return super().recv()
+
+  def more(_: Any) -> np.float32:
+    while came.acquire(blocking=False):
+      pass
+    permits.release(some)
+    went_on.append(all(came.acquire(timeout=20) for _ in range(some)))
+    return np.float32(0)
+
+  @jax.jit
+  def when_they_have(params: Any) -> Any:
+    first = jax.tree.leaves(params)[0].reshape(-1)[0]
+    zero = jax.pure_callback(more, jax.ShapeDtypeStruct((), np.float32), first)
+    return jax.tree.map(lambda x: x + zero, params)
+
+  def no() -> bool:  # asked while the learner waits for a batch
+    permits.release()
+    return False
+
+  program = shuffled(batch_size, 0, pool=Rationed, actors='0', learners='1')
+  with Running(program) as run:
+    learn = run.driver.learner.learn
+
+    def slowly(state: Any, batch: Any) -> Any:
+      state = learn(state, batch)
+      train = state.train._replace(params=when_they_have(state.train.params))
+      return state._replace(train=train)
+
+    run.driver.learner.learn = slowly  # type: ignore[method-assign]
+    for _ in range(2):
+      run.state, done = run.driver.advance(run.state, 1, no)
+      assert done == 1
+    permits.release(1000)
+  assert went_on == [True, True]
 
 
 def test_one_environment_that_hangs_among_many_is_noticed() -> None:

@@ -85,6 +85,7 @@ class Peer:
     self.env = wire.label(told['env'])
     self.groups: dict[int, Group] = {}
     self.environments = 0
+    self.told_to_wait = False  # of slots that are taken
     self.since = self.last_seen = time.monotonic()
     self.frames = self.restarts = 0
     self.answering, self.stepping = Latencies(), Latencies()
@@ -571,6 +572,13 @@ class Server(Hub):
     peer.environments += size
     self._waiting.append(group)
     self._assign()
+    if group.state == 'waiting' and not peer.told_to_wait:
+      peer.told_to_wait = True
+      slots = sum(p.num_envs for p in self._pools)
+      self.log(
+        f'{peer.name}: environments wait until others leave; all {slots} slots (--num-envs) are taken, '
+        f'or no {size} of one actor thread are free'
+      )
 
   def _step(self, address: bytes, header: list[Any], frames: list[Any]) -> None:
     session, index, seq, crc = wire.fields(header, int, int, int, int)

@@ -231,13 +231,13 @@ class Actor:
 
   def _take_params(self) -> None:
     self._version, self._params = self._pipe.params(self.index, self._number, self.device)
-    jax.block_until_ready(self._params)  # published while the learner still computes them
+    jax.block_until_ready(self._params)  # lag 0 and 1: published while the learner computes them
     self._watch('waiting')
 
   def _take_newest(self) -> None:
     version, params = self._pipe.newest(self.device)
     if version != self._version:
-      self._version, self._params = version, jax.block_until_ready(params)
+      self._version, self._params = version, params
     self._watch('waiting')
 
   def _new_keys(self) -> None:
