@@ -100,8 +100,8 @@ def work() -> None:
       updates = s['steps'] // s['num_envs']
       seconds = [run.seconds(updates) for _ in range(request['calls'])]
       greedy = dataclasses.replace(bound, greedy=True)
-      returns = evaluate.episode_returns(
-        greedy, env, run.state.train.params, request['episodes'], jax.random.key(2**20)
+      returns = evaluate.evaluator(greedy, env, request['episodes'])(
+        run.state.train.params, jax.random.key(2**20)
       )
       common.answer(seconds=seconds, score=float(returns.mean()))
 
