@@ -126,6 +126,7 @@ class Connection(Link):
     self._outstanding = 0
     self._messages = 0
     self._samples_received = self._unsaid = 0  # and bytes of those that the server does not know of
+    self._unsaid_samples = 0
     self._signatures: dict[int, Signature] = {}
 
   # --- from any thread -----------------------------------------------------------------------------
@@ -188,7 +189,7 @@ class Connection(Link):
     return {'stream': self._stream}
 
   def ping(self) -> tuple[Any, ...]:
-    self._unsaid = 0
+    self._unsaid = self._unsaid_samples = 0
     return (self._samples_received,)
 
   def joined(self, told: dict[str, Any], frames: list[Any]) -> None:
@@ -238,7 +239,9 @@ class Connection(Link):
       self._send_asked(asked)
     while self._socket is not None and self._send_items():
       pass
-    if self._socket is not None and self._unsaid > wire.MOST_BYTES // 4:
+    if self._socket is not None and (
+      self._unsaid > wire.MOST_BYTES // 4 or self._unsaid_samples >= wire.MOST_UNREAD // 4
+    ):
       self.send(wire.PING, self.session, *self.ping())
 
   def _next_to_ask(self) -> Asked | None:
@@ -250,7 +253,7 @@ class Connection(Link):
       self.send(wire.CANCEL, self.session, asked.number)
     elif asked.kind == wire.SAMPLE:
       left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
-      self._unsaid = 0
+      self._unsaid = self._unsaid_samples = 0
       self.send(wire.SAMPLE, self.session, asked.number, *asked.args, left, self._samples_received)
     else:
       self.send(asked.kind, self.session, asked.number, *asked.args, frames=asked.frames)
@@ -265,6 +268,7 @@ class Connection(Link):
       _, number, signature, reason, crc, size = fields(header, int, int, int, str, int, int)
       self._samples_received += 1
       self._unsaid += sum(map(len, frames))
+      self._unsaid_samples += 1
       if signature:
         wire.check_frames(frames, 5, crc)
         if signature not in self._signatures:

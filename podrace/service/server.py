@@ -98,6 +98,11 @@ class Reading:
     self.bytes = self.answered = 0
     self.waiting: dict[int, Request] = {}
 
+  @property
+  def full(self) -> bool:
+    """Whether it is sent no more before it says what it has."""
+    return self.bytes > wire.MOST_BYTES or len(self.unread) >= wire.MOST_UNREAD
+
 
 class Request:
   """A sample that a client waits for."""
@@ -661,13 +666,11 @@ class ReplayServer(Router):
     table, readers = self.tables[name], self._readers[name]
     while readers:
       request = readers[0]
-      if (
-        request.peer.state.reading.bytes > wire.MOST_BYTES
-      ):  # it does not read what it has asked for
+      if request.peer.state.reading.full:  # it does not read what it has asked for
         if len(readers) == 1:
           break
         readers.rotate(-1)
-        if all(r.peer.state.reading.bytes > wire.MOST_BYTES for r in readers):
+        if all(r.peer.state.reading.full for r in readers):
           break
         continue
       table.draw(request.draws, request.n)

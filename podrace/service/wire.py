@@ -46,6 +46,7 @@ NEWEST, PIECE = 96, 97
 KEY_BITS = 20  # of a key, below what the writer has drawn
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
 MOST_BYTES = 2**28  # of samples that a client is sent and has not said to have
+MOST_UNREAD = 128  # messages of them
 MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so many
 MESSAGE_CHUNKS = 2**20  # new ones, or references to chunks, of an INSERT
 MESSAGE_KEYS = 2**16  # of an UPDATE or DELETE

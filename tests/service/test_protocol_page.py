@@ -233,6 +233,7 @@ def test_records_are_those_of_the_page(label: str, dtype: np.dtype, which: int) 
     (r'items, 1 to (N), of a table', wire.MOST_ITEMS),
     (r'a client has at most (N) that are not answered', server.REQUESTS),
     (r'is sent (N) bytes and one more', wire.MOST_BYTES),
+    (r'and one more, or (N) of them', wire.MOST_UNREAD),
     (r'items of more than (N) bytes', wire.FRAME_BYTES),
     (r'a counter of (N) bits', wire.KEY_BITS),
     (r'bytes from `start`, at most (N);', parameters.PIECE_BYTES),

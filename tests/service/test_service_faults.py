@@ -99,20 +99,23 @@ def test_who_compiles_for_a_while_is_not_dropped(tmp_path: Path) -> None:
     assert not [e for e in server.events if 'silent' in e]
 
 
-def test_a_client_that_does_not_read_is_sent_a_bounded_amount() -> None:
+@pytest.mark.parametrize('numbers', [2, 2**19])  # 16 bytes, 4 megabytes
+def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> None:
   with ReplayServer(ANY, peer_timeout=30.0) as server, service.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
     writer = client.writer(history=1)
-    row = np.random.default_rng(0).integers(0, 2**63, 2**17)  # a megabyte
+    row = np.random.default_rng(0).integers(0, 2**63, numbers)
     writer.append({'x': row})
     writer.create_item(table, 1.0, num_steps=1)
     writer.close(timeout=60)
     connection = client.connections[0]
     ping, connection.ping = connection.ping, lambda: (0,)  # type: ignore[method-assign]
     asked = [connection.ask(wire.SAMPLE, 'it', 1, 1) for _ in range(400)]  # none says what it has
-    until(lambda: sum(a.done for a in asked) >= 250)
+    most = min(wire.MOST_UNREAD, wire.MOST_BYTES // (8 * numbers))
+    until(lambda: sum(a.done for a in asked) >= most)
     peer = next(iter(server.peers.values()))
-    assert peer.state.reading.bytes <= wire.MOST_BYTES + 2**21
+    assert peer.state.reading.bytes <= wire.MOST_BYTES + 9 * numbers
+    assert len(peer.state.reading.unread) <= wire.MOST_UNREAD
     assert not all(a.done for a in asked)
     connection.ping = ping  # type: ignore[method-assign]
     until(lambda: all(a.done for a in asked))  # it says what has come without asking for more
