@@ -95,7 +95,9 @@ class Column:
     if not isinstance(x, np.ndarray | np.generic) and np.can_cast(
       row.dtype, self.dtype, 'same_kind'
     ):
-      row = row.astype(self.dtype)  # a Python number has no type of its own
+      given, row = row, row.astype(self.dtype)  # a Python number has no type of its own
+      if given.dtype.kind in 'iu' and self.dtype.kind in 'iu' and (given != row).any():
+        raise ValueError(f'column {self.name}: {x!r:.100} is not within the range of {self.dtype}')
     if row.dtype != self.dtype or row.shape != self.shape:
       raise ValueError(
         f'column {self.name}: expected {self.dtype}{list(self.shape)}, '
@@ -276,7 +278,7 @@ class Writer:
       timeout: seconds to wait, if max_in_flight items are waiting already.
 
     Raises:
-      ValueError: for slices outside of the history, or items unlike the table's others.
+      ValueError: for slices outside of the history, or items unlike the table's others; if the writer is closed.
       RateLimited: if it had to wait longer than `timeout`; then the item isn't made.
       Cancelled: if it waited when a table's `cancel` was called; likewise.
       Closed: if the table is, or one that dropped earlier items of this writer as it was closed; likewise.
@@ -312,6 +314,8 @@ class Writer:
   def _parts(self, trajectory: Any, num_steps: int | None) -> tuple[Signature, tuple[Part, ...]]:
     if (trajectory is None) == (num_steps is None):
       raise ValueError('create_item needs a trajectory or num_steps, and not both')
+    if self._closed:
+      raise ValueError('the writer is closed')
     if self._structure is None:
       raise ValueError('nothing has been appended yet')
     if num_steps is not None:
