@@ -597,6 +597,7 @@ class _Run:
       return
     if self.lines:
       self.lines.sync()
+    self.checkpoints.tidy()  # before there is one more
     meta = {
       'update': update,
       'wall_s': self.wall_s,
