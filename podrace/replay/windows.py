@@ -102,6 +102,19 @@ class Windows:
   def prioritised(self) -> bool:
     return self.buffer.priority_exponent > 0
 
+  def record(self) -> dict[str, float]:
+    """What a memory that was filled with other settings can't be gone on with under these.
+
+    By the names that a user knows them by: a checkpoint keeps it, and a run that is resumed compares.
+    """
+    return {
+      'capacity': self.buffer.capacity,
+      'priority_exponent': self.buffer.priority_exponent,
+      'steps of a window': self.length,
+      'steps between windows': self.period,
+      'frames of a stack': self.stack,
+    }
+
   def weights(self, size: Any, probability: Any, steps: Any) -> Any:
     """Importance weights [n] of windows that were drawn from so many with these probabilities [n]."""
     weight = (size * probability) ** -self.importance(steps)
