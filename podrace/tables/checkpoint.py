@@ -80,7 +80,7 @@ def write(taken: Snapshot, path: Path) -> dict[str, float]:
     partial.mkdir()
     size = _write(partial, taken)
     partial.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
   except OSError as e:
     raise CheckpointError(f'checkpoint {path} could not be written: {e}') from e
   finally:
@@ -160,8 +160,8 @@ def _write(folder: Path, taken: Snapshot) -> int:
   text = json.dumps(dict(manifest, sha256=_sha256_of(manifest)), indent=1)
   (folder / MANIFEST).write_text(text + '\n')
   for written in folder.iterdir():
-    _sync(written)
-  _sync(folder)
+    sync(written)
+  sync(folder)
   return sum(x['bytes'] for x in files.values()) + len(text) + 1
 
 
@@ -237,7 +237,8 @@ def _sha256_of(manifest: dict[str, Any]) -> str:
   return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+  """Has a file, or which names there are in a directory, outlive a power cut."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
