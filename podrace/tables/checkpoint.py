@@ -106,7 +106,8 @@ def extra_of(path: Path) -> Any:
 def restore(store: ChunkStore, path: Path) -> None:
   """Reads a checkpoint into the store's tables, which must be as they were made, and unused.
 
-  What is sampled from then on is what would have been sampled without the interruption.
+  What is sampled from then on is what would have been sampled without the interruption, but for what
+  `max_bytes` removes: a chunk that was being filled counted with its whole room, and now as it is packed.
 
   Raises:
     CheckpointError: if it is damaged or of another version, or the tables are others; nothing
