@@ -2,7 +2,9 @@
 
 Both sides hold the same experience in the same layout (environments side by side, unrolls added as
 they come), are compiled with their state donated, and run in processes of their own, in turn. Sampling is
-timed as a program that draws and reduces many batches, so that no side can leave out the reading.
+timed as a program that draws and reduces many batches, of which both sides sum all that they keep, so that
+none can leave out the reading: observation, reward, discount, step type and action, and with priorities the weights or
+probabilities. (Of the action, flashbax has one row more in each window: the step after its last.)
 
 - small: observations of 16 bytes, 64 environments, unrolls of 16, batches of 256 transitions;
 - prioritised: the same with a million items, sampling and giving the sampled ones new priorities;
@@ -65,7 +67,7 @@ def ours(s: dict[str, Any]) -> Any:
   def draw(state: Any, key: Any) -> Any:
     sample = replay.sample(state, key)
     state = replay.update(state, sample.index, jnp.abs(sample.trajectory.timesteps.reward[0]))
-    return state, (sample.trajectory.timesteps, sample.weight)
+    return state, (sample.trajectory.timesteps, sample.trajectory.outputs, sample.weight)
 
   example = jax.eval_shape(unroll, jax.random.key(0))
   return unroll, lambda: replay.init(example), replay.add, draw

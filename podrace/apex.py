@@ -451,6 +451,7 @@ class Apart:
     self._record, self._run_dir, self._run = record(config), run_dir, ''
     check(addresses)  # is refused before it is compiled for
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.windows = program.replay.windows
     self.ready = 0  # `advance` looks up after each update
     self._learner = Learner(program)
     self.health = self._learner.health

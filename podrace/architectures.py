@@ -16,6 +16,7 @@ from podrace import anakin, sebulba, tables
 from podrace.checkpoint import CheckpointError
 from podrace.envs.host.base import Totals
 from podrace.replay.hosted import Hosted, ReplayFailed
+from podrace.replay.windows import Windows
 from podrace.sebulba import Actors, Learner, Snapshot
 from podrace.types import Array
 
@@ -33,6 +34,11 @@ class Architecture(Protocol):
   @property
   def ready(self) -> int:
     """The first update that learns, where a call can't be ended when that makes updates dear."""
+    ...
+
+  @property
+  def windows(self) -> Windows | None:
+    """The sizes of its replay, wherever that is; None if it is that of the newest trajectory."""
     ...
 
   def compile(self) -> None: ...
@@ -85,7 +91,8 @@ class OnDevice:
   def __init__(self, program: anakin.Anakin) -> None:
     self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
-    self.ready = program.replay.windows.ready if program.replay.windows else 0
+    self.windows = program.replay.windows
+    self.ready = self.windows.ready if self.windows else 0
 
   def compile(self) -> None:
     one = jax.ShapeDtypeStruct((), jnp.int32)
@@ -176,6 +183,7 @@ class OnHost:
   def __init__(self, program: sebulba.Sebulba) -> None:
     self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.windows = program.replay.windows
     self.ready = 0  # `advance` looks up after each update
     self.learner = Learner(program)
     self.health = self.learner.health

@@ -99,7 +99,7 @@ class Checkpoints:
     items = ('params', 'rest', 'meta')
     self._manager = ocp.CheckpointManager(self._directory, item_names=items, options=options)
     if writes:
-      self._tidy()
+      self.tidy()
 
   def steps(self) -> list[int]:
     """The steps for which there is one, newest first."""
@@ -108,13 +108,18 @@ class Checkpoints:
   def beside(self, step: int) -> Path:
     """The directory of what belongs to the checkpoint at `step` and isn't arrays on devices.
 
-    It must be whole before `save`; it is removed with the checkpoint, and if there comes to be none.
+    It must be whole before `save`; it is removed after the checkpoint, and if there comes to be none.
     """
     return self._directory.parent / 'replay' / str(step)
 
-  def _tidy(self, *coming: int) -> None:
-    """Removes what is beside no checkpoint, there or coming."""
-    steps = {*coming, *self._manager.all_steps()}
+  def tidy(self) -> None:
+    """Removes what is beside no checkpoint, there or being written.
+
+    Orbax forgets the oldest checkpoint as soon as the next is begun, and removes it when that is whole: until
+    then it is the one that a killed run goes on from, so what counts is its directory.
+    """
+    there = {int(p.name) for p in self._directory.glob('[0-9]*') if p.name.isdigit()}
+    steps = there.union(self._manager.all_steps())
     for folder in self.beside(0).parent.glob('[0-9]*'):
       name = folder.name  # with zeros before the number it is a replay service's, kept there
       if name.isdigit() and name == str(int(name)) and int(name) not in steps:
@@ -141,7 +146,6 @@ class Checkpoints:
       self._manager.save(step, args=args, force=True)
     except Exception as e:
       raise CheckpointError(f'checkpoint {step} in {self._directory} failed: {e}') from e
-    self._tidy(step)
 
   def check(self) -> None:
     """Raises CheckpointError if a save in the background has failed."""
@@ -157,6 +161,7 @@ class Checkpoints:
     except Exception as e:
       raise CheckpointError(f'a checkpoint in {self._directory} failed: {e}') from e
     self.check()
+    self.tidy()
 
   def meta(self, step: int) -> dict[str, Any]:
     """What was saved with the checkpoint at `step`.

@@ -597,6 +597,7 @@ class _Run:
       return
     if self.lines:
       self.lines.sync()
+    self.checkpoints.tidy()  # before there is one more
     meta = {
       'update': update,
       'wall_s': self.wall_s,
@@ -606,6 +607,7 @@ class _Run:
       'mesh': self.program.mesh.size,
       'steps_per_update': self.config.steps_per_update,
       'shapes': shapes_sha256(self.program.shapes),
+      'replay': self.replay_record(),
       'told': self.program.told(),
       'beside': self.program.save(self.checkpoints.beside(step)),
     }
@@ -692,6 +694,13 @@ class _Run:
         f"this run has {self.config.steps_per_update}: --num-envs and --unroll-length can't change "
         'in a run; start afresh in another --run-dir'
       )
+    was, now = meta.get('replay'), self.replay_record()  # of an older podrace it has none
+    if was and now and was != now:
+      changes = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
+      raise UsageError(
+        f"the checkpoint at step {meta['step']:,} holds a replay of other settings, which can't "
+        'change in a run:\n  ' + '\n  '.join(changes) + '\nstart afresh in another --run-dir'
+      )
     if meta['shapes'] != shapes_sha256(self.program.shapes):
       old = read_record(self.run_dir)
       changes = differences(completed(old), to_json(self.config)) if old else []
@@ -702,6 +711,10 @@ class _Run:
         + '\n  '.join(changes or ['nothing that config.json tells of: another podrace made it'])
         + '\nstart afresh in another --run-dir'
       )
+
+  def replay_record(self) -> dict[str, float] | None:
+    """What the replay that a checkpoint holds depends on; None if it holds none."""
+    return self.program.windows.record() if self.program.windows else None
 
   def updates_done(self, state: Any) -> int:
     return int(np.atleast_1d(jax.device_get(state.update))[0])

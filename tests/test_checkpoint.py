@@ -208,6 +208,30 @@ def test_what_is_beside_no_checkpoint_is_removed_but_what_is_a_service_s(tmp_pat
   assert {p.name for p in (tmp_path / 'replay').iterdir()} == {'00000007', 'kept'}
 
 
+def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path: Path) -> None:
+  """A run that is killed meanwhile has nothing else to go on from."""
+  folder = tmp_path / 'checkpoints'
+  checkpoints = Checkpoints(folder, keep=1)
+  rest = jnp.arange(1 << 24)  # which takes a while to write
+  for step in (1, 2, 3):
+    checkpoints.beside(step).mkdir(parents=True)
+    checkpoints.save(step, jnp.ones(3), rest, {})
+    checkpoints.tidy()  # as the run does before it saves again
+    while step not in (whole := whole_in(folder)):
+      assert (
+        all(checkpoints.beside(s).is_dir() for s in {*whole, step})
+        and whole == [step - 1][: step > 1]
+      )
+    checkpoints.wait()
+    assert checkpoints.steps() == [step]
+    assert [p.name for p in (tmp_path / 'replay').iterdir()] == [str(step)]
+  checkpoints.close()
+
+
+def whole_in(folder: Path) -> list[int]:
+  return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+
+
 # --- the checksum -------------------------------------------------------------------------------
 
 DTYPES = ('float32', 'bfloat16', 'int32', 'uint32', 'int8', 'uint8', 'int16')

@@ -74,6 +74,10 @@ CASES = {
         '--agent.network.core', 'gru', '--agent.network.core-size', '8', '--agent.sequence', '8',
         '--agent.burn-in', '8', *SHORT, *REPLAY]
   ),
+  'one-checkpoint-and-replay-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '0', '--agent', 'dqn', '--keep', '1',
+        *TINY[:6], '--total-steps', '2560', '--log-every', '160', '--checkpoint-every', '640', *REPLAY]
+  ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),
@@ -177,6 +181,7 @@ SLOW = {
   'replay-sebulba',
   'replay-on-the-host',
   'replay-on-the-host-lag-1',
+  'one-checkpoint-and-replay-on-the-host',  # killed below, while it writes them
 }
 
 
@@ -206,21 +211,25 @@ def test_the_compilation_cache_of_these_tests_changes_nothing(
   assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
 
 
+@pytest.mark.parametrize(
+  ('case', 'kills'), [('ppo-normalised', 3), ('one-checkpoint-and-replay-on-the-host', 3)]
+)
 def test_killed_while_writing_checkpoints(
-  tmp_path: Path, cache: Path, undisturbed: Undisturbed
+  case: str, kills: int, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:
-  lives, told = Lives(tmp_path, 'ppo-normalised', cache), 0
+  lives, told = Lives(tmp_path, case, cache), 0
   folder = lives.run_dir / 'checkpoints'
-  for _ in range(3):
+  for i in range(kills):
     before = set(folder.glob('*tmp*'))
     one = lives.start()
-    until(lambda one=one, before=before: set(folder.glob('*tmp*')) - before
+    until(lambda one=one, before=before: (lives.newest() and set(folder.glob('*tmp*')) - before)
           or not one.process.is_alive())  # fmt: skip
+    one.process.join(0.02 * i)
     one.kill()
     told += 'half-written' in one.output
   told += 'half-written' in lives.finish()
   assert told > 0
-  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+  assert_same_run(lives.run_dir, undisturbed[case])
 
 
 def test_killed_while_writing_metrics(

@@ -236,6 +236,46 @@ def test_override_cannot_change_the_lag(tmp_path: Path) -> None:
   assert 'lag: "1" -> "0"' in str(e.value)
 
 
+REMEMBERS = DQN(
+  network=QNetwork(hidden=(8,)), n_step=2,
+  buffer=Buffer(capacity=400, min_size=64, batch_size=8, priority_exponent=0.5),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('place', 'what', 'message'),
+  [
+    ('device', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25'),
+    pytest.param('device', dict(n_step=3), 'steps of a window 2 -> 3', marks=pytest.mark.slow),
+    pytest.param(
+      'host', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25', marks=pytest.mark.slow
+    ),
+    pytest.param('host', dict(capacity=500), 'capacity 400 -> 500', marks=pytest.mark.slow),
+    ('host', dict(n_step=1), 'steps of a window 2 -> 1'),
+  ],
+)
+def test_override_cannot_change_what_replay_holds(
+  place: str, what: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+  config = change(agent=REMEMBERS, total_steps=320)
+  if place == 'host':
+    config = change(config, architecture='sebulba', replay='host')
+  run.train(config, tmp_path, quiet=True)
+  agent = dataclasses.replace(REMEMBERS, n_step=what.pop('n_step', 2))
+  agent = dataclasses.replace(agent, buffer=dataclasses.replace(agent.buffer, **what))
+  longer = change(config, agent=agent, total_steps=640)
+  with pytest.raises(UsageError, match=f'replay of other settings(.|\n)*  {message}\n') as e:
+    run.train(longer, tmp_path, override=True, quiet=True)
+  assert str(e.value).count('->') == 1
+  assert checkpoints(tmp_path) == [320] and not (tmp_path / 'damaged').exists()
+  if message.startswith('priority'):  # what it doesn't depend on can be changed
+    agent = dataclasses.replace(
+      REMEMBERS, buffer=dataclasses.replace(REMEMBERS.buffer, samples_per_insert=4, min_size=80)
+    )
+    longer = change(config, agent=agent, total_steps=640)
+    assert run.train(longer, tmp_path, override=True, quiet=True)['step'] == 640
+
+
 class Away:
   """A sink whose service goes away at some step."""
 

@@ -192,8 +192,10 @@ class DQN:
       return loss, jnp.abs(error)
     if self.network.categorical:
       loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
-    else:
-      loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber))(q, target)
+      # Rainbow, section 3, ranks by the divergence: what of the loss is not the target's own entropy.
+      negative_entropy = jnp.sum(jax.scipy.special.xlogy(target, target), axis=-1)
+      return loss, jnp.maximum(loss + negative_entropy, 0.0)
+    loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber))(q, target)
     return loss, jnp.abs(loss)
 
   def optimiser(self) -> optax.GradientTransformation:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import os
 import queue
 import shutil
 import threading
@@ -30,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import tables
 from podrace.replay.windows import Windows, end_what_is_cut, unstacked, what_is_before
+from podrace.tables.checkpoint import sync
 from podrace.topology import AXIS
 from podrace.types import Array, Sample, Trajectory
 
@@ -477,10 +477,12 @@ class Hosted:
     tables.save(self.store, partial / 'tables')
     with (partial / 'streams.npz').open('wb') as file:
       np.savez(file, allow_pickle=False, **(self._history() if streams else {}))
-      file.flush()
-      os.fsync(file.fileno())
     told = dict(begun=self._begun, highest=self._streams.highest, sha256=_sha256(partial))
+    for written in (partial / 'streams.npz', partial):
+      sync(written)
     partial.rename(path)
+    for folder in (path.parent, path.parent.parent):  # the first one made the parent, too
+      sync(folder)
     return told
 
   def restore(self, path: Path, told: dict[str, Any]) -> None:

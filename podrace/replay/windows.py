@@ -102,6 +102,19 @@ class Windows:
   def prioritised(self) -> bool:
     return self.buffer.priority_exponent > 0
 
+  def record(self) -> dict[str, float]:
+    """What a memory that was filled with other settings can't be gone on with under these.
+
+    By the names that a user knows them by: a checkpoint keeps it, and a run that is resumed compares.
+    """
+    return {
+      'capacity': self.buffer.capacity,
+      'priority_exponent': self.buffer.priority_exponent,
+      'steps of a window': self.length,
+      'steps between windows': self.period,
+      'frames of a stack': self.stack,
+    }
+
   def weights(self, size: Any, probability: Any, steps: Any) -> Any:
     """Importance weights [n] of windows that were drawn from so many with these probabilities [n]."""
     weight = (size * probability) ** -self.importance(steps)
@@ -435,7 +448,11 @@ def windows(
   w = Windows(buffer, length, num_envs, unroll_length, keep_state, stack, initial_priority)
   if w.starts * num_envs >= 2**30:
     raise ValueError(f'a capacity of {buffer.capacity} is too much: at most 2^30 windows')
-  if math.ceil(buffer.min_size / num_envs) > w.rows:
-    raise ValueError(f'min_size {buffer.min_size} is more than the {w.rows * num_envs} rows')
+  if buffer.capacity < (least := num_envs * (length + unroll_length)):
+    raise ValueError(
+      f'a capacity of {buffer.capacity} is too little for {num_envs} environments: each needs room for an '
+      f'unroll of {unroll_length} steps and a window of {length}; give a capacity of {least} or more, or '
+      'fewer environments'
+    )
   w.times(jnp.int32(0))
   return Replay(w.init, w.add, w.sample, w.update, w.times, windows=w)

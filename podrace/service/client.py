@@ -39,6 +39,7 @@ from podrace.tables.table import (
   Samples,
   Signature,
   TableInfo,
+  Wait,
   deadline_of,
 )
 
@@ -467,10 +468,10 @@ class RemoteTable:
     """Queues an item, for the server of its writer."""
     return item.parts[0][0][0].store.submit(self, item, writer)  # type: ignore[attr-defined]
 
-  def wait_for(self, pending: Pending, most: int, deadline: float) -> None:
+  def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:
     """As podrace.tables.Table.wait_for, or raises Closed if the client is."""
     assert isinstance(pending, Sending)
-    pending.store.wait_for(pending, most, deadline)
+    pending.store.wait_for(pending, most, wait)
 
   # --- sampling
 

@@ -18,12 +18,13 @@ import numpy as np
 
 from podrace.service import wire
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
-from podrace.tables.table import NEW, Closed, InFlight, Item, Pending, RateLimited
+from podrace.tables.table import NEW, Closed, InFlight, Item, Pending, RateLimited, Wait
 
 if TYPE_CHECKING:
   from podrace.service.client import Connection, RemoteTable
 
 
+REPORT_AFTER = 10.0  # seconds; as podrace.tables
 COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
 REFERENCE = 16  # bytes that any chunk counts for
 
@@ -140,27 +141,25 @@ class WriterStore(ChunkStore):
     self._key += 1
     return self._key
 
-  def wait_for(self, pending: Sending, most: int, deadline: float) -> None:
+  def wait_for(self, pending: Sending, most: int, wait: Wait) -> None:
     """Returns when an item is in its table, or at most so many wait, or one has been refused."""
     if not pending.number:
       self.forced = True
       self.connection.wake()
-    begun, interval = time.monotonic(), 10.0
-    report = begun + interval
     with self.lock:
       writer = pending.writer
-      while not pending.done and len(writer.waiting) > most and writer.refusal is None:
+      while not pending.done and len(writer.waiting) > most and not writer.refusals:
         if self.connection.closed:
           raise Closed(f'the client of {self.connection.address} is closed')
         self.connection.check()
         now = time.monotonic()
-        if now >= deadline:
-          raise RateLimited(self._message(pending, now - begun, 'timed out after'))
-        if now >= report:
-          interval *= 2
-          report = now + interval
-          pending.table.report(self._message(pending, now - begun, 'has waited for'))
-        self._done.wait(min(deadline, report) - now)
+        if now >= wait.deadline:
+          raise RateLimited(self._message(pending, now - wait.begun, 'timed out after'))
+        seconds = wait.seconds(now, REPORT_AFTER)
+        if wait.report_is_due(now):
+          pending.table.report(self._message(pending, now - wait.begun, 'has waited for'))
+        else:
+          self._done.wait(seconds)
 
   def _message(self, pending: Sending, seconds: float, what: str) -> str:
     connection = self.connection
@@ -226,7 +225,7 @@ class WriterStore(ChunkStore):
           continue
         sending.finish()
         if refusal is not None:
-          sending.writer.refusal = ValueError(refusal)
+          sending.writer.refuse(ValueError(refusal))
         for part in sending.item.parts:
           for chunk in part[0]:
             self.drop(chunk, self.unacknowledged)

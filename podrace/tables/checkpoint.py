@@ -80,7 +80,7 @@ def write(taken: Snapshot, path: Path) -> dict[str, float]:
     partial.mkdir()
     size = _write(partial, taken)
     partial.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
   except OSError as e:
     raise CheckpointError(f'checkpoint {path} could not be written: {e}') from e
   finally:
@@ -106,7 +106,8 @@ def extra_of(path: Path) -> Any:
 def restore(store: ChunkStore, path: Path) -> None:
   """Reads a checkpoint into the store's tables, which must be as they were made, and unused.
 
-  What is sampled from then on is what would have been sampled without the interruption.
+  What is sampled from then on is what would have been sampled without the interruption, but for what
+  `max_bytes` removes: a chunk that was being filled counted with its whole room, and now as it is packed.
 
   Raises:
     CheckpointError: if it is damaged or of another version, or the tables are others; nothing
@@ -160,8 +161,8 @@ def _write(folder: Path, taken: Snapshot) -> int:
   text = json.dumps(dict(manifest, sha256=_sha256_of(manifest)), indent=1)
   (folder / MANIFEST).write_text(text + '\n')
   for written in folder.iterdir():
-    _sync(written)
-  _sync(folder)
+    sync(written)
+  sync(folder)
   return sum(x['bytes'] for x in files.values()) + len(text) + 1
 
 
@@ -237,7 +238,8 @@ def _sha256_of(manifest: dict[str, Any]) -> str:
   return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+  """Has a file, or which names there are in a directory, outlive a power cut."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)

@@ -140,7 +140,12 @@ class InFlight:
     self.waiting: dict[Pending, None] = {}  # the oldest first
     self.fewer = Condition(lock)  # type: ignore[arg-type]
     self.cancels = 0  # so many times has waiting for one of them been cancelled
-    self.refusal: Exception | None = None  # of one of them, which its writer was not told yet
+    self.refusals: list[Exception] = []  # of some of them, which its writer was not told yet
+
+  def refuse(self, error: Exception) -> None:
+    """Has the writer told, by one of its next calls; once of what is the same. Under the lock."""
+    if str(error) not in map(str, self.refusals):
+      self.refusals.append(error)
 
 
 class Draws(NamedTuple):
@@ -219,7 +224,7 @@ class Table:
     self._clock = _Clock()
     self._running, self._sampling = _Working(self, RUNNING), _Working(self, SAMPLING)
     self._inserting = _Working(self, INSERTING)
-    self._report_after, self._report = report_after, report
+    self.report_after, self._report = report_after, report
     with store.lock:
       if name in store.tables:
         raise ValueError(f'the store has a table {name!r} already')
@@ -291,7 +296,7 @@ class Table:
       return pending
     return None
 
-  def wait_for(self, pending: Pending, most: int, deadline: float) -> None:
+  def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:
     """Returns when an item waits no longer, or at most so many of its writer's, or one was refused.
 
     Raises:
@@ -300,11 +305,8 @@ class Table:
     """
     writer = pending.writer
     with self._inserting:
-      reporter = _Reporter(
-        self, 'insert into', deadline, self.why_no_insert, lambda: writer.cancels
-      )
-      while not pending.done and len(writer.waiting) > most and writer.refusal is None:
-        reporter.wait(writer.fewer)
+      while not pending.done and len(writer.waiting) > most and not writer.refusals:
+        wait.on(self, writer.fewer, 'insert into', self.why_no_insert)
 
   def withdraw(self, pending: Pending) -> bool:
     """Takes back an item that still waits; False if it has been inserted."""
@@ -452,17 +454,15 @@ class Table:
 
   def _take(self, draws: Draws, n: int, least: int, deadline: float) -> None:
     with self._sampling:
-      reporter = None
+      wait = None
       while True:
         self._draw_now(draws, n)
         if len(draws.items) >= least:
           return
-        reporter = reporter or _Reporter(
-          self, 'sample from', deadline, self.why_no_sample, lambda: self._cancels
-        )
+        wait = wait or Wait(deadline, lambda: self._cancels)
         self._readers += 1
         try:
-          reporter.wait(self._readable)
+          wait.on(self, self._readable, 'sample from', self.why_no_sample)
         finally:
           self._readers -= 1
 
@@ -619,15 +619,15 @@ class Table:
     """Every call that waits, and every later insert and sample, raises Closed.
 
     Items that waited for the limiter are dropped, which each of their writers is told once, by its next
-    call; those in the table stay, and can be saved.
+    calls; those in the table stay, and can be saved.
     """
     with self.store.lock:
       self.closed = True
       while self._waiting:
         pending = self._waiting.popleft()
         self._finish(pending)
-        pending.writer.refusal = Closed(
-          f'table {self.name!r} is closed; the items that waited for it are dropped'
+        pending.writer.refuse(
+          Closed(f'table {self.name!r} is closed; the items that waited for it are dropped')
         )
       self._readable.notify_all()
 
@@ -693,6 +693,28 @@ class Table:
     why = self.rate_limiter.why_no_insert(self.counts)
     return f'{why}; {len(self._waiting)} inserts and {self._readers} samplers wait'
 
+  def rest(self, work: Callable[[], Any]) -> None:
+    """Calls what lets go of the lock for a while, and isn't counted as work on the table."""
+    before = self._clock.switch(self._idle())
+    try:
+      work()
+    finally:
+      self._clock.switch(before)
+
+  def tell(self, message: str) -> None:
+    """Reports; without the lock, as who is told may ask the table, or take long; or fail: no matter."""
+
+    def report() -> None:
+      self.store.lock.release()
+      try:
+        self._report(message)
+      except Exception:
+        log.exception('a report failed: %s', message)
+      finally:
+        self.store.lock.acquire()
+
+    self.rest(report)
+
   def _idle(self) -> str:
     if self._readers:
       return WAITING_FOR_INSERTS
@@ -747,58 +769,62 @@ class _Working:
     self._lock.release()
 
 
-class _Reporter:
-  """One call's waiting: until its deadline, with a report every so often."""
+class Wait:
+  """One call's waiting, on however many things one after the other: until its deadline, with reports.
+
+  Args:
+    deadline: on time.monotonic's clock.
+    cancels: how many times has such waiting been cancelled.
+    before: so many of them were before the call; by default those until now.
+  """
 
   def __init__(
-    self,
-    table: Table,
-    what: str,
-    deadline: float,
-    why: Callable[[], str],
-    cancels: Callable[[], int],
+    self, deadline: float, cancels: Callable[[], int] = int, before: int | None = None
   ) -> None:
-    self._table, self._what, self._deadline, self._why = table, what, deadline, why
-    self._begun, self._interval = time.monotonic(), table._report_after
-    self._count_cancels, self._cancels = cancels, cancels()
-    self._next = self._begun + self._interval
+    self.deadline, self.begun = deadline, time.monotonic()
+    self._count_cancels = cancels
+    self._before = cancels() if before is None else before
+    self._next = self._interval = 0.0
 
-  def wait(self, condition: Condition) -> None:
-    """Until something has changed; the lock is free in the meantime.
+  @property
+  def is_cancelled(self) -> bool:
+    return self._count_cancels() != self._before
+
+  def seconds(self, now: float, report_after: float) -> float:
+    """How long to wait until there is something to be told or raised."""
+    if not self._interval:
+      self._interval, self._next = report_after, self.begun + report_after
+    return min(self.deadline, self._next) - now
+
+  def report_is_due(self, now: float) -> bool:
+    """Whether to report now; if so, the next one is due in twice the time."""
+    if now < self._next:
+      return False
+    self._interval *= 2
+    self._next = now + self._interval
+    return True
+
+  def on(self, table: Table, condition: Condition, what: str, why: Callable[[], str]) -> None:
+    """Until something has changed; under the lock, which is free in the meantime.
 
     Raises:
       RateLimited: if the deadline has passed.
       Cancelled: if the waiting has been.
     """
     now = time.monotonic()
-    if self._count_cancels() != self._cancels:
-      raise Cancelled(self._message(now, 'was cancelled after'))
-    if now >= self._deadline:
-      raise RateLimited(self._message(now, 'timed out after'))
-    if now >= self._next:
-      self._interval *= 2
-      self._next = now + self._interval
-      self._report(self._message(now, 'has waited for'))
+
+    def message(waited: str) -> str:
+      return f'{what} table {table.name!r} {waited} {now - self.begun:.3g} s: {why()}'
+
+    if self.is_cancelled:
+      raise Cancelled(message('was cancelled after'))
+    if now >= self.deadline:
+      raise RateLimited(message('timed out after'))
+    seconds = self.seconds(now, table.report_after)
+    if self.report_is_due(now):
+      table.tell(message('has waited for'))
       return  # things may have changed: the caller looks again
-    before = self._table._clock.switch(self._table._idle())
-    condition.wait(min(self._deadline, self._next) - now)
-    self._table._clock.switch(before)
-
-  def _report(self, message: str) -> None:
-    """Without the lock, as who is told may ask the table, or take long; or fail: the wait goes on."""
-    before = self._table._clock.switch(self._table._idle())
-    self._table.store.lock.release()
-    try:
-      self._table._report(message)
-    except Exception:
-      log.exception('a report failed: %s', message)
-    finally:
-      self._table.store.lock.acquire()
-      self._table._clock.switch(before)
-
-  def _message(self, now: float, what: str) -> str:
-    waited = f'{what} {now - self._begun:.3g} s'
-    return f'{self._what} table {self._table.name!r} {waited}: {self._why()}'
+    table.rest(lambda: condition.wait(seconds))
 
 
 def held(items: Sequence[Item | None]) -> dict[int, Chunk]:

@@ -35,6 +35,7 @@ from podrace.tables.table import (
   RateLimited,
   Signature,
   Table,
+  Wait,
   deadline_of,
 )
 
@@ -95,7 +96,9 @@ class Column:
     if not isinstance(x, np.ndarray | np.generic) and np.can_cast(
       row.dtype, self.dtype, 'same_kind'
     ):
-      row = row.astype(self.dtype)  # a Python number has no type of its own
+      given, row = row, row.astype(self.dtype)  # a Python number has no type of its own
+      if given.dtype.kind in 'iu' and self.dtype.kind in 'iu' and (given != row).any():
+        raise ValueError(f'column {self.name}: {x!r:.100} is not within the range of {self.dtype}')
     if row.dtype != self.dtype or row.shape != self.shape:
       raise ValueError(
         f'column {self.name}: expected {self.dtype}{list(self.shape)}, '
@@ -276,7 +279,7 @@ class Writer:
       timeout: seconds to wait, if max_in_flight items are waiting already.
 
     Raises:
-      ValueError: for slices outside of the history, or items unlike the table's others.
+      ValueError: for slices outside of the history, or items unlike the table's others; if the writer is closed.
       RateLimited: if it had to wait longer than `timeout`; then the item isn't made.
       Cancelled: if it waited when a table's `cancel` was called; likewise.
       Closed: if the table is, or one that dropped earlier items of this writer as it was closed; likewise.
@@ -290,10 +293,11 @@ class Writer:
     deadline = deadline_of(timeout)
     self._wait(max(0, self._max_in_flight - 1), deadline)
     item = Item(key or NEW, priority, signature, parts)
+    cancels = self._in_flight.cancels  # from here on it can be seen to wait, and be cancelled
     pending = table.submit(item, self._in_flight)
     if pending is not None and self._max_in_flight == 0:
       try:
-        self._wait(0, deadline)
+        self._wait(0, deadline, cancels)
       except BaseException as e:
         # It may have been let in just now: then it is made, whatever had become of the wait.
         if table.withdraw(pending) or not isinstance(e, RateLimited | Cancelled):
@@ -312,6 +316,8 @@ class Writer:
   def _parts(self, trajectory: Any, num_steps: int | None) -> tuple[Signature, tuple[Part, ...]]:
     if (trajectory is None) == (num_steps is None):
       raise ValueError('create_item needs a trajectory or num_steps, and not both')
+    if self._closed:
+      raise ValueError('the writer is closed')
     if self._structure is None:
       raise ValueError('nothing has been appended yet')
     if num_steps is not None:
@@ -350,26 +356,27 @@ class Writer:
     Raises:
       RateLimited: if that takes longer than `timeout` seconds; nothing is lost.
       Cancelled: if it waited when a table's `cancel` was called; likewise.
-      Closed: once, if a table dropped items as it was closed; those of other tables still wait.
+      Closed: once for each table that dropped items as it was closed; those of other tables still wait.
     """
     self._wait(max_in_flight, deadline_of(timeout))
 
-  def _wait(self, most: int, deadline: float) -> None:
+  def _wait(self, most: int, deadline: float, cancels: int | None = None) -> None:
     """Until at most so many items wait, whichever they are; the oldest one says why it does."""
     flight = self._in_flight
-    while len(flight.waiting) > most:
-      self._raise_refusal()
-      with self._store.lock:
-        oldest = next(iter(flight.waiting), None)
-      if oldest is not None:
-        oldest.table.wait_for(oldest, most, deadline)
+    if len(flight.waiting) > most:
+      wait = Wait(deadline, lambda: flight.cancels, cancels)
+      while len(flight.waiting) > most:
+        self._raise_refusal()
+        with self._store.lock:
+          oldest = next(iter(flight.waiting), None)
+        if oldest is not None:
+          oldest.table.wait_for(oldest, most, wait)
     self._raise_refusal()
 
   def _raise_refusal(self) -> None:
     """Of an item that was made earlier, and of which its table could not say so at once."""
-    refusal, self._in_flight.refusal = self._in_flight.refusal, None
-    if refusal is not None:
-      raise refusal
+    if self._in_flight.refusals:
+      raise self._in_flight.refusals.pop(0)
 
   def end_episode(self, timeout: float | None = None) -> None:
     """Flushes; what is appended from now on is another episode, and the history begins anew."""

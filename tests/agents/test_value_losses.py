@@ -204,6 +204,15 @@ def test_squared_errors_of_dqn() -> None:
   assert loss.tolist() == [4.5, 2.0] and priority.tolist() == [3.0, 2.0]
 
 
+def test_a_distribution_that_is_right_has_no_priority() -> None:
+  """Though its loss is the target's entropy; that of a certain target is all of it."""
+  target = jnp.array([[0.2, 0.5, 0.3], [0.0, 1.0, 0.0]])
+  agent = DQN(network=QNetwork(head='categorical', num_atoms=3, v_min=-1, v_max=1))
+  loss, priority = agent.losses(jnp.log(jnp.array([[0.2, 0.5, 0.3]] * 2)), target)
+  np.testing.assert_allclose(loss, [1.0296530, 0.6931472], rtol=1e-5)
+  np.testing.assert_allclose(priority, [0.0, 0.6931472], rtol=1e-5, atol=1e-6)
+
+
 # --- whole losses ---------------------------------------------------------------------------------
 
 
@@ -347,19 +356,25 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   q = outputs(train.params.network, step.before, keys[0])  # [B, A, atoms]
   q_t = outputs(target, step.after, keys[2])
   select = outputs(train.params.network, step.after, keys[1]) if double else q_t
-  losses = []
+  losses, errors = [], []
   for b in range(B):
+    entropy = 0.0
     given = step.action[b], step.r_t[b], step.discount_t[b]
     if head == 'categorical':
       atoms = jnp.linspace(-3, 3, 7)
       best = jax.nn.softmax(select[b]) @ atoms
       loss = rlax.categorical_double_q_learning(atoms, q[b], *given, atoms, q_t[b], best)
+      goals = step.r_t[b] + step.discount_t[b] * atoms
+      p = jax.nn.softmax(q_t[b, jnp.argmax(best)])
+      p = np.float64(rlax.categorical_l2_project(goals, p, atoms))
+      entropy = -np.sum(p[p > 0] * np.log(p[p > 0]))
     else:
       tau = (jnp.arange(7) + 0.5) / 7
       loss = rlax.quantile_q_learning(q[b].T, tau, *given, select[b].T, q_t[b].T, huber_param=0.7)
       loss /= 0.7
     losses.append(float(loss) * float(step.mask[b]))
-  np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-5)
+    errors.append((float(loss) - entropy) * float(step.mask[b]))
+  np.testing.assert_allclose(priority, errors, rtol=1e-3, atol=1e-5)
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
 
 

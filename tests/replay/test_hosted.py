@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,31 @@ def test_a_restored_replay_goes_on_as_if_nothing_had_happened(case: str, tmp_pat
     other.close()
   assert len(found) == len(expected) > 8
   jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_what_is_saved_outlives_a_power_cut(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Every file and directory is on the disk before it gets its name, and then the name."""
+  synced: list[tuple[str, frozenset[str]]] = []  # what, and what it had in it
+
+  def fsync(descriptor: int) -> None:
+    path = Path(os.readlink(f'/proc/self/fd/{descriptor}'))
+    inside = frozenset(p.name for p in path.iterdir()) if path.is_dir() else frozenset()
+    synced.append((str(path.relative_to(tmp_path)), inside))
+
+  monkeypatch.setattr(os, 'fsync', fsync)
+  both = Both(World(4), 2)
+  try:
+    both.add(times=3)
+    both.hosted.save(tmp_path / 'replay' / '3', streams=True)
+  finally:
+    both.close()
+  partial = 'replay/.3.partial'
+  last = {name: (i, inside) for i, (name, inside) in enumerate(synced)}
+  assert last[partial][1] == {'tables', 'streams.npz'}
+  assert last[f'{partial}/streams.npz'][0] < last[partial][0] < last['replay'][0]
+  assert last['replay'][1] == {'3'} and last['.'][1] == {'replay'}
 
 
 def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:

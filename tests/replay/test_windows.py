@@ -195,7 +195,7 @@ def test_the_smallest_ring_has_room_for_what_stacks_look_back_on(
   for b in range(B):
     world.rows[b][0]['observation'][:-1] = 0
     world._frames[b][:-1] = 0
-  buffer = settings(capacity=1, priority_exponent=exponent)
+  buffer = settings(capacity=B * (length + T), priority_exponent=exponent)
   replay = windows(buffer, length, B, T, keep_state=keep_state, stack=8)
   memory = replay.init(jax.eval_shape(lambda: World(5, stack=8).unroll()))
   add, sample = jax.jit(replay.add), jax.jit(replay.sample)
@@ -377,3 +377,16 @@ def test_without_any_priority_all_windows_are_alike() -> None:
 def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     settings(**changes)
+
+
+@pytest.mark.parametrize('keep_state', [False, True])
+def test_a_capacity_without_room_for_an_unroll_and_a_window_is_refused(keep_state: bool) -> None:
+  """A smaller one would be rounded up on the device, and on the host keep some environments only."""
+  message = (
+    'capacity of 1000 is too little for 512 environments: each needs room for an unroll of 16 steps and a '
+    'window of 3; give a capacity of 9728 or more'
+  )
+  with pytest.raises(ValueError, match=message):
+    windows(settings(capacity=1000), 3, 512, 16, keep_state=keep_state)
+  found = windows(settings(capacity=9728), 3, 512, 16, keep_state=keep_state).windows
+  assert found.rows == 32  # whole unrolls

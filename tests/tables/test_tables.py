@@ -550,6 +550,94 @@ def test_a_closed_table_is_told_once_and_the_writer_goes_on_with_others() -> Non
   assert writer.in_flight == 0
 
 
+def test_two_tables_that_close_are_told_of_both() -> None:
+  first, second, writer = two_that_are_full()
+  first.close()
+  second.close()
+  for name in ('first', 'second'):
+    with pytest.raises(tables.Closed, match=f"'{name}' is closed; the items"):
+      writer.flush()
+  writer.close()
+
+
+def test_items_that_are_dropped_together_are_told_of_once() -> None:
+  table = make(rate_limiter=tables.queue(1))
+  writer = tables.Writer(table.store, history=1)
+  writer.append(np.int64(0))
+  for _ in range(5):
+    writer.create_item(table, 1.0, num_steps=1)
+  table.close()
+  with pytest.raises(tables.Closed, match='are dropped'):
+    writer.flush()
+  writer.close()
+
+
+@pytest.mark.parametrize('blocking', [False, True])
+def test_a_cancel_is_not_lost_to_an_item_that_comes_in_at_the_same_time(
+  blocking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """The flush goes on to the next item; and while an item is made that nobody waits for yet."""
+  table = make(rate_limiter=tables.queue(1), sampler=tables.fifo(), max_times_sampled=1)
+  writer = tables.Writer(table.store, history=1, max_in_flight=0 if blocking else 9)
+  writer.append(np.int64(0))
+  looks: list[float] = []
+
+  def meanwhile(seconds: float) -> None:
+    looks.append(seconds)
+    assert len(looks) == 1, 'it waits on'
+    table.store.lock.release()
+    table.sample(1)
+    table.cancel()
+    table.store.lock.acquire()
+
+  monkeypatch.setattr(writer._in_flight.fewer, 'wait', meanwhile)
+  writer.create_item(table, 1.0, num_steps=1)
+  if not blocking:
+    for _ in range(3):
+      writer.create_item(table, 1.0, num_steps=1)
+    with pytest.raises(tables.Cancelled, match='was cancelled after'):
+      writer.flush()
+    assert writer.in_flight == 2
+    return
+  submit = table.submit
+
+  def submit_and_cancel(*args: Any) -> Any:
+    pending = submit(*args)
+    table.cancel()
+    return pending
+
+  monkeypatch.setattr(table, 'submit', submit_and_cancel)
+  with pytest.raises(tables.Cancelled, match='was cancelled after'):
+    writer.create_item(table, 1.0, num_steps=1)
+  assert writer.in_flight == 0 and not looks
+
+
+def test_a_flush_is_one_wait_whatever_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Its reports count from its beginning, and become rarer."""
+  now, told = [0.0], []
+  table = make(
+    rate_limiter=tables.queue(1), sampler=tables.fifo(), max_times_sampled=1, report_after=2.0,
+    report=lambda message: told.append((now[0], message)),
+  )  # fmt: skip
+  writer = tables.Writer(table.store, history=1, max_in_flight=99)
+  writer.append(np.int64(0))
+  for _ in range(60):
+    writer.create_item(table, 1.0, num_steps=1)
+  monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+
+  def meanwhile(seconds: float) -> None:
+    now[0] += 1
+    table.store.lock.release()
+    table.sample(1)
+    table.store.lock.acquire()
+
+  monkeypatch.setattr(writer._in_flight.fewer, 'wait', meanwhile)
+  with pytest.raises(tables.RateLimited, match='timed out after 50 s'):
+    writer.flush(timeout=50.0)
+  assert [seconds for seconds, _ in told] == [2, 6, 14, 30]
+  assert all(f'has waited for {seconds:.0f} s' in message for seconds, message in told)
+
+
 def test_reports_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
   now, told = [0.0], []
   table = make(report_after=2.0, report=lambda message: told.append(now[0]))

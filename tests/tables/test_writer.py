@@ -174,6 +174,7 @@ def test_slices_of_nothing(index: Any) -> None:
     ({'observation': None, 'action': np.int64(3)}, r'int32\[\], got int64'),
     ({'observation': None, 'action': 1.5}, r'int32.*, got float64'),
     ([1, 2], 'expected a dict'),
+    ({'observation': None, 'action': 2**31}, 'action: 2147483648 is not within the range of int32'),
     ({'observation': {'a': 1}, 'action': np.int32(3)}, r'observation: expected .*, got object'),
   ],
 )
@@ -182,6 +183,37 @@ def test_other_steps_are_refused_whole(bad: Any, message: str) -> None:
   with pytest.raises(ValueError, match=message):
     writer.append(bad)
   assert [column.end for column in writer._columns] == [2, 2]
+
+
+def test_python_numbers_are_what_their_column_is() -> None:
+  table = make()
+  writer = tables.Writer(table.store, history=9)
+  writer.append({'i': np.int8(0), 'f': np.float32(0)})
+  for i, f in ((127, 0.1), (-128, 3), (True, 1e-9)):
+    writer.append({'i': i, 'f': f})
+  for i in (128, -129, 300, 2**63):
+    with pytest.raises(ValueError, match=f'column i: {i} is not within the range of int8'):
+      writer.append({'i': i, 'f': 0.0})
+  writer.create_item(table, 1.0, num_steps=4)
+  data = table.sample(1).data
+  assert data['i'].tolist() == [[0, 127, -128, 1]]
+  np.testing.assert_array_equal(data['f'], np.float32([[0, 0.1, 3, 1e-9]]))
+
+
+def test_a_closed_writer_makes_nothing() -> None:
+  table = make()
+  writer = writer_of(table, 3)
+  h = writer.history
+  slices = {'a': h['action'][-1]}
+  writer.close()
+  for call in (
+    lambda: writer.create_item(table, 1.0, num_steps=1),
+    lambda: writer.create_item(table, 1.0, slices),
+    lambda: writer.read(slices),
+  ):
+    with pytest.raises(ValueError, match='the writer is closed'):
+      call()
+  assert len(table) == 0
 
 
 def test_other_items_are_refused() -> None:
