@@ -33,7 +33,7 @@ import common
 import numpy as np
 import tables_load
 
-CLIENTS, ENVIRONMENTS = (1, 8, 64), (1, 64)
+CLIENTS, ENVIRONMENTS = (1, 8, 64, 256), (1, 64)
 OBSERVATIONS = {'16B': ((4,), 'float32'), '28KB': ((4, 84, 84), 'uint8')}
 LIGHT, PERIOD = 1000, 1.0  # clients, and seconds between the steps of one
 P99_MS, CLIENT_BYTES = 50.0, 100_000  # bounds: latency, and memory for each of them
@@ -303,10 +303,12 @@ def round_trips(
   return found
 
 
-def all_round_trips(repeats: int, seconds: float) -> list[dict[str, Any]]:
-  rows = []
+def all_round_trips(
+  wanted: list[int], repeats: int, seconds: float, known: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+  rows = [row for row in known if row['clients'] not in wanted]
   for observation in OBSERVATIONS:
-    for clients in CLIENTS:
+    for clients in wanted:
       for environments in ENVIRONMENTS:
         found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SERVERS}
         for _ in range(repeats):
@@ -321,7 +323,10 @@ def all_round_trips(repeats: int, seconds: float) -> list[dict[str, Any]]:
           f'{observation} {clients} clients x {environments}: {shown}; of the echo '
           f'{row["of_echo"]:.2f}, of grpc {row["of_grpc"]:.2f}', flush=True,
         )  # fmt: skip
-  return rows
+  return sorted(
+    rows,
+    key=lambda r: (list(OBSERVATIONS).index(r['observation']), r['clients'], r['environments']),
+  )
 
 
 def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -424,6 +429,13 @@ def main() -> None:
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=2.0)
   parser.add_argument('--steps', type=int, default=60_000)
+  parser.add_argument(
+    '--clients',
+    type=int,
+    nargs='+',
+    default=list(CLIENTS),
+    help='of round-trips; rows of others are kept',
+  )
   parser.add_argument('--serve', nargs=4, help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.serve:
@@ -434,7 +446,9 @@ def main() -> None:
   path = common.RESULTS / 'remote.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   if 'round-trips' in parts:
-    results['round_trips'] = all_round_trips(args.repeats, args.seconds)
+    results['round_trips'] = all_round_trips(
+      args.clients, args.repeats, args.seconds, results.get('round_trips', [])
+    )
   if 'light' in parts:
     results['light_clients'] = light_clients(5 * args.seconds)
   if 'training' in parts:
