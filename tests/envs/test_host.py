@@ -486,6 +486,43 @@ def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
   until(lambda: not any(alive(pid) for pid in helpers))
 
 
+def test_signals_end_what_an_environment_starts_and_not_its_worker() -> None:
+  """Which ignores them without having its helpers ignore them as well."""
+  envs = pool('gymnasium:host_envs:Helped-v0', n=1, threads=1)
+  try:
+    envs.reset()
+    worker, *helpers = envs.recv().timestep.observation[0, :3].astype(int).tolist()
+    assert worker == envs.pids[0]
+    for signum in (signal.SIGINT, signal.SIGTERM):
+      os.kill(worker, signum)
+    for _ in range(3):
+      envs.send(np.arange(1), np.zeros(1, np.int32))
+      assert not envs.recv().run_id.any()
+    for pid in helpers:
+      os.kill(pid, signal.SIGTERM)
+    until(lambda: not any(alive(pid) for pid in helpers), 10)
+  finally:
+    envs.close()
+
+
+@pytest.mark.parametrize('linux', [True, False])
+def test_shared_memory_has_no_holes(linux: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Where there is no room the pool can't be made; the first write to a hole would be SIGBUS."""
+  if not linux:
+    monkeypatch.delattr(os, 'memfd_create', raising=False)
+  elif not hasattr(os, 'memfd_create'):
+    pytest.skip('files in memory are of Linux')
+  envs = pool('gymnasium:host_envs:Trees-v0', n=1000)
+  try:
+    told = os.fstat(envs._file.fileno())
+    assert told.st_size > 36_000
+    assert told.st_blocks * 512 >= told.st_size
+    if linux:
+      assert os.readlink(f'/proc/self/fd/{envs._file.fileno()}').startswith('/memfd:')
+  finally:
+    envs.close()
+
+
 def test_a_killed_pool_starts_no_process_again() -> None:
   """As when a run ends while a worker hangs: the thread in the pool sees that it is dead."""
   envs = pool('gymnasium:host_envs:Sequence-v0,slow=1000', n=2)
