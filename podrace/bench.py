@@ -34,8 +34,10 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     RunError: if the environments do not answer.
   """
   validate(config)
-  if config.replay == 'host':
-    raise UsageError('bench measures a learner with all it needs on its devices: no --replay host')
+  if config.replay != 'device':
+    raise UsageError(
+      f'bench measures a learner with all it needs on its devices: no --replay {config.replay}'
+    )
   program = build_sebulba(config)
   driver = OnHost(program)
   driver.compile()
