@@ -269,6 +269,34 @@ def test_some_at_a_time(name: str) -> None:
   assert seen.min() > 0  # how evenly is the library's affair
 
 
+@pytest.mark.parametrize(
+  'name',
+  ['ale:pong', 'ale:breakout,episodic_life=true', 'envpool:CartPole-v1', 'gymnasium:CartPole-v1'],
+)
+def test_actions_reach_their_environments(name: str) -> None:
+  """Whoever came back with whom, and in whichever order they are answered."""
+  space: Any = host.make(name).action_space
+  actions = np.random.default_rng(0).integers(0, int(space.n), (4, 1000)).astype(np.int32)
+
+  def streams(batch: int) -> list[list[np.ndarray]]:
+    envs, found = pool(name, batch=batch, threads=4), [[] for _ in range(4)]
+    try:
+      envs.reset()
+      while min(map(len, found)) < 40:
+        arrival = envs.recv()
+        for i, x in zip(arrival.env_id, arrival.timestep.observation, strict=True):
+          found[i].append(x)
+        ids = arrival.env_id[::-1].copy()
+        envs.send(ids, actions[ids, [len(found[i]) for i in ids]])
+    finally:
+      envs.close()
+    return found
+
+  for one, other in zip(streams(4), streams(2), strict=True):
+    for x, y in zip(one, other, strict=False):
+      np.testing.assert_array_equal(x, y)
+
+
 # --- worker processes ------------------------------------------------------------------------------
 
 
