@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from podrace.config import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
 
 SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
@@ -136,6 +137,22 @@ def per_device(mesh: Mesh, total: int, name: str) -> int:
   if total < mesh.size or total % mesh.size:
     raise ValueError(f'--{name} {total} does not divide over {mesh.size} devices')
   return total // mesh.size
+
+
+def host_device() -> jax.Device:
+  """The CPU that environments in JAX run on where something else acts or learns.
+
+  Raises:
+    UsageError: if JAX was told not to have it.
+  """
+  try:
+    return jax.local_devices(backend='cpu')[0]
+  except RuntimeError as e:
+    platforms = os.environ.get('JAX_PLATFORMS') or jax.default_backend()
+    raise UsageError(
+      f'environments in JAX run on the CPU here, which JAX_PLATFORMS={platforms} leaves out: give '
+      f'JAX_PLATFORMS={platforms},cpu'
+    ) from e
 
 
 def cores() -> int:

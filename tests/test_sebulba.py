@@ -22,9 +22,10 @@ from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.architectures import OnHost
 from podrace.bench import advice, inference_rate, together
-from podrace.config import bind
+from podrace.config import UsageError, bind
 from podrace.envs import make
 from podrace.envs.host import base as host
+from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
 from podrace.run import RunError
@@ -579,6 +580,36 @@ def over_in(seconds: float) -> Any:
 def test_sizes_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     sebulba(AGENTS['impala'], **settings)
+
+
+def test_environments_in_jax_need_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Which JAX has not where it was told of accelerators only."""
+  spec = host.make('podrace:catch')
+  local_devices = jax.local_devices
+
+  def no_cpu(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    if backend == 'cpu':
+      raise RuntimeError("Unknown backend cpu. Available backends are ['cuda']")
+    return local_devices(*args, backend=backend, **kwargs)
+
+  monkeypatch.setattr(jax, 'local_devices', no_cpu)
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
+  for lag in ('1', 'async'):
+    with pytest.raises(UsageError, match=r'=cuda leaves out: give JAX_PLATFORMS=cuda,cpu'):
+      sebulba(AGENTS['impala'], spec=spec, lag=lag)
+
+
+def test_environments_in_jax_are_given_nothing_from_other_devices() -> None:
+  steps = JaxSteps(make('podrace:catch'), 2, 4)
+  pool = JaxPool(steps, jax.random.key(0), lambda number: jax.random.key(1))
+  step, given = steps.step, []
+  steps.step = lambda *args: given.extend(jax.tree.leaves(args)) or step(*args)
+  with jax.default_device(jax.devices()[3]):  # an actor thread's
+    pool.reset()
+    pool.recv()
+    pool.send(np.arange(2), np.zeros(2, np.int32))
+    pool.recv()
+  assert {d for x in given if isinstance(x, jax.Array) for d in x.devices()} == {jax.devices()[0]}
 
 
 def test_devices_by_default() -> None:
