@@ -643,11 +643,13 @@ def test_devices_where_some_are_chosen(
 @pytest.mark.parametrize(
   ('given', 'message'),
   [
+    (dict(actors='5', num_devices=2), '--actor-devices 5: no device 5 of 2, which count from 0'),
+    (dict(actors='0', learners='2', num_devices=2), '--learner-devices 2: no device 2 of 2'),
     (dict(actors='0,1', num_devices=2), '--actor-devices 0,1 leaves none of 2 devices over: give '),
     (dict(learners='1,0', num_devices=2), '--learner-devices 1,0 leaves none of 2 devices over'),
   ],
 )
-def test_devices_that_leave_none_over(given: dict[str, Any], message: str) -> None:
+def test_devices_that_cannot_be(given: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     split_devices(**given)
 
