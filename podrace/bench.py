@@ -26,15 +26,18 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
 
   Environments: all threads' pools at once, with random actions. Inference: all threads at once,
   with the last observation again and again. The learner: the same batch again and again. Each runs
-  for about `seconds` after it is compiled. `parallel` is the rate of all three in turns on the same
+  for about `seconds` after it is compiled; replay has its `min_size` of zeros before, so that every
+  update learns as it will in a run. `parallel` is the rate of all three in turns on the same
   cores, `minimum`, where actors and learners have devices of their own, that of the slowest.
 
   Raises:
     RunError: if the environments do not answer.
   """
   validate(config)
-  if config.replay == 'host':
-    raise UsageError('bench measures a learner with all it needs on its devices: no --replay host')
+  if config.replay != 'device':
+    raise UsageError(
+      f'bench measures a learner with all it needs on its devices: no --replay {config.replay}'
+    )
   program = build_sebulba(config)
   driver = OnHost(program)
   driver.compile()
@@ -214,11 +217,27 @@ def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
   return together([acting(i) for i in range(program.local_threads)], seconds)
 
 
+def zeros(program: Sebulba) -> Any:
+  """A batch for the learner."""
+  example = program.warm_up()
+  return jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), example)
+
+
+def filled(program: Sebulba, driver: OnHost, state: Any) -> Any:
+  """The state of which the next update learns: those before only fill replay, with zeros."""
+  windows = program.replay.windows
+  if windows is None:
+    return state
+  batch = zeros(program)
+  for _ in range(windows.ready):
+    state = driver.learner.learn(state, batch)
+  return jax.block_until_ready(state)
+
+
 def learner_rate(program: Sebulba, driver: OnHost, state: Any, seconds: float) -> float:
   """The same batch of zeros again and again."""
-  example = program.warm_up()
-  batch = jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), example)
-  held = [state]
+  batch = zeros(program)
+  held = [filled(program, driver, state)]
 
   def call() -> int:
     held[0] = jax.block_until_ready(driver.learner.learn(held[0], batch))
@@ -231,6 +250,7 @@ def combined_rate(
   program: Sebulba, driver: OnHost, state: Any, keys: Any, seconds: float
 ) -> tuple[float, dict[str, float], list[dict[str, float]]]:
   """The run itself; and the shares of the actor threads' time, of all and of each."""
+  state = filled(program, driver, state)
   driver.start(state, keys, {})
   try:
     state, _ = driver.advance(state, 3, lambda: False)

@@ -46,7 +46,8 @@ class Config:
   total_steps: int = 1_000_000  # environment steps, of each seed
   seed: int = 0
   seeds: int = 1  # independent agents trained in one program, from seed, seed + 1, ...
-  devices: int | None = None  # how many; None: all
+  devices: int | None = None
+  # ^ how many, of all processes together, or, under sebulba, of each process; None: all
   log_every: int = 0  # steps between lines of metrics.jsonl; 0: a hundredth of the run
   checkpoint_every: int = 0  # steps between checkpoints; 0: about a minute
   keep: int = 3  # how many checkpoints
@@ -131,6 +132,12 @@ def validate(config: Config) -> None:
       raise UsageError('--replay service has its environments in `podrace act`: no --envs remote')
     if not 0 <= config.max_wait_ms <= 10_000:
       raise UsageError(f'--max-wait-ms must be 0 to 10000, not {config.max_wait_ms}')
+    if config.max_wait_ms != Config.max_wait_ms and config.envs == 'local':
+      raise UsageError(f'--max-wait-ms {config.max_wait_ms:g} is for --envs remote; leave it out')
+    if config.max_lag != Config.max_lag and config.lag != 'async':
+      raise UsageError(
+        f'--max-lag {config.max_lag} is for --lag async; the lag is {config.lag} here: leave it out'
+      )
     for name in ('env_batch_size', 'env_threads'):
       if getattr(config, name) < 0:
         raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')

@@ -30,6 +30,7 @@ from podrace.config import (
   completed,
   differences,
   from_json,
+  option,
   to_json,
   validate,
 )
@@ -685,8 +686,8 @@ class _Run:
     """Raises UsageError if a checkpoint is whole but of another program's state."""
     if meta['mesh'] != self.program.mesh.size:
       raise UsageError(
-        f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]} device(s), '
-        f'this run has {self.program.mesh.size}: give --devices {meta["mesh"]}'
+        f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]} device(s) that learn, '
+        f'this run has {self.program.mesh.size}: {self.devices_advice(meta["mesh"])}'
       )
     if meta['steps_per_update'] != self.config.steps_per_update:
       raise UsageError(
@@ -715,6 +716,18 @@ class _Run:
   def replay_record(self) -> dict[str, float] | None:
     """What the replay that a checkpoint holds depends on; None if it holds none."""
     return self.program.windows.record() if self.program.windows else None
+
+  def devices_advice(self, mesh: int) -> str:
+    """How to have as many devices that learn as a checkpoint was made on."""
+    if self.config.architecture == 'anakin':
+      return f'give --devices {mesh}'
+    old = completed(read_record(self.run_dir) or {})
+    given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
+    had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)
+    return (
+      f'give --learner-devices with {mesh}, of all processes together; the run had '
+      f'{had or "no options for its devices"}'
+    )
 
   def updates_done(self, state: Any) -> int:
     return int(np.atleast_1d(jax.device_get(state.update))[0])

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from podrace.config import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
 
 SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
@@ -39,11 +40,10 @@ class Topology(NamedTuple):
 
 
 def split_devices(actors: str = '', learners: str = '', num_devices: int | None = None) -> Topology:
-  """A topology from lists of device numbers, `0,1`, counted within each process.
+  """A topology from lists of device numbers, `0,1`, of the first `num_devices` of each process.
 
-  If only one of the two lists is given, the others of the first `num_devices` (None: all) do the
-  other thing; if none is, a quarter acts, at least one, and the others learn. A single device does
-  both.
+  None: of all. If only one of the two lists is given, the others do the other thing; if none is, a
+  quarter acts, at least one, and the others learn. A single device does both.
 
   Raises:
     ValueError: if a number is no device's, or comes twice, or if nobody is left to act or to learn.
@@ -54,8 +54,8 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
     raise ValueError(
       f'--devices {n}: JAX sees {len(local)} {local[0].platform} device(s) in this process'
     )
-  act = _numbers(actors, 'actor-devices', len(local))
-  learn = _numbers(learners, 'learner-devices', len(local))
+  act = _numbers(actors, 'actor-devices', n)
+  learn = _numbers(learners, 'learner-devices', n)
   if not act and not learn:
     act = list(range(max(1, n // 4)))
   if not act:
@@ -94,7 +94,7 @@ def _numbers(text: str, flag: str, devices: int) -> list[int]:
     raise ValueError(f'--{flag} takes device numbers with commas, as 0,1; not {text!r}')
   numbers = [int(p) for p in parts]
   if wrong := [i for i in numbers if i >= devices]:
-    raise ValueError(f'--{flag} {text}: no device {wrong[0]}; this process has {devices}, from 0')
+    raise ValueError(f'--{flag} {text}: no device {wrong[0]} of {devices}, which count from 0')
   if len(set(numbers)) != len(numbers):
     raise ValueError(f'--{flag} {text}: a device comes twice')
   return numbers
@@ -136,6 +136,22 @@ def per_device(mesh: Mesh, total: int, name: str) -> int:
   if total < mesh.size or total % mesh.size:
     raise ValueError(f'--{name} {total} does not divide over {mesh.size} devices')
   return total // mesh.size
+
+
+def host_device() -> jax.Device:
+  """The CPU that environments in JAX run on where something else acts or learns.
+
+  Raises:
+    UsageError: if JAX was told not to have it.
+  """
+  try:
+    return jax.local_devices(backend='cpu')[0]
+  except RuntimeError as e:
+    platforms = os.environ.get('JAX_PLATFORMS') or jax.default_backend()
+    raise UsageError(
+      f'environments in JAX run on the CPU here, which JAX_PLATFORMS={platforms} leaves out: give '
+      f'JAX_PLATFORMS={platforms},cpu'
+    ) from e
 
 
 def cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from typing import Any
@@ -99,6 +100,23 @@ class Trees(Sequence):
     return dict(board=board, rest=(self._steps % 4, np.array([1, 0, 1], np.int8)))
 
 
+class Helped(Sequence):
+  """Observes the ids of its process and of two it has started: a program, and one that is forked."""
+
+  def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    self._program = subprocess.Popen(['sleep', '1000'])
+    read, write = os.pipe()
+    self._forked = os.fork()
+    if not self._forked:
+      os.write(write, b'!')
+      threading.Event().wait()
+    os.read(read, 1)
+    return super().reset()
+
+  def _observe(self, action: float) -> np.ndarray:
+    return np.array([os.getpid(), self._program.pid, self._forked, action], np.float64)
+
+
 class Counts(Sequence):
   """Observes the step, as an integer of 64 bits; from the 30th on one that 32 don't hold."""
 
@@ -136,6 +154,7 @@ class Same(gymnasium.Env):
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
 gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')
 gymnasium.register('Trees-v0', entry_point='host_envs:Trees')
+gymnasium.register('Helped-v0', entry_point='host_envs:Helped')
 gymnasium.register('Counts-v0', entry_point='host_envs:Counts')
 gymnasium.register('From1-v0', entry_point='host_envs:From1')
 gymnasium.register('Limited-v0', entry_point='host_envs:Sequence', max_episode_steps=5)

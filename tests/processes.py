@@ -7,13 +7,15 @@ one the ordinary way, through the interpreter.
 
 from __future__ import annotations
 
+import collections
+import ctypes
 import json
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,13 @@ CONTEXT.set_forkserver_preload(
 )  # fmt: skip
 
 
-def _child(args: Sequence[str], log: str, devices: int, cache: str | None) -> None:
+def _child(
+  args: Sequence[str],
+  log: str,
+  devices: int,
+  cache: str | None,
+  before: Callable[[], None] | None = None,
+) -> None:
   file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
   os.dup2(file, 1)
   os.dup2(file, 2)
@@ -38,20 +46,54 @@ def _child(args: Sequence[str], log: str, devices: int, cache: str | None) -> No
     jax.config.update('jax_enable_compilation_cache', False)
   from podrace import cli
 
+  if before is not None:
+    before()
   cli.main(args)
 
 
+def hang(pool: type, at: int) -> None:
+  """Has each pool of that class hang in C when it is asked for its `at`-th answer, for ever."""
+  recv, calls = pool.recv, collections.Counter()
+
+  def hung(self: Any) -> Any:
+    calls[self] += 1
+    if calls[self] == at:
+      ctypes.CDLL(None).sleep(100_000)
+    return recv(self)
+
+  pool.recv = hung
+
+
+def tell_parameters() -> None:
+  """Has a run's process tell the hash of its own parameters: only the first writes a summary."""
+  from podrace import run
+
+  train = run.train
+
+  def told(*args: Any, **options: Any) -> dict[str, Any]:
+    found = train(*args, **options)
+    print('parameters', found['params_sha256'], flush=True)
+    return found
+
+  run.train = told
+
+
 class Podrace:
-  """One `podrace ARGS`, forked; its output is in a file."""
+  """One `podrace ARGS`, forked; its output is in a file. `before` is what the process does first."""
 
   def __init__(
-    self, args: Sequence[str], log: Path, devices: int = 1, cache: Path | None = None
+    self,
+    args: Sequence[str],
+    log: Path,
+    devices: int = 1,
+    cache: Path | None = None,
+    before: Callable[[], None] | None = None,
   ) -> None:
     self.log = log
     log.write_text('')
     self.process = CONTEXT.Process(
       target=_child,
-      args=(list(args), str(log), devices, str(cache) if cache else None),
+      args=(list(args), str(log), devices, str(cache) if cache else None, before),
       daemon=True,
     )
     self.process.start()

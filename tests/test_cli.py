@@ -362,6 +362,8 @@ def test_bench_sebulba(run: Command, learner: str) -> None:
     (['sebulba', 'pongg'], 'pong'),
     (['sebulba', 'catch', '--seconds', 'x'], "--seconds takes a number, not 'x'"),
     (['sebulba', 'catch', '--run-dir', 'x'], 'bench keeps no run: --run-dir'),
+    (['sebulba', 'catch', '--replay', 'host'], 'on its devices: no --replay host'),
+    (['sebulba', '--replay', 'service', '--lag', 'async'], 'on its devices: no --replay service'),
   ],
 )
 def test_what_bench_cannot_do(run: Command, args: list[str], message: str) -> None:

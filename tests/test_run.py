@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,9 +26,10 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.architectures import OnDevice
-from podrace.config import Config, UsageError, bind, from_json
+from podrace.config import Config, UsageError, bind, from_json, to_json
 from podrace.evaluate import evaluate
 from podrace.networks import ActorCritic, QNetwork
+from podrace.presets import PRESETS
 from podrace.replay import Buffer
 
 SMALL = ActorCritic(hidden=(16,), initializer='lecun')
@@ -509,3 +511,34 @@ def test_a_space_that_no_head_is_for() -> None:
     odd = {'action_space': env.action_space, 'observation_space': env.observation_space}
     with pytest.raises(ValueError, match='Text'):
       bind(Impala(), type('Odd', (), {**odd, name: space})())
+
+
+@pytest.mark.parametrize(
+  ('architecture', 'devices', 'advice'),
+  [
+    ('anakin', {'devices': 2}, 'give --devices 2'),
+    (
+      'sebulba',
+      {'actor_devices': '0', 'learner_devices': '1,2'},
+      'give --learner-devices with 2, of all processes together; the run had --actor-devices 0 '
+      '--learner-devices 1,2',
+    ),
+    (
+      'sebulba',
+      {},
+      'give --learner-devices with 2, of all processes together; the run had no options for its devices',
+    ),
+  ],
+)
+def test_another_number_of_devices_is_refused_with_what_to_give(
+  architecture: Any, devices: dict[str, Any], advice: str, tmp_path: Path
+) -> None:
+  config = dataclasses.replace(PRESETS['catch'](), architecture=architecture)
+  old = dataclasses.replace(config, **devices)
+  (tmp_path / 'config.json').write_text(json.dumps(to_json(old)))
+  program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1))
+  nobody: Any = None
+  one = run._Run(config, program, tmp_path, nobody, nobody, nobody, (), False)
+  with pytest.raises(UsageError, match=r'made on 2 .*, this run has 1: ') as told:
+    one.check_fits({'step': 1024, 'mesh': 2})
+  assert str(told.value).endswith(f': {advice}')

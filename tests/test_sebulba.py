@@ -17,15 +17,15 @@ from gymnasium import spaces
 
 from podrace import architectures, topology
 from podrace import sebulba as sebulba_
-from podrace.agents import AGENTS as NAMES
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.architectures import OnHost
 from podrace.bench import advice, inference_rate, together
-from podrace.config import bind
+from podrace.config import UsageError, bind
 from podrace.envs import make
 from podrace.envs.host import base as host
+from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
 from podrace.run import RunError
@@ -154,10 +154,6 @@ def test_the_same_as_anakin(name: str, threads: int) -> None:
     assert told[field] == pytest.approx(float(summary[field])), field
   assert told['episodes'] > 0
   assert told['metrics']['loss'] == pytest.approx(float(summary['metrics']['loss']), rel=1e-3)
-
-
-def test_every_agent_is_here() -> None:
-  assert AGENTS.keys() <= NAMES.keys()
 
 
 # --- lag and determinism ---------------------------------------------------------------------------
@@ -586,6 +582,36 @@ def test_sizes_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
     sebulba(AGENTS['impala'], **settings)
 
 
+def test_environments_in_jax_need_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Which JAX has not where it was told of accelerators only."""
+  spec = host.make('podrace:catch')
+  local_devices = jax.local_devices
+
+  def no_cpu(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+    if backend == 'cpu':
+      raise RuntimeError("Unknown backend cpu. Available backends are ['cuda']")
+    return local_devices(*args, backend=backend, **kwargs)
+
+  monkeypatch.setattr(jax, 'local_devices', no_cpu)
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
+  for lag in ('1', 'async'):
+    with pytest.raises(UsageError, match=r'=cuda leaves out: give JAX_PLATFORMS=cuda,cpu'):
+      sebulba(AGENTS['impala'], spec=spec, lag=lag)
+
+
+def test_environments_in_jax_are_given_nothing_from_other_devices() -> None:
+  steps = JaxSteps(make('podrace:catch'), 2, 4)
+  pool = JaxPool(steps, jax.random.key(0), lambda number: jax.random.key(1))
+  step, given = steps.step, []
+  steps.step = lambda *args: given.extend(jax.tree.leaves(args)) or step(*args)
+  with jax.default_device(jax.devices()[3]):  # an actor thread's
+    pool.reset()
+    pool.recv()
+    pool.send(np.arange(2), np.zeros(2, np.int32))
+    pool.recv()
+  assert {d for x in given if isinstance(x, jax.Array) for d in x.devices()} == {jax.devices()[0]}
+
+
 def test_devices_by_default() -> None:
   every = split_devices()
   assert [d.id for d in every.actors] == [0, 1]
@@ -617,11 +643,13 @@ def test_devices_where_some_are_chosen(
 @pytest.mark.parametrize(
   ('given', 'message'),
   [
+    (dict(actors='5', num_devices=2), '--actor-devices 5: no device 5 of 2, which count from 0'),
+    (dict(actors='0', learners='2', num_devices=2), '--learner-devices 2: no device 2 of 2'),
     (dict(actors='0,1', num_devices=2), '--actor-devices 0,1 leaves none of 2 devices over: give '),
     (dict(learners='1,0', num_devices=2), '--learner-devices 1,0 leaves none of 2 devices over'),
   ],
 )
-def test_devices_that_leave_none_over(given: dict[str, Any], message: str) -> None:
+def test_devices_that_cannot_be(given: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     split_devices(**given)
 

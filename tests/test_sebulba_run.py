@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -16,11 +17,23 @@ import jax
 import numpy as np
 import pytest
 from apart import alive, until
-from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
-from test_distributed import TOLERANCE, pair, parameters
+from processes import (
+  Podrace,
+  as_users_have_it,
+  cache,
+  checkpoints,
+  hang,
+  lines,
+  podrace,
+  summary,
+  tell_parameters,
+)
+from test_distributed import TOLERANCE, free_port, pair, parameters
 from test_sebulba import SMALL, Running, over_in, sebulba
 
+from podrace import cli
 from podrace.agents.impala import Impala
+from podrace.envs.host import ale, envpool
 from podrace.envs.host import base as host
 from podrace.sebulba import ActorFailed
 from podrace.topology import SILENCE_SECONDS
@@ -267,6 +280,95 @@ def test_one_environment_that_hangs_among_many_is_noticed() -> None:
         run.advance(1)
 
 
+@pytest.mark.slow
+def test_killed_workers_lose_and_duplicate_nothing_in_any_order(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  """Whoever comes back first: each unroll is a piece of one life, and pieces follow each other."""
+  monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
+  spec = host.make('gymnasium:host_envs:Sequence-v0')
+  program = sebulba(
+    Impala(network=SMALL), spec=spec, num_envs=4, unroll_length=4, lag='async', env_threads=4,
+    batch_size=2, max_lag=100,
+  )  # fmt: skip
+  moments, lives, kills = random.Random(0), {}, 20
+  with Running(program) as run:
+    take = run.driver._actors.take
+
+    def noted(*args: Any) -> Any:
+      unrolls = take(*args)
+      for unroll in unrolls:
+        (trajectory,) = unroll.parts
+        steps = np.asarray(trajectory.timesteps.observation)
+        actions = np.asarray(trajectory.outputs.action)
+        free = np.asarray(trajectory.timesteps.step_type)[1:] != FIRST
+        np.testing.assert_array_equal(steps[1:, :, 3][free], actions[free])
+        for piece in np.moveaxis(steps, 1, 0):
+          assert len({(p, w) for p, w, *_ in piece.tolist()}) == 1
+          np.testing.assert_array_equal(np.diff(piece[:, 2]), 1)
+          lives.setdefault((piece[0, 0], piece[0, 1]), []).append(piece)
+      return unrolls
+
+    run.driver._actors.take = noted
+    (workers,) = run.driver._actors.pools
+    for killed in range(1, kills + 1):
+      run.advance(moments.randint(1, 4))
+      os.kill(moments.choice(workers.pids), signal.SIGKILL)
+      until(lambda n=killed: workers._run_id.sum() == n or not run.advance(1))
+    until(lambda: run.driver._told.restarts == kills or not run.advance(1))
+    run.advance(3)
+    told, _ = run.driver.read_log(run.state)
+  assert told['host']['env_restarts'] == kills
+  assert 0 < told['host']['dropped_steps'] <= kills * 4
+  assert len(lives) >= kills // 2
+  for of_life in lives.values():
+    assert of_life[0][0, 2] == 0
+    for one, following in itertools.pairwise(of_life):
+      assert one[-1, 2] == following[0, 2]
+
+
+# --- environments in C++ ---------------------------------------------------------------------------
+
+IN_C = ['train', 'catch', '--architecture', 'sebulba', '--num-envs', '4', '--unroll-length', '4',
+        '--agent.network.torso', 'mlp', '--agent.network.hidden', '4', '--actor-threads', '1',
+        '--env-threads', '2', '--log-every', '16', '--devices', '1']  # fmt: skip
+ANY_ORDER = ['--lag', 'async', '--env-batch-size', '2']
+
+
+@pytest.mark.parametrize(
+  ('env', 'order', 'resumed'),
+  [
+    ('ale:pong', [], False),
+    ('ale:pong', ANY_ORDER, True),
+    ('envpool:CartPole-v1', [], True),
+    ('envpool:CartPole-v1', ANY_ORDER, False),
+  ],
+)
+def test_environments_in_c_are_learned_from(
+  env: str, order: list[str], resumed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  run_dir = tmp_path / 'run'
+
+  def train(steps: int, *more: str) -> str:
+    with pytest.raises(SystemExit) as end:
+      cli.main([*IN_C, *order, '--env', env, '--total-steps', str(steps), *more,
+                '--run-dir', str(run_dir)])  # fmt: skip
+    told = capfd.readouterr()
+    assert end.value.code == 0, told.err
+    assert summary(run_dir)['step'] == steps
+    return told.out + told.err
+
+  train(48)
+  if resumed:
+    before = summary(run_dir)['params_sha256']
+    assert 'resuming at step 48' in train(80, '--override')
+    assert summary(run_dir)['params_sha256'] != before
+  found = lines(run_dir)
+  assert [x['step'] for x in found] == list(range(16, 16 * len(found) + 1, 16))
+  assert all(np.isfinite(x['loss']) and x['policy_lag_max'] <= 4 for x in found)
+  assert len({x['loss'] for x in found}) == len(found)
+
+
 # --- how runs end ----------------------------------------------------------------------------------
 
 
@@ -278,6 +380,21 @@ def test_an_exception_in_an_environment_ends_the_run_with_a_checkpoint(
   assert 'ZeroDivisionError: the game broke' in one.output
   assert 'the run is saved at step' in one.output
   assert checkpoints(tmp_path / 'run')
+
+
+@pytest.mark.parametrize(
+  'env', [pytest.param('ale:pong', marks=pytest.mark.slow), 'envpool:CartPole-v1']
+)
+def test_a_hang_in_c_ends_the_run_with_a_checkpoint(env: str, tmp_path: Path, cache: Path) -> None:
+  """The thread can't be killed, and keeps the process from nothing."""
+  library = {'ale:pong': ale.AtariPool, 'envpool:CartPole-v1': envpool.EnvPool}[env]
+  args = [*IN_C, '--env', env, '--env-deadline', '1', '--run-dir', str(tmp_path / 'run')]
+  before = functools.partial(hang, library, 30)
+  one = Podrace(args, tmp_path / 'log.txt', 1, cache, before)
+  assert one.wait() == 1, one.output
+  assert f'{env}: environments of actor thread 0 have not answered for' in one.output
+  (saved,) = checkpoints(tmp_path / 'run')
+  assert saved > 0 and f'the run is saved at step {saved}' in one.output
 
 
 @pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -310,6 +427,36 @@ def test_no_worker_outlives_a_killed_run(tmp_path: Path, cache: Path) -> None:
 
 
 # --- several processes -----------------------------------------------------------------------------
+
+
+def test_two_processes_stop_and_go_on_as_one(tmp_path: Path, cache: Path) -> None:
+  """Each with an actor of its own; a signal to one of them saves the run, and ends both."""
+  run_dir = tmp_path / 'run'
+
+  def both(steps: int, *more: str) -> list[Podrace]:
+    args = [
+      'train', 'catch', '--architecture', 'sebulba', '--num-envs', '8', '--unroll-length', '4',
+      '--agent.network.hidden', '8', '--actor-threads', '1', '--total-steps', str(steps), *more,
+      '--log-every', '320', '--coordinator', f'127.0.0.1:{free_port()}', '--num-processes', '2',
+      '--run-dir', str(run_dir),
+    ]  # fmt: skip
+    return [
+      Podrace([*args, '--process-id', str(i)], tmp_path / f'{steps}-{i}', 1, cache, tell_parameters)
+      for i in range(2)
+    ]
+
+  one, other = both(64_000_000)
+  one.says('\nstep ')
+  other.signal(signal.SIGTERM)
+  assert [one.wait(), other.wait()] == [143, 143], one.output + other.output
+  (*_, stopped) = checkpoints(run_dir)
+  end = (stopped // 320 + 2) * 320
+  one, other = both(end, '--override')
+  assert [one.wait(), other.wait()] == [0, 0], one.output + other.output
+  assert f'resuming at step {stopped:,}' in one.output
+  told = f'parameters {summary(run_dir)["params_sha256"]}'
+  assert told in one.output and told in other.output
+  assert [line['step'] for line in lines(run_dir)] == list(range(320, end + 1, 320))
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.anakin import Anakin
-from podrace.bench import memory
+from podrace.bench import combined_rate, learner_rate, memory
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
@@ -294,6 +294,30 @@ def test_bench_tells_what_lies_on_a_learner_device() -> None:
   assert told['replay'] == sum(
     x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.memory)
   )
+
+
+def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Before `min_size` is reached none does, and they would seem many times as fast."""
+  agent = dataclasses.replace(
+    AGENTS['dqn'], buffer=dataclasses.replace(RANKED, min_size=500, samples_per_insert=3)
+  )
+  program = sebulba(agent, 'podrace:catch', '0', '1', lag='1')
+  driver, calls = compiled(program), []  # of each, (update, samples) after it
+  learn = driver.learner.learn
+
+  def noted(*args: Any) -> Any:
+    state = learn(*args)
+    calls.append((int(state.update), int(state.log.samples)))
+    return state
+
+  monkeypatch.setattr(driver.learner, 'learn', noted)
+  monkeypatch.setattr('podrace.bench.together', lambda work, seconds: float(work[0]()))
+  learner_rate(program, driver, program.init(keys(0)), 0.0)
+  ready = program.replay.windows.ready
+  assert ready == 15 and calls == [(i, 0) for i in range(1, 16)] + [(16, 4)]
+  calls.clear()
+  combined_rate(program, driver, program.init(keys(0)), keys(0), 0.0)
+  assert calls[15:18] == [(16, 4), (17, 8), (18, 12)]
 
 
 @SLOW

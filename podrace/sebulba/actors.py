@@ -67,7 +67,7 @@ class Actors:
     if s.spec.jax is not None:
       from podrace.envs.host.jax import JaxPool
 
-      host = jax.local_devices(backend='cpu')[0]
+      host = topology_.host_device()
       pool: HostEnvironment = JaxPool(
         s.jax_steps,
         _life_key(jax.random.fold_in(actor_key, index), np.uint32(life)),

@@ -103,6 +103,8 @@ class Sebulba:
       )
     if not self.ordered and self.spec.ordered_only:
       raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
+    if self.spec.jax is not None:
+      topology_.host_device()  # or say now that there is none
 
   # --- sizes
 
@@ -240,7 +242,7 @@ class Sebulba:
     agent_state = jax.eval_shape(self.agent.initial_state, jnp.zeros([n], jnp.int32))
     episodes = EpisodeCounter(n).state()
     on_device = SingleDeviceSharding(self.device_of(local))
-    on_host = SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
+    on_host = SingleDeviceSharding(topology_.host_device())
 
     def place(sharding: Any, tree: Any) -> Any:
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
@@ -389,7 +391,7 @@ class Sebulba:
     """Compiles environments in JAX: what compiling takes is not theirs to answer for."""
     from podrace.envs.host.jax import JaxPool
 
-    host = jax.local_devices(backend='cpu')[0]
+    host = topology_.host_device()
     with jax.default_device(host):
       reset_key, unroll_key = jax.random.key(3), jax.random.key(4)
     pool = JaxPool(self.jax_steps, reset_key, lambda number: unroll_key)

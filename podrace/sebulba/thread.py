@@ -15,6 +15,7 @@ import numpy as np
 
 from podrace.envs.host.base import EVERY, Checker, EpisodeCounter, HostError, everyone, rows_of
 from podrace.sebulba.pipe import POLL, Closed, Pipe, Snapshot, Unroll
+from podrace.topology import host_device
 from podrace.types import Array, Arrival, HostEnvironment, TimeStep
 
 if TYPE_CHECKING:
@@ -355,7 +356,7 @@ class Actor:
     snapshot = None
     if self._sebulba.saves_actors:
       env_state = self.pool.state  # type: ignore[attr-defined]
-      episodes = jax.device_put(self._episodes.state(), jax.local_devices(backend='cpu')[0])
+      episodes = jax.device_put(self._episodes.state(), host_device())
       snapshot = Snapshot(agent_state, timestep, env_state, episodes)
     devices = self._sebulba.topology.local_learners
     parts = tuple(

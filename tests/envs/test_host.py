@@ -75,12 +75,12 @@ CONTRACT = [
   'ale:pong,max_frames=400',
   'ale:breakout,episodic_life=true',
   'envpool:CartPole-v1',
-  'envpool:Pendulum-v1',
+  'envpool:Pendulum-v1,max_episode_steps=30',
   'envpool:HalfCheetah-v4,max_episode_steps=30',
-  'envpool:Breakout-v5',
+  'envpool:Breakout-v5,max_episode_steps=50',
   'envpool:CartpoleBalance-v1,max_episode_steps=30',
   'gymnasium:CartPole-v1',
-  'gymnasium:Pendulum-v1',
+  'gymnasium:Pendulum-v1,max_episode_steps=30',
   'gymnasium:host_envs:Limited-v0',
   'podrace:catch',
 ]
@@ -118,6 +118,7 @@ def test_same_seed_same_stream_and_the_action_after_last_is_ignored(name: str) -
   one = [a.timestep for a in arrivals(name, 120)]
   same = [a.timestep for a in arrivals(name, 120, contrary=True)]
   other = [a.timestep for a in arrivals(name, 120, seed=100)]
+  assert any((x.step_type == LAST).any() for x in one[:-1])
   for x, y in zip(one, same, strict=True):
     jax.tree.map(np.testing.assert_array_equal, x.observation, y.observation)
     np.testing.assert_array_equal(x.reward, y.reward)
@@ -161,7 +162,8 @@ def test_atari_frames_limit_truncates() -> None:
     a.timestep.discount[a.timestep.step_type == LAST]
     for a in arrivals('ale:pong,max_frames=400', 300)
   ]
-  assert np.all(np.concatenate(lasts) == 1)
+  found = np.concatenate(lasts)
+  assert len(found) and np.all(found == 1)
 
 
 def test_losing_a_life_ends_what_is_learned_but_not_the_game() -> None:
@@ -265,6 +267,34 @@ def test_some_at_a_time(name: str) -> None:
     opens[ids] = arrival.timestep.step_type == LAST
     seen[ids] += 1
   assert seen.min() > 0  # how evenly is the library's affair
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['ale:pong', 'ale:breakout,episodic_life=true', 'envpool:CartPole-v1', 'gymnasium:CartPole-v1'],
+)
+def test_actions_reach_their_environments(name: str) -> None:
+  """Whoever came back with whom, and in whichever order they are answered."""
+  space: Any = host.make(name).action_space
+  actions = np.random.default_rng(0).integers(0, int(space.n), (4, 1000)).astype(np.int32)
+
+  def streams(batch: int) -> list[list[np.ndarray]]:
+    envs, found = pool(name, batch=batch, threads=4), [[] for _ in range(4)]
+    try:
+      envs.reset()
+      while min(map(len, found)) < 40:
+        arrival = envs.recv()
+        for i, x in zip(arrival.env_id, arrival.timestep.observation, strict=True):
+          found[i].append(x)
+        ids = arrival.env_id[::-1].copy()
+        envs.send(ids, actions[ids, [len(found[i]) for i in ids]])
+    finally:
+      envs.close()
+    return found
+
+  for one, other in zip(streams(4), streams(2), strict=True):
+    for x, y in zip(one, other, strict=False):
+      np.testing.assert_array_equal(x, y)
 
 
 # --- worker processes ------------------------------------------------------------------------------
@@ -484,6 +514,43 @@ def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
   helpers = [int(pid) for pid in log.read_text().split()]
   assert len(helpers) >= 2
   until(lambda: not any(alive(pid) for pid in helpers))
+
+
+def test_signals_end_what_an_environment_starts_and_not_its_worker() -> None:
+  """Which ignores them without having its helpers ignore them as well."""
+  envs = pool('gymnasium:host_envs:Helped-v0', n=1, threads=1)
+  try:
+    envs.reset()
+    worker, *helpers = envs.recv().timestep.observation[0, :3].astype(int).tolist()
+    assert worker == envs.pids[0]
+    for signum in (signal.SIGINT, signal.SIGTERM):
+      os.kill(worker, signum)
+    for _ in range(3):
+      envs.send(np.arange(1), np.zeros(1, np.int32))
+      assert not envs.recv().run_id.any()
+    for pid in helpers:
+      os.kill(pid, signal.SIGTERM)
+    until(lambda: not any(alive(pid) for pid in helpers), 10)
+  finally:
+    envs.close()
+
+
+@pytest.mark.parametrize('linux', [True, False])
+def test_shared_memory_has_no_holes(linux: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Where there is no room the pool can't be made; the first write to a hole would be SIGBUS."""
+  if not linux:
+    monkeypatch.delattr(os, 'memfd_create', raising=False)
+  elif not hasattr(os, 'memfd_create'):
+    pytest.skip('files in memory are of Linux')
+  envs = pool('gymnasium:host_envs:Trees-v0', n=1000)
+  try:
+    told = os.fstat(envs._file.fileno())
+    assert told.st_size > 36_000
+    assert told.st_blocks * 512 >= told.st_size
+    if linux:
+      assert os.readlink(f'/proc/self/fd/{envs._file.fileno()}').startswith('/memfd:')
+  finally:
+    envs.close()
 
 
 def test_a_killed_pool_starts_no_process_again() -> None:

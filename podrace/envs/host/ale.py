@@ -17,7 +17,7 @@ import numpy as np
 from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
-from podrace.envs.host.base import HostSpec, PoolArgs, Stepper
+from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
 from podrace.envs.registry import UnknownName, Value, full_name, nearest, read_options
 from podrace.types import Arrival
 
@@ -74,7 +74,7 @@ def vector(
 
 
 class AtariPool:
-  """Games of one kind."""
+  """Games of one kind. Those that arrived last are answered together, as ale-py wants it."""
 
   watches_itself = False
 
@@ -86,6 +86,8 @@ class AtariPool:
     self._stepper = Stepper(args.num_envs)
     self._lost = np.zeros(args.num_envs, bool)  # a life, so that the next action is a no-op
     self._ended = np.ones(args.num_envs, bool)
+    self._arrived = everyone(args.num_envs)  # in the order in which ale-py takes their actions
+    self._action = np.zeros(args.num_envs, np.int32)
     self._zeros = np.zeros(args.batch_size, np.int32)
     self._first: Arrival | None = None
 
@@ -99,10 +101,10 @@ class AtariPool:
     self._first = self._arrival(observation, np.zeros(n, np.float32), none, none, info)
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
-    action = np.asarray(action, np.int32)
+    self._action[env_id] = action
     if self._lives:
-      action = np.where(self._lost[env_id], 0, action).astype(np.int32)
-    self._env.send(action)
+      self._action[self._lost] = 0
+    self._env.send(self._action[self._arrived])
 
   def recv(self) -> Arrival:
     if self._first is not None:
@@ -118,7 +120,7 @@ class AtariPool:
     truncated: np.ndarray,
     info: dict[str, Any],
   ) -> Arrival:
-    ids = info['env_id'].astype(np.int32)
+    self._arrived = ids = info['env_id'].astype(np.int32)
     score = np.where(self._ended[ids], 0, reward).astype(np.float32)
     lost = terminated & (info['lives'] > 0) if self._lives else np.zeros(len(ids), bool)
     self._lost[ids] = lost

@@ -118,6 +118,29 @@ def _readable(descriptors: Iterable[int], seconds: float) -> list[int]:
   return [fd for fd, _ in poll.poll(seconds * 1000)]
 
 
+def memory_file(length: int) -> Any:
+  """A file of so many bytes to share with workers: in memory on Linux, elsewhere for temporary files.
+
+  All of it is there: in one with holes the first write fails by a signal where there is no room left.
+
+  Raises:
+    OSError: if there is no room for it.
+  """
+  if hasattr(os, 'memfd_create'):
+    file: Any = os.fdopen(os.memfd_create('podrace'), 'w+b')
+  else:
+    file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+  try:
+    if hasattr(os, 'posix_fallocate'):
+      os.posix_fallocate(file.fileno(), 0, length)
+    else:
+      file.truncate(length)
+  except BaseException:
+    file.close()
+    raise
+  return file
+
+
 class Restarts:
   """Those of a pool's workers, of which there may be RESTARTS in WINDOW seconds.
 
@@ -224,9 +247,8 @@ class Workers:
     self._workers = [Worker(i, j - i) for i, j in itertools.pairwise(bounds)]
     self._first = np.array([x.first for x in self._workers])
     self._batch = count * args.batch_size // args.num_envs  # in workers
-    self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
     length = w.size(fields, args.num_envs)
-    self._file.truncate(length)
+    self._file = memory_file(length)
     self._memory = mmap.mmap(self._file.fileno(), length)
     self._arrays = w.arrays(self._memory, fields, args.num_envs)
     self._leaves = [self._arrays[n] for n, _ in leaves(observation_space)]

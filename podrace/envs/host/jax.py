@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import batch
 from podrace.envs.host.base import everyone
+from podrace.topology import host_device
 from podrace.types import LAST, Array, Arrival, Environment, TimeStep
 
 
@@ -43,7 +43,7 @@ class JaxPool:
   def __init__(self, steps: JaxSteps, reset_key: Array, unroll_key: Callable[[int], Array]) -> None:
     self.num_envs = self.batch_size = steps.num_envs
     self._do, self._reset_key, self._unroll_key = steps, reset_key, unroll_key
-    self._device = jax.local_devices(backend='cpu')[0]
+    self._device = host_device()
     self._ids = everyone(steps.num_envs)
     self._zeros = np.zeros(steps.num_envs, np.int32)
     self.state: Any = None
@@ -64,7 +64,7 @@ class JaxPool:
     if self._keys is None or t == 0:
       self._keys = self._do.split(jax.device_put(self._unroll_key(unroll), self._device))
     action = jax.device_put(action, self._device)
-    self.state, self._waiting = self._do.step(self.state, action, self._keys, jnp.int32(t))
+    self.state, self._waiting = self._do.step(self.state, action, self._keys, np.int32(t))
     self.steps += 1
 
   def recv(self) -> Arrival:

@@ -151,10 +151,18 @@ def end_with(parent: int) -> None:
     sys.exit(1)
 
 
+def outlive_signals() -> None:
+  """Has SIGINT and SIGTERM do nothing here: the run is told to stop, and ends its workers.
+
+  Not by SIG_IGN, which what environments start would have as well.
+  """
+  before = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
+  os.register_at_fork(after_in_child=lambda: [signal.signal(*x) for x in before.items()])
+
+
 def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
-  for signum in (signal.SIGINT, signal.SIGTERM):  # the run is told to stop, and ends its workers
-    signal.signal(signum, signal.SIG_IGN)
+  outlive_signals()
   told = json.loads(sys.argv[1])
   end_with(told['parent'])
   sys.path[:] = told['path']
