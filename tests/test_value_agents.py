@@ -149,14 +149,27 @@ OVER: dict[int, dict[str, Any]] = {  # devices -> who does what, in how many thr
 }
 
 
-def learned(program: Sebulba, updates: int, more: int, least: int) -> float:
+def learned(program: Any, updates: int, more: int, least: int, seed: int = 0) -> float:
   """The mean return of the episodes, `least` or more, of so many further updates."""
-  with Running(program) as run:
+  if not isinstance(program, Sebulba):
+    state = program.run(program.init(keys(seed)), jnp.int32(updates))
+    _, state = program.read_log(state)
+    told, _ = program.read_log(program.run(state, jnp.int32(more)))
+    assert int(told['episodes']) >= least
+    return float(told['return_sum'] / told['episodes'])
+  with Running(program, seed) as run:
     run.driver.read_log(run.advance(updates))
     run.driver.read_log(run.state)
     told, _ = run.driver.read_log(run.advance(more))
   assert told['episodes'] >= least
   return told['return_sum'] / told['episodes']
+
+
+def assert_learns(program: Any, updates: int, more: int, least: int, above: float) -> None:
+  """With seed 0, or else with two others: a seed may be unlucky, and what is broken has no luck."""
+  if (first := learned(program, updates, more, least)) <= above:
+    others = [learned(program, updates, more, least, seed) for seed in (1, 2)]
+    assert min(others) > above, (first, others)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +185,7 @@ def learned(program: Sebulba, updates: int, more: int, least: int) -> float:
 )
 def test_dqn_learns_catch_under_sebulba(devices: int, lag: str) -> None:
   program = sebulba(CATCH, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
-  assert learned(program, 350, 80, least=900) > 0.9
+  assert_learns(program, 350, 80, least=900, above=0.9)
 
 
 R2D2_CATCH = R2D2(
@@ -192,18 +205,14 @@ R2D2_CATCH = R2D2(
 @pytest.mark.parametrize('devices', [1, 8])
 def test_r2d2_learns_catch(devices: int) -> None:
   program = anakin(R2D2_CATCH, 'podrace:catch', devices, 32, 4)
-  state = program.run(program.init(keys(0)), jnp.int32(450))
-  _, state = program.read_log(state)
-  told, _ = program.read_log(program.run(state, jnp.int32(80)))
-  assert int(told['episodes']) >= 900
-  assert float(told['return_sum'] / told['episodes']) > 0.85  # exploring as it does
+  assert_learns(program, 450, 80, least=900, above=0.85)  # exploring as it does
 
 
 @SLOW
 @pytest.mark.parametrize(('devices', 'lag'), itertools.product([1, 8], ['0', '1', 'async']))
 def test_r2d2_learns_catch_under_sebulba(devices: int, lag: str) -> None:
   program = sebulba(R2D2_CATCH, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
-  assert learned(program, 450, 80, least=900) > 0.85
+  assert_learns(program, 450, 80, least=900, above=0.85)
 
 
 def remember(burn_in: int, core: str = 'gru') -> float:
@@ -264,11 +273,7 @@ CONTINUOUS = {
 def test_continuous_agents_learn(name: str, devices: int) -> None:
   """A random policy has -1,200 on Pendulum, one that stands still at the bottom -1,600."""
   program = anakin(CONTINUOUS[name], 'gymnax:Pendulum-v1', devices, 8, 8)
-  state = program.run(program.init(keys(0)), jnp.int32(200))
-  _, state = program.read_log(state)
-  told, _ = program.read_log(program.run(state, jnp.int32(75)))
-  assert int(told['episodes']) >= 16
-  assert float(told['return_sum'] / told['episodes']) > -400
+  assert_learns(program, 200, 75, least=16, above=-400)
 
 
 @SLOW
@@ -280,7 +285,7 @@ def test_continuous_agents_learn_under_sebulba(name: str, devices: int, lag: str
   program = sebulba(
     CONTINUOUS[name], 'gymnax:Pendulum-v1', **OVER[devices], num_envs=16, length=4, lag=lag
   )
-  assert learned(program, 200, 75, least=16) > -400
+  assert_learns(program, 200, 75, least=16, above=-400)
 
 
 def test_bench_tells_what_lies_on_a_learner_device() -> None:
