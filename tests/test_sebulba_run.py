@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,30 @@ def start(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
   )  # fmt: skip
 
 
+def watch(run: Running, look: Callable[[int, Any], None]) -> None:
+  """Shows the learner's unrolls to `look`, with the number of the update that takes them."""
+  take = run.driver._actors.take
+
+  def taken(update: int, *args: Any) -> Any:
+    unrolls = take(update, *args)
+    look(update, unrolls)
+    return unrolls
+
+  run.driver._actors.take = taken
+
+
+def numbered(unroll: Any) -> np.ndarray:
+  """[T+1, N, 4]: the observations, for which there was done what they say."""
+  (trajectory,) = unroll.parts
+  steps, kinds = (
+    np.asarray(x) for x in (trajectory.timesteps.observation, trajectory.timesteps.step_type)
+  )
+  free = kinds[1:] != FIRST  # these steps ignore the action
+  np.testing.assert_array_equal(steps[1:, :, 3][free], np.asarray(trajectory.outputs.action)[free])
+  np.testing.assert_array_equal(kinds[1:] == FIRST, kinds[:-1] == LAST)
+  return steps
+
+
 # --- 50 kills --------------------------------------------------------------------------------------
 
 
@@ -68,25 +93,14 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
   moments = random.Random(0)
   pieces: list[np.ndarray] = []
   serials: list[np.ndarray] = []  # [N] of each update
+
+  def look(_: int, unrolls: Any) -> None:
+    for unroll in unrolls:
+      pieces.extend(np.moveaxis(numbered(unroll), 1, 0))
+      serials.append(unroll.serial)
+
   with Running(program) as run:
-    take = run.driver._actors.take
-
-    def noted(*args: Any) -> Any:
-      unrolls = take(*args)
-      for unroll in unrolls:
-        (trajectory,) = unroll.parts
-        steps = np.asarray(trajectory.timesteps.observation)
-        kinds = np.asarray(trajectory.timesteps.step_type)
-        actions = np.asarray(trajectory.outputs.action)
-        pieces.extend(steps[:, i] for i in range(4))
-        serials.append(unroll.serial)
-        # what was observed is what was done: but for the steps that ignore it
-        free = kinds[1:] != FIRST
-        np.testing.assert_array_equal(steps[1:, :, 3][free], actions[free])
-        np.testing.assert_array_equal(kinds[1:] == FIRST, kinds[:-1] == LAST)
-      return unrolls
-
-    run.driver._actors.take = noted
+    watch(run, look)
     (workers,) = run.driver._actors.pools
     for _ in range(50):
       run.advance(moments.randint(1, 3))
@@ -208,14 +222,7 @@ def test_lag_is_told_of_every_unroll_in_any_order() -> None:
   """A trajectory's are of several versions: those that its environments began with."""
   lags: list[np.ndarray] = []
   with Running(shuffled(2, 0, max_lag=8)) as run:
-    take = run.driver._actors.take
-
-    def noted(update: int, *args: Any) -> Any:
-      unrolls = take(update, *args)
-      lags.extend(update - u.versions for u in unrolls)
-      return unrolls
-
-    run.driver._actors.take = noted
+    watch(run, lambda update, unrolls: lags.extend(update - u.versions for u in unrolls))
     told, _ = run.driver.read_log(run.advance(40))
   assert any(len(set(x)) > 1 for x in lags)
   assert told['host']['policy_lag_mean'] == pytest.approx(np.mean(lags))
@@ -292,24 +299,15 @@ def test_killed_workers_lose_and_duplicate_nothing_in_any_order(
     batch_size=2, max_lag=100,
   )  # fmt: skip
   moments, lives, kills = random.Random(0), {}, 20
+
+  def look(_: int, unrolls: Any) -> None:
+    for piece in itertools.chain(*(np.moveaxis(numbered(u), 1, 0) for u in unrolls)):
+      assert len({(p, w) for p, w, *_ in piece.tolist()}) == 1
+      np.testing.assert_array_equal(np.diff(piece[:, 2]), 1)
+      lives.setdefault((piece[0, 0], piece[0, 1]), []).append(piece)
+
   with Running(program) as run:
-    take = run.driver._actors.take
-
-    def noted(*args: Any) -> Any:
-      unrolls = take(*args)
-      for unroll in unrolls:
-        (trajectory,) = unroll.parts
-        steps = np.asarray(trajectory.timesteps.observation)
-        actions = np.asarray(trajectory.outputs.action)
-        free = np.asarray(trajectory.timesteps.step_type)[1:] != FIRST
-        np.testing.assert_array_equal(steps[1:, :, 3][free], actions[free])
-        for piece in np.moveaxis(steps, 1, 0):
-          assert len({(p, w) for p, w, *_ in piece.tolist()}) == 1
-          np.testing.assert_array_equal(np.diff(piece[:, 2]), 1)
-          lives.setdefault((piece[0, 0], piece[0, 1]), []).append(piece)
-      return unrolls
-
-    run.driver._actors.take = noted
+    watch(run, look)
     (workers,) = run.driver._actors.pools
     for killed in range(1, kills + 1):
       run.advance(moments.randint(1, 4))

@@ -210,6 +210,11 @@ def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
     other.say(wire.ENTER, other.session, 0, 2)
     other.say(wire.PING, other.session)
     assert other.hear()[0][0] == wire.PONG  # no START: one slot is left
+    other.say(wire.ENTER, other.session, 1, 2)
+    other.say(wire.PING, other.session)
+    assert other.hear()[0][0] == wire.PONG
+    (told,) = [x for x in learner.said if 'wait until others leave' in x]  # once, of both groups
+    assert 'all 4 slots' in told, told
     one.say(wire.BYE, one.session, 'enough')
     other.expect(wire.START)
     other.step(2, 0, FIRST)
