@@ -16,6 +16,7 @@ from podrace.architectures import OnHost
 from podrace.config import Config, UsageError, validate
 from podrace.run import RunError, build_sebulba
 from podrace.sebulba import Actors, Sebulba
+from podrace.sebulba.acting import pack
 from podrace.topology import cores
 
 PATIENCE = 300.0  # seconds that a stage may take to begin, its workers' start included, or to end
@@ -105,8 +106,14 @@ def _bytes(tree: Any) -> int:
   return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def together(work: list[Callable[[], int]], seconds: float) -> float:
+def together(
+  work: list[Callable[[], int]],
+  seconds: float,
+  context: Callable[[int], Any] = lambda i: contextlib.nullcontext(),
+) -> float:
   """Steps/s of functions that make some steps a call, each called in a thread, all at once.
+
+  The i-th thread is in `context(i)`.
 
   Raises:
     RunError: if one of them does not come back; its thread is left to itself.
@@ -117,11 +124,12 @@ def together(work: list[Callable[[], int]], seconds: float) -> float:
 
   def target(i: int) -> None:
     try:
-      work[i]()  # whatever happens only the first time
-      ready.wait(PATIENCE)
-      end = time.perf_counter() + seconds
-      while time.perf_counter() < end:
-        counts[i] += work[i]()
+      with context(i):
+        work[i]()  # whatever happens only the first time
+        ready.wait(PATIENCE)
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+          counts[i] += work[i]()
     except threading.BrokenBarrierError:
       pass
     except BaseException as e:
@@ -194,27 +202,27 @@ def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
       }  # fmt: skip
 
     def call() -> int:
-      t = np.int32(held['t'] % length)
+      t = held['t'] % length
       held['t'] += 1
-      with jax.default_device(device):
-        if program.ordered:
-          held['carry'], action = program.programs.step(
-            params, held['carry'], held['keys'], t, t, program.example
-          )
-          np.asarray(jax.tree.leaves(action)[0])
-          return n
-        b = program.batch_size
-        ids = np.arange(b, dtype=np.int32)
-        example = jax.tree.map(lambda x: x[:b], program.example)
-        held['carry'], action = program.programs.step_some(
-          params, held['carry'], held['keys'], t, ids, np.full(b, t), ids, example
-        )
-        np.asarray(jax.tree.leaves(action)[0])
-        return b
+      if program.ordered:
+        n, step = program.envs_per_thread, program.programs.step
+        numbers, observation = pack(program.example, t, t), program.example.observation
+      else:
+        n, step = program.batch_size, program.programs.step_some
+        example = jax.tree.map(lambda x: x[:n], program.example)
+        ids = np.arange(n, dtype=np.int32)
+        numbers, observation = pack(example, t, ids, t, ids), example.observation
+      held['carry'], action = step(params, held['carry'], held['keys'], numbers, observation)
+      np.asarray(jax.tree.leaves(action)[0])
+      return n
 
     return call
 
-  return together([acting(i) for i in range(program.local_threads)], seconds)
+  return together(
+    [acting(i) for i in range(program.local_threads)],
+    seconds,
+    lambda i: jax.default_device(program.device_of(i)),
+  )
 
 
 def zeros(program: Sebulba) -> Any:

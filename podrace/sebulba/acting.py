@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from podrace.networks import outside_loops
@@ -21,6 +22,27 @@ class Carry(NamedTuple):
   start: Any  # [C, ...] the agent's state before row 0
   timesteps: TimeStep  # [T+1, C, ...]
   outputs: ActorOutput  # [T, C, ...]
+
+
+def pack(timestep: TimeStep, *more: Any) -> np.ndarray:
+  """All of a timestep [b] but its observation, and more integers of each environment: [3+m, b] i32.
+
+  As one array: every array of the host's that a program is given costs as much as a small network.
+  """
+  numbers = np.empty((3 + len(more), len(timestep.reward)), np.int32)
+  numbers[0] = np.asarray(timestep.reward, np.float32).view(np.int32)
+  numbers[1] = np.asarray(timestep.discount, np.float32).view(np.int32)
+  numbers[2] = timestep.step_type
+  for row, x in zip(numbers[3:], more, strict=True):
+    row[:] = x
+  return numbers
+
+
+def _unpack(numbers: Array, observation: Any) -> tuple[TimeStep, tuple[Array, ...]]:
+  """Undoes `pack`."""
+  reward, discount = (lax.bitcast_convert_type(x, jnp.float32) for x in numbers[:2])
+  timestep = TimeStep(observation, reward, discount, numbers[2].astype(jnp.int8))
+  return timestep, tuple(numbers[3:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +77,13 @@ class Acting:
     return jax.random.key_data(jax.random.split(act_key, self.length))
 
   def step(
-    self, params: Any, carry: Carry, keys: Array, call: Array, t: Array, timestep: TimeStep
+    self, params: Any, carry: Carry, keys: Array, numbers: Array, observation: Any
   ) -> tuple[Carry, Any]:
-    """All environments at row t, with the call-th of the keys: the new carry, the actions [N]."""
+    """All environments at row t, with the call-th of the keys: the new carry, the actions [N].
+
+    `numbers` are the timestep's, call and t.
+    """
+    timestep, ((call, *_), (t, *_)) = _unpack(numbers, observation)
     with outside_loops():
       output, agent_state = self.agent.act(params, carry.agent_state, timestep, _key(keys, call))
 
@@ -73,17 +99,13 @@ class Acting:
     return carry, output.action
 
   def step_some(
-    self,
-    params: Any,
-    carry: Carry,
-    keys: Array,
-    call: Array,
-    env_id: Array,
-    row: Array,
-    column: Array,
-    timestep: TimeStep,
+    self, params: Any, carry: Carry, keys: Array, numbers: Array, observation: Any
   ) -> tuple[Carry, Any]:
-    """Environments env_id [b], each at its own row and column; out of range: padding."""
+    """Environments env_id [b], each at its own row and column; out of range: padding.
+
+    `numbers` are the timestep's, call, env_id, row and column.
+    """
+    timestep, ((call, *_), env_id, row, column) = _unpack(numbers, observation)
     before = jax.tree.map(lambda x: x.at[env_id].get(mode='clip'), carry.agent_state)
     with outside_loops():
       output, after = self.agent.act(params, before, timestep, _key(keys, call))
@@ -103,13 +125,20 @@ class Acting:
   def _place(row: Array, column: Array, rows: Array, x: Array) -> Array:
     return rows.at[row, column].set(x.astype(rows.dtype), mode='drop')
 
-  def store(self, carry: Carry, row: Array, column: Array, timestep: TimeStep) -> Carry:
-    """Timesteps that nobody acts on yet: the last of their unrolls."""
+  def store(self, carry: Carry, numbers: Array, observation: Any) -> Carry:
+    """Timesteps that nobody acts on yet: the last of their unrolls.
+
+    `numbers` are the timestep's, row and column.
+    """
+    timestep, (row, column) = _unpack(numbers, observation)
     place = functools.partial(self._place, row, column)
     return carry._replace(timesteps=jax.tree.map(place, carry.timesteps, timestep))
 
-  def finish(self, carry: Carry, timestep: TimeStep, env_id: Array) -> tuple[Any, Any]:
-    """The trajectory [T+1, N] that ends with `timestep`, in parts; and the agent's state [N]."""
+  def finish(
+    self, carry: Carry, numbers: Array, observation: Any, env_id: Array
+  ) -> tuple[Any, Any]:
+    """The trajectory [T+1, N] that ends with this timestep, in parts; and the agent's state [N]."""
+    timestep, _ = _unpack(numbers, observation)
     timesteps = jax.tree.map(
       lambda rows, x: rows.at[self.length].set(x.astype(rows.dtype)), carry.timesteps, timestep
     )

@@ -94,8 +94,10 @@ class Actors:
   def publish(self, version: int, params: Any) -> None:
     """Gives the actors' devices a version of the parameters."""
     one = jax.tree.map(lambda x: x.addressable_data(0), params)
+    here = jax.tree.leaves(one)[0].device
     devices = dict.fromkeys(self._sebulba.topology.actors)
-    self.pipe.publish(version, {d: jax.device_put(one, d) for d in devices})
+    # to be put where it is costs as much as a copy
+    self.pipe.publish(version, {d: one if d == here else jax.device_put(one, d) for d in devices})
 
   def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
     """As `Pipe.take`; also notices threads that are stuck in their environments."""

@@ -25,7 +25,7 @@ from podrace.learner import (
   sample_learner,
 )
 from podrace.replay.hosted import Layout
-from podrace.sebulba.acting import Acting, Programs
+from podrace.sebulba.acting import Acting, Programs, pack
 from podrace.sebulba.pipe import Lag, Snapshot, Unroll
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology
 from podrace.types import Agent, Array, Replay, TimeStep, TrainState, Trajectory, map_batch
@@ -358,10 +358,10 @@ class Sebulba:
         carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
         keys = self.programs.keys(jax.random.key(2))
         if self.ordered:
-          zero, last = np.int32(0), jax.device_put(self.example, device)
-          for example in self.example, last:  # which opens the next unroll
-            carry, action = self.programs.step(params, carry, keys, zero, zero, example)
-          parts, _ = self.programs.finish(carry, last, env_id)
+          numbers, last = pack(self.example, 0, 0), jax.device_put(self.example.observation, device)
+          for observation in self.example.observation, last:  # which opens the next unroll
+            carry, action = self.programs.step(params, carry, keys, numbers, observation)
+          parts, _ = self.programs.finish(carry, pack(self.example), last, env_id)
           if self.spec.jax is not None:
             self._warm_up_pool(action)
         else:
@@ -369,9 +369,9 @@ class Sebulba:
             ids = np.zeros(size, np.int32)
             example = jax.tree.map(lambda x, size=size: x[:size], self.example)
             carry, _ = self.programs.step_some(
-              params, carry, keys, np.int32(0), ids, ids, ids, example
+              params, carry, keys, pack(example, 0, ids, ids, ids), example.observation
             )
-            carry = self.programs.store(carry, ids, ids, example)
+            carry = self.programs.store(carry, pack(example, ids, ids), example.observation)
           ids = np.zeros(self.envs_per_thread, np.int32)
           parts = self.programs.take(carry, ids, ids)
 
@@ -401,6 +401,8 @@ class Sebulba:
 
   def join(self, unrolls: list[Unroll]) -> tuple[Trajectory, ...]:
     """Each unroll's parts, which are on the learner devices, as arrays over the mesh."""
+    if self.mesh.size == 1:  # they are that already
+      return tuple(u.parts[0] for u in unrolls)
 
     def one(axis: int, *parts: Array) -> Array:
       shape, _, sharding = self._over_mesh(axis, parts[0])

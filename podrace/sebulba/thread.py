@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.host.base import EVERY, Checker, EpisodeCounter, HostError, everyone, rows_of
+from podrace.sebulba.acting import pack
 from podrace.sebulba.pipe import POLL, Closed, Pipe, Snapshot, Unroll
 from podrace.topology import host_device
 from podrace.types import Array, Arrival, HostEnvironment, TimeStep
@@ -210,15 +211,19 @@ class Actor:
 
   def _together(self, arrival: Arrival) -> Any:
     timestep, t = arrival.timestep, int(self._row[0])
+    observation = timestep.observation
     if t == self._length:
-      timestep = jax.device_put(timestep, self.device)
-      parts, agent_state = self._programs.finish(self._carry, timestep, self._env_id)
+      observation = jax.device_put(observation, self.device)
+      parts, agent_state = self._programs.finish(
+        self._carry, pack(timestep), observation, self._env_id
+      )
       self._ship(parts, self._versions.copy(), agent_state, timestep, self._serial.copy())
       self._serial += 1
       self._next_unroll()
       self._row[:] = t = 0
+    call = self._next_call()
     self._carry, action = self._programs.step(
-      self._params, self._carry, self._keys, self._next_call(), np.int32(t), timestep
+      self._params, self._carry, self._keys, pack(timestep, call, t), observation
     )
     self._row += 1
     return action
@@ -245,13 +250,13 @@ class Actor:
     self._keys = self._programs.keys(self._unroll_key(self._keyed))
     self._calls = 0
 
-  def _next_call(self) -> np.int32:
+  def _next_call(self) -> int:
     """Which of the unroll's keys is next; after a restart an unroll takes more than it has."""
     if self._calls == self._length:
       self._keyed += 1
       self._new_keys()
     self._calls += 1
-    return np.int32(self._calls - 1)
+    return self._calls - 1
 
   # --- each environment at its own row, where some were restarted
 
@@ -271,14 +276,16 @@ class Actor:
   def _store(self, ids: np.ndarray, timestep: TimeStep) -> None:
     """The last timesteps of these environments' unrolls."""
     row, column, timestep = self._pad(timestep, self._row[ids], self._column[ids])
-    self._carry = self._programs.store(self._carry, row, column, timestep)
+    numbers = pack(timestep, row, column)
+    self._carry = self._programs.store(self._carry, numbers, timestep.observation)
 
   def _step_some(self, ids: np.ndarray, timestep: TimeStep) -> Any:
     row, column, timestep = self._pad(timestep, self._row[ids], self._column[ids])
     env_id = np.full(len(row), self._n, np.int32)
     env_id[: len(ids)] = ids
+    numbers = pack(timestep, self._next_call(), env_id, row, column)
     self._carry, action = self._programs.step_some(
-      self._params, self._carry, self._keys, self._next_call(), env_id, row, column, timestep
+      self._params, self._carry, self._keys, numbers, timestep.observation
     )
     self._row[ids] += 1
     return np.asarray(action)[: len(ids)]
@@ -357,6 +364,7 @@ class Actor:
     if self._sebulba.saves_actors:
       env_state = self.pool.state  # type: ignore[attr-defined]
       episodes = jax.device_put(self._episodes.state(), host_device())
+      timestep = jax.device_put(timestep, self.device)
       snapshot = Snapshot(agent_state, timestep, env_state, episodes)
     devices = self._sebulba.topology.local_learners
     parts = tuple(

@@ -331,24 +331,23 @@ class EpisodeCounter:
     """Accounts for what arrived; how often each was restarted since it last did, [b]."""
     rows = rows_of(arrival.env_id, len(self._over))
     restarts: np.ndarray = arrival.run_id - self.run_id[rows]
-    opens = np.logical_or(self._over[rows], restarts)
-    self.run_id[rows] = arrival.run_id
-    self._over[rows] = arrival.ended
-    self.episode_return[rows] += arrival.score
-    self.episode_length[rows] += arrival.timestep.step_type != FIRST  # of a life or of a game
+    opens = self._over[rows]
+    if np.count_nonzero(restarts):
+      opens = np.logical_or(opens, restarts)
+      self.run_id[rows] = arrival.run_id
+    returns, lengths = self.episode_return[rows], self.episode_length[rows]  # views, if it is all
+    returns += arrival.score
+    lengths += arrival.timestep.step_type != FIRST  # of a life or of a game
     if np.count_nonzero(opens):
-      opened = arrival.env_id[opens]
-      self.episode_return[opened] = 0
-      self.episode_length[opened] = 0
-    if np.count_nonzero(arrival.ended):
-      done = arrival.env_id[arrival.ended]
-      returns = self.episode_return[done]
-      self._finished += Totals(
-        len(done),
-        float(returns.sum()),
-        float((returns**2).sum()),
-        int(self.episode_length[done].sum()),
-      )
+      returns[opens] = 0
+      lengths[opens] = 0
+    self._over[rows] = arrival.ended
+    if rows is not EVERY:
+      self.episode_return[rows], self.episode_length[rows] = returns, lengths
+    if count := np.count_nonzero(arrival.ended):
+      done = returns[arrival.ended]
+      length = int(lengths[arrival.ended].sum())
+      self._finished += Totals(count, float(done.sum()), float(np.dot(done, done)), length)
     return restarts
 
   def take(self) -> Totals:
