@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import timeit
 from concurrent import futures
 from typing import Any
 
@@ -384,6 +385,7 @@ def light_clients(seconds: float) -> dict[str, Any]:
 
 
 def train(remote: bool, steps: int) -> dict[str, Any]:
+  before = resource.getrusage(resource.RUSAGE_CHILDREN)
   with tempfile.TemporaryDirectory() as directory:
     run_dir = pathlib.Path(directory) / 'run'
     args = ['train', 'pong', '--total-steps', str(steps), '--run-dir', str(run_dir), '--quiet']
@@ -402,7 +404,9 @@ def train(remote: bool, steps: int) -> dict[str, Any]:
       raise RuntimeError(f'{args} failed:\n{done.stderr}')
     lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
     tail = [x['steps_per_s'] for x in lines[len(lines) // 4 :]]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return dict(
+      cpu_s=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,  # of all processes
       steps_per_s=json.loads((run_dir / 'summary.json').read_text())['steps_per_s'],
       steady_steps_per_s=float(np.median(tail)),
       policy_lag_mean=float(np.mean([x['policy_lag_mean'] for x in lines])),
@@ -419,13 +423,28 @@ def training(repeats: int, steps: int) -> dict[str, Any]:
       print(name, runs[-1], flush=True)
   rates = {k: common.summary([r['steady_steps_per_s'] for r in v]) for k, v in found.items()}
   ratio = rates['remote']['median'] / rates['local']['median']
-  print(f'training: remote is {ratio:.2f} of local', flush=True)
-  return dict(steps=steps, rates=rates, runs=found, remote_over_local=ratio)
+  cpu = {k: common.summary([r['cpu_s'] for r in v]) for k, v in found.items()}
+  told = ', '.join(f'{k} {v["median"]:.0f} s of CPU' for k, v in cpu.items())
+  print(f'training: remote is {ratio:.2f} of local; {told}', flush=True)
+  return dict(steps=steps, rates=rates, cpu_s=cpu, runs=found, remote_over_local=ratio)
+
+
+def checksums(repeats: int) -> dict[str, dict[str, Any]]:
+  """Milliseconds of a message's CRC-32, of each size."""
+  from podrace.remote import wire
+
+  found = {}
+  for observation in OBSERVATIONS:
+    for environments in ENVIRONMENTS:
+      frames = payload(environments, observation)
+      calls = [timeit.timeit(lambda f=frames: wire.checksum(f), number=100) for _ in range(repeats)]
+      found[f'{observation}, {environments}'] = common.summary([10 * x for x in calls])
+  return found
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('parts', nargs='*', help='round-trips, light, training; none: all')
+  parser.add_argument('parts', nargs='*', help='round-trips, checksums, light, training; none: all')
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=2.0)
   parser.add_argument('--steps', type=int, default=60_000)
@@ -442,13 +461,15 @@ def main() -> None:
     kind, clients, environments, observation = args.serve
     serve(kind, int(clients), int(environments), observation)
     return
-  parts = args.parts or ['round-trips', 'light', 'training']
+  parts = args.parts or ['round-trips', 'checksums', 'light', 'training']
   path = common.RESULTS / 'remote.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   if 'round-trips' in parts:
     results['round_trips'] = all_round_trips(
       args.clients, args.repeats, args.seconds, results.get('round_trips', [])
     )
+  if 'checksums' in parts:
+    results['checksum_ms'] = checksums(args.repeats)
   if 'light' in parts:
     results['light_clients'] = light_clients(5 * args.seconds)
   if 'training' in parts:

@@ -344,7 +344,7 @@ class EpisodeCounter:
     self._over[rows] = arrival.ended
     if rows is not EVERY:
       self.episode_return[rows], self.episode_length[rows] = returns, lengths
-    if count := np.count_nonzero(arrival.ended):
+    if count := int(np.count_nonzero(arrival.ended)):
       done = returns[arrival.ended]
       length = int(lengths[arrival.ended].sum())
       self._finished += Totals(count, float(done.sum()), float(np.dot(done, done)), length)
