@@ -184,7 +184,8 @@ def train(args: list[str]) -> int:
   if '-h' in args or '--help' in args:
     asked = [a for a in args if a not in ('-h', '--help')]
     options = Options(asked, TRAIN_VALUES, others_pass=True)
-    print(train_help(agent_of(options)))
+    preset = options.arguments[0] if options.arguments else None
+    print(train_help(agent_of(options), preset if preset in PRESETS else None))
     return 0
   preset = take_preset(args)
   options = Options(args, TRAIN_VALUES, others_pass=True)
@@ -377,15 +378,17 @@ def _join(options: Options) -> None:
 # --- help, without importing what it tells of ---------------------------------------------------
 
 
-def train_help(agent: str | None = None) -> str:
+def train_help(agent: str | None = None, preset: str | None = None) -> str:
   """The help of `train`: read from the source, since importing it would take seconds.
 
-  With an agent of the user's own, which is imported, its options instead of those of ours.
+  With an agent of the user's own, which is imported, its options instead of those of ours; with a
+  preset, what that sets besides.
   """
   lines = [
     'podrace train [PRESET] [OPTIONS]: train an agent; without arguments, IMPALA on Catch',
     '',
     f'presets: {", ".join(PRESETS)} (see `podrace list`)',
+    *(_preset_rows(preset) if preset else []),
     '',
     'options:',
   ]
@@ -407,6 +410,19 @@ def train_help(agent: str | None = None) -> str:
       lines += ['', f'the {name} of {agents}:']
       lines += [_row(*f) for f in fields_of(here / file, cls, f'--agent.{name}.')]
   return '\n'.join(lines)
+
+
+def _preset_rows(preset: str) -> list[str]:
+  """What a preset sets, as its source has it."""
+  source = Path(__file__).with_name('presets.py').read_text()
+  found = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+  function = found[PRESETS[preset].__name__]
+  shown = [n for n in function.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]
+  segments = (ast.get_source_segment(source, n, padded=True) or '' for n in shown)
+  code = '\n'.join(map(textwrap.dedent, segments))
+  lines = [x.partition('  # fmt')[0] for x in code.splitlines()]
+  told = 'what it sets; the defaults below are those of the rest, a --flag overrides both:'
+  return ['', f'preset {preset}: {told}', *textwrap.indent('\n'.join(lines), '  ').splitlines()]
 
 
 def _own_rows(cls: Any, prefix: str) -> list[str]:
@@ -806,8 +822,12 @@ BENCH_USAGE = """\
 podrace bench sebulba [PRESET] [OPTIONS of train] [--seconds S]: how fast the environments, the
 actors' inference and the learner are alone, with the sizes of the run, and the run itself
 
+  --seconds S            for each of the four (default 10)
+
 The last line printed is JSON, in steps/s: environment, inference, learner, combined; `parallel` is
-what they would reach by taking turns on the same cores, 1/(1/e + 1/i + 1/l).
+what they would reach by taking turns on the same cores, 1/(1/e + 1/i + 1/l); `minimum`, where actors
+and learners have devices of their own, the slowest. `actor_time` says where the actor threads' time
+goes, `bytes` what is on a device, `advice` what another setting may do better.
 """
 
 

@@ -640,10 +640,20 @@ class _Run:
         self.save(update, state)
       self.checkpoints.wait()
     except (CheckpointError, OSError, jax.errors.JaxRuntimeError) as e:
-      return f'and it could not be saved: {e}'
-    return (
-      f'the run is saved at step {self.saved:,}' if self.saved >= 0 else 'nothing was saved yet'
-    )
+      why = str(e)
+    except Exception as e:  # whatever it is, what failed before is what the user is to see
+      why = f'{type(e).__name__}: {e}'
+    else:
+      return (
+        f'the run is saved at step {self.saved:,}' if self.saved >= 0 else 'nothing was saved yet'
+      )
+    with contextlib.suppress(Exception):
+      self.checkpoints.wait()  # the one before may be under way
+    steps = [
+      step for step in self.checkpoints.steps() if step < update * self.config.steps_per_update
+    ]
+    kept = f'the last checkpoint is step {max(steps):,}' if steps else 'there is no checkpoint'
+    return f'and it could not be saved: {why}; {kept}'
 
   def restore(self) -> Any | None:
     """The newest checkpoint that is whole; None if there is none at all."""

@@ -52,7 +52,8 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
   n = len(local) if num_devices is None else num_devices
   if not 1 <= n <= len(local):
     raise ValueError(
-      f'--devices {n}: JAX sees {len(local)} {local[0].platform} device(s) in this process'
+      f'--devices {n} must be 1 to {len(local)}: so many {local[0].platform} devices JAX sees in '
+      f'this process{fake_advice(n)}'
     )
   act = _numbers(actors, 'actor-devices', n)
   learn = _numbers(learners, 'learner-devices', n)
@@ -94,10 +95,20 @@ def _numbers(text: str, flag: str, devices: int) -> list[int]:
     raise ValueError(f'--{flag} takes device numbers with commas, as 0,1; not {text!r}')
   numbers = [int(p) for p in parts]
   if wrong := [i for i in numbers if i >= devices]:
-    raise ValueError(f'--{flag} {text}: no device {wrong[0]} of {devices}, which count from 0')
+    raise ValueError(
+      f'--{flag} {text}: there is no device {wrong[0]}; this process has {devices}, numbered from 0'
+      + fake_advice(max(wrong) + 1)
+    )
   if len(set(numbers)) != len(numbers):
     raise ValueError(f'--{flag} {text}: a device comes twice')
   return numbers
+
+
+def fake_advice(devices: int) -> str:
+  """How to have more devices than a CPU is; '' where that makes no sense."""
+  if jax.devices()[0].platform != 'cpu' or devices < 2:
+    return ''
+  return f'; to try things out on fake ones, set JAX_NUM_CPU_DEVICES={devices}'
 
 
 def learner_mesh(num_devices: int | None = None) -> Mesh:
@@ -111,12 +122,8 @@ def learner_mesh(num_devices: int | None = None) -> Mesh:
     num_devices = len(devices)
   if not 1 <= num_devices <= len(devices):
     raise ValueError(
-      f'--devices {num_devices}: JAX sees {len(devices)} {devices[0].platform} device(s)'
-      + (
-        f'; to try things out on fake ones, set JAX_NUM_CPU_DEVICES={num_devices}'
-        if devices[0].platform == 'cpu' and num_devices > 1
-        else ''
-      )
+      f'--devices {num_devices} must be 1 to {len(devices)}: so many {devices[0].platform} devices '
+      f'JAX sees{fake_advice(num_devices)}'
     )
   chosen = devices[:num_devices]
   if len({d.process_index for d in chosen}) != jax.process_count():

@@ -94,6 +94,15 @@ def test_help_does_not_import_what_it_tells_of(args: list[str]) -> None:
   assert done.stdout
 
 
+@pytest.mark.parametrize('preset', PRESETS)
+def test_help_with_a_preset_has_what_it_sets(preset: str, run: Command) -> None:
+  code, said, _ = run('train', preset, '--help')
+  assert code == 0
+  shown = said.partition(f'preset {preset}:')[2].partition('options:')[0]
+  assert f'total_steps={PRESETS[preset]().total_steps:_}' in shown
+  assert 'from podrace' not in shown
+
+
 def test_help_of_train_has_every_option(run: Command) -> None:
   _, said, _ = run('train', '--help')
   for option in cli.TRAIN_OPTIONS:
@@ -399,9 +408,9 @@ BAD = [
   (['train', '--seed', '5000000000'], '--seed must be less than 2^32'),
   (['train', '--agent.network.hidden', '0'], 'hidden'),
   (['train', '--agent', 'ppo', '--agent.minibatches', '0'], 'minibatches'),
-  (['train', '--architecture', 'sebulba', '--num-envs', '7'], '--num-envs 7 does not divide'),
+  (['train', '--architecture', 'sebulba', '--num-envs', '7'], '--num-envs 7 must be a multiple of 2'),
   (['train', '--architecture', 'annakin'], 'anakin'),
-  (['train', '--devices', '99'], '--devices 99: JAX sees'),
+  (['train', '--devices', '99'], '--devices 99 must be 1 to 8: so many cpu devices JAX sees'),
   (['train', '--devices', '3'], '--num-envs 64 does not divide over 3 devices'),
   (
     ['train', '--agent', 'ppo', '--agent.minibatches', '5'],

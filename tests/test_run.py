@@ -438,6 +438,26 @@ class Failing(Impala):
     return train, priority, found
 
 
+def test_what_failed_first_is_told_where_it_cannot_be_saved_either(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setitem(metrics.SINKS, 'away', Away)
+  save = run._Run.save
+
+  def fails(self: Any, update: int, state: Any) -> None:
+    if update * self.config.steps_per_update >= 320:
+      raise TypeError('no JSON')
+    save(self, update, state)
+
+  monkeypatch.setattr(run._Run, 'save', fails)
+  with pytest.raises(run.RunError) as e:
+    config = change(log_every=160, checkpoint_every=160)
+    run.train(config, tmp_path, sinks=('away',), quiet=True)
+  told = str(e.value)
+  assert 'the service is away' in told
+  assert 'could not be saved: TypeError: no JSON; the last checkpoint is step 160' in told
+
+
 def fail(count: Any) -> None:
   if count > 60:
     raise ZeroDivisionError('the learner broke')
@@ -471,7 +491,7 @@ def build(config: Config) -> None:
   [
     (change(num_envs=6, devices=4), '--num-envs 6 does not divide over 4 devices'),
     (change(num_envs=2, devices=4), '--num-envs 2 does not divide over 4 devices'),
-    (change(devices=9), '--devices 9: JAX sees 8 cpu'),
+    (change(devices=9), '--devices 9 must be 1 to 8: so many cpu'),
     (change(devices=0), '--devices 0'),
     (change(agent=PPO(minibatches=3)), '8 steps of an unroll do not divide into 3 minibatches'),
     (

@@ -77,8 +77,9 @@ class Sebulba:
     parts = self.total_threads * self.num_local_learners
     if self.num_envs % parts:
       raise ValueError(
-        f'--num-envs {self.num_envs} does not divide over {self.total_threads} actor threads, '
-        f'each with {self.num_local_learners} learner devices to send to'
+        f'--num-envs {self.num_envs} must be a multiple of {parts}: there are {self.total_threads} '
+        f'actor threads (--actor-threads is of each device), and each sends to '
+        f'{self.num_local_learners} learner device(s)'
       )
     if not 0 <= self.batch_size <= self.envs_per_thread or (
       self.batch_size and self.envs_per_thread % self.batch_size

@@ -614,7 +614,7 @@ def test_closing_ends_the_processes() -> None:
   [
     ('ale:pongg', r"ale has no game 'pongg' \(nearest: pong"),
     ('ale:pong,stick=0.1', r"no option 'stick' \(nearest: sticky"),
-    ('ale:pong,sticky=1.5', 'sticky is a probability below 1'),
+    ('ale:pong,sticky=1.5', 'sticky is a probability, from 0 to below 1'),
     ('envpool:CartPol-v1', r"no environment 'CartPol-v1' \(nearest: CartPole-v1"),
     ('gymnasium:CartPole-v9', 'CartPole-v9'),
     ('gymnasium:nomodule:X-v0', 'nomodule'),

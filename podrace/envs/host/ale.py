@@ -41,7 +41,9 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(f'ale has no game {name!r}{nearest(name, games)}')
   values = read_options(f'ale:{name}', options, DEFAULTS)
   if not 0 <= values['sticky'] < 1:
-    raise UnknownName(f'sticky is a probability below 1, not {values["sticky"]}')
+    raise UnknownName(
+      f'ale:{name}: sticky is a probability, from 0 to below 1, not {values["sticky"]}'
+    )
   probe: Any = vector(name, values, 1, 1, 1)
   return HostSpec(
     name=full_name('ale', name, values, DEFAULTS),

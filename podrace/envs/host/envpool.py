@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,9 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
   if config.get('max_num_players', 1) != 1:
     raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
-  space = convert(_space, spec.gymnasium_observation_space)
+  with warnings.catch_warnings():  # that Gymnasium's Box has the bounds in float32
+    warnings.simplefilter('ignore', UserWarning)
+    space = convert(_space, spec.gymnasium_observation_space)
   given = {k: v for k, v in values.items() if k in options}
   return HostSpec(
     name=full,
