@@ -218,6 +218,23 @@ def test_out_of_order_gives_the_same_unrolls() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_no_key_acts_twice_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Two of eight environments at a time: four calls for each step of an unroll."""
+  used: list[bytes] = []
+  program = shuffled(2, 0)
+  step_some = program.programs.step_some
+
+  def noted(params: Any, carry: Any, keys: Any, numbers: Any, observation: Any) -> Any:
+    used.append(np.asarray(keys)[numbers[3, 0]].tobytes())
+    return step_some(params, carry, keys, numbers, observation)
+
+  with Running(program) as run:
+    monkeypatch.setattr(program.programs, 'step_some', noted)
+    run.advance(10)
+  assert len(used) > 100
+  assert len(set(used)) == len(used)
+
+
 def test_lag_is_told_of_every_unroll_in_any_order() -> None:
   """A trajectory's are of several versions: those that its environments began with."""
   lags: list[np.ndarray] = []

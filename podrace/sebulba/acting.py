@@ -40,9 +40,9 @@ def pack(timestep: TimeStep, *more: Any) -> np.ndarray:
 
 def _unpack(numbers: Array, observation: Any) -> tuple[TimeStep, tuple[Array, ...]]:
   """Undoes `pack`."""
-  reward, discount = (lax.bitcast_convert_type(x, jnp.float32) for x in numbers[:2])
+  reward, discount = (lax.bitcast_convert_type(numbers[i], jnp.float32) for i in (0, 1))
   timestep = TimeStep(observation, reward, discount, numbers[2].astype(jnp.int8))
-  return timestep, tuple(numbers[3:])
+  return timestep, tuple(numbers[i] for i in range(3, len(numbers)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,8 @@ class Acting:
 
     `numbers` are the timestep's, call and t.
     """
-    timestep, ((call, *_), (t, *_)) = _unpack(numbers, observation)
+    timestep, (call, t) = _unpack(numbers, observation)
+    call, t = call[0], t[0]
     with outside_loops():
       output, agent_state = self.agent.act(params, carry.agent_state, timestep, _key(keys, call))
 
@@ -105,10 +106,10 @@ class Acting:
 
     `numbers` are the timestep's, call, env_id, row and column.
     """
-    timestep, ((call, *_), env_id, row, column) = _unpack(numbers, observation)
+    timestep, (call, env_id, row, column) = _unpack(numbers, observation)
     before = jax.tree.map(lambda x: x.at[env_id].get(mode='clip'), carry.agent_state)
     with outside_loops():
-      output, after = self.agent.act(params, before, timestep, _key(keys, call))
+      output, after = self.agent.act(params, before, timestep, _key(keys, call[0]))
     opens = jnp.where(row == 0, column, self.num_envs * self.each)
     place = functools.partial(self._place, row, column)
     carry = Carry(
