@@ -96,8 +96,8 @@ def _numbers(text: str, flag: str, devices: int) -> list[int]:
   numbers = [int(p) for p in parts]
   if wrong := [i for i in numbers if i >= devices]:
     raise ValueError(
-      f'--{flag} {text}: there is no device {wrong[0]}; this process has {devices}, numbered from 0'
-      + fake_advice(max(wrong) + 1)
+      f'--{flag} {text}: there is no device {wrong[0]} of the {devices} of this process, which are '
+      f'numbered from 0{fake_advice(max(wrong) + 1)}'
     )
   if len(set(numbers)) != len(numbers):
     raise ValueError(f'--{flag} {text}: a device comes twice')
@@ -106,7 +106,7 @@ def _numbers(text: str, flag: str, devices: int) -> list[int]:
 
 def fake_advice(devices: int) -> str:
   """How to have more devices than a CPU is; '' where that makes no sense."""
-  if jax.devices()[0].platform != 'cpu' or devices < 2:
+  if jax.devices()[0].platform != 'cpu' or devices <= jax.device_count():
     return ''
   return f'; to try things out on fake ones, set JAX_NUM_CPU_DEVICES={devices}'
 

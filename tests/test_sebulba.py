@@ -567,12 +567,15 @@ def over_in(seconds: float) -> Any:
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
-    (dict(num_envs=9, threads=2), r'--num-envs 9 does not divide over 2 actor threads'),
-    (dict(actors='0', learners='1,2,3', num_envs=8), 'each with 3 learner devices'),
+    (dict(num_envs=9, threads=2), r'--num-envs 9 must be a multiple of 2'),
+    (dict(actors='0', learners='1,2,3', num_envs=8), 'learner devices that each sends to .3.'),
     (dict(batch_size=3), r'--env-batch-size 3 does not divide the 8'),
     (dict(batch_size=4), 'need --lag async, not 0'),
     (dict(batch_size=4, lag='async'), 'podrace:catch comes in order only'),
-    (dict(actors='0,9'), '--actor-devices 0,9: no device 9'),
+    (
+      dict(actors='0,9'),
+      '--actor-devices 0,9: there is no device 9 of the 8 .*JAX_NUM_CPU_DEVICES=10',
+    ),
     (dict(actors='0,0'), 'a device comes twice'),
     (dict(learners='x'), "--learner-devices takes device numbers with commas, as 0,1; not 'x'"),
   ],
@@ -643,8 +646,14 @@ def test_devices_where_some_are_chosen(
 @pytest.mark.parametrize(
   ('given', 'message'),
   [
-    (dict(actors='5', num_devices=2), '--actor-devices 5: no device 5 of 2, which count from 0'),
-    (dict(actors='0', learners='2', num_devices=2), '--learner-devices 2: no device 2 of 2'),
+    (
+      dict(actors='5', num_devices=2),
+      '--actor-devices 5: there is no device 5 of the 2 of this process, which are numbered from 0$',
+    ),
+    (
+      dict(actors='0', learners='2', num_devices=2),
+      '--learner-devices 2: there is no device 2 of the 2',
+    ),
     (dict(actors='0,1', num_devices=2), '--actor-devices 0,1 leaves none of 2 devices over: give '),
     (dict(learners='1,0', num_devices=2), '--learner-devices 1,0 leaves none of 2 devices over'),
   ],

@@ -77,9 +77,9 @@ class Sebulba:
     parts = self.total_threads * self.num_local_learners
     if self.num_envs % parts:
       raise ValueError(
-        f'--num-envs {self.num_envs} must be a multiple of {parts}: there are {self.total_threads} '
-        f'actor threads (--actor-threads is of each device), and each sends to '
-        f'{self.num_local_learners} learner device(s)'
+        f'--num-envs {self.num_envs} must be a multiple of {parts}: of actor threads '
+        f'({self.total_threads}; --actor-threads is of each device) times the learner devices that '
+        f'each sends to ({self.num_local_learners})'
       )
     if not 0 <= self.batch_size <= self.envs_per_thread or (
       self.batch_size and self.envs_per_thread % self.batch_size
