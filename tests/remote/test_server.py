@@ -289,15 +289,27 @@ def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
 
 
 def test_a_restarted_environment_is_another_life() -> None:
+  """As often as its number went up, also around its end; any other change is one restart."""
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
-    frames = raw.frames(2)
-    records = np.frombuffer(frames[0], wire.RECORD).copy()
-    records['life'], records['step_type'] = [0, 7], [MID, FIRST]
-    frames[0] = records.tobytes()
-    raw.step(2, 1, frames=frames)
-    raw.act(2, 1)
-    assert learner.arrivals[-1][1].run_id.tolist() == [0, 1]
+    life, run_id = [0, 0], [0, 0]
+    steps = [
+      ((0, 3), (0, 3)),
+      ((1, 2**32 - 5), (1, 4)),
+      ((1, 1), (1, 10)),
+      ((2**31, 2002), (2, 11)),
+    ]
+    for seq, (lives, run_ids) in enumerate(steps, 1):
+      frames = raw.frames(2)
+      records = np.frombuffer(frames[0], wire.RECORD).copy()
+      records['life'], records['step_type'] = lives, np.where(np.equal(lives, life), MID, FIRST)
+      frames[0] = records.tobytes()
+      raw.step(2, seq, frames=frames)
+      raw.act(2, seq)
+      life, run_id = list(lives), list(run_ids)
+      assert learner.arrivals[-1][1].run_id.tolist() == run_id
+    raw.say(wire.ASK)
+    assert raw.expect(wire.REPORT)[0][1]['clients'][0]['restarts'] == 13
 
 
 # --- batches ----------------------------------------------------------------------------------------
