@@ -2,20 +2,23 @@
 
     sudo .venv/bin/python benchmarks/faults.py [--kills 100] [--restores 10] [--seconds 30] [--only NAME ...]
 
-Two learners train IMPALA on Catch (benchmarks/faults_env.py), one after the other: one with environments elsewhere
-(`podrace envs`), one with acting elsewhere (`podrace act`, `podrace replay`). What is elsewhere is in a network
-namespace of its own, behind a pair of virtual Ethernet devices with real addresses, with CURVE keys; cuts are made
-there (a device that is down; neighbours with a wrong address for one way only), delays and resets by a TCP proxy,
-since netem is not in every kernel. Needs Linux, root and iproute2.
+Learners train on Catch (benchmarks/faults_env.py), one after the other: IMPALA with environments elsewhere (`podrace
+envs`), IMPALA with acting elsewhere (`podrace act`, `podrace replay`), and DQN with prioritised windows in the same
+arrangement. What is elsewhere is in a network namespace of its own, behind a pair of virtual Ethernet devices with
+real addresses, with CURVE keys; cuts are made there (a device that is down; neighbours with a wrong address for one
+way only), delays and resets by TCP proxies, since netem is not in every kernel. Needs Linux, root and iproute2.
 
-Every unroll that is learned from is written down by the agent: torn ones have a gap, a repetition or two
-environments in them, duplicated ones overlap with another of the same environment. Writes results/faults.json;
-with --only the rows that are named, in the place of those that are there.
+Every unroll or window that is learned from is written down by the agent: torn ones have a gap, a repetition or two
+environments in them, duplicated ones overlap with another of the same environment. After each row its learner's
+ledger is looked at (`Run.ledger`): what came in is what was learned from, was lost for a known reason, or is under
+way, and that is bounded. Writes results/faults.json; with --only the rows that are named (as in 'acting: delay'), in
+the place of those that are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import itertools
 import json
@@ -29,24 +32,46 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import RESULTS, ROOT, origin, record
+from faults_numbers import read
 
 sys.path.append(str(ROOT / 'tests'))
 
 from proxy import Proxy
+
+from podrace import tables
+from podrace.remote.top import Asker
+from podrace.service import wire
+from podrace.tables import checkpoint
+from podrace.tables.chunks import ChunkStore, gather
 
 NAMESPACE, NEAR, FAR = 'podrace-far', 'podrace-v0', 'podrace-v1'
 HERE, THERE = '10.77.0.1', '10.77.0.2'
 WRONG = '02:00:00:00:00:99'  # nobody's address
 PATIENCE = 300.0  # seconds in which what has to happen must have happened
 ENVIRONMENTS = 8
+LENGTH = 8  # of unrolls
+BATCH = ENVIRONMENTS * LENGTH  # steps that an update learns from
 COMMON = [
-  '--agent', 'faults_agent:Watched', '--env', 'gymnasium:faults_env:Numbered-v0', '--num-envs',
-  str(ENVIRONMENTS), '--unroll-length', '8', '--agent.learning-rate', '3e-3', '--actor-threads', '1',
-  '--agent.network.hidden', '64', '--agent.network.initializer', 'lecun',
+  '--env', 'gymnasium:faults_env:Numbered-v0', '--num-envs', str(ENVIRONMENTS),
+  '--unroll-length', str(LENGTH), '--actor-threads', '1',
 ]  # fmt: skip
+IMPALA = [
+  '--agent', 'faults_agent:Watched', '--agent.learning-rate', '3e-3', '--agent.network.hidden', '64',
+  '--agent.network.initializer', 'lecun',
+]  # fmt: skip
+DQN = [
+  '--agent', 'faults_agent:WatchedDQN', '--agent.n-step', '3', '--agent.network.hidden', '64',
+  '--agent.learning-rate', '1e-3', '--agent.epsilon-steps', '500', '--agent.target-period', '50',
+  '--agent.buffer.capacity', '1_000_000', '--agent.buffer.min-size', '1_000',
+  '--agent.buffer.samples-per-insert', '2', '--agent.buffer.priority-exponent', '0.6',
+]  # fmt: skip
+RESETS = 20  # at least, of a row
+UNDER_WAY = (
+  6  # batches at most: rows of unrolls, those that wait, are drawn, asked for, learned from
+)
 
 
 # --- the network --------------------------------------------------------------------------------
@@ -150,13 +175,69 @@ def until(condition: Callable[[], Any]) -> None:
 class Run:
   """A learner with clients elsewhere."""
 
+  agent = IMPALA
+  lines = 1  # of the record for each unroll
+
   def __init__(self, network: Network, folder: Path, keys: Path) -> None:
     self.network, self.folder, self.keys = network, folder, keys
     self.clients: list[Podrace] = []
     self.started = 0
-    self.port = free_port()
-    self.address = f'tcp://{HERE}:{self.port}'
+    self.through: dict[str, str] = {}  # addresses -> of the proxies that clients come through
+    self.address = f'tcp://{HERE}:{free_port()}'
     self.learner = self.start()
+
+  @property
+  def addresses(self) -> list[str]:
+    """That clients connect to."""
+    return [self.address]
+
+  def way(self, address: str) -> str:
+    """Where a client that is started now connects to."""
+    return self.through.get(address, address)
+
+  @contextlib.contextmanager
+  def proxies(self) -> Iterator[list[Proxy]]:
+    """Clients that are started meanwhile come through these."""
+    made = {a: Proxy(int(a.rpartition(':')[2]), HERE) for a in self.addresses}
+    self.through = {a: proxy.address for a, proxy in made.items()}
+    try:
+      yield list(made.values())
+    finally:
+      self.through = {}
+      for proxy in made.values():
+        proxy.close()
+
+  @contextlib.contextmanager
+  def slow(self, seconds: float) -> Iterator[None]:
+    """The learner pauses after each update."""
+    path = self.folder / 'record.pause'
+    path.write_text(str(seconds))
+    yield
+    path.unlink()
+
+  def asked(self, address: str) -> dict[str, Any]:
+    """The report of the learner or service at an address, as `podrace top` shows it."""
+    asker = Asker(address, self.keys, False)
+    try:
+      return asker.ask()
+    finally:
+      asker.close()
+
+  def ledger(self) -> dict[str, Any]:
+    """What must add up, after a row whose clients have left; fails where it does not."""
+    raise NotImplementedError
+
+  def at_rest(self) -> None:
+    """Waits until nothing more is learned from."""
+    before = -1
+    while before != (now := self.count()):
+      before = now
+      time.sleep(2.0)
+
+  def logged(self) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    path = self.folder / 'run' / 'metrics.jsonl'
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
 
   def start(self) -> Podrace:
     """The learner."""
@@ -173,8 +254,8 @@ class Run:
 
   def train(self, *more: str) -> Podrace:
     return Podrace(
-      self.folder, 'train', 'catch', '--architecture', 'sebulba', *COMMON, '--lag', 'async',
-      '--total-steps', '1_000_000_000', '--log-every', '1280', '--run-dir', str(self.folder / 'run'),
+      self.folder, 'train', 'catch', '--architecture', 'sebulba', *COMMON, *self.agent, '--lag', 'async',
+      '--total-steps', '1_000_000_000', '--log-every', str(BATCH), '--run-dir', str(self.folder / 'run'),
       '--keys', str(self.keys), *more,
     )  # fmt: skip
 
@@ -211,7 +292,7 @@ class Run:
 
   def count(self) -> int:
     path = self.folder / 'record'
-    return path.read_bytes().count(b'\n') if path.exists() else 0
+    return path.read_bytes().count(b'\n') // self.lines if path.exists() else 0
 
   def learns(self, more: int) -> None:
     """Waits until so many more unrolls have been learned from."""
@@ -219,8 +300,14 @@ class Run:
     until(lambda: self.count() >= now + more or self.learner.process.poll() is not None)
     assert self.learner.process.poll() is None, self.learner.log.read_text()[-3000:]
 
-  def row(self, name: str, fault: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
+  def row(self, name: str, fault: Fault) -> dict[str, Any]:
     """What one kind of fault does; both clients are new before, and the run goes on after."""
+    if isinstance(fault, Proxied):
+      with self.proxies() as proxies:
+        return self._row(name, lambda run: fault.on(run, proxies))
+    return self._row(name, fault)
+
+  def _row(self, name: str, fault: Callable[[Run], dict[str, Any]]) -> dict[str, Any]:
     self.started = 0
     self.with_clients()
     before, begun = self.count(), time.time()
@@ -229,24 +316,29 @@ class Run:
     self.learns(60)
     seconds = time.time() - begun
     grown = {k: round(p.megabytes - memory.get(k, 0), 1) for k, p in self.watched.items()}
-    told = self.unrolls()
-    times = [begun, *(u[0] for u in told[before:])]
+    told = self.unrolls()[before * self.lines :]
+    times = [begun, *(u[0] for u in told)]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     found = {
       'fault': name,
       'seconds': round(seconds, 1),
-      'unrolls': len(told) - before,
-      **proof(told[before:]),
+      'unrolls': len(told) // self.lines,
+      **self.proof(told),
       'longest_pause_s': round(max(gaps), 1),
       'clients_started': self.started,
       'memory_mb': {k: round(v) for k, v in memory.items()},
       'grown_mb': grown,
       **more,
-      'origin': origin(),
     }
     self.without_clients()
+    self.at_rest()
+    found |= {'ledger': self.ledger(), 'origin': origin()}
     print(json.dumps(found), flush=True)
     return found
+
+  def proof(self, told: list[tuple[float, int, int, int, bool]]) -> dict[str, int]:
+    """What was wrong with what was learned from."""
+    return proof(told)
 
 
 def proof(told: list[tuple[float, int, int, int, bool]]) -> dict[str, int]:
@@ -265,24 +357,59 @@ class Environments(Run):
   def start(self) -> Podrace:
     learner = self.train('--envs', 'remote', '--listen', self.address)
     learner.says('no environments are connected')
-    self.through: str | None = None
     return learner
 
   def client(self, share: int) -> Podrace:
     return Podrace(
-      self.folder, 'envs', '--connect', self.through or self.address, '--keys', str(self.keys),
+      self.folder, 'envs', '--connect', self.way(self.address), '--keys', str(self.keys),
       '--env', 'gymnasium:faults_env:Numbered-v0', '--num-envs', str(ENVIRONMENTS // 2),
       '--workers', '1', far=True,
     )  # fmt: skip
 
+  def ledger(self) -> dict[str, Any]:
+    """Of all rows so far. Timesteps: each that was taken is a row of an unroll, as it is acted on.
+
+    Under way are unrolls of each slot that have begun, finished ones that are not a batch yet, and what was dropped
+    since the last line was logged.
+    """
+    counts = collections.Counter(self.asked(self.address)['counts'])
+    dropped = int(sum(x['dropped_steps'] for x in self.logged()))
+    found = {
+      'timesteps_taken': counts['frames'] - counts['withdrawn'],
+      'learned': LENGTH * self.count(),
+      'dropped': dropped,
+    }
+    found['under_way'] = found['timesteps_taken'] - found['learned'] - dropped
+    assert 0 <= found['under_way'] <= UNDER_WAY * BATCH, found
+    found |= {'sessions': counts['sessions'], 'sessions_ended': counts['dropped']}
+    assert found['sessions'] == found['sessions_ended'], found  # all have left
+    return found
+
 
 class Acting(Run):
-  """Acting elsewhere, and a replay service here."""
+  """Acting elsewhere, and a replay service here, which the learner comes to through a proxy."""
+
+  table = 'unrolls'
 
   def start(self) -> Podrace:
     self.at = f'tcp://{HERE}:{free_port()}'
     self.replay = self.serve()
-    return self.train('--replay', 'service', '--connect-replay', self.at, '--listen', self.address)
+    self.lost = 0  # items, with services that were killed, as they say themselves
+    self.killed = self.reset = 0  # services; connections of the learner
+    self.near = Proxy(int(self.at.rpartition(':')[2]), HERE)
+    return self.train(
+      '--replay', 'service', '--connect-replay', self.near.address, '--listen', self.address
+    )
+
+  @property
+  def addresses(self) -> list[str]:
+    return [self.at, self.address]
+
+  @contextlib.contextmanager
+  def proxies(self) -> Iterator[list[Proxy]]:
+    with super().proxies() as made:
+      yield [*made, self.near]
+      self.near.delay = 0.0
 
   def serve(self) -> Podrace:
     server = Podrace(
@@ -298,9 +425,137 @@ class Acting(Run):
 
   def client(self, share: int) -> Podrace:
     return Podrace(
-      self.folder, 'act', 'catch', *COMMON, '--connect-replay', self.at, '--params', self.address,
-      '--keys', str(self.keys), '--share', f'{share}/2', '--max-staleness', '5', far=True,
+      self.folder, 'act', 'catch', *COMMON, *self.agent, '--connect-replay', self.way(self.at),
+      '--params', self.way(self.address), '--keys', str(self.keys), '--share', f'{share}/2',
+      '--max-staleness', '5', far=True,
     )  # fmt: skip
+
+  def told_by_replay(self) -> tuple[dict[str, Any], collections.Counter[str]]:
+    """Of the table, and what the service has counted since it was started."""
+    report = self.asked(self.at)
+    (table,) = [t for t in report['tables'] if t['name'] == self.table]
+    return table, collections.Counter(report['counts'])
+
+  def restart(self) -> int:
+    """Kills the service and starts another in its place; how many items that found in its checkpoint."""
+    self.lost += self.told_by_replay()[1]['lost']
+    self.replay.kill()
+    self.killed += 1
+    found = len(kept(self.folder / 'kept')[self.table])
+    self.replay = self.serve()
+    return found
+
+  def ledger(self) -> dict[str, Any]:
+    """Of all rows so far. Each environment's unrolls follow one another: where one is missing it was lost.
+
+    A killed service loses what came since its checkpoint, and what it had handed out before that and not sent; a
+    connection of the learner's that is reset, what was on its way there. Nothing else loses any.
+    """
+    table, counts = self.told_by_replay()
+    assert table['size'] == table['inserts'] - table['deletes'], table
+    last = self.logged()[-1]
+    learned, missing = self.count(), missed([u[1:4] for u in self.unrolls()])
+    found = {
+      'learned': learned,
+      'taken': int(last['unrolls_taken']),
+      'repeated': int(last['unrolls_repeated']),
+      'missing': missing,
+      'lost_by_service': self.lost + counts['lost'],
+      'services_killed': self.killed,
+      'learners_connections_reset': self.reset,
+      'inserts': table['inserts'],
+      'samples': table['samples'],
+      'size': table['size'],
+    }
+    found['under_way'] = found['taken'] - found['repeated'] - learned
+    # The last line is of an update ago at most; ahead of the learner are what is drawn and what is asked for.
+    assert -ENVIRONMENTS <= found['under_way'] <= UNDER_WAY * ENVIRONMENTS, found
+    lost = found['lost_by_service'] + UNDER_WAY * ENVIRONMENTS * (self.killed + self.reset)
+    assert missing <= lost, found
+    if not self.killed:
+      assert not found['repeated'] and not found['lost_by_service'], found
+      assert 0 <= table['samples'] - learned <= UNDER_WAY * ENVIRONMENTS + missing, found
+    return found
+
+
+class Windows(Acting):
+  """Likewise, of an agent that learns from windows by priority."""
+
+  agent = DQN
+  table = 'windows'
+  lines = 16  # of windows: two samples for each of an unroll's steps
+
+  def proof(self, told: list[tuple[float, int, int, int, bool]]) -> dict[str, int]:
+    """Windows are learned from again and again: in `ledger` are those that are there twice."""
+    return {'torn': sum(not u[4] for u in told)}
+
+  def ledger(self) -> dict[str, Any]:
+    """Of all rows so far: what the service keeps, window by window."""
+    table, counts = self.told_by_replay()
+    assert table['size'] == table['inserts'] - table['deletes'] and not table['deletes'], table
+    time.sleep(3.0)  # another checkpoint has been begun since, and is there
+    there = kept(self.folder / 'kept')[self.table]
+    assert len(there) == table['size'], (len(there), table)
+    items = [x for x in there.snapshot()['items'] if x is not None]
+    priorities = there.snapshot()['priorities']
+    windows = [numbers_of(there, item) for item in items]
+    found = {
+      'windows': len(items),
+      'torn': sum(not whole for *_, whole in windows),
+      'duplicated': len(windows) - len({w[:2] for w in windows}),
+      'missing': missed([w[:3] for w in windows], stride=1),
+      'lost_by_service': self.lost + counts['lost'],
+      'services_killed': self.killed,
+      'priorities_changed': int((priorities != 1.0).sum()),
+      'updates': table['updates'],
+      'samples': table['samples'],
+      'learned': self.lines * self.count(),
+    }
+    assert not found['torn'] and not found['duplicated'], found
+    assert found['missing'] <= found['lost_by_service'], found
+    assert found['priorities_changed'] > len(items) / 4, found
+    return found
+
+
+def kept(folder: Path) -> dict[str, tables.Table]:
+  """The tables of the newest checkpoint that a service has written."""
+  while True:
+    newest = max(p for p in folder.iterdir() if p.name.isdigit())
+    store = ChunkStore(cache_bytes=0)
+    try:
+      told = checkpoint.extra_of(newest)['tables']
+      found = {name: wire.make_table(name, store, x) for name, x in told.items()}
+      tables.restore(store, newest)
+      return found
+    except (tables.CheckpointError, OSError):
+      if newest.exists():  # else a newer one has taken its place
+        raise
+
+
+def numbers_of(table: tables.Table, item: Any) -> tuple[int, int, int, bool]:
+  """A window's environment, its first and its last timestep, and whether it is whole."""
+  ((leaf, part),) = [
+    (leaf, part)
+    for leaf, part in zip(item.signature.leaves, item.parts, strict=True)
+    if 'observation' in leaf.name
+  ]
+  rows, _ = gather(table.store, [part], leaf.dtype, leaf.shape)
+  who, count, whole = read(rows[0][:, None, -3:])
+  return int(who[0]), int(count[0, 0]), int(count[-1, 0]), bool(whole[0])
+
+
+def missed(pieces: list[tuple[int, int, int]], stride: int = 0) -> int:
+  """How many pieces (environment, first, last) are not there between others of the same environment.
+
+  Each begins `stride` after the one before; 0: where that ends.
+  """
+  count, end = 0, (-1, -1)  # environment, and where its next piece begins
+  for who, first, last in sorted(pieces):
+    step = stride or last - first
+    if end[0] == who and first > end[1]:
+      count += (first - end[1]) // step
+    end = who, first + step
+  return count
 
 
 # --- faults -------------------------------------------------------------------------------------
@@ -348,42 +603,50 @@ def cut(ways: str, seconds: float) -> Callable[[Run], dict[str, Any]]:
   return fault
 
 
-def proxied(
-  seconds: float, delay: float = 0.0, resets: float = 0.0
-) -> Callable[[Run], dict[str, Any]]:
-  """Clients come through a proxy that is slow, or resets each connection each second with a probability."""
+class Proxied(NamedTuple):
+  """Connections that are slow, or each of which is reset with a probability each 0.1 s: at least RESETS."""
 
-  def fault(run: Run) -> dict[str, Any]:
-    assert isinstance(run, Environments)
-    run.without_clients()
-    proxy, rng, times = Proxy(run.port, HERE), random.Random(0), 0
-    run.through = proxy.address
-    try:
-      run.with_clients()
-      proxy.delay = delay
-      end = time.monotonic() + seconds
-      while time.monotonic() < end:
-        time.sleep(1.0)
-        times += proxy.reset_some(lambda: rng.random() < resets)
-      run.learns(60)
-      run.without_clients()
-    finally:
-      proxy.close()
-      run.through = None
-    run.with_clients()
-    return {'for_s': seconds, **({'times': times} if resets else {})}
+  seconds: float
+  delay: float = 0.0
+  resets: float = 0.0
 
-  return fault
+  def on(self, run: Run, proxies: list[Proxy]) -> dict[str, Any]:
+    rng, times = random.Random(0), [0] * len(proxies)
+    for proxy in proxies:
+      proxy.delay = self.delay
+    begun = time.monotonic()
+    while (passed := time.monotonic() - begun) < self.seconds or sum(times) < RESETS:
+      time.sleep(0.1)
+      if not self.resets and passed >= self.seconds:
+        break
+      assert passed < PATIENCE, times
+      for i, proxy in enumerate(proxies):
+        times[i] += proxy.reset_some(lambda: rng.random() < self.resets)
+    if isinstance(run, Acting):
+      run.reset += times[-1]
+    told = {'for_s': round(passed, 1)}
+    return {**told, 'times': sum(times), 'by_proxy': times} if self.resets else told
 
 
-def restores(count: int) -> Callable[[Run], dict[str, Any]]:
+Fault = Callable[[Run], dict[str, Any]] | Proxied
+
+
+def restores(count: int, pause: float = 0.0) -> Callable[[Run], dict[str, Any]]:
+  """The service is killed while there is something in its table: the learner pauses, if it must."""
+
   def fault(run: Run) -> dict[str, Any]:
     assert isinstance(run, Acting)
-    for _ in range(count):
-      run.learns(random.Random(0).randrange(40, 120))
-      run.replay.kill()
-      run.replay = run.serve()
-    return {'times': count}
+    rng, found = random.Random(0), []
+    with run.slow(pause) if pause else contextlib.nullcontext():
+      for _ in range(count):
+        run.learns(rng.randrange(24, 64))
+        found.append(run.restart())
+    assert min(found) > 0 and len(found) == count, found
+    return {
+      'times': count,
+      'restored_items': found,
+      **({'learner_pauses_s': pause} if pause else {}),
+    }
 
   return fault
 
@@ -391,9 +654,11 @@ def restores(count: int) -> Callable[[Run], dict[str, Any]]:
 # --- the whole ----------------------------------------------------------------------------------
 
 
-def measure(kind: type[Run], folder: Path, faults: dict[str, Any], only: list[str]) -> Any:
+def measure(kind: type[Run], folder: Path, faults: dict[str, Fault], only: list[str]) -> Any:
   """A learner, all faults one after the other, and its end."""
-  chosen = {k: v for k, v in faults.items() if not only or any(o in k for o in only)}
+  chosen = {
+    k: v for k, v in faults.items() if not only or any(o in f'{folder.name}: {k}' for o in only)
+  }
   if not chosen:
     return {'rows': []}
   folder.mkdir()
@@ -406,7 +671,7 @@ def measure(kind: type[Run], folder: Path, faults: dict[str, Any], only: list[st
       rows = [run.row(name, fault) for name, fault in chosen.items()]
       run.learner.signal(signal.SIGTERM)
       code = run.learner.process.wait(PATIENCE)
-      lines = [json.loads(x) for x in (folder / 'run' / 'metrics.jsonl').read_text().splitlines()]
+      lines = run.logged()
       told = [x for x in lines if x['episodes']]
       last = told[-1] if told else {}
       counts = {
@@ -419,13 +684,16 @@ def measure(kind: type[Run], folder: Path, faults: dict[str, Any], only: list[st
         'steps': lines[-1]['step'] if lines else 0,
         'episode_return_at_the_end': last.get('episode_return'),
         'last_line': counts,
-        **proof(run.unrolls()),
+        **run.proof(run.unrolls()),
+        'origin': origin(),
       }
     finally:
       for process in EVERY:
         with contextlib.suppress(ProcessLookupError):
           process.kill()
       EVERY.clear()
+      if isinstance(run, Acting):
+        run.near.close()
 
 
 def main() -> None:
@@ -440,35 +708,47 @@ def main() -> None:
   parser.add_argument('--only', nargs='*', default=[], help='parts of names')
   args = parser.parse_args()
   s = args.seconds
-  environments = {
+  environments: dict[str, Fault] = {
     'none': nothing,
     'a client is killed': kills(args.kills),
     'a client is frozen (SIGSTOP)': frozen(s),
     'cut both ways': cut('both', s),
     'cut one way, to the learner': cut('in', s),
     'cut one way, to the clients': cut('out', s),
-    'delay of 200 ms each way': proxied(s, delay=0.2),
-    '5% of connections reset each second': proxied(s, resets=0.05),
+    'delay of 200 ms each way': Proxied(s, delay=0.2),
+    '5% of connections reset each 0.1 s': Proxied(s, resets=0.05),
   }
-  acting = {
+  acting: dict[str, Fault] = {
     'none': nothing,
-    'the replay service is killed and restored': restores(args.restores),
+    'the replay service is killed and restored': restores(args.restores, pause=0.3),
     'an acting process is killed': kills(args.act_kills),
     'an acting process is frozen (SIGSTOP)': frozen(s),
     'cut both ways': cut('both', s),
     'cut one way, from the acting processes': cut('in', s),
+    'delay of 200 ms each way': Proxied(s, delay=0.2),
+    '5% of connections reset each 0.1 s': Proxied(s, resets=0.05),
+  }
+  windows: dict[str, Fault] = {
+    'none': nothing,
+    'the replay service is killed and restored': restores(args.restores),
+    'an acting process is killed': kills(args.act_kills),
+    '5% of connections reset each 0.1 s': Proxied(s, resets=0.05),
+  }
+  kinds: dict[str, tuple[type[Run], str, dict[str, Fault]]] = {
+    'environments elsewhere': (Environments, 'environments', environments),
+    'acting elsewhere': (Acting, 'acting', acting),
+    'acting elsewhere, windows by priority': (Windows, 'windows', windows),
   }
   with tempfile.TemporaryDirectory() as folder:
     results = {
-      'environments elsewhere': measure(
-        Environments, Path(folder) / 'environments', environments, args.only
-      ),
-      'acting elsewhere': measure(Acting, Path(folder) / 'acting', acting, args.only),
+      name: measure(kind, Path(folder) / short, faults, args.only)
+      for name, (kind, short, faults) in kinds.items()
     }
   path = RESULTS / 'faults.json'
   before = json.loads(path.read_text())['results'] if args.only and path.exists() else {}
   for name, found in results.items():
-    rows = {x['fault']: x for x in before.get(name, {}).get('rows', [])}
+    known = [x for x in before.get(name, {}).get('rows', []) if x['fault'] in kinds[name][2]]
+    rows = {x['fault']: x for x in known}
     rows |= {x['fault']: x for x in found['rows']}
     results[name] = {**before.get(name, {}), **(found if found['rows'] else {})}
     results[name]['rows'] = list(rows.values())

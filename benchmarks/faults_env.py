@@ -1,7 +1,7 @@
 """Catch in numpy for `podrace envs` and `podrace act`, whose observations also say whose and the how manieth they are.
 
 The last three numbers are the environment's identity (twice 24 bits) and how often it has been reset or stepped,
-times 2^-100: a network does not notice them, and `faults_agent` reads them.
+times 2^-100: a network does not notice them, and `faults_numbers` reads them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from faults_numbers import SCALE
 from gymnasium import spaces
 
 ROWS, COLUMNS = 10, 5
-SCALE = np.float32(2.0**-100)
 
 
 class Catch(gymnasium.Env):

@@ -79,6 +79,8 @@ class Proxy:
     for s in (a, b):
       with contextlib.suppress(OSError):
         s.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(ValueError):  # the other direction has ended before, or it was reset
+      self._pairs.remove((a, b) if name == 'up' else (b, a))
 
   def reset(self) -> None:
     """All connections, as a router that has forgotten them would."""
@@ -86,11 +88,11 @@ class Proxy:
 
   def reset_some(self, chosen: Callable[[], bool]) -> int:
     """Those connections for which `chosen` says so; how many."""
-    pairs, self._pairs = self._pairs, []
     count = 0
-    for pair in pairs:
-      if not chosen():
-        self._pairs.append(pair)
+    for pair in [p for p in self._pairs if chosen()]:
+      try:
+        self._pairs.remove(pair)
+      except ValueError:  # it has ended meanwhile
         continue
       count += 1
       for s in pair:

@@ -44,6 +44,7 @@ IDLE = 0.5  # seconds after which a pool without environments lets its thread lo
 GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
 CARE = 0.05  # seconds between looks at the network while all actor threads are busy
 REMIND = 60.0  # seconds between messages that there are no environments
+RESTARTS = 1000  # of an environment between two timesteps, at most; what says more is no count
 SAMPLES = 1024  # of latencies, for each client
 SLACK = 131072  # bytes of a frame beyond the largest array
 ENDED = 0x100  # of a record's flags: `ended`
@@ -115,7 +116,7 @@ class Group:
     self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
 
   def accept(self, records: wire.Records, arrays: list[np.ndarray]) -> np.ndarray | None:
-    """Checks what the environments say; which of them [n] were restarted, None if none was.
+    """Checks what the environments say; how often each [n] was restarted, None if none was.
 
     Raises:
       WireError: if it can't be.
@@ -148,16 +149,19 @@ class Group:
     if (records.flags == MID | ENDED).any():
       raise WireError('a game that is over within an episode')
     changed = bool(self.seq) and not np.array_equal(life, self.life)
-    restarted = life != self.life if changed else None
+    restarts: np.ndarray | None = None
+    if changed:
+      restarts = life - self.life  # of u32, which wraps
+      restarts[restarts > RESTARTS] = 1
     if changed or not kind.all() or self._over:  # else nothing begins, nor should
       opens = self.kind == LAST
-      if restarted is not None:
-        opens |= restarted
+      if restarts is not None:
+        opens |= restarts > 0
       if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
         raise WireError('an episode that begins without its first timestep, or within another')
     self.life, self.kind, self._over = life, kind, kind.max() == LAST
     self._lives = life.tobytes()
-    return restarted
+    return restarts
 
 
 class Item(NamedTuple):
@@ -593,11 +597,11 @@ class Server(Hub):
       raise WireError(f'timesteps {seq} of group {index}, {state}')
     assert group.pool is not None
     records, arrays = self.layout.step(frames, group.size, crc)
-    restarted = group.accept(records, arrays)
-    if restarted is not None:
-      group.pool.run_id[group.slots[restarted]] += 1
+    restarts = group.accept(records, arrays)
+    if restarts is not None:
+      group.pool.run_id[group.slots] += restarts
       group.run_id = group.pool.run_id[group.slots]
-      peer.restarts += int(restarted.sum())
+      peer.restarts += int(restarts.sum())
     now = time.monotonic()
     if seq:
       peer.stepping.add(now - group.since)

@@ -56,10 +56,15 @@ log = logging.getLogger('podrace.service')
 class Stream:
   """What one client has written, over all its connections."""
 
-  def __init__(self, number: int = 0, missing: set[int] | None = None) -> None:
+  def __init__(
+    self, number: int = 0, missing: set[int] | None = None, unheard: set[int] | None = None
+  ) -> None:
     self.number = number  # of the newest item that has come
     # Older ones that are not in: a restart has lost them, or they were refused, which the client may not have heard.
     self.missing = missing or set()
+    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it was told
+    # that they are in, and they are lost.
+    self.unheard = unheard or set()
     self.refused: collections.deque[int] = collections.deque()  # of those, the newest last
     self.waiting: dict[int, Pending] = {}  # by number, for a limiter
     self.account = Account()
@@ -238,8 +243,9 @@ class ReplayServer(Router):
         'clients can have new tables made, --table only those of the checkpoint'
       )
     tables.restore(self.store, newest)
+    waited = dict(extra.get('waited', ()))
     for stream_id, number, missing in extra['streams']:
-      self._streams[stream_id] = Stream(number, set(missing))
+      self._streams[stream_id] = Stream(number, set(missing), set(waited.get(stream_id, ())))
     items = sum(map(len, self.tables.values()))
     self.log(f'restored {newest}: {len(self.tables)} tables, {items:,} items')
 
@@ -558,7 +564,8 @@ class ReplayServer(Router):
       signature = stream.signatures[s]
       own = tuple([self._part(stream, leaf, next(part_rows), numbers) for leaf in signature.leaves])
       if number > newest:  # those in between were in an earlier process, after its last checkpoint
-        lost += number - newest - 1
+        lost += number - newest - 1 + len(stream.unheard - found)
+        stream.unheard.clear()
         newest = number
       elif number in stream.missing and number not in found:
         found.add(number)
@@ -572,6 +579,7 @@ class ReplayServer(Router):
       groups[-1][1].append((number, Item(key, priority, signature, own)))
     stream.number = newest
     stream.missing -= found
+    stream.unheard -= found
     if lost:
       self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be told
       self.log(f'{lost} items of {stream.name} are lost with an earlier process', logging.WARNING)
@@ -769,7 +777,8 @@ class ReplayServer(Router):
   def _snapshot(self) -> checkpoint.Snapshot:
     """Tables and streams, at one moment."""
     streams = [[i, s.number, sorted({*s.waiting, *s.missing})] for i, s in self._streams.items()]
-    extra = dict(tables=self.settings, streams=streams)
+    waited = [[i, sorted({*s.waiting, *s.unheard})] for i, s in self._streams.items()]
+    extra = dict(tables=self.settings, streams=streams, waited=[w for w in waited if w[1]])
     return checkpoint.snapshot(self.store, json.loads(json.dumps(extra)))
 
   def _saved(

@@ -10,6 +10,7 @@ import random
 import resource
 import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -20,6 +21,7 @@ from apart import until
 from gymnasium import spaces
 from mutants import Document, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
+from storm import MESSAGES, storm
 
 from podrace.remote import hub, server, wire
 from podrace.remote.server import Latencies, Peer
@@ -289,15 +291,27 @@ def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
 
 
 def test_a_restarted_environment_is_another_life() -> None:
+  """As often as its number went up, also around its end; any other change is one restart."""
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
-    frames = raw.frames(2)
-    records = np.frombuffer(frames[0], wire.RECORD).copy()
-    records['life'], records['step_type'] = [0, 7], [MID, FIRST]
-    frames[0] = records.tobytes()
-    raw.step(2, 1, frames=frames)
-    raw.act(2, 1)
-    assert learner.arrivals[-1][1].run_id.tolist() == [0, 1]
+    life, run_id = [0, 0], [0, 0]
+    steps = [
+      ((0, 3), (0, 3)),
+      ((1, 2**32 - 5), (1, 4)),
+      ((1, 1), (1, 10)),
+      ((2**31, 2002), (2, 11)),
+    ]
+    for seq, (lives, run_ids) in enumerate(steps, 1):
+      frames = raw.frames(2)
+      records = np.frombuffer(frames[0], wire.RECORD).copy()
+      records['life'], records['step_type'] = lives, np.where(np.equal(lives, life), MID, FIRST)
+      frames[0] = records.tobytes()
+      raw.step(2, seq, frames=frames)
+      raw.act(2, seq)
+      life, run_id = list(lives), list(run_ids)
+      assert learner.arrivals[-1][1].run_id.tolist() == run_id
+    raw.say(wire.ASK)
+    assert raw.expect(wire.REPORT)[0][1]['clients'][0]['restarts'] == 13
 
 
 # --- batches ----------------------------------------------------------------------------------------
@@ -722,22 +736,23 @@ def flood(messages: int) -> None:
     assert len(learner.said) < 30 + 3 * messages / 2000  # and the log is bounded
 
 
+def documents(raw: Raw) -> Callable[[int], list[Document]]:
+  """What a client of a session may say, in an order in which it may say it."""
+  frames = raw.frames(2, FIRST)
+  return lambda session: [
+    ([wire.PING, session], [], None),
+    ([wire.ENTER, session, 0, 2], [], None),
+    ([wire.STEP, session, 0, 0, wire.checksum(frames)], frames, 4),
+    ([wire.ASK], [], None),
+    ([wire.BYE, session, 'enough'], [], None),
+  ]
+
+
 def fuzz_documents(count: int) -> None:
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
-    frames = [raw.frames(2, FIRST), raw.frames(2, MID)]
-
-    def documents(session: int) -> list[Document]:
-      return [
-        ([wire.PING, session], [], None),
-        ([wire.ENTER, session, 0, 2], [], None),
-        ([wire.STEP, session, 0, 0, wire.checksum(frames[0])], frames[0], 4),
-        ([wire.ASK], [], None),
-        ([wire.BYE, session, 'enough'], [], None),
-      ]
-
     before = memory()
     hello = lambda: [wire.HELLO, raw.told()]  # noqa: E731
-    heard = tell(learner.server, hello, spoiled(hello, documents), count)
+    heard = tell(learner.server, hello, spoiled(hello, documents(raw)), count)
     assert heard.parsed > 0.8 * count and count / 20 < heard.good < count * 0.9, heard
     until(lambda: len(learner.pools[0].free) == 64)
     assert memory() - before < 30 * 2**20 and not learner.server.peers
@@ -762,6 +777,53 @@ def test_fuzzing() -> None:
 def test_fuzzing_a_million() -> None:
   fuzz(1_000_000)
   flood(100_000)
+
+
+def weather(count: int) -> None:
+  """Over real connections; what is nearly right first, then garbage until the connection is ignored."""
+  with Learner(keep=False, slots=64) as learner, Raw(learner.address) as good:
+    good.join(2)
+    template, seq = Raw(learner.address), 0
+    hello = lambda: [wire.HELLO, template.told(nonce=random.getrandbits(40))]  # noqa: E731
+    nearly = spoiled(hello, documents(template))
+
+    def messages(rng: random.Random, session: int) -> Iterator[list[bytes]]:
+      template.session = session
+      before, mutant = nearly(rng, session)
+      for header, frames, _ in before:
+        yield [wire.pack(*header), *frames]
+      yield mutant
+      for _ in range(rng.randrange(6)):
+        yield garbage(rng, template)
+
+    def go_on() -> None:
+      nonlocal seq
+      seq += 1
+      good.step(2, seq)
+      assert good.act(2, seq).shape == (2,)
+
+    told = storm(learner.address, count, hello, wire.WELCOME, messages, go_on, memory)
+    counts = learner.server.counts
+    print(told, dict(counts))
+    assert learner.server.failure is None and not counts['unexpected']
+    assert told.slowest < 10 and told.megabytes < 20, told
+    assert counts['malformed'] > told.connections / 2  # each once, then it is ignored
+    assert counts['ignored'] < 0.7 * told.messages
+    assert any('ignoring somebody who sent' in x for x in learner.said)
+    assert any('dropped, it sent' in x for x in learner.said)
+    assert len(learner.said) < 100 + 4 * told.seconds
+    until(lambda: (go_on(), len(learner.server.peers) == 1)[1])  # the others are silent
+    assert counts['sessions'] == counts['dropped'] + 1
+    template.close()
+
+
+def test_a_storm() -> None:
+  weather(2000)
+
+
+@pytest.mark.slow
+def test_a_long_storm() -> None:
+  weather(MESSAGES)
 
 
 def test_a_huge_frame_ends_the_connection_before_it_is_read() -> None:

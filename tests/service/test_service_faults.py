@@ -248,6 +248,30 @@ def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path)
       assert table.info().inserts == 10
 
 
+def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_lost(
+  tmp_path: Path,
+) -> None:
+  with Replay(tmp_path) as replay, service.connect(replay.address) as client:
+    address = replay.address
+    queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
+    table = client.table('queue', **queue, max_size=3, max_times_sampled=1)  # type: ignore[arg-type]
+    writer = fill(client, table, 10, delay=0.0)
+    until(lambda: table.info().waiting_inserts == 7)
+    client.checkpoint(timeout=30)
+    assert len(table.sample(2, timeout=30).key) == 2  # two of the seven go in
+    until(lambda: len(client.connections[0]._sent) == 5)  # as the client knows
+    replay.kill()
+    with Replay(tmp_path, address=address) as replay:
+      until(lambda: table.info().waiting_inserts == 5)
+      assert 'are lost' not in replay.output  # nothing newer has come
+      writer.append({'x': np.int64(10)})
+      writer.create_item(table, 1.0, num_steps=1)
+      seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(9)]
+      assert seen == [0, 1, 2, 5, 6, 7, 8, 9, 10]
+      replay.says('2 items of')
+      writer.close(timeout=30)
+
+
 def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(wire, 'MOST_ITEMS', 8)
   with ReplayServer(ANY) as server, service.connect(server.address) as client:

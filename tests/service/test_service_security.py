@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,15 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from apart import until
+from apart import Process, until
 from mutants import Document, spoiled, tell
-from services import ANY
+from services import ANY, all_of
+from storm import MESSAGES, storm
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
 from podrace.remote import security
+from podrace.remote.top import Asker
 from podrace.remote.wire import checksum, pack, unpack
 from podrace.service import link, wire
 from podrace.service import server as replay_server
@@ -720,3 +724,67 @@ def test_messages_that_are_none() -> None:
 def test_a_million_messages_that_are_none() -> None:
   fuzz(1_000_000, 1)
   flood(100_000, 1)
+
+
+def weather(folder: Path, count: int) -> None:
+  """Over real connections to a process; what is nearly right first, then what is wrong."""
+  log = folder / 'log'
+  with Process(
+    log, '-m', 'podrace.cli', 'replay', '--listen', ANY, '--client-bytes', str(2**20)
+  ) as replay:
+    replay.says('listening at')
+    address = replay.output.partition('listening at ')[2].split()[0]
+    hello = lambda: told_hello(wire.REPLAY)  # noqa: E731
+    small = lambda s: [d for d in documents(s) if 60_000 not in d[0]]  # noqa: E731  # they take seconds
+    nearly, number = spoiled(hello, small), 0
+
+    def messages(rng: random.Random, session: int) -> Iterator[list[bytes]]:
+      before, mutant = nearly(rng, session)
+      for header, frames, _ in before:
+        yield [pack(*header), *frames]
+      yield mutant
+      for _ in range(rng.randrange(6)):
+        yield wrong(rng, session)
+
+    with service.connect(address) as client:
+      client.table('it', **SIMPLE)
+      table, writer = all_of(client, 'good'), client.writer(history=1, delay=0.0)
+
+      def go_on() -> None:
+        nonlocal number
+        writer.append({'x': np.int64(number)})
+        writer.create_item(table, 1.0, num_steps=1)
+        assert table.sample(1, timeout=30).data['x'].tolist() == [[number]]
+        number += 1
+
+      def memory() -> int:
+        text = Path(f'/proc/{replay.process.pid}/status').read_text()
+        return int(text.partition('RssAnon:')[2].split()[0]) * 1024
+
+      told = storm(address, count, hello, wire.WELCOME, messages, go_on, memory)
+      asker = Asker(address, None, False)
+      until(lambda: len(asker.ask()['clients']) == 1)  # the others are silent
+      report = asker.ask()
+      asker.close()
+      counts = report['counts']
+      print(told, counts)
+      assert told.slowest < 10 and told.megabytes < 64, told
+      assert counts['malformed'] > told.connections / 2 and 'unexpected' not in counts
+      assert counts['ignored'] < 0.7 * told.messages
+      assert counts['sessions'] == counts['dropped'] + 1
+      (good,) = [t for t in report['tables'] if t['name'] == 'good']
+      assert good['inserts'] == good['samples'] == number
+      writer.close(timeout=30)
+    assert 'dropped, it sent' in replay.output and 'who sent' in replay.output
+    assert replay.process.poll() is None
+    replay.signal(signal.SIGTERM)
+    assert replay.wait() == 143
+
+
+def test_a_storm(tmp_path: Path) -> None:
+  weather(tmp_path, 2000)
+
+
+@pytest.mark.slow
+def test_a_long_storm(tmp_path: Path) -> None:
+  weather(tmp_path, MESSAGES)
