@@ -558,7 +558,8 @@ class ReplayServer(Router):
     done: list[int] = []
     waiting: list[int] = []
     groups: list[tuple[Table, list[Any]]] = []
-    newest, found, lost = stream.number, set(), 0
+    found: set[int] = set()
+    newest, lost = stream.number, 0
     part_rows, numbers = iter(parts.tolist()), iter(refs.tolist())
     for number, key, priority, table_number, s in told.tolist():
       signature = stream.signatures[s]
