@@ -469,7 +469,7 @@ def main() -> None:
       args.clients, args.repeats, args.seconds, results.get('round_trips', [])
     )
   if 'checksums' in parts:
-    results['checksum_ms'] = checksums(args.repeats)
+    results['checksum_ms'] = dict(checksums(args.repeats), origin=common.origin())
   if 'light' in parts:
     results['light_clients'] = light_clients(5 * args.seconds)
   if 'training' in parts:
