@@ -69,9 +69,8 @@ DQN = [
   '--agent.buffer.samples-per-insert', '2', '--agent.buffer.priority-exponent', '0.6',
 ]  # fmt: skip
 RESETS = 20  # at least, of a row
-UNDER_WAY = (
-  6  # batches at most: rows of unrolls, those that wait, are drawn, asked for, learned from
-)
+# Batches at most: rows of unrolls, those that wait, are drawn, asked for, learned from.
+UNDER_WAY = 6
 
 
 # --- the network --------------------------------------------------------------------------------
@@ -614,11 +613,9 @@ class Proxied(NamedTuple):
     rng, times = random.Random(0), [0] * len(proxies)
     for proxy in proxies:
       proxy.delay = self.delay
-    begun = time.monotonic()
-    while (passed := time.monotonic() - begun) < self.seconds or sum(times) < RESETS:
+    begun, least = time.monotonic(), RESETS if self.resets else 0
+    while (passed := time.monotonic() - begun) < self.seconds or sum(times) < least:
       time.sleep(0.1)
-      if not self.resets and passed >= self.seconds:
-        break
       assert passed < PATIENCE, times
       for i, proxy in enumerate(proxies):
         times[i] += proxy.reset_some(lambda: rng.random() < self.resets)

@@ -188,6 +188,10 @@ def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) ->
 def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
   """What each actor thread does for a step, but for the environments."""
   n, length = program.envs_per_thread, program.unroll_length
+  size = n if program.ordered else program.batch_size
+  step = program.programs.step if program.ordered else program.programs.step_some
+  example = jax.tree.map(lambda x: x[:size], program.example)
+  ids = np.arange(size, dtype=np.int32)
 
   def acting(local: int) -> Callable[[], int]:
     device = program.device_of(local)
@@ -204,17 +208,13 @@ def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
     def call() -> int:
       t = held['t'] % length
       held['t'] += 1
-      if program.ordered:
-        n, step = program.envs_per_thread, program.programs.step
-        numbers, observation = pack(program.example, t, t), program.example.observation
-      else:
-        n, step = program.batch_size, program.programs.step_some
-        example = jax.tree.map(lambda x: x[:n], program.example)
-        ids = np.arange(n, dtype=np.int32)
-        numbers, observation = pack(example, t, ids, t, ids), example.observation
-      held['carry'], action = step(params, held['carry'], held['keys'], numbers, observation)
+      more = (t, t) if program.ordered else (t, ids, t, ids)  # what `Acting` has each be given
+      numbers = pack(example, *more)
+      held['carry'], action = step(
+        params, held['carry'], held['keys'], numbers, example.observation
+      )
       np.asarray(jax.tree.leaves(action)[0])
-      return n
+      return size
 
     return call
 

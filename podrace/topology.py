@@ -53,7 +53,7 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
   if not 1 <= n <= len(local):
     raise ValueError(
       f'--devices {n} must be 1 to {len(local)}: so many {local[0].platform} devices JAX sees in '
-      f'this process{fake_advice(n)}'
+      f'this process{_fake_advice(n)}'
     )
   act = _numbers(actors, 'actor-devices', n)
   learn = _numbers(learners, 'learner-devices', n)
@@ -97,14 +97,14 @@ def _numbers(text: str, flag: str, devices: int) -> list[int]:
   if wrong := [i for i in numbers if i >= devices]:
     raise ValueError(
       f'--{flag} {text}: there is no device {wrong[0]} of the {devices} of this process, which are '
-      f'numbered from 0{fake_advice(max(wrong) + 1)}'
+      f'numbered from 0{_fake_advice(max(wrong) + 1)}'
     )
   if len(set(numbers)) != len(numbers):
     raise ValueError(f'--{flag} {text}: a device comes twice')
   return numbers
 
 
-def fake_advice(devices: int) -> str:
+def _fake_advice(devices: int) -> str:
   """How to have more devices than a CPU is; '' where that makes no sense."""
   if jax.devices()[0].platform != 'cpu' or devices <= jax.device_count():
     return ''
@@ -123,7 +123,7 @@ def learner_mesh(num_devices: int | None = None) -> Mesh:
   if not 1 <= num_devices <= len(devices):
     raise ValueError(
       f'--devices {num_devices} must be 1 to {len(devices)}: so many {devices[0].platform} devices '
-      f'JAX sees{fake_advice(num_devices)}'
+      f'JAX sees{_fake_advice(num_devices)}'
     )
   chosen = devices[:num_devices]
   if len({d.process_index for d in chosen}) != jax.process_count():

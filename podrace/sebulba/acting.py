@@ -27,7 +27,7 @@ class Carry(NamedTuple):
 def pack(timestep: TimeStep, *more: Any) -> np.ndarray:
   """All of a timestep [b] but its observation, and more integers of each environment: [3+m, b] i32.
 
-  As one array: every array of the host's that a program is given costs as much as a small network.
+  As one array: every array of the host's that a program is given is a transfer of its own.
   """
   numbers = np.empty((3 + len(more), len(timestep.reward)), np.int32)
   numbers[0] = np.asarray(timestep.reward, np.float32).view(np.int32)

@@ -559,15 +559,14 @@ class ReplayServer(Router):
     waiting: list[int] = []
     groups: list[tuple[Table, list[Any]]] = []
     found: set[int] = set()
-    newest, lost = stream.number, 0
+    newest, lost, unheard = stream.number, 0, stream.unheard
     part_rows, numbers = iter(parts.tolist()), iter(refs.tolist())
     for number, key, priority, table_number, s in told.tolist():
       signature = stream.signatures[s]
       own = tuple([self._part(stream, leaf, next(part_rows), numbers) for leaf in signature.leaves])
       if number > newest:  # those in between were in an earlier process, after its last checkpoint
-        lost += number - newest - 1 + len(stream.unheard - found)
-        stream.unheard.clear()
-        newest = number
+        lost += number - newest - 1 + len(unheard - found)
+        newest, unheard = number, set()
       elif number in stream.missing and number not in found:
         found.add(number)
       else:  # it has come before
@@ -580,7 +579,7 @@ class ReplayServer(Router):
       groups[-1][1].append((number, Item(key, priority, signature, own)))
     stream.number = newest
     stream.missing -= found
-    stream.unheard -= found
+    stream.unheard = unheard - found
     if lost:
       self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be told
       self.log(f'{lost} items of {stream.name} are lost with an earlier process', logging.WARNING)

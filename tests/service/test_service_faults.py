@@ -231,14 +231,20 @@ def test_a_server_that_is_killed_and_comes_back(kills: int, tmp_path: Path) -> N
     replay.kill()
 
 
+def seven_wait(client: Any) -> tuple[Any, Any]:
+  """A queue for three with ten items, of which seven wait in its newest checkpoint; and their writer."""
+  queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
+  table = client.table('queue', **queue, max_size=3, max_times_sampled=1)
+  writer = fill(client, table, 10, delay=0.0)
+  until(lambda: table.info().waiting_inserts == 7)
+  client.checkpoint(timeout=30)
+  return table, writer
+
+
 def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     address = replay.address
-    queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
-    table = client.table('queue', **queue, max_size=3, max_times_sampled=1)  # type: ignore[arg-type]
-    writer = fill(client, table, 10, delay=0.0)
-    until(lambda: table.info().waiting_inserts == 7)
-    client.checkpoint(timeout=30)
+    table, writer = seven_wait(client)
     replay.kill()
     with Replay(tmp_path, address=address) as replay:
       until(lambda: table.info().waiting_inserts == 7)
@@ -253,11 +259,7 @@ def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_l
 ) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     address = replay.address
-    queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
-    table = client.table('queue', **queue, max_size=3, max_times_sampled=1)  # type: ignore[arg-type]
-    writer = fill(client, table, 10, delay=0.0)
-    until(lambda: table.info().waiting_inserts == 7)
-    client.checkpoint(timeout=30)
+    table, writer = seven_wait(client)
     assert len(table.sample(2, timeout=30).key) == 2  # two of the seven go in
     until(lambda: len(client.connections[0]._sent) == 5)  # as the client knows
     replay.kill()
