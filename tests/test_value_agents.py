@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -98,13 +99,17 @@ def test_the_same_under_both_architectures(name: str) -> None:
 @pytest.mark.parametrize(
   'name', [pytest.param(n, marks=SLOW) if n in ('r2d2', 'd4pg') else n for n in AGENTS]
 )
-def test_collectives(name: str) -> None:
-  """One all-reduce for each gradient step, on four devices; nothing else."""
+def test_collectives_and_copies(name: str) -> None:
+  """One all-reduce for each gradient step, on four devices; nothing of what replay keeps is copied."""
   program = anakin(AGENTS[name], env_of(name), 4)
   text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
   assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == 1
   for other in ('all-gather', 'collective-permute', 'all-to-all', 'reduce-scatter'):
     assert f' {other}(' not in text and f' {other}-start(' not in text
+  copied = {tuple(map(int, x.split(','))) for x in re.findall(r'\[([\d,]+)\]\S* copy\(', text)}
+  large = [x for x in jax.tree.leaves(program.shapes.memory) if x.size > 100]
+  assert len(large) >= 5 and copied
+  assert not copied & {x.sharding.shard_shape(x.shape) for x in large}
 
 
 CATCH = DQN(

@@ -249,6 +249,8 @@ class Windows:
       probability = sum_tree.get(memory.tree, index) / total
       steps = memory.head[0].astype(jnp.float32) * self.num_envs
       weight = jnp.where(some, self.weights(streams * count, probability, steps), 1.0)
+      # Always so; but asking makes XLA read the tree before `update` writes to it, else it copies all leaves.
+      index = jnp.where(weight >= 0, index, streams * self.starts)
     return Sample(self._window(memory, stream, start), weight, index)
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:

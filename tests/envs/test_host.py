@@ -229,6 +229,17 @@ def test_episodes_are_counted_exactly() -> None:
   assert counter.take().count == 0
 
 
+def test_episodes_are_counted_alike_some_at_a_time() -> None:
+  whole, parts = EpisodeCounter(4), EpisodeCounter(4)
+  for arrival in arrivals('envpool:CartPole-v1', 150, n=4):
+    whole.add(arrival)
+    for some in ([2, 0], [3, 1]):
+      part = jax.tree.map(lambda x, some=some: x[some], arrival)
+      parts.add(part)
+  totals = whole.take()
+  assert totals == parts.take() and totals.count > 4 and totals.return_sum > 5 * totals.count
+
+
 def test_every_restart_counts() -> None:
   """Also those of a worker that is restarted again before it answers."""
   counter, n = EpisodeCounter(2), 2

@@ -306,6 +306,11 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
     header, frames = insert(4, item=[(4, 104, -1.0, 0, 0)], refs=[0])
     raw.say(wire.INSERT, raw.session, *header, frames=frames)
     assert 'priority -1' in (heard := raw.hear(wire.ACK))[0][4] and len(heard[3]) == 8
+    twice: dict[str, Any] = dict(parts=[(1, 0, 3)] * 2, refs=[0, 0])
+    header, frames = insert(5, item=[(4, 104, 1.0, 0, 0)] * 2, **twice)  # what was refused, mended
+    raw.say(wire.INSERT, raw.session, *header, frames=frames)
+    assert {*np.frombuffer(raw.hear(wire.ACK)[1], '<u8').tolist()} == {4}
+    assert table.info().inserts == 4 and server.counts['repeated'] == 3
     raw.close()
     assert len(table.sample(2, timeout=10).key) == 2 and server.failure is None
   context.term()
