@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import datetime
+import faulthandler
 import inspect
 import json
 import os
@@ -90,6 +91,9 @@ TRAIN_VALUES = {name: value for name, (value, _) in TRAIN_OPTIONS.items()}
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
   args = list(sys.argv[1:] if argv is None else argv)
+  if not faulthandler.is_enabled():
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # there is no stderr
+      faulthandler.enable()  # a segmentation fault says where
   try:
     code = _guarded(args)
   except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -68,6 +69,8 @@ class Wrong(Sequence):
         raise ZeroDivisionError('the game broke')
       if self._what == 'exit':
         os._exit(3)
+      if self._what == 'fault':
+        os.kill(os.getpid(), signal.SIGSEGV)
       if self._what == 'deaf':
         os.closerange(3, 256)  # its pipes among them
       if self._what in ('hang', 'deaf'):

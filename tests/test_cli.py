@@ -557,6 +557,14 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback(
   assert 'ValueError: too many values to unpack (expected 2)' in done.stderr
 
 
+def test_a_segmentation_fault_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'own.py').write_text('import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n')
+  done = command('train', '--agent', 'own:Agent', *TINY, '--run-dir', str(tmp_path / 'run'))
+  assert done.returncode == -signal.SIGSEGV
+  assert 'Segmentation fault' in done.stderr and 'own.py", line 2' in done.stderr
+
+
 @pytest.mark.parametrize(
   ('arg', 'number'),
   [('1e4', '10000'), ('9e2', '900'), ('1_000', '1000'), ('--total-steps=1e4', '--total-steps=10000'),

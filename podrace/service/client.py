@@ -31,6 +31,7 @@ from podrace.tables.chunks import ChunkStore
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 from podrace.tables.table import (
+  REPORT_AFTER,
   Closed,
   InFlight,
   Item,
@@ -51,7 +52,6 @@ GRACE = 5.0  # seconds beyond its deadline that a service has to say that it is 
 INFO_SECONDS = 60.0  # that a service has to say how a table does
 REMEMBERED = 2**18  # keys, of which shard they are
 PING_SECONDS = 1.0  # between questions for the sizes of tables, at most
-REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
 
 log = logging.getLogger('podrace.service')
 

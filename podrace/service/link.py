@@ -50,10 +50,6 @@ class Refused(ValueError):
   """The service does not take this client, or not on these terms; the message has both sides."""
 
 
-class Disconnected(Exception):
-  """There is no session at the moment."""
-
-
 def client_keys(directory: Path | None) -> tuple[bytes, bytes, bytes] | None:
   """A client's keys: the service's public one, its own secret and public one; None without keys.
 

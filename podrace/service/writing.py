@@ -18,13 +18,21 @@ import numpy as np
 
 from podrace.service import wire
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
-from podrace.tables.table import NEW, Closed, InFlight, Item, Pending, RateLimited, Wait
+from podrace.tables.table import (
+  NEW,
+  REPORT_AFTER,
+  Closed,
+  InFlight,
+  Item,
+  Pending,
+  RateLimited,
+  Wait,
+)
 
 if TYPE_CHECKING:
   from podrace.service.client import Connection, RemoteTable
 
 
-REPORT_AFTER = 10.0  # seconds; as podrace.tables
 COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
 REFERENCE = 16  # bytes that any chunk counts for
 

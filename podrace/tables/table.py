@@ -28,6 +28,7 @@ log = logging.getLogger('podrace.tables')
 SLEEPING, RUNNING, SAMPLING, INSERTING = 'sleeping', 'running', 'sampling', 'inserting'
 NEW = 0  # the key of an item that shall be given one
 END_OF_KEYS = 2**62  # further ones are counted from the largest, and all are int64
+REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
 WAITING_FOR_INSERTS, WAITING_FOR_SAMPLES = 'waiting_for_inserts', 'waiting_for_samples'
 
 
@@ -185,7 +186,7 @@ class Table:
     max_bytes: int | None = None,
     max_times_sampled: int = 0,
     seed: int = 0,
-    report_after: float = 10.0,
+    report_after: float = REPORT_AFTER,
     report: Callable[[str], None] = log.warning,
   ) -> None:
     if max_size < rate_limiter.min_size:

@@ -422,6 +422,16 @@ def test_rewards_that_are_clipped_are_checked_as_they_were() -> None:
     host.Checker(spec, n)(arrival)
 
 
+def test_a_segmentation_fault_of_a_worker_says_where(
+  tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  once = tmp_path / 'once'
+  for _ in arrivals(f'gymnasium:host_envs:Wrong-v0,what=fault,once={once}', 40, n=2, threads=2):
+    pass
+  told = capfd.readouterr().err
+  assert 'Segmentation fault' in told and 'host_envs.py' in told
+
+
 @pytest.mark.slow
 def test_a_worker_that_keeps_dying_ends_the_run() -> None:
   message = until_failure('gymnasium:host_envs:Wrong-v0,what=exit')

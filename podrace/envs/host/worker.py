@@ -7,7 +7,9 @@ traceback in 8 bytes, and the traceback.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import faulthandler
 import json
 import mmap
 import os
@@ -163,6 +165,8 @@ def outlive_signals() -> None:
 def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
   outlive_signals()
+  with contextlib.suppress(OSError, ValueError, RuntimeError):  # there is no stderr
+    faulthandler.enable()
   told = json.loads(sys.argv[1])
   end_with(told['parent'])
   sys.path[:] = told['path']
