@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,16 +40,24 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     raise UsageError(
       f'bench measures a learner with all it needs on its devices: no --replay {config.replay}'
     )
+
+  def say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
   program = build_sebulba(config)
   driver = OnHost(program)
+  say('compiling')
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
   state = program.init(jax.random.clone(keys))
-  rates = {
-    'environment': environment_rate(program, state, keys, seconds),
-    'inference': inference_rate(program, state, seconds),
-    'learner': learner_rate(program, driver, state, seconds),
-  }
+  rates: dict[str, float] = {}
+  say('measuring the environments')
+  rates['environment'] = environment_rate(program, state, keys, seconds)
+  say('measuring inference')
+  rates['inference'] = inference_rate(program, state, seconds)
+  say('measuring the learner')
+  rates['learner'] = learner_rate(program, driver, state, seconds)
+  say('measuring the run')
   state = program.init(jax.random.clone(keys))
   rates['combined'], shares, by_thread = combined_rate(program, driver, state, keys, seconds)
   stages = [rates[k] for k in ('environment', 'inference', 'learner')]

@@ -49,6 +49,11 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
+NEVER = (
+  'architecture: ',
+  'num_envs: ',
+  'unroll_length: ',
+)  # what --override can't change: the state is another
 FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
 
 
@@ -87,9 +92,20 @@ class Stop:
     self._entered.close()
 
   def _handle(self, signum: int, frame: Any) -> None:
-    if self.signum and signum == signal.SIGINT:
+    again = bool(self.signum)
+    if again and signum == signal.SIGINT:
+      self._tell('ended at once, without saving; the last checkpoint counts')
       raise KeyboardInterrupt
     self.signum = signum
+    if not again:
+      name = signal.Signals(signum).name
+      self._tell(
+        f'{name}: finishing what is under way, then saving; Ctrl-C now ends at once, without'
+      )
+
+  def _tell(self, text: str) -> None:
+    with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
+      os.write(2, f'\npodrace: {text}\n'.encode())
 
   def during(self, work: Callable[[], Any]) -> Any:
     """The result of `work`, which can't be interrupted and so runs beside.
@@ -175,15 +191,24 @@ def locked(run_dir: Path) -> Iterator[None]:
     yield
 
 
-def compare_config(config: Config, run_dir: Path) -> None:
-  """Raises UsageError if the run directory records another configuration, with the difference."""
+def changes_of(config: Config, run_dir: Path) -> list[str]:
+  """What the run directory's record and this configuration differ in, a line each.
+
+  Raises:
+    UsageError: if it is something that never changes in a run, which has a checkpoint.
+  """
   old = read_record(run_dir)
-  if old is not None and (changes := differences(completed(old), to_json(config))):
+  if old is None:
+    return []
+  changed = differences(completed(old), to_json(config))
+  begun = any((run_dir / 'checkpoints').glob('*'))
+  if begun and [x for x in changed if x.startswith(NEVER)]:
     raise UsageError(
-      f'{run_dir} holds a run with another configuration:\n  '
-      + '\n  '.join(changes)
-      + '\ngive --override to go on with the new one, or another --run-dir'
+      f'{run_dir} holds another run, which this one cannot be:\n  '
+      + '\n  '.join(changed)
+      + '\ngive another --run-dir'
     )
+  return changed
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -348,12 +373,23 @@ def train(
       raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
     if leader:
       stack.enter_context(locked(run_dir))
-    if not override:
-      compare_config(config, run_dir)
+    changed = changes_of(config, run_dir)
+    if changed and not override:
+      raise UsageError(
+        f'{run_dir} holds a run with another configuration:\n  '
+        + '\n  '.join(changed)
+        + '\ngive --override to go on with the new one, or another --run-dir'
+      )
     summary = read_json(run_dir / 'summary.json')
     if summary is not None and not {'step', 'episode_return', 'steps_per_s'} <= set(summary):
       raise UsageError(f'{run_dir / "summary.json"} is not the summary of a run')
     if summary is not None and summary['step'] >= config.total_steps:
+      if changed:
+        raise UsageError(
+          f'{run_dir} is finished at step {summary["step"]:,}, and what changed would not be used:\n  '
+          + '\n  '.join(changed)
+          + '\ngive a larger --total-steps as well, or another --run-dir'
+        )
       warn(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
       return summary
     stop = stack.enter_context(Stop())
@@ -645,7 +681,9 @@ class _Run:
       why = f'{type(e).__name__}: {e}'
     else:
       return (
-        f'the run is saved at step {self.saved:,}' if self.saved >= 0 else 'nothing was saved yet'
+        f'the run is saved at step {self.saved:,}, and goes on from there with the same --run-dir'
+        if self.saved >= 0
+        else 'nothing was saved yet'
       )
     with contextlib.suppress(Exception):
       self.checkpoints.wait()  # the one before may be under way

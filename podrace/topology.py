@@ -55,8 +55,14 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
       f'--devices {n} must be 1 to {len(local)}: so many {local[0].platform} devices JAX sees in '
       f'this process{_fake_advice(n)}'
     )
-  act = _numbers(actors, 'actor-devices', n)
-  learn = _numbers(learners, 'learner-devices', n)
+  act, learn = _numbers(actors, 'actor-devices'), _numbers(learners, 'learner-devices')
+  for flag, text, numbers in (('actor', actors, act), ('learner', learners, learn)):
+    if wrong := [i for i in numbers if i >= n]:
+      limit = f'that --devices {n} leaves' if n < len(local) else 'of this process'
+      raise ValueError(
+        f'--{flag}-devices {text}: there is no device {wrong[0]} of the {n} {limit}, which are '
+        f'numbered from 0{_fake_advice(max(act + learn) + 1)}'
+      )
   if not act and not learn:
     act = list(range(max(1, n // 4)))
   if not act:
@@ -87,18 +93,13 @@ def _others(chosen: list[int], n: int, flag: str, other: str) -> list[int]:
   return left or chosen
 
 
-def _numbers(text: str, flag: str, devices: int) -> list[int]:
+def _numbers(text: str, flag: str) -> list[int]:
   if not text:
     return []
   parts = text.split(',')
   if not all(p.strip().isdigit() for p in parts):
     raise ValueError(f'--{flag} takes device numbers with commas, as 0,1; not {text!r}')
   numbers = [int(p) for p in parts]
-  if wrong := [i for i in numbers if i >= devices]:
-    raise ValueError(
-      f'--{flag} {text}: there is no device {wrong[0]} of the {devices} of this process, which are '
-      f'numbered from 0{_fake_advice(max(wrong) + 1)}'
-    )
   if len(set(numbers)) != len(numbers):
     raise ValueError(f'--{flag} {text}: a device comes twice')
   return numbers

@@ -79,6 +79,8 @@ class Wrong(Sequence):
         observation = observation[:3]
       if self._what == 'dtype':
         observation = observation.astype(np.complex64)
+      if self._what == 'integers':
+        observation = np.arange(4)
       if self._what == 'reward':
         reward = 'much'
       if self._what == 'end':

@@ -288,6 +288,18 @@ def test_signals_save_first(
   assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
 
 
+def test_a_second_ctrl_c_ends_at_once_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+  with run.Stop() as stop:
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.signum == signal.SIGTERM
+    assert 'SIGTERM: finishing what is under way, then saving' in capfd.readouterr().err
+    signal.raise_signal(signal.SIGTERM)
+    assert not capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+    assert 'ended at once, without saving' in capfd.readouterr().err
+
+
 # --- in this process ----------------------------------------------------------------------------
 
 

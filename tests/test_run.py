@@ -198,12 +198,29 @@ def test_override_goes_on_with_the_new_configuration(tmp_path: Path) -> None:
   assert json.loads((tmp_path / 'config.json').read_text())['total_steps'] == 3200
 
 
+def test_override_of_a_finished_run_is_refused(finished: Path) -> None:
+  before = (finished / 'summary.json').read_bytes()
+  changed = change(agent=dataclasses.replace(CONFIG.agent, discount=0.5))
+  with pytest.raises(
+    UsageError, match=r'is finished at step 3,200.*\n  agent.discount: 0.99 -> 0.5'
+  ):
+    run.train(changed, finished, override=True)
+  assert (finished / 'summary.json').read_bytes() == before
+
+
+def test_override_may_change_all_of_a_run_without_a_checkpoint(tmp_path: Path) -> None:
+  (tmp_path / 'config.json').write_text(json.dumps(to_json(change(num_envs=8))))
+  run.train(change(total_steps=64), tmp_path, override=True, quiet=True)
+  assert summary(tmp_path)['step'] == 64
+
+
 @pytest.mark.parametrize(
   ('changed', 'message'),
   [
     ({'agent': Impala(network=ActorCritic(hidden=(8,)))}, 'another kind of state'),
-    ({'num_envs': 8}, 'counts .* steps an update'),
-    ({'unroll_length': 4}, 'counts .* steps an update'),
+    ({'num_envs': 8}, r'holds another run, which this one cannot be:\n  num_envs: 4 -> 8\n'),
+    ({'unroll_length': 4}, r'cannot be:\n  unroll_length: 8 -> 4\n'),
+    ({'architecture': 'sebulba'}, r'cannot be:\n  architecture: "anakin" -> "sebulba"\n'),
     ({'devices': 2}, 'give --devices 1'),
   ],
 )

@@ -567,8 +567,14 @@ def over_in(seconds: float) -> Any:
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
-    (dict(num_envs=9, threads=2), r'--num-envs 9 must be a multiple of 2'),
-    (dict(actors='0', learners='1,2,3', num_envs=8), 'learner devices that each sends to .3.'),
+    (
+      dict(num_envs=9, threads=2),
+      r'--num-envs 9 must be a multiple of 2, as 8 or 10 is: each of 2 ',
+    ),
+    (
+      dict(actors='0', learners='1,2,3', num_envs=8),
+      'as 6 or 9 is: .* to each of 3 learner devices',
+    ),
     (dict(batch_size=3), r'--env-batch-size 3 does not divide the 8'),
     (dict(batch_size=4), 'need --lag async, not 0'),
     (dict(batch_size=4, lag='async'), 'podrace:catch comes in order only'),
@@ -576,6 +582,7 @@ def over_in(seconds: float) -> Any:
       dict(actors='0,9'),
       '--actor-devices 0,9: there is no device 9 of the 8 .*JAX_NUM_CPU_DEVICES=10',
     ),
+    (dict(actors='0,9', learners='3,11'), 'no device 9 of the 8 .*JAX_NUM_CPU_DEVICES=12'),
     (dict(actors='0,0'), 'a device comes twice'),
     (dict(learners='x'), "--learner-devices takes device numbers with commas, as 0,1; not 'x'"),
   ],
@@ -648,7 +655,7 @@ def test_devices_where_some_are_chosen(
   [
     (
       dict(actors='5', num_devices=2),
-      '--actor-devices 5: there is no device 5 of the 2 of this process, which are numbered from 0$',
+      '--actor-devices 5: there is no device 5 of the 2 that --devices 2 leaves, which are numbered from 0$',
     ),
     (
       dict(actors='0', learners='2', num_devices=2),

@@ -301,7 +301,8 @@ def _value(text: str) -> Value:
     return text == 'true'
   for kind in (int, float):
     try:
-      return kind(text)
+      if text.lower() != 'nan':  # no option is that number; it may be a name
+        return kind(text)
     except ValueError:
       pass
   return text

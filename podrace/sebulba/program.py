@@ -76,10 +76,12 @@ class Sebulba:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
     parts = self.total_threads * self.num_local_learners
     if self.num_envs % parts:
+      below = self.num_envs // parts * parts
+      near = f'{below} or {below + parts}' if below else f'{parts}'
       raise ValueError(
-        f'--num-envs {self.num_envs} must be a multiple of {parts}: of actor threads '
-        f'({self.total_threads}; --actor-threads is of each device) times the learner devices that '
-        f'each sends to ({self.num_local_learners})'
+        f'--num-envs {self.num_envs} must be a multiple of {parts}, as {near} is: each of '
+        f'{self.total_threads} actor threads (--actor-threads is of each device) sends equal parts to '
+        f'each of {self.num_local_learners} learner devices'
       )
     if not 0 <= self.batch_size <= self.envs_per_thread or (
       self.batch_size and self.envs_per_thread % self.batch_size

@@ -241,6 +241,7 @@ def test_a_share_of_resets_is_one(fraction: str) -> None:
 
 
 def test_a_name_reads_its_options() -> None:
+  assert registry.parse('a:b,n=nan')[2] == {'n': 'nan'}  # a name: no option is that number
   assert registry.parse('a:b,i=3,f=0.5,e=1e-3,t=true,u=false,s=xy') == (
     'a',
     'b',

@@ -377,20 +377,22 @@ def until_failure(name: str, **args: Any) -> str:
   with pytest.raises(HostError) as told:
     for _ in arrivals(name, 400, n=2, threads=2, **args):
       pass
-  return str(told.value)
+  return str(told.value).replace('environment 1', 'environment 0')  # whichever was first
 
 
 def test_an_exception_is_told_with_its_traceback() -> None:
   message = until_failure('gymnasium:host_envs:Wrong-v0,what=raise')
   assert 'ZeroDivisionError: the game broke' in message
-  assert 'host_envs.py' in message
+  assert 'host_envs.py' in message and 'in environment ' in message
+  assert message.startswith('gymnasium:host_envs:Wrong-v0,what=raise failed in its worker')
 
 
 @pytest.mark.parametrize(
   ('what', 'message'),
   [
-    ('shape', r'observation has shape (3,), declared (4,)'),
-    ('dtype', 'observation is complex64, declared float64'),
+    ('shape', r'observation of environment 0 has shape (3,), declared (4,)'),
+    ('integers', 'observation of environment 0 is int64, declared float64'),
+    ('dtype', 'observation of environment 0 is complex64, declared float64'),
     ('missing', 'observation of environment [0, 1] is NaN or infinite'),
     ('reward', "reward is 'much', which is no number"),
     ('end', 'terminated is array([ True, False]), which is no number'),
@@ -403,7 +405,7 @@ def test_what_is_wrong_is_named(what: str, message: str) -> None:
 def test_integers_that_do_not_fit_are_told() -> None:
   """JAX has 32 bits; what needs more is not cut off."""
   message = until_failure('gymnasium:host_envs:Counts-v0')
-  assert f'observation is {2**40 + 30}, which int32 has not' in message
+  assert f'observation of environment 0 is {2**40 + 30}, which int32 has not' in message
   space = host.make('gymnasium:host_envs:Counts-v0').observation_space
   assert (int(space.low), int(space.high)) == (0, 2**31 - 1)
   with pytest.raises(HostError, match=r'x: observation has \[1099511627776\], which int32 has not'):
@@ -435,14 +437,14 @@ def test_a_segmentation_fault_of_a_worker_says_where(
 @pytest.mark.slow
 def test_a_worker_that_keeps_dying_ends_the_run() -> None:
   message = until_failure('gymnasium:host_envs:Wrong-v0,what=exit')
-  assert 'restarted 10 times' in message
+  assert 'restarted more than 10 times in 10 minutes' in message
   assert 'exit code 3' in message
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
   ('what', 'reason'),
-  [('hang', 'it did not answer for'), ('deaf', 'its process ended by SIGKILL')],
+  [('hang', 'it did not answer for 0.5 s'), ('deaf', 'its process ended by SIGKILL')],
 )
 def test_a_worker_that_does_not_answer_is_replaced(
   what: str, reason: str, caplog: pytest.LogCaptureFixture
@@ -452,7 +454,8 @@ def test_a_worker_that_does_not_answer_is_replaced(
                                            threads=1, deadline=deadline)]  # fmt: skip
   assert runs[0] == 0
   assert runs[-1] == 1
-  assert f'the worker of environments 0 to 0 is restarted: {reason}' in caplog.text
+  told = 'its environments 0 to 0 is restarted (1 of at most 10 times in 10 minutes): '
+  assert told + reason in caplog.text
 
 
 def test_time_that_workers_were_waited_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,7 +463,7 @@ def test_time_that_workers_were_waited_for_does_not_count(monkeypatch: pytest.Mo
   now = 0.0
   monkeypatch.setattr(host.time, 'monotonic', lambda: now)
 
-  def restarts(every: float, waited: float) -> list[bool]:
+  def restarts(every: float, waited: float) -> list[int]:
     nonlocal now
     found, told = Restarts(), []
     for _ in range(40):
@@ -469,8 +472,8 @@ def test_time_that_workers_were_waited_for_does_not_count(monkeypatch: pytest.Mo
     return told
 
   for hangs in restarts(every=61, waited=60), restarts(every=1, waited=60):  # several at once
-    assert hangs.index(True) == RESTARTS
-  assert not any(restarts(every=61, waited=0.1))
+    assert hangs.index(RESTARTS + 1) == RESTARTS
+  assert max(restarts(every=61, waited=0.1)) <= RESTARTS
 
 
 def test_descriptors_beyond_those_of_select() -> None:
@@ -639,6 +642,7 @@ def test_closing_ends_the_processes() -> None:
     ('envpool:CartPol-v1', r"no environment 'CartPol-v1' \(nearest: CartPole-v1"),
     ('gymnasium:CartPole-v9', 'CartPole-v9'),
     ('gymnasium:nomodule:X-v0', 'nomodule'),
+    ('gymnasium:host_envs:Sequenc-v0', r'nearest: host_envs:Sequence-v0'),
     ('gymnasium:host_envs:From1-v0', 'does not start at 0'),
     ('envpool:TSP-v1', 'does not start at 0'),
     ('alee:pong', r"no library 'alee'"),

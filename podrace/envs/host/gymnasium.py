@@ -57,7 +57,8 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   try:
     probe = gymnasium.make(name, **dict[str, Any](options))
   except gymnasium.error.UnregisteredEnv as error:
-    hint = nearest(name, gymnasium.registry)
+    module = name.rpartition(':')[0]
+    hint = nearest(name, [f'{module}:{x}' if module else x for x in gymnasium.registry])
     raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
   except (gymnasium.error.Error, ImportError, TypeError) as error:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
@@ -66,11 +67,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   )
   fields = _fields(f'gymnasium:{name}', observation_space, action_space)
   probe.close()
+  label = full_name('gymnasium', name, options, {})
   return HostSpec(
-    name=full_name('gymnasium', name, options, {}),
+    name=label,
     observation_space=observation_space,
     action_space=action_space,
-    make=lambda args: Workers(name, dict(options), fields, observation_space, args),
+    make=lambda args: Workers(name, label, dict(options), fields, observation_space, args),
   )
 
 
@@ -152,15 +154,15 @@ class Restarts:
     self._now, self._at = 0.0, time.monotonic()
     self._times: collections.deque[float] = collections.deque()
 
-  def add(self, waited: float) -> bool:
-    """Accounts for one after so many seconds without an answer; whether there are too many."""
+  def add(self, waited: float) -> int:
+    """Accounts for one after so many seconds without an answer; how many there are with it."""
     at = time.monotonic()
     self._now += max(at - self._at - waited, 0)  # several may have been waited for at once
     self._at = at
     while self._times and self._now - self._times[0] > WINDOW:
       self._times.popleft()
     self._times.append(self._now)
-    return len(self._times) > RESTARTS
+    return len(self._times)
 
 
 class Worker:
@@ -235,13 +237,14 @@ class Workers:
   def __init__(
     self,
     name: str,
+    label: str,
     options: dict[str, Any],
     fields: list[w.Field],
     observation_space: Any,
     args: PoolArgs,
   ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
-    self._name, self._space, self._deadline = name, observation_space, args.deadline
+    self._label, self._space, self._deadline = label, observation_space, args.deadline
     count = _count(args)
     bounds = [i * args.num_envs // count for i in range(count + 1)]
     self._workers = [Worker(i, j - i) for i, j in itertools.pairwise(bounds)]
@@ -253,7 +256,7 @@ class Workers:
     self._arrays = w.arrays(self._memory, fields, args.num_envs)
     self._leaves = [self._arrays[n] for n, _ in leaves(observation_space)]
     self._told = dict(
-      name=name, options=options, fields=fields, bytes=length,
+      name=name, label=label, options=options, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(),
     )  # fmt: skip
     self._stepper, self._clock = Stepper(args.num_envs), Clock()
@@ -267,7 +270,7 @@ class Workers:
     """Starts a worker's process, in place of the one that it has."""
     with self._starting:
       if self._closing:
-        raise HostError(f'gymnasium:{self._name}: the pool is closed')
+        raise HostError(f'{self._label}: the pool is closed')
       if worker.lives:
         worker.end()
       worker.start(self._told, self._file.fileno(), self._clock.look())
@@ -318,7 +321,7 @@ class Workers:
         worker.asked = None
         self._ready.append(worker)
       elif answer == w.FAILED:
-        raise HostError(f'gymnasium:{self._name} failed in its worker:\n{worker.failure()}')
+        raise HostError(f'{self._label} failed in its worker:\n{worker.failure()}')
       else:
         worker.kill()  # it may have closed its pipe and live on; if not, its exit code stays
         self._ended(worker, worker.process.returncode)
@@ -328,7 +331,7 @@ class Workers:
         if (code := worker.process.poll()) is not None:
           self._ended(worker, code)
         elif now >= worker.due:
-          self._restart(worker, f'it did not answer for {worker.limit:.0f} s')
+          self._restart(worker, f'it did not answer for {worker.limit:g} s')
 
   def _ended(self, worker: Worker, code: int) -> None:
     reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
@@ -336,15 +339,17 @@ class Workers:
 
   def _restart(self, worker: Worker, reason: str) -> None:
     assert worker.asked is not None
-    if self._restarts.add(self._clock.look() - worker.asked):
+    whose = f'{self._label}, {threading.current_thread().name}'
+    if (count := self._restarts.add(self._clock.look() - worker.asked)) > RESTARTS:
       raise HostError(
-        f'gymnasium:{self._name}: workers were restarted {RESTARTS} times in {WINDOW:.0f} s, '
-        f'besides those that they were waited for; the last reason: {reason}'
+        f'{whose}: its workers had to be restarted more than {RESTARTS} times in {WINDOW / 60:.0f} '
+        'minutes (in which the time that those that hung were waited for is not counted); the last '
+        f'reason: {reason}'
       )
     last = worker.first + worker.count - 1
     log.warning(
-      'gymnasium:%s: the worker of environments %d to %d is restarted: %s',
-      self._name, worker.first, last, reason,
+      '%s: the worker of its environments %d to %d is restarted (%d of at most %d times in %.0f minutes): %s',
+      whose, worker.first, last, count, RESTARTS, WINDOW / 60, reason,
     )  # fmt: skip
     self._start(worker)
     self._run_id[worker.ids] += 1

@@ -51,8 +51,8 @@ def size(fields: list[Field], n: int) -> int:
 class Leaf:
   """One array of the observations [n, ...] of a worker's environments, in shared memory."""
 
-  def __init__(self, env: str, name: str, space: Any, target: np.ndarray) -> None:
-    self._env, self._name, self._space = env, name, space
+  def __init__(self, env: str, name: str, space: Any, target: np.ndarray, start: int) -> None:
+    self._env, self._name, self._space, self._start = env, name, space, start
     self._shape, self._target = space.shape, target.dtype
     self._rows = [target[i, ...] for i in range(len(target))]
     self._fits: Any = None  # the last type that was seen to fit
@@ -62,15 +62,19 @@ class Leaf:
     """Writes what environment i observes; raises ValueError if it is not as declared."""
     x = np.asarray(x)
     if x.shape != self._shape:
-      raise ValueError(f'{self._env}: {self._name} has shape {x.shape}, declared {self._shape}')
+      raise ValueError(f'{self._of(i)} has shape {x.shape}, declared {self._shape}')
     if x.dtype is not self._fits:
-      if not np.can_cast(x.dtype, self._target, 'same_kind'):
-        raise ValueError(f'{self._env}: {self._name} is {x.dtype}, declared {self._space.dtype}')
+      rounds = x.dtype.kind in 'biu' and self._target.kind == 'f'  # though NumPy finds it alike
+      if rounds or not np.can_cast(x.dtype, self._target, 'same_kind'):
+        raise ValueError(f'{self._of(i)} is {x.dtype}, declared {self._space.dtype}')
       self._fits = x.dtype
       self._wide = x.dtype.kind in 'iu' and not np.can_cast(x.dtype, self._target)
     self._rows[i][...] = x
     if self._wide and np.count_nonzero(self._rows[i] != x):
-      raise ValueError(f'{self._env}: {self._name} is {x}, which {self._target} has not')
+      raise ValueError(f'{self._of(i)} is {x}, which {self._target} has not')
+
+  def _of(self, i: int) -> str:
+    return f'{self._env}: {self._name} of environment {self._start + i}'
 
 
 class Environments:
@@ -83,19 +87,20 @@ class Environments:
   def __init__(
     self,
     name: str,
+    label: str,
     options: dict[str, Any],
     seeds: list[int],
     into: dict[str, np.ndarray],
     start: int,
   ) -> None:
-    self._name = name
+    self._label, self._start = label, start
     envs = [gymnasium.make(name, **options) for _ in seeds]
     self._steps, self._resets = [e.step for e in envs], [e.reset for e in envs]
     self._seeds: list[int | None] = list(seeds)  # for the first reset only
     self._over = [True] * len(seeds)
     self._into = {k: x[start : start + len(seeds)] for k, x in into.items()}
     self._space, self._action_space = envs[0].observation_space, envs[0].action_space
-    self._leaves = [Leaf(name, n, s, self._into[n]) for n, s in leaves(self._space)]
+    self._leaves = [Leaf(label, n, s, self._into[n], start) for n, s in leaves(self._space)]
     tree = isinstance(self._space, spaces.Dict | spaces.Tuple)
     self._write = self._write_tree if tree else self._leaves[0].write
 
@@ -106,13 +111,17 @@ class Environments:
     terminations: list[Any] = []
     truncations: list[Any] = []
     for i, action in enumerate(actions_for(self._action_space, self._into[ACTION])):
-      if over[i]:
-        observation, _ = self._resets[i](seed=self._seeds[i])
-        self._seeds[i] = None
-        reward: Any = 0.0
-        terminated = truncated = False
-      else:
-        observation, reward, terminated, truncated, _ = steps[i](action)
+      try:
+        if over[i]:
+          observation, _ = self._resets[i](seed=self._seeds[i])
+          self._seeds[i] = None
+          reward: Any = 0.0
+          terminated = truncated = False
+        else:
+          observation, reward, terminated, truncated, _ = steps[i](action)
+      except Exception as error:
+        error.add_note(f'in environment {self._start + i}')
+        raise
       rewards.append(reward)
       terminations.append(terminated)
       truncations.append(truncated)
@@ -132,7 +141,7 @@ class Environments:
     except (TypeError, ValueError) as error:
       kinds = ((x, np.asarray(x)) for x in numbers)
       wrong = next((x for x, y in kinds if y.ndim or y.dtype.kind not in 'biuf'), numbers)
-      raise ValueError(f'{self._name}: {field} is {wrong!r}, which is no number') from error
+      raise ValueError(f'{self._label}: {field} is {wrong!r}, which is no number') from error
 
 
 def actions_for(space: Any, x: np.ndarray) -> list[Any]:
@@ -174,7 +183,9 @@ def main() -> None:
   into = arrays(memory, [(n, d, s) for n, d, s in told['fields']], told['num_envs'])
   ask, answer = told['ask'], told['answer']
   try:
-    environments = Environments(told['name'], told['options'], told['seeds'], into, told['start'])
+    environments = Environments(
+      told['name'], told['label'], told['options'], told['seeds'], into, told['start']
+    )
     while os.read(ask, 1) == GO:  # else the run is gone
       environments.step()
       os.write(answer, DONE)
