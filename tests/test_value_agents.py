@@ -286,11 +286,11 @@ def test_continuous_agents_learn(name: str, devices: int) -> None:
   ('name', 'devices', 'lag'), itertools.product(CONTINUOUS, [1, 8], ['0', '1', 'async'])
 )
 def test_continuous_agents_learn_under_sebulba(name: str, devices: int, lag: str) -> None:
-  """As many steps an update as above."""
+  """As many steps an update as above; D4PG takes longer with some seeds, by lag 1 on 8 devices."""
   program = sebulba(
     CONTINUOUS[name], 'gymnax:Pendulum-v1', **OVER[devices], num_envs=16, length=4, lag=lag
   )
-  assert_learns(program, 200, 75, least=16, above=-400)
+  assert_learns(program, 300 if name == 'd4pg' else 200, 75, least=16, above=-400)
 
 
 def test_bench_tells_what_lies_on_a_learner_device() -> None:

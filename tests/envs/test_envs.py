@@ -236,7 +236,8 @@ def test_names_are_the_libraries() -> None:
 
 @pytest.mark.parametrize('fraction', ['0', '-0.5', '1.5', 'nan'])
 def test_a_share_of_resets_is_one(fraction: str) -> None:
-  with pytest.raises(UnknownName, match='fresh_fraction is a share, above 0'):
+  message = 'not of type float' if fraction == 'nan' else 'fresh_fraction is a share, above 0'
+  with pytest.raises(UnknownName, match=message):
     podrace.envs.make(f'gymnax:CartPole-v1,fresh_fraction={fraction}')
 
 
