@@ -6,7 +6,6 @@ import ast
 import contextlib
 import dataclasses
 import datetime
-import faulthandler
 import inspect
 import json
 import os
@@ -22,7 +21,7 @@ from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, f
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.options import Options, whole_number
 from podrace.presets import PRESETS
-from podrace.process import log_to_stderr
+from podrace.process import log_to_stderr, tell_of_faults
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
@@ -91,9 +90,7 @@ TRAIN_VALUES = {name: value for name, (value, _) in TRAIN_OPTIONS.items()}
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
   args = list(sys.argv[1:] if argv is None else argv)
-  if not faulthandler.is_enabled():
-    with contextlib.suppress(OSError, ValueError, RuntimeError):  # there is no stderr
-      faulthandler.enable()  # a segmentation fault says where
+  tell_of_faults()
   try:
     code = _guarded(args)
   except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import logging
 import signal
@@ -39,6 +40,13 @@ def log_to_stderr(who: str, quiet: bool = False) -> Iterator[None]:
     log.removeHandler(handler)
     log.setLevel(before[0])
     log.propagate = before[1]
+
+
+def tell_of_faults() -> None:
+  """Has a segmentation fault print Python's stack before it ends the process."""
+  if not faulthandler.is_enabled():
+    with contextlib.suppress(OSError, ValueError, RuntimeError):  # there is no stderr
+      faulthandler.enable()
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from podrace.config import (
   Config,
   UsageError,
   bind_run,
+  changes,
   completed,
   differences,
   from_json,
@@ -49,11 +50,7 @@ if TYPE_CHECKING:
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
-NEVER = (
-  'architecture: ',
-  'num_envs: ',
-  'unroll_length: ',
-)  # what --override can't change: the state is another
+NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
 
 
@@ -94,7 +91,7 @@ class Stop:
   def _handle(self, signum: int, frame: Any) -> None:
     again = bool(self.signum)
     if again and signum == signal.SIGINT:
-      self._tell('ended at once, without saving; the last checkpoint counts')
+      self._tell('ended at once, without saving; the last checkpoint counts, if there is one')
       raise KeyboardInterrupt
     self.signum = signum
     if not again:
@@ -200,9 +197,10 @@ def changes_of(config: Config, run_dir: Path) -> list[str]:
   old = read_record(run_dir)
   if old is None:
     return []
-  changed = differences(completed(old), to_json(config))
+  records = completed(old), to_json(config)
+  changed = differences(*records)
   begun = any((run_dir / 'checkpoints').glob('*'))
-  if begun and [x for x in changed if x.startswith(NEVER)]:
+  if begun and not NEVER.isdisjoint(path for path, _, _ in changes(*records)):
     raise UsageError(
       f'{run_dir} holds another run, which this one cannot be:\n  '
       + '\n  '.join(changed)
@@ -745,19 +743,19 @@ class _Run:
       )
     was, now = meta.get('replay'), self.replay_record()  # of an older podrace it has none
     if was and now and was != now:
-      changes = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
+      changed = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
       raise UsageError(
         f"the checkpoint at step {meta['step']:,} holds a replay of other settings, which can't "
-        'change in a run:\n  ' + '\n  '.join(changes) + '\nstart afresh in another --run-dir'
+        'change in a run:\n  ' + '\n  '.join(changed) + '\nstart afresh in another --run-dir'
       )
     if meta['shapes'] != shapes_sha256(self.program.shapes):
       old = read_record(self.run_dir)
-      changes = differences(completed(old), to_json(self.config)) if old else []
+      changed = differences(completed(old), to_json(self.config)) if old else []
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
         'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
         "--actor-threads) has changed, which can't be in a run:\n  "
-        + '\n  '.join(changes or ['nothing that config.json tells of: another podrace made it'])
+        + '\n  '.join(changed or ['nothing that config.json tells of: another podrace made it'])
         + '\nstart afresh in another --run-dir'
       )
 

@@ -237,6 +237,15 @@ def test_override_cannot_change_the_state(
   assert (tmp_path / 'config.json').read_bytes() == record  # and is still what can be resumed
 
 
+def test_a_checkpoint_tells_of_the_steps_it_counts(tmp_path: Path) -> None:
+  """Where no record is left to compare with."""
+  run.train(change(total_steps=64), tmp_path, quiet=True)
+  for name in ('config.json', 'summary.json'):
+    (tmp_path / name).unlink()
+  with pytest.raises(UsageError, match='counts 32 steps an update, this run has 64'):
+    run.train(change(num_envs=8), tmp_path, quiet=True)
+
+
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
   with (tmp_path / 'lock').open('w') as file:
     fcntl.flock(file, fcntl.LOCK_EX)

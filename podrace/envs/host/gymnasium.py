@@ -65,9 +65,9 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   observation_space, action_space = (
     convert(_space, x) for x in (probe.observation_space, probe.action_space)
   )
-  fields = _fields(f'gymnasium:{name}', observation_space, action_space)
-  probe.close()
   label = full_name('gymnasium', name, options, {})
+  fields = _fields(label, observation_space, action_space)
+  probe.close()
   return HostSpec(
     name=label,
     observation_space=observation_space,

@@ -7,9 +7,7 @@ traceback in 8 bytes, and the traceback.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import faulthandler
 import json
 import mmap
 import os
@@ -23,6 +21,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.envs.spaces import leaves, values
+from podrace.process import tell_of_faults
 
 GO, DONE, FAILED = b'g', b'd', b'f'
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -174,8 +173,7 @@ def outlive_signals() -> None:
 def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
   outlive_signals()
-  with contextlib.suppress(OSError, ValueError, RuntimeError):  # there is no stderr
-    faulthandler.enable()
+  tell_of_faults()
   told = json.loads(sys.argv[1])
   end_with(told['parent'])
   sys.path[:] = told['path']
