@@ -19,6 +19,7 @@ class Proxy:
     self._listener = socket.create_server((host, 0))
     self.address = f'tcp://{host}:{self._listener.getsockname()[1]}'
     self._open = {'up': threading.Event(), 'down': threading.Event()}
+    self._passing = {'up': threading.Lock(), 'down': threading.Lock()}  # while some of it does
     self.up = self.down = True  # towards the learner; towards the client
     self.delay = 0.0
     self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -61,21 +62,25 @@ class Proxy:
   def _set(self, name: str, value: bool) -> None:
     if value:
       self._open[name].set()
-    else:
-      self._open[name].clear()
+      return
+    self._open[name].clear()
+    with self._passing[name]:  # nothing passes from here on, but what was delayed
+      pass
 
   def _forward(self, a: socket.socket, b: socket.socket, name: str) -> None:
     passes = self._open[name]
     held: list[tuple[float, bytes]] = []
     with contextlib.suppress(OSError, ValueError):
       while not self._stop:
-        if passes.wait(0.01) and select.select([a], [], [], 0.01)[0]:
-          data = a.recv(65536)
-          if not data:
-            break
-          held.append((time.monotonic() + self.delay, data))
-        while held and held[0][0] <= time.monotonic():
-          b.sendall(held.pop(0)[1])
+        passes.wait(0.01)
+        with self._passing[name]:
+          if passes.is_set() and select.select([a], [], [], 0.01)[0]:
+            data = a.recv(65536)
+            if not data:
+              break
+            held.append((time.monotonic() + self.delay, data))
+          while held and held[0][0] <= time.monotonic():
+            b.sendall(held.pop(0)[1])
     for s in (a, b):
       with contextlib.suppress(OSError):
         s.shutdown(socket.SHUT_RDWR)
