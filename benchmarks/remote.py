@@ -11,6 +11,8 @@ second; round trips' latency and what the server's process grows by, against the
 
 Training: `podrace train pong` with environments in the process, and with `podrace envs` in another; in
 turn, on the same cores; steps_per_s of summary.json.
+
+Local: two processes that exchange messages of the same sizes by bare pyzmq over ipc://, and through shared memory.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import collections
+import contextlib
+import itertools
 import json
+import multiprocessing
 import pathlib
 import resource
 import subprocess
@@ -28,6 +33,7 @@ import threading
 import time
 import timeit
 from concurrent import futures
+from multiprocessing import shared_memory
 from typing import Any
 
 import common
@@ -38,6 +44,7 @@ CLIENTS, ENVIRONMENTS = (1, 8, 64, 256), (1, 64)
 OBSERVATIONS = {'16B': ((4,), 'float32'), '28KB': ((4, 84, 84), 'uint8')}
 LIGHT, PERIOD = 1000, 1.0  # clients, and seconds between the steps of one
 P99_MS, CLIENT_BYTES = 50.0, 100_000  # bounds: latency, and memory for each of them
+PARTS = ('round-trips', 'checksums', 'light', 'training', 'local')
 GRPC = ('grpc-threads', 'grpc-asyncio')
 SERVERS = ('podrace', 'podrace-ipc', 'echo', *GRPC)  # TCP on loopback, but for one
 
@@ -442,9 +449,81 @@ def checksums(repeats: int) -> dict[str, dict[str, Any]]:
   return found
 
 
+# --- processes of one machine ---------------------------------------------------------------------
+
+
+def answer_locally(address: str, name: str, size: int) -> None:
+  """Copies each message into an array, which is then given to a network, and answers; b'' ends it."""
+  import zmq
+
+  memory = shared_memory.SharedMemory(name) if name else None
+  array = np.empty(size, np.uint8)
+  with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
+    socket.connect(address)
+    while len((frames := socket.recv_multipart(copy=False))[0]):
+      array[:] = np.frombuffer(frames[1] if memory is None else memory.buf, np.uint8, size)
+      socket.send(bytes(8))
+  if memory is not None:
+    memory.close()
+
+
+def ask_locally(shared: bool, size: int, seconds: float) -> float:
+  """Round trips/s of `size` bytes over ipc://, or through shared memory with a small message for each."""
+  import zmq
+
+  observations = np.random.default_rng(0).integers(0, 255, size, np.uint8)
+  with contextlib.ExitStack() as stack:
+    address = f'ipc://{stack.enter_context(tempfile.TemporaryDirectory())}/socket'
+    memory = shared_memory.SharedMemory(create=True, size=size) if shared else None
+    if memory is not None:
+      stack.callback(memory.unlink)
+      stack.callback(memory.close)
+    socket = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.PAIR))
+    socket.bind(address)
+    spawn = multiprocessing.get_context('spawn')
+    name = '' if memory is None else memory.name
+    child = spawn.Process(target=answer_locally, args=(address, name, size), daemon=True)
+    child.start()
+
+    def ask() -> None:
+      if memory is None:
+        socket.send_multipart([b'header', observations], copy=False)
+      else:
+        np.frombuffer(memory.buf, np.uint8, size)[:] = observations
+        socket.send(b'header')
+      if not socket.poll(10_000):
+        raise SystemExit('the other process does not answer')
+      socket.recv()
+
+    ask()
+    count, start = 0, time.perf_counter()
+    while (took := time.perf_counter() - start) < seconds:
+      ask()
+      count += 1
+    socket.send(b'')
+    child.join(10)
+    return count / took
+
+
+def local(repeats: int, seconds: float) -> dict[str, dict[str, Any]]:
+  """What shared memory would gain over ipc://, without all that podrace does for a message."""
+  found = {}
+  for observation, environments in itertools.product(OBSERVATIONS, ENVIRONMENTS):
+    size = sum(map(len, payload(environments, observation)))
+    rates: dict[str, list[float]] = {'ipc': [], 'shared': []}
+    for _ in range(repeats):
+      for kind, those in rates.items():
+        those.append(ask_locally(kind == 'shared', size, seconds))
+    row = {k: common.summary(v) for k, v in rates.items()}
+    found[f'{observation}, {environments}'] = dict(bytes=size, **row)
+    told = ', '.join(f'{k} {v["median"]:,.0f}' for k, v in row.items())
+    print(f'{observation} x {environments} ({size} bytes): {told} round trips/s', flush=True)
+  return found
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('parts', nargs='*', help='round-trips, checksums, light, training; none: all')
+  parser.add_argument('parts', nargs='*', help=f'of {PARTS}; none: all')
   parser.add_argument('--repeats', type=int, default=3)
   parser.add_argument('--seconds', type=float, default=2.0)
   parser.add_argument('--steps', type=int, default=60_000)
@@ -461,7 +540,9 @@ def main() -> None:
     kind, clients, environments, observation = args.serve
     serve(kind, int(clients), int(environments), observation)
     return
-  parts = args.parts or ['round-trips', 'checksums', 'light', 'training']
+  if wrong := set(args.parts) - set(PARTS):
+    parser.error(f'no part is called {sorted(wrong)}; there are {PARTS}')
+  parts = args.parts or PARTS
   path = common.RESULTS / 'remote.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   if 'round-trips' in parts:
@@ -471,9 +552,11 @@ def main() -> None:
   if 'checksums' in parts:
     results['checksum_ms'] = dict(checksums(args.repeats), origin=common.origin())
   if 'light' in parts:
-    results['light_clients'] = light_clients(5 * args.seconds)
+    results['light_clients'] = dict(light_clients(5 * args.seconds), origin=common.origin())
   if 'training' in parts:
-    results['training'] = training(args.repeats, args.steps)
+    results['training'] = dict(training(args.repeats, args.steps), origin=common.origin())
+  if 'local' in parts:
+    results['local'] = dict(local(args.repeats, args.seconds), origin=common.origin())
   common.record('remote', results)
 
 

@@ -29,8 +29,10 @@ SETTINGS = {
   'envpool-cartpole': [*ENVPOOL, '--num-envs', '128'],
   'envpool-cartpole, 1 thread': [*ENVPOOL, *ONE, '128'],
   'envpool-cartpole, 1 thread, 1,024 environments': [*ENVPOOL, *ONE, '1024'],
+  'envpool-cartpole, 1 thread, 4,096 environments': [*ENVPOOL, *ONE, '4096'],
   'gymnasium-cartpole': [*GYMNASIUM, '--num-envs', '128'],
   'gymnasium-cartpole, 1 thread, 256 environments': [*GYMNASIUM, *ONE, '256'],
+  'gymnasium-acrobot, 1 thread': ['--env', 'gymnasium:Acrobot-v1', *MLP, *ONE, '128'],
 }
 LAGS = ('0', '1', 'async')
 RATES = ('environment', 'inference', 'learner', 'combined', 'parallel')
