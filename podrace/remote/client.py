@@ -193,6 +193,7 @@ class Client:
     self._wake = wire.Wake()
     self._outgoing: collections.deque[Outgoing] = collections.deque()
     self._session: int | None = None
+    self._before = 0  # the session that was lost last, whose slots the learner may hold still
     self._nonce = 0
     self._lost_since = 0.0  # when something could not be sent
     self._silence = 5.0
@@ -231,6 +232,7 @@ class Client:
     socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
     socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
     socket.connect_timeout = wire.CONNECT_MS
+    self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     security.connect(socket, self._options.connect)
     self._nonce, self._lost_since = random.getrandbits(48), 0.0
     self._heard = time.monotonic()
@@ -240,16 +242,20 @@ class Client:
     """Waits for the network or for a group, and does what there is to do."""
     assert self._socket is not None
     poller = zmq.Poller()
-    poller.register(self._socket, zmq.POLLIN)
-    poller.register(self._wake, zmq.POLLIN)
+    for socket in (self._socket, self._monitor, self._wake):
+      poller.register(socket, zmq.POLLIN)
     while self._socket is not None and not self.over and not self.signum:
-      poller.poll(200)
+      cut = any(socket is self._monitor for socket, _ in poller.poll(200))
       self._wake.clear()
       while self._socket is not None and (frames := self._received()) is not None:
         try:
           self._message(frames)
         except WireError as e:
           self._lose(f'the learner sent {e}')
+      if cut and self._socket is not None:  # all that it still said has been heard
+        self._monitor.recv_multipart()
+        if self._session is not None:
+          self._lose('the connection was cut')
       self._send_outgoing()
       self._look_at_the_clock()
 
@@ -381,9 +387,8 @@ class Client:
       self._lose('the connection is lost')
       return
     if self._session is None:
-      if now - self._pinged > HELLO_SECONDS:
+      if now - self._pinged > HELLO_SECONDS and self._hello():
         self._pinged = now
-        self._hello()
       if now - self._alone_since > REMIND / 3:
         self._remind(
           f'no learner answers at {self._options.connect}, or it has other keys, or does not list this one; '
@@ -406,11 +411,12 @@ class Client:
       if since is not None and not group.watches_itself and now - since > self._options.deadline:
         raise Failed(f'{self._spec.name}: no answer for {now - since:.0f} s')
 
-  def _hello(self) -> None:
-    self._send(wire.HELLO, {
+  def _hello(self) -> bool:
+    return self._send(wire.HELLO, {
       'name': wire.NAME,
       'version': wire.VERSION,
       'nonce': self._nonce,
+      'before': self._before,
       'host': sockets.gethostname()[: wire.STRING],
       'pid': os.getpid(),
       'env': self._env,
@@ -433,6 +439,7 @@ class Client:
       log.warning('%s; environments begin anew when it is back', reason)
     else:
       self._remind(reason)
+    self._before = self._session or self._before
     self._session = None
     self._alone_since = time.monotonic()
     self._close_socket()
@@ -455,6 +462,8 @@ class Client:
 
   def _close_socket(self) -> None:
     if self._socket is not None:
+      self._socket.disable_monitor()
+      self._monitor.close(0)
       self._socket.close()
       self._socket = None
 

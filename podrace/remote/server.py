@@ -522,6 +522,7 @@ class Server(Hub):
     if not self._pools:
       self._wait(address, 'the learner is getting ready')
       return
+    self._drop_before(told.get('before', 0), peer, key)
     if len(self.peers) >= PEERS and peer is None:
       self._wait(address, f'the learner has {PEERS} clients and takes no more')
       return
@@ -540,6 +541,14 @@ class Server(Hub):
         logging.WARNING,
       )
     self._welcome(peer)
+
+  def _drop_before(self, session: int, peer: Peer | None, key: bytes) -> None:
+    """Ends the session that this client had over a connection that it knows to be lost, and which seems alive here."""
+    if type(session) is not int:
+      raise WireError('a hello with a session before that is no integer')
+    old = next((p for p in self.peers.values() if p.session == session and p.key == key), None)
+    if old is not None and old is not peer:
+      self.drop(old, 'is back over another connection', logging.INFO)
 
   def _wait(self, address: bytes, reason: str) -> None:
     self._told_to_wait[address] = None

@@ -198,8 +198,8 @@ class Raw:
             'pid': os.getpid(), 'env': 'test:spec', 'podrace': '0', 'schema': self.schema}  # fmt: skip
     return {**told, **changes}
 
-  def hello(self) -> dict[str, Any]:
-    self.say(wire.HELLO, self.told())
+  def hello(self, **changes: Any) -> dict[str, Any]:
+    self.say(wire.HELLO, self.told(**changes))
     heard = self.expect(wire.WELCOME)
     self.session = heard[0][1]
     return heard[0][2]

@@ -76,7 +76,8 @@ def test_a_delay_of_200_ms_is_slow_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_connections_that_are_reset(tmp_path: Path) -> None:
-  with between(tmp_path) as (learner, proxy, envs):
+  """They are back before the learner could have found out by itself, and have all slots."""
+  with between(tmp_path, peer_timeout=600.0) as (learner, proxy, envs):
     for i in range(5):
       proxy.reset()
       until(lambda i=i: envs.output.count('joined') >= i + 2)

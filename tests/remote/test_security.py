@@ -201,6 +201,20 @@ def test_the_list_is_read_again(keys: Path, tmp_path: Path) -> None:
       assert learner.server.counts['sessions'] == 2
 
 
+def test_a_session_is_not_ended_by_who_has_another_key(keys: Path, tmp_path: Path) -> None:
+  security.new_client(keys, tmp_path / 'second')
+  with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as first:
+    first.join(2)
+    with Raw(learner.address, keys=tmp_path / 'second') as second:
+      second.hello(before=first.session)
+      first.step(2, 1)
+      first.act(2, 1)
+    with Raw(learner.address, keys=keys) as again:
+      again.hello(before=first.session)
+      first.step(2, 2)
+      assert 'no such session' in first.expect(wire.GONE)[0][2]
+
+
 def test_who_comes_after_a_key_was_removed_does_not_save_it(keys: Path, tmp_path: Path) -> None:
   security.new_client(keys, tmp_path / 'second')
   with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as first:

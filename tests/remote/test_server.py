@@ -56,6 +56,25 @@ def test_hello_twice_is_one_session() -> None:
     assert raw.session == first
 
 
+def test_who_is_back_ends_its_session_of_before() -> None:
+  with (
+    Learner(peer_timeout=600.0) as learner,
+    Raw(learner.address) as lost,
+    Raw(learner.address) as back,
+  ):
+    lost.join(8)  # all slots; the learner waits for its step, and can't know that it is lost
+    back.hello(before=lost.session)
+    back.enter(8)
+    back.step(8, 0, FIRST)
+    back.act(8, 0)
+    lost.step(8, 1)
+    assert 'no such session' in lost.expect(wire.GONE)[0][2]
+    back.hello(before=back.session)  # its own, again: that ends nothing
+    back.step(8, 1)
+    back.act(8, 1)
+    assert learner.server.counts['dropped'] == 1
+
+
 def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
   with Learner() as learner:
     learner.says('no environments are connected; waiting for `podrace envs --connect tcp://127')
@@ -490,6 +509,7 @@ def not_finite(raw: Raw) -> None:
     (lambda raw: raw.socket.send(b'x' * 70_000), '70000 bytes, at most'),
     (lambda raw: raw.say(wire.HELLO, {'name': 1}), 'hello without a name that is a string'),
     (lambda raw: raw.say(wire.HELLO, raw.told(nonce=2**63)), 'hello without a nonce that is an integer'),
+    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=1, before='')), 'session before that is no integer'),
     (lambda raw: raw.say(wire.HELLO, raw.told(pid=-1)), 'hello without a pid that is an integer'),
     (lambda raw: raw.say(wire.HELLO, raw.told(host='h' * 201)), 'hello without a host that is a string'),
   ],
