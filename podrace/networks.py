@@ -674,7 +674,7 @@ class QNetwork(Body):
   v_max: float = 10.0
   head_size: int = 0  # units of a hidden layer in each stream; 0: none
   dueling: bool = False
-  noisy: bool = False  # noise in the heads instead of random actions
+  noisy: bool = False  # noise in the heads, which explores; agents may act at random beside it
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -181,7 +181,15 @@ def rainbow_minatar() -> Config:
     priority_exponent=0.5, importance_exponent=0.4, importance_steps=1_000_000,
   )  # fmt: skip
   return Config(
-    agent=DQN(network, buffer, learning_rate=2.5e-4, n_step=3, double=True, target_period=250),
+    agent=DQN(
+      network,
+      buffer,
+      learning_rate=2.5e-4,
+      n_step=3,
+      double=True,
+      target_period=250,
+      epsilon=0.01,
+    ),
     env='gymnax:Breakout-MinAtar',
     num_envs=16,
     unroll_length=4,

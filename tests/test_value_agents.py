@@ -387,10 +387,6 @@ def test_replay_refuses_environments_in_any_order() -> None:
   ('make_agent', 'message'),
   [
     (lambda: DQN(QNetwork(core='gru')), 'dqn has no memory; with the core .gru., it is r2d2'),
-    (
-      lambda: DQN(QNetwork(noisy=True), epsilon_ladder=True),
-      'noisy networks explore by their noise: epsilon_ladder must be False',
-    ),
     (lambda: DQN(n_step=0), 'n_step must be at least 1, not 0'),
     (lambda: R2D2(QNetwork(head='quantile')), 'r2d2 learns values'),
     (lambda: QNetwork(v_min=1.0, v_max=0.0), 'v_min 1.0 is not less than v_max 0.0'),

@@ -64,7 +64,9 @@ class DQN:
   huber: float = 1.0  # where the loss goes from square to linear; 0: it is the square, of values
   target_period: int = 250  # gradient steps between copies to the target network
   target_rate: float = 1.0  # how far it moves then; with a period of 1, Polyak's average
-  epsilon: float = 0.05  # how often an action is random, in the end
+  epsilon: float = (
+    0.05  # how often an action is random, in the end; beside the noise of noisy networks too
+  )
   epsilon_steps: int = 10_000  # gradient steps until then, linearly from 1
   epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
   ladder_base: float = 0.4  # the first one's
@@ -82,8 +84,6 @@ class DQN:
     check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'ladder_power')
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
-    if self.epsilon_ladder and self.network.noisy:
-      raise ValueError('noisy networks explore by their noise: epsilon_ladder must be False')
     if self.huber < 0 or (self.huber == 0 and self.network.head == 'quantile'):
       allowed = 'more than 0 for quantiles' if self.huber == 0 else '0 or more'
       raise ValueError(f'huber must be {allowed}, not {self.huber}')
@@ -118,7 +118,7 @@ class DQN:
     q, _ = self.network.step(params.network, (), timestep, noise_key if noisy else None)
     values = self.network.mean(q)
     epsilon = state if self.epsilon_ladder else params.epsilon
-    epsilon = jnp.broadcast_to(0.0 if self.greedy or noisy else epsilon, values.shape[:1])
+    epsilon = jnp.broadcast_to(0.0 if self.greedy else epsilon, values.shape[:1])
     action = valuing.epsilon_greedy(values, epsilon, explore_key)
     if not self.ranked_by_acting:
       return ActorOutput(action), state
@@ -157,7 +157,7 @@ class DQN:
     followed = valuing.follow(rest.target, network, steps, self.target_period, self.target_rate)
     decayed = 1 - (1 - self.epsilon) * steps / self.epsilon_steps
     params = Params(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
-    if not self.epsilon_ladder and not self.network.noisy:
+    if not self.epsilon_ladder:
       metrics['epsilon'] = params.epsilon
     return TrainState(params, Rest(followed, opt_state, steps)), priority, metrics
 
