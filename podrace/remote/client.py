@@ -190,6 +190,7 @@ class Client:
     self._layout = wire.Layout(self._schema)
     self._context = zmq.Context()
     self._socket: zmq.Socket[Any] | None = None
+    self._monitor: Any = None
     self._wake = wire.Wake()
     self._outgoing: collections.deque[Outgoing] = collections.deque()
     self._session: int | None = None
@@ -461,11 +462,13 @@ class Client:
         raise Failed(f'{self._spec.name}: group {group.index} does not end its step')
 
   def _close_socket(self) -> None:
-    if self._socket is not None:
+    if self._socket is None:
+      return
+    if self._monitor is not None:
       self._socket.disable_monitor()
       self._monitor.close(0)
-      self._socket.close()
-      self._socket = None
+    self._socket.close()
+    self._socket = self._monitor = None
 
   def _bye(self, reason: str) -> None:
     assert self._socket is not None
