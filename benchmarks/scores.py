@@ -79,8 +79,8 @@ def draw(scores: dict[str, dict]) -> None:
     steps, returns = zip(*found['curve'], strict=True)
     axis.plot([s / 1e6 for s in steps], returns, color='#1f5fa8', linewidth=1.6)
     axis.axhline(STATED[preset], color='#999999', linewidth=0.8, linestyle='--')
-    wall = found['summary']['wall_s']
-    axis.set_title(f'{preset}: {wall:.0f} s on 2 CPU cores', fontsize=9)
+    wall, cores = found['summary']['wall_s'], found['summary']['machine']['cores']
+    axis.set_title(f'{preset}: {wall:.0f} s on {cores} CPU core{"s" * (cores > 1)}', fontsize=9)
     axis.set_xlabel('million steps', fontsize=9)
     axis.set_ylabel('episode return', fontsize=9)
     axis.spines[['top', 'right']].set_visible(False)
