@@ -76,7 +76,10 @@ def draw(scores: dict[str, dict]) -> None:
   rows = -(-len(scores) // 4)
   figure, axes = plt.subplots(rows, 4, figsize=(13, 2.7 * rows), layout='constrained')
   for axis, (preset, found) in zip(axes.flat, scores.items(), strict=False):
-    steps, returns = zip(*found['curve'], strict=True)
+    curve = found['curve']
+    if len(curve) > 2 and 2 * (curve[-1][0] - curve[-2][0]) < curve[-2][0] - curve[-3][0]:
+      curve = curve[:-1]  # of few steps, and so of few episodes, short ones
+    steps, returns = zip(*curve, strict=True)
     axis.plot([s / 1e6 for s in steps], returns, color='#1f5fa8', linewidth=1.6)
     axis.axhline(STATED[preset], color='#999999', linewidth=0.8, linestyle='--')
     wall, cores = found['summary']['wall_s'], found['summary']['machine']['cores']
