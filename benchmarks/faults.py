@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -371,7 +372,12 @@ class Environments(Run):
     Under way are unrolls of each slot that have begun, finished ones that are not a batch yet, and what was dropped
     since the last line was logged.
     """
-    counts = collections.Counter(self.asked(self.address)['counts'])
+
+    def counted() -> collections.Counter[str]:
+      return collections.Counter(self.asked(self.address)['counts'])
+
+    until(lambda: (c := counted())['sessions'] == c['dropped'])  # a last word may be under way
+    counts = counted()
     dropped = int(sum(x['dropped_steps'] for x in self.logged()))
     found = {
       'timesteps_taken': counts['frames'] - counts['withdrawn'],
@@ -380,9 +386,7 @@ class Environments(Run):
     }
     found['under_way'] = found['timesteps_taken'] - found['learned'] - dropped
     assert 0 <= found['under_way'] <= UNDER_WAY * BATCH, found
-    found |= {'sessions': counts['sessions'], 'sessions_ended': counts['dropped']}
-    assert found['sessions'] == found['sessions_ended'], found  # all have left
-    return found
+    return {**found, 'sessions': counts['sessions'], 'sessions_ended': counts['dropped']}
 
 
 class Acting(Run):
@@ -651,13 +655,19 @@ def restores(count: int, pause: float = 0.0) -> Callable[[Run], dict[str, Any]]:
 # --- the whole ----------------------------------------------------------------------------------
 
 
-def measure(kind: type[Run], folder: Path, faults: dict[str, Fault], only: list[str]) -> Any:
-  """A learner, all faults one after the other, and its end."""
+def measure(
+  kind: type[Run],
+  folder: Path,
+  faults: dict[str, Fault],
+  only: list[str],
+  keep: Callable[[dict[str, Any]], None],
+) -> None:
+  """A learner, all faults one after the other, and its end; `keep` is given each row, and the end's."""
   chosen = {
     k: v for k, v in faults.items() if not only or any(o in f'{folder.name}: {k}' for o in only)
   }
   if not chosen:
-    return {'rows': []}
+    return
   folder.mkdir()
   keys = folder / 'keys'
   podrace = [sys.executable, '-m', 'podrace.cli']
@@ -665,7 +675,8 @@ def measure(kind: type[Run], folder: Path, faults: dict[str, Fault], only: list[
   with Network() as network:
     run = kind(network, folder, keys)
     try:
-      rows = [run.row(name, fault) for name, fault in chosen.items()]
+      for name, fault in chosen.items():
+        keep({'rows': [run.row(name, fault)]})
       run.learner.signal(signal.SIGTERM)
       code = run.learner.process.wait(PATIENCE)
       lines = run.logged()
@@ -675,8 +686,7 @@ def measure(kind: type[Run], folder: Path, faults: dict[str, Fault], only: list[
         k: v for k, v in last.items()
         if k.startswith(('remote_', 'unrolls_', 'env_restarts', 'policy_lag'))
       }  # fmt: skip
-      return {
-        'rows': rows,
+      end = {
         'exit_code_after_sigterm': code,
         'steps': lines[-1]['step'] if lines else 0,
         'episode_return_at_the_end': last.get('episode_return'),
@@ -684,6 +694,7 @@ def measure(kind: type[Run], folder: Path, faults: dict[str, Fault], only: list[
         **run.proof(run.unrolls()),
         'origin': origin(),
       }
+      keep(end)
     finally:
       for process in EVERY:
         with contextlib.suppress(ProcessLookupError):
@@ -736,20 +747,19 @@ def main() -> None:
     'acting elsewhere': (Acting, 'acting', acting),
     'acting elsewhere, windows by priority': (Windows, 'windows', windows),
   }
-  with tempfile.TemporaryDirectory() as folder:
-    results = {
-      name: measure(kind, Path(folder) / short, faults, args.only)
-      for name, (kind, short, faults) in kinds.items()
-    }
   path = RESULTS / 'faults.json'
-  before = json.loads(path.read_text())['results'] if args.only and path.exists() else {}
-  for name, found in results.items():
-    known = [x for x in before.get(name, {}).get('rows', []) if x['fault'] in kinds[name][2]]
-    rows = {x['fault']: x for x in known}
-    rows |= {x['fault']: x for x in found['rows']}
-    results[name] = {**before.get(name, {}), **(found if found['rows'] else {})}
-    results[name]['rows'] = list(rows.values())
-  record('faults', dict(results, clients=2, environments=ENVIRONMENTS))
+  results = json.loads(path.read_text())['results'] if args.only and path.exists() else {}
+
+  def keep(name: str, found: dict[str, Any]) -> None:
+    """In the place of what there is of it."""
+    before = results.get(name, {})
+    rows = {x['fault']: x for x in [*before.get('rows', []), *found.pop('rows', [])]}
+    results[name] = {**before, **found, 'rows': [rows[k] for k in kinds[name][2] if k in rows]}
+    record('faults', dict(results, clients=2, environments=ENVIRONMENTS))
+
+  with tempfile.TemporaryDirectory() as folder:
+    for name, (kind, short, faults) in kinds.items():
+      measure(kind, Path(folder) / short, faults, args.only, functools.partial(keep, name))
 
 
 if __name__ == '__main__':
