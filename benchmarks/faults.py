@@ -11,8 +11,8 @@ way only), delays and resets by TCP proxies, since netem is not in every kernel.
 Every unroll or window that is learned from is written down by the agent: torn ones have a gap, a repetition or two
 environments in them, duplicated ones overlap with another of the same environment. After each row its learner's
 ledger is looked at (`Run.ledger`): what came in is what was learned from, was lost for a known reason, or is under
-way, and that is bounded. Writes results/faults.json; with --only the rows that are named (as in 'acting: delay'), in
-the place of those that are there.
+way, and that is bounded. Writes results/faults.json, each row when it is done, in the place of that which is
+there; with --only those that are named (as in 'acting: delay').
 """
 
 from __future__ import annotations
@@ -748,7 +748,7 @@ def main() -> None:
     'acting elsewhere, windows by priority': (Windows, 'windows', windows),
   }
   path = RESULTS / 'faults.json'
-  results = json.loads(path.read_text())['results'] if args.only and path.exists() else {}
+  results = json.loads(path.read_text())['results'] if path.exists() else {}
 
   def keep(name: str, found: dict[str, Any]) -> None:
     """In the place of what there is of it."""

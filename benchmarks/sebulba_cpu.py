@@ -41,7 +41,7 @@ def used() -> Used:
     try:
       ran, waited, _ = map(int, (task / 'schedstat').read_text().split())
       comm = (task / 'comm').read_text().strip()
-    except FileNotFoundError:  # it has ended
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
       continue
     tid = int(task.name)
     if tid in names:
@@ -142,6 +142,8 @@ def main() -> None:
   if args.one:
     print(json.dumps(profile(SETTINGS[args.one], args.seconds)))
     return
+  if wrong := set(args.settings) - set(SETTINGS):
+    parser.error(f'no setting is called {sorted(wrong)}; there are {[*SETTINGS]}')
   allowed = sorted(os.sched_getaffinity(0))
   path = common.RESULTS / 'sebulba_cpu.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}

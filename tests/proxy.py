@@ -19,7 +19,7 @@ class Proxy:
     self._listener = socket.create_server((host, 0))
     self.address = f'tcp://{host}:{self._listener.getsockname()[1]}'
     self._open = {'up': threading.Event(), 'down': threading.Event()}
-    self._passing = {'up': threading.Lock(), 'down': threading.Lock()}  # while some of it does
+    self._passing: dict[str, list[threading.Lock]] = {'up': [], 'down': []}  # held while data does
     self.up = self.down = True  # towards the learner; towards the client
     self.delay = 0.0
     self._pairs: list[tuple[socket.socket, socket.socket]] = []
@@ -64,23 +64,30 @@ class Proxy:
       self._open[name].set()
       return
     self._open[name].clear()
-    with self._passing[name]:  # nothing passes from here on, but what was delayed
-      pass
+    for lock in self._passing[name]:  # nothing passes from here on, but what was delayed
+      with lock:
+        pass
 
   def _forward(self, a: socket.socket, b: socket.socket, name: str) -> None:
-    passes = self._open[name]
+    passes, passing, ended = self._open[name], threading.Lock(), False
+    self._passing[name].append(passing)
     held: list[tuple[float, bytes]] = []
     with contextlib.suppress(OSError, ValueError):
-      while not self._stop:
-        passes.wait(0.01)
-        with self._passing[name]:
-          if passes.is_set() and select.select([a], [], [], 0.01)[0]:
+      while not self._stop and not (ended and not held):
+        if passes.wait(0.01) and not ended and select.select([a], [], [], 0.01)[0]:
+          with passing:
+            if not passes.is_set():
+              continue
             data = a.recv(65536)
-            if not data:
-              break
-            held.append((time.monotonic() + self.delay, data))
-          while held and held[0][0] <= time.monotonic():
-            b.sendall(held.pop(0)[1])
+            ended = not data
+            if held or self.delay:
+              held.append((time.monotonic() + self.delay, data))
+            else:
+              b.sendall(data)
+        while held and held[0][0] <= time.monotonic():
+          b.sendall(held.pop(0)[1])
+        if ended and held:
+          time.sleep(0.01)
     for s in (a, b):
       with contextlib.suppress(OSError):
         s.shutdown(socket.SHUT_RDWR)

@@ -64,9 +64,7 @@ class DQN:
   huber: float = 1.0  # where the loss goes from square to linear; 0: it is the square, of values
   target_period: int = 250  # gradient steps between copies to the target network
   target_rate: float = 1.0  # how far it moves then; with a period of 1, Polyak's average
-  epsilon: float = (
-    0.05  # how often an action is random, in the end; beside the noise of noisy networks too
-  )
+  epsilon: float = 0.05  # how often an action is random in the end, beside noise too
   epsilon_steps: int = 10_000  # gradient steps until then, linearly from 1
   epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
   ladder_base: float = 0.4  # the first one's

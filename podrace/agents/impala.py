@@ -37,9 +37,8 @@ class Impala:
   rmsprop_decay: float = 0.99  # used by rmsprop
   max_grad_norm: float = 40.0
   discount: float = 0.99
-  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = (
-    1.0  # mixes n-step targets, as in TD(lambda)
-  )
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 1.0
+  # ^ mixes n-step targets, as in TD(lambda)
   clip_rho: float = 1.0  # of the importance weights in the targets
   clip_pg_rho: float = 1.0  # of those in the policy gradient
   value_cost: float = 0.5

@@ -253,10 +253,13 @@ class Client:
           self._message(frames)
         except WireError as e:
           self._lose(f'the learner sent {e}')
-      if cut and self._socket is not None:  # all that it still said has been heard
+      # All that it still said has been heard, perhaps that it is over.
+      if cut and self._socket is not None and not self.over:
         self._monitor.recv_multipart()
         if self._session is not None:
           self._lose('the connection was cut')
+        else:  # a HELLO may be lost with it
+          self._pinged = 0.0
       self._send_outgoing()
       self._look_at_the_clock()
 

@@ -544,8 +544,10 @@ class Server(Hub):
 
   def _drop_before(self, session: int, peer: Peer | None, key: bytes) -> None:
     """Ends the session that this client had over a connection that it knows to be lost, and which seems alive here."""
-    if type(session) is not int:
-      raise WireError('a hello with a session before that is no integer')
+    if type(session) is not int or not 0 <= session < wire.NUMBER:
+      raise WireError('a hello with a session before that is no integer from 0 to 2^63 - 1')
+    if not session:
+      return
     old = next((p for p in self.peers.values() if p.session == session and p.key == key), None)
     if old is not None and old is not peer:
       self.drop(old, 'is back over another connection', logging.INFO)

@@ -206,6 +206,7 @@ class Link:
     for socket in (self._socket, self._monitor, wake):
       poller.register(socket, zmq.POLLIN)
     while self._socket is not None and not self.closed:
+      cut = False
       for ready, _ in poller.poll(int(self.patience * 1000)):
         if ready == wake:
           self._wake.clear()
@@ -213,14 +214,16 @@ class Link:
           event, _ = struct.unpack('=hi', self._monitor.recv_multipart()[0])
           if event == TURNED_AWAY:
             self.why = NOT_LISTED
-          elif self.session is not None:
-            self.lose('the connection was cut')
-            return
+          cut = event != TURNED_AWAY
       while self._socket is not None and (raw := self._received()) is not None:
         try:
           self._message(raw)
         except WireError as e:
           self.lose(f'it sent {e}')
+      if (
+        cut and self._socket is not None and self.session is not None
+      ):  # what had come has been heard
+        self.lose('the connection was cut')
       if self._socket is not None and self.session is not None:
         self.turn()
       self._look_at_the_clock()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from apart import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
@@ -125,6 +126,25 @@ def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> No
       again.server.finished()
     assert envs.wait() == 0
     assert 'the run is complete' in envs.output
+
+
+def test_the_end_and_the_cut_may_come_at_once(tmp_path: Path) -> None:
+  with zmq.Context() as context, context.socket(zmq.ROUTER) as learner:
+    learner.linger, learner.rcvtimeo = 10_000, 60_000
+    address = f'tcp://127.0.0.1:{learner.bind_to_random_port("tcp://127.0.0.1")}'
+    with Envs(address, tmp_path / 'log', '--num-envs', '2', '--groups', '1') as envs:
+      peer, hello = learner.recv_multipart()
+      told = wire.unpack(hello)[1]
+      welcome = dict(nonce=told['nonce'], largest_group=2, silence=60.0, env=told['env'])
+      learner.send_multipart([peer, wire.pack(wire.WELCOME, 1, welcome)])
+      assert wire.unpack(learner.recv_multipart()[1])[0] == wire.ENTER  # and it has no more to say
+      envs.signal(signal.SIGSTOP)
+      learner.send_multipart([peer, wire.pack(wire.END, True, 'the run is complete')])
+      learner.close()
+      context.term()
+      envs.signal(signal.SIGCONT)
+      assert envs.wait() == 0
+      assert 'the run is complete' in envs.output and 'begin anew' not in envs.output
 
 
 def test_a_killed_worker_is_another_life_and_not_another_session(tmp_path: Path) -> None:

@@ -69,10 +69,11 @@ def test_who_is_back_ends_its_session_of_before() -> None:
     back.act(8, 0)
     lost.step(8, 1)
     assert 'no such session' in lost.expect(wire.GONE)[0][2]
-    back.hello(before=back.session)  # its own, again: that ends nothing
-    back.step(8, 1)
-    back.act(8, 1)
     assert learner.server.counts['dropped'] == 1
+    session = back.session  # its own, but anew: it ends as one that said hello anew does
+    back.hello(before=session, nonce=back.nonce + 1)
+    assert back.session != session and learner.server.counts['dropped'] == 2
+    learner.says('said hello anew')
 
 
 def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
@@ -510,6 +511,7 @@ def not_finite(raw: Raw) -> None:
     (lambda raw: raw.say(wire.HELLO, {'name': 1}), 'hello without a name that is a string'),
     (lambda raw: raw.say(wire.HELLO, raw.told(nonce=2**63)), 'hello without a nonce that is an integer'),
     (lambda raw: raw.say(wire.HELLO, raw.told(nonce=1, before='')), 'session before that is no integer'),
+    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=1, before=-1)), 'session before that is no integer'),
     (lambda raw: raw.say(wire.HELLO, raw.told(pid=-1)), 'hello without a pid that is an integer'),
     (lambda raw: raw.say(wire.HELLO, raw.told(host='h' * 201)), 'hello without a host that is a string'),
   ],
