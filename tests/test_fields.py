@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from gymnasium import spaces
 
+import podrace
 from podrace import topology
 from podrace.agents import AGENTS
 from podrace.agents.d4pg import D4PG
@@ -24,6 +27,7 @@ from podrace.replay import Buffer, on_policy
 from podrace.types import TimeStep, Trajectory
 
 T, B = 4, 2
+BROKEN = re.compile(r'^  (\w+): [^\n]*= \(\n', re.MULTILINE)
 VECTOR, IMAGE = spaces.Box(-1, 1, (3,)), spaces.Box(0, 1, (5, 5, 1))
 DISCRETE, CONTINUOUS = spaces.Discrete(3), spaces.Box(-1, 1, (2,))
 
@@ -225,3 +229,11 @@ def test_a_field_that_is_not_read_is_found() -> None:
     'total_updates',
     'network.initial_log_std',
   }
+
+
+def test_every_comment_of_a_field_is_in_the_help() -> None:
+  """It is looked for at the end of the field's line and below: a formatter may put it between brackets."""
+  root = Path(podrace.__file__).parent
+  lost = [f'{p.name}: {x}' for p in root.rglob('*.py') for x in BROKEN.findall(p.read_text())]
+  assert not lost
+  assert BROKEN.findall('  lambda_: float = (\n    1.0  # mixes\n  )\n') == ['lambda_']
