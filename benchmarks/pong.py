@@ -23,6 +23,7 @@ from typing import Any
 import common
 
 PRESETS = ('pong', 'ppo-pong')
+COLORS = ('#1f5fa8', '#c0552b', '#3b8a4e', '#7a4fa3')  # for each preset that the file may have
 RUNS = common.ROOT / 'runs' / 'pong'
 PODRACE = str(Path(sys.executable).parent / 'podrace')
 
@@ -96,7 +97,7 @@ def draw(results: dict[str, Any], name: str) -> None:
   import matplotlib.pyplot as plt
 
   figure, axis = plt.subplots(figsize=(7, 3.2), layout='constrained')
-  for (preset, found), color in zip(results.items(), ('#1f5fa8', '#c0552b'), strict=False):
+  for (preset, found), color in zip(results.items(), COLORS[: len(results)], strict=True):
     _, seconds, returns = zip(*found['curve'], strict=True)
     label = f'{preset}: {found["steps"] / 1e6:.1f}M steps'
     axis.plot([s / 60 for s in seconds], returns, color=color, linewidth=1.6, label=label)

@@ -293,7 +293,7 @@ def dqn_pong() -> Config:
   from podrace.networks import QNetwork
   from podrace.replay import Buffer
 
-  network = QNetwork(torso='nature', hidden=(512,), dueling=True)
+  network = QNetwork(torso='impala', hidden=(256,), dueling=True)
   buffer = Buffer(
     capacity=200_000, batch_size=32, min_size=20_000, samples_per_insert=8.0,
     priority_exponent=0.5, importance_exponent=0.4,
@@ -317,7 +317,7 @@ def r2d2_pong() -> Config:
   from podrace.networks import QNetwork
   from podrace.replay import Buffer
 
-  network = QNetwork(torso='nature', hidden=(512,), core='lstm', core_size=256, dueling=True)
+  network = QNetwork(torso='impala', hidden=(256,), core='lstm', core_size=256, dueling=True)
   buffer = Buffer(
     capacity=200_000, batch_size=32, min_size=20_000, samples_per_insert=0.3,
     priority_exponent=0.9, importance_exponent=0.6,
