@@ -65,7 +65,6 @@ from podrace.replay.hosted import (
 from podrace.replay.windows import Windows
 from podrace.run import RunError, memory, write_json
 from podrace.sebulba import ActorFailed, Actors, Learner, Sebulba, State, Unroll
-from podrace.service.link import client_keys
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology, split_devices
 from podrace.types import Array, TrainState, Trajectory
 
@@ -419,7 +418,7 @@ def check(addresses: Addresses) -> None:
     security.read_key(a.keys / security.SERVER_SECRET)
     security.Allowed(a.keys / security.ALLOWED)
     try:
-      client_keys(a.keys)
+      security.client_keys(a.keys)
     except security.SecurityError as e:
       raise security.SecurityError(f'{e}; a learner is a client of its replay service') from e
 

@@ -8,7 +8,6 @@ after whatever happens to the connection or the learner.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import math
@@ -33,6 +32,7 @@ from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
 from podrace.process import on_signals
 from podrace.remote import security, wire
+from podrace.remote.dial import CUT, Connection
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
 
@@ -189,8 +189,7 @@ class Client:
     self._schema = wire.schema(spec.observation_space, spec.action_space)
     self._layout = wire.Layout(self._schema)
     self._context = zmq.Context()
-    self._socket: zmq.Socket[Any] | None = None
-    self._monitor: Any = None
+    self._connection: Connection | None = None
     self._wake = wire.Wake()
     self._outgoing: collections.deque[Outgoing] = collections.deque()
     self._session: int | None = None
@@ -216,59 +215,45 @@ class Client:
     """
     try:
       while not self.over and not self.signum:
-        if self._socket is None:
+        if self._connection is None:
           self._connect()
         self._turn()
     finally:
       self._leave()
 
   def _connect(self) -> None:
-    socket = self._socket = self._context.socket(zmq.DEALER)
-    if self._options.keys is not None:
-      security.secure_client(socket, self._options.keys)
-    socket.linger = 0
-    socket.immediate = True  # nothing is kept for a connection that isn't there
-    socket.sndhwm = 2 * wire.GROUPS
-    socket.maxmsgsize = max(wire.HEADER_BYTES, 65536 * self._layout.action_bytes) + 65536
-    socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
-    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
-    socket.connect_timeout = wire.CONNECT_MS
-    self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-    security.connect(socket, self._options.connect)
+    self._connection = Connection(
+      self._context, self._options.connect, security.client_keys(self._options.keys),
+      sends=2 * wire.GROUPS, receives=1000, patience_ms=2000,
+      largest=max(wire.HEADER_BYTES, 65536 * self._layout.action_bytes) + 65536,
+    )  # fmt: skip
     self._nonce, self._lost_since = random.getrandbits(48), 0.0
     self._heard = time.monotonic()
     self._pinged = 0.0
 
   def _turn(self) -> None:
     """Waits for the network or for a group, and does what there is to do."""
-    assert self._socket is not None
+    connection = self._connection
+    assert connection is not None
     poller = zmq.Poller()
-    for socket in (self._socket, self._monitor, self._wake):
+    for socket in (connection.socket, connection.monitor, self._wake):
       poller.register(socket, zmq.POLLIN)
-    while self._socket is not None and not self.over and not self.signum:
-      cut = any(socket is self._monitor for socket, _ in poller.poll(200))
+    while self._connection is not None and not self.over and not self.signum:
+      told = any(socket is connection.monitor for socket, _ in poller.poll(200))
       self._wake.clear()
-      while self._socket is not None and (frames := self._received()) is not None:
+      while self._connection is not None and (frames := connection.receive()) is not None:
         try:
           self._message(frames)
         except WireError as e:
           self._lose(f'the learner sent {e}')
       # All that it still said has been heard, perhaps that it is over.
-      if cut and self._socket is not None and not self.over:
-        self._monitor.recv_multipart()
+      if told and self._connection is not None and not self.over and connection.event() == CUT:
         if self._session is not None:
           self._lose('the connection was cut')
         else:  # a HELLO may be lost with it
           self._pinged = 0.0
       self._send_outgoing()
       self._look_at_the_clock()
-
-  def _received(self) -> list[Any] | None:
-    assert self._socket is not None
-    try:
-      return self._socket.recv_multipart(zmq.NOBLOCK)
-    except zmq.Again:
-      return None
 
   # --- what the server says
 
@@ -372,10 +357,12 @@ class Client:
       self._send(*header, frames=out.frames)
 
   def _send(self, *header: Any, frames: list[Any] | None = None) -> bool:
-    assert self._socket is not None
+    assert self._connection is not None
     try:
       # Frames beyond pyzmq's threshold (64 KiB) go out from where they are; nobody writes there.
-      self._socket.send_multipart([wire.pack(*header), *(frames or [])], zmq.NOBLOCK, copy=False)
+      self._connection.socket.send_multipart(
+        [wire.pack(*header), *(frames or [])], zmq.NOBLOCK, copy=False
+      )
     except zmq.Again:  # perhaps there is something to read that says why
       self._lost_since = self._lost_since or time.monotonic()
       return False
@@ -384,14 +371,14 @@ class Client:
   # --- time
 
   def _look_at_the_clock(self) -> None:
-    if self._socket is None:
+    if self._connection is None:
       return
     now = time.monotonic()
     if self._session is not None and self._lost_since and now - self._lost_since > LOST_SECONDS:
       self._lose('the connection is lost')
       return
     if self._session is None:
-      if now - self._pinged > HELLO_SECONDS and self._hello():
+      if self._connection.ready and now - self._pinged > HELLO_SECONDS and self._hello():
         self._pinged = now
       if now - self._alone_since > REMIND / 3:
         self._remind(
@@ -402,7 +389,7 @@ class Client:
       if give_up and now - self._alone_since > give_up:
         raise TimeoutError(f'no learner at {self._options.connect} for {give_up:.0f} s')
       if now - self._heard > security.NEW_SOCKET_SECONDS:  # turned away, perhaps
-        self._close_socket()
+        self._hang_up()
       return
     self._alone_since = now
     if now - self._pinged > self._silence / 4:
@@ -446,7 +433,7 @@ class Client:
     self._before = self._session or self._before
     self._session = None
     self._alone_since = time.monotonic()
-    self._close_socket()
+    self._hang_up()
     self._end_groups()
     self._waits = min(self._waits + 1, 5)
     time.sleep(0.1 * random.random() * self._waits)  # all clients lose a learner together
@@ -464,26 +451,20 @@ class Client:
       if not group.join(0.0) and not self.signum:
         raise Failed(f'{self._spec.name}: group {group.index} does not end its step')
 
-  def _close_socket(self) -> None:
-    if self._socket is None:
-      return
-    if self._monitor is not None:
-      self._socket.disable_monitor()
-      self._monitor.close(0)
-    self._socket.close()
-    self._socket = self._monitor = None
+  def _hang_up(self) -> None:
+    if self._connection is not None:
+      self._connection.close()
+    self._connection = None
 
   def _bye(self, reason: str) -> None:
-    assert self._socket is not None
-    self._socket.linger = 2000  # milliseconds, for this last word
-    with contextlib.suppress(zmq.ZMQError):
-      self._socket.send(wire.pack(wire.BYE, self._session or 0, reason), zmq.NOBLOCK)
+    assert self._connection is not None
+    self._connection.say_last(wire.pack(wire.BYE, self._session or 0, reason), 2000)
 
   def _leave(self) -> None:
-    if self._socket is not None and self._session is not None and not self.over:
+    if self._connection is not None and self._session is not None and not self.over:
       why = signal.Signals(self.signum).name if self.signum else 'it failed'
       self._bye(why)
-    self._close_socket()
+    self._hang_up()
     for group in self._groups:
       group.stop()
     end = time.monotonic() + END_SECONDS

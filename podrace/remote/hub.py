@@ -15,6 +15,7 @@ import math
 import os
 import resource
 import socket as sockets
+import struct
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -129,6 +130,12 @@ class Hub:
     self._unsaid = 0
     self._ticked = time.monotonic()
     self._wake: Wake | None = None  # while it is open
+    self._connections: dict[
+      int, bytes
+    ] = {}  # by file: who has said hello over it; nobody yet: empty
+    self._cut: set[bytes] = (
+      set()
+    )  # whose connections have been closed, but what they had said may be unread
 
   def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
@@ -170,7 +177,8 @@ class Hub:
       raise
     self._poller = zmq.Poller()
     self._wake_number = self._wake.fileno()
-    for socket in (self._router, self._wake_number, *([self._gate.socket] if self._gate else [])):
+    gate: list[Any] = [self._gate.socket] if self._gate else []
+    for socket in (self._router, self._monitor, self._wake_number, *gate):
       self._poller.register(socket, zmq.POLLIN)
 
   def _bind(self, largest: int, sends: int, receives: int) -> None:
@@ -189,6 +197,7 @@ class Hub:
     router.handshake_ivl = 5000
     if '[' in self.listen.address:
       router.ipv6 = True
+    self._monitor = self._watch(router)
     try:
       _check_free(self.listen.address)
       router.bind(self.listen.address)
@@ -198,9 +207,19 @@ class Hub:
       ) from e
     self.address = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0')
 
+  def _watch(self, router: zmq.Socket) -> zmq.Socket:
+    """Tells of connections that are accepted and closed."""
+    router.monitor('inproc://connections', zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+    monitor = self._context.socket(zmq.PAIR)
+    monitor.rcvhwm = 0  # else ZeroMQ's thread would wait here for ours
+    monitor.connect('inproc://connections')
+    return monitor
+
   def shut(self) -> None:
     """Closes the sockets, after the thread that had the network is done with it."""
-    for socket in (getattr(self, '_router', None), self._gate):
+    if (router := getattr(self, '_router', None)) and not router.closed:
+      router.disable_monitor()
+    for socket in (router, getattr(self, '_monitor', None), self._gate):
       if socket:
         socket.close()
     self._context.term()
@@ -219,6 +238,8 @@ class Hub:
     for ready, _ in self._poller.poll(max(int(seconds * 1000 + 0.999), 0)):
       if self._wake and ready == self._wake_number:
         self._wake.clear()
+      elif ready is self._monitor:
+        self._see_connections()
       elif self._gate and ready is self._gate.socket and (told := self._gate.answer()):
         self.counts['turned away'] += 1
         self.log(told, logging.WARNING)
@@ -234,6 +255,7 @@ class Hub:
           frame = receive(_NOBLOCK, False)
           raw.append(frame)
       except zmq.Again:
+        self._drop_cut()
         return
       except zmq.ZMQError as e:
         self.counts['errors'] += 1
@@ -259,6 +281,40 @@ class Hub:
       self.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
       self.ban(address, f'what could not be dealt with ({type(e).__name__})')
 
+  def _see_connections(self) -> None:
+    """Reads which connections have been accepted and closed."""
+    while True:
+      try:
+        event, file = struct.unpack('=Hi', self._monitor.recv_multipart(_NOBLOCK)[0])
+      except zmq.Again:
+        return
+      if event == zmq.EVENT_ACCEPTED:
+        self._connections[file] = b''
+      elif address := self._connections.pop(file, b''):
+        self._cut.add(address)
+
+  def connected(self, address: bytes, raw: Any) -> None:
+    """A client has a session from now on: it ends with the connection over which this frame came.
+
+    Files are numbered anew when they are closed. ZeroMQ's thread tells of a connection before what comes over
+    it, so whatever is told later than here of this number is about this connection or one after it.
+    """
+    try:
+      file = raw.get(zmq.SRCFD)
+    except zmq.ZMQError:  # it came over none
+      return
+    self._see_connections()
+    if file in self._connections:
+      self._connections[file] = address
+    else:
+      self._cut.add(address)
+
+  def _drop_cut(self) -> None:
+    """Nothing is unread: who has no connection any more has nothing more to say."""
+    while self._cut:
+      if (peer := self.peers.get(self._cut.pop())) is not None:
+        self.drop(peer, 'is gone')
+
   def key_of(self, raw: Any) -> bytes:
     """The client's key; connections live on when it is taken from the list."""
     if self._gate is None:
@@ -281,7 +337,7 @@ class Hub:
   # --- what goes ---------------------------------------------------------------------------------
 
   def send(self, address: bytes, *header: Any, frames: list[Any] | None = None) -> bool:
-    """Whether it is on its way; else the client has been dropped."""
+    """Whether it is on its way; else the client has been dropped, or is when what it has said is read."""
     message: list[Any] = [address, pack(*header), *(frames or [])]
     last = message.pop()
     try:
@@ -294,11 +350,10 @@ class Hub:
     return True
 
   def _unsent(self, address: bytes, error: zmq.ZMQError) -> None:
-    """Who is gone, or does not read what it is sent, is heard no longer."""
+    """Who is gone has perhaps said something before; who does not read what it is sent is heard no longer."""
     peer = self.peers.get(address)
     if error.errno != zmq.EAGAIN:
-      if peer is not None:
-        self.drop(peer, 'is gone')
+      self._cut.add(address)
     elif peer is not None:
       self.drop(peer, 'does not read what it is sent')
     elif address not in self._banned:

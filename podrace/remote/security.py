@@ -12,7 +12,7 @@ import os
 import re
 import socket as sockets
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -183,11 +183,29 @@ def secure_server(socket: zmq.Socket[Any], keys: Path) -> None:
   socket.zap_domain = b'podrace'
 
 
-def secure_client(socket: zmq.Socket[Any], keys: Path) -> None:
+class Keys(NamedTuple):
+  """A client's."""
+
+  server: bytes  # its public one
+  secret: bytes
+  public: bytes
+
+
+def client_keys(directory: Path | None) -> Keys | None:
+  """What a client needs of its directory; None without one.
+
+  Raises:
+    SecurityError: naming the file that lacks.
+  """
+  if directory is None:
+    return None
+  names = SERVER_PUBLIC, CLIENT_SECRET, CLIENT_PUBLIC
+  return Keys(*(read_key(directory / name) for name in names))
+
+
+def secure_client(socket: zmq.Socket[Any], keys: Keys) -> None:
   """Makes a socket connect to a learner that has the right keys, with this client's."""
-  socket.curve_serverkey = read_key(keys / SERVER_PUBLIC)
-  socket.curve_secretkey = read_key(keys / CLIENT_SECRET)
-  socket.curve_publickey = read_key(keys / CLIENT_PUBLIC)
+  socket.curve_serverkey, socket.curve_secretkey, socket.curve_publickey = keys
 
 
 class Allowed:

@@ -483,7 +483,7 @@ class Server(Hub):
       raise WireError(f'{len(frames)} frames after a header of kind {kind}, expected none')
     if kind == wire.HELLO:
       (told,) = wire.fields(header, dict)
-      self._hello(address, told, self.key_of(raw))
+      self._hello(address, told, raw)
     elif kind == wire.ENTER:
       session, index, size = wire.fields(header, int, int, int)
       if (peer := self.peer_of(address, session)) is not None:
@@ -503,7 +503,8 @@ class Server(Hub):
     else:
       raise WireError(f'a header of kind {kind}, which clients have not')
 
-  def _hello(self, address: bytes, told: dict[str, Any], key: bytes) -> None:
+  def _hello(self, address: bytes, told: dict[str, Any], raw: Any) -> None:
+    key = self.key_of(raw)
     check_hello(told, 'env')
     peer = self.peers.get(address)
     if peer is not None and peer.nonce == told['nonce'] and self._pools:
@@ -541,6 +542,7 @@ class Server(Hub):
         logging.WARNING,
       )
     self._welcome(peer)
+    self.connected(address, raw)
 
   def _drop_before(self, session: int, peer: Peer | None, key: bytes) -> None:
     """Ends the session that this client had over a connection that it knows to be lost, and which seems alive here."""

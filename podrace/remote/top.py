@@ -26,8 +26,8 @@ class Asker:
     self._socket = self._context.socket(zmq.DEALER)
     self._socket.linger = 0
     try:
-      if keys is not None:
-        security.secure_client(self._socket, keys)
+      if (found := security.client_keys(keys)) is not None:
+        security.secure_client(self._socket, found)
       security.connect(self._socket, address)
     except BaseException:
       self.close()

@@ -236,11 +236,11 @@ class Connection(Link):
         self.changed.notify_all()
 
   def turn(self) -> None:
-    while self._socket is not None and (asked := self._next_to_ask()) is not None:
+    while self.is_open and (asked := self._next_to_ask()) is not None:
       self._send_asked(asked)
-    while self._socket is not None and self._send_items():
+    while self.is_open and self._send_items():
       pass
-    if self._socket is not None and (
+    if self.is_open and (
       self._unsaid > wire.MOST_BYTES // 4 or self._unsaid_samples >= wire.MOST_UNREAD // 4
     ):
       self.send(wire.PING, self.session, *self.ping())

@@ -13,7 +13,6 @@ import math
 import os
 import random
 import socket as sockets
-import struct
 import threading
 import time
 import traceback
@@ -24,8 +23,8 @@ import zmq
 
 from podrace import __version__
 from podrace.remote import security
+from podrace.remote.dial import CUT, TURNED_AWAY, Connection
 from podrace.remote.wire import (
-  CONNECT_MS,
   Wake,
   WireError,
   fields,
@@ -41,26 +40,12 @@ REMIND = 30.0  # seconds between messages that there is none
 TURN = 0.05  # seconds between looks at the clock
 NO_ANSWER = 'it has not answered yet: perhaps it is not there, or has other keys'
 NOT_LISTED = "it does not list this client's key in its allowed_clients"
-TURNED_AWAY = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 
 log = logging.getLogger('podrace.service')
 
 
 class Refused(ValueError):
   """The service does not take this client, or not on these terms; the message has both sides."""
-
-
-def client_keys(directory: Path | None) -> tuple[bytes, bytes, bytes] | None:
-  """A client's keys: the service's public one, its own secret and public one; None without keys.
-
-  Raises:
-    SecurityError: naming the file that lacks.
-  """
-  if directory is None:
-    return None
-  names = security.SERVER_PUBLIC, security.CLIENT_SECRET, security.CLIENT_PUBLIC
-  server, secret, public = (security.read_key(directory / name) for name in names)
-  return server, secret, public
 
 
 class Link:
@@ -76,7 +61,7 @@ class Link:
     self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
   ) -> None:
     security.check_address(address, keys, insecure, 'connect')
-    self._keys = client_keys(keys)
+    self._keys = security.client_keys(keys)
     self.address, self.changed = address, changed
     self.session: int | None = None
     self.failure: BaseException | None = None  # why it will not come back
@@ -88,8 +73,7 @@ class Link:
     self._calls: collections.deque[Any] = collections.deque()
     self._context = zmq.Context()
     self._wake = Wake()
-    self._socket: Any = None
-    self._monitor: Any = None
+    self._connection: Connection | None = None
     self._told, self._last_reason = 0.0, ''
     self._lost_since = time.monotonic()
     self._thread = threading.Thread(target=self._main, name=f'link {address}', daemon=True)
@@ -175,64 +159,50 @@ class Link:
       self.lost()
       self._disconnect()
 
+  @property
+  def is_open(self) -> bool:
+    """Whether there is a socket, with a connection or on its way to one; of the thread."""
+    return self._connection is not None
+
   def _connect(self) -> None:
-    socket = self._socket = self._context.socket(zmq.DEALER)
-    if self._keys is not None:
-      socket.curve_serverkey, socket.curve_secretkey, socket.curve_publickey = self._keys
-    socket.linger = 0
-    socket.immediate = True  # nothing is kept for a connection that isn't there
-    socket.sndhwm = socket.rcvhwm = 1000
-    socket.maxmsgsize = wire.FRAME_BYTES
-    socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
-    socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 1000
-    socket.connect_timeout = CONNECT_MS
-    self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | TURNED_AWAY)
-    security.connect(socket, self.address)
+    self._connection = Connection(
+      self._context, self.address, self._keys, sends=1000, receives=1000,
+      largest=wire.FRAME_BYTES, patience_ms=1000,
+    )  # fmt: skip
     self._nonce = random.getrandbits(48)
     self._heard, self._pinged = time.monotonic(), 0.0
 
   def _disconnect(self) -> None:
-    if self._monitor is not None:
-      self._socket.disable_monitor()
-      self._monitor.close(0)
-    if self._socket is not None:
-      self._socket.close()
-    self._socket = self._monitor = None
+    if self._connection is not None:
+      self._connection.close()
+    self._connection = None
 
   def _listen(self) -> None:
     """Until the connection is of no further use."""
-    poller = zmq.Poller()
-    wake = self._wake.fileno()
-    for socket in (self._socket, self._monitor, wake):
+    connection, wake, poller = self._connection, self._wake.fileno(), zmq.Poller()
+    assert connection is not None
+    for socket in (connection.socket, connection.monitor, wake):
       poller.register(socket, zmq.POLLIN)
-    while self._socket is not None and not self.closed:
+    while self.is_open and not self.closed:
       cut = False
       for ready, _ in poller.poll(int(self.patience * 1000)):
         if ready == wake:
           self._wake.clear()
-        elif ready is self._monitor:
-          event, _ = struct.unpack('=hi', self._monitor.recv_multipart()[0])
+        elif ready is connection.monitor:
+          event = connection.event()
           if event == TURNED_AWAY:
             self.why = NOT_LISTED
-          cut = event != TURNED_AWAY
-      while self._socket is not None and (raw := self._received()) is not None:
+          cut = event == CUT
+      while self.is_open and (raw := connection.receive(copy=False)) is not None:
         try:
           self._message(raw)
         except WireError as e:
           self.lose(f'it sent {e}')
-      if (
-        cut and self._socket is not None and self.session is not None
-      ):  # what had come has been heard
+      if cut and self.is_open and self.session is not None:  # what had come has been heard
         self.lose('the connection was cut')
-      if self._socket is not None and self.session is not None:
+      if self.is_open and self.session is not None:
         self.turn()
       self._look_at_the_clock()
-
-  def _received(self) -> list[Any] | None:
-    try:
-      return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-    except zmq.Again:
-      return None
 
   def _message(self, raw: list[Any]) -> None:
     header, frames = unpack(raw[0].buffer, 2**20), [f.buffer for f in raw[1:]]
@@ -291,25 +261,26 @@ class Link:
 
   def send(self, *header: Any, frames: list[Any] | None = None) -> bool:
     """Whether it is on its way; if not, the session is given up."""
-    message = [pack(*header), *(frames or [])]
+    assert self._connection is not None
+    message, socket = [pack(*header), *(frames or [])], self._connection.socket
     try:
       last = message.pop()
       for frame in message:
-        self._socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=len(frame) < 65536)
-      self._socket.send(last, zmq.NOBLOCK, copy=len(last) < 65536)
+        socket.send(frame, zmq.NOBLOCK | zmq.SNDMORE, copy=len(frame) < 65536)
+      socket.send(last, zmq.NOBLOCK, copy=len(last) < 65536)
     except zmq.Again:
       self.lose('it does not take what it is sent')
       return False
     return True
 
   def _look_at_the_clock(self) -> None:
-    if self._socket is None:
+    if self._connection is None:
       return
     now = time.monotonic()
     if self.session is None:
-      if now - self._pinged > HELLO_SECONDS:
+      if self._connection.ready and now - self._pinged > HELLO_SECONDS:
         self._pinged = now
-        self._hello()
+        self._hello(self._connection)
       if now - self._lost_since > 2.0:
         self._remind(f'no {self.service} answers at {self.address} ({self.why}); trying again')
       if now - self._heard > security.NEW_SOCKET_SECONDS:  # turned away, perhaps
@@ -321,7 +292,7 @@ class Link:
     if now - self._heard > 2 * self.silence:
       self.lose(f'it has been silent for {now - self._heard:.1f} s')
 
-  def _hello(self) -> None:
+  def _hello(self, connection: Connection) -> None:
     told = {
       'name': self.service,
       'version': wire.VERSION,
@@ -331,8 +302,8 @@ class Link:
       'podrace': __version__,
       **self.hello(),
     }
-    with contextlib.suppress(zmq.Again):  # there is nobody yet
-      self._socket.send(pack(wire.HELLO, told), zmq.NOBLOCK)
+    with contextlib.suppress(zmq.Again):  # it does not read
+      connection.socket.send(pack(wire.HELLO, told), zmq.NOBLOCK)
 
   def _remind(self, message: str) -> None:
     """Says what is being waited for, when it begins and every half minute."""
@@ -342,7 +313,5 @@ class Link:
       log.warning('%s', message)
 
   def _bye(self) -> None:
-    if self._socket is not None and self.session is not None:
-      self._socket.linger = 500
-      with contextlib.suppress(zmq.ZMQError):
-        self._socket.send(pack(wire.BYE, self.session, 'closed'), zmq.NOBLOCK)
+    if self._connection is not None and self.session is not None:
+      self._connection.say_last(pack(wire.BYE, self.session, 'closed'), 500)

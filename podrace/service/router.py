@@ -180,7 +180,7 @@ class Router(Hub):
       raise WireError(f'{len(frames)} frames after a header of kind {kind}, expected none')
     if kind == wire.HELLO:
       (told,) = fields(header, dict)
-      self._hello(address, told, self.key_of(raw))
+      self._hello(address, told, raw)
       return
     if kind == wire.ASK:
       fields(header)
@@ -202,7 +202,8 @@ class Router(Hub):
     else:
       self.handle(peer, header, frames)
 
-  def _hello(self, address: bytes, told: dict[str, Any], key: bytes) -> None:
+  def _hello(self, address: bytes, told: dict[str, Any], raw: Any) -> None:
+    key = self.key_of(raw)
     check_hello(told)
     peer = self.peers.get(address)
     if peer is not None and peer.nonce == told['nonce']:
@@ -233,6 +234,7 @@ class Router(Hub):
     self.log(f'{peer.name} joins')
     answer = dict(nonce=peer.nonce, silence=self.listen.peer_timeout, **more)
     self.send(address, wire.WELCOME, session, answer, frames=frames)
+    self.connected(address, raw)
 
   # --- ends --------------------------------------------------------------------------------------
 

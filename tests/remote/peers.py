@@ -155,8 +155,8 @@ class Raw:
     self.layout = wire.Layout(self.schema)
     self.context = zmq.Context()
     self.socket = self.context.socket(zmq.DEALER)
-    if keys is not None:
-      security.secure_client(self.socket, keys)
+    if (found := security.client_keys(keys)) is not None:
+      security.secure_client(self.socket, found)
     self.socket.linger = 0
     self.socket.sndhwm = self.socket.rcvhwm = 0
     self.socket.connect(address)

@@ -246,6 +246,26 @@ def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
     assert sorted(run for _, _, run in found) in ([0, 0, 0, 0, 1], [0, 0, 0, 1, 1])
 
 
+def test_a_session_ends_with_its_connection() -> None:
+  """Over and over, so that the files of connections have the same numbers again."""
+  with Learner(slots=4, peer_timeout=600.0) as learner, Raw(learner.address) as last:
+    last.hello()
+    for i in range(20):
+      with Raw(learner.address) as one:
+        one.hello()
+        one.enter(4)  # and is gone while it steps, when nothing is said to it
+        if i % 2:  # or while the learner thinks
+          one.step(4, 0, FIRST)
+          until(lambda n=2 * (i + 1): learner.server.counts['frames'] == n)
+    learner.says('is gone')
+    last.enter(4)
+    last.step(4, 0, FIRST)
+    last.act(4, 0)
+    counts = learner.server.counts
+    assert (counts['sessions'], counts['dropped'], len(learner.server.peers)) == (21, 20, 1)
+    assert len(lives(learner.arrivals)) == 4 * 11
+
+
 def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
   with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as last:
     one.join(4)

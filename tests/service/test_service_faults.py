@@ -39,7 +39,7 @@ def newest(program: Program) -> int:
 
 
 def test_writers_that_are_killed(tmp_path: Path) -> None:
-  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
+  with ReplayServer(ANY, peer_timeout=600.0) as server, service.connect(server.address) as client:
     table = all_of(client)
     writers = {
       i: Program(tmp_path / f'{i}', 'write', server.address, i, 10**6, 5) for i in range(3)

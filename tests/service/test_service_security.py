@@ -256,6 +256,26 @@ def ready(context: zmq.Context[Any], server: ReplayServer, **changes: Any) -> Ra
   return raw
 
 
+def test_what_came_before_a_connection_was_closed_is_in() -> None:
+  """A session ends with its connection, and of both the server hears in one look: what was said comes first."""
+  with ReplayServer(ANY, peer_timeout=600.0) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    for i in range(10):
+      context, look = zmq.Context(), threading.Event()
+      one = ready(context, server)
+      server.call(lambda e=look: e.wait(60) and None)
+      for number in range(1, 61):  # of the 64 that may wait at the server's end
+        more, frames = insert(number)
+        one.say(wire.INSERT, one.session, *more, frames=frames)
+      one.socket.linger = 10_000
+      one.close()
+      context.term()  # after all has been sent and the connection is closed
+      look.set()
+      until(lambda n=i + 1: server.counts['dropped'] == n)
+      assert server.counts['items'] == 60 * (i + 1)
+    assert server.counts['stale'] == server.counts['malformed'] == 0 and len(server.peers) == 1
+
+
 BAD: list[tuple[str, dict[str, Any]]] = [
   ('of spec 9', dict(chunks=[(9, 3, 0, 48)])),
   ('expected 48', dict(chunks=[(0, 3, 0, 47)], data=b'x' * 47)),

@@ -1,0 +1,93 @@
+"""A client's connection: its socket, and what ZeroMQ tells of it. What all clients have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Any
+
+import zmq
+
+from podrace.remote import security
+from podrace.remote.wire import CONNECT_MS
+
+READY = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+CUT = int(zmq.EVENT_DISCONNECTED)
+TURNED_AWAY = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)  # the other end does not list this key
+
+
+class Connection:
+  """A DEALER socket on its way to an address, for as long as it takes, and again when it has been cut.
+
+  Args:
+    keys: of `security.client_keys`.
+    sends, receives: messages that wait, at most.
+    largest: bytes of a frame that comes in.
+    patience_ms: between attempts to connect, at most.
+
+  Attributes:
+    monitor: readable when `event` has something to tell.
+    ready: whether the two ends understand each other, as far as events have told. What is sent before waits for
+      the next connection. (With ZeroMQ's IMMEDIATE it would not, but then a connection that is cut takes
+      with it what had come over it and is not yet read.)
+
+  Raises:
+    SecurityError: if ZeroMQ says that it can't be.
+  """
+
+  def __init__(
+    self,
+    context: zmq.Context[Any],
+    address: str,
+    keys: security.Keys | None,
+    *,
+    sends: int,
+    receives: int,
+    largest: int,
+    patience_ms: int,
+  ) -> None:
+    socket = self.socket = context.socket(zmq.DEALER)
+    self.monitor: Any = None
+    self.ready = False
+    try:
+      self.monitor = socket.get_monitor_socket(READY | CUT | TURNED_AWAY)
+      if keys is not None:
+        security.secure_client(socket, keys)
+      socket.linger = 0
+      socket.sndhwm, socket.rcvhwm = sends, receives
+      socket.maxmsgsize = largest
+      socket.tcp_keepalive, socket.tcp_keepalive_idle, socket.tcp_keepalive_intvl = 1, 30, 10
+      socket.reconnect_ivl, socket.reconnect_ivl_max = 100, patience_ms
+      socket.connect_timeout = CONNECT_MS
+      security.connect(socket, address)
+    except BaseException:
+      self.close()
+      raise
+
+  def event(self) -> int:
+    """READY, CUT or TURNED_AWAY; only when the monitor is readable."""
+    event: int = struct.unpack('=Hi', self.monitor.recv_multipart()[0])[0]
+    self.ready = event == READY
+    return event
+
+  def receive(self, copy: bool = True) -> list[Any] | None:
+    """A message, if one has come."""
+    try:
+      return self.socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+    except zmq.Again:
+      return None
+
+  def say_last(self, message: bytes, patience_ms: int) -> None:
+    """Before `close`: a word that goes out within that time, or not at all."""
+    while self.monitor.poll(0):
+      self.event()
+    if self.ready:
+      self.socket.linger = patience_ms
+      with contextlib.suppress(zmq.ZMQError):
+        self.socket.send(message, zmq.NOBLOCK)
+
+  def close(self) -> None:
+    if self.monitor is not None:
+      self.socket.disable_monitor()
+      self.monitor.close(0)
+    self.socket.close()
