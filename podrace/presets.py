@@ -319,16 +319,24 @@ def r2d2_pong() -> Config:
 
   network = QNetwork(torso='impala', hidden=(256,), core='lstm', core_size=256, dueling=True)
   buffer = Buffer(
-    capacity=200_000, batch_size=32, min_size=20_000, samples_per_insert=0.3,
+    capacity=200_000, batch_size=8, min_size=20_000, samples_per_insert=0.1,
     priority_exponent=0.9, importance_exponent=0.6,
   )  # fmt: skip
   return Config(
-    agent=R2D2(network, buffer, sequence=40, burn_in=40, target_period=400),
+    agent=R2D2(
+      network,
+      buffer,
+      sequence=40,
+      burn_in=40,
+      learning_rate=3e-4,
+      adam_epsilon=1e-5,
+      target_period=150,
+    ),
     env='ale:pong',
     architecture='sebulba',
     num_envs=16,
     unroll_length=40,
-    total_steps=10_000_000,
+    total_steps=4_000_000,
   )
 
 
@@ -338,7 +346,7 @@ def apex_pong() -> Config:
   from podrace.networks import QNetwork
   from podrace.replay import Buffer
 
-  network = QNetwork(torso='nature', hidden=(512,), dueling=True)
+  network = QNetwork(torso='impala', hidden=(256,), dueling=True)
   buffer = Buffer(
     capacity=500_000, batch_size=64, min_size=20_000, samples_per_insert=4.0,
     priority_exponent=0.6, importance_exponent=0.4,
