@@ -38,7 +38,9 @@ from podrace.types import Arrival
 
 HELLO_SECONDS = 1.0  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none
-LOST_SECONDS = 0.3  # between that something can't be sent and that the connection is given up
+LOST_SECONDS = (
+  0.3  # between that the learner does not read what it is sent and that the connection is given up
+)
 END_SECONDS = 10.0  # that threads have to end their pools
 
 log = logging.getLogger('podrace.remote')

@@ -65,8 +65,11 @@ class Connection:
       raise
 
   def event(self) -> int:
-    """READY, CUT or TURNED_AWAY; only when the monitor is readable."""
-    event: int = struct.unpack('=Hi', self.monitor.recv_multipart()[0])[0]
+    """READY, CUT or TURNED_AWAY; 0 if there is none."""
+    try:
+      event: int = struct.unpack('=Hi', self.monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
+    except zmq.Again:
+      return 0
     self.ready = event == READY
     return event
 
@@ -79,8 +82,8 @@ class Connection:
 
   def say_last(self, message: bytes, patience_ms: int) -> None:
     """Before `close`: a word that goes out within that time, or not at all."""
-    while self.monitor.poll(0):
-      self.event()
+    while self.event():
+      pass
     if self.ready:
       self.socket.linger = patience_ms
       with contextlib.suppress(zmq.ZMQError):

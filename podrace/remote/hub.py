@@ -43,6 +43,7 @@ TICK = 0.2  # seconds between looks at who is silent
 # Of silence. Clients say something every quarter of it, from a thread of their own, which does not run while
 # JAX holds Python's lock to lower or load a large program: 2 s where a dozen processes share 2 cores.
 PEER_SECONDS = 10.0
+UNREAD_SECONDS = 1.0  # that what came over a connection which is closed may take to be read
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
@@ -130,12 +131,10 @@ class Hub:
     self._unsaid = 0
     self._ticked = time.monotonic()
     self._wake: Wake | None = None  # while it is open
-    self._connections: dict[
-      int, bytes
-    ] = {}  # by file: who has said hello over it; nobody yet: empty
-    self._cut: set[bytes] = (
-      set()
-    )  # whose connections have been closed, but what they had said may be unread
+    # By file: who has said hello over it; empty: nobody yet.
+    self._connections: dict[int, bytes] = {}
+    # Whose connections have been closed, since when that is known; what they had said may be unread.
+    self._cut: dict[bytes, float] = {}
 
   def dispatch(self, address: bytes, header: list[Any], frames: list[Any], raw: Any) -> None:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
@@ -167,7 +166,7 @@ class Hub:
         f'instead of {PEERS:,}: `ulimit -n {FILES}` before it is started allows more',
         logging.WARNING, always=True,
       )  # fmt: skip
-    self._context = zmq.Context()
+    self._context = zmq.Context(io_threads=1)  # see `connected`
     self._wake = Wake()
     self._gate: security.Gate | None = None
     try:
@@ -254,7 +253,7 @@ class Hub:
         while frame.more:
           frame = receive(_NOBLOCK, False)
           raw.append(frame)
-      except zmq.Again:
+      except zmq.Again:  # nothing is unread
         self._drop_cut()
         return
       except zmq.ZMQError as e:
@@ -291,28 +290,35 @@ class Hub:
       if event == zmq.EVENT_ACCEPTED:
         self._connections[file] = b''
       elif address := self._connections.pop(file, b''):
-        self._cut.add(address)
+        self._cut[address] = time.monotonic()
 
   def connected(self, address: bytes, raw: Any) -> None:
     """A client has a session from now on: it ends with the connection over which this frame came.
 
-    Files are numbered anew when they are closed. ZeroMQ's thread tells of a connection before what comes over
-    it, so whatever is told later than here of this number is about this connection or one after it.
+    Files are numbered anew when they are closed. ZeroMQ's thread (there must be one only) tells of a connection
+    before what comes over it, so whatever is told later than here of this number is about this connection
+    or one after it.
     """
     try:
       file = raw.get(zmq.SRCFD)
-    except zmq.ZMQError:  # it came over none
+    except zmq.ZMQError:  # it came over none, or over one that ZeroMQ has no address of
       return
     self._see_connections()
     if file in self._connections:
       self._connections[file] = address
+      self._cut.pop(address, None)  # of an older one, if clients choose their addresses
     else:
-      self._cut.add(address)
+      self._cut[address] = time.monotonic()
 
-  def _drop_cut(self) -> None:
-    """Nothing is unread: who has no connection any more has nothing more to say."""
-    while self._cut:
-      if (peer := self.peers.get(self._cut.pop())) is not None:
+  def is_cut(self, peer: Any) -> bool:
+    """Whether its connection is known to be closed: its session ends when what it has said is read."""
+    return peer.address in self._cut
+
+  def _drop_cut(self, until: float = math.inf) -> None:
+    """Who has no connection any more, as was known by then, has nothing more to say."""
+    for address in [a for a, since in self._cut.items() if since <= until]:
+      del self._cut[address]
+      if (peer := self.peers.get(address)) is not None:
         self.drop(peer, 'is gone')
 
   def key_of(self, raw: Any) -> bytes:
@@ -353,7 +359,7 @@ class Hub:
     """Who is gone has perhaps said something before; who does not read what it is sent is heard no longer."""
     peer = self.peers.get(address)
     if error.errno != zmq.EAGAIN:
-      self._cut.add(address)
+      self._cut.setdefault(address, time.monotonic())
     elif peer is not None:
       self.drop(peer, 'does not read what it is sent')
     elif address not in self._banned:
@@ -426,6 +432,7 @@ class Hub:
 
   def tick(self, now: float) -> None:
     self._answer_later()
+    self._drop_cut(now - UNREAD_SECONDS)  # where there is always something to read
     for peer in list(self.peers.values()):
       if now - peer.last_seen > self.listen.peer_timeout:
         self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')

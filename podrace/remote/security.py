@@ -190,6 +190,9 @@ class Keys(NamedTuple):
   secret: bytes
   public: bytes
 
+  def __repr__(self) -> str:
+    return 'Keys(...)'  # tracebacks and logs are read by others
+
 
 def client_keys(directory: Path | None) -> Keys | None:
   """What a client needs of its directory; None without one.

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import zmq
 
 from podrace import __version__
 from podrace.envs.host.base import START_SECONDS, HostSpec, PoolArgs
@@ -541,8 +540,8 @@ class Server(Hub):
         'so they take part; end them if that is not what you want',
         logging.WARNING,
       )
-    self._welcome(peer)
-    self.connected(address, raw)
+    if self._welcome(peer):
+      self.connected(address, raw)
 
   def _drop_before(self, session: int, peer: Peer | None, key: bytes) -> None:
     """Ends the session that this client had over a connection that it knows to be lost, and which seems alive here."""
@@ -568,8 +567,8 @@ class Server(Hub):
       ]
     return wire.differences(self.schema, told.get('schema'))
 
-  def _welcome(self, peer: Peer) -> None:
-    self.send(peer.address, wire.WELCOME, peer.session, {
+  def _welcome(self, peer: Peer) -> bool:
+    return self.send(peer.address, wire.WELCOME, peer.session, {
       'nonce': peer.nonce,
       'largest_group': min(p.batch_size for p in self._pools),
       'silence': self.listen.peer_timeout,
@@ -664,7 +663,9 @@ class Server(Hub):
     try:
       while groups := self._give_slots():
         for group in groups:
-          if group.state == 'asked':  # its client has not been dropped since
+          if (
+            group.state == 'asked'
+          ):  # its client has not been dropped since, as one that does not read is
             self.send(group.peer.address, wire.START, group.peer.session, group.index)
     finally:
       self._assigning = False
@@ -763,14 +764,12 @@ class Server(Hub):
 
   def _goodbye(self) -> None:
     for address in {**self.peers, **self._told_to_wait}:
-      with contextlib.suppress(zmq.ZMQError):
-        message = [address, wire.pack(wire.END, self._finished, self._why_over())]
-        self._router.send_multipart(message, zmq.NOBLOCK)
+      self.send(address, wire.END, self._finished, self._why_over())
     # A connection that is closed with something unread is reset, and the last words with it.
     end = time.monotonic() + GOODBYE
     while self.peers and (left := end - time.monotonic()) > 0:
-      if self._router.poll(int(left * 1000) + 1):
-        self._receive_some()
+      self.poll(left)
+      self._receive_some()
 
   def _why_over(self) -> str:
     return 'the run is complete' if self._finished else 'the learner has stopped'

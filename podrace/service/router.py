@@ -233,8 +233,8 @@ class Router(Hub):
     more, frames = self.welcome(peer, told)
     self.log(f'{peer.name} joins')
     answer = dict(nonce=peer.nonce, silence=self.listen.peer_timeout, **more)
-    self.send(address, wire.WELCOME, session, answer, frames=frames)
-    self.connected(address, raw)
+    if self.send(address, wire.WELCOME, session, answer, frames=frames):
+      self.connected(address, raw)
 
   # --- ends --------------------------------------------------------------------------------------
 

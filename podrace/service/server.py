@@ -674,11 +674,11 @@ class ReplayServer(Router):
     table, readers = self.tables[name], self._readers[name]
     while readers:
       request = readers[0]
-      if request.peer.state.reading.full:  # it does not read what it has asked for
+      if self._serves_not(request):
         if len(readers) == 1:
           break
         readers.rotate(-1)
-        if all(r.peer.state.reading.full for r in readers):
+        if all(map(self._serves_not, readers)):
           break
         continue
       table.draw(request.draws, request.n)
@@ -695,6 +695,10 @@ class ReplayServer(Router):
     for stream, numbers in admitted.items():
       if stream.peer is not None:
         self._ack(stream.peer, 0, '', numbers, [], [])
+
+  def _serves_not(self, request: Request) -> bool:
+    """Whether it does not read what it has asked for: nothing is drawn for it."""
+    return request.peer.state.reading.full or self.is_cut(request.peer)
 
   def _forget(self, request: Request) -> None:
     request.over = True

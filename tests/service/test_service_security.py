@@ -256,23 +256,37 @@ def ready(context: zmq.Context[Any], server: ReplayServer, **changes: Any) -> Ra
   return raw
 
 
-def test_what_came_before_a_connection_was_closed_is_in() -> None:
+def test_what_came_before_a_connection_was_closed_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
   """A session ends with its connection, and of both the server hears in one look: what was said comes first."""
+  turning, turn = threading.Event(), threading.Event()
+
+  def held(server: ReplayServer, again: Any = ReplayServer.turn) -> None:
+    again(server)
+    if turning.is_set():
+      turning.clear()
+      assert turn.wait(60)
+
+  monkeypatch.setattr(ReplayServer, 'turn', held)
   with ReplayServer(ANY, peer_timeout=600.0) as server, service.connect(server.address) as client:
     client.table('it', **SIMPLE)
     for i in range(10):
-      context, look = zmq.Context(), threading.Event()
-      one = ready(context, server)
-      server.call(lambda e=look: e.wait(60) and None)
-      for number in range(1, 61):  # of the 64 that may wait at the server's end
-        more, frames = insert(number)
-        one.say(wire.INSERT, one.session, *more, frames=frames)
-      one.socket.linger = 10_000
-      one.close()
+      context, more_context = zmq.Context(), zmq.Context()
+      clients = ready(context, server), ready(more_context, server)
+      turn.clear()
+      turning.set()
+      server.wake()
+      until(lambda: not turning.is_set())  # it looks at nothing from now on
+      for one in clients:
+        for number in range(1, 61):  # of the 64 that are read at a time
+          more, frames = insert(number)
+          one.say(wire.INSERT, one.session, *more, frames=frames)
+        one.socket.linger = 10_000
+        one.close()
       context.term()  # after all has been sent and the connection is closed
-      look.set()
-      until(lambda n=i + 1: server.counts['dropped'] == n)
-      assert server.counts['items'] == 60 * (i + 1)
+      more_context.term()
+      turn.set()
+      until(lambda n=2 * (i + 1): server.counts['dropped'] == n)
+      assert server.counts['items'] == 120 * (i + 1)
     assert server.counts['stale'] == server.counts['malformed'] == 0 and len(server.peers) == 1
 
 
