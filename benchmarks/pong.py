@@ -4,7 +4,7 @@
 
 Each preset is trained in runs/pong/PRESET, all of them side by side, and goes on where an earlier run of
 this stopped, for so many minutes or until the return in training is RETURN; with 0 minutes what is there is
-evaluated only. Writes benchmarks/results/pong.json and docs/pong.png (--name: another name for both);
+evaluated only, greedily and as in training (`podrace eval --sample`). Writes benchmarks/results/pong.json and docs/pong.png (--name: another name for both);
 presets that are not named keep what the file has of them.
 """
 
@@ -68,12 +68,13 @@ def told(preset: str, episodes: int, until: float, note: str) -> dict[str, Any]:
   """The curve of a run, and its greedy return."""
   run_dir = RUNS / preset
   lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
-  greedy = common.last_json([PODRACE, 'eval', str(run_dir), '--episodes', str(episodes)])
+  evaluate = [PODRACE, 'eval', str(run_dir), '--episodes', str(episodes)]
+  greedy, sampled = common.last_json(evaluate), common.last_json([*evaluate, '--sample'])
   last = lines[-1]
   print(
     f'{preset}: {last["step"]:,} steps in {last["wall_s"] / 60:.0f} min, '
     f'return {last["episode_return"]:.1f} in training, '
-    f'{greedy["episode_return_mean"]:.1f} greedily', flush=True,
+    f'{greedy["episode_return_mean"]:.1f} greedily, {sampled["episode_return_mean"]:.1f} as in training', flush=True,
   )  # fmt: skip
   return dict(
     origin=common.origin(),
@@ -83,6 +84,7 @@ def told(preset: str, episodes: int, until: float, note: str) -> dict[str, Any]:
     frames=4 * last['step'],
     wall_s=last['wall_s'],
     greedy=greedy,
+    sampled=sampled,
     until=until,
     reached=reached(preset, until),
     curve=curve(preset),
