@@ -220,7 +220,7 @@ def _host_round(
 ) -> np.ndarray:
   n = pool.num_envs
   check = Checker(spec, n)
-  state = agent.initial_state(jnp.asarray(env_id))
+  state = jax.jit(agent.initial_state)(jnp.asarray(env_id))  # each array its own: it is donated
   total, done, run_id = np.zeros(n), np.zeros(n, bool), np.zeros(n, np.int64)
   pool.reset()
   for t in range(max_steps):

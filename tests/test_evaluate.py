@@ -278,10 +278,11 @@ def test_atari_is_scored_unclipped() -> None:
   np.testing.assert_array_equal(returns, host_returns(Idle(), spec, (), 2, seed=0))
 
 
+@pytest.mark.parametrize('core', ['none', 'gru', 'lstm'])
 def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
-  tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+  core: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  agent = Impala(network=ActorCritic(hidden=(8,)))
+  agent = Impala(network=ActorCritic(hidden=(8,), core=core, core_size=8))
   config = Config(agent=agent, env='gymnasium:host_envs:Terminated-v0', architecture='sebulba',
                   num_envs=4, unroll_length=4, total_steps=64, actor_threads=1, devices=1)  # fmt: skip
   run.train(config, tmp_path / 'run', quiet=True)
