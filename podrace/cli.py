@@ -572,7 +572,7 @@ podrace envs --connect ADDRESS --env LIB:NAME [OPTIONS]: environments for a lear
   --connect ADDRESS   tcp://HOST:PORT or ipc://PATH
   --env LIB:NAME      of ale, envpool or gymnasium, with options after commas
   --num-envs N        how many (default 1)
-  --workers N         threads or processes that step them (default: one for each core)
+  --workers N         threads or processes that step them, of all groups (default: two for each core)
   --groups N          that step by themselves, so that some are stepped while the learner infers for
                       others (default 2, or as many as the learner's threads ask for)
   --keys DIR          with server.public, client.public and client.secret: `podrace keys new`

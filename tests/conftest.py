@@ -18,6 +18,7 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 import hypothesis
 import jax
 import pytest
+import zmq
 from apart import STARTED
 
 hypothesis.settings.register_profile('podrace', deadline=None)  # nothing here is about speed
@@ -25,6 +26,15 @@ hypothesis.settings.load_profile('podrace')
 
 jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def _destroy(context: zmq.Context) -> None:
+  if not context.closed:
+    context.destroy(linger=0)
+
+
+# What a failed test left open is collected in one of those after it, and pyzmq would wait there until it is closed.
+zmq.Context.__del__ = _destroy  # type: ignore[method-assign]
 
 # A process may have 65,530 memory maps on Linux, and dies of a segmentation fault where a compiled
 # program would need one more: a worker that kept the programs of all tests would come close.

@@ -61,7 +61,7 @@ class Options:
   connect: str
   env: str
   num_envs: int = 1
-  workers: int = 0  # threads or processes that step; 0: as many as cores
+  workers: int = 0  # threads or processes that step, of all groups; 0: two for each core
   groups: int = 0  # 0: two, or as many as the learner's size of groups asks for
   seed: int | None = None
   keys: Path | None = None
@@ -312,7 +312,8 @@ class Client:
     seeds = np.random.SeedSequence(None if o.seed is None else [o.seed, self._lives])
     self._lives += 1
     self._session = session
-    workers = max(1, (o.workers or cores()) // len(sizes))
+    # While the learner acts for one group the other has the cores: two groups have them all, each.
+    workers = max(1, (o.workers or 2 * cores()) // len(sizes))
     self._groups = []
     for i, (size, seed) in enumerate(zip(sizes, seeds.spawn(len(sizes)), strict=True)):
       args = PoolArgs(size, size, seed.generate_state(size, np.uint32), workers, o.deadline)

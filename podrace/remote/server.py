@@ -231,7 +231,10 @@ class RemotePool:
     self._server.call(self._server.pool, self)
 
   def recv(self) -> Arrival:
-    """Those that are there; waits `max_wait` for more, where more are awaited."""
+    """Those that are there; waits `max_wait` for more, where more than they are awaited.
+
+    So of two groups one steps while the other is acted for, and of many half.
+    """
     end = time.monotonic() + IDLE
     self.waiting = True  # before the network is asked for: who gives it back looks at it after
     while (items := self._taken(end)) is None:
@@ -246,7 +249,7 @@ class RemotePool:
 
   def _left(self, end: float) -> float:
     """Seconds that there is something to wait for."""
-    if self._closed or (self._ready and (self._count >= self.batch_size or not self._asked)):
+    if self._closed or (self._ready and self._count >= min(self.batch_size, self._asked)):
       return 0.0
     with contextlib.suppress(IndexError):  # none is ready
       end = self._ready[0].at + self._server.max_wait

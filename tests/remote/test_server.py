@@ -363,23 +363,36 @@ def test_a_restarted_environment_is_another_life() -> None:
 # --- batches ----------------------------------------------------------------------------------------
 
 
+def test_half_is_acted_for_while_the_other_half_steps() -> None:
+  """As soon as so many have come as are awaited, whatever the deadline."""
+  with Learner(slots=8, max_wait=600.0) as learner:
+    raws = [Raw(learner.address) for _ in range(4)]
+    for raw in raws:
+      raw.hello()
+      raw.enter(2)
+    for seq, kind in enumerate((FIRST, MID)):
+      for pair in (raws[:2], raws[2:]):
+        for raw in pair:
+          raw.step(2, seq, kind)
+        for raw in pair:
+          raw.act(2, seq)
+    assert [len(a.env_id) for _, a in learner.arrivals] == [4, 4, 4, 4]
+    for raw in raws:
+      raw.close()
+
+
 def test_requests_are_gathered_within_the_deadline() -> None:
-  """Clients that ask within the wait are answered together; nobody waits for longer."""
+  """Who is one of few that asked waits no longer than that."""
   with Learner(slots=8, max_wait=0.5) as learner:
     raws = [Raw(learner.address) for _ in range(4)]
     for raw in raws:
       raw.hello()
       raw.enter(2)
-    for raw in raws:
-      raw.step(2, 0, FIRST)
-    for raw in raws:
-      raw.act(2, 0)
-    assert [len(a.env_id) for _, a in learner.arrivals] == [8]
     began = time.monotonic()
-    raws[0].step(2, 1)
-    raws[0].act(2, 1)
+    raws[0].step(2, 0, FIRST)
+    raws[0].act(2, 0)
     assert 0.4 < time.monotonic() - began < 5  # the three others never came
-    assert [len(a.env_id) for _, a in learner.arrivals] == [8, 2]
+    assert [len(a.env_id) for _, a in learner.arrivals] == [2]
     for raw in raws:
       raw.close()
 
