@@ -1,10 +1,14 @@
-"""Remote environments: round trips of inference with a stub network, and training ale:pong.
+"""Remote environments: round trips of inference with a stub network and with a real one, and training ale:pong.
 
 Round trips: so many clients, each with one group of environments and one message in flight, in one process;
 the server in another, which answers with actions. The servers: podrace's with a stub in the place of
 the network (`recv`, zeros, `send`), a bare pyzmq echo with the same messages (it answers with a
 constant and looks at nothing), and grpcio's bidirectional streams with messages of the same size, the
 faster of its threaded and its asyncio server. The client's side of podrace and of the echo is the same code.
+
+Network: the same with a real network in every server, the same one with the same parameters: two layers of 64 for 16 bytes, the shallow
+IMPALA network for 28 KB, sampling actions, in batches padded to four sizes. The echo and grpcio's asyncio server give it all that
+has come while it was busy. `alone` is the network without any messages, with batches of all environments, of half, a quarter and an eighth: the most that there can be.
 
 Light clients: 1,000 of them connected to podrace's server at once, with one environment each that takes a step a
 second; round trips' latency and what the server's process grows by, against the bounds below.
@@ -21,11 +25,13 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
 import pathlib
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,9 +50,11 @@ CLIENTS, ENVIRONMENTS = (1, 8, 64, 256), (1, 64)
 OBSERVATIONS = {'16B': ((4,), 'float32'), '28KB': ((4, 84, 84), 'uint8')}
 LIGHT, PERIOD = 1000, 1.0  # clients, and seconds between the steps of one
 P99_MS, CLIENT_BYTES = 50.0, 100_000  # bounds: latency, and memory for each of them
-PARTS = ('round-trips', 'checksums', 'light', 'training', 'local')
+PARTS = ('round-trips', 'network', 'checksums', 'light', 'training', 'local')
 GRPC = ('grpc-threads', 'grpc-asyncio')
 SERVERS = ('podrace', 'podrace-ipc', 'echo', *GRPC)  # TCP on loopback, but for one
+WITH_NETWORK = ('podrace-network', 'echo-network', 'grpc-network')
+NETWORK_SIZES = 4  # all environments, a half, a quarter, an eighth: what podrace pads batches to
 
 
 def spec(observation: str) -> Any:
@@ -63,7 +71,76 @@ def spec(observation: str) -> Any:
 # --- servers, each a process --------------------------------------------------------------------
 
 
-def serve_podrace(address: str, clients: int, environments: int, observation: str) -> None:
+class Network:
+  """A real network for so many environments, padded to a few sizes, which are compiled."""
+
+  def __init__(self, most: int, observation: str) -> None:
+    import jax
+
+    from podrace.agents.impala import Impala
+    from podrace.config import bind
+    from podrace.networks import ActorCritic
+
+    self._shape, self._dtype = OBSERVATIONS[observation]
+    torso = dict(torso='impala', hidden=(256,)) if observation == '28KB' else dict(hidden=(64, 64))
+    agent = bind(Impala(network=ActorCritic(**torso)), spec(observation))
+    self._params = agent.init(jax.random.key(0)).params
+    self._sizes = sorted({-(-most // 2**i) for i in range(NETWORK_SIZES)})
+    self._calls = 0
+    key = jax.random.key(1)
+
+    @jax.jit
+    def act(params: Any, timestep: Any, call: Any) -> Any:
+      state = agent.initial_state(np.arange(timestep.reward.shape[0]))
+      return agent.act(params, state, timestep, jax.random.fold_in(key, call))[0].action
+
+    self._act = act
+    for size in self._sizes:
+      self(np.zeros((size, *self._shape), self._dtype))
+
+  def __call__(self, observation: np.ndarray) -> np.ndarray:
+    """Actions [n] i32."""
+    from podrace.types import TimeStep
+
+    n = len(observation)
+    size = min(s for s in self._sizes if s >= n)
+    if size > n:
+      padded = np.zeros((size, *self._shape), self._dtype)
+      padded[:n] = observation
+      observation = padded
+    ones: Any = np.ones(size, np.float32)
+    step_type: Any = np.ones(size, np.int8)
+    self._calls += 1
+    timestep = TimeStep(observation, ones, ones, step_type)  # type: ignore[arg-type]
+    return np.asarray(self._act(self._params, timestep, np.int32(self._calls)), np.int32)[:n]
+
+  def read(self, frames: list[Any], environments: int) -> np.ndarray:
+    """The observations in messages' last frames, in one array."""
+    arrays = [np.frombuffer(x, self._dtype).reshape(environments, *self._shape) for x in frames]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+  def alone(self, seconds: float) -> float:
+    """Environments/s, without any messages; of the best of its sizes."""
+    rates = []
+    for size in self._sizes:
+      observation, count = np.zeros((size, *self._shape), self._dtype), 0
+      begin = time.perf_counter()
+      while (took := time.perf_counter() - begin) < seconds / len(self._sizes):
+        self(observation)
+        count += size
+      rates.append(count / took)
+    return max(rates)
+
+
+def serve_network(address: str, clients: int, environments: int, observation: str) -> None:
+  """podrace's server with a real network."""
+  network = Network(clients * environments, observation)
+  serve_podrace(address, clients, environments, observation, network)
+
+
+def serve_podrace(
+  address: str, clients: int, environments: int, observation: str, network: Network | None = None
+) -> None:
   from podrace.envs.host.base import PoolArgs
   from podrace.remote.hub import Listen
   from podrace.remote.server import Server
@@ -77,9 +154,11 @@ def serve_podrace(address: str, clients: int, environments: int, observation: st
 
     def act() -> None:
       while True:
-        ids = pool.recv().env_id
+        arrival = pool.recv()
+        ids = arrival.env_id
         if len(ids):
-          pool.send(ids, np.zeros(len(ids), np.int32))
+          zeros = np.zeros(len(ids), np.int32)
+          pool.send(ids, zeros if network is None else network(arrival.timestep.observation))
 
     threading.Thread(target=act, daemon=True).start()
     common.answer(address=server.address)
@@ -88,7 +167,9 @@ def serve_podrace(address: str, clients: int, environments: int, observation: st
       common.answer(batches=batches, resident=tables_load.resident())
 
 
-def serve_echo(clients: int, environments: int, observation: str) -> None:
+def serve_echo(
+  clients: int, environments: int, observation: str, network: Network | None = None
+) -> None:
   import zmq
 
   router = zmq.Context().socket(zmq.ROUTER)
@@ -100,13 +181,68 @@ def serve_echo(clients: int, environments: int, observation: str) -> None:
       frames = router.recv_multipart(copy=False)
       router.send_multipart([frames[0], frames[1], action])
 
-  threading.Thread(target=echo, daemon=True).start()
+  def infer(network: Network) -> None:
+    while True:
+      messages = [router.recv_multipart(copy=False)]
+      with contextlib.suppress(zmq.Again):
+        while len(messages) < clients:
+          messages.append(router.recv_multipart(zmq.NOBLOCK, copy=False))
+      actions = network(network.read([m[-1] for m in messages], environments))
+      for m, part in zip(messages, np.split(actions, len(messages)), strict=True):
+        router.send_multipart([m[0], m[1], part.tobytes()])
+
+  target = echo if network is None else functools.partial(infer, network)
+  threading.Thread(target=target, daemon=True).start()
   common.answer(address=router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0'))
   for _ in common.requests():
     common.answer(batches={})
 
 
 OPTIONS = [('grpc.max_receive_message_length', -1), ('grpc.max_send_message_length', -1)]
+
+
+def serve_grpc_network(clients: int, environments: int, observation: str) -> None:
+  """An asyncio server whose streams put what they get into a queue, of which all is taken for a batch."""
+  import grpc
+
+  network = Network(clients * environments, observation)
+
+  async def main() -> None:
+    asked: asyncio.Queue[tuple[bytes, asyncio.Future[bytes]]] = asyncio.Queue()
+
+    async def step(requests: Any, context: Any) -> Any:
+      async for message in requests:
+        answer: asyncio.Future[bytes] = loop.create_future()
+        asked.put_nowait((message, answer))
+        yield await answer
+
+    async def infer() -> None:
+      size = len(payload(environments, observation)[0])  # the records come first, a header last
+      while True:
+        batch = [await asked.get()]
+        while not asked.empty():
+          batch.append(asked.get_nowait())
+        frames = [memoryview(message)[size:-24] for message, _ in batch]
+        actions = await loop.run_in_executor(None, lambda f=frames: network(network.read(f, environments)))  # fmt: skip
+        for (_, answer), part in zip(batch, np.split(actions, len(batch)), strict=True):
+          answer.set_result(part.tobytes())
+
+    loop = asyncio.get_running_loop()
+    server = grpc.aio.server(options=OPTIONS)
+    method = grpc.stream_stream_rpc_method_handler(step)
+    server.add_generic_rpc_handlers(
+      (grpc.method_handlers_generic_handler('bench', {'Step': method}),)
+    )
+    port = server.add_insecure_port('127.0.0.1:0')
+    await server.start()
+    task = asyncio.create_task(infer())
+    common.answer(address=f'127.0.0.1:{port}')
+    while await loop.run_in_executor(None, sys.stdin.readline):
+      common.answer(batches={})
+    task.cancel()
+    await server.stop(0)
+
+  asyncio.run(main())
 
 
 def serve_grpc(kind: str, clients: int, environments: int) -> None:
@@ -152,7 +288,19 @@ def serve_grpc(kind: str, clients: int, environments: int) -> None:
 
 
 def serve(kind: str, clients: int, environments: int, observation: str) -> None:
-  if kind.startswith('podrace'):
+  if kind == 'podrace-network':
+    serve_network('tcp://127.0.0.1:*', clients, environments, observation)
+  elif kind == 'echo-network':
+    network = Network(clients * environments, observation)
+    serve_echo(clients, environments, observation, network)
+  elif kind == 'grpc-network':
+    serve_grpc_network(clients, environments, observation)
+  elif kind == 'alone':
+    network = Network(clients * environments, observation)
+    common.answer(address='')
+    for _ in common.requests():
+      common.answer(environments_per_s=network.alone(2.0))
+  elif kind.startswith('podrace'):
     with tempfile.TemporaryDirectory() as directory:
       address = 'tcp://127.0.0.1:*' if kind == 'podrace' else f'ipc://{directory}/socket'
       serve_podrace(address, clients, environments, observation)
@@ -303,7 +451,9 @@ def round_trips(
     if not line:
       raise RuntimeError(f'the server {kind} ended before it listened; its error is above')
     address = json.loads(line)['address']
-    if kind in GRPC:
+    if kind == 'alone':
+      return server.ask()
+    if kind.startswith('grpc'):
       found = ask_grpc(address, clients, environments, observation, seconds)
     else:
       found = ask_zmq(address, kind, clients, environments, observation, seconds)
@@ -354,6 +504,52 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     ipc_over_tcp=rate('podrace-ipc') / rate('podrace'),
     of_grpc=rate('podrace') / max(map(rate, GRPC)),
     batches=found['podrace'][-1]['batches'],
+  )
+
+
+def all_with_network(
+  wanted: list[int], repeats: int, seconds: float, known: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+  """As `all_round_trips`, of the servers with a real network."""
+  rows = [row for row in known if row['clients'] not in wanted]
+  for observation in OBSERVATIONS:
+    for clients in wanted:
+      for environments in ENVIRONMENTS:
+        sizes = clients, environments, observation
+        found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in WITH_NETWORK}
+        alone = []
+        for _ in range(repeats):
+          alone.append(round_trips('alone', *sizes, seconds)['environments_per_s'])
+          most = statistics.median(alone) / environments  # round trips/s
+          longer = max(seconds, 12 * clients / most)  # a dozen for each client
+          for kind in WITH_NETWORK:
+            found[kind].append(round_trips(kind, *sizes, longer))
+        servers = {
+          kind: {k: common.summary([r[k] for r in runs]) for k in ('round_trips_per_s', 'p50_ms', 'p99_ms')}
+          for kind, runs in found.items()
+        }  # fmt: skip
+        rate = {k: v['round_trips_per_s']['median'] for k, v in servers.items()}
+        row = dict(
+          observation=observation,
+          clients=clients,
+          environments=environments,
+          servers=servers,
+          alone=common.summary(alone),
+          of_echo=rate['podrace-network'] / rate['echo-network'],
+          of_grpc=rate['podrace-network'] / rate['grpc-network'],
+          of_alone=rate['podrace-network'] * environments / statistics.median(alone),
+          batches=found['podrace-network'][-1]['batches'],
+        )
+        rows.append(row)
+        shown = {k: round(v) for k, v in rate.items()}
+        print(
+          f'{observation} {clients} clients x {environments}, real network: {shown}; of the echo '
+          f'{row["of_echo"]:.2f}, of grpc {row["of_grpc"]:.2f}, of the network alone {row["of_alone"]:.2f}',
+          flush=True,
+        )
+  return sorted(
+    rows,
+    key=lambda r: (list(OBSERVATIONS).index(r['observation']), r['clients'], r['environments']),
   )
 
 
@@ -549,6 +745,11 @@ def main() -> None:
     results['round_trips'] = all_round_trips(
       args.clients, args.repeats, args.seconds, results.get('round_trips', [])
     )
+  if 'network' in parts:
+    rows = all_with_network(
+      args.clients, args.repeats, args.seconds, results.get('network', {}).get('rows', [])
+    )
+    results['network'] = dict(rows=rows, origin=common.origin())
   if 'checksums' in parts:
     results['checksum_ms'] = dict(checksums(args.repeats), origin=common.origin())
   if 'light' in parts:

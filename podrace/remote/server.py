@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from podrace import __version__
-from podrace.envs.host.base import START_SECONDS, HostSpec, PoolArgs
+from podrace.envs.host.base import START_SECONDS, HostSpec, PoolArgs, unpadded
 from podrace.envs.spaces import tree
 from podrace.remote import wire
 from podrace.remote.hub import PEERS, Hub, Listen, Say, check_hello
@@ -261,7 +261,8 @@ class RemotePool:
       if self._left(end) > 0:
         return None
       items, total = [], 0
-      while self._ready and total + self._ready[0].group.size <= self.batch_size:
+      most = unpadded(self._count, self.batch_size)
+      while self._ready and (not items or total + self._ready[0].group.size <= most):
         items.append(self._ready.popleft())
         total += items[-1].group.size
       self._count -= total

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology as topology_
-from podrace.envs.host.base import EpisodeCounter, HostSpec
+from podrace.envs.host.base import EpisodeCounter, HostSpec, batch_sizes
 from podrace.envs.spaces import over
 from podrace.learner import (
   Log,
@@ -31,7 +31,6 @@ from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology
 from podrace.types import Agent, Array, Replay, TimeStep, TrainState, Trajectory, map_batch
 
 COLUMNS = 2  # of an environment that returns in any order: an open unroll, and a finished one
-SIZES = 4  # of calls for environments that come and go: all of a thread, half of them, ...
 
 
 class State(NamedTuple):
@@ -151,7 +150,7 @@ class Sebulba:
     most = self.batch_size or self.envs_per_thread
     if not self.spec.comes_and_goes:
       return (most,)
-    return tuple(sorted({-(-most // 2**i) for i in range(SIZES)}))
+    return batch_sizes(most)
 
   @property
   def saves_actors(self) -> bool:

@@ -24,6 +24,7 @@ from mutants import Document, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
+from podrace.envs.host.base import unpadded
 from podrace.remote import hub, server, wire
 from podrace.remote.server import Latencies, Peer
 from podrace.remote.top import Asker, table
@@ -378,6 +379,32 @@ def test_half_is_acted_for_while_the_other_half_steps() -> None:
           raw.act(2, seq)
     assert [len(a.env_id) for _, a in learner.arrivals] == [4, 4, 4, 4]
     for raw in raws:
+      raw.close()
+
+
+@pytest.mark.parametrize(
+  ('ready', 'most', 'taken'),
+  [(0, 8, 1), (1, 8, 1), (3, 8, 4), (5, 8, 4), (6, 8, 8), (8, 8, 8), (9, 8, 8), (320, 512, 256), (1, 1, 1)],
+)  # fmt: skip
+def test_a_batch_is_padded_by_a_quarter_at_most(ready: int, most: int, taken: int) -> None:
+  assert unpadded(ready, most) == taken
+
+
+def test_few_of_many_that_ask_wait_for_the_next_batch() -> None:
+  """Five have asked before anybody acts: four are one of the sizes that are compiled, eight would be far more."""
+  with Learner(slots=8, max_wait=0.001, act=False) as learner:
+    pool, raws = learner.pools[0], [Raw(learner.address) for _ in range(5)]
+    for raw in raws:
+      raw.hello()
+      raw.enter(1)
+      raw.step(1, 0, FIRST)
+    until(lambda: learner.server.counts['frames'] == 5)
+    for expected in (4, 1):
+      ids = pool.recv().env_id
+      assert len(ids) == expected
+      pool.send(ids, np.zeros(len(ids), np.int32))
+    for raw in raws:
+      raw.act(1, 0)
       raw.close()
 
 

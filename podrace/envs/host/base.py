@@ -101,6 +101,25 @@ def everyone(num_envs: int) -> np.ndarray:
   return ids
 
 
+SIZES = 4  # of batches of environments that come and go: all of a thread's, half of them, ...
+
+
+def batch_sizes(most: int) -> tuple[int, ...]:
+  """What batches of at most `most` environments are padded to where these come and go; the least first."""
+  return tuple(sorted({-(-most // 2**i) for i in range(SIZES)}))
+
+
+def unpadded(ready: int, most: int) -> int:
+  """How many of `ready` environments to act for at once: all, or as many as need no padding.
+
+  The former if at least three quarters of a batch would be of use.
+  """
+  sizes = batch_sizes(most)
+  size = min((s for s in sizes if s >= ready), default=most)
+  less = max((s for s in sizes if s < ready), default=size)
+  return size if 4 * ready >= 3 * size else less
+
+
 def rows_of(env_id: np.ndarray, num_envs: int) -> Any:
   """What picks environments env_id of arrays [num_envs, ...]: EVERY, which copies nothing, where
   it is all of them, in order."""
