@@ -324,6 +324,7 @@ class Feed:
     self._totals = Totals()
     self._failure: str | None = None
     self._closed = False
+    self._next: Draw | None = None  # drawn and not yet given away
     self._threads = [
       threading.Thread(target=self._main, args=(work,), name=work.__name__, daemon=True)
       for work in (self._sample, self._prioritise, self._listen)
@@ -331,8 +332,16 @@ class Feed:
     for thread in self._threads:
       thread.start()
 
+  def begun(self, give_up: Callable[[], bool]) -> bool:
+    """Waits until there is a batch, which `take` returns next; False where that would return None."""
+    self._next = self.take(give_up)
+    return self._next is not None
+
   def take(self, give_up: Callable[[], bool]) -> Draw | None:
     """The next batch; None if `give_up` says so before, or if there will be none: see `check`."""
+    if self._next is not None:
+      found, self._next = self._next, None
+      return found
     while True:
       try:
         return self._drawn.get(timeout=POLL)
@@ -442,7 +451,7 @@ class Apart:
   """The learner's part of a run whose acting and replay are elsewhere; an `Architecture`.
 
   With replay the `update`-th update has the samples that `samples_per_insert` makes of its steps: the service's
-  limiter sees to it that as many steps have been made. Without, it has a batch of unrolls.
+  limiter sees to it that as many steps have been made, and none is counted before it lets something be sampled. Without, it has a batch of unrolls.
   """
 
   def __init__(self, program: Sebulba, addresses: Addresses, config: Config, run_dir: Path) -> None:
@@ -464,6 +473,7 @@ class Apart:
     self._version, self._published_at = -1, 0.0
     self._episodes = Totals()
     self._reminded = -math.inf
+    self._waited = False  # for the first experience, which was told
     self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
 
   def compile(self) -> None:
@@ -545,6 +555,12 @@ class Apart:
       return self._one_of_unrolls(self._feed, state, give_up)
     w: Windows = self._program.replay.windows
     self._tell_steps()
+    if self._update < w.ready:  # nothing is due, but the steps must have been made
+      if not self._waited:
+        self._waited = True
+        log.info('waiting until the replay service has %d steps (min_size)', w.buffer.min_size)
+      if not self._feed.begun(give_up):
+        return state, False
     for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
       batch = self._feed.take(give_up)
       if batch is None:
@@ -625,6 +641,8 @@ class Options:
 
   def __post_init__(self) -> None:
     i, n = self.share
+    if n < 1:
+      raise UsageError(f'--share {i}/{n}: of {n} parts there is none; the whole is 0/1')
     if not 0 <= i < n:
       raise UsageError(f'--share {i}/{n}: the parts of {n} are 0/{n} to {n - 1}/{n}')
     if not 0 < self.max_staleness < math.inf:
@@ -670,6 +688,10 @@ def act(config: Config, options: Options) -> int:
   """
   config = dataclasses.replace(config, **ACTING)  # type: ignore[arg-type]  # whatever the preset is for
   validate(config)
+  a = options.addresses
+  security.check_address(a.parameters, a.keys, a.insecure, '--params')
+  for address in a.replay:
+    security.check_address(address, a.keys, a.insecure, '--connect-replay')
   n = options.share[1]
   if config.num_envs % n:
     raise UsageError(f'--num-envs {config.num_envs} does not divide into {n} shares')

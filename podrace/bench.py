@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gymnasium import spaces
 
 from podrace.architectures import OnHost
 from podrace.config import Config, UsageError, validate
@@ -162,13 +163,13 @@ def together(
 
 
 def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) -> float:
-  """All pools at once, with the same random actions again and again."""
+  """All pools at once, with the same random actions again and again; with masks, new ones that these allow."""
   pools = Actors(program, state, jax.random.split(keys[0], 3)[1], start=False).pools
 
   def stepping(pool: Any) -> Callable[[], int]:
     space, n = program.spec.action_space, pool.num_envs
     space.seed(0)
-    actions = np.stack([space.sample() for _ in range(n)])
+    actions, rng = np.stack([space.sample() for _ in range(n)]), np.random.default_rng(0)
     begun = False
 
     def call() -> int:
@@ -177,7 +178,10 @@ def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) ->
         pool.reset()
         begun = True
       arrival = pool.recv()
-      pool.send(arrival.env_id, actions[arrival.env_id])
+      action, observation = actions[arrival.env_id], arrival.timestep.observation
+      if isinstance(observation, dict) and 'action_mask' in observation:
+        action = allowed(space, observation['action_mask'], rng)
+      pool.send(arrival.env_id, action)
       return len(arrival.env_id)
 
     return call
@@ -192,6 +196,16 @@ def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) ->
       for pool in pools:
         pool.kill()
       raise
+
+
+def allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Random actions [n] or [n, choices] i32 of those that the mask [n, ...] has as not 0."""
+  mask = np.reshape(mask, (len(mask), -1)) != 0
+  chance = np.where(mask, 1 + rng.random(mask.shape), 0)
+  if not isinstance(space, spaces.MultiDiscrete):
+    return chance.argmax(1).astype(np.int32)
+  parts = np.split(chance, np.cumsum(space.nvec.ravel())[:-1], axis=1)
+  return np.stack([x.argmax(1) for x in parts], axis=1).astype(np.int32)
 
 
 def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:

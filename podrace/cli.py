@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import inspect
 import json
+import math
 import os
 import sys
 import textwrap
@@ -406,10 +407,12 @@ def train_help(agent: str | None = None, preset: str | None = None) -> str:
     path = here.parent / (module.replace('.', '/') + '.py')
     fields = fields_of(path, cls, '--agent.')
     lines += [_row(*f) for f in fields if f[0].rpartition('.')[2] not in PARTS]
+    lines += [_row(*f) for f in own_defaults(path, cls)]
   for name, kinds in PARTS.items():
     for cls, (file, agents) in kinds.items():
-      lines += ['', f'the {name} of {agents}:']
-      lines += [_row(*f) for f in fields_of(here / file, cls, f'--agent.{name}.')]
+      lines += ['', f'the {name} of {agents} (defaults that an agent has of its own are above):']
+      rows = fields_of(here / file, cls, f'--agent.{name}.')
+      lines += [_row(*f) for f in rows if f[0].rpartition('.')[2] not in FIXED.get(cls, ())]
   return '\n'.join(lines)
 
 
@@ -457,6 +460,31 @@ PARTS = {  # fields of agents that have fields of their own -> class -> where, a
 }
 
 
+FIXED = {
+  'Actor': ('core', 'core-size'),
+  'Critic': ('core', 'core-size', 'torso'),
+}  # always one value
+
+
+def own_defaults(path: Path, cls: str) -> list[tuple[str, str, str]]:
+  """As `fields_of`, what an agent's parts have that is not their classes' default."""
+  classes = {n.name: n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)}
+  return [
+    (f'--agent.{node.target.id}.{flag(k.arg or "")}', '', f'(default {_shown(k.value)})')
+    for node in classes[cls].body
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    if node.target.id in PARTS and isinstance(node.value, ast.Call)
+    for k in node.value.keywords
+  ]
+
+
+def _shown(default: Any) -> str:
+  with contextlib.suppress(ValueError):
+    value = ast.literal_eval(default)
+    return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)
+  return ast.unparse(default)  # an expression, which is shown as it is
+
+
 def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
   """Flag, value and help of a dataclass' fields, from its source: the comment is the help."""
   source = path.read_text()
@@ -475,13 +503,9 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
     kind = ast.unparse(node.annotation).removeprefix('Annotated[').partition(', tyro')[0]
     if kind.startswith('Literal['):
       kind = '|'.join(str(v) for v in ast.literal_eval(f'({kind[8:-1]},)'))
-    if node.value is not None and not isinstance(node.value, ast.Call):
-      shown = ast.unparse(node.value)
-      with contextlib.suppress(ValueError):  # an expression, which is shown as it is
-        default = ast.literal_eval(node.value)
-        shown = ' '.join(map(str, default)) if isinstance(default, tuple) else str(default)
-      if shown:  # else the comment says what is done then
-        comment = f'{comment} (default {shown})'.strip()
+    plain = node.value is not None and not isinstance(node.value, ast.Call)
+    if plain and (shown := _shown(node.value)):  # else the comment says what is done then
+      comment = f'{comment} (default {shown})'.strip()
     name = prefix + flag(node.target.id)
     inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
     if inherited and (not comment or comment.startswith('(default')):
@@ -869,6 +893,8 @@ def bench(args: list[str]) -> int:
   if wrong := set(options.names) - {'--agent', '--seconds'}:
     raise UsageError(f'bench keeps no run: {", ".join(sorted(wrong))} has no meaning')
   agent, seconds = agent_of(options), options.number('--seconds', 10.0)
+  if not 0 < seconds < math.inf:
+    raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
   sys.path.insert(0, '')
   base = dataclasses.replace(base_config(preset, None, agent), architecture='sebulba')
   config = parse(base, options.arguments)

@@ -79,8 +79,26 @@ class Config:
     return max(1, round(steps / self.steps_per_update))
 
 
+NO_LIMIT = ('clip', 'max_')  # how settings begin of which infinity is that there is no limit
+
+
+def check_numbers(settings: Any, prefix: str = 'agent') -> None:
+  """Raises UsageError for numbers in an agent's settings that no network can be trained with, whatever they are of."""
+  for f in dataclasses.fields(settings):
+    value, name = getattr(settings, f.name), f'{prefix}.{flag(f.name)}'
+    if isinstance(value, float) and not math.isfinite(value):
+      if math.isnan(value) or not f.name.startswith(NO_LIMIT):
+        raise UsageError(f'--{name} must be a finite number, not {value}')
+    elif isinstance(value, int) and abs(value) >= 2**31:
+      raise UsageError(f'--{name} must be less than 2^31, not {value}')
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+      check_numbers(value, name)
+
+
 def validate(config: Config) -> None:
   """Raises UsageError for numbers that can't be right."""
+  if agent_name(config.agent) in AGENTS:
+    check_numbers(config.agent)
   for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep'):
     value = getattr(config, name)
     if value < 1:

@@ -76,7 +76,7 @@ def evaluator(
   def chunk(params: Any, carry: Any, t: Array, key: Array) -> Any:
     def going(x: Any) -> Array:
       t, carry = x
-      return (t % CHUNK != 0) & ~jnp.all(carry[-1])
+      return (t % CHUNK != 0) & (t < max_steps) & ~jnp.all(carry[-1])
 
     def body(x: Any) -> Any:
       t, carry = x
@@ -223,7 +223,7 @@ def _host_round(
   state = jax.jit(agent.initial_state)(jnp.asarray(env_id))  # each array its own: it is donated
   total, done, run_id = np.zeros(n), np.zeros(n, bool), np.zeros(n, np.int64)
   pool.reset()
-  for t in range(max_steps):
+  for t in range(max_steps + 1):  # the first arrival is no step
     arrival = pool.recv()
     check(arrival)
     restarted = arrival.run_id != run_id
@@ -232,6 +232,8 @@ def _host_round(
     done |= arrival.ended
     if done.all():
       return total
+    if t == max_steps:
+      break
     output, state = act(params, state, arrival.timestep, jax.random.fold_in(key, t))
     action = np.asarray(output.action)
     check.action(action)
@@ -248,8 +250,14 @@ def evaluate(
     UsageError: if there is no run or no checkpoint.
     RunError: if an environment fails, or does not end its episode.
   """
-  if episodes < 1:
-    raise UsageError(f'--episodes must be at least 1, not {episodes}')
+  for name, value, least, most in (
+    ('--episodes', episodes, 1, 2**31 - 1),
+    ('--max-steps', max_steps, 1, 2**31 - 1),
+    ('--seed', seed, 0, 2**32 - 1),
+  ):
+    if not least <= value <= most:
+      bound = f'at least {least}' if value < least else f'at most {most}'
+      raise UsageError(f'{name} must be {bound}, not {value}')
   config = load_config(run_dir)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)

@@ -410,7 +410,7 @@ def make_server(config: Config, listen: Listen | None) -> Server | None:
   """What remote environments come to, if the config has them; it does not listen yet."""
   if config.envs == 'local':
     if listen is not None:
-      raise UsageError('--listen is for --envs remote')
+      raise UsageError('--listen is for --envs remote and for --replay service')
     return None
   if listen is None:
     raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')

@@ -28,9 +28,14 @@ jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
+_del = zmq.Context.__del__
+
+
 def _destroy(context: zmq.Context) -> None:
-  if not context.closed:
+  if type(context) is zmq.Context and not context.closed:
     context.destroy(linger=0)
+  else:
+    _del(context)
 
 
 # What a failed test left open is collected in one of those after it, and pyzmq would wait there until it is closed.

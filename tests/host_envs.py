@@ -156,6 +156,30 @@ class Same(gymnasium.Env):
     return np.ones(1, np.float32), 1.0, self._time == self._length, False, {}
 
 
+class Masked(gymnasium.Env):
+  """Allows one of four actions at a time, and fails at any other."""
+
+  observation_space = spaces.Dict(
+    x=spaces.Box(0, 1, (2,), np.float32), action_mask=spaces.Box(0, 1, (4,), np.int8)
+  )
+  action_space = spaces.Discrete(4)
+
+  def _observe(self) -> Any:
+    mask = np.zeros(4, np.int8)
+    mask[self._time % 4] = 1
+    return dict(x=np.ones(2, np.float32), action_mask=mask)
+
+  def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    self._time = 0
+    return self._observe(), {}
+
+  def step(self, action: int) -> Any:
+    assert action == self._time % 4, f'{action} is not allowed'
+    self._time += 1
+    return self._observe(), 1.0, self._time == 10, False, {}
+
+
+gymnasium.register('Masked-v0', entry_point='host_envs:Masked')
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
 gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')
 gymnasium.register('Trees-v0', entry_point='host_envs:Trees')

@@ -124,6 +124,20 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   assert {x['acting_processes'] for x in told} >= {1, 2}
 
 
+def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
+  """As few as those before anything is learned: without acting processes there are none of them either."""
+  server, learner = places.serve(), places.learn(384)
+  learner.says('waiting until the replay service has 512 steps')
+  learner.says('no acting process is connected')
+  assert not places.told() and learner.process.is_alive()
+  actor = places.act('0/1')
+  assert [learner.wait(), actor.wait()] == [0, 0], learner.output
+  assert json.loads((places.run_dir / 'summary.json').read_text())['step'] == 384
+  assert places.told()[-1]['acting_processes'] == 1
+  server.signal(signal.SIGTERM)
+  assert server.wait() == 143
+
+
 def test_impala_learns_from_a_queue_of_unrolls(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -687,6 +701,12 @@ def test_parameters_as_leaves() -> None:
     (['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:1'], 'act needs --params'),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
       '--share', '2/2'], r'--share 2/2: the parts of 2 are 0/2 to 1/2'),
+    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
+      '--share', '0/0'], '--share 0/0: of 0 parts there is none'),
+    (['act', *CATCH, '--connect-replay', 'foo', '--params', 'tcp://127.0.0.1:2'],
+     "--connect-replay takes tcp://HOST:PORT or ipc://PATH, with a PORT of 1 to 65535, not 'foo'"),
+    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'bar'],
+     "--params takes tcp://HOST:PORT or ipc://PATH, with a PORT of 1 to 65535, not 'bar'"),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
       '--share', '0/5'], r'--num-envs 32 does not divide into 5 shares'),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from gymnasium import spaces
 from processes import (
   Podrace,
   as_users_have_it,
@@ -31,6 +33,7 @@ from podrace import cli
 from podrace.agents import AGENTS
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
+from podrace.bench import allowed
 from podrace.config import Config
 from podrace.presets import PRESETS
 
@@ -117,6 +120,10 @@ def test_help_of_train_has_every_option(run: Command) -> None:
   assert '--agent.network.core-size int' in said
   assert 'observation-space' not in said and 'total-updates' not in said
   assert '(default )' not in said
+  recurrent = said.partition('agent r2d2:')[2].partition('agent sac:')[0]  # what it has of its own
+  assert '--agent.network.core                        (default lstm)' in recurrent
+  assert '--agent.buffer.samples-per-insert           (default 0.015)' in recurrent
+  assert '--agent.actor.core' not in said and '--agent.critic.torso' not in said
   plain = ' '.join(said.split())
   assert '--actor-devices str sebulba: which act, as 0,1 (default: those that' in plain
   assert "--agent.ranked-by-acting bool a window's first priority" in plain
@@ -364,11 +371,32 @@ def test_bench_sebulba(run: Command, learner: str) -> None:
     )  # of rounded rates
 
 
+def test_bench_takes_actions_that_masks_allow(run: Command) -> None:
+  code, out, told = run(
+    'bench', 'sebulba', '--env', 'gymnasium:host_envs:Masked-v0', '--num-envs', '2', '--unroll-length', '4',
+    '--actor-threads', '1', '--devices', '1', '--agent.network.hidden', '8', '--seconds', '0.1',
+  )  # fmt: skip
+  assert code == 0, told
+  assert json.loads(out.splitlines()[-1])['environment'] > 0
+
+
+@pytest.mark.parametrize('space', [spaces.Discrete(5), spaces.MultiDiscrete([2, 3])], ids=str)
+def test_random_actions_that_masks_allow(space: spaces.Space) -> None:
+  rng = np.random.default_rng(0)
+  mask = np.tile(np.array([[1, 0, 0, 1, 1]], np.int8), (200, 1))
+  action = allowed(space, mask, rng)
+  if isinstance(space, spaces.Discrete):
+    assert set(action.tolist()) == {0, 3, 4}
+  else:
+    assert set(action[:, 0].tolist()) == {0} and set(action[:, 1].tolist()) == {1, 2}
+
+
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
     (['anakin'], 'bench measures sebulba'),
     (['sebulba', 'pongg'], 'pong'),
+    (['sebulba', 'catch', '--seconds', '0'], '--seconds must be more than 0, not 0'),
     (['sebulba', 'catch', '--seconds', 'x'], "--seconds takes a number, not 'x'"),
     (['sebulba', 'catch', '--run-dir', 'x'], 'bench keeps no run: --run-dir'),
     (['sebulba', 'catch', '--replay', 'host'], 'on its devices: no --replay host'),
@@ -575,9 +603,9 @@ def test_whole_numbers_may_be_written_short(arg: str, number: str) -> None:
   assert cli._whole(arg) == number
 
 
-def test_infinite_learning_rate(tmp_path: Path, cache: Path) -> None:
+def test_a_learning_rate_that_makes_infinities(tmp_path: Path, cache: Path) -> None:
   run_dir = tmp_path / 'run'
-  args = ['train', *TINY, '--agent.learning-rate', 'inf', '--run-dir', str(run_dir)]
+  args = ['train', *TINY, '--agent.learning-rate', '1e38', '--run-dir', str(run_dir)]
   code, output = podrace(args, tmp_path / 'log', cache=cache)
   assert code == 1
   assert 'NaN or infinite at step' in output and 'there is no checkpoint yet' in output

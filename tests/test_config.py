@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from podrace.config import (
   to_json,
   validate,
 )
-from podrace.networks import ActorCritic
+from podrace.networks import ActorCritic, QNetwork
 from podrace.presets import PRESETS
 
 SOURCE = Path(configs.__file__).parent
@@ -220,6 +222,29 @@ def test_agents_that_fit_a_space_are_those_that_can_be_bound(name: str, space: A
     bind(agent, env)
   with pytest.raises(UsageError, match=f'{name} cannot act in podrace:catch, whose action space'):
     bind_run(Config(agent), env)
+
+
+@pytest.mark.parametrize(
+  ('agent', 'changes', 'message'),
+  [
+    ('dqn', {'epsilon_steps': 3 * 10**9}, '--agent.epsilon-steps must be less than 2^31, not 3000000000'),
+    ('dqn', {'target_period': 10**12}, '--agent.target-period must be less than 2^31'),
+    ('ppo', {'epochs': 10**10}, '--agent.epochs must be less than 2^31'),
+    ('impala', {'entropy_cost': math.nan}, '--agent.entropy-cost must be a finite number, not nan'),
+    ('impala', {'value_cost': math.inf}, '--agent.value-cost must be a finite number, not inf'),
+    ('dqn', {'network': QNetwork(v_min=math.nan)}, '--agent.network.v-min must be a finite number'),
+    ('sac', {'initial_temperature': math.inf}, '--agent.initial-temperature must be a finite number'),
+    ('d4pg', {'noise': math.inf}, '--agent.noise must be a finite number'),
+  ],
+)  # fmt: skip
+def test_numbers_that_no_agent_can_have(agent: str, changes: dict[str, Any], message: str) -> None:
+  config = Config(configs.agent_class(agent)(**changes))
+  with pytest.raises(UsageError, match=re.escape(message)):
+    configs.validate(config)
+
+
+def test_infinity_may_be_no_limit() -> None:
+  configs.validate(Config(configs.agent_class('impala')(max_grad_norm=math.inf, clip_rho=math.inf)))
 
 
 @pytest.mark.parametrize('name', AGENTS)

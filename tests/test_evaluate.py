@@ -85,6 +85,17 @@ def test_an_episode_that_does_not_end() -> None:
     evaluator(Idle(), NextStepReset(Endless()), 3, max_steps=2000)((), jax.random.key(0))
 
 
+def test_the_limit_of_steps_is_exact() -> None:
+  env, key = NextStepReset(Lengths()), jax.random.key(0)  # 8 steps at most
+  assert evaluator(Idle(), env, 100, max_steps=8)((), key).max() == 8
+  with pytest.raises(run.RunError, match='of 100 episodes have not ended in 7 steps'):
+    evaluator(Idle(), env, 100, max_steps=7)((), key)
+  spec = host.make('gymnasium:host_envs:Truncated-v0')  # 4 steps
+  assert (host_returns(Idle(), spec, (), 3, seed=0, max_steps=4) == 4).all()
+  with pytest.raises(run.RunError, match='3 of 3 episodes have not ended in 3 steps'):
+    host_returns(Idle(), spec, (), 3, seed=0, max_steps=3)
+
+
 def test_it_is_compiled_once() -> None:
   traced: list[None] = []
 
@@ -219,6 +230,12 @@ def test_what_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
     evaluate(tmp_path, 1)
   with pytest.raises(UsageError, match='--episodes must be at least 1, not 0'):
     evaluate(trained, 0)
+  with pytest.raises(UsageError, match='--episodes must be at most 2147483647, not 1000000000000'):
+    evaluate(trained, 10**12)
+  with pytest.raises(UsageError, match='--max-steps must be at least 1, not 0'):
+    evaluate(trained, 1, max_steps=0)
+  with pytest.raises(UsageError, match='--seed must be at most 4294967295, not 4294967296'):
+    evaluate(trained, 1, seed=2**32)
   (tmp_path / 'config.json').write_bytes((trained / 'config.json').read_bytes())
   with pytest.raises(UsageError, match='has no checkpoints yet'):
     evaluate(tmp_path, 1)

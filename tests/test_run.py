@@ -444,7 +444,7 @@ def test_quiet_is_about_progress_alone(
 
 
 def test_nan_at_once(tmp_path: Path) -> None:
-  agent = Impala(network=SMALL, learning_rate=math.inf)
+  agent = Impala(network=SMALL, learning_rate=1e38)
   with pytest.raises(run.RunError, match=r'NaN or infinite at step .*there is no checkpoint yet'):
     run.train(change(agent=agent), tmp_path, quiet=True)
   assert checkpoints(tmp_path) == []

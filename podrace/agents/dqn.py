@@ -79,7 +79,7 @@ class DQN:
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
     check(self, 0, 1, 'discount', 'target_rate', 'epsilon', 'ladder_base')
-    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'ladder_power')
+    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'ladder_power', 'adam_epsilon')
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
     if self.huber < 0 or (self.huber == 0 and self.network.head == 'quantile'):

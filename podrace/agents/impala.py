@@ -50,7 +50,7 @@ class Impala:
 
   def __post_init__(self) -> None:
     check(self, 0, 1, 'discount', 'lambda_', 'rmsprop_decay')
-    check(self, 0, math.inf, 'learning_rate', 'clip_rho', 'clip_pg_rho', 'max_grad_norm')
+    check(self, 0, math.inf, 'learning_rate', 'clip_rho', 'clip_pg_rho', 'max_grad_norm', 'epsilon')
 
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)

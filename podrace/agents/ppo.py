@@ -64,7 +64,7 @@ class PPO:
     if min(self.epochs, self.minibatches) < 1:
       raise ValueError(f'there must be at least 1 of each: {self.epochs=} {self.minibatches=}')
     check(self, 0, 1, 'discount', 'lambda_')
-    check(self, 0, math.inf, 'learning_rate', 'clip', 'clip_value', 'max_grad_norm')
+    check(self, 0, math.inf, 'learning_rate', 'clip', 'clip_value', 'max_grad_norm', 'adam_epsilon')
 
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)

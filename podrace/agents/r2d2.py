@@ -76,7 +76,7 @@ class R2D2:
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
     check(self, 0, 1, 'discount', 'max_share', 'epsilon_base')
-    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'epsilon_power')
+    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'epsilon_power', 'adam_epsilon')
     if self.rescale_epsilon <= 0:
       raise ValueError(f'rescale_epsilon must be more than 0, not {self.rescale_epsilon}')
     if self.burn_in < 0:

@@ -22,7 +22,7 @@ from gymnax.environments.spaces import Discrete
 
 from podrace.envs.adapt import box, discrete, foreign, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.registry import Value, read_options
+from podrace.envs.registry import Value, at_least, read_options, refused
 from podrace.types import Array, Environment, TimeStep
 
 _LIMIT_IS_TASK = (
@@ -48,12 +48,19 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   params = gymnax.make(name)[1]
   given = _scalars({f.name: getattr(params, f.name) for f in dataclasses.fields(params)})
   values = read_options(f'gymnax:{name}', options, {'fresh_fraction': 1.0, **built, **given})
-  env, params = gymnax.make(name, **{k: values[k] for k in built})
-  changed = {k: values[k] for k in given if k in options}
-  params = params.replace(**changed)
-  dynamics = Gymnax(
-    name, env, params, _observation_space(name, env, params), _action_space(env, params)
-  )
+  if 'max_steps_in_episode' in options:
+    at_least(f'gymnax:{name}', values, max_steps_in_episode=1)
+  try:
+    env, params = gymnax.make(name, **{k: values[k] for k in built})
+    changed = {k: values[k] for k in given if k in options}
+    params = params.replace(**changed)
+    dynamics = Gymnax(
+      name, env, params, _observation_space(name, env, params), _action_space(env, params)
+    )
+  except Exception as error:
+    if not options:
+      raise
+    raise refused(f'gymnax:{name}', options, error) from error
   return NextStepReset(dynamics, values['fresh_fraction'])
 
 

@@ -6,6 +6,8 @@ import importlib
 import inspect
 from collections.abc import Mapping
 
+import gymnasium
+
 from podrace.envs.registry import UnknownName, Value
 from podrace.types import Environment
 
@@ -24,6 +26,11 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   except TypeError as error:
     raise UnknownName(f'python:{name}{inspect.signature(factory)}: {error}') from error
   env = factory(**options)
+  if isinstance(env, gymnasium.Env):
+    raise UnknownName(
+      f'python:{name} is an environment of Gymnasium, and python: takes those written in JAX; register it in your '
+      f'module and name it gymnasium:{module}:ID, with --architecture sebulba'
+    )
   needed = ('reset', 'step', 'observation_space', 'action_space')
   if lacks := [n for n in needed if not hasattr(env, n)]:
     raise UnknownName(f'python:{name} returned a {type(env).__name__}, without {", ".join(lacks)}')

@@ -271,6 +271,19 @@ def full_name(
   return ','.join([f'{key}:{env}', *given])
 
 
+def at_least(name: str, values: Mapping[str, Any], **least: int) -> None:
+  """Raises UnknownName for an option that is less than its least value."""
+  for key, bound in least.items():
+    if not values[key] >= bound:
+      raise UnknownName(f'{name}: {key} must be at least {bound}, not {values[key]}')
+
+
+def refused(name: str, options: Mapping[str, Value], error: Exception) -> UnknownName:
+  """The error for options that a library's maker fails with."""
+  told = ','.join(f'{k}={v}' for k, v in options.items())
+  return UnknownName(f'{name} cannot be made with {told}: {type(error).__name__}: {error}')
+
+
 def read_options(
   env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
 ) -> dict[str, Any]:

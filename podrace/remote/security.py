@@ -114,12 +114,9 @@ def new_keys(directory: Path) -> None:
   """Makes a learner's key pair, one client's, and the list that allows it.
 
   Raises:
-    SecurityError: if there are keys already.
+    SecurityError: if there is something already, or the directory can't be made.
   """
-  if directory.exists() and any(directory.iterdir()):
-    raise SecurityError(f'{directory} is not empty: keys are never overwritten')
-  directory.mkdir(parents=True, exist_ok=True)
-  directory.chmod(0o700)
+  _new_directory(directory)
   _write_pair(directory, SERVER_PUBLIC, SERVER_SECRET)
   public = _write_pair(directory, CLIENT_PUBLIC, CLIENT_SECRET)
   allow(directory, public, 'client')
@@ -132,13 +129,21 @@ def new_client(directory: Path, to: Path) -> None:
     SecurityError: if `directory` has no learner's keys, or `to` has files already.
   """
   server = read_key(directory / SERVER_PUBLIC)
-  if to.exists() and any(to.iterdir()):
-    raise SecurityError(f'{to} is not empty: keys are never overwritten')
-  to.mkdir(parents=True, exist_ok=True)
-  to.chmod(0o700)
+  _new_directory(to)
   public = _write_pair(to, CLIENT_PUBLIC, CLIENT_SECRET)
   (to / SERVER_PUBLIC).write_text(server.decode() + '\n')
   allow(directory, public, to.name)
+
+
+def _new_directory(directory: Path) -> None:
+  """Makes a directory for keys, which nobody else can read."""
+  try:
+    if directory.exists() and any(directory.iterdir()):
+      raise SecurityError(f'{directory} is not empty: keys are never overwritten')
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+  except OSError as e:
+    raise SecurityError(f'cannot make the directory {directory} for keys: {e.strerror or e}') from e
 
 
 def allow(directory: Path, public: bytes, name: str) -> None:

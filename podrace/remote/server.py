@@ -260,7 +260,8 @@ class RemotePool:
     with self._changed:
       if self._left(end) > 0:
         return None
-      items, total = [], 0
+      items: list[Item] = []
+      total = 0
       most = unpadded(self._count, self.batch_size)
       while self._ready and (not items or total + self._ready[0].group.size <= most):
         items.append(self._ready.popleft())

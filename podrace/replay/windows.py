@@ -449,7 +449,10 @@ def windows(
   """
   w = Windows(buffer, length, num_envs, unroll_length, keep_state, stack, initial_priority)
   if w.starts * num_envs >= 2**30:
-    raise ValueError(f'a capacity of {buffer.capacity} is too much: at most 2^30 windows')
+    raise ValueError(
+      f'a capacity of {buffer.capacity} for {num_envs} environments and windows of {length} steps is too much: '
+      'at most 2^30 windows'
+    )
   if buffer.capacity < (least := num_envs * (length + unroll_length)):
     raise ValueError(
       f'a capacity of {buffer.capacity} is too little for {num_envs} environments: each needs room for an '

@@ -168,6 +168,10 @@ class ReplayServer(Router):
     super().__init__(Listen(address, keys, insecure, peer_timeout), say)
     if not 0 <= checkpoint_every < math.inf:
       raise ValueError(f'--checkpoint-every must be 0 or more seconds, not {checkpoint_every}')
+    if checkpoint_every and dir is None:
+      raise ValueError(
+        f'--checkpoint-every {checkpoint_every:g} needs --dir, where checkpoints are kept'
+      )
     if most_bytes < 1:
       raise ValueError(f'--client-bytes must be at least 1, not {most_bytes}')
     self.dir, self.checkpoint_every, self.most_bytes = dir, checkpoint_every, most_bytes

@@ -266,6 +266,13 @@ def test_a_name_reads_its_options() -> None:
     ('podrace:catch,rows=ten', r'rows=ten of podrace:catch is not of type int'),
     ('podrace:catch,rows=3,rows=4', r"'rows' comes twice"),
     ('gymnax:CartPole-v1,gravity=true', r'gravity=true .* not of type float'),
+    ('gymnax:Catch-bsuite,rows=0', 'gymnax:Catch-bsuite cannot be made with rows=0: IndexError'),
+    ('gymnax:DeepSea-bsuite,size=0', 'cannot be made with size=0: ZeroDivisionError'),
+    (
+      'gymnax:CartPole-v1,max_steps_in_episode=-5',
+      'max_steps_in_episode must be at least 1, not -5',
+    ),
+    ('python:host_envs.Sequence', 'an environment of Gymnasium.*gymnasium:host_envs:ID'),
     ('brax:ant,backend=bullet', r"no backend 'bullet'; it has generalized"),
     ('brax:ant,episode_length=0', r'at least 1 step, not 0'),
     ('navix:Navix-Empty-5x5-v0,observation=smell', r"no observation 'smell'"),

@@ -149,6 +149,14 @@ def test_keys_are_made_once_and_secrets_are_ones_own(
   ]  # fmt: skip
   assert len(security.Allowed(keys / security.ALLOWED)) == 2
   assert command('keys', 'old') == 2
+  (tmp_path / 'file').write_text('')
+  for args in (
+    ['new', str(tmp_path / 'file' / 'keys')],
+    ['client', str(keys), str(tmp_path / 'file')],
+  ):
+    capfd.readouterr()
+    assert command('keys', *args) == 2
+    assert f'cannot make the directory {args[-1]} for keys: Not a dir' in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ def test_the_command_line_refuses_what_can_not_be(capfd: pytest.CaptureFixture[s
     (['replay', '--dir', 'x'], 'needs --listen'),
     ([*listen, '--checkpoint-every', 'nan'], "takes a number of at least 0, not 'nan'"),
     ([*listen, '--checkpoint-every', '-1'], "--checkpoint-every takes a number of at least 0, not '-1'"),
+    ([*listen, '--checkpoint-every', '5'], '--checkpoint-every 5 needs --dir'),
     ([*listen, '--peer-timeout', 'inf'], "--peer-timeout takes a number of at least 0, not 'inf'"),
     ([*listen, '--peer-timeout', '0'], '--peer-timeout must be more than 0'),
     ([*listen, '--client-bytes', '0'], '--client-bytes must be at least 1'),

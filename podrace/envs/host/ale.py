@@ -18,7 +18,14 @@ from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
 from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
-from podrace.envs.registry import UnknownName, Value, full_name, nearest, read_options
+from podrace.envs.registry import (
+  UnknownName,
+  Value,
+  at_least,
+  full_name,
+  nearest,
+  read_options,
+)
 from podrace.types import Arrival
 
 DEFAULTS: dict[str, Value] = dict(
@@ -44,6 +51,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(
       f'ale:{name}: sticky is a probability, from 0 to below 1, not {values["sticky"]}'
     )
+  at_least(f'ale:{name}', values, stack=1, frame_skip=1, max_frames=1, noop_max=0)
   probe: Any = vector(name, values, 1, 1, 1)
   return HostSpec(
     name=full_name('ale', name, values, DEFAULTS),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import envpool
@@ -21,7 +22,14 @@ from podrace.envs.host.base import (
   narrowed,
   rows_of,
 )
-from podrace.envs.registry import UnknownName, Value, full_name, nearest, read_options
+from podrace.envs.registry import (
+  UnknownName,
+  Value,
+  at_least,
+  full_name,
+  nearest,
+  read_options,
+)
 from podrace.envs.spaces import convert
 from podrace.types import Arrival
 
@@ -51,13 +59,16 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   if atari:
     defaults['clip_rewards'] = True
   values = read_options(f'envpool:{name}', options, defaults)
+  least = dict(
+    stack_num=1, frame_skip=1, max_episode_steps=1, noop_max=0, img_height=1, img_width=1
+  )
+  at_least(f'envpool:{name}', values, **{k: v for k, v in least.items() if k in options})
   full = full_name('envpool', name, values, defaults)
   clip = bool(values.pop('clip_rewards', False))
   spec = envpool.make_spec(name, **{k: v for k, v in values.items() if k in options})
   if config.get('max_num_players', 1) != 1:
     raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
-  with warnings.catch_warnings():  # that Gymnasium's Box has the bounds in float32
-    warnings.simplefilter('ignore', UserWarning)
+  with _without_warnings():
     space = convert(_space, spec.gymnasium_observation_space)
   given = {k: v for k, v in values.items() if k in options}
   return HostSpec(
@@ -67,6 +78,14 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     make=lambda args: EnvPool(name, given, clip, space, args),
     frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+  """That Gymnasium's Box has the bounds in float32."""
+  with warnings.catch_warnings():
+    warnings.simplefilter('ignore', UserWarning)
+    yield
 
 
 def _space(space: Any) -> Any:
@@ -102,14 +121,15 @@ class EnvPool:
     self, name: str, values: Mapping[str, Any], clip: bool, observation_space: Any, args: PoolArgs
   ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
-    self._env = envpool.make_gymnasium(
-      name,
-      num_envs=args.num_envs,
-      batch_size=args.batch_size,
-      num_threads=args.threads,
-      seed=int(args.seeds[0]) % 2**31,
-      **values,
-    )
+    with _without_warnings():
+      self._env = envpool.make_gymnasium(
+        name,
+        num_envs=args.num_envs,
+        batch_size=args.batch_size,
+        num_threads=args.threads,
+        seed=int(args.seeds[0]) % 2**31,
+        **values,
+      )
     self._name, self._clip, self._space = f'envpool:{name}', clip, observation_space
     self._action, of_action = [*self._env.spec.action_array_spec.items()][-1]
     self._action_type = of_action.dtype

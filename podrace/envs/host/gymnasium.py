@@ -42,7 +42,7 @@ from podrace.envs.host.base import (
   narrow,
   rows_of,
 )
-from podrace.envs.registry import UnknownName, Value, full_name, nearest
+from podrace.envs.registry import UnknownName, Value, full_name, nearest, refused
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.types import Arrival
 
@@ -62,6 +62,10 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
   except (gymnasium.error.Error, ImportError, TypeError) as error:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
+  except Exception as error:
+    if not options:  # a fault of its own, which its author wants to see
+      raise
+    raise refused(f'gymnasium:{name}', options, error) from error
   observation_space, action_space = (
     convert(_space, x) for x in (probe.observation_space, probe.action_space)
   )
