@@ -585,7 +585,8 @@ class Apart:
     """Tells who samples how many steps of the environments there are with the update at hand."""
     if isinstance(self._source, Sampled):
       w: Windows = self._program.replay.windows
-      self._source.steps = (self._update + 1) * w.num_envs * w.unroll_length
+      learned = max(self._update, w.ready)  # no batch is of less
+      self._source.steps = (learned + 1) * w.num_envs * w.unroll_length
 
   def read_log(self, state: State) -> tuple[dict[str, Any], State]:
     assert self._feed is not None and self._publisher is not None

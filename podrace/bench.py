@@ -179,7 +179,8 @@ def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) ->
         begun = True
       arrival = pool.recv()
       action, observation = actions[arrival.env_id], arrival.timestep.observation
-      if isinstance(observation, dict) and 'action_mask' in observation:
+      masked = isinstance(observation, dict) and 'action_mask' in observation
+      if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         action = allowed(space, observation['action_mask'], rng)
       pool.send(arrival.env_id, action)
       return len(arrival.env_id)

@@ -79,6 +79,7 @@ class Config:
     return max(1, round(steps / self.steps_per_update))
 
 
+OF_STEPS = ('importance_steps',)  # settings that may be as large as --total-steps
 NO_LIMIT = ('clip', 'max_')  # how settings begin of which infinity is that there is no limit
 
 
@@ -89,9 +90,9 @@ def check_numbers(settings: Any, prefix: str = 'agent') -> None:
     if isinstance(value, float) and not math.isfinite(value):
       if math.isnan(value) or not f.name.startswith(NO_LIMIT):
         raise UsageError(f'--{name} must be a finite number, not {value}')
-    elif isinstance(value, int) and abs(value) >= 2**31:
+    elif isinstance(value, int) and abs(value) >= 2**31 and f.name not in OF_STEPS:
       raise UsageError(f'--{name} must be less than 2^31, not {value}')
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif dataclasses.is_dataclass(value) and type(value).__module__.startswith('podrace.'):
       check_numbers(value, name)
 
 

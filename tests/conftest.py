@@ -2,6 +2,7 @@
 
 import gc
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,18 +29,13 @@ jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
-_del = zmq.Context.__del__
+def _leave(context: zmq.Context) -> None:
+  if not context.closed:
+    warnings.warn(f'unclosed {context!r}', ResourceWarning, stacklevel=2)
 
 
-def _destroy(context: zmq.Context) -> None:
-  if type(context) is zmq.Context and not context.closed:
-    context.destroy(linger=0)
-  else:
-    _del(context)
-
-
-# What a failed test left open is collected in one of those after it, and pyzmq would wait there until it is closed.
-zmq.Context.__del__ = _destroy  # type: ignore[method-assign]
+# pyzmq waits for the sockets to be closed, which in a cycle, as what a failed test leaves, nobody does.
+zmq.Context.__del__ = _leave  # type: ignore[method-assign]
 
 # A process may have 65,530 memory maps on Linux, and dies of a segmentation fault where a compiled
 # program would need one more: a worker that kept the programs of all tests would come close.

@@ -22,7 +22,7 @@ from gymnax.environments.spaces import Discrete
 
 from podrace.envs.adapt import box, discrete, foreign, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.registry import Value, at_least, read_options, refused
+from podrace.envs.registry import UnknownName, Value, at_least, read_options, refused
 from podrace.types import Array, Environment, TimeStep
 
 _LIMIT_IS_TASK = (
@@ -57,6 +57,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     dynamics = Gymnax(
       name, env, params, _observation_space(name, env, params), _action_space(env, params)
     )
+  except UnknownName:
+    raise
   except Exception as error:
     if not options:
       raise

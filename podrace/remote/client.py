@@ -61,7 +61,9 @@ class Options:
   connect: str
   env: str
   num_envs: int = 1
-  workers: int = 0  # threads or processes that step, of all groups; 0: two for each core
+  workers: int = (
+    0  # threads or processes that step, of all groups; 0: two for each core, at most one of a group
+  )
   groups: int = 0  # 0: two, or as many as the learner's size of groups asks for
   seed: int | None = None
   keys: Path | None = None
@@ -313,10 +315,10 @@ class Client:
     self._lives += 1
     self._session = session
     # While the learner acts for one group the other has the cores: two groups have them all, each.
-    workers = max(1, (o.workers or 2 * cores()) // len(sizes))
+    workers = o.workers // len(sizes) if o.workers else min(cores(), 2 * cores() // len(sizes))
     self._groups = []
     for i, (size, seed) in enumerate(zip(sizes, seeds.spawn(len(sizes)), strict=True)):
-      args = PoolArgs(size, size, seed.generate_state(size, np.uint32), workers, o.deadline)
+      args = PoolArgs(size, size, seed.generate_state(size, np.uint32), max(1, workers), o.deadline)
       self._groups.append(Group(i, self._spec, args, self._tell))
     self._told, self._last_reason, self._lost_since = 0.0, '', 0.0
     log.info(

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from podrace import __version__
-from podrace.envs.host.base import START_SECONDS, HostSpec, PoolArgs, unpadded
+from podrace.envs.host.base import START_SECONDS, HostSpec, PoolArgs, groups_at_once
 from podrace.envs.spaces import tree
 from podrace.remote import wire
 from podrace.remote.hub import PEERS, Hub, Listen, Say, check_hello
@@ -237,6 +237,8 @@ class RemotePool:
     """
     end = time.monotonic() + IDLE
     self.waiting = True  # before the network is asked for: who gives it back looks at it after
+    if self._ready:  # what the last batch had no room for has waited, and more may have come since
+      self._server.turn(0.0)
     while (items := self._taken(end)) is None:
       if not self._server.turn(self._left(end)):  # another thread has it, and feeds this pool
         with self._changed:
@@ -260,12 +262,9 @@ class RemotePool:
     with self._changed:
       if self._left(end) > 0:
         return None
-      items: list[Item] = []
-      total = 0
-      most = unpadded(self._count, self.batch_size)
-      while self._ready and (not items or total + self._ready[0].group.size <= most):
-        items.append(self._ready.popleft())
-        total += items[-1].group.size
+      count = groups_at_once((item.group.size for item in self._ready), self.batch_size)
+      items = [self._ready.popleft() for _ in range(count)]
+      total = sum(item.group.size for item in items)
       self._count -= total
       self._inferring = items
     self.batches[total] += 1

@@ -24,7 +24,7 @@ from mutants import Document, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
-from podrace.envs.host.base import unpadded
+from podrace.envs.host.base import groups_at_once
 from podrace.remote import hub, server, wire
 from podrace.remote.server import Latencies, Peer
 from podrace.remote.top import Asker, table
@@ -383,26 +383,36 @@ def test_half_is_acted_for_while_the_other_half_steps() -> None:
 
 
 @pytest.mark.parametrize(
-  ('ready', 'most', 'taken'),
-  [(0, 8, 1), (1, 8, 1), (3, 8, 4), (5, 8, 4), (6, 8, 8), (8, 8, 8), (9, 8, 8), (320, 512, 256), (1, 1, 1)],
+  ('groups', 'most', 'taken'),
+  [
+    ([], 8, 0), ([1], 8, 1), ([1] * 3, 8, 3), ([1] * 5, 8, 4), ([1] * 6, 8, 6), ([1] * 9, 8, 8), ([1], 1, 1),
+    ([64] * 5, 512, 4), ([5] * 2, 16, 2), ([10] * 2, 64, 2), ([6, 2], 8, 2), ([8, 1], 16, 1), ([8, 4], 16, 2),
+  ],
 )  # fmt: skip
-def test_a_batch_is_padded_by_a_quarter_at_most(ready: int, most: int, taken: int) -> None:
-  assert unpadded(ready, most) == taken
+def test_a_batch_is_padded_by_a_quarter_at_most(groups: list[int], most: int, taken: int) -> None:
+  assert groups_at_once(groups, most) == taken
 
 
-def test_few_of_many_that_ask_wait_for_the_next_batch() -> None:
-  """Five have asked before anybody acts: four are one of the sizes that are compiled, eight would be far more."""
+def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
+  """Five have asked: four are one of the sizes that are compiled. The fifth is late then, but one more has come."""
   with Learner(slots=8, max_wait=0.001, act=False) as learner:
-    pool, raws = learner.pools[0], [Raw(learner.address) for _ in range(5)]
+    pool, raws = learner.pools[0], [Raw(learner.address) for _ in range(6)]
     for raw in raws:
       raw.hello()
       raw.enter(1)
+    for raw in raws[:5]:
       raw.step(1, 0, FIRST)
     until(lambda: learner.server.counts['frames'] == 5)
-    for expected in (4, 1):
-      ids = pool.recv().env_id
-      assert len(ids) == expected
-      pool.send(ids, np.zeros(len(ids), np.int32))
+    ids = pool.recv().env_id
+    assert len(ids) == 4
+    with learner.server._lead:  # nobody reads what comes while the batch is acted for
+      raws[5].step(1, 0, FIRST)
+      until(lambda: learner.server._router.poll(0))
+    pool.send(ids, np.zeros(len(ids), np.int32))
+    ids = pool.recv().env_id
+    assert len(ids) == 2
+    pool.send(ids, np.zeros(len(ids), np.int32))
+    pool.recv()
     for raw in raws:
       raw.act(1, 0)
       raw.close()

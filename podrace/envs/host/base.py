@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -109,15 +109,20 @@ def batch_sizes(most: int) -> tuple[int, ...]:
   return tuple(sorted({-(-most // 2**i) for i in range(SIZES)}))
 
 
-def unpadded(ready: int, most: int) -> int:
-  """How many of `ready` environments to act for at once: all, or as many as need no padding.
+def groups_at_once(groups: Iterable[int], most: int) -> int:
+  """How many of the groups that wait, of so many environments each and in their order, to act for at once.
 
-  The former if at least three quarters of a batch would be of use.
+  As many as fit a batch and leave no more than a quarter of it for padding; all that fit if it can't be had.
   """
-  sizes = batch_sizes(most)
-  size = min((s for s in sizes if s >= ready), default=most)
-  less = max((s for s in sizes if s < ready), default=size)
-  return size if 4 * ready >= 3 * size else less
+  sizes, total, fit, good = batch_sizes(most), 0, 0, 0
+  for group in groups:
+    total += group
+    if total > most:
+      break
+    fit += 1
+    if 4 * total >= 3 * min(s for s in sizes if s >= total):
+      good = fit
+  return good or fit
 
 
 def rows_of(env_id: np.ndarray, num_envs: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -80,10 +81,13 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   )
 
 
+_WARNINGS = threading.Lock()  # which are of the whole process
+
+
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
   """That Gymnasium's Box has the bounds in float32."""
-  with warnings.catch_warnings():
+  with _WARNINGS, warnings.catch_warnings():
     warnings.simplefilter('ignore', UserWarning)
     yield
 

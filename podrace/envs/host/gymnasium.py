@@ -62,7 +62,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
   except (gymnasium.error.Error, ImportError, TypeError) as error:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
-  except Exception as error:
+  except (ValueError, AssertionError, LookupError, ArithmeticError) as error:
     if not options:  # a fault of its own, which its author wants to see
       raise
     raise refused(f'gymnasium:{name}', options, error) from error
