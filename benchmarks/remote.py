@@ -536,6 +536,7 @@ def all_with_network(
         }  # fmt: skip
         rate = {k: v['round_trips_per_s']['median'] for k, v in servers.items()}
         row = dict(
+          origin=common.origin(),
           observation=observation,
           clients=clients,
           environments=environments,
@@ -752,10 +753,10 @@ def main() -> None:
       args.clients, args.repeats, args.seconds, results.get('round_trips', [])
     )
   if 'network' in parts:
-    rows = all_with_network(
-      args.clients, args.repeats, args.seconds, results.get('network', {}).get('rows', [])
-    )
-    results['network'] = dict(rows=rows, origin=common.origin())
+    for clients in args.clients:  # minutes each: what there is is kept
+      known = results.get('network', [])
+      results['network'] = all_with_network([clients], args.repeats, args.seconds, known)
+      common.record('remote', results)
   if 'checksums' in parts:
     results['checksum_ms'] = dict(checksums(args.repeats), origin=common.origin())
   if 'light' in parts:
