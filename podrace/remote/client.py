@@ -62,7 +62,7 @@ class Options:
   env: str
   num_envs: int = 1
   workers: int = (
-    0  # threads or processes that step, of all groups; 0: two for each core, at most one of a group
+    0  # threads or processes that step, of all groups; 0: two a core, of a group at most one a core
   )
   groups: int = 0  # 0: two, or as many as the learner's size of groups asks for
   seed: int | None = None
