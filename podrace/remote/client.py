@@ -38,9 +38,7 @@ from podrace.types import Arrival
 
 HELLO_SECONDS = 1.0  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none
-LOST_SECONDS = (
-  0.3  # between that the learner does not read what it is sent and that the connection is given up
-)
+LOST_SECONDS = 0.3  # from when the learner reads nothing that it is sent to giving up
 END_SECONDS = 10.0  # that threads have to end their pools
 
 log = logging.getLogger('podrace.remote')
@@ -61,9 +59,7 @@ class Options:
   connect: str
   env: str
   num_envs: int = 1
-  workers: int = (
-    0  # threads or processes that step, of all groups; 0: two a core, of a group at most one a core
-  )
+  workers: int = 0  # threads or processes that step; 0: two a core, of a group at most one a core
   groups: int = 0  # 0: two, or as many as the learner's size of groups asks for
   seed: int | None = None
   keys: Path | None = None
