@@ -272,13 +272,19 @@ class Hub:
       if len(raw) < 2:
         raise WireError('a message without a header')
       self.dispatch(address, unpack(raw[1].buffer), [f.buffer for f in raw[2:]], raw[1])
-    except WireError as e:
+    except Exception as e:
+      self.blame(address, e)
+
+  def blame(self, address: bytes, e: Exception) -> None:
+    """Bans who has sent what led to this."""
+    if isinstance(e, WireError):
       self.ban(address, str(e))
-    except Exception as e:  # a check is missing; nobody else shall be the worse for it
-      self.counts['unexpected'] += 1
-      trace = traceback.format_exc()[-4000:]
-      self.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
-      self.ban(address, f'what could not be dealt with ({type(e).__name__})')
+      return
+    # A check is missing; nobody else shall be the worse for it.
+    self.counts['unexpected'] += 1
+    trace = ''.join(traceback.format_exception(e))[-4000:]
+    self.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
+    self.ban(address, f'what could not be dealt with ({type(e).__name__})')
 
   def _see_connections(self) -> None:
     """Reads which connections have been accepted and closed."""

@@ -46,6 +46,7 @@ REMIND = 60.0  # seconds between messages that there are no environments
 RESTARTS = 1000  # of an environment between two timesteps, at most; what says more is no count
 SAMPLES = 1024  # of latencies, for each client
 SLACK = 131072  # bytes of a frame beyond the largest array
+TOGETHER = 2**18  # bytes of timesteps that are looked at together, at most
 ENDED = 0x100  # of a record's flags: `ended`
 
 log = logging.getLogger('podrace.remote')
@@ -92,11 +93,11 @@ class Peer:
 
 
 class Group:
-  """Environments of a client that step together. ASKED: their timesteps are awaited."""
+  """Environments of a client that step together. ASKED: their timesteps are awaited; COME: they are there, not looked at."""
 
   def __init__(self, peer: Peer, index: int, size: int) -> None:
     self.peer, self.index, self.size = peer, index, size
-    self.state: Literal['waiting', 'asked', 'thinking', 'gone'] = 'waiting'
+    self.state: Literal['waiting', 'asked', 'come', 'thinking', 'gone'] = 'waiting'
     self.pool: RemotePool | None = None
     self.overtaken = 0  # so often, while it was the first of those that wait
     self.slots = np.zeros(0, np.int32)
@@ -109,34 +110,17 @@ class Group:
     self.state, self.since = 'asked', time.monotonic()
     self.life: np.ndarray = np.zeros(size, np.uint32)
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
-    self._lives = b''
-    self._within, self._ones = np.full(size, MID, '<u4').tobytes(), np.ones(size, '<f4').tobytes()
-    self._over: Any = True  # some of them are LAST
+    self.lives = bytes(self.life.nbytes)  # `life`, to be compared at once with others'
+    self.over = True  # some of them are LAST
+    self.mids = np.full(size, MID, np.uint32)
     self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
 
-  def accept(self, records: wire.Records, arrays: list[np.ndarray]) -> np.ndarray | None:
-    """Checks what the environments say; how often each [n] was restarted, None if none was.
+  def accept(self, records: wire.Records) -> np.ndarray | None:
+    """Takes what the environments say; how often each [n] was restarted, None if none was.
 
     Raises:
       WireError: if it can't be.
     """
-    if not np.isfinite(records.numbers).all():
-      raise WireError('a reward, score or discount that is NaN or infinite')
-    for x in arrays:
-      if x.dtype.kind == 'f' and not np.isfinite(x).all():
-        raise WireError('an observation that is NaN or infinite')
-    # Most of the time all are within an episode, which is faster to see in bytes.
-    if (
-      not self._over
-      and records.flags.tobytes() == self._within
-      and records.life.tobytes() == self._lives
-      and records.numbers[:, 1].tobytes() == self._ones
-    ):
-      self.kind = records.kind
-      return None
-    return self._accept_ends(records)
-
-  def _accept_ends(self, records: wire.Records) -> np.ndarray | None:
     kind, life = records.kind, records.life
     if kind.max() > LAST or (records.flags & ~np.uint32(0xFF | ENDED)).any():
       raise WireError('a step type, an end or a zero that is none')
@@ -152,14 +136,14 @@ class Group:
     if changed:
       restarts = life - self.life  # of u32, which wraps
       restarts[restarts > RESTARTS] = 1
-    if changed or not kind.all() or self._over:  # else nothing begins, nor should
+    if changed or not kind.all() or self.over:  # else nothing begins, nor should
       opens = self.kind == LAST
       if restarts is not None:
         opens |= restarts > 0
       if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
         raise WireError('an episode that begins without its first timestep, or within another')
-    self.life, self.kind, self._over = life, kind, kind.max() == LAST
-    self._lives = life.tobytes()
+    self.life, self.kind, self.over = life.copy(), kind, bool(kind.max() == LAST)
+    self.lives = life.tobytes()
     return restarts
 
 
@@ -167,10 +151,20 @@ class Item(NamedTuple):
   """A group's timesteps, on their way to an actor thread."""
 
   group: Group
-  records: wire.Records
-  arrays: list[np.ndarray]
-  run_id: np.ndarray  # [n], of the slots
+  frames: list[Any]  # as they came
   at: float  # when they came
+
+
+def _within_episodes(items: list[Item], records: wire.Records) -> list[bool]:
+  """Of each whether nothing begins, ends or was restarted in it, as is so most of the time."""
+  groups = [item.group for item in items]
+  lives = np.frombuffer(b''.join([g.lives for g in groups]), '<u4')
+  as_before = (records.flags == MID) & (records.numbers[:, 1] == 1) & (records.life == lives)
+  if as_before.all():
+    return [not g.over for g in groups]
+  starts = np.cumsum([0, *(g.size for g in groups[:-1])])
+  each = np.logical_and.reduceat(as_before, starts)
+  return [bool(x) and not g.over for x, g in zip(each, groups, strict=True)]
 
 
 # --- an actor thread's end --------------------------------------------------------------------------
@@ -200,11 +194,12 @@ class RemotePool:
 
   # --- whoever has the network
 
-  def put(self, item: Item) -> None:
+  def put(self, items: list[Item]) -> None:
+    environments = sum(item.group.size for item in items)
     with self._changed:
-      self._ready.append(item)
-      self._count += item.group.size
-      self._asked -= item.group.size
+      self._ready.extend(items)
+      self._count += environments
+      self._asked -= environments
       self._changed.notify()
 
   def expect(self, environments: int) -> None:
@@ -279,14 +274,15 @@ class RemotePool:
   def _arrival(self, items: list[Item]) -> Arrival:
     if not items:
       return self._server.nothing
-    if len(items) == 1:
-      item = items[0]
-      ids, records, arrays, run_id = item.group.slots, item.records, item.arrays, item.run_id
-    else:
-      ids = np.concatenate([item.group.slots for item in items])
-      records = wire.Records(np.concatenate([item.records.words for item in items]))
-      run_id = np.concatenate([item.run_id for item in items])
-      arrays = [np.concatenate(x) for x in zip(*(item.arrays for item in items), strict=True)]
+    groups, steps = [item.group for item in items], [item.frames for item in items]
+    # A group's are what they are until it is answered.
+    ids, run_id = groups[0].slots, groups[0].run_id
+    if len(items) > 1:
+      ids, run_id = (
+        np.concatenate([g.slots for g in groups]),
+        np.concatenate([g.run_id for g in groups]),
+      )
+    records, arrays = self._server.layout.records(steps), self._server.layout.observations(steps)
     observation = tree(self._server.observation_space, iter(arrays))
     timestep = TimeStep(
       observation,
@@ -302,13 +298,10 @@ class RemotePool:
     action = np.ascontiguousarray(action, dtype).reshape(len(env_id), *shape)
     with self._changed:
       items, self._inferring = self._inferring, []
-    start = 0
-    for item in items:
-      stop = start + item.group.size
-      self._server.call(self._server.answer, item, action[start:stop])
-      start = stop
-    if start != len(env_id):
-      raise ValueError(f'actions for {len(env_id)} environments, where {start} are waiting')
+    if (waiting := sum(item.group.size for item in items)) != len(env_id):
+      raise ValueError(f'actions for {len(env_id)} environments, where {waiting} are waiting')
+    if items:
+      self._server.call(self._server.answer, self, items, action.tobytes())
 
   def kill(self) -> None:
     with self._changed:
@@ -343,6 +336,8 @@ class Server(Hub):
       collections.deque()
     )
     self._pools: list[RemotePool] = []
+    self._come: list[Item] = []  # not looked at yet
+    self._come_bytes = 0
     self._waiting: list[Group] = []  # for slots
     self._assigning = False
     self._told_to_wait: collections.OrderedDict[bytes, None] = collections.OrderedDict()
@@ -474,6 +469,7 @@ class Server(Hub):
       self.take(raw)
       if self._calls:
         self._do_calls()
+    self._look()
 
   # --- what clients say
 
@@ -481,6 +477,10 @@ class Server(Hub):
     kind = header[0]
     if kind == wire.STEP:
       self._step(address, header, frames)
+      return
+    self._look()  # first what was said first
+    if address in self._banned:  # for that
+      self.counts['ignored'] += 1
       return
     if frames:
       raise WireError(f'{len(frames)} frames after a header of kind {kind}, expected none')
@@ -611,20 +611,73 @@ class Server(Hub):
     if group is None or group.state != 'asked' or group.seq != seq:
       state = f'in turn {group.seq}, {group.state}' if group else 'which has not entered'
       raise WireError(f'timesteps {seq} of group {index}, {state}')
-    assert group.pool is not None
-    records, arrays = self.layout.step(frames, group.size, crc)
-    restarts = group.accept(records, arrays)
-    if restarts is not None:
-      group.pool.run_id[group.slots] += restarts
-      group.run_id = group.pool.run_id[group.slots]
-      peer.restarts += int(restarts.sum())
+    self.layout.check(frames, group.size, crc)
     now = time.monotonic()
     if seq:
       peer.stepping.add(now - group.since)
-    group.state, group.since = 'thinking', now
-    peer.frames += group.size
-    self.counts['frames'] += group.size
-    group.pool.put(Item(group, records, arrays, group.run_id, now))
+    group.state, group.since = 'come', now
+    self._come.append(Item(group, frames, now))
+    self._come_bytes += sum(map(len, frames))
+    if self._come_bytes > TOGETHER:
+      self._look()
+
+  def _look(self) -> None:
+    """Deals with the timesteps that have come: together, as most of what there is to check costs as much for many."""
+    items, self._come, self._come_bytes = self._come, [], 0
+    if items:
+      self._accept(items)
+
+  def _accept(self, items: list[Item]) -> None:
+    items = [item for item in items if item.group.state == 'come']  # else dropped since
+    if not items:
+      return
+    steps = [item.frames for item in items]
+    try:
+      records = self.layout.records(steps)
+      if not np.isfinite(records.numbers).all():
+        raise WireError('a reward, score or discount that is NaN or infinite')
+      self.layout.check_observations(steps)
+      within = _within_episodes(items, records)
+    except Exception as e:
+      if len(items) == 1:
+        self.blame(items[0].group.peer.address, e)
+      for item in items if len(items) > 1 else ():  # whose is it?
+        self._accept([item])
+      return
+    start = 0
+    for item, is_within in zip(items, within, strict=True):
+      group = item.group
+      stop = start + group.size
+      if is_within:
+        group.kind = group.mids
+      else:
+        self._accept_ends(group, wire.Records(records.words[start:stop]))
+      start = stop
+    self._pass_on([item for item in items if item.group.state == 'come'])
+
+  def _accept_ends(self, group: Group, records: wire.Records) -> None:
+    try:
+      restarts = group.accept(records)
+    except Exception as e:
+      self.blame(group.peer.address, e)
+      return
+    if restarts is not None and group.pool is not None:
+      group.pool.run_id[group.slots] += restarts
+      group.run_id = group.pool.run_id[group.slots]
+      group.peer.restarts += int(restarts.sum())
+
+  def _pass_on(self, items: list[Item]) -> None:
+    """To the actor threads."""
+    pools: dict[RemotePool, list[Item]] = {}
+    for item in items:
+      group = item.group
+      group.state = 'thinking'
+      group.peer.frames += group.size
+      self.counts['frames'] += group.size
+      assert group.pool is not None
+      pools.setdefault(group.pool, []).append(item)
+    for pool, those in pools.items():
+      pool.put(those)
 
   # --- what actor threads want
 
@@ -641,21 +694,23 @@ class Server(Hub):
         if group.pool is pool:
           group.state, group.pool = 'gone', None
 
-  def answer(self, item: Item, action: np.ndarray) -> None:
-    group = item.group
-    if group.state == 'gone':  # while the answer was made
-      self._release(group)
-      return
-    assert group.pool is not None
-    data = action.tobytes()
-    header = (wire.ACTION, group.peer.session, group.index, group.seq, wire.checksum([data]))
-    group.seq += 1
-    group.state = 'asked'
-    now = time.monotonic()
-    group.peer.answering.add(now - item.at)
-    group.since = now
-    group.pool.expect(group.size)
-    self.send(group.peer.address, *header, frames=[data])
+  def answer(self, pool: RemotePool, items: list[Item], actions: bytes) -> None:
+    """Sends these actions of all their environments, one after the other."""
+    start = asked = 0
+    for item in items:
+      group, peer = item.group, item.group.peer
+      data = actions[start : (start := start + group.size * self.layout.action_bytes)]
+      if group.state == 'gone':  # while the answer was made
+        self._release(group)
+        continue
+      header = (wire.ACTION, peer.session, group.index, group.seq, wire.checksum([data]))
+      now = time.monotonic()
+      group.state, group.since = 'asked', now
+      group.seq += 1
+      asked += group.size
+      peer.answering.add(now - item.at)
+      self.send(peer.address, *header, frames=[data])
+    pool.expect(asked)
 
   # --- slots
 
@@ -719,7 +774,7 @@ class Server(Hub):
       state, group.state = group.state, 'gone'
       if group.pool is None:
         continue
-      if state == 'asked':
+      if state in ('asked', 'come'):
         group.pool.expect(-group.size)
         self._release(group)
       elif group.pool.withdraw(group):

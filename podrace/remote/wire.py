@@ -98,9 +98,10 @@ def fields(header: list[Any], *kinds: type) -> list[Any]:
   found = header[1:]
   if len(found) != len(kinds):
     raise WireError(f'{len(found)} fields in a header of kind {header[0]}, expected {len(kinds)}')
-  for x, kind in zip(found, kinds, strict=True):
-    if type(x) is not kind or (isinstance(x, int) and x < 0):
-      raise WireError(f'{_short(x)} in a header of kind {header[0]}, expected {kind.__name__}')
+  if (*map(type, found),) != kinds or any([x < 0 for x in found if type(x) is int]):
+    for x, kind in zip(found, kinds, strict=True):
+      if type(x) is not kind or (isinstance(x, int) and x < 0):
+        raise WireError(f'{_short(x)} in a header of kind {header[0]}, expected {kind.__name__}')
   return found
 
 
@@ -211,8 +212,12 @@ def _bounds(leaf: Any) -> tuple[Any, Any, str] | None:
   return None
 
 
+def _joined(frames: Sequence[Buffer]) -> Buffer:
+  return frames[0] if len(frames) == 1 else bytearray().join(frames)
+
+
 class Records:
-  """A group's records, as they came; columns of words are faster than fields of records."""
+  """Groups' records, as they came; columns of words are faster than fields of records."""
 
   __slots__ = ('flags', 'kind', 'life', 'numbers', 'words')
 
@@ -231,32 +236,53 @@ class Layout:
     self.action = np.dtype(schema['action'][1]), tuple(schema['action'][2])
     self._bytes = [d.itemsize * int(np.prod(s, dtype=np.int64)) for d, s in self.leaves]
     self.action_bytes = self.action[0].itemsize * int(np.prod(self.action[1], dtype=np.int64))
-    self._within = [_bounds(leaf) for leaf in schema['observation']]
+    self._frame_bytes = [RECORD.itemsize, *self._bytes]
+    bounds = [_bounds(leaf) for leaf in schema['observation']]
+    self._checked = [
+      (i, b) for i, b in enumerate(bounds) if b is not None or self.leaves[i][0].kind == 'f'
+    ]
     self.largest = max([RECORD.itemsize, self.action_bytes, *self._bytes])  # of one environment
     self.observation_bytes = sum(self._bytes)
 
-  def step(self, frames: Sequence[Buffer], n: int, crc: int) -> tuple[Records, list[np.ndarray]]:
-    """The records [n] and observation arrays [n, ...] in a STEP's frames, without copying.
+  def check(self, frames: Sequence[Buffer], n: int, crc: int) -> None:
+    """Whether these are a STEP's frames of n environments, as they were sent.
 
     Raises:
-      WireError: if they aren't exactly those.
+      WireError: if they aren't.
     """
     if len(frames) != 1 + len(self.leaves):
       raise WireError(f'{len(frames)} frames after the header, expected {1 + len(self.leaves)}')
-    for frame, size in zip(frames, [RECORD.itemsize, *self._bytes], strict=True):
+    for frame, size in zip(frames, self._frame_bytes, strict=True):
       if len(frame) != n * size:
         raise WireError(f'a frame of {len(frame)} bytes, expected {n * size}')
     if (came := checksum(frames)) != crc:
       raise WireError(f'frames with the checksum {came:08x}, the header says {crc:08x}')
-    records = Records(np.frombuffer(frames[0], '<u4').reshape(n, 5))
-    arrays = [
-      np.frombuffer(frame, dtype).reshape(n, *shape)
-      for frame, (dtype, shape) in zip(frames[1:], self.leaves, strict=True)
-    ]
-    for x, bounds in zip(arrays, self._within, strict=True):
+
+  @staticmethod
+  def records(steps: Sequence[Sequence[Buffer]]) -> Records:
+    """Those of several STEPs, one after the other; they may be written to if they are several."""
+    return Records(np.frombuffer(_joined([frames[0] for frames in steps]), '<u4').reshape(-1, 5))
+
+  def observations(self, steps: Sequence[Sequence[Buffer]]) -> list[np.ndarray]:
+    """Arrays [n, ...] of several STEPs, one after the other; of one without copying."""
+    return [self._array(steps, i) for i in range(len(self.leaves))]
+
+  def _array(self, steps: Sequence[Sequence[Buffer]], leaf: int) -> np.ndarray:
+    dtype, shape = self.leaves[leaf]
+    return np.frombuffer(_joined([frames[1 + leaf] for frames in steps]), dtype).reshape(-1, *shape)
+
+  def check_observations(self, steps: Sequence[Sequence[Buffer]]) -> None:
+    """Whether observations are numbers, and choices those that there are.
+
+    Raises:
+      WireError: if one of them isn't.
+    """
+    for leaf, bounds in self._checked:
+      x = self._array(steps, leaf)
       if bounds is not None:
         self._check(x, *bounds)
-    return records, arrays
+      if x.dtype.kind == 'f' and not np.isfinite(x).all():
+        raise WireError('an observation that is NaN or infinite')
 
   @staticmethod
   def _check(x: np.ndarray, low: Any, high: Any, told: str) -> None:

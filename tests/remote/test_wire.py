@@ -250,9 +250,12 @@ def test_frames_go_there_and_back_without_a_copy() -> None:
   layout = wire.Layout(wire.schema(spec().observation_space, spec().action_space))
   records, x = np.zeros(3, wire.RECORD), np.arange(12, dtype=np.float32).reshape(3, 4)
   frames = [records.tobytes(), x.tobytes()]
-  back, (y,) = layout.step(frames, 3, wire.checksum(frames))
+  layout.check(frames, 3, wire.checksum(frames))
+  back, (y,) = layout.records([frames]), layout.observations([frames])
   np.testing.assert_array_equal(x, y)
   assert not back.words.flags.owndata and not y.flags.owndata
+  (both,) = layout.observations([frames, frames])  # those of several STEPs are copied
+  np.testing.assert_array_equal(both, np.concatenate([x, x]))
   action = np.array([1, 2, 3], np.int32).tobytes()
   np.testing.assert_array_equal(layout.actions([action], 3, wire.checksum([action])), [1, 2, 3])
   with pytest.raises(WireError, match='another checksum'):
