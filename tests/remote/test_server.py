@@ -28,7 +28,7 @@ from podrace.envs.host.base import groups_at_once
 from podrace.remote import hub, server, wire
 from podrace.remote.server import Latencies, Peer
 from podrace.remote.top import Asker, table
-from podrace.types import FIRST, MID
+from podrace.types import FIRST, LAST, MID
 
 # --- joining --------------------------------------------------------------------------------------
 
@@ -610,6 +610,75 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
     with Raw(learner.address) as other:  # nobody else is any worse off
       other.join(8)
     assert all(len(rows) <= 2 for rows in lives(learner.arrivals).values())
+
+
+def together(learner: Learner, messages: int) -> None:
+  """Has so many messages dealt with that have come before the first of them is; of who has the network."""
+  came: list[Any] = []
+
+  def all_are_there() -> bool:
+    came.extend(learner.server.received(256))
+    return len(came) == messages
+
+  until(all_are_there)
+  for message in came:
+    learner.server.take(message)
+
+
+@pytest.mark.parametrize('bound', [2**18, 0], ids=['together', 'one by one'])
+def test_of_many_that_come_together_those_that_are_wrong_are_found(
+  monkeypatch: pytest.MonkeyPatch, bound: int
+) -> None:
+  monkeypatch.setattr(server, 'TOGETHER', bound)
+
+  def frames(raw: Raw, kind: int, **fields: Any) -> list[bytes]:
+    frames = raw.frames(2, kind)
+    records = np.frombuffer(frames[0], wire.RECORD).copy()
+    for name, values in fields.items():
+      records[name] = values
+    return [records.tobytes(), *frames[1:]]
+
+  with Learner(slots=20, max_wait=0.001) as learner, contextlib.ExitStack() as stack:
+    raws = [stack.enter_context(Raw(learner.address)) for _ in range(7)]
+    within, ends, infinite, begins, two, leaves, last = raws
+    for raw in raws:
+      raw.join(2)
+      raw.step(2, 1)
+      raw.act(2, 1)
+    two.enter(2, group=1)
+    two.step(2, 0, FIRST, group=1)
+    two.act(2, 0, group=1)
+    learner.arrivals.clear()
+    with learner.server._lead:
+      within.step(2, 2, frames=frames(within, MID, reward=[1, 2]))
+      ends.step(2, 2, frames=frames(ends, MID, step_type=[MID, LAST], discount=[1, 0], reward=3))
+      infinite.step(2, 2, frames=frames(infinite, MID, reward=[0, np.inf]))
+      begins.step(2, 2, FIRST)
+      two.step(2, 2)
+      two.step(2, 1, group=1, frames=frames(two, MID, discount=2))
+      leaves.step(2, 2)
+      leaves.say(wire.BYE, leaves.session, 'enough')
+      together(learner, 8)
+      last.step(2, 2)
+      together(learner, 1)
+      assert len(learner.server._come) == (1 if bound else 0)
+      learner.server._look()
+    for raw in (within, ends, last):
+      raw.act(2, 2)
+    for raw, reason in ((infinite, 'infinite'), (begins, 'within another'), (two, 'discount')):
+      assert reason in raw.expect(wire.GONE)[0][2]
+    until(lambda: learner.pools[0]._asked == 6)
+    assert sorted(len(p.groups) for p in learner.server.peers.values()) == [1, 1, 1]
+    ends.step(2, 3, frames=frames(ends, MID, step_type=[MID, FIRST]))
+    ends.act(2, 3)
+    rewards = [r for _, a in learner.arrivals for r in a.timestep.reward if r]
+    assert sorted(rewards) == [1, 2, 3, 3]
+    counts = learner.server.counts
+    seen = sum(len(a.env_id) for _, a in learner.arrivals)
+    assert seen + counts['withdrawn'] == counts['frames'] - 30
+    groups = [g for p in learner.server.peers.values() for g in p.groups.values()]
+    taken = [int(slot) for g in groups for slot in g.slots]
+    assert sorted([*learner.pools[0].free, *taken]) == list(range(20))
 
 
 @pytest.mark.parametrize(
