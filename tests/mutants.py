@@ -108,12 +108,16 @@ class Heard(NamedTuple):
   good: int
 
 
+ABREAST = 5  # sessions whose mutants come together
+
+
 def tell(
   server: Any, hello: Callable[[], list[Any]], case: Case, count: int, seed: int = 0
 ) -> Heard:
   """Says so many messages, each in a session of its own after the good ones that `case` gives.
 
-  So none of them is ignored because of another. Fails if a check was missing.
+  So none of them is ignored because of another; but several come before what they say is looked at. Fails if a
+  check was missing.
   """
   rng, send, dispatch = random.Random(seed), server.send, server.dispatch
   good, parsed, telling = 0, 0, False
@@ -126,28 +130,36 @@ def tell(
     parsed += telling
     dispatch(*args)
 
-  def one() -> None:
-    nonlocal good, telling
+  def begin() -> tuple[bytes, list[bytes]]:
     address = rng.randbytes(9)
     take(address, [pack(*hello())])
     peer = server.peers[address]
     before, frames = case(rng, peer.session)
     for header, more, _ in before:
       take(address, [pack(*header), *more])
+    server.settle()
     assert server.peers.get(address) is peer
+    return address, frames
+
+  def few() -> None:
+    nonlocal good, telling
+    begun = [begin() for _ in range(ABREAST)]
     telling = True
-    take(address, frames)
+    for address, frames in begun:
+      take(address, frames)
+    server.settle()
     telling = False
-    good += address not in server._banned
-    if (left := server.peers.get(address)) is not None:
-      server.drop(left, 'enough')
+    for address, _ in begun:
+      good += address not in server._banned
+      if (left := server.peers.get(address)) is not None:
+        server.drop(left, 'enough')
 
   def some() -> None:
     server.send = lambda address, *header, **frames: bool(pack(*header))  # to nobody
     server.dispatch = count_it
     try:
-      for _ in range(100):
-        one()
+      for _ in range(100 // ABREAST):
+        few()
     except BaseException as e:
       wrong.append(e)
     finally:

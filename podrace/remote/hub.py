@@ -140,6 +140,9 @@ class Hub:
     """A message; `raw` is the header's frame. May raise WireError, which bans the connection."""
     raise NotImplementedError
 
+  def settle(self) -> None:
+    """Deals with what `dispatch` has put off, so that it is dealt with together with more of its kind."""
+
   def drop(self, peer: Any, reason: str, level: int = logging.WARNING) -> None:
     """Ends a session, if it has not ended; `level` is how bad that is."""
     raise NotImplementedError
@@ -254,6 +257,7 @@ class Hub:
           frame = receive(_NOBLOCK, False)
           raw.append(frame)
       except zmq.Again:  # nothing is unread
+        self.settle()
         self._drop_cut()
         return
       except zmq.ZMQError as e:
@@ -280,11 +284,14 @@ class Hub:
     if isinstance(e, WireError):
       self.ban(address, str(e))
       return
-    # A check is missing; nobody else shall be the worse for it.
+    self.unexpected(e)  # nobody else shall be the worse for it
+    self.ban(address, f'what could not be dealt with ({type(e).__name__})')
+
+  def unexpected(self, e: Exception) -> None:
+    """Counts and tells that a check is missing."""
     self.counts['unexpected'] += 1
     trace = ''.join(traceback.format_exception(e))[-4000:]
     self.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
-    self.ban(address, f'what could not be dealt with ({type(e).__name__})')
 
   def _see_connections(self) -> None:
     """Reads which connections have been accepted and closed."""

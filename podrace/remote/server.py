@@ -46,7 +46,8 @@ REMIND = 60.0  # seconds between messages that there are no environments
 RESTARTS = 1000  # of an environment between two timesteps, at most; what says more is no count
 SAMPLES = 1024  # of latencies, for each client
 SLACK = 131072  # bytes of a frame beyond the largest array
-TOGETHER = 2**18  # bytes of timesteps that are looked at together, at most
+BURST = 64  # messages that are read before actor threads have what is in them, at most
+TOGETHER = 2**21  # bytes of timesteps that are looked at together, unless a single one has more
 ENDED = 0x100  # of a record's flags: `ended`
 
 log = logging.getLogger('podrace.remote')
@@ -110,7 +111,6 @@ class Group:
     self.state, self.since = 'asked', time.monotonic()
     self.life: np.ndarray = np.zeros(size, np.uint32)
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
-    self.lives = bytes(self.life.nbytes)  # `life`, to be compared at once with others'
     self.over = True  # some of them are LAST
     self.mids = np.full(size, MID, np.uint32)
     self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
@@ -143,7 +143,6 @@ class Group:
       if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
         raise WireError('an episode that begins without its first timestep, or within another')
     self.life, self.kind, self.over = life.copy(), kind, bool(kind.max() == LAST)
-    self.lives = life.tobytes()
     return restarts
 
 
@@ -158,7 +157,7 @@ class Item(NamedTuple):
 def _within_episodes(items: list[Item], records: wire.Records) -> list[bool]:
   """Of each whether nothing begins, ends or was restarted in it, as is so most of the time."""
   groups = [item.group for item in items]
-  lives = np.frombuffer(b''.join([g.lives for g in groups]), '<u4')
+  lives = np.concatenate([g.life for g in groups])
   as_before = (records.flags == MID) & (records.numbers[:, 1] == 1) & (records.life == lives)
   if as_before.all():
     return [not g.over for g in groups]
@@ -465,11 +464,11 @@ class Server(Hub):
 
   def _receive_some(self) -> None:
     """What has come, but not for so long that answers wait."""
-    for raw in self.received(256):
+    for raw in self.received(BURST):
       self.take(raw)
       if self._calls:
         self._do_calls()
-    self._look()
+    self.settle()
 
   # --- what clients say
 
@@ -478,7 +477,7 @@ class Server(Hub):
     if kind == wire.STEP:
       self._step(address, header, frames)
       return
-    self._look()  # first what was said first
+    self.settle()  # first what was said first
     if address in self._banned:  # for that
       self.counts['ignored'] += 1
       return
@@ -616,12 +615,13 @@ class Server(Hub):
     if seq:
       peer.stepping.add(now - group.since)
     group.state, group.since = 'come', now
+    size = sum(map(len, frames))
+    if self._come_bytes + size > TOGETHER:
+      self.settle()
     self._come.append(Item(group, frames, now))
-    self._come_bytes += sum(map(len, frames))
-    if self._come_bytes > TOGETHER:
-      self._look()
+    self._come_bytes += size
 
-  def _look(self) -> None:
+  def settle(self) -> None:
     """Deals with the timesteps that have come: together, as most of what there is to check costs as much for many."""
     items, self._come, self._come_bytes = self._come, [], 0
     if items:
@@ -641,7 +641,10 @@ class Server(Hub):
     except Exception as e:
       if len(items) == 1:
         self.blame(items[0].group.peer.address, e)
-      for item in items if len(items) > 1 else ():  # whose is it?
+        return
+      if not isinstance(e, WireError):
+        self.unexpected(e)
+      for item in items:  # whose is it?
         self._accept([item])
       return
     start = 0
@@ -650,7 +653,7 @@ class Server(Hub):
       stop = start + group.size
       if is_within:
         group.kind = group.mids
-      else:
+      elif group.state == 'come':  # else dropped for another one's
         self._accept_ends(group, wire.Records(records.words[start:stop]))
       start = stop
     self._pass_on([item for item in items if item.group.state == 'come'])

@@ -98,7 +98,7 @@ def fields(header: list[Any], *kinds: type) -> list[Any]:
   found = header[1:]
   if len(found) != len(kinds):
     raise WireError(f'{len(found)} fields in a header of kind {header[0]}, expected {len(kinds)}')
-  if (*map(type, found),) != kinds or any([x < 0 for x in found if type(x) is int]):
+  if (*map(type, found),) != kinds or any(x < 0 for x in found if type(x) is int):
     for x, kind in zip(found, kinds, strict=True):
       if type(x) is not kind or (isinstance(x, int) and x < 0):
         raise WireError(f'{_short(x)} in a header of kind {header[0]}, expected {kind.__name__}')
@@ -269,7 +269,9 @@ class Layout:
 
   def _array(self, steps: Sequence[Sequence[Buffer]], leaf: int) -> np.ndarray:
     dtype, shape = self.leaves[leaf]
-    return np.frombuffer(_joined([frames[1 + leaf] for frames in steps]), dtype).reshape(-1, *shape)
+    n = sum([len(frames[0]) for frames in steps]) // RECORD.itemsize
+    joined = _joined([frames[1 + leaf] for frames in steps])
+    return np.frombuffer(joined, dtype).reshape(n, *shape)
 
   def check_observations(self, steps: Sequence[Sequence[Buffer]]) -> None:
     """Whether observations are numbers, and choices those that there are.

@@ -612,73 +612,145 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
     assert all(len(rows) <= 2 for rows in lives(learner.arrivals).values())
 
 
-def together(learner: Learner, messages: int) -> None:
-  """Has so many messages dealt with that have come before the first of them is; of who has the network."""
+def together(learner: Learner, raws: list[Raw], messages: int) -> None:
+  """Has so many messages dealt with that have come before the first of them is; of who has the network.
+
+  In this order of the clients.
+  """
   came: list[Any] = []
+  order = [raw.session for raw in raws]
 
   def all_are_there() -> bool:
     came.extend(learner.server.received(256))
     return len(came) == messages
 
   until(all_are_there)
-  for message in came:
+  for message in sorted(came, key=lambda m: order.index(wire.unpack(m[1].buffer)[1])):
     learner.server.take(message)
 
 
-@pytest.mark.parametrize('bound', [2**18, 0], ids=['together', 'one by one'])
+@pytest.mark.parametrize('bound', [server.TOGETHER, 0], ids=['together', 'one by one'])
 def test_of_many_that_come_together_those_that_are_wrong_are_found(
   monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
   monkeypatch.setattr(server, 'TOGETHER', bound)
 
-  def frames(raw: Raw, kind: int, **fields: Any) -> list[bytes]:
-    frames = raw.frames(2, kind)
+  def frames(raw: Raw, size: int, **fields: Any) -> list[bytes]:
+    frames = raw.frames(size)
     records = np.frombuffer(frames[0], wire.RECORD).copy()
     for name, values in fields.items():
       records[name] = values
     return [records.tobytes(), *frames[1:]]
 
-  with Learner(slots=20, max_wait=0.001) as learner, contextlib.ExitStack() as stack:
-    raws = [stack.enter_context(Raw(learner.address)) for _ in range(7)]
-    within, ends, infinite, begins, two, leaves, last = raws
-    for raw in raws:
-      raw.join(2)
-      raw.step(2, 1)
-      raw.act(2, 1)
-    two.enter(2, group=1)
-    two.step(2, 0, FIRST, group=1)
-    two.act(2, 0, group=1)
+  with Learner(slots=30, max_wait=0.001) as learner, contextlib.ExitStack() as stack:
+    raws = [stack.enter_context(Raw(learner.address)) for _ in range(11)]
+    within, ends, closes, infinite, nan, begins, two, both, leaves, again, last = raws
+    sizes = {raw: 1 if raw is last else 3 if raw is within else 2 for raw in raws}
+    for raw, size in sizes.items():
+      raw.join(size)
+      raw.step(size, 1)
+      raw.act(size, 1)
+    for raw in (two, both):
+      raw.enter(2, group=1)
+      raw.step(2, 0, FIRST, group=1)
+      raw.act(2, 0, group=1)
     learner.arrivals.clear()
+    counts = learner.server.counts
+    until(lambda: learner.pools[0]._asked == 26)
+    before = counts['frames']
     with learner.server._lead:
-      within.step(2, 2, frames=frames(within, MID, reward=[1, 2]))
-      ends.step(2, 2, frames=frames(ends, MID, step_type=[MID, LAST], discount=[1, 0], reward=3))
-      infinite.step(2, 2, frames=frames(infinite, MID, reward=[0, np.inf]))
+      within.step(3, 2, frames=frames(within, 3, reward=[1, 2, 4]))
+      for raw in (ends, closes):
+        raw.step(2, 2, frames=frames(raw, 2, step_type=[MID, LAST], discount=[1, 0], reward=8))
       begins.step(2, 2, FIRST)
       two.step(2, 2)
-      two.step(2, 1, group=1, frames=frames(two, MID, discount=2))
+      two.step(2, 1, group=1, frames=frames(two, 2, discount=[1, 2]))
+      for group in (0, 1):
+        both.step(2, 2 - group, group=group, frames=frames(both, 2, discount=[1, 2]))
       leaves.step(2, 2)
       leaves.say(wire.BYE, leaves.session, 'enough')
-      together(learner, 8)
-      last.step(2, 2)
-      together(learner, 1)
-      assert len(learner.server._come) == (1 if bound else 0)
-      learner.server._look()
-    for raw in (within, ends, last):
-      raw.act(2, 2)
-    for raw, reason in ((infinite, 'infinite'), (begins, 'within another'), (two, 'discount')):
+      together(learner, raws, 10)
+      infinite.step(2, 2, frames=frames(infinite, 2, reward=[0, np.inf]))
+      nan.step(2, 2, frames=[raw.frames(2)[0], np.full((2, 4), np.nan, np.float32).tobytes()])
+      again.step(2, 2, frames=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
+      last.step(1, 2)
+      together(learner, raws, 4)
+      assert len(learner.server._come) == (4 if bound else 1)
+      learner.server.settle()
+    for raw in (within, ends, closes, again, last):
+      raw.act(sizes[raw], 2)
+    bad = {
+      infinite: 'infinite',
+      nan: 'observation',
+      begins: 'within another',
+      two: 'discount',
+      both: 'discount',
+    }
+    for raw, reason in bad.items():
       assert reason in raw.expect(wire.GONE)[0][2]
-    until(lambda: learner.pools[0]._asked == 6)
-    assert sorted(len(p.groups) for p in learner.server.peers.values()) == [1, 1, 1]
-    ends.step(2, 3, frames=frames(ends, MID, step_type=[MID, FIRST]))
-    ends.act(2, 3)
-    rewards = [r for _, a in learner.arrivals for r in a.timestep.reward if r]
-    assert sorted(rewards) == [1, 2, 3, 3]
-    counts = learner.server.counts
-    seen = sum(len(a.env_id) for _, a in learner.arrivals)
-    assert seen + counts['withdrawn'] == counts['frames'] - 30
+    assert counts['malformed'] == len(bad)
+    assert counts['frames'] - before == (12 if bound else 14)  # the first group of `two`
+    until(lambda: learner.pools[0]._asked == 10)
+    with learner.server._lead:  # both bad, beside one that is within an episode and one that isn't
+      ends.step(2, 3)
+      within.step(3, 3)
+      together(learner, raws, 2)
+      learner.server.settle()
+      closes.step(2, 3)
+      ended = dict(life=[0, 1], step_type=[MID, LAST], discount=[1, 0])
+      again.step(2, 3, frames=frames(again, 2, **ended))
+      together(learner, raws, 2)
+      learner.server.settle()
+    for raw in (ends, closes):
+      assert 'without its first timestep' in raw.expect(wire.GONE)[0][2]
+    for raw in (within, again):
+      raw.act(sizes[raw], 3)
     groups = [g for p in learner.server.peers.values() for g in p.groups.values()]
+    assert sorted(g.size for g in groups) == [1, 2, 3]
+    rewards = [r for _, a in learner.arrivals for r in a.timestep.reward if r]
+    assert sorted(rewards) == [1, 2, 4, 8, 8, 8, 8]
+    assert max(a.run_id.max() for _, a in learner.arrivals) == 1  # of the one that was restarted
+    seen = sum(len(a.env_id) for _, a in learner.arrivals)
+    assert seen + counts['withdrawn'] == counts['frames'] - before
     taken = [int(slot) for g in groups for slot in g.slots]
-    assert sorted([*learner.pools[0].free, *taken]) == list(range(20))
+    assert sorted([*learner.pools[0].free, *taken]) == list(range(30))
+
+
+def test_what_has_come_for_a_pool_that_is_closed_is_forgotten() -> None:
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.join(2)
+    with learner.server._lead:
+      raw.step(2, 1)
+      together(learner, [raw], 1)
+      learner.server.unpool(learner.pools[0])
+      learner.server.settle()
+    assert learner.server.counts['frames'] == 2
+    assert not learner.server.counts['unexpected'] and not learner.pools[0]._ready
+
+
+def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
+  with Learner(slots=8, max_wait=600.0) as learner, Raw(learner.address) as raw:
+    raw.hello()
+    for group in (0, 1):
+      raw.enter(2, group)
+    server, send = learner.server, learner.server.send
+
+    def fails(address: bytes, *header: Any, **more: Any) -> bool:
+      if header[0] == wire.ACTION:
+        server.drop(server.peers[address], 'does not read')
+        return False
+      return send(address, *header, **more)
+
+    server.send = fails  # type: ignore[method-assign]
+    with server._lead:
+      for group in (0, 1):
+        raw.step(2, 0, FIRST, group)
+      together(learner, [raw], 2)
+      server.settle()
+    learner.says('does not read')
+    until(lambda: sorted(learner.pools[0].free) == list(range(8)) and not learner.pools[0]._asked)
+    server.send = send  # type: ignore[method-assign]
+    raw.join(8)
 
 
 @pytest.mark.parametrize(
