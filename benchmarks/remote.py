@@ -5,6 +5,7 @@ the server in another, which answers with actions. The servers: podrace's with a
 the network (`recv`, zeros, `send`), a bare pyzmq echo with the same messages (it answers with a
 constant and looks at nothing), and grpcio's bidirectional streams with messages of the same size, the
 faster of its threaded and its asyncio server. The client's side of podrace and of the echo is the same code.
+`cpu_us` is what a round trip costs podrace's actor thread, which has the network as well.
 
 Network: the same with a real network in every server, the same one with the same parameters: two layers of 64 for 16 bytes, the shallow
 IMPALA network for 28 KB, sampling actions, in batches padded to four sizes. The echo and grpcio's asyncio server give it all that
@@ -28,6 +29,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import multiprocessing
 import pathlib
 import resource
@@ -152,8 +154,12 @@ def serve_podrace(
     pool: Any = kind.make(PoolArgs(n, n, np.zeros(n, np.uint32), 1, 60.0))
     pool.reset()
 
+    cpu_s = 0.0
+
     def act() -> None:
+      nonlocal cpu_s
       while True:
+        cpu_s = time.thread_time()
         arrival = pool.recv()
         ids = arrival.env_id
         if len(ids):
@@ -164,7 +170,8 @@ def serve_podrace(
     common.answer(address=server.address)
     for _ in common.requests():
       batches = {str(k): v for k, v in sorted(pool.batches.items())}
-      common.answer(batches=batches, resident=tables_load.resident())
+      cpu_us = 1e6 * cpu_s * environments / max(server.counts['frames'], 1)  # a round trip
+      common.answer(batches=batches, cpu_us=cpu_us, resident=tables_load.resident())
 
 
 def serve_echo(
@@ -463,7 +470,8 @@ def round_trips(
       found = ask_grpc(address, clients, environments, observation, seconds)
     else:
       found = ask_zmq(address, kind, clients, environments, observation, seconds)
-    found['batches'] = server.ask()['batches']
+    last = server.ask()
+    found['batches'], found['cpu_us'] = last['batches'], last.get('cpu_us', math.nan)
   return found
 
 
@@ -510,6 +518,7 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     ipc_over_tcp=rate('podrace-ipc') / rate('podrace'),
     of_grpc=rate('podrace') / max(map(rate, GRPC)),
     batches=found['podrace'][-1]['batches'],
+    cpu_us=common.summary([r['cpu_us'] for r in found['podrace']]),
   )
 
 

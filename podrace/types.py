@@ -124,6 +124,7 @@ class HostEnvironment(Protocol):
   `recv` returns at least one and at most `batch_size` environments, in any order; a pool that
   always returns all of them in order is in lockstep. A pool whose environments may come and go
   returns none every now and then, so that who waits for them can look after other things.
+  Observations may be in memory of the pool, which the next `recv` writes to.
   """
 
   num_envs: int

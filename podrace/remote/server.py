@@ -170,7 +170,10 @@ def _within_episodes(items: list[Item], records: wire.Records) -> list[bool]:
 
 
 class RemotePool:
-  """A pool whose environments are somewhere else, and may come and go."""
+  """A pool whose environments are somewhere else, and may come and go.
+
+  The observations that `recv` returns are there until it is called again.
+  """
 
   watches_itself = True
 
@@ -182,6 +185,8 @@ class RemotePool:
     self._count = 0  # environments in `_ready`
     self._asked = 0  # environments whose timesteps are awaited
     self._inferring: list[Item] = []
+    # To get so much memory anew for each batch takes the kernel longer than to copy observations into it.
+    self._buffers = server.layout.buffers(args.batch_size)
     self._closed = False
     self.waiting = False  # its thread is in `recv`
     self._nudged = False  # to have the network
@@ -281,7 +286,8 @@ class RemotePool:
         np.concatenate([g.slots for g in groups]),
         np.concatenate([g.run_id for g in groups]),
       )
-    records, arrays = self._server.layout.records(steps), self._server.layout.observations(steps)
+    layout = self._server.layout
+    records, arrays = layout.records(steps), layout.observations(steps, self._buffers)
     observation = tree(self._server.observation_space, iter(arrays))
     timestep = TimeStep(
       observation,

@@ -212,8 +212,16 @@ def _bounds(leaf: Any) -> tuple[Any, Any, str] | None:
   return None
 
 
-def _joined(frames: Sequence[Buffer]) -> Buffer:
-  return frames[0] if len(frames) == 1 else bytearray().join(frames)
+def _joined(frames: Sequence[Buffer], buffer: np.ndarray | None = None) -> Buffer:
+  """One after the other; of one no copy."""
+  if len(frames) == 1:
+    return frames[0]
+  if buffer is None:
+    return bytearray().join(frames)
+  into, at = buffer.data, 0
+  for frame in frames:
+    into[at : (at := at + len(frame))] = frame
+  return into[:at]
 
 
 class Records:
@@ -260,17 +268,25 @@ class Layout:
 
   @staticmethod
   def records(steps: Sequence[Sequence[Buffer]]) -> Records:
-    """Those of several STEPs, one after the other; they may be written to if they are several."""
+    """Those of several STEPs, one after the other."""
     return Records(np.frombuffer(_joined([frames[0] for frames in steps]), '<u4').reshape(-1, 5))
 
-  def observations(self, steps: Sequence[Sequence[Buffer]]) -> list[np.ndarray]:
-    """Arrays [n, ...] of several STEPs, one after the other; of one without copying."""
-    return [self._array(steps, i) for i in range(len(self.leaves))]
+  def buffers(self, n: int) -> list[np.ndarray]:
+    """Memory for the observations of n environments."""
+    return [np.empty(n * size, np.uint8) for size in self._bytes]
 
-  def _array(self, steps: Sequence[Sequence[Buffer]], leaf: int) -> np.ndarray:
+  def observations(
+    self, steps: Sequence[Sequence[Buffer]], buffers: Sequence[np.ndarray]
+  ) -> list[np.ndarray]:
+    """Arrays [n, ...] of several STEPs, one after the other, in these buffers; of one where they are."""
+    return [self._array(steps, i, buffer) for i, buffer in enumerate(buffers)]
+
+  def _array(
+    self, steps: Sequence[Sequence[Buffer]], leaf: int, buffer: np.ndarray | None = None
+  ) -> np.ndarray:
     dtype, shape = self.leaves[leaf]
     n = sum([len(frames[0]) for frames in steps]) // RECORD.itemsize
-    joined = _joined([frames[1 + leaf] for frames in steps])
+    joined = _joined([frames[1 + leaf] for frames in steps], buffer)
     return np.frombuffer(joined, dtype).reshape(n, *shape)
 
   def check_observations(self, steps: Sequence[Sequence[Buffer]]) -> None:

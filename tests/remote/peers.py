@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import itertools
 import os
 import random
@@ -20,7 +21,7 @@ from podrace.envs.host.base import Checker, HostSpec, PoolArgs
 from podrace.remote import security, wire
 from podrace.remote.hub import Listen
 from podrace.remote.server import Server
-from podrace.types import FIRST, LAST, MID
+from podrace.types import FIRST, LAST, MID, Arrival
 
 ANY = 'tcp://127.0.0.1:*'
 
@@ -113,12 +114,19 @@ class Learner:
           continue
         self.pause.wait()
         if self.keep:
-          self.arrivals.append((pool, arrival))
+          self.arrivals.append((pool, kept(arrival)))
         self.steps += len(arrival.env_id)
         pool.send(arrival.env_id, rng.integers(0, 5, len(arrival.env_id)).astype(np.int32))
     except BaseException as e:
       if not self._stop:
         self.failure = e
+
+
+def kept(arrival: Arrival) -> Arrival:
+  """With its own observations: the pool's are those of its next batch soon."""
+  timestep = arrival.timestep
+  observation = copy.deepcopy(timestep.observation)
+  return arrival._replace(timestep=timestep._replace(observation=observation))
 
 
 def lives(arrivals: list[Any]) -> dict[Any, list[Any]]:

@@ -403,14 +403,17 @@ def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
     for raw in raws[:5]:
       raw.step(1, 0, FIRST)
     until(lambda: learner.server.counts['frames'] == 5)
-    ids = pool.recv().env_id
+    first = pool.recv()
+    ids = first.env_id
     assert len(ids) == 4
     with learner.server._lead:  # nobody reads what comes while the batch is acted for
       raws[5].step(1, 0, FIRST)
       until(lambda: learner.server._router.poll(0))
     pool.send(ids, np.zeros(len(ids), np.int32))
-    ids = pool.recv().env_id
+    second = pool.recv()
+    ids = second.env_id
     assert len(ids) == 2
+    assert np.shares_memory(first.timestep.observation, second.timestep.observation)
     pool.send(ids, np.zeros(len(ids), np.int32))
     pool.recv()
     for raw in raws:

@@ -251,11 +251,13 @@ def test_frames_go_there_and_back_without_a_copy() -> None:
   records, x = np.zeros(3, wire.RECORD), np.arange(12, dtype=np.float32).reshape(3, 4)
   frames = [records.tobytes(), x.tobytes()]
   layout.check(frames, 3, wire.checksum(frames))
-  back, (y,) = layout.records([frames]), layout.observations([frames])
+  buffers = layout.buffers(8)
+  back, (y,) = layout.records([frames]), layout.observations([frames], buffers)
   np.testing.assert_array_equal(x, y)
   assert not back.words.flags.owndata and not y.flags.owndata
-  (both,) = layout.observations([frames, frames])  # those of several STEPs are copied
+  (both,) = layout.observations([frames, frames], buffers)  # those of several STEPs are copied
   np.testing.assert_array_equal(both, np.concatenate([x, x]))
+  assert np.shares_memory(both, buffers[0]) and not np.shares_memory(y, buffers[0])
   action = np.array([1, 2, 3], np.int32).tobytes()
   np.testing.assert_array_equal(layout.actions([action], 3, wire.checksum([action])), [1, 2, 3])
   with pytest.raises(WireError, match='another checksum'):
