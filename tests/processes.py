@@ -161,7 +161,9 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-  return [json.loads(line) for line in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+  """What metrics.jsonl has; its last line may be half written as long as the run goes on."""
+  told = (run_dir / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  return [json.loads(line) for line in told if line.endswith('\n')]
 
 
 STRICT = {'jax_debug_key_reuse': False, 'jax_numpy_rank_promotion': 'allow'}
