@@ -66,10 +66,8 @@ class Anakin:
     local = batch(self.env, self.num_envs // self.mesh.size)
     return actor_on_mesh(self.agent, local, self.mesh, self.unroll_length)
 
-  def _init_one(self, key: Array) -> State:
-    train_key, actor_key, run_key = jax.random.split(key, 3)
+  def _init_one(self, train: TrainState, actor_key: Array, run_key: Array) -> State:
     begin, unroll = self._actor
-    train = self.agent.init(train_key)
     actor = begin(jnp.arange(self.num_envs, dtype=jnp.int32), actor_key)
     _, example = jax.eval_shape(unroll, train.params, actor, actor_key)
     memory = init_memory(self.replay, self.mesh, example)
@@ -79,8 +77,13 @@ class Anakin:
 
   def _init(self, keys: Array) -> State:
     if self.seeds == 1:
-      return self._init_one(keys[0])
-    return jax.vmap(self._init_one, out_axes=SEEDS)(keys)
+      train_key, actor_key, run_key = jax.random.split(keys[0], 3)
+      return self._init_one(self.agent.init(train_key), actor_key, run_key)
+    split = jax.vmap(lambda key: tuple(jax.random.split(key, 3)))
+    train_keys, actor_keys, run_keys = split(keys)
+    # One seed after the other: batched LAPACK calls, as an initialiser's QR, can block each other.
+    train = lax.map(self.agent.init, train_keys)
+    return jax.vmap(self._init_one, out_axes=SEEDS)(train, actor_keys, run_keys)
 
   @functools.cached_property
   def shapes(self) -> State:

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import inspect
 import json
+import logging
 import math
 import os
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from podrace import compile_cache
 from podrace.agents import AGENTS
 from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, flag, unknown
 from podrace.envs.registry import HOST_LIBRARIES
@@ -49,11 +51,14 @@ podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR,
   --sample        act as in training, by sampling; where environments explore each by a rate of its
                   own, with the rates of the run's environments, spread over the episodes
   --max-steps N   give up on episodes that are longer (default 1000000)
+  --no-compile-cache  compile anew, and keep nothing of it for the next command
 
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
 """
 
-EVAL_VALUES = {'--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N'}
+EVAL_VALUES = {
+  '--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N', '--no-compile-cache': '',
+}  # fmt: skip
 
 HOST_EXAMPLES = {
   'ale': 'ale:pong, ale:breakout, ale:ms_pacman,sticky=0.25',
@@ -68,6 +73,7 @@ TRAIN_OPTIONS = {
     'NAME',
     f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)',
   ),
+  '--no-compile-cache': ('', 'compile anew, and keep nothing of it for the next command'),
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress; warnings and the last words are told'),
@@ -211,11 +217,16 @@ def train(args: list[str]) -> int:
   sinks = tuple(s for s in options.text('--sinks').split(',') if s)
   quiet = '--quiet' in options
   with log_to_stderr('podrace train', quiet):
+    if '--no-compile-cache' not in options:
+      compile_cache.enable(logging.getLogger('podrace').info)
     summary = run.train(
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet,
       listen=listen, addresses=addresses,
     )  # fmt: skip
   _report(run_dir, summary)
+  from podrace.topology import leave_processes
+
+  leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
   return 0
 
 
@@ -539,6 +550,9 @@ def evaluate(args: list[str]) -> int:
   sys.path.insert(0, '')  # as in `train`
   from podrace.evaluate import evaluate as run_evaluation
 
+  if '--no-compile-cache' not in options:
+    compile_cache.enable(lambda text: print(f'podrace eval: {text}', file=sys.stderr))
+
   result = run_evaluation(
     Path(options.arguments[0]),
     options.whole('--episodes', 100),
@@ -628,6 +642,7 @@ for a learner elsewhere, which is `podrace train [PRESET] --connect-replay ... -
   --keys DIR                  with server.public, client.public and client.secret
   --insecure                  no keys, beyond this machine: nothing is encrypted
   --quiet                     tells only what is wrong
+  --no-compile-cache          compile anew, and keep nothing of it for the next command
   --actor-devices, --actor-threads, --env-batch-size, --env-deadline, --env-threads, --max-lag as of train,
   and --agent, --agent.FIELD, --env, --num-envs and --unroll-length, which must be the learner's
 
@@ -638,6 +653,7 @@ or bad usage, 143 and 130 on signals.
 ACT_VALUES = {  # the others are those of train
   '--connect-replay': 'ADDRESSES', '--params': 'ADDRESS', '--share': 'I/N', '--max-staleness': 'S',
   '--give-up-after': 'S', '--keys': 'DIR', '--insecure': '', '--quiet': '', '--agent': 'NAME',
+  '--no-compile-cache': '',
 }  # fmt: skip
 
 REPLAY_USAGE = """\
@@ -754,6 +770,8 @@ def act(args: list[str]) -> int:
     give_up=options.number('--give-up-after', 0.0),
   )
   with log_to_stderr('podrace act', '--quiet' in options):
+    if '--no-compile-cache' not in options:
+      compile_cache.enable(logging.getLogger('podrace').info)
     return apex.act(config, settings)
 
 

@@ -22,6 +22,7 @@ from flax import linen as nn
 
 from podrace import distributions
 from podrace.envs.spaces import leaves, over
+from podrace.initializers import orthogonal
 from podrace.types import Array, TimeStep
 
 CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
@@ -353,7 +354,7 @@ class Core(nn.Module):
     """state: [B, size] arrays; x: [T, B, F]; first: [T, B]. Returns [T, B, size] and the state."""
     gates = {'gru': 3, 'lstm': 4}[self.kind]
     inputs = nn.Dense(gates * self.size, name='input')(x)
-    kernel = self.param('recurrent', nn.initializers.orthogonal(), (self.size, gates * self.size))
+    kernel = self.param('recurrent', orthogonal(), (self.size, gates * self.size))
     candidate_bias = self.param('bias', nn.initializers.zeros_init(), (self.size,))
     cell = {'gru': _gru, 'lstm': _lstm}[self.kind]
 
@@ -387,7 +388,7 @@ def _lstm(state: Any, x: Array, kernel: Array, bias: Array) -> Any:
 
 INITIALIZERS = {
   # Schulman et al.'s PPO as released in OpenAI's baselines
-  'orthogonal': lambda: nn.initializers.orthogonal(math.sqrt(2)),
+  'orthogonal': lambda: orthogonal(math.sqrt(2)),
   # As Sonnet's default, IMPALA's and DQN's, a truncated normal; its standard deviation is 1/sqrt(fan in)
   # here, where Sonnet's is what truncation leaves of that, 0.88 of it
   'lecun': nn.initializers.lecun_normal,
@@ -406,7 +407,7 @@ class _ActorCritic(nn.Module):
     if s.core != 'none':
       self.rnn = Core(s.core, s.core_size)
     small = s.initializer == 'orthogonal'
-    head = nn.initializers.orthogonal
+    head = orthogonal
     size = s.distribution.size
     if s.has_log_std:
       size //= 2

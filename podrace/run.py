@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import math
 import os
+import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
   from podrace.remote.server import Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
+GRACE_SECONDS = 20.0  # after a signal: what a call has to end, before the run ends without it
+SLOW_SECONDS = 60.0  # of one call: a warning says where it stands, and again after twice the time
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
@@ -59,10 +65,11 @@ class RunError(Exception):
 
 
 class Stopped(Exception):
-  """A signal ended the run; all that there was to save is saved."""
+  """A signal ended the run; all that there was to save is saved, but for what `unsaved` names."""
 
-  def __init__(self, signum: int) -> None:
-    super().__init__(signal.Signals(signum).name)
+  def __init__(self, signum: int, unsaved: str = '') -> None:
+    name = signal.Signals(signum).name
+    super().__init__(f'{name}: {unsaved}' if unsaved else name)
     self.signum = signum
 
 
@@ -79,6 +86,7 @@ class Stop:
 
   def __init__(self) -> None:
     self.signum = 0
+    self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a handler may put into it
     self._entered = contextlib.ExitStack()
 
   def __enter__(self) -> Stop:
@@ -94,6 +102,7 @@ class Stop:
       self._tell('ended at once, without saving; the last checkpoint counts, if there is one')
       raise KeyboardInterrupt
     self.signum = signum
+    self._wake.put(None)
     if not again:
       name = signal.Signals(signum).name
       self._tell(
@@ -104,30 +113,60 @@ class Stop:
     with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
       os.write(2, f'\npodrace: {text}\n'.encode())
 
-  def during(self, work: Callable[[], Any]) -> Any:
-    """The result of `work`, which can't be interrupted and so runs beside.
+  def during(
+    self,
+    work: Callable[[], Any],
+    what: str,
+    warn: Callable[[str], None],
+    grace: float = 0.0,
+  ) -> Any:
+    """The result of `work`, which can't be interrupted and so runs in a thread of its own.
+
+    Args:
+      what: names the work in the warnings that come while it takes long.
+      grace: seconds that it may go on after a signal.
 
     Raises:
-      Stopped: if a signal came first; `work` is left to itself.
+      Stopped: if a signal came and `work` did not end in time; `work` is left to itself.
     """
-    result: list[Any] = []
+    outcome: list[Any] = []
     error: list[BaseException] = []
 
     def target() -> None:
       try:
-        result.append(work())
+        outcome.append(work())
       except BaseException as e:
         error.append(e)
+      finally:
+        self._wake.put(None)
 
-    thread = threading.Thread(target=target, daemon=True)
+    thread = threading.Thread(target=target, daemon=True, name=what)
     thread.start()
-    while thread.is_alive():
-      thread.join(0.1)
-      if self.signum and jax.process_count() == 1:
-        raise Stopped(self.signum)
+    began, slow, deadline = time.monotonic(), SLOW_SECONDS, math.inf
+    while not outcome and not error:
+      now = time.monotonic()
+      if self.signum:
+        deadline = min(deadline, now + grace)
+        if now >= deadline:
+          unsaved = f'{what} did not end within {grace:g} s and is not saved' if grace else ''
+          raise Stopped(self.signum, unsaved)
+      if now - began >= slow:
+        warn(f'{what} has taken {now - began:.0f} s so far, {_whereabouts(thread)}; Ctrl-C ends it')
+        slow *= 2
+      with contextlib.suppress(queue.Empty):
+        self._wake.get(timeout=max(0.0, min(began + slow, deadline) - now))
+    thread.join()
     if error:
       raise error[0]
-    return result[0]
+    return outcome[0]
+
+
+def _whereabouts(thread: threading.Thread) -> str:
+  """Where a thread stands in Python, the innermost line of podrace's or of the user's."""
+  frame = sys._current_frames().get(thread.ident or 0)
+  lines = [] if frame is None else traceback.extract_stack(frame)
+  lines = [line for line in lines if 'site-packages' not in line.filename]
+  return f'in {lines[-1].name} ({lines[-1].filename}:{lines[-1].lineno})' if lines else 'ending'
 
 
 class Pace:
@@ -466,9 +505,11 @@ class _Run:
     if self.leader and read_record(self.run_dir) is None:
       write_json(self.run_dir / 'config.json', to_json(config))
     started = time.perf_counter()
+    # Several processes compile together: who leaves takes the others down.
+    alone = 0.0 if jax.process_count() == 1 else GRACE_SECONDS
     self.say(f'compiling {config.env} for {self.program.mesh.size} device(s) ...')
     stack.callback(self.program.close)
-    self.stop.during(self.program.compile)
+    self.stop.during(self.program.compile, 'compilation', self.warn, alone)
     self.compile_s = time.perf_counter() - started
     state = self.restore()
     if self.leader:
@@ -477,7 +518,10 @@ class _Run:
     keys = jax.vmap(jax.random.key)(seeds)
     if state is None:
       started = time.perf_counter()
-      state = self.stop.during(lambda: self.program.init(jax.random.clone(keys)))
+      state = self.stop.during(
+        lambda: jax.block_until_ready(self.program.init(jax.random.clone(keys))),
+        'initialisation', self.warn, alone,
+      )  # fmt: skip
       self.compile_s += time.perf_counter() - started
     self.say(f'compiled in {self.compile_s:.1f} s')
     self.open_sinks(stack)
@@ -532,9 +576,9 @@ class _Run:
         self.save_due(time.perf_counter() - last_save),
       )
       with self.saving(update, state):
-        after, n = self.program.advance(state, n, lambda: bool(self.stop.signum))
-        broken, finite = self.program.health(after)
-      state = after
+        state, n, broken, finite = self.stop.during(
+          functools.partial(self.call, state, n), 'a call of the program', self.warn, GRACE_SECONDS
+        )
       seconds = time.perf_counter() - began
       update += n
       self.account(n, seconds)
@@ -556,6 +600,11 @@ class _Run:
         self.checkpoints.wait()
         raise Stopped(stop)
     return state
+
+  def call(self, state: Any, updates: int) -> tuple[Any, int, Any, Any]:
+    """Makes updates: the state after them, their number, and what `health` says of it."""
+    after, n = self.program.advance(state, updates, lambda: bool(self.stop.signum))
+    return after, n, *self.program.health(after)
 
   def save_due(self, seconds: float) -> bool:
     """Whether a checkpoint is due so long after the last one, or after the beginning."""
@@ -655,6 +704,8 @@ class _Run:
     """What fails elsewhere is an error of the run, which saves `state` if it still can."""
     try:
       yield
+    except Stopped:
+      raise
     except (ActorFailed, ReplayFailed) as e:
       raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
     except Exception as e:

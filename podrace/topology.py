@@ -192,6 +192,7 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
   if not 0 <= process_id < num_processes:
     raise ValueError(f'--process-id {process_id} is not one of {num_processes} processes')
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from the run
   jax.distributed.initialize(
     coordinator,
     num_processes,

@@ -1,0 +1,45 @@
+"""Initialisers of networks that JAX has not in the form they are needed in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from podrace.types import Array
+
+
+def orthonormal(matrix: Array) -> Array:
+  """The columns of `matrix` [M, N], M >= N, made orthonormal; the triangular factor's diagonal is positive.
+
+  Classical Gram-Schmidt, twice for each column (Giraud et al. 2005). It is QR without LAPACK: jaxlib's
+  batched LAPACK calls wait for each other's threads for ever where two of them run at once on a CPU.
+  """
+
+  def orthogonalize(j: Array, done: Array) -> Array:
+    column = matrix[:, j]
+    for _ in range(2):
+      column = column - done @ (column @ done)
+      column = column / jnp.linalg.norm(column)
+    return done.at[:, j].set(column)
+
+  return jax.lax.fori_loop(0, matrix.shape[1], orthogonalize, jnp.zeros_like(matrix))
+
+
+def orthogonal(scale: float = 1.0) -> Callable[..., Array]:
+  """An initialiser: uniform over orthogonal matrices (Saxe et al. 2013, arXiv 1312.6120), times `scale`.
+
+  The last axis is a layer's outputs, all before it are its inputs, as in
+  `jax.nn.initializers.orthogonal`, whose values these are to rounding.
+  """
+
+  def init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> Array:
+    inputs, outputs = math.prod(shape[:-1]), shape[-1]
+    tall = jax.random.normal(key, (max(inputs, outputs), min(inputs, outputs)), dtype)
+    basis = orthonormal(tall)
+    return scale * (basis if inputs >= outputs else basis.T).reshape(shape)
+
+  return init
