@@ -35,6 +35,7 @@ class ActorState(NamedTuple):
   episode_return: Array  # f32 of the episode under way
   episode_length: Array  # i32
   episodes: Episodes  # since the log was last read
+  faults: Array  # i32 bits, what was against the contract so far: `podrace.check.FAULTS`
 
 
 def no_episodes(batch_size: int) -> Episodes:
@@ -55,6 +56,7 @@ def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
     episode_return=jnp.zeros([n], jnp.float32),
     episode_length=jnp.zeros([n], jnp.int32),
     episodes=no_episodes(n),
+    faults=jnp.zeros([n], jnp.int32),
   )
 
 

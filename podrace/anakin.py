@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology
 from podrace.actor import ActorState, actor_on_mesh, pooled
+from podrace.check import count_faults, faults
 from podrace.envs.base import batch
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.types import Agent, Array, Environment, Replay, TrainState
@@ -115,6 +116,7 @@ class Anakin:
     unroll = self._actor[1]
     learn = learner(self.agent, self.replay, self.mesh)
     actor, trajectory = unroll(state.train.params, state.actor, act_key)
+    actor = actor._replace(faults=actor.faults | faults(self.env.action_space, trajectory))
     train, memory, metrics, count = learn(
       state.train, state.memory, trajectory, learn_key, state.update
     )
@@ -155,9 +157,10 @@ class Anakin:
 
   @functools.cached_property
   def health(self) -> Any:
-    """State -> (the first update whose loss was not finite or -1, all parameters are finite)."""
+    """State -> (the first update whose loss was not finite or -1, all parameters are finite, in
+    how many environments there was each of `podrace.check.FAULTS`)."""
 
-    def check(state: State) -> tuple[Array, Array]:
-      return state.log.broken, all_finite(state.train.params)
+    def check(state: State) -> tuple[Array, Array, Array]:
+      return state.log.broken, all_finite(state.train.params), count_faults(state.actor.faults)
 
     return jax.jit(check, out_shardings=topology.replicated(self.mesh))

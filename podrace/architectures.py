@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from podrace import anakin, sebulba, tables
+from podrace.check import check_faults
 from podrace.checkpoint import CheckpointError
 from podrace.envs.host.base import Totals
 from podrace.replay.hosted import Hosted, ReplayFailed
@@ -111,7 +112,9 @@ class OnDevice:
     return jax.device_get(summary), state
 
   def health(self, state: Any) -> tuple[Any, Any]:
-    return jax.device_get(self._health(state))
+    broken, finite, counts = jax.device_get(self._health(state))
+    check_faults(counts, self._program.agent, self._program.env)
+    return broken, finite
 
   def told(self) -> dict[str, Any]:
     return {}

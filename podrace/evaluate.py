@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from podrace import envs
+from podrace.check import check_environment
 from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, UsageError, bind_run
 from podrace.envs.base import batch
@@ -261,6 +262,7 @@ def evaluate(
   config = load_config(run_dir)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
+  check_environment(env.jax if isinstance(env, HostSpec) else env)
   step, params, skipped = newest_params(config, agent, run_dir)
   if not sample:
     if not hasattr(agent, 'greedy'):

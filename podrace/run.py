@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from podrace import __version__, envs, metrics
 from podrace.anakin import Anakin
 from podrace.architectures import Architecture, OnDevice, OnHost
+from podrace.check import check_run
 from podrace.checkpoint import CheckpointError, Checkpoints, read_json
 from podrace.config import (
   Config,
@@ -40,6 +41,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.host import base as host
+from podrace.errors import RunError
 from podrace.process import lock, on_signals
 from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
@@ -58,10 +60,6 @@ SLOW_SECONDS = 60.0  # of one call: a warning says where it stands, and again af
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
-
-
-class RunError(Exception):
-  """The run can't go on; the message is for the user. The command line exits with 1."""
 
 
 class Stopped(Exception):
@@ -306,9 +304,9 @@ def build(
   env = envs.make(config.env)
   agent = bind_run(config, env)
   replay, mesh = memory(agent, env, config), learner_mesh(config.devices)
-  return OnDevice(
-    Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
-  )
+  program = Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
+  check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
+  return OnDevice(program)
 
 
 def memory(agent: Any, env: Any, config: Config) -> Replay:
@@ -328,7 +326,7 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
       raise UsageError('--envs remote is for runs of one process')
     spec = server.spec(spec)
   agent = bind_run(config, spec)
-  return Sebulba(
+  program = Sebulba(
     agent=agent,
     spec=spec,
     replay=memory(agent, spec, config),
@@ -344,6 +342,8 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
     seed=config.seed,
     hosted=config.replay == 'host',
   )
+  check_run(agent, spec, program.replay, program.mesh, config.num_envs, config.unroll_length)
+  return program
 
 
 def build_learner(config: Config) -> Sebulba:
@@ -361,6 +361,7 @@ def build_learner(config: Config) -> Sebulba:
   if devices := config.learner_devices:
     mesh = split_devices(devices, devices, config.devices).learners
   replay = memory(agent, spec, config)
+  check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
   return Sebulba(
     agent=agent,
     spec=spec,
@@ -706,7 +707,7 @@ class _Run:
       yield
     except Stopped:
       raise
-    except (ActorFailed, ReplayFailed) as e:
+    except (ActorFailed, ReplayFailed, RunError) as e:
       raise RunError(f'{e}\n{self.save_at_failure(update, state)}') from e
     except Exception as e:
       what = 'the run failed'

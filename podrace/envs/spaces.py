@@ -45,6 +45,17 @@ def tree(space: Any, arrays: Iterator[Any]) -> Any:
   return dict(zip(parts, found, strict=True)) if isinstance(space, Mapping) else tuple(found)
 
 
+def bounds(space: Any) -> tuple[Any, Any] | None:
+  """The lowest and the highest values of what holds arrays; None of a space of several."""
+  if hasattr(space, 'low'):  # a Box
+    return space.low, space.high
+  if hasattr(space, 'nvec'):  # a MultiDiscrete
+    return space.start, space.start + space.nvec - 1
+  if _parts(space) is not None or not hasattr(space, 'start'):
+    return None
+  return int(space.start), int(space.start) + int(space.n) - 1  # a Discrete
+
+
 def over(f: Callable[..., Any], space: Any, *trees: Any) -> Any:
   """f(space, *arrays) of everything that holds arrays, as a tree."""
   spaces = (leaf for _, leaf in leaves(space))

@@ -13,7 +13,7 @@ import numpy as np
 
 from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName
-from podrace.envs.spaces import leaves, values
+from podrace.envs.spaces import bounds, leaves, values
 from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
 
 
@@ -275,15 +275,10 @@ class Checker:
 
 def _bounds(space: Any) -> tuple[Any, Any]:
   """The lowest and the highest action, or numbers in one."""
-  from gymnasium import spaces
-
-  if isinstance(space, spaces.Discrete):
-    return int(space.start), int(space.start) + int(space.n) - 1
-  if isinstance(space, spaces.MultiDiscrete):
-    return space.start, space.start + space.nvec - 1
-  if not isinstance(space, spaces.Box):
+  found = bounds(space)
+  if found is None:
     raise HostError(f'actions are Discrete, MultiDiscrete or Box here, not {space}')
-  return space.low, space.high
+  return found
 
 
 def choices(space: Any) -> Any:

@@ -8,17 +8,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from podrace.check import out_of_order
 from podrace.envs.base import batch
-from podrace.envs.host.base import everyone
+from podrace.envs.host.base import HostError, everyone
 from podrace.topology import host_device
-from podrace.types import LAST, Array, Arrival, Environment, TimeStep
+from podrace.types import FIRST, LAST, Array, Arrival, Environment, TimeStep
 
 
 class JaxSteps:
   """The compiled functions that all pools of one size share."""
 
   def __init__(self, env: Environment, num_envs: int, length: int) -> None:
-    self.num_envs, self.length = num_envs, length
+    self.env, self.num_envs, self.length = env, num_envs, length
     many = batch(env, num_envs)
     self.reset = jax.jit(many.reset)
     self.split = jax.jit(  # as numbers, of which some can be taken again and again
@@ -49,11 +50,13 @@ class JaxPool:
     self.state: Any = None
     self.steps = 0  # made since the run began
     self._waiting: TimeStep | None = None
+    self._last: np.ndarray | None = None  # [num_envs] bool: the step before was LAST; None: unknown
     self._keys: Any = None
 
   def reset(self) -> None:
     key = jax.device_put(self._reset_key, self._device)
     self.state, self._waiting = self._do.reset(key)
+    self._last = None
 
   def restore(self, state: Any, steps: int) -> None:
     """Goes on from a saved state, of which the timestep has been seen."""
@@ -71,7 +74,11 @@ class JaxPool:
     assert self._waiting is not None, 'recv before reset or send'
     timestep = jax.tree.map(np.asarray, self._waiting)
     self._waiting = None
-    return Arrival(self._ids, timestep, timestep.reward, timestep.step_type == LAST, self._zeros)
+    ended: np.ndarray = timestep.step_type == LAST
+    if self._last is not None and np.count_nonzero(self._last != (timestep.step_type == FIRST)):
+      raise HostError(out_of_order(self._do.env))
+    self._last = ended
+    return Arrival(self._ids, timestep, timestep.reward, ended, self._zeros)
 
   def kill(self) -> None:
     pass

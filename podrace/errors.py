@@ -1,0 +1,7 @@
+"""The errors whose messages are for the user."""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+  """The run can't go on; the message is for the user. The command line exits with 1."""
