@@ -113,7 +113,8 @@ class DQN:
   ) -> tuple[ActorOutput, Any]:
     noise_key, explore_key = jax.random.split(key)
     noisy = self.network.noisy and not self.greedy
-    q, _ = self.network.step(params.network, (), timestep, noise_key if noisy else None)
+    drawn = noise_key if noisy else None
+    q, _ = self.network.step(params.network, (), timestep, drawn, per_row=True)
     values = self.network.mean(q)
     epsilon = state if self.epsilon_ladder else params.epsilon
     epsilon = jnp.broadcast_to(0.0 if self.greedy else epsilon, values.shape[:1])
@@ -160,7 +161,10 @@ class DQN:
     return TrainState(params, Rest(followed, opt_state, steps)), priority, metrics
 
   def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
-    """The network's [B, A, atoms], with noise if it has any."""
+    """The network's [B, A, atoms], with noise if it has any: one sample for the batch.
+
+    Fortunato et al. 2018 (arXiv 1706.10295, section 3.1) hold it fixed across the batch, too.
+    """
     q, _ = self.network.step(network, (), timestep, key if self.network.noisy else None)
     return q
 
