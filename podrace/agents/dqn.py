@@ -2,6 +2,14 @@
 
 Rainbow (Hessel et al. 2018, arXiv 1710.02298) is double, dueling, n-step, prioritised, noisy and
 distributional at once: see the preset `rainbow-minatar`. Each is a setting here or of the network.
+
+Against Nature's DQN: Adam in the place of RMSProp; the gradient's norm is clipped; actions are
+double by default; the replay has 100,000 steps, not a million; target copies and epsilon are
+counted in gradient steps and are faster (250, not 10,000; 10,000 steps to 0.05, not a million
+frames to 0.1). Rewards are clipped by the environment, if at all.
+Against Rainbow: the gradient's norm is clipped at 10, as Wang et al. 2016 do (arXiv 1511.06581).
+Draws are stratified where replay is on the device, and independent in tables on the host.
+Importance weights are divided by the largest of each device's batch.
 """
 
 from __future__ import annotations
