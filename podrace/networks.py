@@ -21,10 +21,12 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
+from podrace.defaults import PIXELS
 from podrace.envs.spaces import leaves, over
 from podrace.types import Array, TimeStep
 
 CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
+FLAT = 2048  # numbers of an image that an MLP takes as they are: MinAtar's boards have up to 1,000
 CPU_CHUNK_FRAMES = 32  # likewise, where a sample is a frame that goes through convolutions
 
 
@@ -444,7 +446,7 @@ class Body:
   """
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid'] = 'auto'
-  # ^ for images; auto: nature from 36 pixels a side, grid below
+  # ^ for images; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
   hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
   activation: Literal['tanh', 'relu'] = 'tanh'
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
@@ -491,8 +493,9 @@ class Body:
       )
     if self.torso != 'auto' or not images:
       return 'mlp' if self.torso == 'auto' else self.torso
-    sides = images[0].shape[1:] if channels_first(images[0]) else images[0].shape[:2]
-    return 'nature' if min(sides) >= 36 else 'grid'
+    if min(image_sides(self.observation_space)) >= PIXELS:
+      return 'nature'
+    return 'mlp' if math.prod(images[0].shape) <= FLAT else 'grid'
 
   @property
   def cpu_chunk(self) -> int:
@@ -829,6 +832,14 @@ def _images(space: Any) -> list[Any]:
 
   found = [s for path, s in leaves(space) if path.split('/')[1:2] != ['action_mask']]
   return [s for s in found if isinstance(s, spaces.Box) and len(s.shape) == 3]
+
+
+def image_sides(space: Any) -> tuple[int, ...]:
+  """Height and width of the first image in an observation space; () if there is none."""
+  images = _images(space)
+  if not images:
+    return ()
+  return tuple(images[0].shape[1:] if channels_first(images[0]) else images[0].shape[:2])
 
 
 def _floats(space: Any, x: Array) -> Array:
