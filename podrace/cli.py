@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace import compile_cache
+from podrace import compile_cache, defaults
 from podrace.agents import AGENTS
 from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, flag, unknown
 from podrace.envs.registry import HOST_LIBRARIES
@@ -200,13 +200,15 @@ def train(args: list[str]) -> int:
   agent, rest = agent_of(options), options.arguments
   sys.path.insert(0, '')  # for agents and environments of the user's own, as `python -m` does
   run_dir = options.path('--run-dir')
-  base = base_config(preset, run_dir, agent)
+  base = base_config(preset, run_dir, agent, rest)
   if _value_of('--envs', rest) == 'remote':  # which has another default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
   config = parse(base, rest)
   addresses = _addresses(options)
   listen = _listen(options) if addresses is None else None
   _join(options)
+  if is_open(preset, run_dir, agent, rest):
+    config = settled(base, config.env, rest)
 
   from podrace import run
 
@@ -230,7 +232,7 @@ def train(args: list[str]) -> int:
   return 0
 
 
-def _value_of(flag: str, args: list[str]) -> str | None:
+def _value_of(flag: str, args: Sequence[str]) -> str | None:
   """What is given for a flag, the last time that it is."""
   found = None
   for i, arg in enumerate(args):
@@ -307,24 +309,55 @@ def _report(run_dir: Path, summary: dict[str, Any]) -> None:
   print(f'next: podrace eval {run_dir} --episodes 100')
 
 
-def base_config(preset: str | None, run_dir: Path | None, agent: str | None) -> Config:
-  """What the flags change: the preset, else what the run directory records, else Catch."""
+def is_open(
+  preset: str | None, run_dir: Path | None, agent: str | None, args: Sequence[str]
+) -> bool:
+  """Whether neither a preset nor the record of a run says all settings of the agent: see `settled`."""
+  if preset is not None:
+    return agent not in (None, agent_name(PRESETS[preset]().agent))
+  if run_dir is not None and (run_dir / 'config.json').exists():
+    return False
+  return agent is not None or _value_of('--env', args) is not None
+
+
+def base_config(
+  preset: str | None, run_dir: Path | None, agent: str | None, args: Sequence[str] = ()
+) -> Config:
+  """What the flags change: the preset, else what the run directory records, else Catch.
+
+  With an agent or an environment and no preset, it is the defaults of Config and of the agent.
+  """
   from podrace.run import load_config
 
-  if preset is None and run_dir is not None and (run_dir / 'config.json').exists():
+  if preset is None and is_open(preset, run_dir, agent, args):
+    config = Config(agent=default_agent(agent or 'impala'))
+  elif preset is None and run_dir is not None and (run_dir / 'config.json').exists():
     config = load_config(run_dir)
   else:
     config = PRESETS[preset or 'catch']()
   if agent is not None and agent != agent_name(config.agent):
-    cls = agent_class(agent)
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-      raise UsageError(f'{agent} is no agent: it is no dataclass; see docs/own-agent.md')
-    if not getattr(cls, '__dataclass_params__').frozen:  # noqa: B009 (which mypy does not know)
-      raise UsageError(f'{agent} must be frozen: @dataclasses.dataclass(frozen=True)')
-    if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
-      raise UsageError(f'{agent} needs defaults for its fields: {", ".join(needed)}')
-    config = dataclasses.replace(config, agent=cls())
+    config = dataclasses.replace(config, agent=default_agent(agent))
   return config
+
+
+def default_agent(name: str) -> Any:
+  """An agent with its class' defaults; raises UsageError if it is none that has them."""
+  cls = agent_class(name)
+  if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    raise UsageError(f'{name} is no agent: it is no dataclass; see docs/own-agent.md')
+  if not getattr(cls, '__dataclass_params__').frozen:  # noqa: B009 (which mypy does not know)
+    raise UsageError(f'{name} must be frozen: @dataclasses.dataclass(frozen=True)')
+  if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
+    raise UsageError(f'{name} needs defaults for its fields: {", ".join(needed)}')
+  return cls()
+
+
+def settled(base: Config, env: str, args: list[str], prog: str = 'podrace train') -> Config:
+  """What the flags make of `base` with the defaults of its agent in that kind of environment.
+
+  It makes the environment, which may ask JAX for devices: the processes of a run have joined before.
+  """
+  return parse(defaults.with_defaults(base, env), args, prog)
 
 
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
@@ -406,7 +439,10 @@ def train_help(agent: str | None = None, preset: str | None = None) -> str:
     'options:',
   ]
   lines += [_row(name, value, help) for name, (value, help) in TRAIN_OPTIONS.items()]
-  lines += ['', 'the run (defaults of Config; presets have their own):']
+  lines += [
+    '',
+    'the run (these defaults are for --env or --agent; presets have their own, see also below):',
+  ]
   here = Path(__file__).parent
   lines += [_row(*f) for f in fields_of(here / 'config.py', 'Config', '--') if f[0] != '--agent']
   if agent is not None and ':' in agent:
@@ -424,7 +460,24 @@ def train_help(agent: str | None = None, preset: str | None = None) -> str:
       lines += ['', f'the {name} of {agents} (defaults that an agent has of its own are above):']
       rows = fields_of(here / file, cls, f'--agent.{name}.')
       lines += [_row(*f) for f in rows if f[0].rpartition('.')[2] not in FIXED.get(cls, ())]
-  return '\n'.join(lines)
+  return '\n'.join([*lines, *_default_rows()])
+
+
+def _default_rows() -> list[str]:
+  """What podrace.defaults sets, by agent and kind of environment."""
+  lines = [
+    '',
+    'defaults in the place of those above, where no preset has others: of an agent in a kind of environment,',
+    'which is',
+    *(f'  {kind}: {told}' for kind, told in defaults.KINDS.items()),
+  ]
+  for name, told in defaults.rows():
+    indent = ' ' * 6
+    options = textwrap.fill(
+      told, 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    lines += [f'  {name}:', options]
+  return lines
 
 
 def _preset_rows(preset: str) -> list[str]:
@@ -756,7 +809,10 @@ def act(args: list[str]) -> int:
 
   remote.require()
   sys.path.insert(0, '')
-  config = parse(base_config(preset, None, agent), options.arguments, 'podrace act')
+  base = base_config(preset, None, agent, options.arguments)
+  config = parse(base, options.arguments, 'podrace act')
+  if is_open(preset, None, agent, options.arguments):
+    config = settled(base, config.env, options.arguments, 'podrace act')
   from podrace import apex
 
   apex.check_options(config, options.arguments)
@@ -914,8 +970,11 @@ def bench(args: list[str]) -> int:
   if not 0 < seconds < math.inf:
     raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
   sys.path.insert(0, '')
-  base = dataclasses.replace(base_config(preset, None, agent), architecture='sebulba')
+  base = base_config(preset, None, agent, options.arguments)
+  base = dataclasses.replace(base, architecture='sebulba')
   config = parse(base, options.arguments)
+  if is_open(preset, None, agent, options.arguments):
+    config = settled(base, config.env, options.arguments)
   from podrace.bench import bench_sebulba
 
   print(json.dumps(bench_sebulba(config, seconds)))

@@ -21,11 +21,13 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
+from podrace.defaults import PIXELS
 from podrace.envs.spaces import leaves, over
 from podrace.initializers import orthogonal
 from podrace.types import Array, TimeStep
 
 CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
+FLAT = 2048  # numbers of an image that an MLP takes as they are: MinAtar's boards have up to 1,000
 CPU_CHUNK_FRAMES = 32  # likewise, where a sample is a frame that goes through convolutions
 
 
@@ -445,7 +447,7 @@ class Body:
   """
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid'] = 'auto'
-  # ^ for images; auto: nature from 36 pixels a side, grid below
+  # ^ for images; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
   hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
   activation: Literal['tanh', 'relu'] = 'tanh'
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
@@ -492,8 +494,9 @@ class Body:
       )
     if self.torso != 'auto' or not images:
       return 'mlp' if self.torso == 'auto' else self.torso
-    sides = images[0].shape[1:] if channels_first(images[0]) else images[0].shape[:2]
-    return 'nature' if min(sides) >= 36 else 'grid'
+    if min(image_sides(self.observation_space)) >= PIXELS:
+      return 'nature'
+    return 'mlp' if math.prod(images[0].shape) <= FLAT else 'grid'
 
   @property
   def cpu_chunk(self) -> int:
@@ -542,14 +545,18 @@ class Body:
     zeros = jnp.zeros([batch_size, self.core_size])
     return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
 
-  def step(self, params: Any, state: Any, timestep: TimeStep, key: Any = None) -> Any:
+  def step(
+    self, params: Any, state: Any, timestep: TimeStep, key: Any = None, per_row: bool = False
+  ) -> Any:
     timesteps = jax.tree.map(lambda x: x[None], timestep)
-    outputs, state = self.unroll(params, state, timesteps, key)
+    outputs, state = self.unroll(params, state, timesteps, key, per_row)
     return jax.tree.map(lambda x: x[0], outputs), state
 
-  def unroll(self, params: Any, state: Any, timesteps: TimeStep, key: Any = None) -> Any:
-    """`key` is for networks that draw noise; without, there is none."""
-    rngs = None if key is None else {'noise': key}
+  def unroll(
+    self, params: Any, state: Any, timesteps: TimeStep, key: Any = None, per_row: bool = False
+  ) -> Any:
+    """`key` is for networks that draw noise, one sample or one `per_row`; without, there is none."""
+    rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
     return self.module.apply({'params': params}, state, timesteps, rngs=rngs)
 
 
@@ -585,7 +592,8 @@ class ActorCritic(Body):
 class NoisyDense(nn.Module):
   """A layer with learned noise (Fortunato et al. 2018, arXiv 1706.10295): factorised Gaussian.
 
-  Without a key for 'noise' it is the mean of its layers.
+  A key for 'noise' draws one sample for all rows; one for 'row_noise', a sample for each row.
+  Without either it is the mean of its layers.
   """
 
   features: int
@@ -604,17 +612,24 @@ class NoisyDense(nn.Module):
     bias = self.param('bias', uniform, (self.features,))
     kernel_sigma = self.param('kernel_sigma', sigma, (inputs, self.features))
     bias_sigma = self.param('bias_sigma', sigma, (self.features,))
+    if self.has_rng('row_noise'):  # the same product, without weights of each row's own
+      noise_in, noise_out = self._noise('row_noise', x.shape[0], inputs)
+      varied = affine(x * noise_in, kernel_sigma, bias_sigma[None])
+      return affine(x, kernel, bias[None]) + varied * noise_out
     if self.has_rng('noise'):
-      in_key, out_key = jax.random.split(self.make_rng('noise'))
-      noise_in, noise_out = self._noise(in_key, inputs), self._noise(out_key, self.features)
-      kernel += kernel_sigma * noise_in[:, None] * noise_out[None]
-      bias += bias_sigma * noise_out
+      noise_in, noise_out = self._noise('noise', 1, inputs)
+      kernel += kernel_sigma * noise_in.T * noise_out
+      bias += bias_sigma * noise_out[0]
     return affine(x, kernel, bias[None])
 
-  @staticmethod
-  def _noise(key: Array, size: int) -> Array:
-    x = jax.random.normal(key, (size,))
-    return jnp.sign(x) * jnp.sqrt(jnp.abs(x))
+  def _noise(self, name: str, rows: int, inputs: int) -> tuple[Array, Array]:
+    """What the paper's equations 10 and 11 call f(epsilon), of inputs and outputs, [rows, ...]."""
+    in_key, out_key = jax.random.split(self.make_rng(name))
+    x, y = (
+      jax.random.normal(key, (rows, size))
+      for key, size in ((in_key, inputs), (out_key, self.features))
+    )
+    return jnp.sign(x) * jnp.sqrt(jnp.abs(x)), jnp.sign(y) * jnp.sqrt(jnp.abs(y))
 
 
 class _QNetwork(nn.Module):
@@ -676,7 +691,7 @@ class QNetwork(Body):
   v_max: float = 10.0
   head_size: int = 0  # units of a hidden layer in each stream; 0: none
   dueling: bool = False
-  noisy: bool = False  # noise in the heads, which explores; agents may act at random beside it
+  noisy: bool = False  # noise in the heads, which explores, each environment by a sample of its own
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -818,6 +833,14 @@ def _images(space: Any) -> list[Any]:
 
   found = [s for path, s in leaves(space) if path.split('/')[1:2] != ['action_mask']]
   return [s for s in found if isinstance(s, spaces.Box) and len(s.shape) == 3]
+
+
+def image_sides(space: Any) -> tuple[int, ...]:
+  """Height and width of the first image in an observation space; () if there is none."""
+  images = _images(space)
+  if not images:
+    return ()
+  return tuple(images[0].shape[1:] if channels_first(images[0]) else images[0].shape[:2])
 
 
 def _floats(space: Any, x: Array) -> Array:

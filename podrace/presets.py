@@ -167,7 +167,7 @@ def dqn_cartpole() -> Config:
 
 
 def rainbow_minatar() -> Config:
-  """Rainbow on MinAtar Breakout; give another game by --env."""
+  """Rainbow on MinAtar Breakout, explored by its noise alone; give another game by --env."""
   from podrace.agents.dqn import DQN
   from podrace.networks import QNetwork
   from podrace.replay import Buffer
@@ -188,7 +188,8 @@ def rainbow_minatar() -> Config:
       n_step=3,
       double=True,
       target_period=250,
-      epsilon=0.01,
+      epsilon=0.0,
+      epsilon_steps=1,
     ),
     env='gymnax:Breakout-MinAtar',
     num_envs=16,

@@ -442,7 +442,7 @@ BAD = [
   (['train', '--devices', '3'], '--num-envs 64 does not divide over 3 devices'),
   (
     ['train', '--agent', 'ppo', '--agent.minibatches', '5'],
-    '16 steps of an unroll do not divide into 5 minibatches',
+    '32 steps of an unroll do not divide into 5 minibatches',
   ),
   (['train', '--agent.network.torso', 'nature', '--env', 'gymnax:CartPole-v1'], 'needs an image'),
   (['train', '--agent', 'sac'],

@@ -488,13 +488,20 @@ def test_what_is_shared() -> None:
   assert separate(shared=False)
   assert not separate(shared=True)
   assert not separate(shared=False, core='gru')
-  assert not separate(shared=False, observation=image)
+  assert not separate(shared=False, observation=image, torso='grid')
+  assert separate(shared=False, observation=image)  # which is flattened
   assert separate(shared=False, observation=image, torso='mlp')
 
 
 @pytest.mark.parametrize(
   ('size', 'torso'),
-  [((36, 40, 1), 'nature'), ((35, 84, 1), 'grid'), ((9,), 'mlp'), ((9, 9), 'mlp')],
+  [
+    ((36, 40, 1), 'nature'),
+    ((35, 84, 1), 'grid'),
+    ((10, 10, 10), 'mlp'),
+    ((9,), 'mlp'),
+    ((9, 9), 'mlp'),
+  ],
 )
 def test_auto_torso(size: tuple[int, ...], torso: str) -> None:
   assert network(spaces.Box(0, 255, size, np.uint8)).image_torso == torso

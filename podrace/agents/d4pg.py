@@ -2,6 +2,11 @@
 
 arXiv 1804.08617. A deterministic policy, explored with normal noise; a critic of the distribution
 of returns over fixed atoms; n-step targets from target networks.
+
+Against the paper: layers have 256 units each and nothing is normalised in between, where the
+paper's are of unequal sizes; all windows are drawn alike unless `buffer.priority_exponent` is more
+than 0, and then importance weights have the exponent of the buffer, not 1; windows end early where
+episodes do. The default replay has 100,000 steps, not a million.
 """
 
 from __future__ import annotations

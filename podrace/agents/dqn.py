@@ -2,6 +2,14 @@
 
 Rainbow (Hessel et al. 2018, arXiv 1710.02298) is double, dueling, n-step, prioritised, noisy and
 distributional at once: see the preset `rainbow-minatar`. Each is a setting here or of the network.
+
+Against Nature's DQN: Adam in the place of RMSProp; the gradient's norm is clipped; actions are
+double by default; the replay has 100,000 steps, not a million; target copies and epsilon are
+counted in gradient steps and are faster (250, not 10,000; 10,000 steps to 0.05, not a million
+frames to 0.1). Rewards are clipped by the environment, if at all.
+Against Rainbow: the gradient's norm is clipped at 10, as Wang et al. 2016 do (arXiv 1511.06581).
+Draws are stratified where replay is on the device, and independent in tables on the host.
+Importance weights are divided by the largest of each device's batch.
 """
 
 from __future__ import annotations
@@ -113,7 +121,8 @@ class DQN:
   ) -> tuple[ActorOutput, Any]:
     noise_key, explore_key = jax.random.split(key)
     noisy = self.network.noisy and not self.greedy
-    q, _ = self.network.step(params.network, (), timestep, noise_key if noisy else None)
+    drawn = noise_key if noisy else None
+    q, _ = self.network.step(params.network, (), timestep, drawn, per_row=True)
     values = self.network.mean(q)
     epsilon = state if self.epsilon_ladder else params.epsilon
     epsilon = jnp.broadcast_to(0.0 if self.greedy else epsilon, values.shape[:1])
@@ -160,7 +169,10 @@ class DQN:
     return TrainState(params, Rest(followed, opt_state, steps)), priority, metrics
 
   def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
-    """The network's [B, A, atoms], with noise if it has any."""
+    """The network's [B, A, atoms], with noise if it has any: one sample for the batch.
+
+    Fortunato et al. 2018 (arXiv 1706.10295, section 3.1) hold it fixed across the batch, too.
+    """
     q, _ = self.network.step(network, (), timestep, key if self.network.noisy else None)
     return q
 

@@ -1,7 +1,8 @@
 """IMPALA: a V-trace actor-critic (Espeholt et al. 2018, arXiv 1802.01561).
 
 One gradient per trajectory. Against the paper: the loss is a mean over the batch instead of a
-sum, so the learning rate does not depend on its size; Adam is the default, RMSProp an option.
+sum, so the learning rate does not depend on its size; Adam is the default, RMSProp an option; the
+learning rate stays as it is unless `anneal_learning_rate` says so, where the paper anneals it to 0.
 """
 
 from __future__ import annotations

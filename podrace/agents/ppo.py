@@ -4,6 +4,10 @@ Against the usual code: values of the whole trajectory are computed once when le
 acting; advantages are normalised over the whole batch of all devices, once per update; and each
 minibatch takes its own random steps of *every* environment (see `minibatch_indices`), which needs
 no sort and makes an update the same on any number of devices, but for what a loss itself draws.
+
+Against the paper: 4 epochs of 4 minibatches (there 3 on Atari, 10 on MuJoCo); the clip of 0.2, which
+is the paper's of MuJoCo, is not annealed (on Atari 0.1, annealed to 0); the gradient's norm is clipped,
+advantages are normalised, and the value's cost is 0.5, as in OpenAI's code.
 """
 
 from __future__ import annotations

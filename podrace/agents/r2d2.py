@@ -2,8 +2,14 @@
 
 Sequences begin with the recurrent state that acting had there, which the first steps of each, the
 burn-in, bring up to date. Values are rescaled, double and n-step; each environment explores by an
-epsilon of its own. The constants are the paper's and SEED RL's. Against them, the network sees observations only,
-not the last action and reward.
+epsilon of its own. The constants are the paper's and SEED RL's (arXiv 1910.06591).
+
+Against the paper: the network sees observations only, not the last action and reward; sequences
+cross the ends of episodes, where the recurrent state is reset and traces are cut; their losses have
+importance weights (exponent 0.6, as in SEED RL), which the paper leaves out; gradients are clipped
+at a norm of 40, and 100 steps are learned from instead of 80, as in SEED RL. Sequences begin where
+unrolls do, so `unroll_length` says how far they overlap. The core has 128 units instead of 512, and
+the two streams have no hidden layer (`network.core_size`, `network.head_size`).
 """
 
 from __future__ import annotations

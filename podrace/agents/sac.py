@@ -2,6 +2,9 @@
 
 Two critics, of which the smaller counts; no value network. Actor, critics and temperature take one
 gradient step together, so the actor's sees the critics of the step before.
+
+Against the authors' code: the first steps are the new policy's, where theirs are uniformly random;
+log sigma is kept within [-5, 2], where theirs goes down to -20; rewards are not scaled.
 """
 
 from __future__ import annotations

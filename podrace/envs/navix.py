@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import navix
 from navix import observations
+from navix.entities import EntityIds
 from navix.environments.environment import StepType, Timestep
 
 from podrace.envs.adapt import box, discrete, foreign, raw, strong, to_space
@@ -26,6 +27,7 @@ OBSERVATIONS = (
   'rgb',
   'rgb_first_person',
 )
+HIGHEST = int(EntityIds.PLAYER)  # of entities; colours and states are fewer
 
 
 @foreign
@@ -49,9 +51,10 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     raise UnknownName(f'an episode has at least 1 step, not {values["max_steps"]}')
   env = navix.make(name, max_steps=values['max_steps'], observation_fn=getattr(observations, kind))
   seen = jax.eval_shape(env.reset, raw(jax.random.key(0))).observation
+  drawn = kind.startswith('rgb')
   lowest = -1 if kind.startswith('categorical') else 0  # a wall
-  space = box(lowest, 255, seen.shape, seen.dtype)
-  dynamics = Navix(env, space, discrete(env.action_space.n), kind.startswith('rgb'))
+  space = box(lowest, 255 if drawn else HIGHEST, seen.shape, seen.dtype)
+  dynamics = Navix(env, space, discrete(env.action_space.n), drawn)
   return NextStepReset(dynamics, values['fresh_fraction'])
 
 

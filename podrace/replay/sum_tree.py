@@ -61,9 +61,13 @@ def get(tree: Tree, index: Array) -> Array:
 
 
 def sample(tree: Tree, key: Array, n: int) -> Array:
-  """Indices [n] in proportion to the priorities."""
+  """Indices [n] in proportion to the priorities, one from each of n equal parts of their sum.
+
+  Stratified as in Schaul et al. 2016 (arXiv 1511.05952, appendix B.2.1).
+  """
   key, finer_key = jax.random.split(key)
-  return find(tree, jax.random.uniform(key, [n]), jax.random.uniform(finer_key, [n]))
+  u = (jnp.arange(n) + jax.random.uniform(key, [n])) / n
+  return find(tree, u, jax.random.uniform(finer_key, [n]))
 
 
 def find(tree: Tree, u: Array, finer: Array | None = None) -> Array:

@@ -65,6 +65,18 @@ def test_a_million_priorities_are_found_in_proportion() -> None:
   assert float(sum_tree.total(tree)) == pytest.approx(exact.sum(), rel=1e-5)
 
 
+def test_draws_are_stratified() -> None:
+  """Every batch has each item as often as its share says, to a draw or two; on average exactly so."""
+  rng = np.random.default_rng(2)
+  priorities = rng.uniform(0.2, 1, sum_tree.FAN)
+  tree, n, keys = filled(priorities), 64, jax.random.split(jax.random.key(0), 2000)
+  drawn = np.asarray(jax.jit(jax.vmap(lambda key: sum_tree.sample(tree, key, n)))(keys))
+  counts = np.stack([np.sum(drawn == i, axis=1) for i in range(len(priorities))], axis=1)
+  expected = n * priorities / priorities.sum()
+  assert np.abs(counts - expected).max() < 2  # independent draws are 10 off
+  np.testing.assert_allclose(counts.mean(axis=0), expected, atol=0.05)
+
+
 def test_each_of_a_million_small_priorities_can_be_found() -> None:
   """Half of the items have a hundredth of the others' priority; one float32 is too coarse for them."""
   size, draws, rounds = 2**20, 2**20, 8
