@@ -200,18 +200,19 @@ class Checkpoints:
       CheckpointError: if it is damaged, or of other shapes.
     """
     meta = self.meta(step)
-    items = {'params': ocp.args.StandardRestore((params,))}
-    if rest is not None:
-      items['rest'] = ocp.args.StandardRestore((rest,))
+    wanted = {'params': params} if rest is None else {'params': params, 'rest': rest}
+    items = {name: ocp.args.StandardRestore((tree,)) for name, tree in wanted.items()}
     try:
       found = self._manager.restore(step, args=ocp.args.Composite(**items))
-      (params,), (rest,) = found['params'], found.get('rest') or (None,)
+      read = {name: found[name][0] for name in wanted}
     except Exception as e:
       raise self._unreadable(step, e) from e
-    read = {'params': params} if rest is None else {'params': params, 'rest': rest}
-    if any(fingerprint(tree) != meta['fingerprints'][name] for name, tree in read.items()):
-      raise self._wrong(step)
-    return Restored(step, params, rest, meta)
+    for name, tree in wanted.items():
+      if other := _difference(tree, read[name]):
+        raise CheckpointError(f'checkpoint {step} in {self._directory}: {name} {other}')
+      if fingerprint(read[name]) != meta['fingerprints'][name]:
+        raise self._wrong(step)
+    return Restored(step, read['params'], read.get('rest'), meta)
 
   def set_aside(self, step: int) -> Path:
     """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
@@ -233,6 +234,21 @@ class Checkpoints:
   def close(self) -> None:
     """Ends the background threads."""
     self._manager.close()
+
+
+def _difference(expected: Any, found: Any) -> str:
+  """What a tree that was read lacks of the shapes and types expected; empty if nothing.
+
+  Without a file of its own that says so, orbax gives the numbers of a random key for the key.
+  """
+  paths, structure = jax.tree_util.tree_flatten_with_path(expected)
+  if structure != jax.tree.structure(found):
+    return f'has the structure {jax.tree.structure(found)}, expected {structure}'
+  for (path, x), y in zip(paths, jax.tree.leaves(found), strict=True):
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+      name = jax.tree_util.keystr(path)
+      return f'has {y.dtype} {y.shape} at {name}, expected {x.dtype} {x.shape}'
+  return ''
 
 
 def _signed(meta: dict[str, Any]) -> dict[str, Any]:

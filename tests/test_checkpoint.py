@@ -44,6 +44,10 @@ def bits(tree: Any) -> list[bytes]:
   return [np.asarray(raw(x)).tobytes() for x in jax.tree.leaves(tree)]
 
 
+def kinds(tree: Any) -> list[Any]:
+  return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
 def raw(x: Any) -> Any:
   is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
   return jax.random.key_data(x) if is_key else x
@@ -96,6 +100,7 @@ def test_damage_to_any_file_is_noticed_or_harmless(kind: str, saved: Path, tmp_p
       if checkpoints.steps():
         found = checkpoints.restore(10, shapes(params), shapes(rest))
         assert bits((found.params, found.rest)) == bits((params, rest)), name
+        assert kinds((found.params, found.rest)) == kinds((params, rest)), name
         assert found.meta['update'] == 1
       else:
         noticed += 1
@@ -121,6 +126,16 @@ def test_a_checkpoint_of_before_is_told_from_a_damaged_one(
   with pytest.raises(UsageError, match='made by an older podrace'):
     checkpoints.restore(10, shapes(params), shapes(rest))
   checkpoints.close()
+
+
+@pytest.mark.parametrize('item', ['params', 'rest', 'meta'])
+def test_a_checkpoint_that_lacks_an_item_is_damaged(item: str, saved: Path, tmp_path: Path) -> None:
+  folder = tmp_path / 'checkpoints'
+  shutil.copytree(saved, folder)
+  shutil.rmtree(folder / '10' / item)
+  params, rest = state()
+  with pytest.raises(CheckpointError, match='checkpoint 10 in'):
+    Checkpoints(folder, writes=False).restore(10, shapes(params), shapes(rest))
 
 
 def test_parameters_alone_are_checked(saved: Path, tmp_path: Path) -> None:
