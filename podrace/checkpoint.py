@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,11 @@ import orbax.checkpoint as ocp
 
 from podrace.config import UsageError
 from podrace.types import Array
+from podrace.worker import Worker
+
+CLOSE_SECONDS = 10.0  # that closing waits for what is being written beside a checkpoint
+
+Beside = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
 
 
 class CheckpointError(Exception):
@@ -98,6 +105,8 @@ class Checkpoints:
     )
     items = ('params', 'rest', 'meta')
     self._manager = ocp.CheckpointManager(self._directory, item_names=items, options=options)
+    self._writing: Worker | None = None  # writes what is beside a checkpoint, and then that
+    self._closed = False
     if writes:
       self.tidy()
 
@@ -108,7 +117,7 @@ class Checkpoints:
   def beside(self, step: int) -> Path:
     """The directory of what belongs to the checkpoint at `step` and isn't arrays on devices.
 
-    It must be whole before `save`; it is removed after the checkpoint, and if there comes to be none.
+    It is whole before the checkpoint is; it is removed after that, and if there comes to be none.
     """
     return self._directory.parent / 'replay' / str(step)
 
@@ -127,25 +136,59 @@ class Checkpoints:
     for partial in self.beside(0).parent.glob('.*.partial'):
       shutil.rmtree(partial, ignore_errors=True)
 
-  def save(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
+  def save(
+    self, step: int, params: Any, rest: Any, meta: dict[str, Any], beside: Beside | None = None
+  ) -> None:
     """Takes a copy and returns; writing goes on in the background.
+
+    With `beside`, that is called there first, and the checkpoint begun when it has returned: no
+    checkpoint is without what belongs to it. What it returns becomes `beside` of the checkpoint's meta.
 
     Raises:
       CheckpointError: if this, or the one before it, could not be written.
     """
+    self._join()
     self.check()
+    self.tidy()  # before there is one more
     params, of_params = snapshot(params)
     rest, of_rest = snapshot(rest)
     prints = {'params': of_params, 'rest': of_rest}
+    meta = {**meta, 'step': step, 'fingerprints': prints, 'beside': None}
+    if beside is None:
+      self._begin(step, params, rest, meta)
+      return
+
+    def write() -> None:
+      told = beside()
+      if not self._closed:
+        self._begin(step, params, rest, {**meta, 'beside': told})
+
+    self._writing = Worker(f'checkpoint-{step}', write)
+
+  def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
     args = ocp.args.Composite(
       params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
       rest=ocp.args.StandardSave((rest,)),
-      meta=ocp.args.JsonSave(_signed({**meta, 'step': step, 'fingerprints': prints})),
+      meta=ocp.args.JsonSave(_signed(meta)),
     )
     try:
       self._manager.save(step, args=args, force=True)
     except Exception as e:
       raise CheckpointError(f'checkpoint {step} in {self._directory} failed: {e}') from e
+
+  def _join(self, timeout: float | None = None) -> None:
+    """Waits for what is written beside a checkpoint; what failed there is raised once."""
+    if self._writing is None:
+      return
+    try:
+      if not self._writing.join(timeout):
+        return
+    except Exception as e:
+      self._writing = None
+      if isinstance(e, CheckpointError):
+        raise
+      raise CheckpointError(f'a checkpoint in {self._directory} failed: {e!r}') from e
+    self._writing = None
 
   def check(self) -> None:
     """Raises CheckpointError if a save in the background has failed."""
@@ -156,6 +199,7 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Returns when all is written; raises CheckpointError if that failed."""
+    self._join()
     try:
       self._manager.wait_until_finished()
     except Exception as e:
@@ -232,7 +276,10 @@ class Checkpoints:
     return target
 
   def close(self) -> None:
-    """Ends the background threads."""
+    """Ends the background threads; a checkpoint that is not begun by then will not be."""
+    self._closed = True
+    with contextlib.suppress(CheckpointError):  # `wait` raises it, for who wants to know
+      self._join(CLOSE_SECONDS)
     self._manager.close()
 
 
@@ -242,8 +289,9 @@ def _difference(expected: Any, found: Any) -> str:
   Without a file of its own that says so, orbax gives the numbers of a random key for the key.
   """
   paths, structure = jax.tree_util.tree_flatten_with_path(expected)
-  if structure != jax.tree.structure(found):
-    return f'has the structure {jax.tree.structure(found)}, expected {structure}'
+  other: Any = jax.tree.structure(found)
+  if other != structure:
+    return f'has the structure {other}, expected {structure}'
   for (path, x), y in zip(paths, jax.tree.leaves(found), strict=True):
     if (x.shape, x.dtype) != (y.shape, y.dtype):
       name = jax.tree_util.keystr(path)

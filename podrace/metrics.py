@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from podrace.config import UsageError, unknown
+from podrace.files import write_whole
 
 Line = dict[str, Any]
 
@@ -43,9 +44,7 @@ class JsonLines:
   def __init__(self, path: Path, resumed_at: int) -> None:
     """Drops what an interrupted run wrote after the checkpoint that it goes on from."""
     kept = [json.dumps(line) + '\n' for line in read(path) if line['step'] <= resumed_at]
-    draft = path.with_suffix('.jsonl.new')
-    draft.write_text(''.join(kept))
-    os.replace(draft, path)
+    write_whole(path, ''.join(kept))
     self._file = path.open('a')
 
   def write(self, line: Line) -> None:

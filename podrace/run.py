@@ -36,6 +36,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.host import base as host
+from podrace.files import write_whole
 from podrace.process import lock, on_signals
 from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
@@ -210,10 +211,8 @@ def changes_of(config: Config, run_dir: Path) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Writes a JSON file whole or not at all."""
-  draft = path.with_name(path.name + '.new')
-  draft.write_text(json.dumps(value, indent=2) + '\n')
-  os.replace(draft, path)
+  """Writes a JSON file whole or not at all, also if the power is cut."""
+  write_whole(path, json.dumps(value, indent=2) + '\n')
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
@@ -632,7 +631,6 @@ class _Run:
       return
     if self.lines:
       self.lines.sync()
-    self.checkpoints.tidy()  # before there is one more
     meta = {
       'update': update,
       'wall_s': self.wall_s,
@@ -644,10 +642,10 @@ class _Run:
       'shapes': shapes_sha256(self.program.shapes),
       'replay': self.replay_record(),
       'told': self.program.told(),
-      'beside': self.program.save(self.checkpoints.beside(step)),
     }
     params, rest = _split(state)
-    self.checkpoints.save(step, params, rest, meta)
+    beside = self.program.save(self.checkpoints.beside(step))
+    self.checkpoints.save(step, params, rest, meta, beside)
     self.saved = step
 
   @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,9 +230,14 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
   checkpoints = Checkpoints(folder, keep=1)
   rest = jnp.arange(1 << 24)  # which takes a while to write
   for step in (1, 2, 3):
-    checkpoints.beside(step).mkdir(parents=True)
-    checkpoints.save(step, jnp.ones(3), rest, {})
-    checkpoints.tidy()  # as the run does before it saves again
+
+    def write(step: int = step) -> dict[str, Any]:
+      checkpoints.beside(step).mkdir(parents=True)
+      return {}
+
+    checkpoints.save(step, jnp.ones(3), rest, {}, write)
+    checkpoints._join()
+    checkpoints.tidy()  # as `save` does before it writes again
     while step not in (whole := whole_in(folder)):
       assert (
         all(checkpoints.beside(s).is_dir() for s in {*whole, step})
@@ -241,6 +247,64 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
     assert checkpoints.steps() == [step]
     assert [p.name for p in (tmp_path / 'replay').iterdir()] == [str(step)]
   checkpoints.close()
+
+
+def test_what_is_beside_is_written_in_the_background_and_first(tmp_path: Path) -> None:
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  go, params, rest = threading.Event(), *state()
+
+  def write() -> dict[str, Any]:
+    assert go.wait(60)
+    checkpoints.beside(10).mkdir(parents=True)
+    return {'sha256': 'of it'}
+
+  checkpoints.save(10, params, rest, {}, write)
+  assert not whole_in(tmp_path / 'checkpoints')
+  go.set()
+  checkpoints.wait()
+  assert checkpoints.meta(10)['beside'] == {'sha256': 'of it'}
+  assert checkpoints.beside(10).is_dir()
+  checkpoints.close()
+
+
+def test_what_fails_in_the_background_is_raised_at_the_next_save_and_at_the_end(
+  tmp_path: Path,
+) -> None:
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  params, rest = state()
+
+  def fail() -> dict[str, Any]:
+    raise OSError('the disk is full')
+
+  checkpoints.save(10, params, rest, {})
+  checkpoints.save(20, params, rest, {}, fail)
+  with pytest.raises(CheckpointError, match='the disk is full'):
+    checkpoints.save(30, params, rest, {})
+  checkpoints.save(40, params, rest, {}, fail)
+  with pytest.raises(CheckpointError, match='the disk is full'):
+    checkpoints.wait()
+  checkpoints.wait()
+  assert checkpoints.steps() == [10]
+  checkpoints.close()
+
+
+def test_closing_waits_for_what_is_beside_no_longer_than_it_may(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(checkpoint, 'CLOSE_SECONDS', 0.01)
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  go, params, rest = threading.Event(), *state()
+
+  def write() -> dict[str, Any]:
+    assert go.wait(60)
+    return {}
+
+  checkpoints.save(10, params, rest, {}, write)
+  writing = checkpoints._writing
+  checkpoints.close()
+  go.set()
+  assert writing is not None and writing.join(60)
+  assert not whole_in(tmp_path / 'checkpoints')
 
 
 def whole_in(folder: Path) -> list[int]:

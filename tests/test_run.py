@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -71,6 +72,21 @@ def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # --- the run directory --------------------------------------------------------------------------
+
+
+def test_what_a_run_writes_whole_outlives_a_power_cut(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  synced: list[str] = []
+
+  def fsync(descriptor: int) -> None:
+    path = Path(os.readlink(f'/proc/self/fd/{descriptor}'))
+    there = (tmp_path / 'x.json').exists()
+    synced.append(f'{path.relative_to(tmp_path)} {there}')
+
+  monkeypatch.setattr(os, 'fsync', fsync)
+  run.write_json(tmp_path / 'x.json', {'a': 1})
+  assert synced == ['x.json.new False', '. True']
 
 
 def test_run_directory(finished: Path) -> None:
