@@ -21,6 +21,7 @@ from podrace.config import UsageError
 from podrace.types import Array
 from podrace.worker import Worker
 
+FOREVER = 10**9  # seconds
 CLOSE_SECONDS = 10.0  # that closing waits for what is being written beside a checkpoint
 
 Beside = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
@@ -96,7 +97,11 @@ class Checkpoints:
     if writes and jax.process_index() == 0:
       for draft in drafts:
         shutil.rmtree(draft, ignore_errors=True)
+    # Orbax measures how long it waits by the wall's clock, which may jump: of one process nothing is waited for
+    # but its own threads. Directories made at once leave out waits whose limits can't be set.
+    patient = ocp.AsyncOptions(timeout_secs=FOREVER, create_directories_asynchronously=False)
     options = ocp.CheckpointManagerOptions(
+      async_options=patient if jax.process_count() == 1 else None,
       max_to_keep=keep,
       create=writes,
       read_only=not writes,
@@ -278,9 +283,10 @@ class Checkpoints:
   def close(self) -> None:
     """Ends the background threads; a checkpoint that is not begun by then will not be."""
     self._closed = True
-    with contextlib.suppress(CheckpointError):  # `wait` raises it, for who wants to know
+    with contextlib.suppress(CheckpointError):  # as `wait` raised, if somebody asked
       self._join(CLOSE_SECONDS)
-    self._manager.close()
+    with contextlib.suppress(Exception):  # likewise
+      self._manager.close()
 
 
 def _difference(expected: Any, found: Any) -> str:

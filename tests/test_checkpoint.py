@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,6 +248,20 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
     checkpoints.wait()
     assert checkpoints.steps() == [step]
     assert [p.name for p in (tmp_path / 'replay').iterdir()] == [str(step)]
+  checkpoints.close()
+
+
+def test_a_clock_that_jumps_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """The wall's, by ten days each time that it is read; orbax measures by it how long it has waited."""
+  now, jumps = time.time, itertools.count()
+  monkeypatch.setattr(time, 'time', lambda: now() + 864_000 * next(jumps))
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  params, rest = state()
+  for step in (10, 20):
+    checkpoints.save(step, params, rest, {})
+    checkpoints.wait()
+  found = checkpoints.restore(20, shapes(params), shapes(rest))
+  assert bits((found.params, found.rest)) == bits((params, rest))
   checkpoints.close()
 
 

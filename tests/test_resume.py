@@ -255,13 +255,14 @@ def test_killed_while_writing_metrics(
 # --- SIGTERM, SIGINT ----------------------------------------------------------------------------
 
 SOON = 60.0  # seconds; a matter of less than one on an idle machine
-TERM, INT = (signal.SIGTERM, 143), (signal.SIGINT, 130)
+TERM, INT, HUP = (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)
 MOMENTS = {'compiling': TERM, 'compiled in': INT, '\nstep ': TERM, 'checkpoint': INT}
 
 
 @pytest.mark.parametrize(
   ('signum', 'code', 'moment'),
   [(*kind, moment) for moment, kind in MOMENTS.items()]
+  + [(*HUP, '\nstep ')]
   + [
     pytest.param(*(INT if kind == TERM else TERM), moment, marks=pytest.mark.slow)
     for moment, kind in MOMENTS.items()
@@ -294,7 +295,9 @@ def test_a_second_ctrl_c_ends_at_once_and_says_so(capfd: pytest.CaptureFixture[s
   with run.Stop() as stop:
     signal.raise_signal(signal.SIGTERM)
     assert stop.signum == signal.SIGTERM
-    assert 'SIGTERM: finishing what is under way, then saving' in capfd.readouterr().err
+    assert (
+      'SIGTERM: finishing what is under way, then saving; Ctrl-C now ends at once, without saving\n'
+    ) in capfd.readouterr().err
     signal.raise_signal(signal.SIGTERM)
     assert not capfd.readouterr().err
     with pytest.raises(KeyboardInterrupt):
