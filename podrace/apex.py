@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import service, tables
-from podrace.checkpoint import read_json
+from podrace.checkpoint import Beside, read_json
 from podrace.config import (
   Config,
   UsageError,
@@ -605,7 +605,7 @@ class Apart:
       self._episodes += self._feed.episodes()
     return {'episodes': dataclasses.asdict(self._episodes)}
 
-  def save(self, path: Path) -> dict[str, Any] | None:
+  def save(self, path: Path) -> Beside | None:
     return None  # the service has checkpoints of its own
 
   def restore(self, path: Path, told: dict[str, Any] | None) -> None:

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from podrace import anakin, sebulba, tables
 from podrace.check import check_faults
-from podrace.checkpoint import CheckpointError
+from podrace.checkpoint import Beside, CheckpointError
 from podrace.envs.host.base import Totals
 from podrace.replay.hosted import Hosted, ReplayFailed
 from podrace.replay.windows import Windows
@@ -65,13 +65,11 @@ class Architecture(Protocol):
     """What of the log is kept on the host, for a checkpoint's meta."""
     ...
 
-  def save(self, path: Path) -> dict[str, Any] | None:
-    """Writes what there is besides the state to a new directory; what `restore` wants to be told.
+  def save(self, path: Path) -> Beside | None:
+    """Takes a snapshot of what there is besides the state; what writes it to a new directory.
 
-    None if there is nothing.
-
-    Raises:
-      CheckpointError: if it can't be written.
+    None if there is nothing. The function may be called in another thread while the run goes on.
+    It returns what `restore` wants, and raises CheckpointError if it can't write.
     """
     ...
 
@@ -119,7 +117,7 @@ class OnDevice:
   def told(self) -> dict[str, Any]:
     return {}
 
-  def save(self, path: Path) -> dict[str, Any] | None:
+  def save(self, path: Path) -> Beside | None:
     return None
 
   def finished(self, state: Any) -> None:
@@ -273,13 +271,21 @@ class OnHost:
   def told(self) -> dict[str, Any]:
     return dataclasses.asdict(self._told.over_processes())
 
-  def save(self, path: Path) -> dict[str, Any] | None:
+  def save(self, path: Path) -> Beside | None:
     if self._hosted is None:
       return None
     try:
-      return self._hosted.save(path, self._program.saves_actors)
-    except (tables.CheckpointError, ReplayFailed, OSError) as e:
+      write = self._hosted.save(path, self._program.saves_actors)
+    except ReplayFailed as e:
       raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
+
+    def beside() -> dict[str, Any]:
+      try:
+        return write()
+      except (tables.CheckpointError, OSError) as e:
+        raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
+
+    return beside
 
   def finished(self, state: sebulba.State) -> None:
     if self._program.spec.finished:

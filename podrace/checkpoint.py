@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,12 @@ import orbax.checkpoint as ocp
 
 from podrace.config import UsageError
 from podrace.types import Array
+from podrace.worker import Worker
+
+FOREVER = 10**9  # seconds
+CLOSE_SECONDS = 10.0  # that closing waits for what is being written beside a checkpoint
+
+Beside = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
 
 
 class CheckpointError(Exception):
@@ -89,7 +97,11 @@ class Checkpoints:
     if writes and jax.process_index() == 0:
       for draft in drafts:
         shutil.rmtree(draft, ignore_errors=True)
+    # Orbax measures how long it waits by the wall's clock, which may jump: of one process nothing is waited for
+    # but its own threads. Directories made at once leave out waits whose limits can't be set.
+    patient = ocp.AsyncOptions(timeout_secs=FOREVER, create_directories_asynchronously=False)
     options = ocp.CheckpointManagerOptions(
+      async_options=patient if jax.process_count() == 1 else None,
       max_to_keep=keep,
       create=writes,
       read_only=not writes,
@@ -98,6 +110,8 @@ class Checkpoints:
     )
     items = ('params', 'rest', 'meta')
     self._manager = ocp.CheckpointManager(self._directory, item_names=items, options=options)
+    self._writing: Worker | None = None  # writes what is beside a checkpoint, and then that
+    self._closed = False
     if writes:
       self.tidy()
 
@@ -108,7 +122,7 @@ class Checkpoints:
   def beside(self, step: int) -> Path:
     """The directory of what belongs to the checkpoint at `step` and isn't arrays on devices.
 
-    It must be whole before `save`; it is removed after the checkpoint, and if there comes to be none.
+    It is whole before the checkpoint is; it is removed after that, and if there comes to be none.
     """
     return self._directory.parent / 'replay' / str(step)
 
@@ -127,25 +141,59 @@ class Checkpoints:
     for partial in self.beside(0).parent.glob('.*.partial'):
       shutil.rmtree(partial, ignore_errors=True)
 
-  def save(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
+  def save(
+    self, step: int, params: Any, rest: Any, meta: dict[str, Any], beside: Beside | None = None
+  ) -> None:
     """Takes a copy and returns; writing goes on in the background.
+
+    With `beside`, that is called there first, and the checkpoint begun when it has returned: no
+    checkpoint is without what belongs to it. What it returns becomes `beside` of the checkpoint's meta.
 
     Raises:
       CheckpointError: if this, or the one before it, could not be written.
     """
+    self._join()
     self.check()
+    self.tidy()  # before there is one more
     params, of_params = snapshot(params)
     rest, of_rest = snapshot(rest)
     prints = {'params': of_params, 'rest': of_rest}
+    meta = {**meta, 'step': step, 'fingerprints': prints, 'beside': None}
+    if beside is None:
+      self._begin(step, params, rest, meta)
+      return
+
+    def write() -> None:
+      told = beside()
+      if not self._closed:
+        self._begin(step, params, rest, {**meta, 'beside': told})
+
+    self._writing = Worker(f'checkpoint-{step}', write)
+
+  def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
     args = ocp.args.Composite(
       params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
       rest=ocp.args.StandardSave((rest,)),
-      meta=ocp.args.JsonSave(_signed({**meta, 'step': step, 'fingerprints': prints})),
+      meta=ocp.args.JsonSave(_signed(meta)),
     )
     try:
       self._manager.save(step, args=args, force=True)
     except Exception as e:
       raise CheckpointError(f'checkpoint {step} in {self._directory} failed: {e}') from e
+
+  def _join(self, timeout: float | None = None) -> None:
+    """Waits for what is written beside a checkpoint; what failed there is raised once."""
+    if self._writing is None:
+      return
+    try:
+      if not self._writing.join(timeout):
+        return
+    except Exception as e:
+      self._writing = None
+      if isinstance(e, CheckpointError):
+        raise
+      raise CheckpointError(f'a checkpoint in {self._directory} failed: {e!r}') from e
+    self._writing = None
 
   def check(self) -> None:
     """Raises CheckpointError if a save in the background has failed."""
@@ -156,6 +204,7 @@ class Checkpoints:
 
   def wait(self) -> None:
     """Returns when all is written; raises CheckpointError if that failed."""
+    self._join()
     try:
       self._manager.wait_until_finished()
     except Exception as e:
@@ -200,18 +249,19 @@ class Checkpoints:
       CheckpointError: if it is damaged, or of other shapes.
     """
     meta = self.meta(step)
-    items = {'params': ocp.args.StandardRestore((params,))}
-    if rest is not None:
-      items['rest'] = ocp.args.StandardRestore((rest,))
+    wanted = {'params': params} if rest is None else {'params': params, 'rest': rest}
+    items = {name: ocp.args.StandardRestore((tree,)) for name, tree in wanted.items()}
     try:
       found = self._manager.restore(step, args=ocp.args.Composite(**items))
-      (params,), (rest,) = found['params'], found.get('rest') or (None,)
+      read = {name: found[name][0] for name in wanted}
     except Exception as e:
       raise self._unreadable(step, e) from e
-    read = {'params': params} if rest is None else {'params': params, 'rest': rest}
-    if any(fingerprint(tree) != meta['fingerprints'][name] for name, tree in read.items()):
-      raise self._wrong(step)
-    return Restored(step, params, rest, meta)
+    for name, tree in wanted.items():
+      if other := _difference(tree, read[name]):
+        raise CheckpointError(f'checkpoint {step} in {self._directory}: {name} {other}')
+      if fingerprint(read[name]) != meta['fingerprints'][name]:
+        raise self._wrong(step)
+    return Restored(step, read['params'], read.get('rest'), meta)
 
   def set_aside(self, step: int) -> Path:
     """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
@@ -231,8 +281,28 @@ class Checkpoints:
     return target
 
   def close(self) -> None:
-    """Ends the background threads."""
-    self._manager.close()
+    """Ends the background threads; a checkpoint that is not begun by then will not be."""
+    self._closed = True
+    with contextlib.suppress(CheckpointError):  # as `wait` raised, if somebody asked
+      self._join(CLOSE_SECONDS)
+    with contextlib.suppress(Exception):  # likewise
+      self._manager.close()
+
+
+def _difference(expected: Any, found: Any) -> str:
+  """What a tree that was read lacks of the shapes and types expected; empty if nothing.
+
+  Without a file of its own that says so, orbax gives the numbers of a random key for the key.
+  """
+  paths, structure = jax.tree_util.tree_flatten_with_path(expected)
+  other: Any = jax.tree.structure(found)
+  if other != structure:
+    return f'has the structure {other}, expected {structure}'
+  for (path, x), y in zip(paths, jax.tree.leaves(found), strict=True):
+    if (x.shape, x.dtype) != (y.shape, y.dtype):
+      name = jax.tree_util.keystr(path)
+      return f'has {y.dtype} {y.shape} at {name}, expected {x.dtype} {x.shape}'
+  return ''
 
 
 def _signed(meta: dict[str, Any]) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from podrace.agents import AGENTS
 from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, flag, unknown
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.options import Options, whole_number
+from podrace.output import Lasting, flush_standard, open_standard, tell
 from podrace.presets import PRESETS
-from podrace.process import log_to_stderr, tell_of_faults
+from podrace.process import end_at_once, log_to_stderr, on_signals, tell_of_faults
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
@@ -94,20 +95,28 @@ TRAIN_OPTIONS = {
 TRAIN_VALUES = {name: value for name, (value, _) in TRAIN_OPTIONS.items()}
 
 
+LASTING = ('train', 'act', 'envs', 'replay')  # commands that go on if nobody reads what they say
+UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
+
+
 def main(argv: Sequence[str] | None = None) -> None:
   """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
   args = list(sys.argv[1:] if argv is None else argv)
+  open_standard()
   tell_of_faults()
-  try:
-    code = _guarded(args)
-  except Exception:
-    if not _in_company():
-      raise
-    traceback.print_exc()
-    code = 1
-  sys.stdout.flush()
-  with contextlib.suppress(OSError, ValueError):  # nobody reads it any more, which changes nothing
-    sys.stderr.flush()
+  lasting = bool(args) and args[0] in LASTING
+  # Until a command has handlers of its own: nothing is saved yet, and an exception could be swallowed.
+  handlers = on_signals(end_at_once) if lasting else contextlib.nullcontext()
+  with handlers:
+    try:
+      code = _guarded(args)
+    except Exception:
+      if not _in_company():
+        raise
+      tell(traceback.format_exc())
+      code = 1
+  if not flush_standard() and not lasting and not code:
+    code = UNREAD
   # A compilation may still be going in a thread, and can't be told to stop; and who leaves a run of
   # several processes in order waits for the others, which don't know yet, until JAX aborts it.
   if code > 128 or (code in (1, 2) and _in_company()):
@@ -152,9 +161,8 @@ def _guarded(args: list[str]) -> int:
     return _complain(e, 2)
   except KeyboardInterrupt:
     return 130
-  except BrokenPipeError:  # who read the output has enough, as in `podrace list | head`
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 141
+  except BrokenPipeError:  # the reader of the output has enough, as in `podrace list | head`
+    return UNREAD
   except Exception as e:
     if 'podrace.run' not in sys.modules:  # where there is no JAX
       raise
@@ -163,7 +171,7 @@ def _guarded(args: list[str]) -> int:
     if isinstance(e, Stopped):
       from podrace.topology import leave_processes
 
-      print(f'stopped by {e}; start again with the same --run-dir to go on', file=sys.stderr)
+      tell(f'stopped by {e}; start again with the same --run-dir to go on')
       leave_processes()
       return 128 + e.signum
     if isinstance(e, RunError):
@@ -180,7 +188,7 @@ def _ours(error: Exception) -> bool:
 def _complain(error: Exception, code: int) -> int:
   if os.environ.get('PODRACE_TRACEBACK'):
     raise error
-  print(f'podrace: {error}', file=sys.stderr)
+  tell(f'podrace: {error}')
   return code
 
 
@@ -304,9 +312,10 @@ def _addresses(options: Options) -> Any:
 def _report(run_dir: Path, summary: dict[str, Any]) -> None:
   value = summary['episode_return']
   told = 'no episode ended' if value is None else f'return {value:.2f}'
-  print(f'done: step {summary["step"]:,}, {told}, {summary["steps_per_s"]:,.0f} steps/s')
-  print(f'run directory: {run_dir}')
-  print(f'next: podrace eval {run_dir} --episodes 100')
+  out = Lasting(sys.stdout)
+  print(f'done: step {summary["step"]:,}, {told}, {summary["steps_per_s"]:,.0f} steps/s', file=out)
+  print(f'run directory: {run_dir}', file=out)
+  print(f'next: podrace eval {run_dir} --episodes 100', file=out)
 
 
 def is_open(

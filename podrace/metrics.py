@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -11,11 +12,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, cast
 
 from podrace.config import UsageError, unknown
+from podrace.files import write_whole
+from podrace.output import Lasting
 
 Line = dict[str, Any]
+
+log = logging.getLogger('podrace.metrics')
 
 # What the run itself writes, so that no metric of an agent is called so.
 RESERVED = frozenset({
@@ -43,9 +48,7 @@ class JsonLines:
   def __init__(self, path: Path, resumed_at: int) -> None:
     """Drops what an interrupted run wrote after the checkpoint that it goes on from."""
     kept = [json.dumps(line) + '\n' for line in read(path) if line['step'] <= resumed_at]
-    draft = path.with_suffix('.jsonl.new')
-    draft.write_text(''.join(kept))
-    os.replace(draft, path)
+    write_whole(path, ''.join(kept))
     self._file = path.open('a')
 
   def write(self, line: Line) -> None:
@@ -61,20 +64,31 @@ class JsonLines:
 
 
 def read(path: Path) -> list[Line]:
-  """The lines of a metrics.jsonl; a last line that was cut off is left out."""
+  """The lines of a metrics.jsonl, but for what a kill or a power cut left behind the last whole one.
+
+  Raises:
+    UsageError: if a line before that is damaged.
+  """
   if not path.exists():
     return []
-  whole = path.read_text().split('\n')[:-1]  # no newline behind it: the run died while writing it
-  return [_parse(path, number, line) for number, line in enumerate(whole, start=1)]
+  whole = path.read_bytes().split(b'\n')[:-1]  # no newline behind it: the run died while writing it
+  found = [_parse(line) for line in whole]
+  while found and isinstance(found[-1], str):
+    log.warning('%s, line %d, %s: it is left out', path, len(found), found.pop())
+  for number, line in enumerate(found, start=1):
+    if isinstance(line, str):
+      raise UsageError(f'{path}, line {number}, {line}: mend or remove it')
+  return cast(list[Line], found)
 
 
-def _parse(path: Path, number: int, line: str) -> Line:
+def _parse(line: bytes) -> Line | str:
+  """A line, or what is wrong with it."""
   try:
     found = json.loads(line)
-  except ValueError as e:
-    raise UsageError(f'{path}, line {number}, is not JSON: {e}') from e
-  if not isinstance(found, dict) or 'step' not in found:
-    raise UsageError(f'{path}, line {number}, is no line of metrics: it has no step')
+  except ValueError as e:  # of bytes that are no text, too
+    return f'is not JSON: {e}'
+  if not isinstance(found, dict) or not isinstance(found.get('step'), int):
+    return 'is no line of metrics: it has no step'
   return found
 
 
@@ -163,7 +177,7 @@ class Terminal:
   """Progress: a live line on a terminal; elsewhere plain lines, one in two seconds at most."""
 
   def __init__(self, total_steps: int, seeds: int = 1, file: TextIO | None = None) -> None:
-    self._file = file or sys.stderr
+    self._file = Lasting(file or sys.stderr)
     self._total, self._seeds = total_steps, seeds
     self._live: Any = None  # begins with the first progress
     self._console: Any = None
@@ -172,7 +186,7 @@ class Terminal:
     if self._file.isatty():
       from rich.console import Console
 
-      self._console = Console(file=self._file)
+      self._console = Console(file=cast(Any, self._file))
 
   def say(self, message: str) -> None:
     """A line that stays."""

@@ -6,20 +6,21 @@ import contextlib
 import faulthandler
 import fcntl
 import logging
+import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+from podrace.output import tell
 
 
 class _ToStderr(logging.Handler):
   """Tells whoever reads; that nobody does any more ends nothing."""
 
   def emit(self, record: logging.LogRecord) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a pipe without a reader, a closed file
-      print(self.format(record), file=sys.stderr, flush=True)
+    tell(self.format(record))
 
 
 @contextlib.contextmanager
@@ -51,11 +52,17 @@ def tell_of_faults() -> None:
 
 @contextlib.contextmanager
 def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
-  """Has SIGTERM and SIGINT handled so while it is entered, where Python allows that."""
+  """Has SIGTERM, SIGINT and SIGHUP handled so while it is entered, where Python allows that.
+
+  SIGHUP stays ignored where it is, as under nohup.
+  """
   if threading.current_thread() is not threading.main_thread():
     yield
     return
-  before = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
+  signals = [signal.SIGTERM, signal.SIGINT]
+  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    signals.append(signal.SIGHUP)
+  before = {s: signal.signal(s, handle) for s in signals}
   try:
     yield
   finally:
@@ -63,8 +70,16 @@ def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
       signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not Python's
 
 
+def end_at_once(signum: int, frame: Any) -> None:
+  """A handler for when there is nothing to save. No exception, which whoever is called may swallow."""
+  name = signal.Signals(signum).name
+  with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
+    os.write(2, f'\npodrace: {name}: ended at once; there was nothing to save\n'.encode())
+  os._exit(128 + signum)
+
+
 def lock(directory: Path) -> IO[str]:
-  """A directory that is this process's for as long as the file is open.
+  """A directory that is this process's for as long as the file is open; see `is_locked`.
 
   Raises:
     BlockingIOError: if another process has it.
@@ -77,3 +92,13 @@ def lock(directory: Path) -> IO[str]:
     file.close()
     raise
   return file
+
+
+def is_locked(directory: Path, file: IO[str]) -> bool:
+  """Whether a directory is still the one of which `lock` gave this file: not removed, nor replaced."""
+  ours = os.fstat(file.fileno())
+  try:
+    there = (directory / 'lock').stat()
+  except (FileNotFoundError, NotADirectoryError):
+    return False
+  return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)

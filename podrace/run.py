@@ -42,7 +42,8 @@ from podrace.config import (
 )
 from podrace.envs.host import base as host
 from podrace.errors import RunError
-from podrace.process import lock, on_signals
+from podrace.files import write_whole
+from podrace.process import is_locked, lock, on_signals
 from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
 from podrace.sebulba import ActorFailed, Sebulba
@@ -80,7 +81,7 @@ class Clock:
 
 
 class Stop:
-  """Notices SIGTERM and SIGINT while it is entered; a second Ctrl-C interrupts at once."""
+  """Notices SIGTERM, SIGINT and SIGHUP while it is entered; a second Ctrl-C interrupts at once."""
 
   def __init__(self) -> None:
     self.signum = 0
@@ -104,7 +105,7 @@ class Stop:
     if not again:
       name = signal.Signals(signum).name
       self._tell(
-        f'{name}: finishing what is under way, then saving; Ctrl-C now ends at once, without'
+        f'{name}: finishing what is under way, then saving; Ctrl-C now ends at once, without saving'
       )
 
   def _tell(self, text: str) -> None:
@@ -213,8 +214,11 @@ def machine() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-  """Keeps a second run out of the directory for as long as this one lives."""
+def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
+  """Keeps a second run out of the directory for as long as this one lives.
+
+  Gives what says whether the directory is still the one: not removed, moved or replaced.
+  """
   try:
     file = lock(run_dir)
   except BlockingIOError:
@@ -222,7 +226,7 @@ def locked(run_dir: Path) -> Iterator[None]:
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
   with file:
-    yield
+    yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
 def changes_of(config: Config, run_dir: Path) -> list[str]:
@@ -247,10 +251,8 @@ def changes_of(config: Config, run_dir: Path) -> list[str]:
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Writes a JSON file whole or not at all."""
-  draft = path.with_name(path.name + '.new')
-  draft.write_text(json.dumps(value, indent=2) + '\n')
-  os.replace(draft, path)
+  """Writes a JSON file whole or not at all, also if the power is cut."""
+  write_whole(path, json.dumps(value, indent=2) + '\n')
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
@@ -259,6 +261,21 @@ def read_record(run_dir: Path) -> dict[str, Any] | None:
   if not isinstance(record, dict | None):
     raise UsageError(f'{run_dir / "config.json"} is not the record of a run')
   return record
+
+
+def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+  """What summary.json holds; None if there is none, or if it is damaged: the run writes it again."""
+  try:
+    summary = read_json(path)
+  except UsageError as e:
+    warn(f'damaged: {e}; it will be written again')
+    return None
+  if summary is None:
+    return None
+  needed = {'step', 'episode_return', 'steps_per_s'}
+  if not isinstance(summary, dict) or not needed <= set(summary):
+    raise UsageError(f'{path} is not the summary of a run')
+  return summary
 
 
 def load_config(run_dir: Path) -> Config:
@@ -392,7 +409,7 @@ def train(
   Raises:
     UsageError, ValueError: if the config is wrong, or not that of the run in `run_dir`.
     RunError: if the run can't go on: the loss is not finite, or the disk is full.
-    Stopped: on SIGTERM or SIGINT, after saving.
+    Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
   """
   validate(config)
   metrics.check_sinks(sinks)
@@ -409,8 +426,7 @@ def train(
       run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as e:
       raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
-    if leader:
-      stack.enter_context(locked(run_dir))
+    is_ours = stack.enter_context(locked(run_dir)) if leader else lambda: True
     changed = changes_of(config, run_dir)
     if changed and not override:
       raise UsageError(
@@ -418,9 +434,7 @@ def train(
         + '\n  '.join(changed)
         + '\ngive --override to go on with the new one, or another --run-dir'
       )
-    summary = read_json(run_dir / 'summary.json')
-    if summary is not None and not {'step', 'episode_return', 'steps_per_s'} <= set(summary):
-      raise UsageError(f'{run_dir / "summary.json"} is not the summary of a run')
+    summary = read_summary(run_dir / 'summary.json', warn)
     if summary is not None and summary['step'] >= config.total_steps:
       if changed:
         raise UsageError(
@@ -439,7 +453,7 @@ def train(
         f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
-    return _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet).go(stack)
+    return _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours).go(stack)
 
 
 def _nothing(message: str) -> None:
@@ -485,8 +499,10 @@ class _Run:
     warn: Callable[[str], None],
     sinks: tuple[str, ...],
     quiet: bool,
+    is_ours: Callable[[], bool] = lambda: True,  # the directory, still
   ) -> None:
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
+    self.is_ours = is_ours
     self.terminal, self.sink_names, self.quiet = terminal, sinks, quiet
     self.warn, self.say = warn, _nothing if quiet else warn
     self.leader = jax.process_index() == 0
@@ -530,14 +546,25 @@ class _Run:
     try:
       state = self.loop(state)
     except BaseException:
-      with contextlib.suppress(CheckpointError):
-        self.checkpoints.wait()
+      if self.is_ours():
+        with contextlib.suppress(CheckpointError):
+          self.checkpoints.wait()
       raise
+    self.check_directory()
     self.checkpoints.wait()
+    self.check_directory()
     # Others are told before the summary is there: a run that dies here is not finished, and tells them again.
     with self.saving(self.updates_done(state), state):
       self.program.finished(state)
     return self.finish(state)
+
+  def check_directory(self) -> None:
+    """Ends the run before it writes into a directory that is not its own any more."""
+    if not self.is_ours():
+      raise RunError(
+        f'{self.run_dir} was removed, moved or replaced while this run was in it; the run ends, and '
+        'writes nothing more there'
+      )
 
   @property
   def wall_s(self) -> float:
@@ -567,6 +594,7 @@ class _Run:
     update, total = self.updates_done(state), config.total_updates
     last_save = time.perf_counter()
     while update < total:
+      self.check_directory()
       began = time.perf_counter()
       goals = [total, _next(update, per_line)] + ([_next(update, per_save)] if per_save else [])
       if update < self.program.ready:
@@ -677,12 +705,12 @@ class _Run:
   # --- checkpoints ------------------------------------------------------------------------------
 
   def save(self, update: int, state: Any) -> None:
+    self.check_directory()
     step = update * self.config.steps_per_update
     if step == self.saved or not update:  # a run that has not begun begins alike again
       return
     if self.lines:
       self.lines.sync()
-    self.checkpoints.tidy()  # before there is one more
     meta = {
       'update': update,
       'wall_s': self.wall_s,
@@ -694,10 +722,10 @@ class _Run:
       'shapes': shapes_sha256(self.program.shapes),
       'replay': self.replay_record(),
       'told': self.program.told(),
-      'beside': self.program.save(self.checkpoints.beside(step)),
     }
     params, rest = _split(state)
-    self.checkpoints.save(step, params, rest, meta)
+    beside = self.program.save(self.checkpoints.beside(step))
+    self.checkpoints.save(step, params, rest, meta, beside)
     self.saved = step
 
   @contextlib.contextmanager
@@ -719,6 +747,8 @@ class _Run:
 
   def save_at_failure(self, update: int, state: Any) -> str:
     """Saves if that is possible, and says what there is; raises nothing."""
+    if not self.is_ours():
+      return f'nothing is saved: {self.run_dir} was removed, moved or replaced'
     gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
     try:
       # Of several processes, the others would have to save as well.

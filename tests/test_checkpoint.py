@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +45,10 @@ def shapes(tree: Any) -> Any:
 
 def bits(tree: Any) -> list[bytes]:
   return [np.asarray(raw(x)).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def kinds(tree: Any) -> list[Any]:
+  return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
 def raw(x: Any) -> Any:
@@ -96,6 +103,7 @@ def test_damage_to_any_file_is_noticed_or_harmless(kind: str, saved: Path, tmp_p
       if checkpoints.steps():
         found = checkpoints.restore(10, shapes(params), shapes(rest))
         assert bits((found.params, found.rest)) == bits((params, rest)), name
+        assert kinds((found.params, found.rest)) == kinds((params, rest)), name
         assert found.meta['update'] == 1
       else:
         noticed += 1
@@ -121,6 +129,16 @@ def test_a_checkpoint_of_before_is_told_from_a_damaged_one(
   with pytest.raises(UsageError, match='made by an older podrace'):
     checkpoints.restore(10, shapes(params), shapes(rest))
   checkpoints.close()
+
+
+@pytest.mark.parametrize('item', ['params', 'rest', 'meta'])
+def test_a_checkpoint_that_lacks_an_item_is_damaged(item: str, saved: Path, tmp_path: Path) -> None:
+  folder = tmp_path / 'checkpoints'
+  shutil.copytree(saved, folder)
+  shutil.rmtree(folder / '10' / item)
+  params, rest = state()
+  with pytest.raises(CheckpointError, match='checkpoint 10 in'):
+    Checkpoints(folder, writes=False).restore(10, shapes(params), shapes(rest))
 
 
 def test_parameters_alone_are_checked(saved: Path, tmp_path: Path) -> None:
@@ -214,9 +232,14 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
   checkpoints = Checkpoints(folder, keep=1)
   rest = jnp.arange(1 << 24)  # which takes a while to write
   for step in (1, 2, 3):
-    checkpoints.beside(step).mkdir(parents=True)
-    checkpoints.save(step, jnp.ones(3), rest, {})
-    checkpoints.tidy()  # as the run does before it saves again
+
+    def write(step: int = step) -> dict[str, Any]:
+      checkpoints.beside(step).mkdir(parents=True)
+      return {}
+
+    checkpoints.save(step, jnp.ones(3), rest, {}, write)
+    checkpoints._join()
+    checkpoints.tidy()  # as `save` does before it writes again
     while step not in (whole := whole_in(folder)):
       assert (
         all(checkpoints.beside(s).is_dir() for s in {*whole, step})
@@ -226,6 +249,78 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
     assert checkpoints.steps() == [step]
     assert [p.name for p in (tmp_path / 'replay').iterdir()] == [str(step)]
   checkpoints.close()
+
+
+def test_a_clock_that_jumps_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """The wall's, by ten days each time that it is read; orbax measures by it how long it has waited."""
+  now, jumps = time.time, itertools.count()
+  monkeypatch.setattr(time, 'time', lambda: now() + 864_000 * next(jumps))
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  params, rest = state()
+  for step in (10, 20):
+    checkpoints.save(step, params, rest, {})
+    checkpoints.wait()
+  found = checkpoints.restore(20, shapes(params), shapes(rest))
+  assert bits((found.params, found.rest)) == bits((params, rest))
+  checkpoints.close()
+
+
+def test_what_is_beside_is_written_in_the_background_and_first(tmp_path: Path) -> None:
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  go, params, rest = threading.Event(), *state()
+
+  def write() -> dict[str, Any]:
+    assert go.wait(60)
+    checkpoints.beside(10).mkdir(parents=True)
+    return {'sha256': 'of it'}
+
+  checkpoints.save(10, params, rest, {}, write)
+  assert not whole_in(tmp_path / 'checkpoints')
+  go.set()
+  checkpoints.wait()
+  assert checkpoints.meta(10)['beside'] == {'sha256': 'of it'}
+  assert checkpoints.beside(10).is_dir()
+  checkpoints.close()
+
+
+def test_what_fails_in_the_background_is_raised_at_the_next_save_and_at_the_end(
+  tmp_path: Path,
+) -> None:
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  params, rest = state()
+
+  def fail() -> dict[str, Any]:
+    raise OSError('the disk is full')
+
+  checkpoints.save(10, params, rest, {})
+  checkpoints.save(20, params, rest, {}, fail)
+  with pytest.raises(CheckpointError, match='the disk is full'):
+    checkpoints.save(30, params, rest, {})
+  checkpoints.save(40, params, rest, {}, fail)
+  with pytest.raises(CheckpointError, match='the disk is full'):
+    checkpoints.wait()
+  checkpoints.wait()
+  assert checkpoints.steps() == [10]
+  checkpoints.close()
+
+
+def test_closing_waits_for_what_is_beside_no_longer_than_it_may(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(checkpoint, 'CLOSE_SECONDS', 0.01)
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  go, params, rest = threading.Event(), *state()
+
+  def write() -> dict[str, Any]:
+    assert go.wait(60)
+    return {}
+
+  checkpoints.save(10, params, rest, {}, write)
+  writing = checkpoints._writing
+  checkpoints.close()
+  go.set()
+  assert writing is not None and writing.join(60)
+  assert not whole_in(tmp_path / 'checkpoints')
 
 
 def whole_in(folder: Path) -> list[int]:

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from test_sebulba import Running, assert_close, assert_same, compiled, jittery
 from test_sebulba_run import Shuffled
 from test_value_agents import AGENTS, CATCH, env_of, sebulba
 
-from podrace import cli
+from podrace import cli, metrics
 from podrace.agents.r2d2 import R2D2
 from podrace.config import bind
 from podrace.envs.host import base as host
 from podrace.networks import QNetwork
 from podrace.replay import Buffer
+from podrace.replay import hosted as hosted_replay
 from podrace.replay.hosted import ReplayFailed
 from podrace.sebulba import Sebulba
 from podrace.topology import split_devices
@@ -215,6 +217,32 @@ def test_a_checkpoint_without_its_replay_is_damaged(tmp_path: Path, cache: Path)
   assert 'resuming' not in output  # which is progress
   assert summary(run_dir)['params_sha256'] == hashed
   assert (run_dir / 'damaged' / '3200-replay').is_dir()
+
+
+def test_learning_goes_on_while_replay_is_written(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  learned, write = threading.Event(), hosted_replay._write
+
+  class Learned:
+    def write(self, line: dict[str, Any]) -> None:
+      if line['step'] > 1600:
+        learned.set()
+
+    def close(self) -> None: ...
+
+  def slow(*args: Any) -> None:
+    assert learned.wait(60), 'nothing was learned while the first checkpoint was written'
+    write(*args)
+
+  monkeypatch.setitem(metrics.SINKS, 'learned', lambda *args: Learned())
+  monkeypatch.setattr(hosted_replay, '_write', slow)
+  with pytest.raises(SystemExit) as end:
+    cli.main(['train', 'catch', *DQN, '--replay', 'host', '--devices', '1', '--total-steps', '3200',
+              '--checkpoint-every', '1600', '--log-every', '320', '--sinks', 'learned',
+              '--run-dir', str(tmp_path / 'run')])  # fmt: skip
+  assert end.value.code == 0
+  assert checkpoints(tmp_path / 'run') == [1600, 3200]
 
 
 @pytest.mark.parametrize(

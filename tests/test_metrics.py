@@ -46,9 +46,22 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_garbled_line_names_the_file(tmp_path: Path) -> None:
-  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\nnonsense\n')
-  with pytest.raises(UsageError, match=r'metrics\.jsonl, line 2, is not JSON'):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+  with pytest.raises(UsageError, match=r'metrics\.jsonl, line 2, is not JSON.*: mend or remove it'):
     metrics.read(tmp_path / 'metrics.jsonl')
+
+
+@pytest.mark.parametrize('tail', [b'\0' * 900, b'\0\0\n\0\n', b'\xff\xfe\n\x80', b'nonsense\n'])
+def test_a_damaged_end_is_left_out_and_said(
+  tail: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  path = tmp_path / 'metrics.jsonl'
+  path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + tail)
+  lines = metrics.JsonLines(path, 2)
+  lines.write(line(3))
+  lines.close()
+  assert metrics.read(path) == [{'step': 1}, {'step': 2}, line(3)]
+  assert ('metrics.jsonl, line 3, is not JSON' in caplog.text) == (b'\n' in tail)
 
 
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
@@ -209,6 +222,6 @@ def test_lines_survive_without_close(tmp_path: Path) -> None:
 @pytest.mark.parametrize('line', ['[1]', '{"loss": 1}', '3'])
 def test_what_is_no_line_of_metrics(line: str, tmp_path: Path) -> None:
   path = tmp_path / 'metrics.jsonl'
-  path.write_text('{"step": 1}\n' + line + '\n')
+  path.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
   with pytest.raises(UsageError, match=r'line 2, is no line of metrics: it has no step'):
     metrics.read(path)

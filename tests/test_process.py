@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import logging
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 
 import podrace
-from podrace.process import log_to_stderr
+from podrace.process import is_locked, lock, log_to_stderr, on_signals
 
 LOG = logging.getLogger('podrace.somewhere')
 
@@ -46,7 +48,8 @@ def test_that_nobody_reads_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     def write(self, text: str) -> None:
       raise BrokenPipeError
 
-    flush = write
+    def flush(self) -> None:
+      raise BrokenPipeError
 
   monkeypatch.setattr('sys.stderr', Closed())
   with log_to_stderr('podrace it'):
@@ -63,3 +66,36 @@ def test_only_commands_configure_logging() -> None:
       if isinstance(node, ast.Name) and node.id == 'log_to_stderr':
         found.add(file.name)
   assert found == {'process.py', 'cli.py'}
+
+
+def test_a_hang_up_is_handled_and_under_nohup_stays_ignored() -> None:
+  handled: list[int] = []
+  before = signal.getsignal(signal.SIGHUP)
+  try:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with on_signals(lambda signum, frame: handled.append(signum)):
+      signal.raise_signal(signal.SIGHUP)
+    assert handled == []
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with on_signals(lambda signum, frame: handled.append(signum)):
+      signal.raise_signal(signal.SIGHUP)
+    assert handled == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+  finally:
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_directory_is_locked_as_long_as_it_is_the_same_one(tmp_path: Path) -> None:
+  folder = tmp_path / 'folder'
+  folder.mkdir()
+  with lock(folder) as file:
+    assert is_locked(folder, file)
+    with pytest.raises(BlockingIOError):
+      lock(folder)
+    folder.rename(tmp_path / 'moved')
+    assert not is_locked(folder, file)
+    folder.mkdir()
+    with lock(folder) as other:
+      assert is_locked(folder, other) and not is_locked(folder, file)
+    shutil.rmtree(folder)
+    folder.write_text('a file')
+    assert not is_locked(folder, file)

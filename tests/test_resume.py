@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import jax
 import pytest
 from apart import until
 from processes import (
@@ -29,6 +30,7 @@ from processes import (
 )
 
 from podrace import cli, metrics, run
+from podrace.checkpoint import CheckpointError, Checkpoints
 
 # 1,000 updates of 32 steps: 100 lines of metrics, 20 checkpoints.
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
@@ -253,13 +255,14 @@ def test_killed_while_writing_metrics(
 # --- SIGTERM, SIGINT ----------------------------------------------------------------------------
 
 SOON = 60.0  # seconds; a matter of less than one on an idle machine
-TERM, INT = (signal.SIGTERM, 143), (signal.SIGINT, 130)
+TERM, INT, HUP = (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)
 MOMENTS = {'compiling': TERM, 'compiled in': INT, '\nstep ': TERM, 'checkpoint': INT}
 
 
 @pytest.mark.parametrize(
   ('signum', 'code', 'moment'),
   [(*kind, moment) for moment, kind in MOMENTS.items()]
+  + [(*HUP, '\nstep ')]
   + [
     pytest.param(*(INT if kind == TERM else TERM), moment, marks=pytest.mark.slow)
     for moment, kind in MOMENTS.items()
@@ -292,7 +295,9 @@ def test_a_second_ctrl_c_ends_at_once_and_says_so(capfd: pytest.CaptureFixture[s
   with run.Stop() as stop:
     signal.raise_signal(signal.SIGTERM)
     assert stop.signum == signal.SIGTERM
-    assert 'SIGTERM: finishing what is under way, then saving' in capfd.readouterr().err
+    assert (
+      'SIGTERM: finishing what is under way, then saving; Ctrl-C now ends at once, without saving\n'
+    ) in capfd.readouterr().err
     signal.raise_signal(signal.SIGTERM)
     assert not capfd.readouterr().err
     with pytest.raises(KeyboardInterrupt):
@@ -381,11 +386,15 @@ def empty_meta(checkpoint: Path) -> None:
   (checkpoint / 'meta' / 'metadata').write_text('')
 
 
+def delete_types(checkpoint: Path) -> None:
+  (checkpoint / 'rest' / 'array_metadatas' / 'process_0').unlink()
+
+
 def largest(folder: Path) -> Path:
   return max(every_file(folder), key=lambda p: p.stat().st_size)
 
 
-@pytest.mark.parametrize('damage', [truncate, flip, flip_meta, delete, empty_meta])
+@pytest.mark.parametrize('damage', [truncate, flip, flip_meta, delete, empty_meta, delete_types])
 def test_the_one_before_a_damaged_checkpoint_is_used(damage, here: Here, half: Path) -> None:
   run_dir = here.folder / 'half'
   shutil.copytree(half / 'half', run_dir)
@@ -398,6 +407,27 @@ def test_the_one_before_a_damaged_checkpoint_is_used(damage, here: Here, half: P
   assert f'resuming at step {before:,}' in output
   assert contents(run_dir / 'damaged' / str(newest)) == damaged
   assert_same_run(run_dir, half / 'whole')
+
+
+def test_a_checkpoint_without_any_one_of_its_files_is_whole_or_refused(
+  tmp_path: Path, half: Path
+) -> None:
+  newest = checkpoints(half / 'half')[-1]
+  shapes = run.build(run.load_config(half / 'half')).shapes
+  params, rest = run._split(shapes)
+  refused = []
+  for i, file in enumerate(every_file(half / 'half' / 'checkpoints' / str(newest))):
+    folder = tmp_path / str(i)
+    shutil.copytree(half / 'half' / 'checkpoints', folder)
+    (folder / file.relative_to(half / 'half' / 'checkpoints')).unlink()
+    try:
+      found = Checkpoints(folder, writes=False).restore(newest, params, rest)
+    except CheckpointError:
+      refused.append(str(file))
+    else:
+      types = [(x.shape, x.dtype) for x in jax.tree.leaves((found.params, found.rest))]
+      assert types == [(x.shape, x.dtype) for x in jax.tree.leaves((params, rest))], file
+  assert any('rest/array_metadatas' in name for name in refused), refused
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -8,9 +8,10 @@ import fcntl
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import StopAt, as_users_have_it, cache, checkpoints, lines, summary
+from apart import until
+from processes import (
+  StopAt,
+  as_users_have_it,
+  cache,
+  checkpoints,
+  every_file,
+  lines,
+  summary,
+)
 
 from podrace import envs, metrics, run
 from podrace.agents.dqn import DQN
@@ -73,6 +83,21 @@ def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the run directory --------------------------------------------------------------------------
 
 
+def test_what_a_run_writes_whole_outlives_a_power_cut(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  synced: list[str] = []
+
+  def fsync(descriptor: int) -> None:
+    path = Path(os.readlink(f'/proc/self/fd/{descriptor}'))
+    there = (tmp_path / 'x.json').exists()
+    synced.append(f'{path.relative_to(tmp_path)} {there}')
+
+  monkeypatch.setattr(os, 'fsync', fsync)
+  run.write_json(tmp_path / 'x.json', {'a': 1})
+  assert synced == ['x.json.new False', '. True']
+
+
 def test_run_directory(finished: Path) -> None:
   assert {p.name for p in finished.iterdir()} == {
     'config.json', 'metrics.jsonl', 'checkpoints', 'summary.json', 'lock'
@@ -124,6 +149,65 @@ def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
   (tmp_path / 'summary.json').write_text('{"step": 1}')
   with pytest.raises(UsageError, match=r'summary\.json is not the summary of a run'):
     run.train(CONFIG, tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize('damaged', [b'', b'\0' * 40, b'{"step": 32', b'\xff\xfe'])
+def test_a_damaged_summary_is_written_again(
+  damaged: bytes, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  run_dir = tmp_path / 'run'
+  shutil.copytree(finished, run_dir)
+  (run_dir / 'summary.json').write_bytes(damaged)
+  found = run.train(CONFIG, run_dir)
+  assert found['params_sha256'] == summary(finished)['params_sha256']
+  assert summary(run_dir)['step'] == CONFIG.total_steps
+  assert 'summary.json is not JSON' in capsys.readouterr().err
+
+
+class At:
+  """A sink that does something at a step, once."""
+
+  def __init__(self, step: int, what: Callable[[], None]) -> None:
+    self.step, self.what = step, what
+
+  def __call__(self, *args: Any) -> At:
+    return self
+
+  def write(self, line: dict[str, Any]) -> None:
+    if line['step'] == self.step:
+      self.what()
+
+  def close(self) -> None: ...
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+  return {str(p.relative_to(folder)): p.read_bytes() for p in every_file(folder)}
+
+
+@pytest.mark.parametrize('step', [960, 3200])  # between checkpoints, and at the end
+@pytest.mark.parametrize('replaced', [True, False])
+def test_a_directory_that_is_removed_or_replaced_ends_the_run(
+  step: int, replaced: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  run_dir, old = tmp_path / 'run', tmp_path / 'old'
+
+  def replace() -> None:
+    if step > 1600:
+      until(lambda: 1600 in checkpoints(run_dir))
+    run_dir.rename(old)
+    if replaced:
+      shutil.copytree(finished, run_dir)  # another run's, with a lock of its own
+      (run_dir / 'replay' / '7').mkdir(parents=True)  # which that is just writing
+
+  monkeypatch.setitem(metrics.SINKS, 'replace', At(step, replace))
+  with pytest.raises(run.RunError, match='was removed, moved or replaced while this run was in it'):
+    run.train(CONFIG, run_dir, sinks=('replace',))
+  assert checkpoints(old) == [1600][: step > 1600]
+  if replaced:
+    assert contents(run_dir) == contents(finished)
+    assert (run_dir / 'replay' / '7').is_dir()
+  else:
+    assert not run_dir.exists()
 
 
 def test_params_sha256_is_what_the_contract_says() -> None:

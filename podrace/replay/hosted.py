@@ -28,8 +28,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import tables
+from podrace.files import sync
 from podrace.replay.windows import Windows, end_what_is_cut, unstacked, what_is_before
-from podrace.tables.checkpoint import sync
 from podrace.topology import AXIS
 from podrace.types import Array, Sample, Trajectory
 
@@ -461,29 +461,28 @@ class Hosted:
 
   # --- checkpoints
 
-  def save(self, path: Path, streams: bool) -> dict[str, Any]:
-    """Writes all of it to a new directory, whole or not at all; what `restore` will be told.
+  def save(self, path: Path, streams: bool) -> Callable[[], dict[str, Any]]:
+    """Takes a snapshot, of references; what writes it, in any thread, and returns `restore`'s `told`.
 
-    `streams`: the environments will go on where they are, and so shall their streams.
+    It writes a new directory, whole or not at all. Rows are never changed, so the replay may go on meanwhile.
 
-    Raises:
-      tables.CheckpointError: if it can't be written.
+    Args:
+      path: of the directory.
+      streams: the environments will go on where they are, and so shall their streams.
+
+    Raises, when it is written:
+      tables.CheckpointError, OSError: if it can't be.
     """
     self._wait()
-    partial = path.with_name(f'.{path.name}.partial')
-    for folder in (partial, path):  # what an earlier life left there is no part of any checkpoint
-      shutil.rmtree(folder, ignore_errors=True)
-    partial.mkdir(parents=True)
-    tables.save(self.store, partial / 'tables')
-    with (partial / 'streams.npz').open('wb') as file:
-      np.savez(file, allow_pickle=False, **(self._history() if streams else {}))
-    told = dict(begun=self._begun, highest=self._streams.highest, sha256=_sha256(partial))
-    for written in (partial / 'streams.npz', partial):
-      sync(written)
-    partial.rename(path)
-    for folder in (path.parent, path.parent.parent):  # the first one made the parent, too
-      sync(folder)
-    return told
+    taken = tables.snapshot(self.store)
+    history = self._history() if streams else dict
+    told = dict(begun=self._begun, highest=self._streams.highest)
+
+    def write() -> dict[str, Any]:
+      _write(path, taken, history())
+      return dict(told, sha256=_sha256(path))
+
+    return write
 
   def restore(self, path: Path, told: dict[str, Any]) -> None:
     """Reads what `save` wrote.
@@ -501,14 +500,18 @@ class Hosted:
       self._relive(dict(file))
     self._begun, self._streams.highest = told['begun'], told['highest']
 
-  def _history(self) -> dict[str, np.ndarray]:
-    """The rows of all streams that windows may still be made of."""
-    found = {}
+  def _history(self) -> Callable[[], dict[str, np.ndarray]]:
+    """The rows of all streams that windows may still be made of, read when it is called."""
+    found, readers = {}, {}
     for env, stream in self._streams.by_env.items():
       found[f'{env}'] = np.array([stream.serial, stream.timesteps])
-      rows = stream.writer.read({k: c[:] for k, c in stream.writer.history.items()})
-      found |= {f'{env}/{k}': x for k, x in rows.items()}
-    return found
+      columns = stream.writer.history.items()
+      readers[env] = stream.writer.reader({k: c[:] for k, c in columns})
+
+    def rows() -> dict[str, np.ndarray]:
+      return found | {f'{env}/{k}': x for env, read in readers.items() for k, x in read().items()}
+
+    return rows
 
   def _relive(self, history: dict[str, np.ndarray]) -> None:
     for name, numbers in history.items():
@@ -520,6 +523,22 @@ class Hosted:
       rows = {k.removeprefix(prefix): x for k, x in history.items() if k.startswith(prefix)}
       for i in range(max(map(len, rows.values()))):
         stream.writer.append({k: x[i, ...] for k, x in rows.items() if i < len(x)})
+
+
+def _write(path: Path, taken: tables.Snapshot, streams: dict[str, np.ndarray]) -> None:
+  """Writes a checkpoint to a new directory, whole or not at all."""
+  partial = path.with_name(f'.{path.name}.partial')
+  for folder in (partial, path):  # what an earlier life left there is no part of any checkpoint
+    shutil.rmtree(folder, ignore_errors=True)
+  partial.mkdir(parents=True)
+  tables.write(taken, partial / 'tables')
+  with (partial / 'streams.npz').open('wb') as file:
+    np.savez(file, allow_pickle=False, **streams)
+  for written in (partial / 'streams.npz', partial):
+    sync(written)
+  partial.rename(path)
+  for folder in (path.parent, path.parent.parent):  # the first one made the parent, too
+    sync(folder)
 
 
 def _sha256(folder: Path) -> str:

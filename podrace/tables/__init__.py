@@ -4,7 +4,7 @@ Tables of items over shared, compressed chunks of steps; selectors say what is s
 limiters how fast, writers make items of streams. docs/replay-tables.md is the manual.
 """
 
-from podrace.tables.checkpoint import CheckpointError, restore, save
+from podrace.tables.checkpoint import CheckpointError, Snapshot, restore, save, snapshot, write
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.limiters import RateLimiter, min_size, queue, sample_to_insert_ratio, stack
 from podrace.tables.selectors import fifo, lifo, max_heap, min_heap, prioritized, uniform
@@ -19,6 +19,7 @@ __all__ = [
   'RateLimited',
   'RateLimiter',
   'Samples',
+  'Snapshot',
   'Table',
   'TableInfo',
   'Writer',
@@ -32,6 +33,8 @@ __all__ = [
   'restore',
   'sample_to_insert_ratio',
   'save',
+  'snapshot',
   'stack',
   'uniform',
+  'write',
 ]

@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from podrace.files import sync
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore, pack
 from podrace.tables.table import Item, Leaf, Signature, held
@@ -236,15 +237,6 @@ def _described(path: Path) -> dict[str, Any]:
 def _sha256_of(manifest: dict[str, Any]) -> str:
   rest = {k: v for k, v in manifest.items() if k != 'sha256'}
   return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def sync(path: Path) -> None:
-  """Has a file, or which names there are in a directory, outlive a power cut."""
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 # --- reading ----------------------------------------------------------------------------------

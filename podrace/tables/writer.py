@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -306,12 +307,20 @@ class Writer:
 
   def read(self, trajectory: Any) -> Any:
     """The rows of slices of the history, nested as they are; [L, ...], as samples would have them."""
+    return self.reader(trajectory)()
+
+  def reader(self, trajectory: Any) -> Callable[[], Any]:
+    """What `read` gives now, read when it is called: later, in any thread."""
     signature, parts = self._parts(trajectory, None)
-    rows = []
-    for leaf, part in zip(signature.leaves, parts, strict=True):
-      found = gather(self._store, [part], leaf.dtype, leaf.shape)[0][0]
-      rows.append(found[0] if leaf.single else found)
-    return trees.build(signature.structure, rows)
+
+    def rows() -> Any:
+      found = []
+      for leaf, part in zip(signature.leaves, parts, strict=True):
+        data = gather(self._store, [part], leaf.dtype, leaf.shape)[0][0]
+        found.append(data[0] if leaf.single else data)
+      return trees.build(signature.structure, found)
+
+    return rows
 
   def _parts(self, trajectory: Any, num_steps: int | None) -> tuple[Signature, tuple[Part, ...]]:
     if (trajectory is None) == (num_steps is None):

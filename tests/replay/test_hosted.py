@@ -268,10 +268,11 @@ def test_a_restored_replay_goes_on_as_if_nothing_had_happened(case: str, tmp_pat
   one = Both(world, buffer=buffer, **given)
   try:
     drawn(one, range(12))
-    told = one.hosted.save(tmp_path / '12', streams=True)
+    write = one.hosted.save(tmp_path / '12', streams=True)
     rows = [list(x) for x in world.rows]
     rng, frames, left = world._rng.bit_generator.state, list(world._frames), list(world._left)
     expected = drawn(one, range(12, 20))
+    told = write()  # later, and in another thread than those that change it
   finally:
     one.close()
   world.rows, world._frames, world._left = rows, frames, left
@@ -303,7 +304,7 @@ def test_what_is_saved_outlives_a_power_cut(
   both = Both(World(4), 2)
   try:
     both.add(times=3)
-    both.hosted.save(tmp_path / 'replay' / '3', streams=True)
+    both.hosted.save(tmp_path / 'replay' / '3', streams=True)()
   finally:
     both.close()
   partial = 'replay/.3.partial'
@@ -317,13 +318,13 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
   both = Both(World(4), 2)
   try:
     both.add(times=3)
-    told = both.hosted.save(tmp_path / '3', streams=True)
+    told = both.hosted.save(tmp_path / '3', streams=True)()
     (tmp_path / '3' / 'streams.npz').write_bytes(b'else')
     with pytest.raises(tables.CheckpointError, match='its checksum is'):
       both.hosted.restore(tmp_path / '3', told)
     with pytest.raises(tables.CheckpointError, match='is not there'):
       both.hosted.restore(tmp_path / '4', told)
-    told = both.hosted.save(tmp_path / '3', streams=False)
+    told = both.hosted.save(tmp_path / '3', streams=False)()
     path = tmp_path / '3' / 'tables' / 'chunks.bin'
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(tables.CheckpointError, match=r'chunks\.bin has'):

@@ -1,0 +1,88 @@
+"""Messages to whoever reads them. That nobody does, or not any longer, ends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any, TextIO
+
+STANDARD = (0, 1, 2)  # input, output, errors
+
+
+class Lasting:
+  """A stream of text whose failures are of no account: the reader is gone, the terminal, the disk is full.
+
+  It is a file as far as `print` and rich need one. None is a stream without a reader.
+  """
+
+  def __init__(self, file: TextIO | None) -> None:
+    self._file = file
+
+  def write(self, text: str) -> int:
+    with self._failing():
+      if self._file is not None:
+        self._file.write(text)
+    return len(text)
+
+  def flush(self) -> None:
+    with self._failing():
+      if self._file is not None:
+        self._file.flush()
+
+  def isatty(self) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+      return self._file is not None and self._file.isatty()
+    return False
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._file, name)
+
+  @contextlib.contextmanager
+  def _failing(self) -> Any:
+    try:
+      yield
+    except (OSError, ValueError):  # ValueError: it is closed
+      _to_nobody(self._file)
+
+
+def _to_nobody(file: TextIO | None) -> None:
+  """Has a standard stream's descriptor go nowhere: what it holds back would fail again at the exit."""
+  with contextlib.suppress(OSError, ValueError, AttributeError):
+    descriptor = file.fileno()  # type: ignore[union-attr]
+    if descriptor in STANDARD:
+      null = os.open(os.devnull, os.O_RDWR)
+      os.dup2(null, descriptor)
+      os.close(null)
+
+
+def tell(text: str) -> None:
+  """A line on stderr."""
+  print(text, file=Lasting(sys.stderr), flush=True)
+
+
+def open_standard() -> None:
+  """Opens the standard streams that the process was started without.
+
+  Else the next file that is opened gets the number of one, and what libraries print goes into it.
+  """
+  for descriptor in STANDARD:
+    try:
+      os.fstat(descriptor)
+    except OSError:
+      os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
+  for name in ('stdout', 'stderr'):
+    if getattr(sys, name) is None:
+      setattr(sys, name, open(os.devnull, 'w'))  # noqa: SIM115 (as long as the process)
+
+
+def flush_standard() -> bool:
+  """Writes what is held back, for the last time; whether somebody took what was on stdout."""
+  taken = True
+  for stream in (sys.stdout, sys.stderr):
+    try:
+      stream.flush()
+    except (OSError, ValueError):
+      taken = taken and stream is not sys.stdout
+      _to_nobody(stream)
+  return taken
