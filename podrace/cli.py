@@ -13,12 +13,22 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from podrace import own_code
 from podrace.agents import AGENTS
-from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, flag, unknown
+from podrace.config import (
+  BOUND,
+  Config,
+  UsageError,
+  agent_class,
+  agent_name,
+  flag,
+  to_json,
+  unknown,
+)
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.options import Options, whole_number
 from podrace.presets import PRESETS
@@ -49,11 +59,15 @@ podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR,
   --sample        act as in training, by sampling; where environments explore each by a rate of its
                   own, with the rates of the run's environments, spread over the episodes
   --max-steps N   give up on episodes that are longer (default 1000000)
+  --allow-code MODULE   the run may import this module of its own, from the working directory too;
+                  may be repeated. Without it a run that names code of its own is refused
 
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
 """
 
-EVAL_VALUES = {'--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N'}
+EVAL_VALUES = {
+  '--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N', '--allow-code': 'MODULE',
+}  # fmt: skip
 
 HOST_EXAMPLES = {
   'ale': 'ale:pong, ale:breakout, ale:ms_pacman,sticky=0.25',
@@ -67,6 +81,10 @@ TRAIN_OPTIONS = {
   '--agent': (
     'NAME',
     f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)',
+  ),
+  '--allow-code': (
+    'MODULE',
+    'the run directory may name this module of its own; not needed for what --agent and --env name',
   ),
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
@@ -92,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
   args = list(sys.argv[1:] if argv is None else argv)
   tell_of_faults()
+  own_code.leave_here()
   try:
     code = _guarded(args)
   except Exception:
@@ -192,9 +211,8 @@ def train(args: list[str]) -> int:
   preset = take_preset(args)
   options = Options(args, TRAIN_VALUES, others_pass=True)
   agent, rest = agent_of(options), options.arguments
-  sys.path.insert(0, '')  # for agents and environments of the user's own, as `python -m` does
-  run_dir = options.path('--run-dir')
-  base = base_config(preset, run_dir, agent)
+  run_dir, allowed = options.path('--run-dir'), _allowed(options, rest)
+  base = base_config(preset, run_dir, agent, allowed)
   if _value_of('--envs', rest) == 'remote':  # which has another default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
   config = parse(base, rest)
@@ -215,7 +233,7 @@ def train(args: list[str]) -> int:
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet,
       listen=listen, addresses=addresses,
     )  # fmt: skip
-  _report(run_dir, summary)
+  _report(run_dir, summary, own_code.named(to_json(config)))
   return 0
 
 
@@ -288,20 +306,33 @@ def _addresses(options: Options) -> Any:
   )
 
 
-def _report(run_dir: Path, summary: dict[str, Any]) -> None:
+def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> None:
   value = summary['episode_return']
   told = 'no episode ended' if value is None else f'return {value:.2f}'
   print(f'done: step {summary["step"]:,}, {told}, {summary["steps_per_s"]:,.0f} steps/s')
   print(f'run directory: {run_dir}')
-  print(f'next: podrace eval {run_dir} --episodes 100')
+  print(f'next: podrace eval {run_dir} --episodes 100 {own_code.options(modules)}'.rstrip())
 
 
-def base_config(preset: str | None, run_dir: Path | None, agent: str | None) -> Config:
+def _allowed(options: Options, rest: list[str]) -> list[str]:
+  """The modules that the user names, which are looked for in the working directory as well."""
+  agent, env = agent_of(options) or '', _value_of('--env', rest) or ''
+  named = own_code.of_agent(agent), own_code.of_env(env)
+  allowed = [m for m in named if m is not None]
+  if '--allow-code' in options:
+    allowed += options.every('--allow-code')
+  own_code.look_here(allowed)
+  return allowed
+
+
+def base_config(
+  preset: str | None, run_dir: Path | None, agent: str | None, allowed: Iterable[str] = ()
+) -> Config:
   """What the flags change: the preset, else what the run directory records, else Catch."""
   from podrace.run import load_config
 
   if preset is None and run_dir is not None and (run_dir / 'config.json').exists():
-    config = load_config(run_dir)
+    config = load_config(run_dir, allowed)
   else:
     config = PRESETS[preset or 'catch']()
   if agent is not None and agent != agent_name(config.agent):
@@ -399,7 +430,7 @@ def train_help(agent: str | None = None, preset: str | None = None) -> str:
   here = Path(__file__).parent
   lines += [_row(*f) for f in fields_of(here / 'config.py', 'Config', '--') if f[0] != '--agent']
   if agent is not None and ':' in agent:
-    sys.path.insert(0, '')
+    own_code.look_here([own_code.of_agent(agent)])
     lines += ['', f'agent {agent}:', *_own_rows(agent_class(agent), '--agent.')]
     return '\n'.join(lines)
   for name, (module, cls) in AGENTS.items():
@@ -536,7 +567,8 @@ def evaluate(args: list[str]) -> int:
     raise UsageError(
       f'eval takes one run directory, not {len(options.arguments)}: podrace eval DIR [OPTIONS]'
     )
-  sys.path.insert(0, '')  # as in `train`
+  allowed = options.every('--allow-code')
+  own_code.look_here(allowed)
   from podrace.evaluate import evaluate as run_evaluation
 
   result = run_evaluation(
@@ -545,6 +577,7 @@ def evaluate(args: list[str]) -> int:
     options.whole('--seed', 0),
     '--sample' in options,
     options.whole('--max-steps', 1_000_000),
+    allowed,
   )
   print(json.dumps(result))
   return 0
@@ -701,7 +734,7 @@ def environments(args: list[str]) -> int:
   options = Options(args, ENVS_VALUES)
   no_arguments(options, 'envs')
   connect, env = (options.needed(name, 'envs') for name in ('--connect', '--env'))
-  sys.path.insert(0, '')  # for environments of the user's own
+  own_code.look_here([own_code.of_env(env)])
   from podrace import remote
 
   remote.require()
@@ -739,7 +772,7 @@ def act(args: list[str]) -> int:
   from podrace import remote
 
   remote.require()
-  sys.path.insert(0, '')
+  _allowed(options, options.arguments)
   config = parse(base_config(preset, None, agent), options.arguments, 'podrace act')
   from podrace import apex
 
@@ -895,7 +928,7 @@ def bench(args: list[str]) -> int:
   agent, seconds = agent_of(options), options.number('--seconds', 10.0)
   if not 0 < seconds < math.inf:
     raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
-  sys.path.insert(0, '')
+  _allowed(options, options.arguments)
   base = dataclasses.replace(base_config(preset, None, agent), architecture='sebulba')
   config = parse(base, options.arguments)
   from podrace.bench import bench_sebulba

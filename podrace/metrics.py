@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from podrace.config import UsageError, unknown
+from podrace.process import open_new
 
 Line = dict[str, Any]
 
@@ -44,7 +45,8 @@ class JsonLines:
     """Drops what an interrupted run wrote after the checkpoint that it goes on from."""
     kept = [json.dumps(line) + '\n' for line in read(path) if line['step'] <= resumed_at]
     draft = path.with_suffix('.jsonl.new')
-    draft.write_text(''.join(kept))
+    with open_new(draft) as file:
+      file.write(''.join(kept))
     os.replace(draft, path)
     self._file = path.open('a')
 
@@ -108,7 +110,8 @@ class WandB:
 
     record = run_dir / 'wandb-id'  # not the directory's name, which another run may have as well
     if not record.exists():
-      record.write_text(secrets.token_hex(8) + '\n')
+      with open_new(record) as file:
+        file.write(secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
       id=record.read_text().strip(),

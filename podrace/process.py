@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import fcntl
 import logging
+import os
 import signal
 import sys
 import threading
@@ -70,10 +72,27 @@ def lock(directory: Path) -> IO[str]:
     BlockingIOError: if another process has it.
     OSError: if it can't be written to.
   """
-  file = (directory / 'lock').open('w')
+  try:
+    descriptor = os.open(directory / 'lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+  except OSError as e:
+    if e.errno == errno.ELOOP:
+      raise OSError(e.errno, 'lock is a symbolic link there, which is not followed') from e
+    raise
+  file = os.fdopen(descriptor, 'r+')
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BaseException:
     file.close()
     raise
   return file
+
+
+def open_new(path: Path) -> IO[str]:
+  """A new file to write, in the place of what is there; a symbolic link is removed, not followed."""
+  path.unlink(missing_ok=True)
+  return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), 'w')
+
+
+def linked_folders(directory: Path) -> list[str]:
+  """The names in a directory that are symbolic links to other directories."""
+  return sorted(p.name for p in directory.iterdir() if p.is_symlink() and p.is_dir())
