@@ -14,13 +14,22 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace import compile_cache, defaults
+from podrace import compile_cache, defaults, own_code
 from podrace.agents import AGENTS
-from podrace.config import BOUND, Config, UsageError, agent_class, agent_name, flag, unknown
+from podrace.config import (
+  BOUND,
+  Config,
+  UsageError,
+  agent_class,
+  agent_name,
+  flag,
+  to_json,
+  unknown,
+)
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.options import Options, whole_number
 from podrace.output import Lasting, flush_standard, open_standard, tell
@@ -53,12 +62,15 @@ podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR,
                   own, with the rates of the run's environments, spread over the episodes
   --max-steps N   give up on episodes that are longer (default 1000000)
   --no-compile-cache  compile anew, and keep nothing of it for the next command
+  --allow-code MODULE   the run may import this module of its own, from the working directory too;
+                  may be repeated. Without it a run that names code of its own is refused
 
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
 """
 
 EVAL_VALUES = {
   '--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N', '--no-compile-cache': '',
+  '--allow-code': 'MODULE',
 }  # fmt: skip
 
 HOST_EXAMPLES = {
@@ -75,6 +87,10 @@ TRAIN_OPTIONS = {
     f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)',
   ),
   '--no-compile-cache': ('', 'compile anew, and keep nothing of it for the next command'),
+  '--allow-code': (
+    'MODULE',
+    'the run directory may name this module of its own; not needed for what --agent and --env name',
+  ),
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress; warnings and the last words are told'),
@@ -104,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = list(sys.argv[1:] if argv is None else argv)
   open_standard()
   tell_of_faults()
+  own_code.leave_here()
   lasting = bool(args) and args[0] in LASTING
   # Until a command has handlers of its own: nothing is saved yet, and an exception could be swallowed.
   handlers = on_signals(end_at_once) if lasting else contextlib.nullcontext()
@@ -206,9 +223,8 @@ def train(args: list[str]) -> int:
   preset = take_preset(args)
   options = Options(args, TRAIN_VALUES, others_pass=True)
   agent, rest = agent_of(options), options.arguments
-  sys.path.insert(0, '')  # for agents and environments of the user's own, as `python -m` does
-  run_dir = options.path('--run-dir')
-  base = base_config(preset, run_dir, agent, rest)
+  run_dir, allowed = options.path('--run-dir'), _allowed(options, rest)
+  base = base_config(preset, run_dir, agent, rest, allowed)
   if _value_of('--envs', rest) == 'remote':  # which has another default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
   config = parse(base, rest)
@@ -233,7 +249,7 @@ def train(args: list[str]) -> int:
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet,
       listen=listen, addresses=addresses,
     )  # fmt: skip
-  _report(run_dir, summary)
+  _report(run_dir, summary, own_code.named(to_json(config)))
   from podrace.topology import leave_processes
 
   leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
@@ -309,13 +325,14 @@ def _addresses(options: Options) -> Any:
   )
 
 
-def _report(run_dir: Path, summary: dict[str, Any]) -> None:
+def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> None:
   value = summary['episode_return']
   told = 'no episode ended' if value is None else f'return {value:.2f}'
   out = Lasting(sys.stdout)
   print(f'done: step {summary["step"]:,}, {told}, {summary["steps_per_s"]:,.0f} steps/s', file=out)
   print(f'run directory: {run_dir}', file=out)
-  print(f'next: podrace eval {run_dir} --episodes 100', file=out)
+  allow = own_code.options(modules)
+  print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)
 
 
 def is_open(
@@ -329,8 +346,23 @@ def is_open(
   return agent is not None or _value_of('--env', args) is not None
 
 
+def _allowed(options: Options, rest: list[str]) -> list[str]:
+  """The modules that the user names, which are looked for in the working directory as well."""
+  agent, env = agent_of(options) or '', _value_of('--env', rest) or ''
+  named = own_code.of_agent(agent), own_code.of_env(env)
+  allowed = [m for m in named if m is not None]
+  if '--allow-code' in options:
+    allowed += options.every('--allow-code')
+  own_code.look_here(allowed)
+  return allowed
+
+
 def base_config(
-  preset: str | None, run_dir: Path | None, agent: str | None, args: Sequence[str] = ()
+  preset: str | None,
+  run_dir: Path | None,
+  agent: str | None,
+  args: Sequence[str] = (),
+  allowed: Iterable[str] = (),
 ) -> Config:
   """What the flags change: the preset, else what the run directory records, else Catch.
 
@@ -341,7 +373,7 @@ def base_config(
   if preset is None and is_open(preset, run_dir, agent, args):
     config = Config(agent=default_agent(agent or 'impala'))
   elif preset is None and run_dir is not None and (run_dir / 'config.json').exists():
-    config = load_config(run_dir)
+    config = load_config(run_dir, allowed)
   else:
     config = PRESETS[preset or 'catch']()
   if agent is not None and agent != agent_name(config.agent):
@@ -455,7 +487,7 @@ def train_help(agent: str | None = None, preset: str | None = None) -> str:
   here = Path(__file__).parent
   lines += [_row(*f) for f in fields_of(here / 'config.py', 'Config', '--') if f[0] != '--agent']
   if agent is not None and ':' in agent:
-    sys.path.insert(0, '')
+    own_code.look_here([own_code.of_agent(agent)])
     lines += ['', f'agent {agent}:', *_own_rows(agent_class(agent), '--agent.')]
     return '\n'.join(lines)
   for name, (module, cls) in AGENTS.items():
@@ -609,7 +641,8 @@ def evaluate(args: list[str]) -> int:
     raise UsageError(
       f'eval takes one run directory, not {len(options.arguments)}: podrace eval DIR [OPTIONS]'
     )
-  sys.path.insert(0, '')  # as in `train`
+  allowed = options.every('--allow-code')
+  own_code.look_here(allowed)
   from podrace.evaluate import evaluate as run_evaluation
 
   if '--no-compile-cache' not in options:
@@ -621,6 +654,7 @@ def evaluate(args: list[str]) -> int:
     options.whole('--seed', 0),
     '--sample' in options,
     options.whole('--max-steps', 1_000_000),
+    allowed,
   )
   print(json.dumps(result))
   return 0
@@ -779,7 +813,7 @@ def environments(args: list[str]) -> int:
   options = Options(args, ENVS_VALUES)
   no_arguments(options, 'envs')
   connect, env = (options.needed(name, 'envs') for name in ('--connect', '--env'))
-  sys.path.insert(0, '')  # for environments of the user's own
+  own_code.look_here([own_code.of_env(env)])
   from podrace import remote
 
   remote.require()
@@ -817,7 +851,7 @@ def act(args: list[str]) -> int:
   from podrace import remote
 
   remote.require()
-  sys.path.insert(0, '')
+  _allowed(options, options.arguments)
   base = base_config(preset, None, agent, options.arguments)
   config = parse(base, options.arguments, 'podrace act')
   if is_open(preset, None, agent, options.arguments):
@@ -978,7 +1012,7 @@ def bench(args: list[str]) -> int:
   agent, seconds = agent_of(options), options.number('--seconds', 10.0)
   if not 0 < seconds < math.inf:
     raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
-  sys.path.insert(0, '')
+  _allowed(options, options.arguments)
   base = base_config(preset, None, agent, options.arguments)
   base = dataclasses.replace(base, architecture='sebulba')
   config = parse(base, options.arguments)

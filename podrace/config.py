@@ -11,8 +11,10 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from podrace import own_code
 from podrace.agents import AGENTS, agents_for
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
+from podrace.own_code import CLASS
 
 VERSION = 1  # of config.json
 SEBULBA = (  # fields that say nothing to anakin
@@ -223,8 +225,6 @@ def _plain(value: Any) -> Any:
   return {'repr': repr(value)}  # of somebody's own; can be compared, but not made again
 
 
-CLASS = 'class'  # where the record names a dataclass of somebody's own, in the place of ours
-
 BOUND = (  # derived from the rest of the run
   'observation_space',
   'action_space',
@@ -238,7 +238,7 @@ def _own(field: dataclasses.Field[Any]) -> bool:
 
 
 def from_json(record: dict[str, Any]) -> Config:
-  """The config that `to_json` recorded.
+  """The config that `to_json` recorded; imports the modules that it names, see `check_code`.
 
   Raises:
     UsageError: if the record is of another version, or has other fields than the classes.
@@ -254,9 +254,20 @@ def from_json(record: dict[str, Any]) -> Config:
     raise UsageError(f'config.json is not the record of a run: {e!r}') from e
 
 
-def completed(record: dict[str, Any]) -> dict[str, Any]:
+def check_code(record: dict[str, Any], allowed: Iterable[str]) -> None:
+  """Raises UsageError if a record names modules that are neither podrace's own nor allowed."""
+  if refused := own_code.refused(record, allowed):
+    told = ', '.join(f'{module} ({what})' for module, what in refused.items())
+    raise UsageError(
+      f"config.json names code that is not podrace's own: {told}. It runs with all rights that you have. If you "
+      f'trust it, give {own_code.options(refused)}'
+    )
+
+
+def completed(record: dict[str, Any], allowed: Iterable[str] = ()) -> dict[str, Any]:
   """A record with the defaults of fields that were not there yet when it was made."""
   try:
+    check_code(record, allowed)
     return to_json(from_json(record))
   except UsageError:  # as it is, where it can't be made again
     return record

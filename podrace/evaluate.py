@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -243,12 +243,19 @@ def _host_round(
 
 
 def evaluate(
-  run_dir: Path, episodes: int, seed: int = 0, sample: bool = False, max_steps: int = 1_000_000
+  run_dir: Path,
+  episodes: int,
+  seed: int = 0,
+  sample: bool = False,
+  max_steps: int = 1_000_000,
+  allow_code: Iterable[str] = (),
 ) -> dict[str, Any]:
   """Evaluates the newest good checkpoint of a run; `sample` acts as in training, else greedily.
 
+  `allow_code` names modules of the run's own, as in `load_config`.
+
   Raises:
-    UsageError: if there is no run or no checkpoint.
+    UsageError: if there is no run or no checkpoint, or the run names other modules.
     RunError: if an environment fails, or does not end its episode.
   """
   for name, value, least, most in (
@@ -259,7 +266,7 @@ def evaluate(
     if not least <= value <= most:
       bound = f'at least {least}' if value < least else f'at most {most}'
       raise UsageError(f'{name} must be {bound}, not {value}')
-  config = load_config(run_dir)
+  config = load_config(run_dir, allow_code)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
   check_environment(env.jax if isinstance(env, HostSpec) else env)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import IO
 
 
 def sync(path: Path) -> None:
@@ -15,10 +16,18 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
+def open_new(path: Path) -> IO[str]:
+  """A new file to write, in the place of what is there; a symbolic link is removed, not followed."""
+  path.unlink(missing_ok=True)
+  return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), 'w')
+
+
 def write_whole(path: Path, text: str) -> None:
   """Writes a file whole or not at all."""
   draft = path.with_name(path.name + '.new')
-  draft.write_text(text)
-  sync(draft)
+  with open_new(draft) as file:
+    file.write(text)
+    file.flush()
+    os.fsync(file.fileno())
   os.replace(draft, path)
   sync(path.parent)

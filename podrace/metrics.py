@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 from podrace.config import UsageError, unknown
-from podrace.files import write_whole
+from podrace.files import open_new, write_whole
 from podrace.output import Lasting
 
 Line = dict[str, Any]
@@ -122,7 +122,8 @@ class WandB:
 
     record = run_dir / 'wandb-id'  # not the directory's name, which another run may have as well
     if not record.exists():
-      record.write_text(secrets.token_hex(8) + '\n')
+      with open_new(record) as file:
+        file.write(secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
       id=record.read_text().strip(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import faulthandler
 import fcntl
 import logging
@@ -85,7 +86,13 @@ def lock(directory: Path) -> IO[str]:
     BlockingIOError: if another process has it.
     OSError: if it can't be written to.
   """
-  file = (directory / 'lock').open('w')
+  try:
+    descriptor = os.open(directory / 'lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+  except OSError as e:
+    if e.errno == errno.ELOOP:
+      raise OSError(e.errno, 'lock is a symbolic link there, which is not followed') from e
+    raise
+  file = os.fdopen(descriptor, 'r+')
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BaseException:
@@ -102,3 +109,8 @@ def is_locked(directory: Path, file: IO[str]) -> bool:
   except (FileNotFoundError, NotADirectoryError):
     return False
   return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+
+
+def linked_folders(directory: Path) -> list[str]:
+  """The names in a directory that are symbolic links to other directories."""
+  return sorted(p.name for p in directory.iterdir() if p.is_symlink() and p.is_dir())

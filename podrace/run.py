@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from podrace import __version__, envs, metrics
+from podrace import __version__, envs, metrics, own_code
 from podrace.anakin import Anakin
 from podrace.architectures import Architecture, OnDevice, OnHost
 from podrace.check import check_run
@@ -33,6 +33,7 @@ from podrace.config import (
   UsageError,
   bind_run,
   changes,
+  check_code,
   completed,
   differences,
   from_json,
@@ -43,7 +44,7 @@ from podrace.config import (
 from podrace.envs.host import base as host
 from podrace.errors import RunError
 from podrace.files import write_whole
-from podrace.process import is_locked, lock, on_signals
+from podrace.process import is_locked, linked_folders, lock, on_signals
 from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
 from podrace.sebulba import ActorFailed, Sebulba
@@ -226,6 +227,11 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
   with file:
+    if links := linked_folders(run_dir):
+      raise UsageError(
+        f'--run-dir {run_dir}: {", ".join(links)} there is a symbolic link to a directory elsewhere, where a run '
+        'would write and delete; move what it leads to in its place, or make the whole run directory a link'
+      )
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
@@ -238,7 +244,7 @@ def changes_of(config: Config, run_dir: Path) -> list[str]:
   old = read_record(run_dir)
   if old is None:
     return []
-  records = completed(old), to_json(config)
+  records = _completed(old, config), to_json(config)
   changed = differences(*records)
   begun = any((run_dir / 'checkpoints').glob('*'))
   if begun and not NEVER.isdisjoint(path for path, _, _ in changes(*records)):
@@ -278,15 +284,24 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
   return summary
 
 
-def load_config(run_dir: Path) -> Config:
+def _completed(record: dict[str, Any], config: Config) -> dict[str, Any]:
+  """A run directory's record with later fields; of code, it may name what this configuration has."""
+  return completed(record, own_code.named(to_json(config)))
+
+
+def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   """The config that a run directory records.
 
+  Args:
+    allow_code: modules that it may name, besides podrace's own; naming one runs it.
+
   Raises:
-    UsageError: if there is none.
+    UsageError: if there is none, or it names other modules; nothing is imported then.
   """
   record = read_record(run_dir)
   if record is None:
     raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
+  check_code(record, allow_code)
   return from_json(record)
 
 
@@ -832,7 +847,7 @@ class _Run:
       )
     if meta['shapes'] != shapes_sha256(self.program.shapes):
       old = read_record(self.run_dir)
-      changed = differences(completed(old), to_json(self.config)) if old else []
+      changed = differences(_completed(old, self.config), to_json(self.config)) if old else []
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
         'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
@@ -849,7 +864,7 @@ class _Run:
     """How to have as many devices that learn as a checkpoint was made on."""
     if self.config.architecture == 'anakin':
       return f'give --devices {mesh}'
-    old = completed(read_record(self.run_dir) or {})
+    old = _completed(read_record(self.run_dir) or {}, self.config)
     given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
     had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)
     return (

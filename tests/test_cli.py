@@ -175,7 +175,7 @@ def test_an_agent_of_ones_own_is_trained_and_evaluated(tmp_path: Path) -> None:
   )
   program = Path(sys.executable).parent / 'podrace'
   train = ['train', '--agent', 'of_mine:Agent', '--total-steps', '640', '--run-dir', 'run']
-  for args in (train, ['eval', 'run', '--episodes', '4']):
+  for args in (train, ['eval', 'run', '--episodes', '4', '--allow-code', 'of_mine']):
     done = subprocess.run(
       [program, *args], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
     )

@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -48,6 +49,12 @@ from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
+
+# Not by -m, which would look for libraries in the working directory first.
+START = (
+  'import json, sys; sys.path[:] = json.loads(sys.argv[1])["path"]; '
+  'import podrace.envs.host.worker as worker; worker.main()'
+)
 
 log = logging.getLogger('podrace.envs')
 
@@ -169,6 +176,11 @@ class Restarts:
     return len(self._times)
 
 
+def _path() -> list[str]:
+  """Where a worker looks for modules: where this process does, and at last where podrace is."""
+  return list(dict.fromkeys([*map(os.path.abspath, sys.path), str(Path(w.__file__).parents[3])]))
+
+
 class Worker:
   """One process and its end of the pipes."""
 
@@ -185,10 +197,10 @@ class Worker:
     self.answer, answer_write = os.pipe()
     told = {**told, 'memory': memory, 'ask': ask_read, 'answer': answer_write, 'start': self.first}
     told['parent'] = os.getpid()
-    told['path'] = [os.path.abspath(p) for p in sys.path]  # its modules are this process's
+    told['path'] = _path()
     told['seeds'] = [int(s) + 7919 * self.lives for s in told['seeds'][self.first :][: self.count]]
     self.process = subprocess.Popen(
-      [sys.executable, '-m', 'podrace.envs.host.worker', json.dumps(told)],
+      [sys.executable, '-P', '-c', START, json.dumps(told)],
       pass_fds=(memory, ask_read, answer_write),
       stdin=subprocess.DEVNULL,
       start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers

@@ -176,7 +176,6 @@ def main() -> None:
   tell_of_faults()
   told = json.loads(sys.argv[1])
   end_with(told['parent'])
-  sys.path[:] = told['path']
   memory = mmap.mmap(told['memory'], told['bytes'])
   into = arrays(memory, [(n, d, s) for n, d, s in told['fields']], told['num_envs'])
   ask, answer = told['ask'], told['answer']
