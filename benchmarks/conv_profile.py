@@ -35,6 +35,7 @@ def calls(kind: str) -> dict[str, Callable[[], Any]]:
   from gymnasium import spaces
 
   from podrace import networks
+  from podrace.networks import layers, torsos
 
   def before(x: Any, kernel: Any) -> Any:
     return x @ kernel
@@ -47,7 +48,7 @@ def calls(kind: str) -> dict[str, Callable[[], Any]]:
   box = spaces.Box(0, 255, (4, 84, 84), np.uint8)
   settings: Any = dict(torso=kind, hidden=(HIDDEN[kind],), activation='relu', initializer='lecun')
   net = networks.ActorCritic(**settings).bind(box, spaces.Discrete(6))
-  torso = networks.IMAGE_TORSOS[kind](net.kernel_init)
+  torso = torsos.IMAGE_TORSOS[kind](net.kernel_init)
   params = net.init(jax.random.key(0))
   (inner,) = (v for k, v in params['torso'].items() if k != 'Mlp_0')
   frames = jax.random.randint(jax.random.key(1), (FRAMES, 4, 84, 84), 0, 256).astype(jnp.uint8)
@@ -68,7 +69,7 @@ def calls(kind: str) -> dict[str, Callable[[], Any]]:
     return jnp.mean(torso.apply({'params': inner}, pixels) * fixed)
 
   def behind(params: Any, features: Any) -> Any:
-    x = networks.Mlp(net.hidden, jax.nn.relu, net.kernel_init).apply(
+    x = torsos.Mlp(net.hidden, jax.nn.relu, net.kernel_init).apply(
       {'params': params['torso']['Mlp_0']}, features.reshape(features.shape[0], -1)
     )
     heads = [x @ params[h]['kernel'] + params[h]['bias'] for h in ('policy_head', 'value_head')]
@@ -96,13 +97,13 @@ def calls(kind: str) -> dict[str, Callable[[], Any]]:
     'without gradient': compiled(whole, params, frames, CHUNK, grad=False),
     "whole, XLA's convolution, one batch": compiled(whole, params, frames, FRAMES),
   }
-  product, unit = networks.product, networks._unit
-  networks.product = before
-  networks._unit = lambda x: x
-  conv = networks.conv2d
-  networks.conv2d = lambda x, *rest: conv(unit(x), *rest)
+  product, unit = layers.product, layers.unit
+  layers.product = before
+  layers.unit = lambda x: x
+  conv = layers.conv2d
+  layers.conv2d = lambda x, *rest: conv(unit(x), *rest)
   found['whole, before'] = compiled(whole, params, frames, CHUNK)
-  networks.product, networks._unit, networks.conv2d = product, unit, conv
+  layers.product, layers.unit, layers.conv2d = product, unit, conv
   return found
 
 

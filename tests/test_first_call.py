@@ -16,7 +16,7 @@ from apart import Process
 from processes import summary
 
 from podrace import compile_cache, run, topology
-from podrace.initializers import orthogonal
+from podrace.networks.initializers import orthogonal
 from podrace.presets import PRESETS
 
 LAPACK = re.compile(r'custom_call @(lapack_\w+|\w*[Qq]r\w*|\w*[Hh]ouseholder\w*)\((.*)')
@@ -43,7 +43,7 @@ def test_no_preset_initialises_with_lapack(preset: str) -> None:
 def test_an_own_initialiser_with_lapack_is_not_batched_over_seeds(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr('podrace.networks.orthogonal', jax.nn.initializers.orthogonal)
+  monkeypatch.setattr('podrace.networks.actor_critic.orthogonal', jax.nn.initializers.orthogonal)
   calls = lapack_calls(init_program('cartpole', 4))
   assert calls
   assert not [call for call in calls if re.search(r'tensor<4x\d+x\d+xf32>', call)], calls
@@ -63,7 +63,7 @@ def test_orthogonal_is_orthogonal_and_as_jax_has_it(shape: tuple[int, ...]) -> N
 
 def test_an_almost_singular_matrix_gives_orthonormal_columns() -> None:
   """One pass of Gram-Schmidt would leave an error of 1e-2 here."""
-  from podrace.initializers import orthonormal
+  from podrace.networks.initializers import orthonormal
 
   near = jnp.ones((8, 4)) + 1e-4 * jax.random.normal(jax.random.key(0), (8, 4))
   basis = np.asarray(orthonormal(near))

@@ -17,14 +17,14 @@ import streams
 from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
-from podrace import networks, topology
+from podrace import topology
 from podrace.agents import acting, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.envs import make
 from podrace.learner import empty_log, learner, sample_learner, sgd
-from podrace.networks import ActorCritic
+from podrace.networks import ActorCritic, body
 from podrace.replay import on_policy
 from podrace.types import Sample, TimeStep, TrainState, Trajectory
 
@@ -182,7 +182,7 @@ def compiled(name: str, devices: int) -> Any:
   step = learner(agent, on_policy(), topology.learner_mesh(devices))
   train = jit(agent.init)(jax.random.key(0))
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(networks, 'CPU_CHUNK', 2 if 'chunks' in name else networks.CPU_CHUNK)
+    patch.setattr(body, 'CPU_CHUNK', 2 if 'chunks' in name else body.CPU_CHUNK)
     return jit(step).lower(
       train, (), trajectory(name, 0), jax.random.key(1), jnp.int32(0)
     ).compile(), train
@@ -280,7 +280,7 @@ def test_chunks_fit_the_caches(
   size: int, length: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """At most 512 steps each; one chunk where no division gives 128 to 512."""
-  monkeypatch.setattr(networks, 'CPU_CHUNK', 512)
+  monkeypatch.setattr(body, 'CPU_CHUNK', 512)
   parts = acting.chunks(AGENTS['ppo'], jnp.arange(size), length)
   assert parts.shape == (chunks, size // chunks)
   assert np.array_equal(parts.reshape(-1), np.arange(size))

@@ -17,7 +17,8 @@ from gymnasium import spaces
 
 from podrace import networks
 from podrace.distributions import MASKED
-from podrace.networks import ActorCritic
+from podrace.networks import ActorCritic, layers
+from podrace.networks.cores import Core
 from podrace.types import FIRST, LAST, MID, TimeStep
 
 T, B = 6, 3
@@ -92,7 +93,7 @@ def torsos_and_cores() -> list[Any]:
 @pytest.mark.parametrize(('torso', 'core'), torsos_and_cores())
 def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.MonkeyPatch) -> None:
   if torso != 'grid':  # XLA's convolution compiles ten times faster; that ours is equal, see below
-    monkeypatch.setattr(networks, 'conv2d', networks._xla_conv)
+    monkeypatch.setattr(layers, 'conv2d', layers._xla_conv)
   space = spaces.Box(0, 255, IMAGES[torso], np.uint8)
   net = network(space, torso=torso, core=core, initializer='lecun')  # no QR to compile
   params = init(net)
@@ -177,7 +178,7 @@ def test_no_gradient_passes_first(core: str) -> None:
 
 
 def core_and_inputs(kind: str, size: int = 4, features: int = 5) -> Any:
-  core = networks.Core(kind, size)
+  core = Core(kind, size)
   rng = np.random.default_rng(0)
   x = rng.normal(size=(T, B, features)).astype(np.float32)
   first = rng.random((T, B)) < 0.3
@@ -282,8 +283,8 @@ def test_patches_are_a_convolution(
     y, back = jax.vjp(lambda x, k: conv(x, k, stride, padding), x, kernel)
     return y, *back(jnp.cos(y))
 
-  ours = value_and_grads(networks._patches_conv, x, kernel)
-  xlas = value_and_grads(networks._xla_conv, x, kernel)
+  ours = value_and_grads(layers._patches_conv, x, kernel)
+  xlas = value_and_grads(layers._xla_conv, x, kernel)
   for a, b in zip(ours, xlas, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)  # sums of up to 192 products of size 1
 
@@ -296,8 +297,8 @@ def test_bytes_are_scaled_in_either_convolution() -> None:
     y, back = jax.vjp(lambda k: conv(x, k, 2, 'SAME'), kernel)
     return y, *back(jnp.cos(y))
 
-  of_floats = value_and_grad(networks._xla_conv, x / 255)
-  for conv in (networks._patches_conv, networks._xla_conv):
+  of_floats = value_and_grad(layers._xla_conv, x / 255)
+  for conv in (layers._patches_conv, layers._xla_conv):
     for a, b in zip(value_and_grad(conv, x), of_floats, strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
@@ -305,11 +306,11 @@ def test_bytes_are_scaled_in_either_convolution() -> None:
 def test_convolutions_on_cpu_are_by_patches() -> None:
   x, kernel = jax.random.normal(key(1), (2, 6, 5, 3)), jax.random.normal(key(2), (3, 3, 3, 5))
   text = (
-    jax.jit(networks.conv2d, static_argnums=(2, 3)).lower(x, kernel, 1, 'SAME').compile().as_text()
+    jax.jit(layers.conv2d, static_argnums=(2, 3)).lower(x, kernel, 1, 'SAME').compile().as_text()
   )
   assert ' convolution(' not in text
-  used = networks.conv2d(x, kernel, 1, 'SAME')
-  np.testing.assert_allclose(used, networks._xla_conv(x, kernel, 1, 'SAME'), rtol=1e-4, atol=1e-4)
+  used = layers.conv2d(x, kernel, 1, 'SAME')
+  np.testing.assert_allclose(used, layers._xla_conv(x, kernel, 1, 'SAME'), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('seeds', [None, 3])
@@ -325,7 +326,7 @@ def test_affine_is_a_product_and_a_sum(width: int, seeds: int | None) -> None:
   leading = (seeds,) if seeds else ()
   shapes = ((6, width), (width, 5), (1, 5))
   args = [jax.random.normal(key(i), (*leading, *s)) for i, s in enumerate(shapes)]
-  ours = value_and_grads(networks.affine)(*args)
+  ours = value_and_grads(layers.affine)(*args)
   plain = value_and_grads(lambda x, k, b: x @ k + jnp.broadcast_to(b, (6, 5)))(*args)
   for a, b in zip(ours, plain, strict=True):
     np.testing.assert_allclose(a, b, **TOLERANCE)

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podrace import networks, normalize
+from podrace import normalize
+from podrace.networks import body
 from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
 
@@ -156,7 +157,7 @@ def chunks(agent: Any, index: Array, length: int) -> Array:
   On CPU a gradient over as many samples as fit the caches is faster than one over all; that is the
   network's `cpu_chunk`. Elsewhere, or where B does not divide so, there is one chunk.
   """
-  most = getattr(agent.network, 'cpu_chunk', networks.CPU_CHUNK)
+  most = getattr(agent.network, 'cpu_chunk', body.CPU_CHUNK)
   size = index.shape[0]
   parts = [c for c in range(1, size + 1) if size % c == 0]
   fits = [c for c in parts if most // 4 <= size // c * length <= most]

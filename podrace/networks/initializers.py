@@ -1,4 +1,4 @@
-"""Initialisers of networks that JAX has not in the form they are needed in."""
+"""Initialisers of layers' kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from podrace.types import Array
 
@@ -43,3 +44,12 @@ def orthogonal(scale: float = 1.0) -> Callable[..., Array]:
     return scale * (basis if inputs >= outputs else basis.T).reshape(shape)
 
   return init
+
+
+INITIALIZERS = {
+  # Schulman et al.'s PPO as released in OpenAI's baselines
+  'orthogonal': lambda: orthogonal(math.sqrt(2)),
+  # As Sonnet's default, IMPALA's and DQN's, a truncated normal; its standard deviation is 1/sqrt(fan in)
+  # here, where Sonnet's is what truncation leaves of that, 0.88 of it
+  'lecun': nn.initializers.lecun_normal,
+}

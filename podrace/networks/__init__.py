@@ -1,0 +1,36 @@
+"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor` and `Critic` ship.
+
+Only this folder imports flax. A network from Haiku, Equinox, NNX or by hand fits as well: see
+examples/own_network.py.
+"""
+
+from podrace.networks.actor_critic import ActorCritic
+from podrace.networks.continuous import Actor, Critic
+from podrace.networks.layers import outside_loops
+from podrace.networks.observations import image_sides
+from podrace.networks.protocol import (
+  Network,
+  PolicyValue,
+  merge_time,
+  reset_where,
+  split_time,
+  unroll_merged,
+  unroll_steps,
+)
+from podrace.networks.q_network import QNetwork
+
+__all__ = [
+  'Actor',
+  'ActorCritic',
+  'Critic',
+  'Network',
+  'PolicyValue',
+  'QNetwork',
+  'image_sides',
+  'merge_time',
+  'outside_loops',
+  'reset_where',
+  'split_time',
+  'unroll_merged',
+  'unroll_steps',
+]

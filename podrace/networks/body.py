@@ -1,0 +1,148 @@
+"""The shipped networks have this in common: observations through torso and core."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import linen as nn
+
+from podrace import distributions
+from podrace.defaults import PIXELS
+from podrace.envs.spaces import over
+from podrace.networks.initializers import INITIALIZERS
+from podrace.networks.observations import as_floats, image_sides, images_in, zeros_of
+from podrace.networks.torsos import IMAGE_TORSOS, Torso
+from podrace.types import Array, TimeStep
+
+CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
+FLAT = 2048  # numbers of an image that an MLP takes as they are: MinAtar's boards have up to 1,000
+CPU_CHUNK_FRAMES = 32  # likewise, where a sample is a frame that goes through convolutions
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+  """What the shipped networks have in common: from observations through torso and core.
+
+  Observations may be any tree of boxes and discrete values; integers are divided by their bound
+  (pixels by 255), discrete values become one-hot. An entry `action_mask` forbids discrete actions
+  where it is 0.
+  """
+
+  torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid'] = 'auto'
+  # ^ for images; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
+  hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
+  activation: Literal['tanh', 'relu'] = 'tanh'
+  initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
+  core: Literal['none', 'gru', 'lstm'] = 'none'
+  core_size: int = 128
+  observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
+  action_space: Annotated[Any, tyro.conf.Suppress] = None
+
+  def __post_init__(self) -> None:
+    if min(self.core_size, *self.hidden, 1) < 1:
+      raise ValueError(f'sizes must be at least 1: {self.hidden=} {self.core_size=}')
+
+  def bind(self, observation_space: Any, action_space: Any) -> Any:
+    """This network for these spaces.
+
+    Raises:
+      ValueError: if it can't be built for them.
+    """
+    bound = dataclasses.replace(
+      self, observation_space=observation_space, action_space=action_space
+    )
+    if not bound.distribution.size:
+      raise ValueError(f'an empty action space: {action_space}')
+    jax.eval_shape(bound.init, jax.random.key(0))
+    return bound
+
+  @functools.cached_property
+  def distribution(self) -> distributions.Distribution:
+    """The kind of actions there are."""
+    return distributions.for_space(self.action_space)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    """The flax module, from (state, timesteps) to (outputs, state)."""
+    raise NotImplementedError
+
+  @functools.cached_property
+  def image_torso(self) -> str:
+    images = images_in(self.observation_space)
+    if self.torso in IMAGE_TORSOS and not images:
+      raise ValueError(
+        f'torso {self.torso!r} needs an image, [height, width, channels]; '
+        f'the observation space is {self.observation_space}'
+      )
+    if self.torso != 'auto' or not images:
+      return 'mlp' if self.torso == 'auto' else self.torso
+    if min(image_sides(self.observation_space)) >= PIXELS:
+      return 'nature'
+    return 'mlp' if math.prod(images[0].shape) <= FLAT else 'grid'
+
+  @property
+  def cpu_chunk(self) -> int:
+    """Samples in one gradient on CPU: convolutions of whole frames fill the caches with few."""
+    return CPU_CHUNK if self.image_torso in ('mlp', 'grid') else CPU_CHUNK_FRAMES
+
+  @property
+  def kernel_init(self) -> Any:
+    return INITIALIZERS[self.initializer]()
+
+  def make_torso(self) -> nn.Module:
+    """Observations, prepared, to features."""
+    activation = {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
+    return Torso(self.image_torso, self.hidden, activation, self.kernel_init)
+
+  def prepare(self, observation: Any) -> tuple[Any, Array | None]:
+    """Observations [B, ...] as floats, but pixels as bytes; and the action mask if there is one."""
+    mask = None
+    if isinstance(observation, dict) and 'action_mask' in observation:
+      if not isinstance(
+        self.distribution, distributions.Categorical | distributions.MultiCategorical
+      ):
+        raise ValueError(f'action_mask in the observation, but the actions are {self.action_space}')
+      observation = dict(observation)
+      mask = observation.pop('action_mask')
+      if math.prod(mask.shape[1:]) != self.distribution.size:
+        raise ValueError(
+          f"the observation's action_mask has shape {mask.shape[1:]}; "
+          f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
+        )
+      space = {k: v for k, v in self.observation_space.items() if k != 'action_mask'}
+    else:
+      space = self.observation_space
+    return over(as_floats, space, observation), mask
+
+  def example(self) -> TimeStep:
+    """A timestep [1, ...] of zeros."""
+    observation = over(zeros_of, self.observation_space)
+    return TimeStep(observation, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
+
+  def init(self, key: Array) -> Any:
+    timesteps = jax.tree.map(lambda x: x[None], self.example())
+    return self.module.init(key, self.initial_state(1), timesteps)['params']
+
+  def initial_state(self, batch_size: int) -> Any:
+    zeros = jnp.zeros([batch_size, self.core_size])
+    return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
+
+  def step(
+    self, params: Any, state: Any, timestep: TimeStep, key: Any = None, per_row: bool = False
+  ) -> Any:
+    timesteps = jax.tree.map(lambda x: x[None], timestep)
+    outputs, state = self.unroll(params, state, timesteps, key, per_row)
+    return jax.tree.map(lambda x: x[0], outputs), state
+
+  def unroll(
+    self, params: Any, state: Any, timesteps: TimeStep, key: Any = None, per_row: bool = False
+  ) -> Any:
+    """`key` is for networks that draw noise, one sample or one `per_row`; without, there is none."""
+    rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
+    return self.module.apply({'params': params}, state, timesteps, rngs=rngs)

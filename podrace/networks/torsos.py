@@ -1,0 +1,104 @@
+"""Torsos: observations to features, through convolutions and an MLP."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from podrace.networks.layers import Conv, Dense, flat
+from podrace.types import Array
+
+
+class Mlp(nn.Module):
+  """Fully connected layers, each followed by the activation."""
+
+  hidden: tuple[int, ...]
+  activation: Callable[[Array], Array]
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    for size in self.hidden:
+      x = self.activation(Dense(size, kernel_init=self.kernel_init)(x))
+    return x
+
+
+class Nature(nn.Module):
+  """The convolutions of Mnih et al. 2015 (Nature 518): 32x8/4, 64x4/2, 64x3/1."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
+      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
+    return x
+
+
+class ImpalaShallow(nn.Module):
+  """The shallow convolutions of Espeholt et al. 2018 (arXiv 1802.01561, fig. 3): 16x8/4, 32x4/2."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    for features, size, stride in ((16, 8, 4), (32, 4, 2)):
+      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
+    return x
+
+
+class ImpalaDeep(nn.Module):
+  """The residual network of Espeholt et al. 2018 (fig. 3): 16, 32, 32 channels, 2 blocks each."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    conv = functools.partial(Conv, size=3, padding='SAME', kernel_init=self.kernel_init)
+    for features in (16, 32, 32):
+      x = nn.max_pool(conv(features)(x), (3, 3), strides=(2, 2), padding='SAME')
+      for _ in range(2):
+        y = conv(features)(nn.relu(x))
+        x = x + conv(features)(nn.relu(y))
+    return nn.relu(x)
+
+
+class Grid(nn.Module):
+  """One 3x3 convolution of 16 channels, as MinAtar's baselines have (arXiv 1903.03176)."""
+
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    return nn.relu(Conv(16, 3, kernel_init=self.kernel_init)(x))
+
+
+IMAGE_TORSOS = {
+  'nature': Nature,
+  'impala': ImpalaShallow,
+  'impala-deep': ImpalaDeep,
+  'grid': Grid,
+}
+
+
+class Torso(nn.Module):
+  """Observations [B, ...] to features [B, F]: images through convolutions, then all through an MLP."""
+
+  image: str  # a key of IMAGE_TORSOS, or 'mlp' to flatten images too
+  hidden: tuple[int, ...]
+  activation: Callable[[Array], Array]
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, observation: Any) -> Array:
+    features = []
+    for x in jax.tree.leaves(observation):
+      if x.ndim == 4 and self.image != 'mlp':
+        x = IMAGE_TORSOS[self.image](self.kernel_init)(x)
+      features.append(flat(x))
+    return Mlp(self.hidden, self.activation, self.kernel_init)(jnp.concatenate(features, axis=-1))
