@@ -43,18 +43,23 @@ podrace: reinforcement learning at scale in JAX
 """
 
 EVAL_USAGE = """\
-podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR, greedily
+podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR, twice: greedily, by
+the best action, and sampled, as in training
 
-  --episodes N    how many, of each seed (default 100)
+  --episodes N    how many, of each seed and way of acting (default 100)
   --seed S        of the evaluation (default 0)
-  --sample        act as in training, by sampling; where environments explore each by a rate of its
-                  own, with the rates of the run's environments, spread over the episodes
+  --greedy        greedily alone
+  --sample        sampled alone; where environments explore each by a rate of its own, with the rates of
+                  the run's environments, spread over the episodes
   --max-steps N   give up on episodes that are longer (default 1000000)
 
-The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
+The last line printed is JSON: episode_return_mean, episode_return_std, episodes; and of the sampled
+ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return_std, sampled_episodes.
 """
 
-EVAL_VALUES = {'--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N'}
+EVAL_VALUES = {
+  '--episodes': 'N', '--seed': 'S', '--greedy': '', '--sample': '', '--max-steps': 'N'
+}  # fmt: skip
 
 HOST_EXAMPLES = {
   'ale': 'ale:pong, ale:breakout, ale:ms_pacman,sticky=0.25',
@@ -546,15 +551,21 @@ def evaluate(args: list[str]) -> int:
       f'eval takes one run directory, not {len(options.arguments)}: podrace eval DIR [OPTIONS]'
     )
   sys.path.insert(0, '')  # as in `train`
+  if '--greedy' in options and '--sample' in options:
+    raise UsageError('--greedy and --sample: leave out both, to have both')
+  from podrace.evaluate import ACTING, GREEDY, SAMPLED, summarised
   from podrace.evaluate import evaluate as run_evaluation
 
+  only = GREEDY if '--greedy' in options else SAMPLED if '--sample' in options else ''
+  acting = (only,) if only else ACTING
   result = run_evaluation(
     Path(options.arguments[0]),
     options.whole('--episodes', 100),
     options.whole('--seed', 0),
-    '--sample' in options,
+    acting,
     options.whole('--max-steps', 1_000_000),
   )
+  tell(summarised(result, acting))
   print(json.dumps(result))
   return 0
 
