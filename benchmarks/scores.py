@@ -55,7 +55,9 @@ def score(preset: str, resume: bool) -> dict[str, object]:
   if not resume:
     shutil.rmtree(run_dir, ignore_errors=True)
   podrace('train', *VARIANTS.get(preset, (preset,)), '--run-dir', str(run_dir))
-  greedy = json.loads(podrace('eval', str(run_dir), '--episodes', '100').splitlines()[-1])
+  greedy = json.loads(
+    podrace('eval', str(run_dir), '--episodes', '100', '--greedy').splitlines()[-1]
+  )
   summary = json.loads((run_dir / 'summary.json').read_text())
   lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
   return {

@@ -231,7 +231,9 @@ def podrace_run(flags: list[str], episodes: int) -> dict[str, float]:
   with tempfile.TemporaryDirectory() as folder:
     run_dir = pathlib.Path(folder) / 'run'
     podrace('train', 'catch', *flags, '--run-dir', str(run_dir))
-    greedy = json.loads(podrace('eval', str(run_dir), '--episodes', str(episodes)).splitlines()[-1])
+    greedy = json.loads(
+      podrace('eval', str(run_dir), '--episodes', str(episodes), '--greedy').splitlines()[-1]
+    )
     rate = json.loads((run_dir / 'summary.json').read_text())['steps_per_s']
   return dict(steps_per_s=rate, greedy_return=greedy['episode_return_mean'])
 

@@ -54,23 +54,26 @@ podrace: reinforcement learning at scale in JAX
 """
 
 EVAL_USAGE = """\
-podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR, greedily
+podrace eval DIR [OPTIONS]: episodes of the newest checkpoint of the run in DIR, twice: greedily, by
+the best action, and sampled, as in training
 
-  --episodes N    how many, of each seed (default 100)
+  --episodes N    how many, of each seed and way of acting (default 100)
   --seed S        of the evaluation (default 0)
-  --sample        act as in training, by sampling; where environments explore each by a rate of its
-                  own, with the rates of the run's environments, spread over the episodes
+  --greedy        greedily alone
+  --sample        sampled alone; where environments explore each by a rate of its own, with the rates of
+                  the run's environments, spread over the episodes
   --max-steps N   give up on episodes that are longer (default 1000000)
   --no-compile-cache  compile anew, and keep nothing of it for the next command
   --allow-code MODULE   the run may import this module of its own, from the working directory too;
                   may be repeated. Without it a run that names code of its own is refused
 
-The last line printed is JSON: episode_return_mean, episode_return_std, episodes.
+The last line printed is JSON: episode_return_mean, episode_return_std, episodes; and of the sampled
+ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return_std, sampled_episodes.
 """
 
 EVAL_VALUES = {
-  '--episodes': 'N', '--seed': 'S', '--sample': '', '--max-steps': 'N', '--no-compile-cache': '',
-  '--allow-code': 'MODULE',
+  '--episodes': 'N', '--seed': 'S', '--greedy': '', '--sample': '', '--max-steps': 'N',
+  '--no-compile-cache': '', '--allow-code': 'MODULE',
 }  # fmt: skip
 
 HOST_EXAMPLES = {
@@ -641,21 +644,26 @@ def evaluate(args: list[str]) -> int:
     raise UsageError(
       f'eval takes one run directory, not {len(options.arguments)}: podrace eval DIR [OPTIONS]'
     )
+  if '--greedy' in options and '--sample' in options:
+    raise UsageError('--greedy and --sample: leave out both, to have both')
   allowed = options.every('--allow-code')
   own_code.look_here(allowed)
+  from podrace.evaluate import ACTING, GREEDY, SAMPLED, summarised
   from podrace.evaluate import evaluate as run_evaluation
 
   if '--no-compile-cache' not in options:
     compile_cache.enable(lambda text: print(f'podrace eval: {text}', file=sys.stderr))
-
+  only = GREEDY if '--greedy' in options else SAMPLED if '--sample' in options else ''
+  acting = (only,) if only else ACTING
   result = run_evaluation(
     Path(options.arguments[0]),
     options.whole('--episodes', 100),
     options.whole('--seed', 0),
-    '--sample' in options,
+    acting,
     options.whole('--max-steps', 1_000_000),
     allowed,
   )
+  tell(summarised(result, acting))
   print(json.dumps(result))
   return 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ from podrace.sebulba.pipe import POLL
 from podrace.sebulba.thread import Owed
 from podrace.topology import cores
 from podrace.types import Agent, Array, Arrival, Environment, HostEnvironment
+
+GREEDY, SAMPLED = 'greedy', 'sampled'  # ways of acting: the best action, or as in training
+ACTING = (GREEDY, SAMPLED)
 
 AT_ONCE = 512  # environments stepped together
 HOST_AT_ONCE = 32  # likewise, on the host
@@ -246,11 +249,14 @@ def evaluate(
   run_dir: Path,
   episodes: int,
   seed: int = 0,
-  sample: bool = False,
+  acting: Sequence[str] = ACTING,
   max_steps: int = 1_000_000,
   allow_code: Iterable[str] = (),
 ) -> dict[str, Any]:
-  """Evaluates the newest good checkpoint of a run; `sample` acts as in training, else greedily.
+  """Evaluates the newest good checkpoint of a run, in each way of `acting`, in as many episodes.
+
+  Of several ways the first one's numbers have their plain names, the others' their way before them, as in
+  sampled_episode_return_mean.
 
   `allow_code` names modules of the run's own, as in `load_config`.
 
@@ -269,36 +275,61 @@ def evaluate(
   config = load_config(run_dir, allow_code)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
+  if GREEDY in acting and not hasattr(agent, 'greedy'):
+    raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
   check_environment(env.jax if isinstance(env, HostSpec) else env)
   step, params, skipped = newest_params(config, agent, run_dir)
-  if not sample:
-    if not hasattr(agent, 'greedy'):
-      raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
-    agent = dataclasses.replace(agent, greedy=True)
-  if isinstance(env, HostSpec) and env.jax is None:
-    try:
-      by_seed = [
-        host_returns(
-          agent, env, params, episodes, seed, max_steps, config.num_envs, config.env_deadline
-        )
-      ]
-    except HostError as e:
-      raise RunError(f'{config.env} failed: {e}') from e
-  else:
-    env = env.jax if isinstance(env, HostSpec) else env
-    by_seed = returns_by_seed(config, agent, env, params, episodes, seed, max_steps)
-  returns = np.concatenate(by_seed)
-  result: dict[str, Any] = {
-    'episode_return_mean': number(returns.mean()),
-    'episode_return_std': number(returns.std()),
-    'episodes': len(returns),
-    'step': step,
-  }
-  if config.seeds > 1:
-    result['episode_return_mean_by_seed'] = [number(r.mean()) for r in by_seed]
+  result: dict[str, Any] = {}
+  for way in acting:
+    actor = dataclasses.replace(agent, greedy=True) if way == GREEDY else agent
+    by_seed = _returns(config, actor, env, params, episodes, seed, max_steps)
+    prefix = '' if way == acting[0] else f'{way}_'
+    result |= {f'{prefix}{name}': x for name, x in _described(by_seed).items()}
+  result['step'] = step
   if skipped:
     result['damaged_checkpoints_skipped'] = skipped
   return result
+
+
+def _described(by_seed: list[np.ndarray]) -> dict[str, Any]:
+  """What is said of the returns of each seed."""
+  returns = np.concatenate(by_seed)
+  found: dict[str, Any] = {
+    'episode_return_mean': number(returns.mean()),
+    'episode_return_std': number(returns.std()),
+    'episodes': len(returns),
+  }
+  if len(by_seed) > 1:
+    found['episode_return_mean_by_seed'] = [number(r.mean()) for r in by_seed]
+  return found
+
+
+def summarised(result: dict[str, Any], acting: Sequence[str] = ACTING) -> str:
+  """A result of `evaluate` in a line, for people."""
+  told = []
+  for way in acting:
+    prefix = '' if way == acting[0] else f'{way}_'
+    mean, std = (result[f'{prefix}episode_return_{x}'] for x in ('mean', 'std'))
+    value = 'not finite' if mean is None or std is None else f'{mean:.2f} ± {std:.2f}'
+    told.append(f'{way} {value}')
+  count = f'{result["episodes"]:,} episodes' + (' each' if len(acting) > 1 else '')
+  return f'return: {", ".join(told)} ({count}, step {result["step"]:,})'
+
+
+def _returns(
+  config: Config, agent: Agent, env: Any, params: Any, episodes: int, seed: int, max_steps: int
+) -> list[np.ndarray]:
+  """The returns of each seed, wherever the environments are."""
+  if not isinstance(env, HostSpec) or env.jax is not None:
+    env = env.jax if isinstance(env, HostSpec) else env
+    return returns_by_seed(config, agent, env, params, episodes, seed, max_steps)
+  try:
+    found = host_returns(
+      agent, env, params, episodes, seed, max_steps, config.num_envs, config.env_deadline
+    )
+  except HostError as e:
+    raise RunError(f'{config.env} failed: {e}') from e
+  return [found]
 
 
 def returns_by_seed(

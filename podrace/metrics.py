@@ -27,7 +27,7 @@ RESERVED = frozenset({
   'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'env_restarts', 'dropped_steps',
   'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
 })  # fmt: skip
-RESERVED_PREFIXES = ('episode_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
+RESERVED_PREFIXES = ('episode_', 'info_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
 
 
 def is_reserved(name: str) -> bool:
@@ -101,8 +101,13 @@ class TensorBoard:
 
   def __init__(self, run_dir: Path) -> None:
     from tensorboardX import SummaryWriter
+    from tensorboardX.summary import hparams
 
     self._writer = SummaryWriter(str(run_dir / 'tensorboard'), purge_step=0)
+    config = configuration(run_dir)
+    self._writer.add_text('config', f'```json\n{json.dumps(config, indent=2)}\n```', 0)
+    for summary in hparams(flat(config), {}):  # into this file: `add_hparams` would make another
+      self._writer.file_writer.add_summary(summary)
     for line in read(run_dir / 'metrics.jsonl'):
       self.write(line)
 
@@ -130,6 +135,8 @@ class WandB:
       name=run_dir.absolute().name,
       dir=str(run_dir),
       resume='allow',
+      config=configuration(run_dir),
+      allow_val_change=True,  # as by --override
     )
 
   def write(self, line: Line) -> None:
@@ -145,8 +152,34 @@ def number(x: Any) -> float | None:
 
 
 def numbers(line: Line) -> dict[str, float]:
-  """The numbers in a line, by name; lists and what has no value left out."""
-  return {k: v for k, v in line.items() if isinstance(v, int | float) and k != 'step'}
+  """The numbers in a line, by name; those of a list, of each seed, as NAME/0, NAME/1, ...
+
+  What has no value is left out.
+  """
+  found: dict[str, Any] = {}
+  for name, value in line.items():
+    if isinstance(value, list):
+      found |= {f'{name}/{i}': x for i, x in enumerate(value)}
+    elif name != 'step':
+      found[name] = value
+  return {k: x for k, x in found.items() if isinstance(x, int | float)}
+
+
+def configuration(run_dir: Path) -> dict[str, Any]:
+  """What config.json records of a run; empty if it is not there."""
+  path = run_dir / 'config.json'
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def flat(tree: dict[str, Any], prefix: str = '') -> dict[str, bool | int | float | str]:
+  """Its values by their paths, such as agent.network.hidden, in types that every sink knows."""
+  found: dict[str, bool | int | float | str] = {}
+  for name, x in tree.items():
+    if isinstance(x, dict):
+      found |= flat(x, f'{prefix}{name}.')
+    else:
+      found[prefix + name] = x if isinstance(x, bool | int | float | str) else json.dumps(x)
+  return found
 
 
 SINKS: dict[str, Callable[[Path], Sink]] = {'tensorboard': TensorBoard, 'wandb': WandB}

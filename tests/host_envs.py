@@ -41,6 +41,16 @@ class Sequence(gymnasium.Env):
     return self._observe(action), 1.0, over and self._me % 2 == 0, over and self._me % 2 == 1, {}
 
 
+class Telling(Sequence):
+  """Tells numbers in its infos, and what are none."""
+
+  def step(self, action: int) -> Any:
+    *rest, _ = super().step(action)
+    info = dict(speed=2.0 * self._in_episode, won=rest[2], inner=dict(lives=np.int64(3)),
+                seen=np.zeros(3), name='x', never=float('nan'))  # fmt: skip
+    return *rest, info
+
+
 class Wrong(Sequence):
   """Does something wrong at its 30th step; with `once`, a file, only who comes first does.
 
@@ -181,6 +191,7 @@ class Masked(gymnasium.Env):
 
 gymnasium.register('Masked-v0', entry_point='host_envs:Masked')
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
+gymnasium.register('Telling-v0', entry_point='host_envs:Telling')
 gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')
 gymnasium.register('Trees-v0', entry_point='host_envs:Trees')
 gymnasium.register('Helped-v0', entry_point='host_envs:Helped')

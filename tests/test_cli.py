@@ -314,7 +314,9 @@ def test_eval_ends_with_one_json_line(finished: Path) -> None:
   done = command('eval', str(finished), '--episodes', '7')
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
-  assert result['episodes'] == 7
+  assert result['episodes'] == result['sampled_episodes'] == 7
+  line = done.stderr.splitlines()[-1]
+  assert line.startswith('return: greedy ') and ', sampled ' in line
   assert -1 <= result['episode_return_mean'] <= 1 and result['episode_return_std'] >= 0
   assert 'Traceback' not in done.stderr
 

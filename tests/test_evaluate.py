@@ -31,6 +31,7 @@ from podrace.evaluate import (
   newest_params,
   returns_by_seed,
   spread,
+  summarised,
 )
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
@@ -147,7 +148,7 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
 
   monkeypatch.setattr('podrace.evaluate.newest_params', params)
   EPSILONS.clear()
-  evaluate(tmp_path, 4, sample=True)
+  evaluate(tmp_path, 4, acting=('sampled',))
   jax.effects_barrier()
   expected = 0.4 ** (1 + 7 * np.array([1, 3, 5, 7]) / 7)
   np.testing.assert_allclose(EPSILONS[-1], expected, rtol=1e-6)
@@ -172,9 +173,23 @@ def test_evaluate(trained: Path) -> None:
   assert np.mean(result['episode_return_mean_by_seed']) == pytest.approx(
     result['episode_return_mean']
   )
-  sampled = evaluate(trained, 200, sample=True)
+  sampled = evaluate(trained, 200, acting=('sampled',))
   assert abs(sampled['episode_return_mean']) <= 1
-  assert sampled != evaluate(trained, 200, seed=1, sample=True)
+  assert sampled != evaluate(trained, 200, seed=1, acting=('sampled',))
+
+
+def test_greedy_and_sampled_are_both_said(trained: Path) -> None:
+  """Each as if it were alone; the plain names are those of acting greedily."""
+  both = evaluate(trained, 10)
+  greedy, sampled = (evaluate(trained, 10, acting=(way,)) for way in ('greedy', 'sampled'))
+  assert {k: x for k, x in both.items() if not k.startswith('sampled_')} == greedy
+  of_sampled = {k.removeprefix('sampled_'): x for k, x in both.items() if k.startswith('sampled_')}
+  assert {**of_sampled, 'step': both['step']} == sampled
+  assert greedy['episode_return_mean'] != sampled['episode_return_mean']
+  line = summarised(both)
+  assert f'greedy {both["episode_return_mean"]:.2f} ± ' in line
+  assert f'sampled {both["sampled_episode_return_mean"]:.2f} ± ' in line
+  assert '\n' not in line and '20 episodes each, step 2,560' in line
 
 
 def test_a_damaged_checkpoint_is_skipped_and_left(trained: Path) -> None:
@@ -220,7 +235,9 @@ def test_statistics_of_training_are_used(trained: Path) -> None:
     args = (config, agent, make(config.env), params, 200, 0, 100)
     return np.concatenate(returns_by_seed(*args))
 
-  assert returns(params).mean() == evaluate(trained, 200, sample=True)['episode_return_mean']
+  assert (
+    returns(params).mean() == evaluate(trained, 200, acting=('sampled',))['episode_return_mean']
+  )
   spoilt = params._replace(observation=jax.tree.map(lambda x: 3 * x + 1, params.observation))
   assert (returns(params) != returns(spoilt)).any()
 
@@ -308,6 +325,9 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
     'episode_return_mean': 4.0,
     'episode_return_std': 0.0,
     'episodes': 5,
+    'sampled_episode_return_mean': 4.0,
+    'sampled_episode_return_std': 0.0,
+    'sampled_episodes': 5,
     'step': 64,
   }
 

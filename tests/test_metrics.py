@@ -81,8 +81,38 @@ def test_a_number_that_json_has_no_word_for() -> None:
   assert metrics.number(float('nan')) is None
   assert metrics.number(float('-inf')) is None
   assert metrics.number(1) == 1.0
-  given = line(1, episode_return=None, loss=0.25, episodes_by_seed=[1, 2])
+  given = line(1, episode_return=None, loss=0.25)
   assert set(metrics.numbers(given)) == {'wall_s', 'steps_per_s', 'episode_length', 'loss'}
+
+
+def test_sinks_have_each_seeds_return() -> None:
+  found = metrics.numbers(line(1, episode_return_by_seed=[0.5, None, 2.0]))
+  names = {k: x for k, x in found.items() if '/' in k}
+  assert names == {'episode_return_by_seed/0': 0.5, 'episode_return_by_seed/2': 2.0}
+
+
+CONFIG = {
+  'agent': {'name': 'x', 'learning_rate': 0.25, 'hidden': [1, 2]},
+  'seed': 3,
+  'greedy': False,
+}
+
+
+def test_tensorboard_has_the_configuration(tmp_path: Path) -> None:
+  event_accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+  pytest.importorskip('tensorboardX')
+  from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+  (tmp_path / 'config.json').write_text(json.dumps(CONFIG))
+  metrics.TensorBoard(tmp_path).close()
+  events = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard'))
+  events.Reload()
+  (text,) = events.Tensors('config/text_summary')
+  assert b'"learning_rate": 0.25' in text.tensor_proto.string_val[0]
+  content = events.SummaryMetadata('_hparams_/session_start_info').plugin_data.content
+  found = HParamsPluginData.FromString(content).session_start_info.hparams
+  assert found['agent.learning_rate'].number_value == 0.25
+  assert found['agent.hidden'].string_value == '[1, 2]'
 
 
 # --- other sinks --------------------------------------------------------------------------------
@@ -116,7 +146,9 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   pytest.importorskip('wandb')
   monkeypatch.setenv('WANDB_MODE', 'offline')
   monkeypatch.setenv('WANDB_SILENT', 'true')
+  (tmp_path / 'config.json').write_text(json.dumps(CONFIG))
   sink = metrics.WandB(tmp_path)
+  assert sink._run.config['agent']['learning_rate'] == 0.25
   sink.write(line(10, loss=1.0, nothing=None))
   sink.close()
   (found,) = tmp_path.glob('wandb/offline-run-*/run-*.wandb')

@@ -21,12 +21,12 @@ import pytest
 import streams
 from gymnasium import spaces
 
-from podrace import distributions, networks, returns, topology
+from podrace import distributions, returns, topology
 from podrace.agents import acting, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.learner import learner
-from podrace.networks import ActorCritic
+from podrace.networks import ActorCritic, body
 from podrace.replay import on_policy
 from podrace.types import LAST, TimeStep, TrainState, Trajectory
 
@@ -339,7 +339,7 @@ def test_ppo(settings: dict[str, Any], space: str) -> None:
 
 def test_ppo_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
   """Of 8 samples: the mean of six gradients."""
-  monkeypatch.setattr(networks, 'CPU_CHUNK', 8)
+  monkeypatch.setattr(body, 'CPU_CHUNK', 8)
   compare_ppo(RecordingPPO(epochs=1, minibatches=1), 'discrete')
 
 

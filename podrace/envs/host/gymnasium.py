@@ -43,6 +43,7 @@ from podrace.envs.host.base import (
   narrow,
   rows_of,
 )
+from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.registry import UnknownName, Value, full_name, nearest, refused
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.types import Arrival
@@ -79,11 +80,13 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   label = full_name('gymnasium', name, options, {})
   fields = _fields(label, observation_space, action_space)
   probe.close()
+  infos = Infos()
   return HostSpec(
     name=label,
     observation_space=observation_space,
     action_space=action_space,
-    make=lambda args: Workers(name, label, dict(options), fields, observation_space, args),
+    make=lambda args: Workers(name, label, dict(options), fields, observation_space, args, infos),
+    metrics=infos.means,
   )
 
 
@@ -104,7 +107,13 @@ def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Fiel
     if space.dtype is None or space.shape is None:
       raise UnknownName(f'{name}: no arrays for {where}, which is {space}')
   fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in found]
-  return [*fields, (w.REWARD, '<f8', []), (w.TERMINATED, '|b1', []), (w.TRUNCATED, '|b1', [])]
+  return [
+    *fields,
+    (w.REWARD, '<f8', []),
+    (w.TERMINATED, '|b1', []),
+    (w.TRUNCATED, '|b1', []),
+    *FIELDS,
+  ]
 
 
 def _count(args: PoolArgs) -> int:
@@ -258,6 +267,7 @@ class Workers:
     fields: list[w.Field],
     observation_space: Any,
     args: PoolArgs,
+    infos: Infos | None = None,
   ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._label, self._space, self._deadline = label, observation_space, args.deadline
@@ -271,6 +281,8 @@ class Workers:
     self._memory = mmap.mmap(self._file.fileno(), length)
     self._arrays = w.arrays(self._memory, fields, args.num_envs)
     self._leaves = [self._arrays[n] for n, _ in leaves(observation_space)]
+    self._infos = infos or Infos()
+    self._infos.open(self._arrays)
     self._told = dict(
       name=name, label=label, options=options, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(),
@@ -387,4 +399,5 @@ class Workers:
     for worker in self._workers:
       if worker.lives:
         worker.end()
+    self._infos.close(self._arrays)
     self._file.close()

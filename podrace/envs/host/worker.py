@@ -20,6 +20,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from podrace.envs.host.infos import Adder
 from podrace.envs.spaces import leaves, values
 from podrace.process import tell_of_faults
 
@@ -102,6 +103,7 @@ class Environments:
     self._leaves = [Leaf(label, n, s, self._into[n], start) for n, s in leaves(self._space)]
     tree = isinstance(self._space, spaces.Dict | spaces.Tuple)
     self._write = self._write_tree if tree else self._leaves[0].write
+    self._infos = Adder(into, start)
 
   def step(self) -> None:
     """Steps all of them; those whose episode is over ignore the action and begin a new one."""
@@ -117,7 +119,9 @@ class Environments:
           reward: Any = 0.0
           terminated = truncated = False
         else:
-          observation, reward, terminated, truncated, _ = steps[i](action)
+          observation, reward, terminated, truncated, info = steps[i](action)
+          if info:
+            self._infos.add(info)
       except Exception as error:
         error.add_note(f'in environment {self._start + i}')
         raise

@@ -1,0 +1,123 @@
+"""Numbers that environments tell in `info`: summed where they step, read for the log. Imports no JAX.
+
+A worker adds to sums in the memory that it shares with the run; the run reads them when it writes a line, without
+a word to the worker. A line has the mean of each number over the steps since the line before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+NAMES, SUMS, COUNTS = 'info_names', 'info_sums', 'info_counts'
+MOST = 32  # names of a worker; those that come later are left out
+BYTES = 2048  # of its names
+FIELDS: list[tuple[str, str, list[int]]] = [
+  (NAMES, '|u1', [BYTES]),
+  (SUMS, '<f8', [MOST]),
+  (COUNTS, '<f8', [MOST]),
+]
+
+Rows = Mapping[
+  str, np.ndarray
+]  # the arrays [num_envs, ...] of FIELDS, of which a worker uses one row
+Totals = dict[str, tuple[float, float]]  # by name: sum, count
+
+
+def numbers(info: Mapping[Any, Any], prefix: str = '') -> Iterator[tuple[str, float]]:
+  """The finite numbers of an info, those within dicts as OUTER/INNER."""
+  for name, x in info.items():
+    if isinstance(x, Mapping):
+      yield from numbers(x, f'{prefix}{name}/')
+    elif isinstance(x, bool | int | float | np.bool_ | np.number) and not isinstance(
+      x, np.complexfloating
+    ):
+      value = float(x)
+      if math.isfinite(value):
+        yield f'{prefix}{name}', value
+
+
+class Adder:
+  """A worker's end: adds to a row, and to what an earlier process left there."""
+
+  def __init__(self, rows: Rows, row: int) -> None:
+    self._names, self._sums, self._counts = (rows[k][row] for k in (NAMES, SUMS, COUNTS))
+    self._place = {name: i for i, name in enumerate(_names(self._names))}
+    self._left_out: set[str] = set()
+
+  def add(self, info: Mapping[Any, Any]) -> None:
+    """Accounts for one step's."""
+    for name, value in numbers(info):
+      place = self._place.get(name)
+      if place is None and (place := self._new(name)) is None:
+        continue
+      self._sums[place] += value
+      self._counts[place] += 1
+
+  def _new(self, name: str) -> int | None:
+    if name in self._left_out:
+      return None
+    text = json.dumps([*self._place, name]).encode()
+    if len(self._place) == MOST or len(text) > BYTES:
+      if len(self._left_out) < MOST:
+        self._left_out.add(name)
+      return None
+    self._names[: len(text)] = np.frombuffer(text, np.uint8)
+    self._place[name] = len(self._place)
+    return self._place[name]
+
+
+def _names(row: np.ndarray) -> list[str]:
+  text = row.tobytes().rstrip(b'\0')
+  try:
+    return json.loads(text) if text else []
+  except ValueError:  # it is just being written; its numbers are there the next time
+    return []
+
+
+class Infos:
+  """The run's end: the means of all pools of a kind of environment, since they were last asked for."""
+
+  def __init__(self) -> None:
+    self._lock = threading.Lock()
+    self._open: list[Rows] = []
+    self._closed: Totals = {}
+    self._before: Totals = {}
+
+  def open(self, rows: Rows) -> None:
+    """A pool's, from now on."""
+    with self._lock:
+      self._open.append(rows)
+
+  def close(self, rows: Rows) -> None:
+    """Keeps what there is of a pool whose memory goes."""
+    with self._lock:
+      if any(x is rows for x in self._open):
+        self._open = [x for x in self._open if x is not rows]
+        _add(self._closed, rows)
+
+  def means(self) -> dict[str, float]:
+    """By name, as metrics.jsonl has it; of those that were told since the last time."""
+    with self._lock:
+      totals = dict(self._closed)
+      for rows in self._open:
+        _add(totals, rows)
+      before, self._before = self._before, totals
+    found = {}
+    for name, (total, count) in totals.items():
+      sum_before, count_before = before.get(name, (0.0, 0.0))
+      if count > count_before:
+        found[f'info_{name}'] = (total - sum_before) / (count - count_before)
+    return found
+
+
+def _add(totals: Totals, rows: Rows) -> None:
+  for row in np.flatnonzero(rows[COUNTS][:, 0]):  # the first name's is that of a row that is used
+    for i, name in enumerate(_names(rows[NAMES][row])):
+      total, count = totals.get(name, (0.0, 0.0))
+      totals[name] = total + float(rows[SUMS][row, i]), count + float(rows[COUNTS][row, i])

@@ -1,0 +1,97 @@
+"""Numbers that environments tell in `info` reach the log, as means."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import as_users_have_it, lines  # noqa: F401 (a fixture)
+
+from podrace import run
+from podrace.agents.impala import Impala
+from podrace.config import Config
+from podrace.envs.host import base as host
+from podrace.envs.host.base import PoolArgs
+from podrace.envs.host.infos import BYTES, FIELDS, MOST, Adder, Infos, numbers
+from podrace.networks import ActorCritic
+
+TELLING = 'gymnasium:host_envs:Telling-v0'
+
+
+def rows(num_envs: int = 4) -> dict[str, np.ndarray]:
+  return {name: np.zeros((num_envs, *shape), dtype) for name, dtype, shape in FIELDS}
+
+
+def test_numbers_of_an_info() -> None:
+  info: dict[Any, Any] = dict(a=1, b=True, c=np.float32(0.5), d=np.ones(2), e='1', f=float('inf'),
+                              g=dict(h=np.int8(-2), i=None), j=1j, k=np.complex64(1))  # fmt: skip
+  assert dict(numbers(info)) == {'a': 1.0, 'b': 1.0, 'c': 0.5, 'g/h': -2.0}
+
+
+def test_means_are_since_the_last_time_and_over_all_workers_and_pools() -> None:
+  infos, one, other = Infos(), rows(), rows()
+  infos.open(one)
+  infos.open(other)
+  adders = [Adder(one, 0), Adder(one, 2), Adder(other, 0)]
+  for value, adder in enumerate(adders):
+    adder.add({'a': value})
+  adders[1].add({'b': 7, 'a': 5})
+  assert infos.means() == {'info_a': 2.0, 'info_b': 7.0}
+  assert infos.means() == {}
+  adders[2].add({'a': 10})
+  infos.close(other)
+  infos.close(other)
+  Adder(one, 2).add({'a': 20})  # of a worker in place of another
+  assert infos.means() == {'info_a': 15.0}
+
+
+def test_there_is_room_for_so_many_names() -> None:
+  infos, memory = Infos(), rows(1)
+  infos.open(memory)
+  adder = Adder(memory, 0)
+  for _ in range(2):
+    adder.add({'x' * BYTES: 1.0, **{f'n{i}': i for i in range(2 * MOST)}})
+  assert infos.means() == {f'info_n{i}': i for i in range(MOST)}
+
+
+def test_workers_tell_them_and_a_killed_one_loses_none() -> None:
+  spec = host.make(TELLING)
+  assert spec.metrics is not None
+  pool = spec.make(PoolArgs(4, 4, np.arange(4, dtype=np.uint32), 2, 60.0))
+  steps = 0
+  try:
+    pool.reset()
+    for t in range(30):
+      arrival = pool.recv()
+      steps += int((arrival.timestep.step_type != 0).sum())
+      if t == 10:
+        os.kill(pool.pids[1], signal.SIGKILL)
+      pool.send(arrival.env_id, np.zeros(4, np.int32))
+    pool.recv()
+    found = spec.metrics()
+  finally:
+    pool.close()
+  assert set(found) == {'info_speed', 'info_won', 'info_inner/lives'}
+  assert found['info_inner/lives'] == 3.0 and 2.0 <= found['info_speed'] <= 20.0
+  assert 0.0 < found['info_won'] < 1.0
+  assert spec.metrics() == {}
+
+
+def test_they_are_in_the_metrics_of_a_run(tmp_path: Path) -> None:
+  network = ActorCritic(hidden=(16,), initializer='lecun')
+  config = Config(agent=Impala(network=network), env=TELLING, architecture='sebulba', num_envs=4,
+                  unroll_length=8, total_steps=640, devices=1, log_every=320)  # fmt: skip
+  run.train(config, tmp_path / 'run', quiet=True)
+  for line in lines(tmp_path / 'run'):
+    assert line['info_inner/lives'] == 3.0 and line['info_speed'] > 0
+
+
+@pytest.mark.parametrize('name', ['info_a', 'info_'])
+def test_no_metric_of_an_agent_is_called_so(name: str) -> None:
+  from podrace.metrics import is_reserved
+
+  assert is_reserved(name)
