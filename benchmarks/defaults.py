@@ -26,7 +26,7 @@ from podrace.types import ActorOutput
 
 ROOT = Path(__file__).parent.parent
 ZOO = 'PPO of rl-baselines3-zoo (benchmark.md), tuned for the task'
-BLINES = 'PPO, as shared/FACTS.md has it of MinAtar at 10M steps'
+BLINES = 'PPO of gymnax-blines and others, 10M steps'
 PEERS: dict[str, tuple[float | None, str]] = {  # a published return, and whose it is
   'gymnax:Acrobot-v1': (-73.5, f'{ZOO}, 1M steps'),
   'gymnax:Pendulum-v1': (-172.2, f'{ZOO}, 100K steps'),
