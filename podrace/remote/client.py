@@ -188,7 +188,7 @@ class Client:
     self._env = spec.name[: wire.STRING]
     self._schema = wire.schema(spec.observation_space, spec.action_space)
     self._layout = wire.Layout(self._schema)
-    self._context = zmq.Context()
+    self._context = security.new_context()
     self._connection: Connection | None = None
     self._wake = wire.Wake()
     self._outgoing: collections.deque[Outgoing] = collections.deque()

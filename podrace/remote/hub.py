@@ -25,6 +25,7 @@ from typing import Any
 import zmq
 
 from podrace.remote import security
+from podrace.remote.guests import TALKING_SECONDS, Guests
 from podrace.remote.wire import (
   GONE,
   NUMBER,
@@ -48,7 +49,7 @@ PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
 LARGE = 65536  # bytes from which on a frame is sent without copying it
-FILES = 2 * PEERS  # that may be open, if that is permitted: each connection is one
+FILES = 2**16  # that may be open, if that is permitted: each connection is one
 REPORT_SECONDS = 0.5  # that a report is told again: to make it takes time from those who act
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
@@ -133,6 +134,7 @@ class Hub:
     self._wake: Wake | None = None  # while it is open
     # By file: who has said hello over it; empty: nobody yet.
     self._connections: dict[int, bytes] = {}
+    self._guests = Guests()  # those of no session
     # Whose connections have been closed, since when that is known; what they had said may be unread.
     self._cut: dict[bytes, float] = {}
 
@@ -169,7 +171,7 @@ class Hub:
         f'instead of {PEERS:,}: `ulimit -n {FILES}` before it is started allows more',
         logging.WARNING, always=True,
       )  # fmt: skip
-    self._context = zmq.Context(io_threads=1)  # see `connected`
+    self._context = security.new_context(io_threads=1)  # see `connected`
     self._wake = Wake()
     self._gate: security.Gate | None = None
     try:
@@ -275,6 +277,8 @@ class Hub:
     try:
       if len(raw) < 2:
         raise WireError('a message without a header')
+      if address not in self.peers:
+        self._guests.spoke(raw[1])
       self.dispatch(address, unpack(raw[1].buffer), [f.buffer for f in raw[2:]], raw[1])
     except Exception as e:
       self.blame(address, e)
@@ -302,7 +306,10 @@ class Hub:
         return
       if event == zmq.EVENT_ACCEPTED:
         self._connections[file] = b''
-      elif address := self._connections.pop(file, b''):
+        self._guests.came(file)
+        continue
+      self._guests.left(file)
+      if address := self._connections.pop(file, b''):
         self._cut[address] = time.monotonic()
 
   def connected(self, address: bytes, raw: Any) -> None:
@@ -318,6 +325,7 @@ class Hub:
       return
     self._see_connections()
     if file in self._connections:
+      self._guests.left(file)
       self._connections[file] = address
       self._cut.pop(address, None)  # of an older one, if clients choose their addresses
     else:
@@ -449,6 +457,7 @@ class Hub:
     for peer in list(self.peers.values()):
       if now - peer.last_seen > self.listen.peer_timeout:
         self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
+    self._look_at_guests(now)
     if self._gate:  # which has perhaps read the list again itself, for somebody new
       self._gate.allowed.refresh()
       for peer in list(self.peers.values()):
@@ -457,6 +466,16 @@ class Hub:
     if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
       self.log(f'({self._unsaid} more lines were left out)', logging.WARNING, always=True)
       self._unsaid = 0
+
+  def _look_at_guests(self, now: float) -> None:
+    """Cuts connections that no client has, if they say nothing or are too many."""
+    for file, address in self._connections.items():
+      if address and address not in self.peers and file not in self._guests:  # its session is over
+        self._guests.came(file, TALKING_SECONDS)
+    self._guests.look(now)
+    if cut := self._guests.cut - self.counts['cut']:
+      self.counts['cut'] = self._guests.cut
+      self.log(f'cut {cut} connections that said nothing', logging.WARNING)
 
   def log(self, line: str, level: int = logging.INFO, always: bool = False) -> None:
     """Says it, unless there was much to say lately; whatever that leads to, it raises nothing."""

@@ -22,7 +22,7 @@ class Asker:
   def __init__(self, address: str, keys: Path | None, insecure: bool) -> None:
     security.check_address(address, keys, insecure, 'top')
     self._address = address
-    self._context = zmq.Context()
+    self._context = security.new_context()
     self._socket = self._context.socket(zmq.DEALER)
     self._socket.linger = 0
     try:

@@ -71,7 +71,7 @@ class Link:
     self.silence = 5.0  # seconds after which a peer is taken for dead
     self.ping_every = math.inf  # seconds, at most
     self._calls: collections.deque[Any] = collections.deque()
-    self._context = zmq.Context()
+    self._context = security.new_context()
     self._wake = Wake()
     self._connection: Connection | None = None
     self._told, self._last_reason = 0.0, ''
