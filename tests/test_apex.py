@@ -400,11 +400,10 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
     'client.public',
     'allowed_clients',
   ):
-    kept = (keys / name).read_text()
-    (keys / name).unlink()
+    (keys / name).rename(tmp_path / 'kept')
     with pytest.raises(security.SecurityError, match=name):
       run.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
-    (keys / name).write_text(kept)
+    (tmp_path / 'kept').rename(keys / name)
   assert not (tmp_path / 'other').exists()
 
 

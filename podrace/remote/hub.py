@@ -15,6 +15,7 @@ import math
 import os
 import resource
 import socket as sockets
+import stat
 import struct
 import time
 import traceback
@@ -83,11 +84,21 @@ class Listen:
       raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
 
 
-def _check_free(address: str) -> None:
-  """Raises OSError where somebody listens at ipc://PATH, which ZeroMQ would take without a word."""
+def _file_of(address: str) -> str | None:
+  """The PATH of ipc://PATH; None where there is no file."""
   scheme, _, path = address.partition('://')
-  if scheme != 'ipc' or path[0] in '*@':  # of these there is no file
+  return None if scheme != 'ipc' or path[0] in '*@' else path
+
+
+def _check_free(address: str) -> None:
+  """Raises OSError where somebody listens at ipc://PATH, or a file is there, which ZeroMQ would delete."""
+  if (path := _file_of(address)) is None:
     return
+  with contextlib.suppress(FileNotFoundError):
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+      raise FileExistsError(
+        errno.EEXIST, 'there is a file that is no socket; move it, or give another path'
+      )
   with sockets.socket(sockets.AF_UNIX) as probe:
     probe.setblocking(False)
     try:
@@ -109,6 +120,20 @@ def check_hello(told: dict[str, Any], *strings: str) -> None:
     x = told.get(name)
     if type(x) is not int or not 0 <= x < NUMBER:
       raise WireError(f'a hello without a {name} that is an integer from 0 to 2^63 - 1')
+
+
+@contextlib.contextmanager
+def _own(address: str) -> Iterator[None]:
+  """Has the socket at ipc://PATH, which is made meanwhile, be this user's alone."""
+  if (path := _file_of(address)) is None:
+    yield
+    return
+  before = os.umask(0o077)  # and not less: another thread may make a directory now
+  try:
+    yield
+  finally:
+    os.umask(before)
+  os.chmod(path, 0o600)
 
 
 class Hub:
@@ -204,7 +229,8 @@ class Hub:
     self._monitor = self._watch(router)
     try:
       _check_free(self.listen.address)
-      router.bind(self.listen.address)
+      with _own(self.listen.address):
+        router.bind(self.listen.address)
     except (OSError, zmq.ZMQError) as e:
       raise security.SecurityError(
         f'cannot listen at {self.listen.address}: {e.strerror or e}'

@@ -176,10 +176,15 @@ def read_key(path: Path) -> bytes:
   """A key, of 40 characters (Z85).
 
   Raises:
-    SecurityError: if there is none.
+    SecurityError: if there is none, or a secret one is open to everybody.
   """
   try:
     text = path.read_text().strip()
+    if path.suffix == '.secret' and path.stat().st_mode & 0o007:
+      raise SecurityError(
+        f'{path} can be used by everybody on this machine, who may have read it: `chmod 600 {path}`, or make other '
+        'keys with `podrace keys new DIR`'
+      )
   except OSError as e:
     raise SecurityError(
       f'--keys {path.parent}: no {path.name} ({e.strerror}); `podrace keys new DIR` makes keys'
