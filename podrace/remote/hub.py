@@ -49,6 +49,10 @@ UNREAD_SECONDS = 1.0  # that what came over a connection which is closed may tak
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
+LOG_BYTES, LOG_BYTES_A_SECOND = (
+  2**17,
+  200.0,
+)  # logged at once at most, and over a long time: 17 MB a day
 LARGE = 65536  # bytes from which on a frame is sent without copying it
 FILES = 2**16  # that may be open, if that is permitted: each connection is one
 REPORT_SECONDS = 0.5  # that a report is told again: to make it takes time from those who act
@@ -155,6 +159,7 @@ class Hub:
     self._asked: set[bytes] = set()  # of these, who wants another
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
+    self._log_room, self._log_at = float(LOG_BYTES), time.monotonic()
     self._ticked = time.monotonic()
     self._wake: Wake | None = None  # while it is open
     # By file: who has said hello over it; empty: nobody yet.
@@ -489,7 +494,7 @@ class Hub:
       for peer in list(self.peers.values()):
         if peer.key not in self._gate.allowed:
           self.tell_gone(peer, 'its key is not listed any more')
-    if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
+    if self._unsaid and (not self._lines or now - self._lines[-1] > LINE_SECONDS):
       self.log(f'({self._unsaid} more lines were left out)', logging.WARNING, always=True)
       self._unsaid = 0
 
@@ -510,9 +515,12 @@ class Hub:
     self.events.append(line)
     while self._lines and now - self._lines[0] > LINE_SECONDS:
       self._lines.popleft()
-    if len(self._lines) >= LINES and not always:
+    self._log_room = min(LOG_BYTES, self._log_room + LOG_BYTES_A_SECOND * (now - self._log_at))
+    self._log_at = now
+    if (len(self._lines) >= LINES or self._log_room < len(line)) and not always:
       self._unsaid += 1
       return
+    self._log_room -= len(line)
     self._lines.append(now)
     with contextlib.suppress(Exception, SystemExit):  # rich exits where nobody reads any more
       self._say(level, line)

@@ -44,6 +44,10 @@ SIGNATURES = 1024  # of which one object each is kept
 REQUESTS = 4096  # samples that one client waits for
 DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
 MESSAGE_UNPACKED = 2**30  # bytes that the chunks of one message may take, to be looked at
+SAVES_AT_ONCE, SAVE_SECONDS = (
+  5,
+  30.0,
+)  # checkpoints that clients ask for: so many, then one in so many seconds
 SAVES = 256  # that wait for a checkpoint to be written
 SLACK = 2**20  # bytes of a frame beyond what is counted, as of items and packed steps
 CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
@@ -195,6 +199,7 @@ class ReplayServer(Router):
     self._saver: threading.Thread | None = None
     self._save_wanted: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
+    self._saves_left, self._saves_at = float(SAVES_AT_ONCE), self._saved_at
     self._not_saved = ''  # why the last checkpoint was not written
     self._refusing: set[tuple[str, str]] = set()  # tables and clients of which it was told
     self._contents: dict[str, Contents] = {}  # of tables that were made with it
@@ -355,7 +360,7 @@ class ReplayServer(Router):
         if len(self._save_wanted) >= SAVES:
           raise ValueError(f'{SAVES} others wait for a checkpoint already')
         self._save_wanted.append((peer, number))
-        self._save()
+        self._save_for_clients()
         return
       answer = {
         wire.TABLE: self._table,
@@ -725,6 +730,7 @@ class ReplayServer(Router):
         self._answer(request, f'{what} {waited}: {request.table.why_no_sample()}')
     if self.checkpoint_every and now - self._saved_at > self.checkpoint_every:
       self._save()
+    self._save_for_clients()
 
   def wait(self) -> float:
     if not self._deadlines:
@@ -840,6 +846,17 @@ class ReplayServer(Router):
     else:
       self._saver = saver
 
+  def _save_for_clients(self) -> None:
+    """A checkpoint for all who wait for one, unless clients have had too many lately; then `turn` makes it."""
+    if not self._save_wanted or (self._saver is not None and self._saver.is_alive()):
+      return
+    now = time.monotonic()
+    more = (now - self._saves_at) / SAVE_SECONDS
+    self._saves_left, self._saves_at = min(SAVES_AT_ONCE, self._saves_left + more), now
+    if self._saves_left >= 1:
+      self._saves_left -= 1
+      self._save()
+
   def _snapshot(self) -> checkpoint.Snapshot:
     """Tables and streams, at one moment."""
     streams = [[i, s.number, sorted({*s.waiting, *s.missing})] for i, s in self._streams.items()]
@@ -862,8 +879,7 @@ class ReplayServer(Router):
         self.send(peer.address, wire.ANSWER, peer.session, number, *answer)
     if self._saver is not None:
       self._saver.join()  # it has nothing more to do
-    if self._save_wanted:  # asked for meanwhile
-      self._save()
+    self._save_for_clients()  # who have asked meanwhile
 
   def leave(self) -> None:
     """The last checkpoint, also after a failure of the thread; whether it is there is told by itself."""

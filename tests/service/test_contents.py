@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import zmq
 import zstandard
+from apart import until
 from services import ANY
 from test_service_security import Raw, insert
 from test_service_tables import SIMPLE
@@ -144,6 +145,32 @@ def test_contents_that_are_none(wrong: Any, server: ReplayServer) -> None:
       with pytest.raises(service.Refused):
         client.table('it', **{**SIMPLE, 'contents': wrong})
       assert 'it' not in server.tables
+
+
+def test_checkpoints_that_clients_ask_for_are_bounded(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """So many at once, then one now and then, for all who have asked meanwhile; the last when it ends."""
+  monkeypatch.setattr('podrace.service.server.SAVES_AT_ONCE', 3)
+  monkeypatch.setattr('podrace.service.server.SAVE_SECONDS', 3600.0)
+  context = zmq.Context()
+  with ReplayServer(ANY, dir=tmp_path) as server:
+    raw = Raw(context, server.address)
+    raw.hello()
+    for number in range(3):
+      raw.say(wire.SAVE, raw.session, number)
+      assert raw.hear(wire.ANSWER)[0][2:4] == [number, True]
+    for number in range(3, 13):
+      raw.say(wire.SAVE, raw.session, number)
+    until(lambda: len(server._save_wanted) == 10)
+    assert server.counts['checkpoints'] == 3
+    server._saves_at -= 3600.0  # an hour later
+    server.wake()
+    answers = [raw.hear(wire.ANSWER)[0] for _ in range(10)]
+    assert [x[2] for x in answers] == list(range(3, 13)) and len({x[4] for x in answers}) == 1
+    assert server.counts['checkpoints'] == 4
+    raw.close()
+  context.term()
 
 
 # --- what a few bytes are unpacked to -------------------------------------------------------------
