@@ -159,6 +159,7 @@ class Hub:
     self._asked: set[bytes] = set()  # of these, who wants another
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
+    self._unsaid_since = 0.0
     self._log_room, self._log_at = float(LOG_BYTES), time.monotonic()
     self._ticked = time.monotonic()
     self._wake: Wake | None = None  # while it is open
@@ -494,7 +495,7 @@ class Hub:
       for peer in list(self.peers.values()):
         if peer.key not in self._gate.allowed:
           self.tell_gone(peer, 'its key is not listed any more')
-    if self._unsaid and (not self._lines or now - self._lines[-1] > LINE_SECONDS):
+    if self._unsaid and now - self._unsaid_since > LINE_SECONDS:
       self.log(f'({self._unsaid} more lines were left out)', logging.WARNING, always=True)
       self._unsaid = 0
 
@@ -518,6 +519,7 @@ class Hub:
     self._log_room = min(LOG_BYTES, self._log_room + LOG_BYTES_A_SECOND * (now - self._log_at))
     self._log_at = now
     if (len(self._lines) >= LINES or self._log_room < len(line)) and not always:
+      self._unsaid_since = self._unsaid_since if self._unsaid else now
       self._unsaid += 1
       return
     self._log_room -= len(line)
