@@ -45,7 +45,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Totals
+from podrace.envs.host.base import Totals, bounds
 from podrace.presets import PRESETS
 from podrace.process import on_signals
 from podrace.remote import security
@@ -55,20 +55,24 @@ from podrace.replay.hosted import (
   TABLE,
   Columns,
   Draw,
+  Layout,
   ReplayFailed,
   Streams,
+  is_single,
   named,
   selector,
   unnamed,
   weighted,
 )
-from podrace.replay.windows import Windows
+from podrace.replay.windows import CONTINUED, REPEATED, Windows
 from podrace.run import RunError, memory, write_json
 from podrace.sebulba import ActorFailed, Actors, Learner, Sebulba, State, Unroll
+from podrace.service import contents
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology, split_devices
-from podrace.types import Array, TrainState, Trajectory
+from podrace.types import FIRST, LAST, Array, TrainState, Trajectory
 
 UNROLLS = 'unrolls'  # the table of agents without replay: a queue
+LARGEST_TOTAL = 1e30  # of what is told of episodes
 EPISODES = 'episodes'  # the table through which acting processes tell of theirs
 PREFETCH = 2  # batches that are asked for, and that are unpacked, ahead of time
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
@@ -110,12 +114,52 @@ class Addresses:
 # --- what both sides know ---------------------------------------------------------------------------
 
 
-def replay_table(client: service.Client, w: Windows, run: str) -> Any:
+def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
+  """The least and the greatest value of a column that a learner can use, by its name in a trajectory."""
+  field = name.removeprefix('timesteps/').removeprefix('outputs/')
+  if field.startswith('observation') or field == 'action':
+    if kind == 'f':
+      return contents.FINITE
+    return bounds(space) if field == 'action' else None
+  return {
+    'reward': contents.FINITE,
+    'discount': (0, 1),
+    'step_type': (FIRST, LAST),
+    'stacks': (CONTINUED, REPEATED),
+    'env_id': (0, 2**31 - 1),
+  }.get(field)
+
+
+def _column(name: str, dtype: Any, shape: tuple[int, ...], rows: int | None, space: Any) -> Any:
+  return contents.told(name, dtype, shape, rows, _limits(name, np.dtype(dtype).kind, space))
+
+
+def window_contents(layout: Layout, space: Any) -> list[Any]:
+  """What each window must hold, with actions of `space`."""
+  found = []
+  for name, x in layout.batch().items():
+    if is_single(name) or name == 'env_id':
+      found.append(_column(name, x.dtype, x.shape[1:], None, space))
+    elif name != 'weight':
+      found.append(_column(name, x.dtype, x.shape[2:], x.shape[1], space))
+  return found
+
+
+def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
+  """What each unroll of one environment must hold; `example` is of several, in shapes."""
+  found = [
+    _column(k, x.dtype, x.shape[:1] + x.shape[2:] if _timed(k) else x.shape[1:], None, space)
+    for k, x in named(example).items()
+  ]
+  return found + [contents.told(k, np.int64, ()) for k in ('source', 'number', 'version')]
+
+
+def replay_table(client: service.Client, layout: Layout, space: Any, run: str) -> Any:
   """The table of windows, made if there is none.
 
   Its limiter keeps `samples_per_insert` to within a few updates' windows.
   """
-  b = w.buffer
+  w, b = layout.windows, layout.windows.buffer
   per_window = b.samples_per_insert * w.period
   least = max(1, b.min_size // w.period)
   error = 4.0 * b.batch_size + 4 * max(1.0, per_window) * w.num_envs * w.unroll_length / w.period
@@ -126,10 +170,13 @@ def replay_table(client: service.Client, w: Windows, run: str) -> Any:
     rate_limiter=tables.sample_to_insert_ratio(per_window, least, error),
     max_size=-(-b.capacity // w.period),
     run=run,
+    contents=window_contents(layout, space),
   )
 
 
-def unrolls_table(client: service.Client, num_envs: int, run: str) -> Any:
+def unrolls_table(
+  client: service.Client, num_envs: int, example: Trajectory, space: Any, run: str
+) -> Any:
   """The queue of unrolls of single environments, made if there is none; it holds one batch."""
   return client.table(
     UNROLLS,
@@ -139,6 +186,7 @@ def unrolls_table(client: service.Client, num_envs: int, run: str) -> Any:
     max_size=num_envs,
     max_times_sampled=1,
     run=run,
+    contents=unroll_contents(example, space),
   )
 
 
@@ -152,6 +200,7 @@ def episodes_table(client: service.Client, run: str) -> Any:
     max_size=10_000,
     max_times_sampled=1,
     run=run,
+    contents=[contents.told('totals', np.float64, (4,), 1, (-LARGEST_TOTAL, LARGEST_TOTAL))],
   )
 
 
@@ -486,10 +535,11 @@ class Apart:
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
     if p.hosted:
-      table = replay_table(self._client, p.replay.windows, self._run)
+      table = replay_table(self._client, p.layout, p.spec.action_space, self._run)
       self._source: Sampled | Queued = Sampled(table, p.replay.windows, self.mesh)
     else:
-      table = unrolls_table(self._client, p.num_envs, self._run)
+      example, space = p.batch_of_unrolls, p.spec.action_space
+      table = unrolls_table(self._client, p.num_envs, example, space, self._run)
       self._source = Queued(table, p.batch_of_unrolls, self.mesh)
     self._episodes_table = episodes_table(self._client, self._run)
 
@@ -782,8 +832,9 @@ class _Acting:
     layout = self._program.layout
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
+    table = replay_table(client, layout, self._program.spec.action_space, self._run)
     streams = Streams(
-      layout, replay_table(client, w, self._run),
+      layout, table,
       lambda history: client.writer(history, max_in_flight=in_flight),
     )  # fmt: skip
 
@@ -795,7 +846,9 @@ class _Acting:
 
   def _unrolls(self, client: service.Client) -> Callable[[Unroll], None]:
     """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
-    table, writer = unrolls_table(client, self._num_envs, self._run), client.writer(1)
+    example, space = self._program.batch_of_unrolls, self._program.spec.action_space
+    table = unrolls_table(client, self._num_envs, example, space, self._run)
+    writer = client.writer(1)
     source, number = np.int64(int.from_bytes(os.urandom(7), 'little')), 0
 
     def write(unroll: Unroll) -> None:

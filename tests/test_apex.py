@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from apart import until
+from gymnasium import spaces
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
 from podrace import apex, cli, run, service, tables, topology
@@ -320,8 +321,10 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     service.connect(addresses.replay) as client,
     service.Publisher(addresses.parameters) as publisher,
   ):
-    apex.unrolls_table(client, 4, 'one-1')
     acting = apex._Acting(config, apex.Options(addresses))
+    program = acting._program
+    example, space = program.batch_of_unrolls, program.spec.action_space
+    apex.unrolls_table(client, 4, example, space, 'one-1')
     shapes = acting._program.agent.init(jax.random.key(0)).params
 
     def publish(version: int, name: str) -> None:
@@ -332,8 +335,8 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     publish(1, 'two-2')
     with pytest.raises(service.Refused, match="is of run 'one-1', run 'two-2' asks for it"):
       acting.run()
-    acting = apex._Acting(config, apex.Options(addresses))
     publish(2, 'one-1')
+    acting = apex._Acting(config, apex.Options(addresses))
     ended: list[BaseException] = []
 
     def act() -> None:
@@ -397,11 +400,10 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
     'client.public',
     'allowed_clients',
   ):
-    kept = (keys / name).read_text()
-    (keys / name).unlink()
+    (keys / name).rename(tmp_path / 'kept')
     with pytest.raises(security.SecurityError, match=name):
       run.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
-    (keys / name).write_text(kept)
+    (tmp_path / 'kept').rename(keys / name)
   assert not (tmp_path / 'other').exists()
 
 
@@ -528,6 +530,7 @@ def test_windows_that_went_through_a_service(case: str) -> None:
       table = client.table(
         'windows', sampler=tables.prioritized(1.0), remover=tables.fifo(),
         rate_limiter=tables.min_size(1), max_size=1000,
+        contents=apex.window_contents(both.layout, spaces.Discrete(5)),
       )  # fmt: skip
       streams = Streams(
         both.layout, table, lambda history: client.writer(history, rows_per_chunk=5)

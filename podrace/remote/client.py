@@ -32,7 +32,7 @@ from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
 from podrace.process import on_signals
 from podrace.remote import security, wire
-from podrace.remote.dial import CUT, Connection
+from podrace.remote.dial import CUT, NOTHING_KNOWN, Connection
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
 
@@ -188,7 +188,7 @@ class Client:
     self._env = spec.name[: wire.STRING]
     self._schema = wire.schema(spec.observation_space, spec.action_space)
     self._layout = wire.Layout(self._schema)
-    self._context = zmq.Context()
+    self._context = security.new_context()
     self._connection: Connection | None = None
     self._wake = wire.Wake()
     self._outgoing: collections.deque[Outgoing] = collections.deque()
@@ -202,6 +202,7 @@ class Client:
     self._heard = self._pinged = self._alone_since = time.monotonic()
     self._told = 0.0
     self._last_reason = ''
+    self._why = NOTHING_KNOWN  # there is no session
     self._waits = 0
     self.signum = 0
     self.over = False
@@ -247,7 +248,10 @@ class Client:
         except WireError as e:
           self._lose(f'the learner sent {e}')
       # All that it still said has been heard, perhaps that it is over.
-      if told and self._connection is not None and not self.over and connection.event() == CUT:
+      event = connection.event() if told and self._connection is not None else 0
+      if event and event != CUT:
+        self._why = connection.why
+      if event == CUT and not self.over:
         if self._session is not None:
           self._lose('the connection was cut')
         else:  # a HELLO may be lost with it
@@ -301,11 +305,14 @@ class Client:
   def _join(self, session: int, told: dict[str, Any]) -> None:
     """Begins a session, with environments made anew when they get slots."""
     try:
-      largest, self._silence = int(told['largest_group']), float(told['silence'])
-      env = str(told['env'])
+      largest, silence, env = told['largest_group'], float(told['silence']), str(told['env'])
     except (KeyError, TypeError, ValueError) as e:
       raise WireError(f'a welcome without {e}') from None
-    o = self._options
+    if type(largest) is not int or largest < 1 or not 0 < silence < math.inf:
+      raise WireError(
+        f'a welcome with groups of {largest!r} environments and {silence} s of silence'
+      )
+    o, self._silence = self._options, silence
     sizes = group_sizes(o.num_envs, o.groups, largest)
     seeds = np.random.SeedSequence(None if o.seed is None else [o.seed, self._lives])
     self._lives += 1
@@ -382,13 +389,12 @@ class Client:
       if self._connection.ready and now - self._pinged > HELLO_SECONDS and self._hello():
         self._pinged = now
       if now - self._alone_since > REMIND / 3:
-        self._remind(
-          f'no learner answers at {self._options.connect}, or it has other keys, or does not list this one; '
-          'trying again'
-        )
+        self._remind(f'no learner answers at {self._options.connect}: {self._why}; trying again')
       give_up = self._options.give_up
       if give_up and now - self._alone_since > give_up:
-        raise TimeoutError(f'no learner at {self._options.connect} for {give_up:.0f} s')
+        raise TimeoutError(
+          f'no learner at {self._options.connect} for {give_up:.0f} s: {self._why}'
+        )
       if now - self._heard > security.NEW_SOCKET_SECONDS:  # turned away, perhaps
         self._hang_up()
       return

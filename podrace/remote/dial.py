@@ -14,6 +14,18 @@ from podrace.remote.wire import CONNECT_MS
 READY = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 CUT = int(zmq.EVENT_DISCONNECTED)
 TURNED_AWAY = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)  # the other end does not list this key
+FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+CLOSED = int(zmq.EVENT_CLOSED)  # an attempt to connect that failed
+
+# Why there is no answer, as far as is known.
+NOTHING_KNOWN = 'it has not answered yet'
+NOBODY = 'nobody listens there'
+OTHER_KEYS = 'somebody listens there, but with another server key, with keys where this side has none, or without'
+NOT_LISTED = "it does not list this client's key in its allowed_clients"
+SAYS_NOTHING = 'the connection stands, and it does not answer'
+_REASONS = {
+  READY: SAYS_NOTHING, TURNED_AWAY: NOT_LISTED, CLOSED: NOBODY, **dict.fromkeys(FAILED, OTHER_KEYS),
+}  # fmt: skip
 
 
 class Connection:
@@ -27,6 +39,7 @@ class Connection:
 
   Attributes:
     monitor: readable when `event` has something to tell.
+    why: there is no answer, by what events have told.
     ready: whether the two ends understand each other, as far as events have told. What is sent before waits for
       the next connection. (With ZeroMQ's IMMEDIATE it would not, but then a connection that is cut takes
       with it what had come over it and is not yet read.)
@@ -49,8 +62,9 @@ class Connection:
     socket = self.socket = context.socket(zmq.DEALER)
     self.monitor: Any = None
     self.ready = False
+    self.why = NOTHING_KNOWN
     try:
-      self.monitor = socket.get_monitor_socket(READY | CUT | TURNED_AWAY)
+      self.monitor = socket.get_monitor_socket(READY | CUT | TURNED_AWAY | CLOSED | sum(FAILED))
       if keys is not None:
         security.secure_client(socket, keys)
       socket.linger = 0
@@ -65,12 +79,13 @@ class Connection:
       raise
 
   def event(self) -> int:
-    """READY, CUT or TURNED_AWAY; 0 if there is none."""
+    """READY, CUT, TURNED_AWAY, CLOSED or one of FAILED; 0 if there is none."""
     try:
       event: int = struct.unpack('=Hi', self.monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
     except zmq.Again:
       return 0
     self.ready = event == READY
+    self.why = _REASONS.get(event, self.why)
     return event
 
   def receive(self, copy: bool = True) -> list[Any] | None:

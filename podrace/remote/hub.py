@@ -15,6 +15,7 @@ import math
 import os
 import resource
 import socket as sockets
+import stat
 import struct
 import time
 import traceback
@@ -25,6 +26,7 @@ from typing import Any
 import zmq
 
 from podrace.remote import security
+from podrace.remote.guests import TALKING_SECONDS, Guests
 from podrace.remote.wire import (
   GONE,
   NUMBER,
@@ -47,8 +49,12 @@ UNREAD_SECONDS = 1.0  # that what came over a connection which is closed may tak
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 LINES = 20  # logged at most in LINE_SECONDS
 LINE_SECONDS = 10.0
+LOG_BYTES, LOG_BYTES_A_SECOND = (
+  2**17,
+  200.0,
+)  # logged at once at most, and over a long time: 17 MB a day
 LARGE = 65536  # bytes from which on a frame is sent without copying it
-FILES = 2 * PEERS  # that may be open, if that is permitted: each connection is one
+FILES = 2**16  # that may be open, if that is permitted: each connection is one
 REPORT_SECONDS = 0.5  # that a report is told again: to make it takes time from those who act
 
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)  # enums are slow to combine
@@ -82,11 +88,21 @@ class Listen:
       raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
 
 
-def _check_free(address: str) -> None:
-  """Raises OSError where somebody listens at ipc://PATH, which ZeroMQ would take without a word."""
+def _file_of(address: str) -> str | None:
+  """The PATH of ipc://PATH; None where there is no file."""
   scheme, _, path = address.partition('://')
-  if scheme != 'ipc' or path[0] in '*@':  # of these there is no file
+  return None if scheme != 'ipc' or path[0] in '*@' else path
+
+
+def _check_free(address: str) -> None:
+  """Raises OSError where somebody listens at ipc://PATH, or a file is there, which ZeroMQ would delete."""
+  if (path := _file_of(address)) is None:
     return
+  with contextlib.suppress(FileNotFoundError):
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+      raise FileExistsError(
+        errno.EEXIST, 'there is a file that is no socket; move it, or give another path'
+      )
   with sockets.socket(sockets.AF_UNIX) as probe:
     probe.setblocking(False)
     try:
@@ -110,6 +126,20 @@ def check_hello(told: dict[str, Any], *strings: str) -> None:
       raise WireError(f'a hello without a {name} that is an integer from 0 to 2^63 - 1')
 
 
+@contextlib.contextmanager
+def _own(address: str) -> Iterator[None]:
+  """Has the socket at ipc://PATH, which is made meanwhile, be this user's alone."""
+  if (path := _file_of(address)) is None:
+    yield
+    return
+  before = os.umask(0o077)  # and not less: another thread may make a directory now
+  try:
+    yield
+  finally:
+    os.umask(before)
+  os.chmod(path, 0o600)
+
+
 class Hub:
   """Clients by the addresses that the socket gives them: their sessions, and what they send.
 
@@ -129,10 +159,13 @@ class Hub:
     self._asked: set[bytes] = set()  # of these, who wants another
     self._lines: collections.deque[float] = collections.deque()
     self._unsaid = 0
+    self._unsaid_since = 0.0
+    self._log_room, self._log_at = float(LOG_BYTES), time.monotonic()
     self._ticked = time.monotonic()
     self._wake: Wake | None = None  # while it is open
     # By file: who has said hello over it; empty: nobody yet.
     self._connections: dict[int, bytes] = {}
+    self._guests = Guests()  # those of no session
     # Whose connections have been closed, since when that is known; what they had said may be unread.
     self._cut: dict[bytes, float] = {}
 
@@ -169,7 +202,7 @@ class Hub:
         f'instead of {PEERS:,}: `ulimit -n {FILES}` before it is started allows more',
         logging.WARNING, always=True,
       )  # fmt: skip
-    self._context = zmq.Context(io_threads=1)  # see `connected`
+    self._context = security.new_context(io_threads=1)  # see `connected`
     self._wake = Wake()
     self._gate: security.Gate | None = None
     try:
@@ -202,7 +235,8 @@ class Hub:
     self._monitor = self._watch(router)
     try:
       _check_free(self.listen.address)
-      router.bind(self.listen.address)
+      with _own(self.listen.address):
+        router.bind(self.listen.address)
     except (OSError, zmq.ZMQError) as e:
       raise security.SecurityError(
         f'cannot listen at {self.listen.address}: {e.strerror or e}'
@@ -275,6 +309,8 @@ class Hub:
     try:
       if len(raw) < 2:
         raise WireError('a message without a header')
+      if address not in self.peers:
+        self._guests.spoke(raw[1])
       self.dispatch(address, unpack(raw[1].buffer), [f.buffer for f in raw[2:]], raw[1])
     except Exception as e:
       self.blame(address, e)
@@ -302,7 +338,10 @@ class Hub:
         return
       if event == zmq.EVENT_ACCEPTED:
         self._connections[file] = b''
-      elif address := self._connections.pop(file, b''):
+        self._guests.came(file)
+        continue
+      self._guests.left(file)
+      if address := self._connections.pop(file, b''):
         self._cut[address] = time.monotonic()
 
   def connected(self, address: bytes, raw: Any) -> None:
@@ -318,6 +357,7 @@ class Hub:
       return
     self._see_connections()
     if file in self._connections:
+      self._guests.left(file)
       self._connections[file] = address
       self._cut.pop(address, None)  # of an older one, if clients choose their addresses
     else:
@@ -449,14 +489,25 @@ class Hub:
     for peer in list(self.peers.values()):
       if now - peer.last_seen > self.listen.peer_timeout:
         self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
+    self._look_at_guests(now)
     if self._gate:  # which has perhaps read the list again itself, for somebody new
       self._gate.allowed.refresh()
       for peer in list(self.peers.values()):
         if peer.key not in self._gate.allowed:
           self.tell_gone(peer, 'its key is not listed any more')
-    if self._unsaid and now - self._lines[-1] > LINE_SECONDS:
+    if self._unsaid and now - self._unsaid_since > LINE_SECONDS:
       self.log(f'({self._unsaid} more lines were left out)', logging.WARNING, always=True)
       self._unsaid = 0
+
+  def _look_at_guests(self, now: float) -> None:
+    """Cuts connections that no client has, if they say nothing or are too many."""
+    for file, address in self._connections.items():
+      if address and address not in self.peers and file not in self._guests:  # its session is over
+        self._guests.came(file, TALKING_SECONDS)
+    self._guests.look(now)
+    if cut := self._guests.cut - self.counts['cut']:
+      self.counts['cut'] = self._guests.cut
+      self.log(f'cut {cut} connections that said nothing', logging.WARNING)
 
   def log(self, line: str, level: int = logging.INFO, always: bool = False) -> None:
     """Says it, unless there was much to say lately; whatever that leads to, it raises nothing."""
@@ -465,9 +516,13 @@ class Hub:
     self.events.append(line)
     while self._lines and now - self._lines[0] > LINE_SECONDS:
       self._lines.popleft()
-    if len(self._lines) >= LINES and not always:
+    self._log_room = min(LOG_BYTES, self._log_room + LOG_BYTES_A_SECOND * (now - self._log_at))
+    self._log_at = now
+    if (len(self._lines) >= LINES or self._log_room < len(line)) and not always:
+      self._unsaid_since = self._unsaid_since if self._unsaid else now
       self._unsaid += 1
       return
+    self._log_room -= len(line)
     self._lines.append(now)
     with contextlib.suppress(Exception, SystemExit):  # rich exits where nobody reads any more
       self._say(level, line)

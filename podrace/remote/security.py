@@ -7,6 +7,7 @@ key.
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import re
@@ -26,6 +27,16 @@ _KEY = re.compile(r'[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}')
 
 class SecurityError(ValueError):
   """Keys or addresses that can't be right; the message is for the user."""
+
+
+def new_context(**options: Any) -> zmq.Context[Any]:
+  """A ZeroMQ context; all of podrace's are made here.
+
+  A ROUTER numbers connections from C's `rand`, which libzmq 4.3.5 does not seed: it began with the same number in
+  every process. A peer that takes a number to come makes libzmq end the process.
+  """
+  ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), 'little'))
+  return zmq.Context(**options)
 
 
 # --- addresses --------------------------------------------------------------------------------------
@@ -165,10 +176,15 @@ def read_key(path: Path) -> bytes:
   """A key, of 40 characters (Z85).
 
   Raises:
-    SecurityError: if there is none.
+    SecurityError: if there is none, or a secret one is open to everybody.
   """
   try:
     text = path.read_text().strip()
+    if path.suffix == '.secret' and path.stat().st_mode & 0o007:
+      raise SecurityError(
+        f'{path} can be used by everybody on this machine, who may have read it: `chmod 600 {path}`, or make other '
+        'keys with `podrace keys new DIR`'
+      )
   except OSError as e:
     raise SecurityError(
       f'--keys {path.parent}: no {path.name} ({e.strerror}); `podrace keys new DIR` makes keys'

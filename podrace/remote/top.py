@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from podrace.remote import security, wire
+from podrace.remote.dial import Connection
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
 HEAD = ('client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'seen')
@@ -22,15 +21,14 @@ class Asker:
   def __init__(self, address: str, keys: Path | None, insecure: bool) -> None:
     security.check_address(address, keys, insecure, 'top')
     self._address = address
-    self._context = zmq.Context()
-    self._socket = self._context.socket(zmq.DEALER)
-    self._socket.linger = 0
+    self._context = security.new_context()
     try:
-      if (found := security.client_keys(keys)) is not None:
-        security.secure_client(self._socket, found)
-      security.connect(self._socket, address)
+      self._connection = Connection(
+        self._context, address, security.client_keys(keys),
+        sends=10, receives=10, largest=2 * wire.REPORT_BYTES, patience_ms=1000,
+      )  # fmt: skip
     except BaseException:
-      self.close()
+      self._context.term()
       raise
 
   def ask(self) -> dict[str, Any]:
@@ -39,19 +37,22 @@ class Asker:
     Raises:
       TimeoutError: if there is no answer.
     """
-    self._socket.send(wire.pack(wire.ASK))
+    socket = self._connection.socket
+    socket.send(wire.pack(wire.ASK))
     end = time.monotonic() + ANSWER_SECONDS
-    while (left := end - time.monotonic()) > 0 and self._socket.poll(int(left * 1000) + 1):
-      header = wire.unpack(self._socket.recv_multipart()[0], wire.REPORT_BYTES)
+    while (left := end - time.monotonic()) > 0 and socket.poll(int(left * 1000) + 1):
+      header = wire.unpack(socket.recv_multipart()[0], wire.REPORT_BYTES)
       if header[0] == wire.REPORT:
         (report,) = wire.fields(header, dict)
         return report
+    while self._connection.event():
+      pass
     raise TimeoutError(
-      f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: no learner, or other keys'
+      f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: {self._connection.why}'
     )
 
   def close(self) -> None:
-    self._socket.close()
+    self._connection.close()
     self._context.term()
 
 

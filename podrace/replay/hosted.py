@@ -88,7 +88,7 @@ class Layout:
     w, example = self.windows, self.example
     timesteps = example.timesteps
     data = {
-      k: jnp.moveaxis(x, 1, 0) if x.ndim > 1 and not _single(k) else x for k, x in data.items()
+      k: jnp.moveaxis(x, 1, 0) if x.ndim > 1 and not is_single(k) else x for k, x in data.items()
     }
     if not any(name.startswith('observation') for name in data):
       timesteps = timesteps._replace(observation=())
@@ -145,7 +145,7 @@ def _name(path: Any, prefix: str) -> str:
   return f'{prefix}/{name}'.strip('/') if prefix else name
 
 
-def _single(name: str) -> bool:
+def is_single(name: str) -> bool:
   return name.startswith('agent_state')
 
 

@@ -862,12 +862,15 @@ class Client:
     max_bytes: int | None = None,
     max_times_sampled: int = 0,
     run: str = '',
+    contents: list[Any] | None = None,
   ) -> RemoteTable:
     """The table of this name. With settings it is made if there is none, with those.
 
     Args:
       name, sampler, remover, rate_limiter, max_size, max_bytes, max_times_sampled: as of podrace.tables.Table.
       run: of which the table is, and of no other; none by default.
+      contents: what its items must hold, column by column (podrace.service.contents.told); the service refuses
+        others. By default items need only be like the first one.
 
     Raises:
       ValueError: if there is none and no settings are given; Refused, which is one, if it has other
@@ -888,6 +891,7 @@ class Client:
         max_bytes=max_bytes,
         max_times_sampled=max_times_sampled,
         run=run,
+        contents=contents,
       )
     most = math.inf
     for connection in self.connections:

@@ -23,7 +23,7 @@ import zmq
 
 from podrace import __version__
 from podrace.remote import security
-from podrace.remote.dial import CUT, TURNED_AWAY, Connection
+from podrace.remote.dial import CUT, NOTHING_KNOWN, Connection
 from podrace.remote.wire import (
   Wake,
   WireError,
@@ -38,8 +38,6 @@ from podrace.service import wire
 HELLO_SECONDS = 0.5  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none
 TURN = 0.05  # seconds between looks at the clock
-NO_ANSWER = 'it has not answered yet: perhaps it is not there, or has other keys'
-NOT_LISTED = "it does not list this client's key in its allowed_clients"
 
 log = logging.getLogger('podrace.service')
 
@@ -66,12 +64,12 @@ class Link:
     self.session: int | None = None
     self.failure: BaseException | None = None  # why it will not come back
     self.closed = False
-    self.why = NO_ANSWER  # there is no session
+    self.why = NOTHING_KNOWN  # there is no session
     self.patience = TURN  # seconds until the next turn, if nothing comes
     self.silence = 5.0  # seconds after which a peer is taken for dead
     self.ping_every = math.inf  # seconds, at most
     self._calls: collections.deque[Any] = collections.deque()
-    self._context = zmq.Context()
+    self._context = security.new_context()
     self._wake = Wake()
     self._connection: Connection | None = None
     self._told, self._last_reason = 0.0, ''
@@ -190,8 +188,8 @@ class Link:
           self._wake.clear()
         elif ready is connection.monitor:
           event = connection.event()
-          if event == TURNED_AWAY:
-            self.why = NOT_LISTED
+          if event and event != CUT:
+            self.why = connection.why
           cut = event == CUT
       while self.is_open and (raw := connection.receive(copy=False)) is not None:
         try:
@@ -237,7 +235,8 @@ class Link:
         self.handle(header, frames)
 
   def _join(self, session: int, told: dict[str, Any], frames: list[Any]) -> None:
-    if type(told.get('silence')) is not float:
+    silence = told.get('silence')
+    if type(silence) is not float or not 0 < silence < math.inf:
       raise WireError('a welcome without the seconds of silence')
     self.silence = told['silence']
     self.joined(told, frames)

@@ -32,6 +32,7 @@ from podrace.process import lock, on_signals
 from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
+from podrace.service.contents import Contents, difference
 from podrace.service.router import Peer, Router, Say
 from podrace.tables import checkpoint
 from podrace.tables.chunks import Account, Chunk, ChunkStore
@@ -42,6 +43,11 @@ TABLES = 1024
 SIGNATURES = 1024  # of which one object each is kept
 REQUESTS = 4096  # samples that one client waits for
 DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
+MESSAGE_UNPACKED = 2**30  # bytes that the chunks of one message may take, to be looked at
+SAVES_AT_ONCE, SAVE_SECONDS = (
+  5,
+  30.0,
+)  # checkpoints that clients ask for: so many, then one in so many seconds
 SAVES = 256  # that wait for a checkpoint to be written
 SLACK = 2**20  # bytes of a frame beyond what is counted, as of items and packed steps
 CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
@@ -130,6 +136,7 @@ class Client:
   reading: Reading
   inserted: int = 0
   sampled: int = 0
+  refused: int = 0  # items
 
 
 class ReplayServer(Router):
@@ -192,8 +199,10 @@ class ReplayServer(Router):
     self._saver: threading.Thread | None = None
     self._save_wanted: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
+    self._saves_left, self._saves_at = float(SAVES_AT_ONCE), self._saved_at
     self._not_saved = ''  # why the last checkpoint was not written
-    self._refusing: set[str] = set()  # tables of which it was told that they refuse items
+    self._refusing: set[tuple[str, str]] = set()  # tables and clients of which it was told
+    self._contents: dict[str, Contents] = {}  # of tables that were made with it
     self._lock: IO[str] | None = None
     self.saved: list[Path] = []
     for name, told in (tables or {}).items():
@@ -209,11 +218,20 @@ class ReplayServer(Router):
   # --- tables --------------------------------------------------------------------------------------
 
   def _make(self, name: str, told: dict[str, Any]) -> Table:
+    if wire.CONTENTS in told:
+      Contents(told[wire.CONTENTS])  # which can raise, before anything is made
     table = wire.make_table(name, self.store, told)
     self.tables[name], self.settings[name] = table, dict(told)
     self._held[name], self._readers[name] = collections.deque(), collections.deque()
     self._held_accounts[name] = Account()
+    self._expect(name)
     return table
+
+  def _expect(self, name: str) -> None:
+    """Has a table take such items only as its settings say, if they do."""
+    if wire.CONTENTS in self.settings[name]:
+      self._contents[name] = contents = Contents(self.settings[name][wire.CONTENTS])
+      self.tables[name].signature = self.tables[name].signature or contents.signature
 
   def _restore(self, dir: Path) -> None:
     """The newest checkpoint, if there is one."""
@@ -247,6 +265,8 @@ class ReplayServer(Router):
         'clients can have new tables made, --table only those of the checkpoint'
       )
     tables.restore(self.store, newest)
+    for name in self.tables:
+      self._expect(name)
     waited = dict(extra.get('waited', ()))
     for stream_id, number, missing in extra['streams']:
       self._streams[stream_id] = Stream(number, set(missing), set(waited.get(stream_id, ())))
@@ -340,7 +360,7 @@ class ReplayServer(Router):
         if len(self._save_wanted) >= SAVES:
           raise ValueError(f'{SAVES} others wait for a checkpoint already')
         self._save_wanted.append((peer, number))
-        self._save()
+        self._save_for_clients()
         return
       answer = {
         wire.TABLE: self._table,
@@ -367,11 +387,26 @@ class ReplayServer(Router):
         raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
       table = self._make(name, told)
       self.log(f'made table {name!r}: {json.dumps(told)}')
-    elif told and (reasons := wire.settings_differences(name, self.settings[name], told)):
+    elif told and (reasons := self._differences(name, told)):
       self.log('\n  '.join(['refused:', *reasons]), logging.WARNING)
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
     most = min(table.sampler.most, table.remover.most)
     return dict(settings=self.settings[name], most=most)
+
+  def _differences(self, name: str, told: dict[str, Any]) -> list[str]:
+    """A line for each setting that is another one; contents are taken over where there were none."""
+    there, asked = self.settings[name], told.get(wire.CONTENTS)
+    reasons = wire.settings_differences(name, there, told)
+    if asked is None or reasons or asked == there.get(wire.CONTENTS):
+      return reasons
+    signature, wanted = self.tables[name].signature, Contents(asked).signature
+    if wire.CONTENTS in there:
+      return [f'table {name!r}: {difference(there[wire.CONTENTS], asked)}']
+    if signature is not None and signature.leaves != wanted.leaves:
+      return [f'table {name!r} has items of other columns than the contents that are asked for']
+    self.settings[name] = {**there, wire.CONTENTS: asked}
+    self._expect(name)
+    return []
 
   def _named(self, name: str) -> Table:
     if name not in self.tables:
@@ -456,7 +491,8 @@ class ReplayServer(Router):
     reason = ''
     for table, items in groups:
       self._touched.add(table.name)
-      outcomes = table.submit_all([item for _, item in items], self._flight)
+      items, outcomes = self._checked(table, items)
+      outcomes += table.submit_all([item for _, item in items[len(outcomes) :]], self._flight)
       for (number, _), outcome in zip(items, outcomes, strict=True):
         if outcome is None:
           done.append(number)
@@ -470,6 +506,7 @@ class ReplayServer(Router):
           stream.refuse(number)
           reason = reason or str(outcome)
           self._tell_refused(table, peer, outcome)
+    client.refused += len(refused)
     if len(stream.waiting) > wire.MOST_ITEMS:
       raise WireError(f'items beyond the {wire.MOST_ITEMS} that may wait')
     self._release(stream, wire.records(frames[4], '<u8'))
@@ -485,10 +522,28 @@ class ReplayServer(Router):
     why = groups[-1][0].why_no_insert() if waiting and groups else ''
     self._ack(peer, message, reason or why, done, waiting, refused)
 
+  def _checked(self, table: Table, items: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The items, those first that are not what the table must hold; and why these are not."""
+    contents = self._contents.get(table.name)
+    if contents is None:
+      return items, []
+    good, bad, reasons = [], [], list[Any]()
+    most = contents.unpacked + MESSAGE_UNPACKED
+    for one in items:
+      try:
+        if contents.unpacked > most:
+          raise ValueError(f'a message of more than {MESSAGE_UNPACKED:,} bytes unpacked')
+        contents.check(one[1])
+        good.append(one)
+      except ValueError as e:
+        bad.append(one)
+        reasons.append(ValueError(f'table {table.name!r}: {e}'))
+    return bad + good, reasons
+
   def _tell_refused(self, table: Table, peer: Peer, reason: ValueError) -> None:
-    """Of each table the first time: the others are counted, and their writers are told."""
-    if table.name not in self._refusing:
-      self._refusing.add(table.name)
+    """Of each client and table the first time: the others are counted, and their writers are told."""
+    if (table.name, peer.name) not in self._refusing and len(self._refusing) < STREAMS:
+      self._refusing.add((table.name, peer.name))
       self.log(f'refused an item of {peer.name} (others are counted): {reason}', logging.WARNING)
 
   def _refuse(self, peer: Peer, what: str, allowed: int) -> None:
@@ -529,6 +584,14 @@ class ReplayServer(Router):
       own = data[start : start + size]
       start += size
       wire.check_chunk(own, how, rows * wire.row_bytes(dtype, shape))
+      if (
+        how != wire.AS_IS
+        and rows > 1
+        and rows * wire.row_bytes(dtype, shape) > wire.UNPACKED_CHUNK_BYTES
+      ):
+        raise WireError(
+          f'a packed chunk of {rows} rows with more than {wire.UNPACKED_CHUNK_BYTES:,} bytes'
+        )
       kept = bytes(own)
       if how == wire.AS_IS:
         chunk = store.chunk(np.frombuffer(kept, dtype).reshape(rows, *shape), rows)
@@ -667,6 +730,7 @@ class ReplayServer(Router):
         self._answer(request, f'{what} {waited}: {request.table.why_no_sample()}')
     if self.checkpoint_every and now - self._saved_at > self.checkpoint_every:
       self._save()
+    self._save_for_clients()
 
   def wait(self) -> float:
     if not self._deadlines:
@@ -782,6 +846,17 @@ class ReplayServer(Router):
     else:
       self._saver = saver
 
+  def _save_for_clients(self) -> None:
+    """A checkpoint for all who wait for one, unless clients have had too many lately; then `turn` makes it."""
+    if not self._save_wanted or (self._saver is not None and self._saver.is_alive()):
+      return
+    now = time.monotonic()
+    more = (now - self._saves_at) / SAVE_SECONDS
+    self._saves_left, self._saves_at = min(SAVES_AT_ONCE, self._saves_left + more), now
+    if self._saves_left >= 1:
+      self._saves_left -= 1
+      self._save()
+
   def _snapshot(self) -> checkpoint.Snapshot:
     """Tables and streams, at one moment."""
     streams = [[i, s.number, sorted({*s.waiting, *s.missing})] for i, s in self._streams.items()]
@@ -804,8 +879,7 @@ class ReplayServer(Router):
         self.send(peer.address, wire.ANSWER, peer.session, number, *answer)
     if self._saver is not None:
       self._saver.join()  # it has nothing more to do
-    if self._save_wanted:  # asked for meanwhile
-      self._save()
+    self._save_for_clients()  # who have asked meanwhile
 
   def leave(self) -> None:
     """The last checkpoint, also after a failure of the thread; whether it is there is told by itself."""
@@ -847,6 +921,7 @@ class ReplayServer(Router):
     return dict(
       inserted=client.inserted,
       sampled=client.sampled,
+      refused=client.refused,
       waiting_inserts=len(client.stream.waiting),
       waiting_samples=len(client.reading.waiting),
       kept_bytes=client.stream.kept_bytes,

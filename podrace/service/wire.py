@@ -51,6 +51,8 @@ MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so ma
 MESSAGE_CHUNKS = 2**20  # new ones, or references to chunks, of an INSERT
 MESSAGE_KEYS = 2**16  # of an UPDATE or DELETE
 FRAME_BYTES = 2**30  # a larger frame closes the connection
+UNPACKED_CHUNK_BYTES = 2**26  # of a packed chunk, if it has more than one row
+UNPACKED_SAMPLE_BYTES = 2**32  # of all that one message of samples is unpacked to
 DEPTH, LEAVES = 32, 1024  # of a signature
 MOST_NUMBER = 1e15  # of a rate limiter's that is finite
 
@@ -176,6 +178,9 @@ def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
 # --- tables' settings -------------------------------------------------------------------------------
 
 RUN = 'run'  # the setting that says of which run a table is
+CONTENTS = (
+  'contents'  # the setting that says what its items must hold, see podrace.service.contents
+)
 _SELECTORS: dict[str, Any] = {
   'uniform': tables.uniform,
   'fifo': tables.fifo,
@@ -209,6 +214,7 @@ def told_settings(
   max_bytes: int | None = None,
   max_times_sampled: int = 0,
   run: str = '',
+  contents: list[Any] | None = None,
 ) -> dict[str, Any]:
   """A table's settings as msgpack and JSON have them; `run`, if it is of one, is the run's name."""
   told = dict(
@@ -219,7 +225,7 @@ def told_settings(
     max_bytes=max_bytes,
     max_times_sampled=max_times_sampled,
   )
-  return told | ({RUN: run} if run else {})
+  return told | ({RUN: run} if run else {}) | ({CONTENTS: contents} if contents else {})
 
 
 def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
@@ -234,7 +240,7 @@ def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
     sizes = {k: told[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
   except (KeyError, TypeError) as e:
     raise ValueError(f'table {name!r}: settings without {e}') from None
-  if more := told.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN}:
+  if more := told.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN, CONTENTS}:
     raise ValueError(f'table {name!r}: settings {sorted(map(str, more))}, which there are not')
   if RUN in told and not (type(told[RUN]) is str and 0 < len(told[RUN]) <= 200):
     raise ValueError(f'table {name!r}: a run that is not a name of at most 200 characters')
@@ -272,7 +278,7 @@ def settings_differences(name: str, there: dict[str, Any], asked: dict[str, Any]
   return [
     f'table {name!r}: {k} is {there[k]} at the server, {asked.get(k)} is asked for'
     for k in there
-    if k != RUN and _compared(k, there[k]) != _compared(k, asked.get(k))
+    if k not in (RUN, CONTENTS) and _compared(k, there[k]) != _compared(k, asked.get(k))
   ]
 
 
@@ -390,6 +396,13 @@ class _Reader:
   def __init__(self, chunks: np.ndarray, ends: np.ndarray, data: memoryview) -> None:
     self._chunks, self._ends, self._data = chunks, ends, data
     self._made: dict[int, np.ndarray] = {}
+    self._room = UNPACKED_SAMPLE_BYTES
+
+  def _take_room(self, rows: int, leaf: Leaf) -> None:
+    """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
+    self._room -= rows * row_bytes(leaf.dtype, leaf.shape)
+    if self._room < 0:
+      raise WireError(f'samples of more than {UNPACKED_SAMPLE_BYTES:,} bytes unpacked, in {leaf}')
 
   def leaf(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(rows [n, L, ...], lengths [n]) of one leaf's parts."""
@@ -400,8 +413,7 @@ class _Reader:
     if (rows == 0).any():
       raise WireError(f'a part without rows in {leaf}')
     longest = int(rows.max())
-    if len(parts) * longest * row_bytes(leaf.dtype, leaf.shape) > FRAME_BYTES * 16:
-      raise WireError(f'{len(parts)} parts of up to {longest} rows in {leaf}')
+    self._take_room(len(parts) * longest, leaf)
     whole = (rows == longest).all()
     out = (np.empty if whole else np.zeros)((len(parts), longest, *leaf.shape), leaf.dtype)
     for into, (count, offset, length) in zip(out, parts.tolist(), strict=True):
@@ -453,8 +465,13 @@ class _Reader:
     array = self._made.get(number)
     if array is None:
       _, rows, how, size = self._chunks[number].tolist()
-      if rows * row_bytes(leaf.dtype, leaf.shape) > FRAME_BYTES:
+      if (
+        how != AS_IS
+        and rows > 1
+        and rows * row_bytes(leaf.dtype, leaf.shape) > UNPACKED_CHUNK_BYTES
+      ):
         raise WireError(f'a chunk of {rows} rows in {leaf}')
+      self._take_room(rows, leaf)
       end = int(self._ends[number])
       array = self._made[number] = np.empty((rows, *leaf.shape), leaf.dtype)
       read_chunk(self._data[end - size : end], how, array)

@@ -79,7 +79,7 @@ class Chunk:
   """Rows [length, ...] of one column; as an array, packed, or (while in the cache) both."""
 
   __slots__ = ('__weakref__', 'array', 'dtype', 'holders', 'key', 'length', 'nbytes', 'packed',
-               'shape', 'used')  # fmt: skip
+               'passed', 'shape', 'used')  # fmt: skip
 
   def __init__(self, key: int, array: np.ndarray, length: int) -> None:
     self.key = key
@@ -90,6 +90,7 @@ class Chunk:
     self.holders: dict[Account, int] = {}
     self.nbytes = array.nbytes  # as accounted: without a copy in the cache
     self.used = False  # since the cache last looked
+    self.passed: Any = None  # the check that its rows have passed
 
 
 class ChunkStore:

@@ -630,6 +630,19 @@ def test_closing_ends_the_processes() -> None:
       os.kill(pid, 0)
 
 
+def test_a_worker_whose_run_is_gone_ends_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+  """As where the run was killed: its end of the pipe is closed before the worker is."""
+  envs = pool('gymnasium:host_envs:Sequence-v0', n=1, threads=1)
+  envs.reset()
+  (worker,) = envs._workers
+  os.close(worker.answer)
+  envs.send(envs.recv().env_id, np.zeros(1, np.int32))
+  assert worker.process.wait(30) == 1
+  worker.answer = os.open(os.devnull, os.O_RDONLY)
+  envs.close()
+  assert not capfd.readouterr().err
+
+
 # --- names -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +20,9 @@ from peers import Envs, Learner, assert_whole, lives, spec
 
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
-from podrace.remote import wire
+from podrace.remote import dial, security, wire
 from podrace.remote.client import Client, Group, Options, group_sizes
+from podrace.remote.top import Asker
 
 
 def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
@@ -286,6 +289,51 @@ def test_it_imports_no_jax() -> None:
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   assert int(done.stdout) <= 18
+
+
+@pytest.mark.parametrize('wrong', [
+  {'largest_group': 0}, {'largest_group': -3}, {'largest_group': 2.5}, {'largest_group': True}, {'silence': 0.0},
+  {'silence': float('nan')}, {'silence': float('inf')}, {'silence': 'x'}, {'silence': -1.0},
+])  # fmt: skip
+def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
+  """A learner that says nonsense is lost; it ends no environments' process."""
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
+  told = {'nonce': 0, 'largest_group': 4, 'silence': 1.0, 'env': 'x', **wrong}
+  with pytest.raises(wire.WireError, match='a welcome with'):
+    client._message([wire.pack(wire.WELCOME, 5, told)])
+  assert client._session is None and not client._groups
+  client._context.term()
+
+
+@pytest.mark.parametrize('case', ['nobody', 'other keys', 'not listed', 'no keys', 'silent'])
+def test_who_waits_is_told_what_is_wrong(case: str, tmp_path: Path) -> None:
+  """`podrace envs`, and `podrace top` likewise."""
+  keys, other = tmp_path / 'keys', tmp_path / 'other'
+  security.new_keys(keys)
+  security.new_keys(other)
+  if case == 'not listed':
+    (other / security.SERVER_PUBLIC).write_bytes((keys / security.SERVER_PUBLIC).read_bytes())
+  own = None if case in ('nobody', 'no keys', 'silent') else other
+  reason = {
+    'nobody': dial.NOBODY, 'not listed': dial.NOT_LISTED, 'silent': dial.SAYS_NOTHING,
+  }.get(case, dial.OTHER_KEYS)  # fmt: skip
+  with contextlib.ExitStack() as stack:
+    address = 'tcp://127.0.0.1:9'
+    if case == 'silent':
+      router = stack.enter_context(zmq.Context()).socket(zmq.ROUTER)
+      stack.callback(router.close, 0)
+      address = f'tcp://127.0.0.1:{router.bind_to_random_port("tcp://127.0.0.1")}'
+    elif case != 'nobody':
+      address = stack.enter_context(Learner(keys=keys)).address
+    client = Client(Options(address, 'test:spec', keys=own, give_up=1.0), spec())
+    with pytest.raises(TimeoutError) as told:
+      client.run()
+    assert reason in str(told.value)
+    asker = Asker(address, own, False)
+    with pytest.raises(TimeoutError) as told:
+      asker.ask()
+    asker.close()
+    assert reason in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket as sockets
 import stat
 from pathlib import Path
@@ -305,3 +306,51 @@ def test_a_path_at_which_somebody_listens_is_taken(tmp_path: Path) -> None:
       assert len(learner.server.peers) == 2
   with Learner(address=address), Raw(address) as raw:
     raw.join(2)
+
+
+@pytest.mark.parametrize('kind', ['file', 'folder', 'link', 'link to nothing'])
+def test_what_stands_at_a_path_and_is_no_socket_stays(kind: str, tmp_path: Path) -> None:
+  path, other = tmp_path / 'mine', tmp_path / 'other'
+  if kind == 'file':
+    path.write_text('mine')
+  elif kind == 'folder':
+    path.mkdir()
+  else:
+    path.symlink_to(other)
+    if kind == 'link':
+      other.write_text('mine')
+  before = path.lstat()
+  with pytest.raises(security.SecurityError, match='there is a file that is no socket; move it'):
+    Learner(address=f'ipc://{path}').__enter__()
+  assert path.lstat().st_ino == before.st_ino
+  if kind in ('file', 'link'):
+    assert path.read_text() == 'mine'
+
+
+@pytest.mark.parametrize('umask', [0o000, 0o022, 0o777])
+def test_a_socket_is_the_users_alone(umask: int, tmp_path: Path) -> None:
+  path = tmp_path / 'socket'
+  before = os.umask(umask)
+  try:
+    with Learner(address=f'ipc://{path}') as learner, Raw(learner.address) as raw:
+      assert stat.S_IMODE(path.stat().st_mode) == 0o600
+      assert os.umask(umask) == umask  # as it was
+      raw.join(2)
+  finally:
+    os.umask(before)
+
+
+@pytest.mark.parametrize('mode', [0o604, 0o644, 0o602])
+def test_a_secret_that_everybody_can_read_is_refused(keys: Path, mode: int) -> None:
+  for name in (security.SERVER_SECRET, security.CLIENT_SECRET):
+    (keys / name).chmod(mode)
+    with pytest.raises(security.SecurityError, match=f'`chmod 600 {keys / name}`'):
+      security.read_key(keys / name)
+    (keys / name).chmod(0o600)
+    security.read_key(keys / name)
+  (keys / security.SERVER_PUBLIC).chmod(0o644)
+  with Learner(keys=keys):
+    pass
+  (keys / security.SERVER_SECRET).chmod(mode)
+  with pytest.raises(security.SecurityError, match='chmod 600'):
+    Learner(keys=keys).__enter__()

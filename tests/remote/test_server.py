@@ -127,6 +127,22 @@ def test_a_refusal_is_short_however_much_the_client_has_said() -> None:
     assert all('\x1b' not in x and len(x) < 2**14 for x in learner.said)
 
 
+def test_the_log_of_a_day_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Whoever has things said: in bytes, as some lines are long; what is left out is counted."""
+  now, said = 1000.0, list[str]()
+  monkeypatch.setattr(hub.time, 'monotonic', lambda: now)
+  one = hub.Hub(hub.Listen(ANY), lambda level, line: said.append(line))
+  one._gate = None
+  for _ in range(24 * 3600 // 5):
+    now += 5.0
+    for _ in range(10):
+      one.log('x' * 500 + '\n' + 'y' * 500)
+    one.tick(now)
+  bound = hub.LOG_BYTES + 24 * 3600 * hub.LOG_BYTES_A_SECOND
+  assert 0.9 * bound < sum(map(len, said)) < 1.1 * bound + 50 * 24 * 360
+  assert any('more lines were left out' in line for line in said)
+
+
 def test_only_what_is_wrong_is_a_warning() -> None:
   with Learner() as learner:
     learner.says('no environments are connected')

@@ -23,11 +23,11 @@ from storm import MESSAGES, storm
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
-from podrace.remote import security
+from podrace.remote import dial, security
 from podrace.remote.top import Asker
 from podrace.remote.wire import checksum, pack, unpack
-from podrace.service import link, wire
 from podrace.service import server as replay_server
+from podrace.service import wire
 from podrace.service.server import ReplayServer, parse_tables
 from podrace.tables.table import Leaf, Signature
 
@@ -122,7 +122,7 @@ def test_who_was_turned_away_joins_once_its_key_is_listed(
         listed.write_text('')
         until(lambda b=before: server.counts['turned away'] > b[0])
         until(lambda b=before: publisher.counts['turned away'] > b[1])
-        until(lambda: link.NOT_LISTED in (connection.why, reader.why))
+        until(lambda: dial.NOT_LISTED in (connection.why, reader.why))
         assert connection.session is reader.session is None
         listed.write_text(text)
         assert connection.wait_joined(time.monotonic() + 30) and reader.wait_joined(

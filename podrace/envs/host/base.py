@@ -237,7 +237,7 @@ class Checker:
   def __init__(self, spec: HostSpec, num_envs: int) -> None:
     self._name, self._num_envs, self._action_space = spec.name, num_envs, spec.action_space
     self._space, self._leaves = spec.observation_space, list(leaves(spec.observation_space))
-    self._low, self._high = _bounds(spec.action_space)
+    self._low, self._high = bounds(spec.action_space)
 
   def __call__(self, arrival: Arrival) -> None:
     ids = arrival.env_id
@@ -273,7 +273,7 @@ class Checker:
       raise HostError(f'{self._name}: {told}')
 
 
-def _bounds(space: Any) -> tuple[Any, Any]:
+def bounds(space: Any) -> tuple[Any, Any]:
   """The lowest and the highest action, or numbers in one."""
   found = bounds(space)
   if found is None:

@@ -174,6 +174,14 @@ def outlive_signals() -> None:
   os.register_at_fork(after_in_child=lambda: [signal.signal(*x) for x in before.items()])
 
 
+def tell(answer: int, data: bytes) -> None:
+  """Writes to the run; ends this process where the run is gone."""
+  try:
+    os.write(answer, data)
+  except BrokenPipeError:
+    os._exit(1)
+
+
 def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
   outlive_signals()
@@ -189,10 +197,10 @@ def main() -> None:
     )
     while os.read(ask, 1) == GO:  # else the run is gone
       environments.step()
-      os.write(answer, DONE)
+      tell(answer, DONE)
   except BaseException:
     text = traceback.format_exc().encode()
-    os.write(answer, FAILED + len(text).to_bytes(8) + text)
+    tell(answer, FAILED + len(text).to_bytes(8) + text)
 
 
 if __name__ == '__main__':

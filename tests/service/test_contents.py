@@ -1,0 +1,255 @@
+"""What a table's items must hold is checked at the service's door: who sends other things ends nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+import zstandard
+from apart import until
+from services import ANY
+from test_service_security import Raw, insert
+from test_service_tables import SIMPLE
+
+from podrace import service
+from podrace.remote.top import Asker
+from podrace.remote.wire import WireError
+from podrace.service import contents, wire
+from podrace.service.contents import FINITE, Contents, told
+from podrace.service.server import ReplayServer
+from podrace.tables.table import Leaf, Signature
+
+COLUMNS = [
+  told('image', np.uint8, (64, 64), 4),
+  told('reward', np.float32, (), 4, FINITE),
+  told('step_type', np.int8, (), 4, (0, 2)),
+  told('action', np.int32, (2,), 3, ([0, 0], [3, 5])),
+  told('value', np.float32, (), 3),
+  told('env_id', np.int32, ()),
+]
+ITEMS: dict[str, Any] = {**SIMPLE, 'contents': COLUMNS}
+
+
+def step(**changes: Any) -> dict[str, Any]:
+  good = dict(
+    image=np.zeros((64, 64), np.uint8), reward=np.float32(1), step_type=np.int8(1),
+    action=np.array([3, 5], np.int32), value=np.float32(-np.inf), env_id=np.int32(7),
+  )  # fmt: skip
+  return good | changes
+
+
+def write(client: service.Client, rows: int = 4, **changes: Any) -> None:
+  """An item, of whose steps the last but one is otherwise; raises what the service has against it."""
+  with client.writer(8) as writer:
+    for i in range(rows):
+      writer.append(step(**(changes if i == rows - 2 else {})))
+    history = writer.history
+    item = {k: history[k][-rows:] for k in ('image', 'reward', 'step_type')}
+    item |= {k: history[k][-rows + 1 :] for k in ('action', 'value')}
+    writer.create_item(client.table('it'), 1.0, item | {'env_id': history['env_id'][-1]})
+    writer.flush(timeout=30)
+
+
+@pytest.fixture
+def server() -> Iterator[ReplayServer]:
+  with ReplayServer(ANY) as server:
+    yield server
+  assert server.failure is None
+
+
+BAD = {
+  r'reward: float32\[\] over time is nan, expected a finite number': dict(reward=np.float32('nan')),
+  r'reward: .* is -inf, expected a finite number': dict(reward=np.float32('-inf')),
+  r'step_type: int8\[\] over time is 77, expected 0 to 2': dict(step_type=np.int8(77)),
+  r'action: .* is 6, expected \[0\. 0\.\] to \[3\. 5\.\]': dict(action=np.array([0, 6], np.int32)),
+  r'value: .* is nan, expected a number': dict(value=np.float32('nan')),
+  r'5 rows in .* of image.*, expected 4 rows': dict(rows=5),
+  r'3 rows in .* of image.*, expected 4 rows': dict(rows=3),
+}
+
+
+def test_what_is_none_is_refused_counted_and_named(server: ReplayServer) -> None:
+  with service.connect(server.address) as good, service.connect(server.address) as bad:
+    table = good.table('it', **ITEMS)
+    write(good)
+    for text, changes in BAD.items():
+      with pytest.raises(ValueError, match=f"table 'it': {text}"):
+        write(bad, **changes)
+      write(good)
+    write(bad)  # its session goes on
+    assert table.info().inserts == 2 + len(BAD)
+    assert np.isfinite(table.sample(100, at_least=9, timeout=20).data['reward']).all()
+    assert server.counts['refused items'] == len(BAD)
+    asker = Asker(server.address, None, False)
+    found = [(c['inserted'], c['refused']) for c in asker.ask()['clients']]
+    asker.close()
+    assert sorted(found) == [(1, len(BAD)), (1 + len(BAD), 0)]
+    lines = [x for x in server.events if 'refused an item of' in x]
+    assert len(lines) == 1 and 'is nan' in lines[0]  # of each client the first
+
+
+def test_the_first_item_does_not_decide_what_the_others_are(server: ReplayServer) -> None:
+  """With contents the table knows its columns from the beginning."""
+  with service.connect(server.address) as client:
+    client.table('it', **ITEMS)
+    with client.writer(2) as writer, pytest.raises(ValueError, match='items are'):
+      writer.append({'other': np.float32(0)})
+      writer.create_item(client.table('it'), 1.0, num_steps=1)
+      writer.flush(timeout=30)
+    write(client)
+    assert client.table('it').info().inserts == 1
+
+
+def test_contents_outlive_the_service(tmp_path: Path) -> None:
+  for _ in range(2):
+    with ReplayServer(ANY, dir=tmp_path) as server, service.connect(server.address) as client:
+      client.table('it', **ITEMS)
+      client.table('it', **SIMPLE)  # who does not say what it holds is not asked
+      other = [*COLUMNS[:-1], told('env_id', np.int32, (), None, (0, 9))]
+      with pytest.raises(service.Refused, match=r"\['env_id', .* is asked for"):
+        client.table('it', **{**ITEMS, 'contents': other})
+      with pytest.raises(ValueError, match='step_type'):
+        write(client, step_type=np.int8(-1))
+      write(client)
+
+
+def test_an_older_tables_contents_are_those_that_its_run_asks_for(server: ReplayServer) -> None:
+  with service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    write(client, reward=np.float32('nan'))
+    client.table('it', **ITEMS)
+    with pytest.raises(ValueError, match='finite'):
+      write(client, reward=np.float32('nan'))
+    other = client.table('other', **SIMPLE)
+    with client.writer(1) as writer:
+      writer.append({'x': np.float32(0)})
+      writer.create_item(other, 1.0, num_steps=1)
+    with pytest.raises(service.Refused, match='items of other columns'):
+      client.table('other', **ITEMS)
+
+
+@pytest.mark.parametrize('wrong', [
+  7, [], [[]], [['x', 'O', [], True, 1, None, None]], [['x', '<f4', [], True, 0, None, None]],
+  [['x', '<f4', [], True, 1, 0.0, None]], [['x', '<f4', [], True, 1, [0.0, 0.0], 1.0]],
+  [['x', '<f4', [], True, 1, float('nan'), 1.0]], [['x', '<f4', [], True, 1, 'a', 'b']], [COLUMNS[0]] * 2,
+])  # fmt: skip
+def test_contents_that_are_none(wrong: Any, server: ReplayServer) -> None:
+  with pytest.raises(ValueError):
+    Contents(wrong)
+  with service.connect(server.address) as client:
+    if wrong:
+      with pytest.raises(service.Refused):
+        client.table('it', **{**SIMPLE, 'contents': wrong})
+      assert 'it' not in server.tables
+
+
+def test_checkpoints_that_clients_ask_for_are_bounded(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """So many at once, then one now and then, for all who have asked meanwhile; the last when it ends."""
+  monkeypatch.setattr('podrace.service.server.SAVES_AT_ONCE', 3)
+  monkeypatch.setattr('podrace.service.server.SAVE_SECONDS', 3600.0)
+  context = zmq.Context()
+  with ReplayServer(ANY, dir=tmp_path) as server:
+    raw = Raw(context, server.address)
+    raw.hello()
+    for number in range(3):
+      raw.say(wire.SAVE, raw.session, number)
+      assert raw.hear(wire.ANSWER)[0][2:4] == [number, True]
+    for number in range(3, 13):
+      raw.say(wire.SAVE, raw.session, number)
+    until(lambda: len(server._save_wanted) == 10)
+    assert server.counts['checkpoints'] == 3
+    server._saves_at -= 3600.0  # an hour later
+    server.wake()
+    answers = [raw.hear(wire.ANSWER)[0] for _ in range(10)]
+    assert [x[2] for x in answers] == list(range(3, 13)) and len({x[4] for x in answers}) == 1
+    assert server.counts['checkpoints'] == 4
+    raw.close()
+  context.term()
+
+
+# --- what a few bytes are unpacked to -------------------------------------------------------------
+
+
+def packed(size: int) -> bytes:
+  return zstandard.ZstdCompressor(level=19).compress(bytes(size))
+
+
+X = told('x', np.int64, (2,), 3)
+
+
+def declared(context: zmq.Context[Any], server: ReplayServer) -> Raw:
+  raw = Raw(context, server.address)
+  raw.hello()
+  signature = wire.told_signature(Contents([X]).signature)
+  raw.say(wire.DECLARE, raw.session,
+          {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
+  return raw
+
+
+def test_chunks_that_take_much_more_unpacked_are_refused(server: ReplayServer) -> None:
+  """At a table with contents by these, elsewhere as soon as they come."""
+  context = zmq.Context()
+  with service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'contents': [X]})
+    for rows, data, kind, text in (
+      (2**17, packed(2**21), wire.ACK, 'unpacked, at most 1,048,576'),
+      (2**23, packed(2**27), wire.GONE, 'with more than 67,108,864 bytes'),
+      (3, packed(48)[:-4] + b'\xff' * 4, wire.ACK, 'is damaged'),
+    ):
+      raw = declared(context, server)
+      assert len(data) < 2**14
+      header, frames = insert(1, chunks=[(0, rows, 1, len(data))], data=data)
+      raw.say(wire.INSERT, raw.session, *header, frames=frames)
+      assert text in str(raw.hear(kind)[0])
+      raw.close()
+    assert not client.table('it').info().inserts
+  context.term()
+
+
+def test_what_one_message_makes_the_service_unpack_is_bounded(
+  server: ReplayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr('podrace.service.server.MESSAGE_UNPACKED', 40)
+  context = zmq.Context()
+  with service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'contents': [X]})
+    raw = declared(context, server)
+    data = packed(48)
+    header, frames = insert(
+      1, item=[(1, 1, 1.0, 0, 0), (2, 2, 1.0, 0, 0)], parts=[(1, 0, 3)] * 2, refs=[0, 1],
+      chunks=[(0, 3, 1, len(data))] * 2, data=2 * data,
+    )  # fmt: skip
+    raw.say(wire.INSERT, raw.session, *header, frames=frames)
+    ack, *numbers = raw.hear(wire.ACK)
+    assert 'a message of more than 40 bytes unpacked' in ack[4]
+    assert [np.frombuffer(x, '<u8').tolist() for x in numbers] == [[1], [], [2]]
+    raw.close()
+  context.term()
+
+
+def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
+  leaf = Leaf('x', np.dtype('<i8'), (2,), False)
+  signature = Signature(('dict', ('x',), (('leaf', (), ()),)), (leaf,))
+  rows = 2**22  # 64 MiB
+  data = packed(16 * rows)
+
+  def frames(n: int, count: int) -> list[Any]:
+    return [
+      np.zeros(n, wire.DRAWN).tobytes(),
+      np.array([(count, 0, count * rows)] * n, wire.PART).tobytes(),
+      np.zeros(n * count, '<u4').tobytes(),
+      np.array([(0, rows, 1, len(data))], wire.CHUNK).tobytes(),
+      data,
+    ]
+
+  for n, count in ((1, 100), (100, 1)):
+    with pytest.raises(WireError, match='samples of more than 4,294,967,296 bytes unpacked'):
+      wire.read_samples(signature, frames(n, count))
+  assert wire.read_samples(signature, frames(1, 1)).data['x'].shape == (1, rows, 2)
+  assert contents.CHUNK_BYTES < wire.UNPACKED_CHUNK_BYTES < wire.UNPACKED_SAMPLE_BYTES
