@@ -22,6 +22,7 @@ from flax import linen as nn
 
 from podrace import distributions
 from podrace.envs.spaces import leaves, over
+from podrace.fields import check_types
 from podrace.types import Array, TimeStep
 
 CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
@@ -454,6 +455,7 @@ class Body:
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
   def __post_init__(self) -> None:
+    check_types(self)
     if min(self.core_size, *self.hidden, 1) < 1:
       raise ValueError(f'sizes must be at least 1: {self.hidden=} {self.core_size=}')
 

@@ -20,6 +20,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents import check, valuing
+from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
@@ -72,6 +73,7 @@ class R2D2:
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
+    check_types(self)
     for name in ('sequence', 'n_step', 'target_period'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
