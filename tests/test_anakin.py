@@ -302,7 +302,9 @@ def test_the_spread_of_returns_is_exact(returns: Any) -> None:
       return actor.count_episodes(state, step), ()
 
     zeros = jnp.zeros(3)
-    start = actor.ActorState((), (), (), (), zeros, jnp.zeros(3, jnp.int32), actor.no_episodes(3), ())
+    start = actor.ActorState(
+      (), (), (), (), zeros, jnp.zeros(3, jnp.int32), actor.no_episodes(3), ()
+    )
     state, _ = jax.lax.scan(add, start, returns)
     return actor.pooled(state.episodes), actor.pooled(jax.tree.map(lambda x: x[:1], state.episodes))
 
