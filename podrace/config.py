@@ -97,6 +97,16 @@ def check_numbers(settings: Any, prefix: str = 'agent') -> None:
       check_numbers(value, name)
 
 
+def check_batch(agent: Any) -> None:
+  """Raises UsageError if an agent learns from more at once than it remembers."""
+  buffer = getattr(agent, 'buffer', None)
+  if buffer is not None and buffer.batch_size > buffer.capacity:
+    raise UsageError(
+      f'--agent.buffer.batch-size {buffer.batch_size} is more than --agent.buffer.capacity '
+      f'{buffer.capacity}, all that is remembered'
+    )
+
+
 def needs_sebulba(env: str, envs: str = 'local', replay: str = 'device') -> bool:
   """Whether there is but that architecture for it."""
   return env.partition(':')[0] in HOST_LIBRARIES or envs == 'remote' or replay != 'device'
@@ -118,6 +128,7 @@ def validate(config: Config) -> None:
     raise UsageError(str(e)) from e
   if agent_name(config.agent) in AGENTS:
     check_numbers(config.agent)
+    check_batch(config.agent)
   for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep'):
     value = getattr(config, name)
     if value < 1:

@@ -608,7 +608,7 @@ BAD = [
   (['train', '--architecture', 'sebulba', '--env', 'gymnasium:NoSuchNoFrameskip-v9'],
    "gymnasium has no environment 'NoSuchNoFrameskip-v9'; here it is ale:no_such"),
   (['train', '--agent', 'dqn', '--agent.buffer.capacity', '2000', '--agent.buffer.batch-size', '4000'],
-   'batch_size 4000 is more than the capacity of 2000'),
+   '--agent.buffer.batch-size 4000 is more than --agent.buffer.capacity 2000'),
   (['train', '--agent.normalize-rewards', 'maybe'], 'maybe'),
   (['bench', 'sebulba', '--seconds', '-1'], "--seconds takes a number of at least 0, not '-1'"),
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from gymnasium import spaces
 
 from podrace import config as configs
 from podrace.agents import AGENTS, agents_for
+from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.config import (
@@ -275,7 +276,7 @@ def test_settings_that_make_no_sense(name: str, field: str, value: float) -> Non
     (lambda: PPO(epochs=True), 'epochs of PPO must be a whole number, not True'),
     (lambda: Impala(normalize_rewards='no'), "normalize_rewards of Impala must be True or False"),
     (lambda: Buffer(capacity='many'), "capacity of Buffer must be a whole number, not 'many'"),
-    (lambda: Buffer(100, 200, 50), 'batch_size 200 is more than the capacity of 100'),
+    (lambda: configs.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), 'batch-size 200 is more than --a'),
     (lambda: ActorCritic(core_size='64'), "core_size of ActorCritic must be a whole number"),
     (lambda: configs.agent_class('sac')(discount=None), 'discount of SAC must be a number, not None'),
     (lambda: configs.validate(Config(PPO)), r'agent is the class PPO, expected .*, as PPO\(\)'),

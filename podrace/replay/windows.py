@@ -52,8 +52,6 @@ class Buffer:
       raise ValueError(f'importance_steps must not be negative, not {self.importance_steps}')
     if self.min_size > self.capacity:
       raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
-    if self.batch_size > self.capacity:
-      raise ValueError(f'batch_size {self.batch_size} is more than the capacity of {self.capacity}')
 
 
 class Memory(NamedTuple):
