@@ -45,7 +45,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Totals, bounds
+from podrace.envs.host.base import Totals, action_bounds
 from podrace.presets import PRESETS
 from podrace.process import on_signals
 from podrace.remote import security
@@ -120,7 +120,7 @@ def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
   if field.startswith('observation') or field == 'action':
     if kind == 'f':
       return contents.FINITE
-    return bounds(space) if field == 'action' else None
+    return action_bounds(space) if field == 'action' else None
   return {
     'reward': contents.FINITE,
     'discount': (0, 1),

@@ -14,7 +14,7 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from podrace.config import (
   agent_class,
   agent_name,
   flag,
+  needs_sebulba,
   to_json,
   unknown,
+  unknown_agent,
 )
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.options import Options, whole_number
@@ -230,6 +232,7 @@ def train(args: list[str]) -> int:
   base = base_config(preset, run_dir, agent, rest, allowed)
   if _value_of('--envs', rest) == 'remote':  # which has another default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
+  base = implied(base, rest)
   config = parse(base, rest)
   addresses = _addresses(options)
   listen = _listen(options) if addresses is None else None
@@ -239,13 +242,14 @@ def train(args: list[str]) -> int:
 
   from podrace import run
 
-  if run_dir is None:
-    run_dir = new_run_dir(
-      preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
-    )
   sinks = tuple(s for s in options.text('--sinks').split(',') if s)
   quiet = '--quiet' in options
-  with log_to_stderr('podrace train', quiet):
+  name = preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
+  with contextlib.ExitStack() as stack:
+    if run_dir is None:
+      alone = '--coordinator' not in options  # else the others take the same
+      run_dir = stack.enter_context(reserved(name)) if alone else new_run_dir(name)
+    stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)
     summary = run.train(
@@ -257,6 +261,17 @@ def train(args: list[str]) -> int:
 
   leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
   return 0
+
+
+def implied(base: Config, args: Sequence[str]) -> Config:
+  """`base` under sebulba, where what is asked for has no other architecture and none is named."""
+  if _value_of('--architecture', args) is not None:
+    return base
+  asked = {name: _value_of(f'--{name}', args) or getattr(base, name) for name in ASKED}
+  return dataclasses.replace(base, architecture='sebulba') if needs_sebulba(**asked) else base
+
+
+ASKED = ('env', 'envs', 'replay')  # of which the architecture may follow
 
 
 def _value_of(flag: str, args: Sequence[str]) -> str | None:
@@ -283,7 +298,7 @@ def agent_of(options: Options) -> str | None:
   """The agent that is asked for, if one is: one of ours, or module:Class."""
   agent = options.text('--agent') or None
   if agent is not None and agent not in AGENTS and ':' not in agent:
-    raise unknown('agent', agent, AGENTS)
+    raise unknown_agent(agent)
   return agent
 
 
@@ -424,9 +439,47 @@ def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Confi
     ],
     frozen=True,
   )
-  values = [_whole(a) for a in args]
+  values = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
   found = tyro.cli(typed, args=values, prog=prog, config=(tyro.conf.FlagConversionOff,))
   return Config(**{f.name: getattr(found, f.name) for f in dataclasses.fields(Config)})
+
+
+SAID = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')
+SAID |= dict.fromkeys(('false', 'no', 'off', '0'), 'False')
+
+
+def booleans(settings: Any, prefix: str = '--') -> Iterator[str]:
+  """The options of a dataclass, and of those among its fields, that are True or False."""
+  for field in dataclasses.fields(settings):
+    value, name = getattr(settings, field.name), prefix + flag(field.name)
+    if isinstance(value, bool):
+      yield name
+    elif dataclasses.is_dataclass(value):
+      yield from booleans(value, f'{name}.')
+
+
+def said_plainly(args: list[str], names: set[str]) -> list[str]:
+  """Options of `names` as tyro takes them, `--x True`: alone, as --no-x, and with any case or word."""
+  negated = {f'{head}.no-{last}': n for n in names for head, _, last in [n.rpartition('.')]}
+  negated |= {f'--no-{n[2:]}': n for n in names}
+  found: list[str] = []
+  rest = list(args)
+  while rest:
+    arg = rest.pop(0)
+    name, equals, value = arg.partition('=')
+    name = name.replace('_', '-')
+    if name in negated and not equals:
+      found += [negated[name], 'False']
+    elif name not in names:
+      found.append(arg)
+    elif equals:
+      found += [name, SAID.get(value.lower(), value)]
+    elif rest and not rest[0].startswith('--'):
+      value = rest.pop(0)
+      found += [name, SAID.get(value.lower(), value)]
+    else:
+      found += [name, 'True']
+  return found
 
 
 def _type(field: dataclasses.Field[Any]) -> Any:
@@ -450,6 +503,31 @@ def new_run_dir(name: str) -> Path:
     n += 1
     path = Path('runs') / f'{name}-{now}-{n}'
   return path
+
+
+@contextlib.contextmanager
+def reserved(name: str) -> Iterator[Path]:
+  """A new run's directory, made so that no other run takes it; gone again if nothing comes into it."""
+  with contextlib.ExitStack() as stack:
+    runs = Path('runs')
+    try:
+      if not runs.exists():
+        runs.mkdir(exist_ok=True)
+        stack.callback(_remove_empty, runs)
+      while True:
+        path = new_run_dir(name)
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+          path.mkdir()
+          break
+    except OSError as e:
+      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
+    stack.callback(_remove_empty, path)
+    yield path
+
+
+def _remove_empty(path: Path) -> None:
+  with contextlib.suppress(OSError):  # it isn't
+    path.rmdir()
 
 
 def _join(options: Options) -> None:
@@ -696,7 +774,7 @@ def list_names(args: list[str]) -> int:
         break_on_hyphens=False,
       )
     )
-  print('\nenvironments on the host, for --architecture sebulba (those above as well):')
+  print('\nenvironments on the host, under sebulba (as those above may be):')
   for library, known in HOST_LIBRARIES.items():
     print(textwrap.fill(
       f'{library}:NAME  {known.description}; {HOST_EXAMPLES[library]}',
@@ -860,7 +938,7 @@ def act(args: list[str]) -> int:
 
   remote.require()
   _allowed(options, options.arguments)
-  base = base_config(preset, None, agent, options.arguments)
+  base = implied(base_config(preset, None, agent, options.arguments), options.arguments)
   config = parse(base, options.arguments, 'podrace act')
   if is_open(preset, None, agent, options.arguments):
     config = settled(base, config.env, options.arguments, 'podrace act')

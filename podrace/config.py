@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from podrace import own_code
-from podrace.agents import AGENTS, agents_for
+from podrace.agents import AGENTS, RELATED, agents_for
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
+from podrace.fields import check_types
 from podrace.own_code import CLASS
 
 VERSION = 1  # of config.json
@@ -98,10 +99,38 @@ def check_numbers(settings: Any, prefix: str = 'agent') -> None:
       check_numbers(value, name)
 
 
+def check_batch(agent: Any) -> None:
+  """Raises UsageError if an agent learns from more at once than it remembers."""
+  buffer = getattr(agent, 'buffer', None)
+  if buffer is not None and buffer.batch_size > buffer.capacity:
+    raise UsageError(
+      f'--agent.buffer.batch-size {buffer.batch_size} is more than --agent.buffer.capacity '
+      f'{buffer.capacity}, all that is remembered'
+    )
+
+
+def needs_sebulba(env: str, envs: str = 'local', replay: str = 'device') -> bool:
+  """Whether there is but that architecture for it."""
+  return env.partition(':')[0] in HOST_LIBRARIES or envs == 'remote' or replay != 'device'
+
+
 def validate(config: Config) -> None:
-  """Raises UsageError for numbers that can't be right."""
+  """Raises UsageError for settings that can't be right."""
+  if isinstance(config.agent, type):
+    name = config.agent.__name__
+    raise UsageError(f'agent is the class {name}, expected one of its objects, as {name}()')
+  if not isinstance(config.env, str):
+    raise UsageError(
+      f'env is an object of {type(config.env).__name__}, expected a name, LIB:NAME; your own are '
+      'named python:MODULE.FUNCTION, see docs/own-environment.md'
+    )
+  try:
+    check_types(config)
+  except ValueError as e:
+    raise UsageError(str(e)) from e
   if agent_name(config.agent) in AGENTS:
     check_numbers(config.agent)
+    check_batch(config.agent)
   for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep'):
     value = getattr(config, name)
     if value < 1:
@@ -177,6 +206,15 @@ def unknown(kind: str, came: str, known: Iterable[str]) -> UsageError:
   return UsageError(f'unknown {kind} {came!r}: {hint}')
 
 
+def unknown_agent(came: str) -> UsageError:
+  """Likewise, of an agent; many algorithms have another name here, or one that does their work."""
+  if near := RELATED.get(came.lower().replace('_', '-')):
+    return UsageError(
+      f"unknown agent '{came}': the nearest here is {' or '.join(near)}; MODULE:CLASS names your own"
+    )
+  return unknown('agent', came, AGENTS)
+
+
 # --- config.json --------------------------------------------------------------------------------
 
 
@@ -185,7 +223,7 @@ def agent_class(name: str) -> Any:
   module, _, attribute = name.partition(':')
   if not attribute:
     if name not in AGENTS:
-      raise unknown('agent', name, AGENTS)
+      raise unknown_agent(name)
     module, attribute = AGENTS[name]
   try:
     return getattr(importlib.import_module(module), attribute)

@@ -211,9 +211,11 @@ def for_space(space: Any, squash: bool = False) -> Distribution:
     return Categorical(int(space.n))
   if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1 and not space.start.any():
     return MultiCategorical(tuple(int(n) for n in space.nvec))
+  if isinstance(space, spaces.MultiBinary) and len(space.shape) == 1:
+    return MultiCategorical((2,) * space.shape[0])
   raise ValueError(
     f'no distribution for the action space {space}: expected Discrete (from 0), MultiDiscrete '
-    '(one axis, from 0) or a Box of floats'
+    '(one axis, from 0), MultiBinary (one axis) or a Box of floats'
   )
 
 

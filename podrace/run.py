@@ -409,7 +409,7 @@ def build_learner(config: Config) -> Sebulba:
 
 def train(
   config: Config,
-  run_dir: Path,
+  run_dir: Path | str,
   override: bool = False,
   sinks: tuple[str, ...] = (),
   quiet: bool = False,
@@ -428,6 +428,7 @@ def train(
   """
   validate(config)
   metrics.check_sinks(sinks)
+  run_dir = Path(run_dir)
   leader = jax.process_index() == 0
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing
@@ -536,6 +537,7 @@ class _Run:
     # Before anything that takes long: who is killed then goes on as this run.
     if self.leader and read_record(self.run_dir) is None:
       write_json(self.run_dir / 'config.json', to_json(config))
+    self.check_newest()
     started = time.perf_counter()
     # Several processes compile together: who leaves takes the others down.
     alone = 0.0 if jax.process_count() == 1 else GRACE_SECONDS
@@ -824,6 +826,16 @@ class _Run:
         'to begin again, take another --run-dir'
       )
     return None
+
+  def check_newest(self) -> None:
+    """Raises UsageError if the newest checkpoint is another program's: before anything is compiled."""
+    for step in self.checkpoints.steps():
+      try:
+        meta = self.checkpoints.meta(step)
+      except CheckpointError:  # `restore` will say so
+        continue
+      self.check_fits(meta)
+      return
 
   def check_fits(self, meta: dict[str, Any]) -> None:
     """Raises UsageError if a checkpoint is whole but of another program's state."""

@@ -166,6 +166,16 @@ class Same(gymnasium.Env):
     return np.ones(1, np.float32), 1.0, self._time == self._length, False, {}
 
 
+class Switches(Same):
+  """Fails at what is not in its space of switches."""
+
+  action_space = spaces.MultiBinary(3)
+
+  def step(self, action: Any) -> Any:
+    assert self.action_space.contains(action), f'{action!r} of {action.dtype}'
+    return super().step(action)
+
+
 class Masked(gymnasium.Env):
   """Allows one of four actions at a time, and fails at any other."""
 
@@ -189,6 +199,7 @@ class Masked(gymnasium.Env):
     return self._observe(), 1.0, self._time == 10, False, {}
 
 
+gymnasium.register('Switches-v0', entry_point='host_envs:Switches', max_episode_steps=4)
 gymnasium.register('Masked-v0', entry_point='host_envs:Masked')
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
 gymnasium.register('Telling-v0', entry_point='host_envs:Telling')

@@ -230,6 +230,39 @@ def test_an_environment_is_checked_before_it_is_evaluated(
     evaluate(tmp_path / 'run', 4)
 
 
+class Switches(Steps):
+  """Turn on what is said; spaces as Gymnasium makes them, of i64 and i8."""
+
+  observation_space = spaces.MultiDiscrete([3, 4])
+  action_space = spaces.MultiBinary(2)
+
+  def reset(self, key: Any) -> Any:
+    return State(jnp.int32(0)), restart(jnp.array([2, 3]))
+
+  def step(self, state: Any, action: Any, key: Any) -> Any:
+    reward = jnp.mean(action.astype(jnp.float32))
+    over = state.time + 1 >= self.length
+    return State(state.time + 1), transition(jnp.array([2, 0]), reward, False, over)
+
+
+@pytest.mark.parametrize('architecture', ARCHITECTURES)
+def test_switches_and_choices_of_gymnasiums_types(architecture: str, tmp_path: Path) -> None:
+  contract.check(wrapped('Switches'), jax.random.key(0), steps=40)
+  settings = config(architecture, Impala(network=NETWORK, learning_rate=0.02))
+  settings = dataclasses.replace(
+    settings, env='python:test_check.wrapped,cls=Switches', total_steps=12_800
+  )
+  assert (
+    run.train(settings, tmp_path / 'run', quiet=True)['episode_return'] > 7
+  )  # of 10; 5 at random
+
+
+def test_switches_on_the_host_are_given_actions_of_their_space(tmp_path: Path) -> None:
+  settings = config('sebulba', env='unused')
+  settings = dataclasses.replace(settings, env='gymnasium:host_envs:Switches-v0', total_steps=640)
+  assert run.train(settings, tmp_path / 'run', quiet=True)['episodes'] > 0
+
+
 # --- agents -------------------------------------------------------------------------------------
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -29,12 +32,14 @@ from processes import (
   summary,
 )
 
+import podrace as podrace_
 from podrace import cli
 from podrace.agents import AGENTS
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.bench import allowed
 from podrace.config import Config
+from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
@@ -228,6 +233,52 @@ def test_flags_reach_every_kind_of_field() -> None:
   assert (agent.network.hidden, agent.network.core) == ((32, 16), 'lstm')
 
 
+@pytest.mark.parametrize(
+  ('args', 'architecture'),
+  [
+    (['--env', 'gymnasium:CartPole-v1'], 'sebulba'),
+    (['--env=ale:pong,sticky=0.25'], 'sebulba'),
+    (['--envs', 'remote'], 'sebulba'),
+    (['--replay', 'host'], 'sebulba'),
+    (['--replay', 'service'], 'sebulba'),
+    (['--env', 'gymnax:CartPole-v1'], 'anakin'),
+    (['--env', 'ale:pong', '--env', 'podrace:memory'], 'anakin'),
+    (['--env', 'ale:pong', '--architecture', 'anakin'], 'anakin'),  # which is refused
+    ([], 'anakin'),
+  ],
+  ids=' '.join,
+)
+def test_what_has_but_one_architecture_implies_it(args: list[str], architecture: str) -> None:
+  assert cli.implied(Config(Impala()), args).architecture == architecture
+
+
+def test_an_environment_of_the_host_needs_no_word_of_the_architecture(tmp_path: Path) -> None:
+  args = ['--env', 'gymnasium:CartPole-v1', '--run-dir', str(tmp_path / 'run')]
+  done = command('train', '--agent', 'ppo', *TINY, '--agent.minibatches', '1', *args)
+  assert done.returncode == 0, done.stderr
+  assert summary(tmp_path / 'run')['step'] == 640
+
+
+@pytest.mark.parametrize(
+  ('args', 'value'),
+  [
+    (['--agent.normalize-rewards'], True),
+    (['--agent.normalize_rewards', '--num-envs', '8'], True),
+    (['--agent.normalize-rewards', 'true'], True),
+    (['--agent.normalize-rewards=yes'], True),
+    (['--agent.normalize-rewards', 'True'], True),
+    (['--agent.normalize-rewards', '--agent.normalize-rewards', 'false'], False),
+    (['--agent.normalize-rewards', '--agent.no-normalize-rewards'], False),
+    (['--agent.normalize-rewards', '--no-agent.normalize-rewards'], False),
+    (['--agent.normalize-rewards=0'], False),
+  ],
+)
+def test_what_is_true_or_false_can_be_said_in_many_ways(args: list[str], value: bool) -> None:
+  assert cli.parse(Config(Impala()), args).agent.normalize_rewards is value
+  base = Config(Impala(network=ActorCritic(shared=True)))
+  assert cli.parse(base, ['--agent.network.no-shared']).agent.network.shared is False
+
+
 def test_the_agent_option_takes_the_agents_defaults() -> None:
   assert cli.base_config('catch', None, 'ppo').agent == PPO()
   assert cli.base_config('catch', None, 'impala') == PRESETS['catch']()
@@ -255,6 +306,38 @@ def test_a_run_directory_is_named_where_none_is_given(
   assert run_dir.name.startswith('podrace-catch-')
   assert f'run directory: runs/{run_dir.name}' in output
   assert summary(run_dir)['step'] == 640
+
+
+def test_runs_of_one_second_have_directories_of_their_own(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(cli, 'datetime', SimpleNamespace(datetime=Noon))
+  with contextlib.ExitStack() as stack:
+    found = [stack.enter_context(cli.reserved('catch')) for _ in range(3)]
+    names = [f'catch-20200101-120000{x}' for x in ('', '-2', '-3')]
+    assert found == [Path('runs') / n for n in names] and all(p.is_dir() for p in found)
+    (found[1] / 'config.json').touch()
+  assert list(tmp_path.glob('runs/*')) == [tmp_path / found[1]]
+
+
+def test_a_directory_that_another_run_was_quicker_to_take(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  names = iter(['one', 'two'])
+  monkeypatch.setattr(cli, 'new_run_dir', lambda name: Path('runs') / next(names))
+  (tmp_path / 'runs' / 'one').mkdir(parents=True)
+  with cli.reserved('catch') as path:
+    assert path == Path('runs') / 'two'
+
+
+class Noon:
+  """A clock that stands."""
+
+  @staticmethod
+  def now() -> datetime.datetime:
+    return datetime.datetime(2020, 1, 1, 12)
 
 
 def test_quiet(finished: Path) -> None:
@@ -489,7 +572,14 @@ BAD = [
   (['train', '--listen', 'ipc:///x', '--keys', '--insecure'], '--keys needs a value, DIR'),
   (['train', '--architecture', 'sebulba', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1'],
    '--envs remote: podrace:catch is in JAX'),
-  (['train', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1'], '--envs remote is for --arch'),
+  (['train', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1'],
+   '--envs remote: podrace:catch is in JAX'),
+  (['train', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--architecture', 'anakin'],
+   '--envs remote is for --arch'),
+  (['train', '--env', 'gymnasium:CartPole-v1', '--architecture', 'anakin'],
+   'gymnasium:CartPole-v1 runs on the host: give --architecture sebulba'),
+  (['train', '--replay', 'host', '--architecture=anakin'], '--replay host: under anakin all of it'),
+  (['train', '--env', 'gymnasium:CartPole-v1', '--seeds', '2'], 'sebulba trains one agent in a run'),
   (['train', '--env', 'gymnazium:CartPole-v1'], 'nearest: gymnasium'),
   (['train', '--envs', 'remote', '--listen', 'ipc:///x', '--peer-timeout', 'nan'],
    "--peer-timeout takes a number of at least 0, not 'nan'"),
@@ -509,6 +599,19 @@ BAD = [
   (['top', 'a', 'b'], 'top takes one address, not 2'),
   (['devices', '--devices', '--actor-devices'], '--devices needs a value, N'),
   (['devices', '0'], 'devices takes options only, not 0'),
+  (['train', '--agent', 'a2c'], "unknown agent 'a2c': the nearest here is impala or ppo"),
+  (['train', '--agent', 'Rainbow'], "unknown agent 'Rainbow': the nearest here is dqn"),
+  (['train', '--env', 'CartPole-v1'],
+   "not 'CartPole-v1'; did you mean gymnax:CartPole-v1 or gymnasium:CartPole-v1?"),
+  (['train', '--env', 'ALE/MsPacman-v5'], 'did you mean ale:ms_pacman?'),
+  (['train', '--env', 'catch'], 'did you mean podrace:catch'),
+  (['train', '--env', 'space_invaders'], 'did you mean ale:space_invaders if it is a game of'),
+  (['train', '--env', 'pong'], 'did you mean gymnax:Pong-misc?'),
+  (['train', '--architecture', 'sebulba', '--env', 'gymnasium:NoSuchNoFrameskip-v9'],
+   "gymnasium has no environment 'NoSuchNoFrameskip-v9'; here it is ale:no_such"),
+  (['train', '--agent', 'dqn', '--agent.buffer.capacity', '2000', '--agent.buffer.batch-size', '4000'],
+   '--agent.buffer.batch-size 4000 is more than --agent.buffer.capacity 2000'),
+  (['train', '--agent.normalize-rewards', 'maybe'], 'maybe'),
   (['bench', 'sebulba', '--seconds', '-1'], "--seconds takes a number of at least 0, not '-1'"),
 ]  # fmt: skip
 
@@ -549,6 +652,20 @@ def test_bad_input_exits_2_with_a_message(
 )
 def test_bad_usage_is_told_in_a_line(args: list[str], message: str, run: Command) -> None:
   assert run(*args) == (2, '', f'podrace: {message}\n')
+
+
+def test_as_a_module() -> None:
+  done = subprocess.run(
+    [sys.executable, '-m', 'podrace', '--version'],
+    env=environment(), capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert (done.returncode, done.stdout) == (0, f'{podrace_.__version__}\n')
+
+
+def test_types_are_for_all_who_install_it() -> None:
+  assert (Path(cli.__file__).parent / 'py.typed').exists()
+  project = tomllib.loads((Path(__file__).parents[1] / 'pyproject.toml').read_text())
+  assert project['tool']['setuptools']['package-data'] == {'podrace': ['py.typed']}
 
 
 def test_bad_input_through_the_interpreter(tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
 
 from podrace import config as configs
 from podrace.agents import AGENTS, agents_for
+from podrace.agents.dqn import DQN
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
 from podrace.config import (
   Config,
   UsageError,
@@ -28,8 +32,10 @@ from podrace.config import (
   to_json,
   validate,
 )
+from podrace.envs.catch import Catch
 from podrace.networks import ActorCritic, QNetwork
 from podrace.presets import PRESETS
+from podrace.replay import Buffer
 
 SOURCE = Path(configs.__file__).parent
 
@@ -207,7 +213,7 @@ def test_what_is_no_agent(agent: Any, message: str) -> None:
 
 @pytest.mark.parametrize(
   'space',
-  [spaces.Discrete(3), spaces.MultiDiscrete([2, 3]), spaces.Box(-1, 1, (2,)),
+  [spaces.Discrete(3), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(3), spaces.Box(-1, 1, (2,)),
    spaces.Box(-np.inf, np.inf, (2,))],
   ids=str,
 )  # fmt: skip
@@ -260,3 +266,29 @@ def test_settings_that_make_no_sense(name: str, field: str, value: float) -> Non
   for each in names:
     with pytest.raises(ValueError, match=f'{each.rstrip("_")} must be .*, not {value}'):
       cls(**{each: value})
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: PPO(learning_rate='1e-3'), "learning_rate of PPO must be a number, not '1e-3'"),
+    (lambda: PPO(epochs=2.5), 'epochs of PPO must be a whole number, not 2.5'),
+    (lambda: PPO(epochs=True), 'epochs of PPO must be a whole number, not True'),
+    (lambda: Impala(normalize_rewards='no'), "normalize_rewards of Impala must be True or False"),
+    (lambda: Buffer(capacity='many'), "capacity of Buffer must be a whole number, not 'many'"),
+    (lambda: configs.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), 'batch-size 200 is more than --a'),
+    (lambda: ActorCritic(core_size='64'), "core_size of ActorCritic must be a whole number"),
+    (lambda: configs.agent_class('sac')(discount=None), 'discount of SAC must be a number, not None'),
+    (lambda: configs.validate(Config(PPO)), r'agent is the class PPO, expected .*, as PPO\(\)'),
+    (lambda: configs.validate(Config(PPO(), env=Catch())), 'env is an object of Catch, expected a na'),
+    (lambda: configs.validate(Config(PPO(), num_envs='64')), "num_envs of Config must be a whole n"),
+  ],
+)  # fmt: skip
+def test_settings_of_another_type(make: Any, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_numbers_of_numpy_and_jax_are_numbers() -> None:
+  PPO(learning_rate=np.float32(1e-3), epochs=np.int64(4))
+  PPO(learning_rate=jnp.float32(1e-3), discount=1)

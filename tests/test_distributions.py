@@ -249,6 +249,7 @@ def test_unbounded_boxes_are_not_clipped() -> None:
 def test_for_space() -> None:
   assert distributions.for_space(spaces.Discrete(4)) == Categorical(4)
   assert distributions.for_space(spaces.MultiDiscrete([2, 3])) == MultiCategorical((2, 3))
+  assert distributions.for_space(spaces.MultiBinary(3)) == MultiCategorical((2, 2, 2))
   box_space = spaces.Box(-1, 2, (2,))
   assert distributions.for_space(box_space) == Normal((2,), (-1, -1), (2, 2))
   assert distributions.for_space(box_space, squash=True) == TanhNormal((2,), (-1, -1), (2, 2))

@@ -280,7 +280,10 @@ def test_failing_replay_ends_the_run(
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['--replay', 'host'], '--replay host: under anakin all of it is on the device'),
+    (
+      ['--replay', 'host', '--architecture', 'anakin'],
+      '--replay host: under anakin all of it is on the device',
+    ),
     (
       ['--replay', 'host', '--architecture', 'sebulba'],
       'learns from the newest trajectory only: it has no replay to host',

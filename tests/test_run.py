@@ -315,6 +315,7 @@ def test_override_cannot_change_the_state(
   with pytest.raises(run.Stopped):
     run.train(CONFIG, tmp_path, sinks=('stop',), quiet=True)
   record, saved = (tmp_path / 'config.json').read_bytes(), checkpoints(tmp_path)
+  monkeypatch.setattr(OnDevice, 'compile', lambda self: pytest.fail('it is too late to refuse'))
   with pytest.raises(UsageError, match=message):
     run.train(change(**changed), tmp_path, override=True, quiet=True)
   assert len(saved) == 1 and checkpoints(tmp_path) == saved

@@ -389,6 +389,10 @@ def test_replay_refuses_environments_in_any_order() -> None:
     (lambda: DQN(QNetwork(core='gru')), 'dqn has no memory; with the core .gru., it is r2d2'),
     (lambda: DQN(n_step=0), 'n_step must be at least 1, not 0'),
     (lambda: R2D2(QNetwork(head='quantile')), 'r2d2 learns values'),
+    (
+      lambda: R2D2(sequence=22, burn_in=11).memory(8, 64),
+      'unroll of 64 steps .* of which 22 are .* so 66% of the .*--unroll-length 22 or less',
+    ),
     (lambda: QNetwork(v_min=1.0, v_max=0.0), 'v_min 1.0 is not less than v_max 0.0'),
     (lambda: SAC(initial_temperature=0.0), 'initial_temperature must be more than 0'),
     (lambda: D4PG(critic=Critic()), 'd4pg has a deterministic actor'),

@@ -14,6 +14,16 @@ AGENTS = {  # what the command line calls them -> module, class
   'd4pg': ('podrace.agents.d4pg', 'D4PG'),
 }
 
+RELATED = {  # other names of algorithms -> the nearest of ours
+  **dict.fromkeys(('a2c', 'a3c', 'reinforce', 'vpg', 'v-trace', 'vtrace'), ('impala', 'ppo')),
+  **dict.fromkeys(('trpo', 'ppo2', 'ppg'), ('ppo',)),
+  **dict.fromkeys(('td3', 'ddpg', 'mpo'), ('sac', 'd4pg')),
+  **dict.fromkeys(
+    ('rainbow', 'c51', 'qr-dqn', 'qrdqn', 'ddqn', 'double-dqn', 'iqn', 'ape-x', 'apex'), ('dqn',)
+  ),
+  **dict.fromkeys(('drqn', 'ngu', 'agent57'), ('r2d2',)),
+}
+
 
 def agents_for(space: Any) -> list[str]:
   """Those of ours that act in a gymnasium action space of this kind."""

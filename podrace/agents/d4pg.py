@@ -22,6 +22,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents import check, valuing
+from podrace.fields import check_types
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
@@ -63,6 +64,7 @@ class D4PG:
   greedy: bool = False  # act without noise, for evaluation
 
   def __post_init__(self) -> None:
+    check_types(self)
     if self.v_min >= self.v_max:
       raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
     check(self, 0, 1, 'discount', 'target_rate')

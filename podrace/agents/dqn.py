@@ -26,6 +26,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents import check, valuing
+from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
@@ -83,6 +84,7 @@ class DQN:
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
+    check_types(self)
     for name in ('n_step', 'target_period', 'epsilon_steps'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')

@@ -20,6 +20,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents import acting, check
+from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
@@ -50,6 +51,7 @@ class Impala:
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
+    check_types(self)
     check(self, 0, 1, 'discount', 'lambda_', 'rmsprop_decay')
     check(self, 0, math.inf, 'learning_rate', 'clip_rho', 'clip_pg_rho', 'max_grad_norm', 'epsilon')
 

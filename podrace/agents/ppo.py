@@ -24,6 +24,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents import acting, check
+from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
@@ -65,6 +66,7 @@ class PPO:
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
+    check_types(self)
     if min(self.epochs, self.minibatches) < 1:
       raise ValueError(f'there must be at least 1 of each: {self.epochs=} {self.minibatches=}')
     check(self, 0, 1, 'discount', 'lambda_')

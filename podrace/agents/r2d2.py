@@ -26,6 +26,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents import check, valuing
+from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
@@ -78,6 +79,7 @@ class R2D2:
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
+    check_types(self)
     for name in ('sequence', 'n_step', 'target_period'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
@@ -93,7 +95,18 @@ class R2D2:
       raise ValueError('r2d2 learns values: its network has the head value and no noise')
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: sequences that begin where unrolls do, with the state of acting."""
+    """What is learned from: sequences that begin where unrolls do, with the state of acting.
+
+    Raises:
+      ValueError: if sequences would leave out a part of every unroll.
+    """
+    if unroll_length > self.sequence:
+      raise ValueError(
+        f'an unroll of {unroll_length} steps is longer than a sequence, of which {self.sequence} are '
+        f'learned from: a sequence begins with each unroll, so {1 - self.sequence / unroll_length:.0%} '
+        f'of the steps would never be; give --unroll-length {self.sequence} or less, or '
+        f'--agent.sequence {unroll_length} or more'
+      )
     length = self.burn_in + self.sequence
     return windows(
       self.buffer, length, num_envs, unroll_length,

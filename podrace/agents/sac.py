@@ -19,6 +19,7 @@ import optax
 from jax import lax
 
 from podrace.agents import check, valuing
+from podrace.fields import check_types
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
@@ -62,6 +63,7 @@ class SAC:
   greedy: bool = False  # act by the mode, for evaluation
 
   def __post_init__(self) -> None:
+    check_types(self)
     if self.critic.critics < 1 or self.n_step < 1:
       raise ValueError(f'at least one critic and one step: {self.critic.critics=} {self.n_step=}')
     check(self, 0, 1, 'discount', 'target_rate')

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import batch, select
-from podrace.envs.spaces import leaves, tree, values
+from podrace.envs.spaces import bounds, leaves, tree, values
 from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
 
 quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
@@ -50,9 +50,18 @@ def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
   if isinstance(space, gymnasium.spaces.MultiDiscrete):
     numbers = jnp.broadcast_to(jnp.asarray(space.nvec), shape)
     return jax.random.randint(key, shape, 0, numbers)
+  if isinstance(space, gymnasium.spaces.MultiBinary):
+    return jax.random.randint(key, shape, 0, 2)
   assert isinstance(space, gymnasium.spaces.Box), f'no random actions for {space}'
   low, high = (jnp.broadcast_to(jnp.asarray(b), shape) for b in (space.low, space.high))
-  return jax.random.uniform(key, shape, minval=low, maxval=high)
+  bounded = jnp.isfinite(low) & jnp.isfinite(high)
+  inside = jax.random.uniform(
+    jax.random.clone(key),
+    shape,
+    minval=jnp.where(bounded, low, 0),
+    maxval=jnp.where(bounded, high, 1),
+  )
+  return jnp.where(bounded, inside, jnp.clip(jax.random.normal(key, shape), low, high))
 
 
 def rollout(env: Environment, steps: int, num_envs: int) -> Any:
@@ -92,7 +101,7 @@ def check_spaces(env: Environment) -> None:
   action = env.action_space
   if isinstance(action, gymnasium.spaces.Discrete):
     assert action.start == 0, f'{action} does not start at 0'
-  else:
+  elif not isinstance(action, gymnasium.spaces.MultiBinary):
     assert action.dtype in (np.int32, np.int64, np.float32), f'{action} is of {action.dtype}'
 
 
@@ -124,9 +133,10 @@ def check_observations(env: Environment, stream: TimeStep) -> None:
 def _inside(space: Any, x: Any, where: str) -> None:
   low: Any = getattr(space, 'low', 0)
   high: Any = getattr(space, 'high', np.inf)
-  if isinstance(space, gymnasium.spaces.Discrete):  # it declares i64, which JAX does not have
+  choices = gymnasium.spaces.Discrete | gymnasium.spaces.MultiDiscrete
+  if isinstance(space, choices):  # they declare i64, which JAX does not have
     assert np.issubdtype(x.dtype, np.integer), f'{where} is {x.dtype}, expected integers'
-    low, high = int(space.start), int(space.start) + int(space.n) - 1
+    low, high = bounds(space) or (low, high)
   else:
     assert x.dtype == space.dtype, f'{where} is {x.dtype}, expected {space.dtype}'
   assert x.shape[2:] == space.shape, f'{where} is {x.shape[2:]}, expected {space.shape}'

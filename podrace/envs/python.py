@@ -29,7 +29,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   if isinstance(env, gymnasium.Env):
     raise UnknownName(
       f'python:{name} is an environment of Gymnasium, and python: takes those written in JAX; register it in your '
-      f'module and name it gymnasium:{module}:ID, with --architecture sebulba'
+      f'module and name it gymnasium:{module}:ID'
     )
   needed = ('reset', 'step', 'observation_space', 'action_space')
   if lacks := [n for n in needed if not hasattr(env, n)]:

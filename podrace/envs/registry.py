@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -226,8 +227,7 @@ def make(name: str) -> Environment:
   if key not in LIBRARIES:
     raise UnknownName(
       f'no library {key!r} in environment {name!r}{nearest(key, [*LIBRARIES, *HOST_LIBRARIES])}; '
-      f'the libraries are {", ".join(LIBRARIES)}; and {", ".join(HOST_LIBRARIES)} for --architecture '
-      'sebulba'
+      f'the libraries are {", ".join(LIBRARIES)}; and {", ".join(HOST_LIBRARIES)} on the host'
     )
   library = LIBRARIES[key]
   if library.names and env not in library.names:
@@ -251,7 +251,9 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
   head, *pairs = name.split(',')
   key, colon, env = head.partition(':')
   if not (key and colon and env):
-    raise UnknownName(f'an environment is named LIB:NAME[,key=value...], not {name!r}')
+    raise UnknownName(
+      f'an environment is named LIB:NAME[,key=value...], not {name!r}{in_libraries(head)}'
+    )
   options: dict[str, Value] = {}
   for pair in pairs:
     option, equals, text = pair.partition('=')
@@ -261,6 +263,32 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
       raise UnknownName(f'option {option!r} comes twice in environment {name!r}')
     options[option] = _value(text)
   return key, env, options
+
+
+VERSIONED = re.compile(r'(?P<ale>ALE/)?(?P<name>[A-Za-z]\w*)-v\d+')  # as Gymnasium names its own
+
+
+def in_libraries(name: str) -> str:
+  """What to say of a name without its library: where there is one like it."""
+  found = [f'{key}:{n}' for key, lib in LIBRARIES.items() for n in lib.names if _alike(name, n)]
+  if VERSIONED.fullmatch(name):
+    found += [atari(name) or f'gymnasium:{name}']
+  elif not found and name.islower() and name.isidentifier():
+    found = [f'ale:{name} if it is a game of Atari']
+  return f'; did you mean {" or ".join(found)}?' if found else ''
+
+
+def _alike(came: str, known: str) -> bool:
+  return came.lower() in (known.lower(), known.lower().rpartition('-')[0])
+
+
+def atari(name: str) -> str | None:
+  """`ale:pong` for the names that Gymnasium has for it, such as ALE/Pong-v5 and PongNoFrameskip-v4."""
+  versioned = VERSIONED.fullmatch(name)
+  if not versioned or not (versioned['ale'] or 'NoFrameskip' in name):
+    return None
+  words = re.findall('[A-Z][a-z0-9]*', versioned['name'].replace('NoFrameskip', ''))
+  return f'ale:{"_".join(words).lower()}'
 
 
 def full_name(

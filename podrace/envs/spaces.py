@@ -51,8 +51,10 @@ def bounds(space: Any) -> tuple[Any, Any] | None:
     return space.low, space.high
   if hasattr(space, 'nvec'):  # a MultiDiscrete
     return space.start, space.start + space.nvec - 1
-  if _parts(space) is not None or not hasattr(space, 'start'):
+  if _parts(space) is not None or not hasattr(space, 'n'):
     return None
+  if not hasattr(space, 'start'):  # a MultiBinary
+    return 0, 1
   return int(space.start), int(space.start) + int(space.n) - 1  # a Discrete
 
 

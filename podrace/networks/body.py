@@ -15,6 +15,7 @@ from flax import linen as nn
 from podrace import distributions
 from podrace.defaults import PIXELS
 from podrace.envs.spaces import over
+from podrace.fields import check_types
 from podrace.networks.initializers import INITIALIZERS
 from podrace.networks.observations import as_floats, image_sides, images_in, zeros_of
 from podrace.networks.torsos import IMAGE_TORSOS, Torso
@@ -45,6 +46,7 @@ class Body:
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
   def __post_init__(self) -> None:
+    check_types(self)
     if min(self.core_size, *self.hidden, 1) < 1:
       raise ValueError(f'sizes must be at least 1: {self.hidden=} {self.core_size=}')
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podrace.fields import check_types
 from podrace.replay import sum_tree
 from podrace.types import FIRST, LAST, ActorOutput, Array, Replay, Sample, TimeStep, Trajectory
 
@@ -38,6 +39,7 @@ class Buffer:
   importance_steps: int = 0  # environment steps until it has risen to 1, linearly; 0: it never does
 
   def __post_init__(self) -> None:
+    check_types(self)
     for name in ('capacity', 'batch_size', 'min_size'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')

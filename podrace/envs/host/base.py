@@ -13,7 +13,7 @@ import numpy as np
 
 from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName
-from podrace.envs.spaces import bounds, leaves, values
+from podrace.envs.spaces import bounds, convert, leaves, values
 from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
 
 
@@ -69,9 +69,8 @@ def make(name: str) -> HostSpec:
     def no_pool(args: PoolArgs) -> HostEnvironment:
       raise TypeError(refused)
 
-    return HostSpec(
-      name, pure.observation_space, pure.action_space, no_pool, ordered_only=True, jax=pure
-    )
+    observation, action = (convert(_i32, s) for s in (pure.observation_space, pure.action_space))
+    return HostSpec(name, observation, action, no_pool, ordered_only=True, jax=pure)
   try:
     module = importlib.import_module(library.module)
   except ImportError as error:
@@ -237,7 +236,7 @@ class Checker:
   def __init__(self, spec: HostSpec, num_envs: int) -> None:
     self._name, self._num_envs, self._action_space = spec.name, num_envs, spec.action_space
     self._space, self._leaves = spec.observation_space, list(leaves(spec.observation_space))
-    self._low, self._high = bounds(spec.action_space)
+    self._low, self._high = action_bounds(spec.action_space)
 
   def __call__(self, arrival: Arrival) -> None:
     ids = arrival.env_id
@@ -273,12 +272,23 @@ class Checker:
       raise HostError(f'{self._name}: {told}')
 
 
-def bounds(space: Any) -> tuple[Any, Any]:
+def action_bounds(space: Any) -> tuple[Any, Any]:
   """The lowest and the highest action, or numbers in one."""
   found = bounds(space)
   if found is None:
-    raise HostError(f'actions are Discrete, MultiDiscrete or Box here, not {space}')
+    raise HostError(f'actions are Discrete, MultiDiscrete, MultiBinary or Box here, not {space}')
   return found
+
+
+def _i32(space: Any) -> Any:
+  """Choices that are declared as i64, which is Gymnasium's default and JAX does not have, as i32."""
+  from gymnasium import spaces
+
+  if space.dtype != np.int64 or not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    return space
+  if isinstance(space, spaces.Discrete):
+    return spaces.Discrete(int(space.n), start=int(space.start), dtype=np.int32)
+  return spaces.MultiDiscrete(space.nvec, start=space.start, dtype=np.int32)
 
 
 def choices(space: Any) -> Any:

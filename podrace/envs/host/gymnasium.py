@@ -44,7 +44,7 @@ from podrace.envs.host.base import (
   rows_of,
 )
 from podrace.envs.host.infos import FIELDS, Infos
-from podrace.envs.registry import UnknownName, Value, full_name, nearest, refused
+from podrace.envs.registry import UnknownName, Value, atari, full_name, nearest, refused
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.types import Arrival
 
@@ -66,6 +66,8 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     probe = gymnasium.make(name, **dict[str, Any](options))
   except gymnasium.error.UnregisteredEnv as error:
     module = name.rpartition(':')[0]
+    if game := atari(name):
+      raise UnknownName(f'gymnasium has no environment {name!r}; here it is {game}') from error
     hint = nearest(name, [f'{module}:{x}' if module else x for x in gymnasium.registry])
     raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
   except (gymnasium.error.Error, ImportError, TypeError) as error:
