@@ -373,8 +373,8 @@ class Averaged(NoSgd):
 
 WRONG_AGENTS = [
   (NoPair, 'act', r'returned ActorOutput\(action=int32\[8\].*expected a pair \(ActorOutput, state'),
-  (OneAction, 'act', r'returned the action int32\[\], expected int32\[8\]: Discrete\(2\)'),
-  (FloatAction, 'act', r'returned the action float32\[8\], expected int32\[8\]: Discrete\(2\)'),
+  (OneAction, 'act', r'returned the action int32\[\], expected int32\[8\]: Discrete\(2'),
+  (FloatAction, 'act', r'returned the action float32\[8\], expected int32\[8\]: Discrete\(2'),
   (Extras, 'act', r"the extras \['value'\] float32\[\], expected arrays of \[8, ...\], one for each"),
   (GrowingState, 'act', r'the state .*expected .*as `initial_state` does'),
   (NoTrainState, 'init', r"returned {'w': float32\[3\]}, expected a TrainState\(params, rest\)"),
