@@ -637,11 +637,11 @@ def _own_rows(cls: Any, prefix: str) -> list[str]:
 
 PARTS = {  # fields of agents that have fields of their own -> class -> where, and whose
   'network': {
-    'ActorCritic': ('networks.py', 'impala and ppo'),
-    'QNetwork': ('networks.py', 'dqn and r2d2'),
+    'ActorCritic': ('networks/actor_critic.py', 'impala and ppo'),
+    'QNetwork': ('networks/q_network.py', 'dqn and r2d2'),
   },
-  'actor': {'Actor': ('networks.py', 'sac and d4pg')},
-  'critic': {'Critic': ('networks.py', 'sac and d4pg')},
+  'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
+  'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},
   'buffer': {'Buffer': ('replay/windows.py', 'dqn, r2d2, sac and d4pg')},
 }
 
@@ -674,10 +674,11 @@ def _shown(default: Any) -> str:
 def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
   """Flag, value and help of a dataclass' fields, from its source: the comment is the help."""
   source = path.read_text()
-  lines = source.splitlines()
-  classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
-  bases = [b.id for b in classes[cls].bases if isinstance(b, ast.Name) and b.id in classes]
-  found = {f[0]: f for base in bases for f in fields_of(path, base, prefix)}
+  lines, body = source.splitlines(), ast.parse(source).body
+  classes = {n.name: n for n in body if isinstance(n, ast.ClassDef)}
+  files = dict.fromkeys(classes, path) | _imported_from(body)
+  bases = [b.id for b in classes[cls].bases if isinstance(b, ast.Name) and b.id in files]
+  found = {f[0]: f for base in bases for f in fields_of(files[base], base, prefix)}
   for node in classes[cls].body:
     if not isinstance(node, ast.AnnAssign) or 'Suppress' in ast.unparse(node.annotation):
       continue
@@ -698,6 +699,17 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
       comment = f'{inherited} {comment}'.strip()
     found[name] = (name, kind, comment)
   return list(found.values())
+
+
+def _imported_from(body: list[ast.stmt]) -> dict[str, Path]:
+  """The files of ours that names in a module come from."""
+  root = Path(__file__).parent.parent
+  return {
+    alias.name: root / (node.module.replace('.', '/') + '.py')
+    for node in body
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith('podrace.')
+    for alias in node.names
+  }
 
 
 def _row(name: str, value: str, help: str) -> str:

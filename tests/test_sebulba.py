@@ -516,9 +516,9 @@ def test_a_pool_whose_actor_can_not_be_is_closed(monkeypatch: pytest.MonkeyPatch
   closed: list[Any] = []
   monkeypatch.setattr(jax_pool.JaxPool, 'close', lambda pool: closed.append(pool))
   program = sebulba(AGENTS['impala'], threads=2)
-  spec = dataclasses.replace(program.spec, action_space=spaces.MultiBinary(3))
+  spec = dataclasses.replace(program.spec, action_space=spaces.Text(3))
   state = program.init(keys(0))
-  with pytest.raises(host.HostError, match='Box here, not MultiBinary'):
+  with pytest.raises(host.HostError, match='Box here, not Text'):
     Actors(dataclasses.replace(program, spec=spec), state, jax.random.key(0))
   assert len(closed) == 1
 
