@@ -148,7 +148,7 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
 
   monkeypatch.setattr('podrace.evaluate.newest_params', params)
   EPSILONS.clear()
-  evaluate(tmp_path, 4, acting=('sampled',))
+  evaluate(tmp_path, 4, acting=('sampled',), allow_code=['test_evaluate'])
   jax.effects_barrier()
   expected = 0.4 ** (1 + 7 * np.array([1, 3, 5, 7]) / 7)
   np.testing.assert_allclose(EPSILONS[-1], expected, rtol=1e-6)
@@ -320,7 +320,7 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
   config = Config(agent=agent, env='gymnasium:host_envs:Terminated-v0', architecture='sebulba',
                   num_envs=4, unroll_length=4, total_steps=64, actor_threads=1, devices=1)  # fmt: skip
   run.train(config, tmp_path / 'run', quiet=True)
-  result = evaluate(tmp_path / 'run', 5)
+  result = evaluate(tmp_path / 'run', 5, allow_code=['host_envs'])
   assert result == {
     'episode_return_mean': 4.0,
     'episode_return_std': 0.0,
@@ -336,7 +336,7 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
 
   monkeypatch.setattr('podrace.evaluate.host_returns', fail)
   with pytest.raises(SystemExit) as end:
-    cli.main(['eval', str(tmp_path / 'run'), '--episodes', '2'])
+    cli.main(['eval', str(tmp_path / 'run'), '--episodes', '2', '--allow-code', 'host_envs'])
   assert end.value.code == 1
   told = capfd.readouterr().err
   assert 'podrace: gymnasium:host_envs:Terminated-v0 failed: failed in its worker' in told

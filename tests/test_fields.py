@@ -118,7 +118,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
   'r2d2': [
     (
-      dict(sequence=2, burn_in=1),
+      dict(sequence=4, burn_in=1),
       dict(
         network=(QNetwork, dict(core='gru', core_size=4, head_size=4)),
         buffer=(Buffer, dict(priority_exponent=0.5)),
