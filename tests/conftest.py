@@ -2,11 +2,15 @@
 
 import gc
 import os
+import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+signal.signal(
+  signal.SIGHUP, signal.SIG_DFL
+)  # under nohup it is ignored, in the tests' processes as well
 os.environ['JAX_NUM_CPU_DEVICES'] = '8'
 # Compiling is most of the suite's time. Workers, and processes that tests start, share what any of
 # them has compiled, and so does the next run; `make clean` removes it.
