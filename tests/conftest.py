@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-signal.signal(
-  signal.SIGHUP, signal.SIG_DFL
-)  # under nohup it is ignored, in the tests' processes as well
 os.environ['JAX_NUM_CPU_DEVICES'] = '8'
 # Compiling is most of the suite's time. Workers, and processes that tests start, share what any of
 # them has compiled, and so does the next run; `make clean` removes it.
@@ -25,6 +22,9 @@ import jax
 import pytest
 import zmq
 from apart import STARTED
+
+# Under nohup SIGHUP is ignored, in the tests' processes as well.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile('podrace', deadline=None)  # nothing here is about speed
 hypothesis.settings.load_profile('podrace')
