@@ -19,9 +19,9 @@ import numpy as np
 from common import record
 
 from podrace.architectures import OnHost
+from podrace.build import build_sebulba
 from podrace.config import Config
 from podrace.presets import PRESETS
-from podrace.run import build_sebulba
 
 MIN_SIZE = 1_000  # so that learning begins at once
 REPEATS = 2

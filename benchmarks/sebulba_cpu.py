@@ -95,8 +95,8 @@ def profile(args: list[str], seconds: float) -> dict[str, Any]:
 
   from podrace import bench
   from podrace.architectures import OnHost
+  from podrace.build import build_sebulba
   from podrace.cli import base_config, parse
-  from podrace.run import build_sebulba
 
   base = dataclasses.replace(base_config('pong', None, None), architecture='sebulba')
   config = parse(base, args)

@@ -31,6 +31,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import service, tables
+from podrace.build import memory
 from podrace.checkpoint import Beside, read_json
 from podrace.config import (
   Config,
@@ -46,6 +47,7 @@ from podrace.config import (
 )
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals, action_bounds
+from podrace.errors import RunError
 from podrace.presets import PRESETS
 from podrace.process import on_signals
 from podrace.remote import security
@@ -65,7 +67,7 @@ from podrace.replay.hosted import (
   weighted,
 )
 from podrace.replay.windows import CONTINUED, REPEATED, Windows
-from podrace.run import RunError, memory, write_json
+from podrace.run import write_json
 from podrace.sebulba import ActorFailed, Actors, Learner, Sebulba, State, Unroll
 from podrace.service import contents
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology, split_devices

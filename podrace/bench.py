@@ -15,8 +15,9 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.architectures import OnHost
+from podrace.build import build_sebulba
 from podrace.config import Config, UsageError, validate
-from podrace.run import RunError, build_sebulba
+from podrace.errors import RunError
 from podrace.sebulba import Actors, Sebulba
 from podrace.sebulba.acting import pack
 from podrace.topology import cores

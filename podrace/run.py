@@ -23,15 +23,13 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from podrace import __version__, envs, metrics, own_code
-from podrace.anakin import Anakin
-from podrace.architectures import Architecture, OnDevice, OnHost
-from podrace.check import check_run
+from podrace import __version__, metrics, own_code
+from podrace.architectures import Architecture
+from podrace.build import build, make_server
 from podrace.checkpoint import CheckpointError, Checkpoints, read_json
 from podrace.config import (
   Config,
   UsageError,
-  bind_run,
   changes,
   check_code,
   completed,
@@ -41,20 +39,16 @@ from podrace.config import (
   to_json,
   validate,
 )
-from podrace.envs.host import base as host
 from podrace.errors import RunError
 from podrace.files import write_whole
 from podrace.process import is_locked, linked_folders, lock, on_signals
-from podrace.replay import on_policy
 from podrace.replay.hosted import ReplayFailed
-from podrace.sebulba import ActorFailed, Sebulba
-from podrace.topology import Topology, cores, learner_mesh, split_devices
-from podrace.types import Replay
+from podrace.sebulba import ActorFailed
+from podrace.topology import cores
 
 if TYPE_CHECKING:
   from podrace.apex import Addresses
   from podrace.remote.hub import Listen
-  from podrace.remote.server import Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 GRACE_SECONDS = 20.0  # after a signal: what a call has to end, before the run ends without it
@@ -305,108 +299,6 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   return from_json(record)
 
 
-def build(
-  config: Config,
-  server: Server | None = None,
-  addresses: Addresses | None = None,
-  run_dir: Path | None = None,
-) -> Architecture:
-  """The program that a config describes; `server` is where remote environments come to.
-
-  `addresses` are those of a replay service and for acting processes, where the config has them, and `run_dir`
-  is where it is kept which of the service's tables are the run's.
-
-  Raises:
-    ValueError: with the numbers, where they don't fit each other.
-  """
-  validate(config)
-  if (config.replay == 'service') != (addresses is not None):
-    raise UsageError(
-      '--replay service and --connect-replay go together, as in --connect-replay '
-      'tcp://127.0.0.1:5560 --listen tcp://127.0.0.1:5561'
-    )
-  if addresses is not None:
-    if run_dir is None:
-      raise UsageError('--replay service needs a run directory')
-    from podrace.apex import Apart
-
-    return Apart(build_learner(config), addresses, config, run_dir)
-  if config.architecture == 'sebulba':
-    return OnHost(build_sebulba(config, server))
-  env = envs.make(config.env)
-  agent = bind_run(config, env)
-  replay, mesh = memory(agent, env, config), learner_mesh(config.devices)
-  program = Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
-  check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
-  return OnDevice(program)
-
-
-def memory(agent: Any, env: Any, config: Config) -> Replay:
-  """What a bound agent learns from: its own replay, or else the newest trajectory."""
-  if not hasattr(agent, 'memory'):
-    return on_policy()
-  return agent.memory(config.num_envs, config.unroll_length, getattr(env, 'frame_stack', 0))
-
-
-def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
-  """The Sebulba that a config describes."""
-  spec = host.make(config.env)
-  if config.envs == 'remote':
-    if server is None:
-      raise UsageError('--envs remote is for `podrace train`, with --listen')
-    if jax.process_count() > 1:
-      raise UsageError('--envs remote is for runs of one process')
-    spec = server.spec(spec)
-  agent = bind_run(config, spec)
-  program = Sebulba(
-    agent=agent,
-    spec=spec,
-    replay=memory(agent, spec, config),
-    topology=split_devices(config.actor_devices, config.learner_devices, config.devices),
-    num_envs=config.num_envs,
-    unroll_length=config.unroll_length,
-    threads=config.actor_threads,
-    lag=config.lag,
-    max_lag=config.max_lag,
-    batch_size=config.env_batch_size,
-    env_threads=config.env_threads,
-    deadline=config.env_deadline,
-    seed=config.seed,
-    hosted=config.replay == 'host',
-  )
-  check_run(agent, spec, program.replay, program.mesh, config.num_envs, config.unroll_length)
-  return program
-
-
-def build_learner(config: Config) -> Sebulba:
-  """That part of a Sebulba which learns, by default on all devices; its actors are elsewhere."""
-  if jax.process_count() > 1:
-    raise UsageError('--replay service is for learners of one process')
-  if config.actor_devices:
-    raise UsageError(
-      f'--actor-devices {config.actor_devices}: with --replay service nobody acts in this process; '
-      'give it to `podrace act`'
-    )
-  spec = host.make(config.env)
-  agent = bind_run(config, spec)
-  mesh = learner_mesh(config.devices)
-  if devices := config.learner_devices:
-    mesh = split_devices(devices, devices, config.devices).learners
-  replay = memory(agent, spec, config)
-  check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
-  return Sebulba(
-    agent=agent,
-    spec=spec,
-    replay=replay,
-    topology=Topology((jax.local_devices()[0],), mesh),
-    num_envs=config.num_envs,
-    unroll_length=config.unroll_length,
-    threads=1,
-    lag=config.lag,
-    hosted=replay.windows is not None,
-  )
-
-
 def train(
   config: Config,
   run_dir: Path | str,
@@ -474,19 +366,6 @@ def train(
 
 def _nothing(message: str) -> None:
   pass
-
-
-def make_server(config: Config, listen: Listen | None) -> Server | None:
-  """What remote environments come to, if the config has them; it does not listen yet."""
-  if config.envs == 'local':
-    if listen is not None:
-      raise UsageError('--listen is for --envs remote and for --replay service')
-    return None
-  if listen is None:
-    raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
-  from podrace.remote.server import Server
-
-  return Server(listen, config.num_envs, config.max_wait_ms / 1000, config.env_deadline)
 
 
 @contextlib.contextmanager

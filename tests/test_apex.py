@@ -23,7 +23,7 @@ from apart import until
 from gymnasium import spaces
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
-from podrace import apex, cli, run, service, tables, topology
+from podrace import apex, build, cli, run, service, tables, topology
 from podrace.agents import valuing
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
@@ -412,10 +412,10 @@ def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     lag='async', replay='service', learner_devices='3,5',
   )  # fmt: skip
-  mesh = run.build_learner(config).mesh
+  mesh = build.build_learner(config).mesh
   assert [d.id for d in mesh.devices.flat] == [3, 5]
   with pytest.raises(UsageError, match=r'nobody acts in this process; give it to `podrace act`'):
-    run.build_learner(dataclasses.replace(config, actor_devices='0'))
+    build.build_learner(dataclasses.replace(config, actor_devices='0'))
 
 
 def test_what_listens_is_refused_before_it_is_compiled_for(

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from jax import lax
 from processes import as_users_have_it
 
-from podrace import blame, check, run
+from podrace import blame, build, check, run
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -174,7 +174,7 @@ def test_a_wrong_environment(
   env: str, cls: Any, name: str, message: str, architecture: str
 ) -> None:
   with pytest.raises(UsageError, match=f'{cls.__name__}.{name}.*{message}') as told:
-    run.build(config(architecture, env=f'test_check.{env}'))
+    build.build(config(architecture, env=f'test_check.{env}'))
   assert line(cls, name) in str(told.value)
 
 
@@ -188,7 +188,7 @@ def test_a_space_that_is_none() -> None:
 @pytest.mark.parametrize('architecture', ARCHITECTURES)
 def test_an_environment_that_fails_says_where(architecture: str) -> None:
   with pytest.raises(run.RunError) as told:
-    run.build(config(architecture, env='test_check.bare,cls=Raises'))
+    build.build(config(architecture, env='test_check.bare,cls=Raises'))
   said = str(told.value)
   assert 'Raises.step' in said and line(Raises, 'step') in said
   assert f'File "{__file__}"' in said and 'jnp.ones(3) @ jnp.ones(4)' in said
@@ -395,7 +395,7 @@ WRONG_AGENTS = [
 )
 def test_a_wrong_agent(cls: Any, name: str, message: str, architecture: str) -> None:
   with pytest.raises(UsageError, match=f'{name} .*{message}') as told:
-    run.build(config(architecture, cls()))
+    build.build(config(architecture, cls()))
   assert f'test_check.{cls.__name__}.{name} (' in str(told.value)
   assert line(cls, name) in str(told.value)
 
@@ -408,7 +408,7 @@ class OwnNetwork(ActorCritic):
 
 def test_a_network_of_ones_own_is_checked_with_our_agent() -> None:
   with pytest.raises(run.RunError, match="KeyError: 'no such layer'") as told:
-    run.build(config('anakin', Impala(network=OwnNetwork(hidden=(8,)))))
+    build.build(config('anakin', Impala(network=OwnNetwork(hidden=(8,)))))
   assert 'podrace.agents.impala.Impala.act' in str(told.value)
   assert f'File "{__file__}"' in str(told.value)
 
@@ -422,7 +422,7 @@ def test_good_ones_of_ones_own_pass() -> None:
   replaying = Replaying(network=QNetwork(hidden=(8,)), buffer=Buffer(1000, 16, 100))
   for architecture in ARCHITECTURES:
     for agent in (Good(), Averaged(), replaying):
-      run.build(config(architecture, agent))
+      build.build(config(architecture, agent))
 
 
 def test_what_podrace_brings_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,9 +432,9 @@ def test_what_podrace_brings_is_not_looked_at_again(monkeypatch: pytest.MonkeyPa
   monkeypatch.setattr(check._Agent, 'check', refuse)
   monkeypatch.setattr(contract, 'rollout', refuse)
   for agent in (Impala(network=NETWORK), PPO(network=NETWORK)):
-    run.build(Config(agent, num_envs=8, unroll_length=8))
+    build.build(Config(agent, num_envs=8, unroll_length=8))
   with pytest.raises(AssertionError, match='it was'):
-    run.build(Config(Good(), num_envs=8, unroll_length=8))
+    build.build(Config(Good(), num_envs=8, unroll_length=8))
 
 
 # --- actions ------------------------------------------------------------------------------------

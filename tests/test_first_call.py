@@ -15,7 +15,7 @@ import pytest
 from apart import Process
 from processes import summary
 
-from podrace import compile_cache, run, topology
+from podrace import build, compile_cache, topology
 from podrace.networks.initializers import orthogonal
 from podrace.presets import PRESETS
 
@@ -29,7 +29,7 @@ def lapack_calls(text: str) -> list[str]:
 
 def init_program(preset: str, seeds: int) -> str:
   config = dataclasses.replace(PRESETS[preset](), seeds=seeds, num_envs=8, devices=2)
-  program = run.build(config)
+  program = build.build(config)
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds))
   return program.init.lower(keys).as_text()
 

@@ -29,7 +29,7 @@ from processes import (
   summary,
 )
 
-from podrace import cli, metrics, run
+from podrace import build, cli, metrics, run
 from podrace.checkpoint import CheckpointError, Checkpoints
 
 # 1,000 updates of 32 steps: 100 lines of metrics, 20 checkpoints.
@@ -413,7 +413,7 @@ def test_a_checkpoint_without_any_one_of_its_files_is_whole_or_refused(
   tmp_path: Path, half: Path
 ) -> None:
   newest = checkpoints(half / 'half')[-1]
-  shapes = run.build(run.load_config(half / 'half')).shapes
+  shapes = build.build(run.load_config(half / 'half')).shapes
   params, rest = run._split(shapes)
   refused = []
   for i, file in enumerate(every_file(half / 'half' / 'checkpoints' / str(newest))):

@@ -36,6 +36,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.architectures import OnDevice
+from podrace.build import build
 from podrace.config import Config, UsageError, bind, from_json, to_json
 from podrace.evaluate import evaluate
 from podrace.networks import ActorCritic, QNetwork
@@ -592,8 +593,8 @@ def test_a_failure_of_the_learner_is_told_with_its_traceback(
 # --- what does not fit --------------------------------------------------------------------------
 
 
-def build(config: Config) -> None:
-  program = run.build(config)
+def make(config: Config) -> None:
+  program = build(config)
   program.shapes  # noqa: B018, traces the agent
 
 
@@ -617,7 +618,7 @@ def build(config: Config) -> None:
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_numbers(config: Config, message: str) -> None:
   with pytest.raises(ValueError, match=message):
-    build(config)
+    make(config)
 
 
 @pytest.mark.parametrize(
