@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import service, tables
 from podrace.build import memory
-from podrace.checkpoint import Beside, read_json
+from podrace.checkpoint import Extra, read_json
 from podrace.config import (
   Config,
   UsageError,
@@ -53,7 +53,7 @@ from podrace.process import on_signals
 from podrace.remote import security
 from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import plain
-from podrace.replay.hosted import (
+from podrace.replay.host import (
   TABLE,
   Columns,
   Draw,
@@ -545,10 +545,10 @@ class Apart:
       self._source = Queued(table, p.batch_of_unrolls, self.mesh)
     self._episodes_table = episodes_table(self._client, self._run)
 
-  def start(self, state: State, keys: Array, told: dict[str, Any]) -> None:
+  def start(self, state: State, keys: Array, statistics: dict[str, Any]) -> None:
     assert self._client is not None, 'start before compile'  # which has made the tables
     self._update = int(jax.device_get(state.update))
-    self._episodes = Totals(**told.get('episodes', {}))
+    self._episodes = Totals(**statistics.get('episodes', {}))
     self._publish(state.train.params)
     self._tell_steps()
     self._feed = Feed(self._source, self._episodes_table)
@@ -652,15 +652,15 @@ class Apart:
     }
     return self._learner.read_log(state, episodes, host)
 
-  def told(self) -> dict[str, Any]:
+  def statistics(self) -> dict[str, Any]:
     if self._feed is not None:
       self._episodes += self._feed.episodes()
     return {'episodes': dataclasses.asdict(self._episodes)}
 
-  def save(self, path: Path) -> Beside | None:
+  def save(self, path: Path) -> Extra | None:
     return None  # the service has checkpoints of its own
 
-  def restore(self, path: Path, told: dict[str, Any] | None) -> None:
+  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
     pass
 
   def finished(self, state: State) -> None:

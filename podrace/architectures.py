@@ -14,9 +14,9 @@ from jax.experimental import multihost_utils
 
 from podrace import anakin, sebulba, tables
 from podrace.check import check_faults
-from podrace.checkpoint import Beside, CheckpointError
+from podrace.checkpoint import CheckpointError, Extra
 from podrace.envs.host.base import Totals
-from podrace.replay.hosted import Hosted, ReplayFailed
+from podrace.replay.host import HostReplay, ReplayFailed
 from podrace.replay.windows import Windows
 from podrace.sebulba import Actors, Learner, Snapshot
 from podrace.types import Array
@@ -45,8 +45,8 @@ class Architecture(Protocol):
   def compile(self) -> None: ...
   def init(self, keys: Array) -> Any: ...
 
-  def start(self, state: Any, keys: Array, told: dict[str, Any]) -> None:
-    """Begins acting from `state`; `told` is what `told()` gave when the state was saved."""
+  def start(self, state: Any, keys: Array, statistics: dict[str, Any]) -> None:
+    """Begins acting from `state`; `statistics` is what `statistics()` gave when the state was saved."""
     ...
 
   def advance(self, state: Any, updates: int, give_up: Callable[[], bool]) -> tuple[Any, int]:
@@ -61,11 +61,11 @@ class Architecture(Protocol):
     """The first update whose loss was not finite or -1; whether all parameters are finite."""
     ...
 
-  def told(self) -> dict[str, Any]:
+  def statistics(self) -> dict[str, Any]:
     """What of the log is kept on the host, for a checkpoint's meta."""
     ...
 
-  def save(self, path: Path) -> Beside | None:
+  def save(self, path: Path) -> Extra | None:
     """Takes a snapshot of what there is besides the state; what writes it to a new directory.
 
     None if there is nothing. The function may be called in another thread while the run goes on.
@@ -77,7 +77,7 @@ class Architecture(Protocol):
     """The run is complete; whoever takes part in it elsewhere may know."""
     ...
 
-  def restore(self, path: Path, told: dict[str, Any] | None) -> None:
+  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
     """Reads what `save` wrote, before `start`; raises CheckpointError if it is damaged."""
     ...
 
@@ -99,7 +99,7 @@ class OnDevice:
     self._read_log = self._program.read_log.lower(self.shapes).compile()
     self._health = self._program.health.lower(self.shapes).compile()
 
-  def start(self, state: Any, keys: Array, told: dict[str, Any]) -> None:
+  def start(self, state: Any, keys: Array, statistics: dict[str, Any]) -> None:
     pass
 
   def advance(self, state: Any, updates: int, give_up: Callable[[], bool]) -> tuple[Any, int]:
@@ -114,16 +114,16 @@ class OnDevice:
     check_faults(counts, self._program.agent, self._program.env)
     return broken, finite
 
-  def told(self) -> dict[str, Any]:
+  def statistics(self) -> dict[str, Any]:
     return {}
 
-  def save(self, path: Path) -> Beside | None:
+  def save(self, path: Path) -> Extra | None:
     return None
 
   def finished(self, state: Any) -> None:
     pass
 
-  def restore(self, path: Path, told: dict[str, Any] | None) -> None:
+  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
     pass
 
   def close(self) -> None:
@@ -190,14 +190,16 @@ class OnHost:
     self.health = self.learner.health
     self._told = Told()
     self._actors: Actors | None = None
-    self._hosted = Hosted(program.layout, self.mesh, program.seed) if program.hosted else None
+    self._hosted = HostReplay(program.layout, self.mesh, program.seed) if program.hosted else None
 
   def compile(self) -> None:
     example = self._program.warm_up()
     self.learner.compile(self._program.batch if self._program.hosted else example)
 
-  def start(self, state: sebulba.State, keys: Array, told: dict[str, Any]) -> None:
-    self._told = Told(**told) if jax.process_index() == 0 else Told()  # it is all processes' sum
+  def start(self, state: sebulba.State, keys: Array, statistics: dict[str, Any]) -> None:
+    self._told = (
+      Told(**statistics) if jax.process_index() == 0 else Told()
+    )  # it is all processes' sum
     actor_key = jax.random.split(keys[0], 3)[1]
     if self._hosted:
       self._hosted.start()
@@ -241,7 +243,7 @@ class OnHost:
     return state._replace(previous=previous, actors=snapshots)
 
   def _learn_from(
-    self, hosted: Hosted, state: sebulba.State, unrolls: list[sebulba.Unroll]
+    self, hosted: HostReplay, state: sebulba.State, unrolls: list[sebulba.Unroll]
   ) -> sebulba.State:
     """One update where replay is on the host."""
     for unroll in unrolls:
@@ -268,10 +270,10 @@ class OnHost:
     """Where the time of each actor thread went since the log was last read."""
     return [self._told.shares(i) for i in range(self._program.local_threads)]
 
-  def told(self) -> dict[str, Any]:
+  def statistics(self) -> dict[str, Any]:
     return dataclasses.asdict(self._told.over_processes())
 
-  def save(self, path: Path) -> Beside | None:
+  def save(self, path: Path) -> Extra | None:
     if self._hosted is None:
       return None
     try:
@@ -291,13 +293,13 @@ class OnHost:
     if self._program.spec.finished:
       self._program.spec.finished()
 
-  def restore(self, path: Path, told: dict[str, Any] | None) -> None:
+  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
     if self._hosted is None:
       return
-    if told is None:
+    if record is None:
       raise CheckpointError(f'checkpoint {path.name} is of a run with replay on the device')
     try:
-      self._hosted.restore(path, told)
+      self._hosted.restore(path, record)
     except tables.CheckpointError as e:
       raise CheckpointError(str(e)) from e
 

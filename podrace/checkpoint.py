@@ -24,7 +24,7 @@ from podrace.worker import Worker
 FOREVER = 10**9  # seconds
 CLOSE_SECONDS = 10.0  # that closing waits for what is being written beside a checkpoint
 
-Beside = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
+Extra = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
 
 
 class CheckpointError(Exception):
@@ -119,7 +119,7 @@ class Checkpoints:
     """The steps for which there is one, newest first."""
     return sorted(self._manager.all_steps(), reverse=True)
 
-  def beside(self, step: int) -> Path:
+  def extra(self, step: int) -> Path:
     """The directory of what belongs to the checkpoint at `step` and isn't arrays on devices.
 
     It is whole before the checkpoint is; it is removed after that, and if there comes to be none.
@@ -134,15 +134,15 @@ class Checkpoints:
     """
     there = {int(p.name) for p in self._directory.glob('[0-9]*') if p.name.isdigit()}
     steps = there.union(self._manager.all_steps())
-    for folder in self.beside(0).parent.glob('[0-9]*'):
+    for folder in self.extra(0).parent.glob('[0-9]*'):
       name = folder.name  # with zeros before the number it is a replay service's, kept there
       if name.isdigit() and name == str(int(name)) and int(name) not in steps:
         shutil.rmtree(folder, ignore_errors=True)
-    for partial in self.beside(0).parent.glob('.*.partial'):
+    for partial in self.extra(0).parent.glob('.*.partial'):
       shutil.rmtree(partial, ignore_errors=True)
 
   def save(
-    self, step: int, params: Any, rest: Any, meta: dict[str, Any], beside: Beside | None = None
+    self, step: int, params: Any, rest: Any, meta: dict[str, Any], extra: Extra | None = None
   ) -> None:
     """Takes a copy and returns; writing goes on in the background.
 
@@ -158,15 +158,15 @@ class Checkpoints:
     params, of_params = snapshot(params)
     rest, of_rest = snapshot(rest)
     prints = {'params': of_params, 'rest': of_rest}
-    meta = {**meta, 'step': step, 'fingerprints': prints, 'beside': None}
-    if beside is None:
+    meta = {**meta, 'step': step, 'fingerprints': prints, 'extra': None}
+    if extra is None:
       self._begin(step, params, rest, meta)
       return
 
     def write() -> None:
-      told = beside()
+      record = extra()
       if not self._closed:
-        self._begin(step, params, rest, {**meta, 'beside': told})
+        self._begin(step, params, rest, {**meta, 'extra': record})
 
     self._writing = Worker(f'checkpoint-{step}', write)
 
@@ -275,8 +275,8 @@ class Checkpoints:
       n += 1
       target = folder / f'{step}-{n}'
     source.rename(target)
-    if self.beside(step).exists():
-      self.beside(step).rename(target.with_name(f'{target.name}-replay'))
+    if self.extra(step).exists():
+      self.extra(step).rename(target.with_name(f'{target.name}-replay'))
     self._manager.reload()
     return target
 

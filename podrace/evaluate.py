@@ -20,13 +20,13 @@ from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, UsageError, bind_run
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
+from podrace.envs.host.answers import AnswerTimer
 from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
 from podrace.metrics import number
 from podrace.networks import outside_loops
 from podrace.run import RunError, load_config
 from podrace.sebulba.actors import CLOSE_SECONDS
 from podrace.sebulba.pipe import POLL
-from podrace.sebulba.thread import Owed
 from podrace.topology import cores
 from podrace.types import Agent, Array, Arrival, Environment, HostEnvironment
 
@@ -157,24 +157,24 @@ class _Watched:
   def __init__(self, name: str, pool: HostEnvironment, deadline: float) -> None:
     self.num_envs = pool.num_envs
     self._name, self._pool, self._deadline = name, pool, Deadline(deadline)
-    self._owed, self._over = Owed(pool.num_envs), threading.Event()
+    self._timer, self._over = AnswerTimer(pool.num_envs), threading.Event()
 
   def reset(self) -> None:
-    with self._owed:
-      self._owed.ask(np.arange(self.num_envs))
+    with self._timer:
+      self._timer.ask(np.arange(self.num_envs))
       self._pool.reset()
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
-    with self._owed:
-      self._owed.ask(env_id)
+    with self._timer:
+      self._timer.ask(env_id)
       self._pool.send(env_id, action)
 
   def recv(self) -> Arrival:
     if self._over.is_set():
       raise HostError(f'{self._name}: the pool is closed')
-    with self._owed:
+    with self._timer:
       arrival = self._pool.recv()
-    self._owed.answered(arrival.env_id)
+    self._timer.answered(arrival.env_id)
     return arrival
 
   def during(self, work: Callable[[], np.ndarray]) -> np.ndarray:
@@ -199,7 +199,7 @@ class _Watched:
     try:
       while thread.is_alive():
         thread.join(POLL)
-        silence = self._owed.silence
+        silence = self._timer.silence
         if not self._pool.watches_itself and self._deadline.passed(0, silence):
           raise HostError(f'{self._name}: environments have not answered for {silence:.0f} s')
     finally:  # by a Ctrl-C as well

@@ -355,7 +355,7 @@ def apex_pong() -> Config:
   return Config(
     agent=DQN(
       network, buffer, learning_rate=1e-4, n_step=3, target_period=2_500, epsilon_ladder=True,
-      ranked_by_acting=True,
+      actor_priorities=True,
     ),
     env='ale:pong',
     architecture='sebulba',

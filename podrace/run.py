@@ -42,7 +42,7 @@ from podrace.config import (
 from podrace.errors import RunError
 from podrace.files import write_whole
 from podrace.process import is_locked, linked_folders, lock, on_signals
-from podrace.replay.hosted import ReplayFailed
+from podrace.replay.host import ReplayFailed
 from podrace.sebulba import ActorFailed
 from podrace.topology import cores
 
@@ -405,7 +405,7 @@ class _Run:
     self.since_line = Clock()  # what the current line of metrics is about
     self.compile_s = 0.0
     self.saved = -1  # the step of the newest checkpoint
-    self.told: dict[str, Any] = {}  # by the architecture, before that checkpoint
+    self.statistics: dict[str, Any] = {}  # by the architecture, before that checkpoint
     self.wall_before = 0.0  # seconds, of earlier lives
     self.born = time.perf_counter()
 
@@ -438,7 +438,7 @@ class _Run:
       self.compile_s += time.perf_counter() - started
     self.say(f'compiled in {self.compile_s:.1f} s')
     self.open_sinks(stack)
-    self.program.start(state, keys, self.told)
+    self.program.start(state, keys, self.statistics)
     try:
       state = self.loop(state)
     except BaseException:
@@ -617,11 +617,11 @@ class _Run:
       'steps_per_update': self.config.steps_per_update,
       'shapes': shapes_sha256(self.program.shapes),
       'replay': self.replay_record(),
-      'told': self.program.told(),
+      'statistics': self.program.statistics(),
     }
     params, rest = _split(state)
-    beside = self.program.save(self.checkpoints.beside(step))
-    self.checkpoints.save(step, params, rest, meta, beside)
+    extra = self.program.save(self.checkpoints.extra(step))
+    self.checkpoints.save(step, params, rest, meta, extra)
     self.saved = step
 
   @contextlib.contextmanager
@@ -679,7 +679,7 @@ class _Run:
       try:
         self.check_fits(self.checkpoints.meta(step))
         found = self.checkpoints.restore(step, params, rest)
-        self.program.restore(self.checkpoints.beside(step), found.meta.get('beside'))
+        self.program.restore(self.checkpoints.extra(step), found.meta.get('extra'))
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
@@ -690,7 +690,7 @@ class _Run:
         self.warn(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
       meta = found.meta
       self.saved = step
-      self.wall_before, self.told = meta['wall_s'], meta['told']
+      self.wall_before, self.statistics = meta['wall_s'], meta['statistics']
       self.clock, self.since_line = Clock(**meta['clock']), Clock(**meta['since_line'])
       self.say(f'resuming at step {step:,}')
       here = machine()

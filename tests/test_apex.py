@@ -34,7 +34,7 @@ from podrace.networks import ActorCritic
 from podrace.options import Options
 from podrace.presets import PRESETS
 from podrace.remote import security
-from podrace.replay.hosted import Streams, named
+from podrace.replay.host import Streams, named
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
 
@@ -47,7 +47,7 @@ CATCH = [
   '--agent', 'dqn', '--num-envs', '32', '--unroll-length', '4', '--actor-threads', '1',
   '--agent.network.hidden', '32', '--agent.network.dueling', 'True', '--agent.n-step', '2',
   '--agent.learning-rate', '2e-3', '--agent.target-period', '50', '--agent.epsilon-ladder', 'True',
-  '--agent.ranked-by-acting', 'True', '--agent.buffer.capacity', '8192',
+  '--agent.actor-priorities', 'True', '--agent.buffer.capacity', '8192',
   '--agent.buffer.batch-size', '64', '--agent.buffer.min-size', '512',
   '--agent.buffer.samples-per-insert', '8', '--agent.buffer.priority-exponent', '0.4',
 ]  # fmt: skip
@@ -557,7 +557,7 @@ def test_windows_that_went_through_a_service(case: str) -> None:
 
 def test_priorities_of_dqn_by_what_acting_saw() -> None:
   """By hand, of windows of 2 steps: two rewards, one that terminates, a step between episodes, a time limit."""
-  agent = DQN(discount=0.5, n_step=2, ranked_by_acting=True)
+  agent = DQN(discount=0.5, n_step=2, actor_priorities=True)
   window = Trajectory(
     TimeStep(
       (),
@@ -575,8 +575,8 @@ def test_priorities_of_dqn_by_what_acting_saw() -> None:
   found = agent.initial_priority(window)
   # 1 + 4 / 2 + 4 / 4 - 1; 2 - 1, as the episode is over; none; 1 + 4 / 2 - 1, from where it was cut
   np.testing.assert_allclose(found, [3.0, 1.0, 0.0, 2.0], atol=1e-5)
-  with pytest.raises(ValueError, match='ranked_by_acting needs an n_step of at least 2'):
-    DQN(ranked_by_acting=True)
+  with pytest.raises(ValueError, match='actor_priorities needs an n_step of at least 2'):
+    DQN(actor_priorities=True)
 
 
 def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
@@ -634,7 +634,7 @@ class OwnImpala(Impala):
       PRESETS['catch'](), num_envs=8, seed=3,
       agent=dataclasses.replace(PRESETS['catch']().agent, lambda_=0.5, network=ActorCritic(hidden=(3, 4))),
     ),
-    Config(DQN(ranked_by_acting=True, n_step=2), env='gymnasium:CartPole-v1,a=b'),
+    Config(DQN(actor_priorities=True, n_step=2), env='gymnasium:CartPole-v1,a=b'),
     Config(OwnImpala(boldness=(5, 6, 7), discount=0.5), unroll_length=3),
   ],
   ids=lambda config: type(config.agent).__name__,

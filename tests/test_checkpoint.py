@@ -234,7 +234,7 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
   for step in (1, 2, 3):
 
     def write(step: int = step) -> dict[str, Any]:
-      checkpoints.beside(step).mkdir(parents=True)
+      checkpoints.extra(step).mkdir(parents=True)
       return {}
 
     checkpoints.save(step, jnp.ones(3), rest, {}, write)
@@ -242,7 +242,7 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
     checkpoints.tidy()  # as `save` does before it writes again
     while step not in (whole := whole_in(folder)):
       assert (
-        all(checkpoints.beside(s).is_dir() for s in {*whole, step})
+        all(checkpoints.extra(s).is_dir() for s in {*whole, step})
         and whole == [step - 1][: step > 1]
       )
     checkpoints.wait()
@@ -271,15 +271,15 @@ def test_what_is_beside_is_written_in_the_background_and_first(tmp_path: Path) -
 
   def write() -> dict[str, Any]:
     assert go.wait(60)
-    checkpoints.beside(10).mkdir(parents=True)
+    checkpoints.extra(10).mkdir(parents=True)
     return {'sha256': 'of it'}
 
   checkpoints.save(10, params, rest, {}, write)
   assert not whole_in(tmp_path / 'checkpoints')
   go.set()
   checkpoints.wait()
-  assert checkpoints.meta(10)['beside'] == {'sha256': 'of it'}
-  assert checkpoints.beside(10).is_dir()
+  assert checkpoints.meta(10)['extra'] == {'sha256': 'of it'}
+  assert checkpoints.extra(10).is_dir()
   checkpoints.close()
 
 

@@ -131,7 +131,7 @@ def test_help_of_train_has_every_option(run: Command) -> None:
   assert '--agent.actor.core' not in said and '--agent.critic.torso' not in said
   plain = ' '.join(said.split())
   assert '--actor-devices str sebulba: which act, as 0,1 (default: those that' in plain
-  assert "--agent.ranked-by-acting bool a window's first priority" in plain
+  assert "--agent.actor-priorities bool a window's first priority" in plain
 
 
 @pytest.mark.parametrize(

@@ -76,9 +76,9 @@ class DQN:
   epsilon: float = 0.05  # how often an action is random in the end, beside noise too
   epsilon_steps: int = 10_000  # gradient steps until then, linearly from 1
   epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
-  ladder_base: float = 0.4  # the first one's
-  ladder_power: float = 7.0  # the last one's is base^(1 + power)
-  ranked_by_acting: bool = False
+  epsilon_base: float = 0.4  # the first one's
+  epsilon_power: float = 7.0  # the last one's is base^(1 + power)
+  actor_priorities: bool = False
   # ^ a window's first priority is by the values that acting saw (Ape-X); needs an n-step of 2 or more
   greedy: bool = False  # for evaluation: no random actions, no noise
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
@@ -88,22 +88,22 @@ class DQN:
     for name in ('n_step', 'target_period', 'epsilon_steps'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    check(self, 0, 1, 'discount', 'target_rate', 'epsilon', 'ladder_base')
-    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'ladder_power', 'adam_epsilon')
+    check(self, 0, 1, 'discount', 'target_rate', 'epsilon', 'epsilon_base')
+    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'epsilon_power', 'adam_epsilon')
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
     if self.huber < 0 or (self.huber == 0 and self.network.head == 'quantile'):
       allowed = 'more than 0 for quantiles' if self.huber == 0 else '0 or more'
       raise ValueError(f'huber must be {allowed}, not {self.huber}')
-    if self.ranked_by_acting and (self.n_step < 2 or self.network.head != 'value'):
+    if self.actor_priorities and (self.n_step < 2 or self.network.head != 'value'):
       raise ValueError(
-        'ranked_by_acting needs an n_step of at least 2, so that acting has seen what is bootstrapped from, '
+        'actor_priorities needs an n_step of at least 2, so that acting has seen what is bootstrapped from, '
         f"and the head 'value', not n_step {self.n_step} and the head {self.network.head!r}"
       )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: windows of n steps."""
-    initial = self.initial_priority if self.ranked_by_acting else None
+    initial = self.initial_priority if self.actor_priorities else None
     return windows(
       self.buffer, self.n_step, num_envs, unroll_length, stack=stack, initial_priority=initial
     )
@@ -116,7 +116,7 @@ class DQN:
   def initial_state(self, env_id: Array) -> Any:
     if not self.epsilon_ladder:
       return ()
-    return valuing.ladder(env_id, self.total_envs, self.ladder_base, self.ladder_power)
+    return valuing.epsilon_ladder(env_id, self.total_envs, self.epsilon_base, self.epsilon_power)
 
   def act(
     self, params: Params, state: Any, timestep: TimeStep, key: Array
@@ -129,7 +129,7 @@ class DQN:
     epsilon = state if self.epsilon_ladder else params.epsilon
     epsilon = jnp.broadcast_to(0.0 if self.greedy else epsilon, values.shape[:1])
     action = valuing.epsilon_greedy(values, epsilon, explore_key)
-    if not self.ranked_by_acting:
+    if not self.actor_priorities:
       return ActorOutput(action), state
     told = valuing.Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
     return ActorOutput(action, told), state

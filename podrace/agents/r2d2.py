@@ -118,7 +118,7 @@ class R2D2:
     return TrainState(network, Rest(network, self.optimiser().init(network), jnp.int32(0)))
 
   def initial_state(self, env_id: Array) -> State:
-    epsilon = valuing.ladder(env_id, self.total_envs, self.epsilon_base, self.epsilon_power)
+    epsilon = valuing.epsilon_ladder(env_id, self.total_envs, self.epsilon_base, self.epsilon_power)
     return State(self.network.initial_state(env_id.shape[0]), epsilon)
 
   def act(

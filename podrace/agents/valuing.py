@@ -51,7 +51,7 @@ def transitions(window: Trajectory, discount: float) -> Transitions:
   )
 
 
-def ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
+def epsilon_ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
   """Epsilon of each environment [B]: base^(1 + power i / (n - 1)) (Horgan et al. 2018, Ape-X)."""
   return base ** (1 + power * env_id / max(total_envs - 1, 1))
 

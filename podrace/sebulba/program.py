@@ -24,7 +24,7 @@ from podrace.learner import (
   learner,
   sample_learner,
 )
-from podrace.replay.hosted import Layout
+from podrace.replay.host import Layout
 from podrace.sebulba.acting import Acting, Programs, pack
 from podrace.sebulba.pipe import Lag, Snapshot, Unroll
 from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrace.envs.host.answers import AnswerTimer
 from podrace.envs.host.base import EVERY, Checker, EpisodeCounter, HostError, everyone, rows_of
 from podrace.sebulba.acting import pack
-from podrace.sebulba.pipe import POLL, Closed, Pipe, Snapshot, Unroll
+from podrace.sebulba.pipe import Closed, Pipe, Snapshot, Unroll
 from podrace.topology import host_device
 from podrace.types import Array, Arrival, HostEnvironment, TimeStep
 
@@ -39,36 +40,6 @@ class Watch:
   def take(self) -> dict[str, float]:
     seconds, self._seconds = dict(self._seconds), collections.defaultdict(float)
     return seconds
-
-
-class Owed:
-  """What a pool's environments owe the thread that is in the pool while this is entered."""
-
-  def __init__(self, num_envs: int) -> None:
-    self._asked_at = np.full(num_envs, np.inf)  # when each environment was; inf: it owes no answer
-    self._inside, self._left = False, 0.0  # whether the thread is in its pool; when it left that
-
-  def __enter__(self) -> None:
-    # They may have answered while nobody was there to hear it: little of that time counts.
-    if (away := time.monotonic() - self._left) > POLL:
-      self._asked_at += away - POLL
-    self._inside = True
-
-  def __exit__(self, *exc: object) -> None:
-    self._inside, self._left = False, time.monotonic()
-
-  def ask(self, env_id: np.ndarray) -> None:
-    """These owe an answer from now on."""
-    self._asked_at[rows_of(env_id, len(self._asked_at))] = time.monotonic()
-
-  def answered(self, env_id: np.ndarray) -> None:
-    self._asked_at[rows_of(env_id, len(self._asked_at))] = np.inf
-
-  @property
-  def silence(self) -> float:
-    """Seconds that some environment has owed an answer; while the thread is away they don't grow."""
-    now = time.monotonic() if self._inside else self._left
-    return max(now - float(self._asked_at.min()), 0.0)
 
 
 class Actor:
@@ -113,7 +84,7 @@ class Actor:
     self._serials = np.zeros(columns, np.int64)  # of finished unrolls
     self._free = collections.deque(range(self._n, columns))
     self._finished: collections.deque[int] = collections.deque()  # columns, oldest first
-    self._owed = Owed(self._n)
+    self._timer = AnswerTimer(self._n)
     self.thread = threading.Thread(target=self._main, name=f'actor-{index}', daemon=True)
 
   def _main(self) -> None:
@@ -148,8 +119,8 @@ class Actor:
         action = np.asarray(action)
         self._watch('inference')
         self._check.action(action)
-        with self._owed:
-          self._owed.ask(ids)
+        with self._timer:
+          self._timer.ask(ids)
           self.pool.send(ids, action)
       arrival = self._receive()
 
@@ -168,8 +139,8 @@ class Actor:
   def _begin(self) -> Arrival:
     """The first arrival: of fresh environments, or what a snapshot was about to answer."""
     if self._snapshot is None:
-      with self._owed:
-        self._owed.ask(self._ids)
+      with self._timer:
+        self._timer.ask(self._ids)
         self.pool.reset()
       return self._receive()
     snapshot = self._snapshot
@@ -182,14 +153,14 @@ class Actor:
   @property
   def silence(self) -> float:
     """Seconds that some environment has owed an answer."""
-    return self._owed.silence
+    return self._timer.silence
 
   def _receive(self) -> Arrival:
     if self._pipe.closed:
       raise Closed
-    with self._owed:
+    with self._timer:
       arrival = self.pool.recv()
-    self._owed.answered(arrival.env_id)
+    self._timer.answered(arrival.env_id)
     self._check(arrival)
     restarts = self._episodes.add(arrival)
     if np.count_nonzero(restarts):

@@ -110,12 +110,12 @@ def test_quantile_loss(threshold: float) -> None:
 
 
 def test_epsilon_ladder_is_ape_x_s() -> None:
-  found = valuing.ladder(jnp.arange(8), 8, 0.4, 7.0)
+  found = valuing.epsilon_ladder(jnp.arange(8), 8, 0.4, 7.0)
   np.testing.assert_allclose(found, [0.4 ** (1 + 7 * i / 7) for i in range(8)], rtol=1e-5)
   expected = [0.3 ** (1 + 5 * i / 3) for i in range(4)]
   r2d2 = R2D2(epsilon_base=0.3, epsilon_power=5.0, total_envs=4)
   r2d2 = dataclasses.replace(r2d2, network=r2d2.network.bind(VECTOR, spaces.Discrete(4)))
-  dqn = DQN(epsilon_ladder=True, ladder_base=0.3, ladder_power=5.0, total_envs=4)
+  dqn = DQN(epsilon_ladder=True, epsilon_base=0.3, epsilon_power=5.0, total_envs=4)
   np.testing.assert_allclose(r2d2.initial_state(jnp.arange(4)).epsilon, expected, rtol=1e-5)
   np.testing.assert_allclose(dqn.initial_state(jnp.arange(4)), expected, rtol=1e-5)
 

@@ -16,7 +16,7 @@ from test_windows import B, T, World, settings
 
 from podrace import tables, topology
 from podrace.replay import windows
-from podrace.replay.hosted import Hosted, Layout, ReplayFailed
+from podrace.replay.host import HostReplay, Layout, ReplayFailed
 from podrace.types import Trajectory
 
 
@@ -39,7 +39,7 @@ class Both:
     self.memory = self.replay.init(example)
     self._add, self.window = jax.jit(self.replay.add), jax.jit(self.w._window)
     self._decode = jax.jit(self.layout.sample)
-    self.hosted = Hosted(self.layout, topology.learner_mesh(1), seed=1)
+    self.hosted = HostReplay(self.layout, topology.learner_mesh(1), seed=1)
     self.hosted.start()
     self.unrolls = 0
 
@@ -356,4 +356,4 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
   buffer = dataclasses.replace(both.w.buffer, batch_size=3)
   layout = Layout(dataclasses.replace(both.w, buffer=buffer), both.layout.example)
   with pytest.raises(ValueError, match='batch_size 3 does not divide over 2 learner devices'):
-    Hosted(layout, topology.learner_mesh(2), 0)
+    HostReplay(layout, topology.learner_mesh(2), 0)

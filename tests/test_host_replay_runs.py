@@ -26,8 +26,8 @@ from podrace.config import bind
 from podrace.envs.host import base as host
 from podrace.networks import QNetwork
 from podrace.replay import Buffer
-from podrace.replay import hosted as hosted_replay
-from podrace.replay.hosted import ReplayFailed
+from podrace.replay import host as host_replay
+from podrace.replay.host import ReplayFailed
 from podrace.sebulba import Sebulba
 from podrace.topology import split_devices
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_without_its_replay_is_damaged(tmp_path: Path, cache: Path)
 def test_learning_goes_on_while_replay_is_written(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  learned, write = threading.Event(), hosted_replay._write
+  learned, write = threading.Event(), host_replay._write
 
   class Learned:
     def write(self, line: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ def test_learning_goes_on_while_replay_is_written(
     write(*args)
 
   monkeypatch.setitem(metrics.SINKS, 'learned', lambda *args: Learned())
-  monkeypatch.setattr(hosted_replay, '_write', slow)
+  monkeypatch.setattr(host_replay, '_write', slow)
   with pytest.raises(SystemExit) as end:
     cli.main(['train', 'catch', *DQN, '--replay', 'host', '--devices', '1', '--total-steps', '3200',
               '--checkpoint-every', '1600', '--log-every', '320', '--sinks', 'learned',
@@ -246,7 +246,7 @@ def test_learning_goes_on_while_replay_is_written(
 
 
 @pytest.mark.parametrize(
-  'place', ['tables.Table.update_priorities', 'replay.hosted.Hosted.metrics']
+  'place', ['tables.Table.update_priorities', 'replay.host.HostReplay.metrics']
 )
 def test_failing_replay_ends_the_run(
   place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]

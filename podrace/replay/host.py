@@ -301,7 +301,7 @@ def selector(w: Windows) -> tables.selectors.Selector:
   return tables.prioritized(w.buffer.priority_exponent) if w.prioritised else tables.uniform()
 
 
-class Hosted:
+class HostReplay:
   """One learner's replay: the table, and the thread that writes to it and samples from it.
 
   What it is told, it does in that order: unrolls are added, samples drawn, priorities set.
@@ -462,7 +462,7 @@ class Hosted:
   # --- checkpoints
 
   def save(self, path: Path, streams: bool) -> Callable[[], dict[str, Any]]:
-    """Takes a snapshot, of references; what writes it, in any thread, and returns `restore`'s `told`.
+    """Takes a snapshot, of references; what writes it, in any thread, and returns `restore`'s `record`.
 
     It writes a new directory, whole or not at all. Rows are never changed, so the replay may go on meanwhile.
 
@@ -476,15 +476,15 @@ class Hosted:
     self._wait()
     taken = tables.snapshot(self.store)
     history = self._history() if streams else dict
-    told = dict(begun=self._begun, highest=self._streams.highest)
+    record = dict(begun=self._begun, highest=self._streams.highest)
 
     def write() -> dict[str, Any]:
       _write(path, taken, history())
-      return dict(told, sha256=_sha256(path))
+      return dict(record, sha256=_sha256(path))
 
     return write
 
-  def restore(self, path: Path, told: dict[str, Any]) -> None:
+  def restore(self, path: Path, record: dict[str, Any]) -> None:
     """Reads what `save` wrote.
 
     Raises:
@@ -492,13 +492,13 @@ class Hosted:
     """
     if not path.is_dir():
       raise tables.CheckpointError(f'{path} is not there')
-    if (found := _sha256(path)) != told['sha256']:
-      raise tables.CheckpointError(f'{path}: its checksum is {found}, expected {told["sha256"]}')
+    if (found := _sha256(path)) != record['sha256']:
+      raise tables.CheckpointError(f'{path}: its checksum is {found}, expected {record["sha256"]}')
     self._make_table()
     tables.restore(self.store, path / 'tables')
     with np.load(path / 'streams.npz', allow_pickle=False) as file:
       self._relive(dict(file))
-    self._begun, self._streams.highest = told['begun'], told['highest']
+    self._begun, self._streams.highest = record['begun'], record['highest']
 
   def _history(self) -> Callable[[], dict[str, np.ndarray]]:
     """The rows of all streams that windows may still be made of, read when it is called."""

@@ -1,9 +1,9 @@
 """What replay on the host costs a run under Sebulba, against replay on the device.
 
-    .venv/bin/python benchmarks/replay_hosted.py [SECONDS]
+    .venv/bin/python benchmarks/replay_host.py [SECONDS]
 
 The same presets with either, in turn, twice; steps/s while learning, and the size of what is remembered. Writes
-results/replay_hosted.json.
+results/replay_host.json.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     ratio = median['host']['steps_per_s'] / median['device']['steps_per_s']
     found[preset] = {**median, 'host_over_device': ratio, 'runs': runs}
     print(preset, {k: v for k, v in found[preset].items() if k != 'runs'}, flush=True)
-  record('replay_hosted', found)
+  record('replay_host', found)
 
 
 if __name__ == '__main__':
