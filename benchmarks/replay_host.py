@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from common import record
 
-from podrace.architectures import OnHost
 from podrace.build import build_sebulba
 from podrace.config import Config
 from podrace.presets import PRESETS
+from podrace.sebulba import HostReplaySource
 
 MIN_SIZE = 1_000  # so that learning begins at once
 REPEATS = 2
@@ -38,11 +38,10 @@ def config(preset: str, replay: Any) -> Config:
 
 def rate(config: Config, seconds: float) -> dict[str, float]:
   """Steps/s while learning, and bytes for each step that is remembered."""
-  program = build_sebulba(config)
-  driver = OnHost(program)
+  driver = build_sebulba(config)
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([0], np.uint32))
-  state = program.init(jax.random.clone(keys))
+  state = driver.init(jax.random.clone(keys))
   driver.start(state, keys, {})
   try:
     state, _ = driver.advance(state, -(-MIN_SIZE // config.steps_per_update) + 10, lambda: False)
@@ -51,13 +50,14 @@ def rate(config: Config, seconds: float) -> dict[str, float]:
       state, made = driver.advance(state, 4, lambda: False)
       updates += made
     elapsed = time.perf_counter() - start
-    if driver._hosted is None:
+    source = driver.source
+    if not isinstance(source, HostReplaySource):
       arrays = jax.tree.leaves(state.memory)
       size, steps = sum(x.nbytes for x in arrays), state.memory.timesteps.reward.size
     else:
-      driver._hosted._wait()
-      w = program.replay.windows
-      size, steps = driver._hosted.store.total.bytes, len(driver._hosted.table) * w.period
+      source.replay._wait()
+      w = driver.windows
+      size, steps = source.replay.store.total.bytes, len(source.replay.table) * w.period
   finally:
     driver.close()
   return {

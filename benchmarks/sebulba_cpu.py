@@ -94,25 +94,24 @@ def profile(args: list[str], seconds: float) -> dict[str, Any]:
   import numpy as np
 
   from podrace import bench
-  from podrace.architectures import OnHost
   from podrace.build import build_sebulba
   from podrace.cli import base_config, parse
 
   base = dataclasses.replace(base_config('pong', None, None), architecture='sebulba')
   config = parse(base, args)
-  program = build_sebulba(config)
-  driver = OnHost(program)
+  driver = build_sebulba(config)
+  program = bench.acting_of(driver)
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
-  state = program.init(jax.random.clone(keys))
+  state = driver.init(jax.random.clone(keys))
   found = dict(
     environment=watched(lambda: bench.environment_rate(program, state, keys, seconds), seconds),
     inference=watched(lambda: bench.inference_rate(program, state, seconds), seconds),
-    learner=watched(lambda: bench.learner_rate(program, driver, state, seconds), seconds),
+    learner=watched(lambda: bench.learner_rate(driver, state, seconds), seconds),
   )
-  state = program.init(jax.random.clone(keys))
+  state = driver.init(jax.random.clone(keys))
   found['combined'] = watched(
-    lambda: bench.combined_rate(program, driver, state, keys, seconds / 2)[0], seconds
+    lambda: bench.combined_rate(driver, state, keys, seconds / 2)[0], seconds
   )
   return found
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
 from podrace.actor import ActorState, actor_on_mesh, pooled
-from podrace.check import count_faults, faults
+from podrace.check import check_faults, count_faults, faults
+from podrace.checkpoint import Extra
 from podrace.envs.base import batch
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.types import Agent, Array, Environment, Replay, TrainState
@@ -164,3 +168,49 @@ class Anakin:
       return state.log.broken, all_finite(state.train.params), count_faults(state.actor.faults)
 
     return jax.jit(check, out_shardings=topology.replicated(self.mesh))
+
+
+class AnakinDriver:
+  """An `Architecture`: all of it is in the compiled program."""
+
+  def __init__(self, program: Anakin) -> None:
+    self._program = program
+    self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.windows = program.replay.windows
+    self.ready = self.windows.ready if self.windows else 0
+
+  def compile(self) -> None:
+    one = jax.ShapeDtypeStruct((), jnp.int32)
+    self._run = self._program.run.lower(self.shapes, one).compile()
+    self._read_log = self._program.read_log.lower(self.shapes).compile()
+    self._health = self._program.health.lower(self.shapes).compile()
+
+  def start(self, state: Any, keys: Array, statistics: dict[str, Any]) -> None:
+    pass
+
+  def advance(self, state: Any, updates: int, give_up: Callable[[], bool]) -> tuple[Any, int]:
+    return jax.block_until_ready(self._run(state, np.int32(updates))), updates
+
+  def read_log(self, state: Any) -> tuple[dict[str, Any], Any]:
+    summary, state = self._read_log(state)
+    return jax.device_get(summary), state
+
+  def health(self, state: Any) -> tuple[Any, Any]:
+    broken, finite, counts = jax.device_get(self._health(state))
+    check_faults(counts, self._program.agent, self._program.env)
+    return broken, finite
+
+  def statistics(self) -> dict[str, Any]:
+    return {}
+
+  def save(self, path: Path) -> Extra | None:
+    return None
+
+  def finished(self, state: Any) -> None:
+    pass
+
+  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
+    pass
+
+  def close(self) -> None:
+    pass

@@ -46,7 +46,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Totals, action_bounds
+from podrace.envs.host.base import HostSpec, Totals, action_bounds
 from podrace.errors import RunError
 from podrace.presets import PRESETS
 from podrace.process import on_signals
@@ -68,10 +68,19 @@ from podrace.replay.host import (
 )
 from podrace.replay.windows import CONTINUED, REPEATED, Windows
 from podrace.run import write_json
-from podrace.sebulba import ActorFailed, Actors, Learner, Sebulba, State, Unroll
+from podrace.sebulba import (
+  ActingProgram,
+  ActorFailed,
+  Actors,
+  Batch,
+  LearningProgram,
+  State,
+  Unroll,
+  example_trajectory,
+)
 from podrace.service import contents
-from podrace.topology import AXIS, TRAJECTORY_SPECS, Topology, split_devices
-from podrace.types import FIRST, LAST, Array, TrainState, Trajectory
+from podrace.topology import AXIS, TRAJECTORY_SPECS, split_devices
+from podrace.types import FIRST, LAST, Array, Trajectory
 
 UNROLLS = 'unrolls'  # the table of agents without replay: a queue
 LARGEST_TOTAL = 1e30  # of what is told of episodes
@@ -498,96 +507,93 @@ def run_name(run_dir: Path) -> str:
   return name
 
 
-class Apart:
-  """The learner's part of a run whose acting and replay are elsewhere; an `Architecture`.
+class DistributedSource:
+  """Batches of experience that other processes made; a `Source`.
 
-  With replay the `update`-th update has the samples that `samples_per_insert` makes of its steps: the service's
-  limiter sees to it that as many steps have been made, and none is counted before it lets something be sampled. Without, it has a batch of unrolls.
+  With replay the `update`-th update has the samples that `samples_per_insert` makes of its steps: the
+  service's limiter sees to it that as many steps have been made, and none is counted before it lets
+  something be sampled. Without, it has a batch of unrolls.
   """
 
-  def __init__(self, program: Sebulba, addresses: Addresses, config: Config, run_dir: Path) -> None:
-    self._program, self._addresses, self._config = program, addresses, config
+  snapshots = ()
+
+  def __init__(
+    self,
+    learning: LearningProgram,
+    spec: HostSpec,
+    addresses: Addresses,
+    config: Config,
+    run_dir: Path,
+  ) -> None:
+    self._learning, self._spec, self._addresses, self._config = learning, spec, addresses, config
     self._record, self._run_dir, self._run = record(config), run_dir, ''
     check(addresses)  # is refused before it is compiled for
-    self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
-    self.windows = program.replay.windows
-    self.ready = 0  # `advance` looks up after each update
-    self._learner = Learner(program)
-    self.health = self._learner.health
-    size = program.replay.windows.buffer.batch_size if program.hosted else 0
-    if size % self.mesh.size:
-      raise ValueError(f'batch_size {size} does not divide over {self.mesh.size} learner devices')
+    self._windows, mesh = learning.windows, learning.mesh
+    size = self._windows.buffer.batch_size if self._windows else 0
+    if size % mesh.size:
+      raise ValueError(f'batch_size {size} does not divide over {mesh.size} learner devices')
     self._client: service.Client | None = None
     self._publisher: service.Publisher | None = None
     self._feed: Feed | None = None
-    self._publish_seconds = PUBLISH_SECONDS if program.hosted else UNROLLS_PUBLISH_SECONDS
+    self._publish_seconds = PUBLISH_SECONDS if self._windows else UNROLLS_PUBLISH_SECONDS
     self._version, self._published_at = -1, 0.0
     self._episodes = Totals()
     self._reminded = -math.inf
-    self._waited = False  # for the first experience, which was told
+    self._waited = False  # for the first experience, which was logged
     self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
+    self._taken = 0  # batches of the update at hand
+    self._give_up: Callable[[], bool] = lambda: False
 
-  def compile(self) -> None:
-    p = self._program
+  def open(self) -> None:
     self._run = run_name(self._run_dir)
-    self._learner.compile(p.batch if p.hosted else (p.batch_of_unrolls,))
-    # What listens is there before the others are waited for, as they may wait for it.
+    # Acting processes may wait for the publisher, so it listens before the service is waited for.
     a = self._addresses
     self._publisher = service.Publisher(a.parameters, a.keys, a.insecure, a.peer_timeout)
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
-    if p.hosted:
-      table = replay_table(self._client, p.layout, p.spec.action_space, self._run)
-      self._source: Sampled | Queued = Sampled(table, p.replay.windows, self.mesh)
+    space, mesh, replay = self._spec.action_space, self._learning.mesh, self._learning.replay
+    if isinstance(replay, Layout):
+      table = replay_table(self._client, replay, space, self._run)
+      self._source: Sampled | Queued = Sampled(table, replay.windows, mesh)
     else:
-      example, space = p.batch_of_unrolls, p.spec.action_space
-      table = unrolls_table(self._client, p.num_envs, example, space, self._run)
-      self._source = Queued(table, p.batch_of_unrolls, self.mesh)
+      example = self._learning.example
+      table = unrolls_table(self._client, self._config.num_envs, example, space, self._run)
+      self._source = Queued(table, example, mesh)
     self._episodes_table = episodes_table(self._client, self._run)
 
-  def start(self, state: State, keys: Array, statistics: dict[str, Any]) -> None:
-    assert self._client is not None, 'start before compile'  # which has made the tables
-    self._update = int(jax.device_get(state.update))
+  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
+    assert self._client is not None, 'start before open'  # which has made the tables
     self._episodes = Totals(**statistics.get('episodes', {}))
-    self._publish(state.train.params)
-    self._tell_steps()
+    update = int(jax.device_get(state.update))
+    self._publish(update, state.train.params)
+    self._count_steps(update)
     self._feed = Feed(self._source, self._episodes_table)
 
-  def _publish(self, params: Any, *more: tuple[str, np.ndarray]) -> None:
+  def publish(self, update: int, params: Any) -> None:
+    """Publishes the parameters, if the last version is old enough."""
+    if time.monotonic() > self._published_at + self._publish_seconds:
+      with contextlib.suppress(ReplayFailed):  # the next `take` raises it
+        self._publish(update, params)
+
+  def _publish(self, update: int, params: Any, *more: tuple[str, np.ndarray]) -> None:
     assert self._publisher is not None
     text = np.frombuffer(json.dumps({**self._record, RUN: self._run}).encode(), np.uint8)
-    self._version = max(self._version + 1, self._update)
+    self._version = max(self._version + 1, update)
     try:
       self._publisher.publish(self._version, [*to_leaves(params), (RECORD, text), *more])
     except RuntimeError as e:  # its thread has failed
       raise ReplayFailed(str(e)) from e
     self._published_at = time.monotonic()
 
-  def advance(self, state: State, updates: int, give_up: Callable[[], bool]) -> tuple[State, int]:
-    self._check()  # here only, where nothing has been donated: who is told can save the state
-
-    def waits() -> bool:
-      self._tell_of_loneliness()
-      return give_up() or bool(self._publisher and self._publisher.failure)
-
-    for done in range(updates):
-      state, whole = self._one(state, waits)
-      if not whole:
-        return jax.block_until_ready(state), done
-      if time.monotonic() > self._published_at + self._publish_seconds:
-        with contextlib.suppress(ReplayFailed):  # the next call raises it
-          self._publish(state.train.params)
-    return jax.block_until_ready(state), updates
-
   def _check(self) -> None:
-    """Raises ReplayFailed if what goes on beside the learner has failed."""
+    """Raises ReplayFailed if a thread has failed."""
     assert self._feed is not None and self._publisher is not None
     self._feed.check()
     if self._publisher.failure:
       raise ReplayFailed(self._publisher.failure)
 
-  def _tell_of_loneliness(self) -> None:
-    """That nobody acts, when there is nothing to learn from, at once and then now and then."""
+  def _warn_if_alone(self) -> None:
+    """Logs that no process acts, while there is nothing to learn from: at once, then now and then."""
     assert self._publisher is not None
     now = time.monotonic()
     if self._publisher.peers:
@@ -600,57 +606,66 @@ class Apart:
         act_command(self._config, there),
       )
 
-  def _one(self, state: State, give_up: Callable[[], bool]) -> tuple[State, bool]:
-    """An update, or the part of one until `give_up` or a failure."""
-    assert self._feed is not None
-    if not self._program.hosted:
-      return self._one_of_unrolls(self._feed, state, give_up)
-    w: Windows = self._program.replay.windows
-    self._tell_steps()
-    if self._update < w.ready:  # nothing is due, but the steps must have been made
+  def take(self, update: int, give_up: Callable[[], bool]) -> Batch | None:
+    def waits() -> bool:
+      self._warn_if_alone()
+      return give_up() or bool(self._publisher and self._publisher.failure)
+
+    self._give_up = waits
+    self._check()
+    take = self._take_sample if self._windows else self._take_unrolls
+    batch = take(update)
+    if batch is None and not give_up():
+      self._check()
+    return batch
+
+  def _take_sample(self, update: int) -> Batch | None:
+    assert self._feed is not None and self._windows is not None
+    w = self._windows
+    self._count_steps(update)
+    if update < w.ready:  # nothing is due, but the steps must have been made
       if not self._waited:
         self._waited = True
         log.info('waiting until the replay service has %d steps (min_size)', w.buffer.min_size)
-      if not self._feed.begun(give_up):
-        return state, False
-    for i in range(w.due(self._update - w.ready) if self._update >= w.ready else 0):
-      batch = self._feed.take(give_up)
-      if batch is None:
-        return state, False
-      state, priority = self._learner.learn_sample(state, i, batch.data)
-      self._feed.update(batch.key, priority, give_up)
-    self._update += 1
-    return self._learner.end_update(state, self._update), True
+      return Batch(None) if self._feed.begun(self._give_up) else None
+    due = int(w.due(update - w.ready))
+    if not due:
+      return Batch(None)
+    draw, i = self._feed.take(self._give_up), self._taken
+    if draw is None:
+      return None
+    self._taken = (i + 1) % due
+    return Batch(draw.data, draw.key, i, not self._taken)
 
-  def _one_of_unrolls(
-    self, feed: Feed, state: State, give_up: Callable[[], bool]
-  ) -> tuple[State, bool]:
-    batch = feed.take(give_up)
-    if batch is None:
-      return state, False
-    state = self._learner.learn(state, (batch.data,))
-    self._lags.append(np.maximum(self._update - batch.key, 0))  # below 0: of a life that was lost
-    self._update += 1
-    return state, True
+  def _take_unrolls(self, update: int) -> Batch | None:
+    assert self._feed is not None
+    draw = self._feed.take(self._give_up)
+    if draw is None:
+      return None
+    self._lags.append(np.maximum(update - draw.key, 0))  # below 0: of a life that was lost
+    return Batch((draw.data,))
 
-  def _tell_steps(self) -> None:
-    """Tells who samples how many steps of the environments there are with the update at hand."""
-    if isinstance(self._source, Sampled):
-      w: Windows = self._program.replay.windows
-      learned = max(self._update, w.ready)  # no batch is of less
+  def learned(self, batch: Batch, priority: Any) -> None:
+    assert self._feed is not None
+    if self._windows:
+      self._feed.update(batch.key, priority, self._give_up)
+
+  def _count_steps(self, update: int) -> None:
+    """Sets how many steps of the environments there are with the update at hand."""
+    if isinstance(self._source, Sampled) and (w := self._windows):
+      learned = max(update, w.ready)  # no batch is of less
       self._source.steps = (learned + 1) * w.num_envs * w.unroll_length
 
-  def read_log(self, state: State) -> tuple[dict[str, Any], State]:
+  def read(self) -> tuple[Totals, dict[str, Any]]:
     assert self._feed is not None and self._publisher is not None
     episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     lag = {'policy_lag_mean': lags.mean(), 'policy_lag_max': lags.max()} if len(lags) else {}
-    host = {
+    return episodes, {
       'acting_processes': len(self._publisher.peers),
       **{k: float(x) for k, x in lag.items()},
       **self._feed.metrics(),
     }
-    return self._learner.read_log(state, episodes, host)
 
   def statistics(self) -> dict[str, Any]:
     if self._feed is not None:
@@ -664,8 +679,9 @@ class Apart:
     pass
 
   def finished(self, state: State) -> None:
-    """Tells acting processes that the run is complete, and waits for them to leave."""
-    self._publish(state.train.params, (FINISHED, np.ones(1, np.uint8)))
+    """Publishes that the run is complete, and waits for the acting processes to leave."""
+    update = int(jax.device_get(state.update))
+    self._publish(update, state.train.params, (FINISHED, np.ones(1, np.uint8)))
     assert self._publisher is not None
     end = time.monotonic() + GOODBYE_SECONDS
     while self._publisher.peers and time.monotonic() < end:
@@ -777,28 +793,27 @@ class _Acting:
     i, n = options.share
     spec = host.make(config.env)
     agent = bind_run(config, spec)
-    one = split_devices(config.actor_devices or '0', config.actor_devices or '0', None)
-    device = one.actors[0]
-    replay = memory(agent, spec, config)
-    hosted = replay.windows is not None
-    self._program = Sebulba(
+    devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
+    windows = memory(agent, spec, config).windows
+    self._program = ActingProgram(
       agent=agent,
       spec=spec,
-      replay=replay,
-      topology=Topology(one.actors, Mesh(np.array([device]), (AXIS,))),
+      devices=devices,
+      destinations=devices[:1],  # whence they are written
       num_envs=config.num_envs // n,
       unroll_length=config.unroll_length,
       threads=config.actor_threads,
       lag='async',
       # In versions. With replay it is bounded in seconds.
-      max_lag=2**30 if hosted else config.max_lag,
+      max_lag=2**30 if windows else config.max_lag,
       batch_size=config.env_batch_size,
       env_threads=config.env_threads,
       deadline=config.env_deadline,
       seed=int.from_bytes(os.urandom(4), 'little'),
-      hosted=hosted,
-      first_thread=i * config.actor_threads * len(one.actors),
+      first_thread=i * config.actor_threads * len(devices),
     )
+    self._example = example_trajectory(agent, spec, config.num_envs // n, config.unroll_length)
+    self._layout = Layout(windows, self._example) if windows else None
     self._record, self._max_staleness = record(config), options.max_staleness
     self._give_up = options.give_up or None
     log.info('waiting for parameters of %s', a.parameters)
@@ -818,7 +833,7 @@ class _Acting:
       log.info('connecting to the replay service at %s', ', '.join(a.replay))
       client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
-      write = self._windows(client) if program.hosted else self._unrolls(client)
+      write = self._windows(client, self._layout) if self._layout else self._unrolls(client)
       program.warm_up()
       actors = self._start(params)
       stack.callback(actors.close)
@@ -829,9 +844,8 @@ class _Acting:
       except tables.Closed as e:
         raise self._ended or e from None
 
-  def _windows(self, client: service.Client) -> Callable[[Unroll], None]:
+  def _windows(self, client: service.Client, layout: Layout) -> Callable[[Unroll], None]:
     """Writes unrolls as windows, for agents with replay."""
-    layout = self._program.layout
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
     table = replay_table(client, layout, self._program.spec.action_space, self._run)
@@ -848,7 +862,7 @@ class _Acting:
 
   def _unrolls(self, client: service.Client) -> Callable[[Unroll], None]:
     """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
-    example, space = self._program.batch_of_unrolls, self._program.spec.action_space
+    example, space = self._example, self._program.spec.action_space
     table = unrolls_table(client, self._num_envs, example, space, self._run)
     writer = client.writer(1)
     source, number = np.int64(int.from_bytes(os.urandom(7), 'little')), 0
@@ -870,10 +884,8 @@ class _Acting:
 
   def _start(self, params: Any) -> Actors:
     key, actor_key = jax.random.split(jax.random.key(self._program.seed))
-    nothing: Any = ()
-    state = State(TrainState(params, ()), nothing, nothing, key, jax.numpy.int32(0), nothing, ())
     self._versions[0] = self._held
-    return Actors(self._program, state, actor_key)
+    return Actors(self._program, {0: params}, key, actor_key)
 
   def _write(self, actors: Actors, write: Callable[[Unroll], None], teller: _Teller) -> None:
     """Writes what is acted, until `_watch` closes what it is written to."""

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from podrace.architectures import OnHost
 from podrace.build import build_sebulba
 from podrace.config import Config, UsageError, validate
 from podrace.errors import RunError
-from podrace.sebulba import Actors, Sebulba
+from podrace.sebulba import ActingProgram, Actors, ActorSource, Batch, SebulbaDriver
 from podrace.sebulba.acting import pack
 from podrace.topology import cores
 
@@ -46,48 +45,48 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   def say(what: str) -> None:
     print(what, file=sys.stderr, flush=True)
 
-  program = build_sebulba(config)
-  driver = OnHost(program)
+  driver = build_sebulba(config)
+  acting = acting_of(driver)
   say('compiling')
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
-  state = program.init(jax.random.clone(keys))
+  state = driver.init(jax.random.clone(keys))
   rates: dict[str, float] = {}
   say('measuring the environments')
-  rates['environment'] = environment_rate(program, state, keys, seconds)
+  rates['environment'] = environment_rate(acting, state, keys, seconds)
   say('measuring inference')
-  rates['inference'] = inference_rate(program, state, seconds)
+  rates['inference'] = inference_rate(acting, state, seconds)
   say('measuring the learner')
-  rates['learner'] = learner_rate(program, driver, state, seconds)
+  rates['learner'] = learner_rate(driver, state, seconds)
   say('measuring the run')
-  state = program.init(jax.random.clone(keys))
-  rates['combined'], shares, by_thread = combined_rate(program, driver, state, keys, seconds)
+  state = driver.init(jax.random.clone(keys))
+  rates['combined'], shares, by_thread = combined_rate(driver, state, keys, seconds)
   stages = [rates[k] for k in ('environment', 'inference', 'learner')]
   rates['parallel'] = 1 / sum(1 / r for r in stages)
   more: dict[str, float] = {}
-  if not set(program.topology.actors) & set(program.topology.local_learners):
+  if not set(acting.devices) & set(acting.destinations):
     more['combined_over_minimum'] = round(rates['combined'] / min(stages), 3)
     rates['minimum'] = min(stages)
   return {
     'env': config.env,
     'num_envs': config.num_envs,
     'unroll_length': config.unroll_length,
-    'threads': program.local_threads,
+    'threads': acting.local_threads,
     'lag': config.lag,
     **{k: round(v, 1) for k, v in rates.items()},
     'combined_over_parallel': round(rates['combined'] / rates['parallel'], 3),
     'combined_over_environment': round(rates['combined'] / rates['environment'], 3),
     **more,
-    'advice': advice(program, rates),
+    'advice': advice(acting, rates),
     'actor_time': shares,
     'actor_time_by_thread': by_thread,
-    'bytes': memory(program),
+    'bytes': memory(driver),
   }
 
 
-def advice(program: Sebulba, rates: dict[str, float]) -> str:
+def advice(program: ActingProgram, rates: dict[str, float]) -> str:
   """What another setting may do better; '' if nothing is known of it."""
-  on_cpu = all(d.platform == 'cpu' for d in program.topology.actors)
+  on_cpu = all(d.platform == 'cpu' for d in program.devices)
   if on_cpu and program.local_threads > 1 and rates['combined'] < rates['parallel']:
     return (
       f'{program.local_threads} actor threads and the learner share {cores()} cores, and fill them '
@@ -97,19 +96,19 @@ def advice(program: Sebulba, rates: dict[str, float]) -> str:
   return ''
 
 
-def memory(program: Sebulba) -> dict[str, int]:
+def memory(driver: SebulbaDriver) -> dict[str, int]:
   """Bytes on a device: of each actor thread's unroll, and on each learner device.
 
   The latter are what is learned, the parameters before with lag 1, a batch, and replay.
   """
-  s, batch = program.shapes, program.warm_up()
-  replay = _bytes(s.memory) // program.mesh.size
-  actor = sum(_bytes(t) for t in batch) // program.total_threads
+  s, batch = driver.shapes, driver.learning.batch
+  replay = _bytes(s.memory) // driver.mesh.size
+  actor = sum(_bytes(t) for t in batch) // acting_of(driver).total_threads
   return {
     'parameters': _bytes(s.train.params),
     'actor_thread': actor,
     'replay': replay,
-    'learner_device': _bytes((s.train, s.previous)) + _bytes(batch) // program.mesh.size + replay,
+    'learner_device': _bytes((s.train, s.previous)) + _bytes(batch) // driver.mesh.size + replay,
   }
 
 
@@ -163,9 +162,10 @@ def together(
   return sum(counts) / (time.perf_counter() - start)
 
 
-def environment_rate(program: Sebulba, state: Any, keys: Any, seconds: float) -> float:
+def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: float) -> float:
   """All pools at once, with the same random actions again and again; with masks, new ones that these allow."""
-  pools = Actors(program, state, jax.random.split(keys[0], 3)[1], start=False).pools
+  actor_key = jax.random.split(keys[0], 3)[1]
+  pools = Actors(program, {0: state.train.params}, state.key, actor_key, start=False).pools
 
   def stepping(pool: Any) -> Callable[[], int]:
     space, n = program.spec.action_space, pool.num_envs
@@ -210,7 +210,7 @@ def allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarra
   return np.stack([x.argmax(1) for x in parts], axis=1).astype(np.int32)
 
 
-def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
+def inference_rate(program: ActingProgram, state: Any, seconds: float) -> float:
   """What each actor thread does for a step, but for the environments."""
   n, length = program.envs_per_thread, program.unroll_length
   size = n if program.ordered else program.batch_size
@@ -250,40 +250,51 @@ def inference_rate(program: Sebulba, state: Any, seconds: float) -> float:
   )
 
 
-def zeros(program: Sebulba) -> Any:
+def acting_of(driver: SebulbaDriver) -> ActingProgram:
+  """The acting half of a run whose learner takes its actors' unrolls."""
+  assert isinstance(driver.source, ActorSource)
+  return driver.source.acting
+
+
+def zeros(driver: SebulbaDriver) -> Batch:
   """A batch for the learner."""
-  example = program.warm_up()
-  return jax.tree.map(lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding), example)
+  shapes = driver.learning.batch
+  place = lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
+  return Batch(jax.tree.map(place, shapes))
 
 
-def filled(program: Sebulba, driver: OnHost, state: Any) -> Any:
+def filled(driver: SebulbaDriver, state: Any) -> Any:
   """The state of which the next update learns: those before only fill replay, with zeros."""
-  windows = program.replay.windows
-  if windows is None:
+  if driver.windows is None:
     return state
-  batch = zeros(program)
-  for _ in range(windows.ready):
-    state = driver.learner.learn(state, batch)
+  batch = zeros(driver)
+  for _ in range(driver.windows.ready):
+    state, _ = driver.learning.learn(state, batch)
   return jax.block_until_ready(state)
 
 
-def learner_rate(program: Sebulba, driver: OnHost, state: Any, seconds: float) -> float:
+def steps_per_update(driver: SebulbaDriver) -> int:
+  acting = acting_of(driver)
+  return acting.num_envs * acting.unroll_length
+
+
+def learner_rate(driver: SebulbaDriver, state: Any, seconds: float) -> float:
   """The same batch of zeros again and again."""
-  batch = zeros(program)
-  held = [filled(program, driver, state)]
+  batch = zeros(driver)
+  held = [filled(driver, state)]
 
   def call() -> int:
-    held[0] = jax.block_until_ready(driver.learner.learn(held[0], batch))
-    return program.num_envs * program.unroll_length
+    held[0] = jax.block_until_ready(driver.learning.learn(held[0], batch)[0])
+    return steps_per_update(driver)
 
   return together([call], seconds)
 
 
 def combined_rate(
-  program: Sebulba, driver: OnHost, state: Any, keys: Any, seconds: float
+  driver: SebulbaDriver, state: Any, keys: Any, seconds: float
 ) -> tuple[float, dict[str, float], list[dict[str, float]]]:
   """The run itself; and the shares of the actor threads' time, of all and of each."""
-  state = filled(program, driver, state)
+  state = filled(driver, state)
   driver.start(state, keys, {})
   try:
     state, _ = driver.advance(state, 3, lambda: False)
@@ -292,9 +303,10 @@ def combined_rate(
     while time.perf_counter() < start + 2 * seconds:
       state, made = driver.advance(state, 10, lambda: False)  # many a call, as in a run
       updates += made
-    rate = updates * program.num_envs * program.unroll_length / (time.perf_counter() - start)
-    by_thread = driver.shares_by_thread()
-    told, _ = driver.read_log(state)
+    rate = updates * steps_per_update(driver) / (time.perf_counter() - start)
+    assert isinstance(driver.source, ActorSource)
+    by_thread = driver.source.shares_by_thread()
+    found, _ = driver.read_log(state)
   finally:
     driver.close()
-  return rate, {k: v for k, v in told['host'].items() if k.startswith('actor_')}, by_thread
+  return rate, {k: v for k, v in found['host'].items() if k.startswith('actor_')}, by_thread

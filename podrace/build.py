@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from podrace import envs
-from podrace.anakin import Anakin
-from podrace.architectures import Architecture, OnDevice, OnHost
+from podrace.anakin import Anakin, AnakinDriver
+from podrace.architecture import Architecture
 from podrace.check import check_run
 from podrace.config import Config, UsageError, bind_run, validate
 from podrace.envs.host import base as host
+from podrace.envs.host.base import HostSpec
 from podrace.replay import on_policy
-from podrace.sebulba import Sebulba
+from podrace.replay.host import Layout
+from podrace.sebulba import (
+  ActingProgram,
+  ActorSource,
+  HostReplaySource,
+  LearningProgram,
+  SebulbaDriver,
+  example_trajectory,
+)
 from podrace.topology import Topology, learner_mesh, split_devices
 from podrace.types import Replay
 
@@ -47,17 +56,19 @@ def build(
   if addresses is not None:
     if run_dir is None:
       raise UsageError('--replay service needs a run directory')
-    from podrace.apex import Apart
+    from podrace.apex import DistributedSource
 
-    return Apart(build_learner(config), addresses, config, run_dir)
+    learning, spec = build_learner(config)
+    source = DistributedSource(learning, spec, addresses, config, run_dir)
+    return SebulbaDriver(learning, source, source.publish)
   if config.architecture == 'sebulba':
-    return OnHost(build_sebulba(config, server))
+    return build_sebulba(config, server)
   env = envs.make(config.env)
   agent = bind_run(config, env)
   replay, mesh = memory(agent, env, config), learner_mesh(config.devices)
   program = Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
   check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
-  return OnDevice(program)
+  return AnakinDriver(program)
 
 
 def memory(agent: Any, env: Any, config: Config) -> Replay:
@@ -67,7 +78,7 @@ def memory(agent: Any, env: Any, config: Config) -> Replay:
   return agent.memory(config.num_envs, config.unroll_length, getattr(env, 'frame_stack', 0))
 
 
-def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
+def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver:
   """The Sebulba that a config describes."""
   spec = host.make(config.env)
   if config.envs == 'remote':
@@ -77,13 +88,16 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
       raise UsageError('--envs remote is for runs of one process')
     spec = server.spec(spec)
   agent = bind_run(config, spec)
-  program = Sebulba(
-    agent=agent,
-    spec=spec,
-    replay=memory(agent, spec, config),
-    topology=split_devices(config.actor_devices, config.learner_devices, config.devices),
-    num_envs=config.num_envs,
-    unroll_length=config.unroll_length,
+  replay = memory(agent, spec, config)
+  topology = split_devices(config.actor_devices, config.learner_devices, config.devices)
+  driver = sebulba(
+    agent,
+    spec,
+    replay,
+    topology,
+    config.num_envs,
+    config.unroll_length,
+    host_replay=config.replay == 'host',
     threads=config.actor_threads,
     lag=config.lag,
     max_lag=config.max_lag,
@@ -91,14 +105,51 @@ def build_sebulba(config: Config, server: Server | None = None) -> Sebulba:
     env_threads=config.env_threads,
     deadline=config.env_deadline,
     seed=config.seed,
-    hosted=config.replay == 'host',
   )
-  check_run(agent, spec, program.replay, program.mesh, config.num_envs, config.unroll_length)
-  return program
+  check_run(agent, spec, replay, driver.mesh, config.num_envs, config.unroll_length)
+  return driver
 
 
-def build_learner(config: Config) -> Sebulba:
-  """That part of a Sebulba which learns, by default on all devices; its actors are elsewhere."""
+def sebulba(
+  agent: Any,
+  spec: HostSpec,
+  replay: Replay,
+  topology: Topology,
+  num_envs: int,
+  unroll_length: int,
+  host_replay: bool = False,
+  **acting: Any,
+) -> SebulbaDriver:
+  """Acting and learning in one process, by parts that are made already.
+
+  Args:
+    agent: bound to the spaces of `spec`.
+    host_replay: replay is on the host, not on the learner's devices.
+    acting: settings of `ActingProgram`.
+
+  Raises:
+    ValueError: with the numbers, where they don't fit each other.
+  """
+  if host_replay and replay.windows is None:
+    raise ValueError('this agent learns from the newest trajectory only: it has no replay to host')
+  mesh, destinations = topology.learners, tuple(topology.local_learners)
+  in_turn = replay.windows is not None and not host_replay
+  program = ActingProgram(
+    agent, spec, topology.actors, destinations, num_envs, unroll_length, in_turn=in_turn, **acting
+  )
+  example = example_trajectory(agent, spec, num_envs, unroll_length)
+  previous, actors = program.lag == '1', ActorSource(program, mesh)
+  if host_replay:
+    layout = Layout(replay.windows, example)
+    learning = LearningProgram(agent, mesh, layout, example, keeps_previous=previous)
+    source = HostReplaySource(actors, layout, mesh, program.seed)
+    return SebulbaDriver(learning, source, source.publish)
+  learning = LearningProgram(agent, mesh, replay, example, program.local_threads, previous)
+  return SebulbaDriver(learning, actors, actors.publish)
+
+
+def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
+  """The learning half, by default on all devices; acting is in other processes."""
   if jax.process_count() > 1:
     raise UsageError('--replay service is for learners of one process')
   if config.actor_devices:
@@ -113,17 +164,9 @@ def build_learner(config: Config) -> Sebulba:
     mesh = split_devices(devices, devices, config.devices).learners
   replay = memory(agent, spec, config)
   check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
-  return Sebulba(
-    agent=agent,
-    spec=spec,
-    replay=replay,
-    topology=Topology((jax.local_devices()[0],), mesh),
-    num_envs=config.num_envs,
-    unroll_length=config.unroll_length,
-    threads=1,
-    lag=config.lag,
-    hosted=replay.windows is not None,
-  )
+  example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
+  kept = replay if replay.windows is None else Layout(replay.windows, example)
+  return LearningProgram(agent, mesh, kept, example), spec
 
 
 def make_server(config: Config, listen: Listen | None) -> Server | None:

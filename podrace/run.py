@@ -24,7 +24,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from podrace import __version__, metrics, own_code
-from podrace.architectures import Architecture
+from podrace.architecture import Architecture
 from podrace.build import build, make_server
 from podrace.checkpoint import CheckpointError, Checkpoints, read_json
 from podrace.config import (

@@ -40,7 +40,7 @@ from podrace.types import ActorOutput, TimeStep, Trajectory
 
 sys.path.append(str(Path(__file__).parent / 'replay'))
 
-from test_hosted import CASES, Both, first_priority, starts_of
+from test_host_replay import CASES, Both, first_priority, starts_of
 from test_windows import World, settings
 
 CATCH = [
@@ -295,7 +295,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
   def began(*args: Any) -> None:
     raise AssertionError('it learns')
 
-  monkeypatch.setattr(apex.Apart, 'start', began)
+  monkeypatch.setattr(apex.DistributedSource, 'start', began)
   addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
 
   def train(name: str) -> None:
@@ -323,7 +323,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   ):
     acting = apex._Acting(config, apex.Options(addresses))
     program = acting._program
-    example, space = program.batch_of_unrolls, program.spec.action_space
+    example, space = acting._example, program.spec.action_space
     apex.unrolls_table(client, 4, example, space, 'one-1')
     shapes = acting._program.agent.init(jax.random.key(0)).params
 
@@ -362,7 +362,7 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
   def fail() -> None:
     raise ArithmeticError('a bug')
 
-  def look(self: apex.Apart) -> None:
+  def look(self: apex.DistributedSource) -> None:
     nonlocal looks
     publisher = self._publisher
     assert publisher is not None
@@ -372,7 +372,7 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
       looks += 1
       assert looks < 3, 'it waits on'
 
-  monkeypatch.setattr(apex.Apart, '_tell_of_loneliness', look)
+  monkeypatch.setattr(apex.DistributedSource, '_warn_if_alone', look)
   addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
@@ -387,7 +387,7 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
   def compiled(*args: Any) -> None:
     raise AssertionError('it compiles')
 
-  monkeypatch.setattr(apex.Apart, 'compile', compiled)
+  monkeypatch.setattr(apex.DistributedSource, 'open', compiled)
   keys = tmp_path / 'keys'
   security.new_keys(keys)
   addresses = apex.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
@@ -412,7 +412,7 @@ def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     lag='async', replay='service', learner_devices='3,5',
   )  # fmt: skip
-  mesh = build.build_learner(config).mesh
+  mesh = build.build_learner(config)[0].mesh
   assert [d.id for d in mesh.devices.flat] == [3, 5]
   with pytest.raises(UsageError, match=r'nobody acts in this process; give it to `podrace act`'):
     build.build_learner(dataclasses.replace(config, actor_devices='0'))
@@ -661,7 +661,7 @@ def test_a_preset_as_it_is_needs_no_options() -> None:
 def test_who_waits_for_acting_processes_says_so_now_and_then(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  learner: Any = object.__new__(apex.Apart)
+  learner: Any = object.__new__(apex.DistributedSource)
   learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
   learner._addresses = apex.Addresses(('ipc:///a',), 'tcp://127.0.0.1:*')
   learner._publisher = SimpleNamespace(peers={}, address='tcp://127.0.0.1:7')
@@ -669,7 +669,7 @@ def test_who_waits_for_acting_processes_says_so_now_and_then(
   monkeypatch.setattr(apex.time, 'monotonic', lambda: now)
 
   def times() -> int:
-    learner._tell_of_loneliness()
+    learner._warn_if_alone()
     told = [r for r in caplog.records if r.levelname == 'WARNING']
     assert all('--params tcp://127.0.0.1:7`' in r.getMessage() for r in told)
     return len(told)

@@ -96,8 +96,8 @@ def slow(self, state, updates, give_up):
 if sys.argv[1] == 'initialisation':
   anakin.Anakin._init = hung
 else:
-  from podrace.architectures import OnDevice
-  OnDevice.advance = slow
+  from podrace.anakin import AnakinDriver
+  AnakinDriver.advance = slow
 cli.main(sys.argv[2:])
 """
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
-from test_sebulba import Running, assert_close, assert_same, compiled, jittery
+from test_sebulba import Running, Sebulba, assert_close, assert_same, compiled, jittery
 from test_sebulba_run import Shuffled
 from test_value_agents import AGENTS, CATCH, env_of, sebulba
 
@@ -28,21 +28,20 @@ from podrace.networks import QNetwork
 from podrace.replay import Buffer
 from podrace.replay import host as host_replay
 from podrace.replay.host import ReplayFailed
-from podrace.sebulba import Sebulba
 from podrace.topology import split_devices
 
 SLOW = pytest.mark.slow
 
 
-def hosted(*args: Any, **kwargs: Any) -> Sebulba:
-  return dataclasses.replace(sebulba(*args, **kwargs), hosted=True)
+def remembering(*args: Any, **kwargs: Any) -> Sebulba:
+  return sebulba(*args, **kwargs, host_replay=True)
 
 
 @pytest.mark.parametrize(
   ('lag', 'learners'), [('0', '1'), pytest.param('async', '1,2', marks=SLOW)]
 )
 def test_dqn_learns_catch(lag: str, learners: str) -> None:
-  with Running(hosted(CATCH, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
+  with Running(remembering(CATCH, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
     run.driver.read_log(run.advance(110))
     run.driver.read_log(run.state)
     told, _ = run.driver.read_log(run.advance(30))
@@ -63,7 +62,7 @@ def test_r2d2_remembers(lag: str) -> None:
     network, buffer, sequence=10, burn_in=4, learning_rate=2e-3, adam_epsilon=1e-5,
     target_period=50, epsilon_base=0.2,
   )  # fmt: skip
-  with Running(hosted(agent, 'podrace:memory,length=5', '0', '1', 2, 64, 7, lag)) as run:
+  with Running(remembering(agent, 'podrace:memory,length=5', '0', '1', 2, 64, 7, lag)) as run:
     run.driver.read_log(run.advance(330))
     run.driver.read_log(run.state)
     told, _ = run.driver.read_log(run.advance(40))
@@ -74,7 +73,7 @@ def test_r2d2_remembers(lag: str) -> None:
 @pytest.mark.parametrize('name', AGENTS)
 def test_every_agent_learns_from_it(name: str) -> None:
   """As many samples as from the device's replay, and the parameters change; on two devices."""
-  program = hosted(AGENTS[name], env_of(name), '0', '1,2', 1, lag='1')
+  program = remembering(AGENTS[name], env_of(name), '0', '1,2', 1, lag='1')
   other = sebulba(AGENTS[name], env_of(name), '0', '1,2', 1, lag='1')
   with Running(program) as run:
     before = jax.device_get(run.state.train.params)
@@ -93,7 +92,7 @@ def test_every_agent_learns_from_it(name: str) -> None:
 @pytest.mark.parametrize('name', ['dqn', pytest.param('r2d2', marks=SLOW)])
 def test_timing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """With lag 1, whoever is faster; nor does it matter that there was another run before."""
-  program = hosted(AGENTS[name], 'podrace:catch', '0,1', '2', 2, lag='1')
+  program = remembering(AGENTS[name], 'podrace:catch', '0,1', '2', 2, lag='1')
   found = []
   for seed in range(3):
     with monkeypatch.context() as patch:
@@ -116,11 +115,11 @@ def test_environments_in_any_order() -> None:
   agent = bind(dataclasses.replace(AGENTS['dqn'], n_step=3), spec, 100, 8)
   program = Sebulba(
     agent, spec, agent.memory(8, 5), split_devices('0', '0'), 8, 5, 1, lag='async', batch_size=2,
-    hosted=True,
+    host_replay=True,
   )  # fmt: skip
   with Running(program) as run:
     run.advance(40)
-    table = run.driver._hosted.table
+    table = run.driver.source.replay.table
     found = table.sample(400).data
     assert len(table) > 150
   steps = found['observation']
@@ -138,17 +137,17 @@ def test_no_window_is_of_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
   agent = bind(dataclasses.replace(AGENTS['dqn'], n_step=3), spec, 100, 4)
   program = Sebulba(
     agent, spec, agent.memory(4, 4), split_devices('0', '0'), 4, 4, 1, lag='1', env_threads=4,
-    hosted=True,
+    host_replay=True,
   )  # fmt: skip
   moments = random.Random(0)
   with Running(program) as run:
-    (workers,) = run.driver._actors.pools
+    (workers,) = run.actors.pools
     for _ in range(8):
       run.advance(moments.randint(2, 4))
       os.kill(moments.choice(workers.pids), signal.SIGKILL)
     run.advance(4)
     restarts = run.driver.read_log(run.state)[0]['host']['env_restarts']
-    table = run.driver._hosted.table
+    table = run.driver.source.replay.table
     steps = table.sample(600).data['observation']
   assert restarts == 8
   assert len({tuple(x) for x in steps[:, 0, :2].tolist()}) > 4  # of several lives

@@ -35,7 +35,7 @@ from podrace import envs, metrics, run
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
-from podrace.architectures import OnDevice
+from podrace.anakin import AnakinDriver
 from podrace.build import build
 from podrace.config import Config, UsageError, bind, from_json, to_json
 from podrace.evaluate import evaluate
@@ -316,7 +316,7 @@ def test_override_cannot_change_the_state(
   with pytest.raises(run.Stopped):
     run.train(CONFIG, tmp_path, sinks=('stop',), quiet=True)
   record, saved = (tmp_path / 'config.json').read_bytes(), checkpoints(tmp_path)
-  monkeypatch.setattr(OnDevice, 'compile', lambda self: pytest.fail('it is too late to refuse'))
+  monkeypatch.setattr(AnakinDriver, 'compile', lambda self: pytest.fail('it is too late to refuse'))
   with pytest.raises(UsageError, match=message):
     run.train(change(**changed), tmp_path, override=True, quiet=True)
   assert len(saved) == 1 and checkpoints(tmp_path) == saved
@@ -431,13 +431,13 @@ def test_a_call_is_at_most_twice_the_one_before() -> None:
 def test_calls_end_where_learning_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   """Updates before that cost next to nothing: a call of thousands may be a few that learn."""
   calls: list[int] = []
-  advance = OnDevice.advance
+  advance = AnakinDriver.advance
 
   def observed(self: Any, state: Any, updates: int, give_up: Any) -> Any:
     calls.append(updates)
     return advance(self, state, updates, give_up)
 
-  monkeypatch.setattr(OnDevice, 'advance', observed)
+  monkeypatch.setattr(AnakinDriver, 'advance', observed)
   monkeypatch.setattr(run, 'CALL_SECONDS', 1e9)
   agent = DQN(
     network=QNetwork(hidden=(8,)), buffer=Buffer(capacity=1000, min_size=320, batch_size=8)

@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from podrace import architectures, topology
+from podrace import build, topology
 from podrace import sebulba as sebulba_
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
-from podrace.architectures import OnHost
 from podrace.bench import advice, inference_rate, together
 from podrace.config import UsageError, bind
 from podrace.envs import make
@@ -29,7 +28,14 @@ from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
 from podrace.run import RunError
-from podrace.sebulba import ActorFailed, Actors, Sebulba
+from podrace.sebulba import (
+  ActorFailed,
+  Actors,
+  ActorSource,
+  HostReplaySource,
+  SebulbaDriver,
+  statistics,
+)
 from podrace.topology import split_devices
 
 SMALL = ActorCritic(hidden=(16,))
@@ -42,6 +48,36 @@ RECURRENT = {
 
 def never() -> bool:
   return False
+
+
+class Sebulba:
+  """Both halves of a Sebulba; each `driver` of it has a source of its own."""
+
+  def __init__(
+    self, agent: Any, spec: Any, replay: Any, topology: Any, num_envs: int, length: int,
+    threads: int = 2, host_replay: bool = False, **settings: Any,
+  ) -> None:  # fmt: skip
+    made = build.sebulba(
+      agent, spec, replay, topology, num_envs, length, host_replay, threads=threads, **settings
+    )
+    self.learning, self.mesh, self.init, self.shapes = (
+      made.learning, made.mesh, made.init, made.shapes,
+    )  # fmt: skip
+    self._host_replay, source = host_replay, made.source
+    actors = source._actors if isinstance(source, HostReplaySource) else source
+    assert isinstance(actors, ActorSource)
+    self.acting = actors.acting
+
+  def driver(self) -> SebulbaDriver:
+    actors = ActorSource(self.acting, self.mesh)
+    if not self._host_replay:
+      return SebulbaDriver(self.learning, actors, actors.publish)
+    layout: Any = self.learning.replay
+    source = HostReplaySource(actors, layout, self.mesh, self.acting.seed)
+    return SebulbaDriver(self.learning, source, source.publish)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.acting, name)
 
 
 def sebulba(
@@ -66,11 +102,16 @@ def sebulba(
 class Running:
   """A Sebulba under way; `advance` makes updates."""
 
-  def __init__(self, program: Sebulba, seed: int = 0, driver: OnHost | None = None) -> None:
+  def __init__(self, program: Sebulba, seed: int = 0, driver: SebulbaDriver | None = None) -> None:
     self.program = program
     self.driver = driver or compiled(program)
     self.state = program.init(keys(seed))
     self.driver.start(self.state, keys(seed), {})
+
+  @property
+  def actors(self) -> Any:
+    source: Any = self.driver.source
+    return source._actors._actors if isinstance(source, HostReplaySource) else source._actors
 
   def advance(self, updates: int) -> Any:
     while updates:  # a failure ends a call early, and is raised by the next one
@@ -85,8 +126,18 @@ class Running:
     self.driver.close()
 
 
-def compiled(program: Sebulba) -> OnHost:
-  driver = OnHost(program)
+class Learning:
+  """A learning program whose batches `learn` learns from."""
+
+  def __init__(self, program: Any, learn: Any) -> None:
+    self._program, self.learn = program, learn
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._program, name)
+
+
+def compiled(program: Sebulba) -> SebulbaDriver:
+  driver = program.driver()
   driver.compile()
   return driver
 
@@ -187,15 +238,16 @@ def jittery(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
   )
 
 
-def napping(monkeypatch: pytest.MonkeyPatch, driver: OnHost, seed: int) -> None:
+def napping(monkeypatch: pytest.MonkeyPatch, driver: SebulbaDriver, seed: int) -> None:
   """Has the learner sleep at random before it learns."""
-  learn, numbers = driver.learner.learn, random.Random(seed)
+  take, numbers = driver.source.take, random.Random(seed)
 
-  def late(state: Any, batch: Any) -> Any:
+  def late(update: int, give_up: Any) -> Any:
+    batch = take(update, give_up)
     nap(numbers)
-    return learn(state, batch)
+    return batch
 
-  monkeypatch.setattr(driver.learner, 'learn', late)
+  monkeypatch.setattr(driver.source, 'take', late)
 
 
 @pytest.mark.parametrize('lag', [pytest.param('0', marks=pytest.mark.slow), '1'])
@@ -272,13 +324,13 @@ def test_waiting_for_the_learner_is_told_as_waiting(
 
 def test_statistics_of_several_processes_are_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
   totals = dict(count=3, return_sum=1e7 + 0.1, return_square=1e14 + 1, length_sum=2**24 + 1)
-  told = architectures.Told(totals, unrolls=2, lag_max=1, restarts=5, seconds={'env': 1.0})
+  told = statistics.Statistics(totals, unrolls=2, lag_max=1, restarts=5, seconds={'env': 1.0})
 
   def gather(x: Any) -> Any:
     return np.stack([np.asarray(jnp.asarray(x))] * 2)  # what JAX does to it
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(architectures.multihost_utils, 'process_allgather', gather)
+  monkeypatch.setattr(statistics.multihost_utils, 'process_allgather', gather)
   both = told.over_processes()
   assert both.episodes == {k: 2 * x for k, x in totals.items()}
   assert (both.unrolls, both.lag_max, both.restarts) == (4, 1, 10)
@@ -353,13 +405,7 @@ def first_of(timestep: Any) -> Any:
 def test_collectives() -> None:
   """Two devices act, six learn: one all-reduce for each gradient step, no all-gather."""
   program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3,4,5,6,7', threads=1, num_envs=12)
-  example = program.warm_up()
-  s = program.shapes
-  text = (
-    program.learn.lower(s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, example)
-    .compile()
-    .as_text()
-  )
+  text = program.learning._compiled.as_text()
   assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == 1
   assert 'all-gather' not in text
   assert 'all-to-all' not in text
@@ -374,7 +420,9 @@ class Moves:
     self._put, self._get = jax.device_put, jax.device_get
     monkeypatch.setattr(jax, 'device_put', self.device_put)
     monkeypatch.setattr(jax, 'device_get', self.device_get)
-    for module in (architectures, sebulba_.thread, sebulba_.actors, sebulba_.program):
+    for module in (
+      sebulba_.thread, sebulba_.actors, sebulba_.learning_program, sebulba_.acting_program,
+    ):  # fmt: skip
       monkeypatch.setattr(module, 'np', self)
 
   def __getattr__(self, name: str) -> Any:
@@ -405,12 +453,12 @@ class Moves:
 def test_nothing_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
   """From actor to learner devices and back, arrays are moved by `device_put` and never read."""
   program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3', threads=1, lag='async')
-  actors, learners = set(program.topology.actors), set(program.topology.local_learners)
+  actors, learners = set(program.devices), set(program.destinations)
   driver = compiled(program)
   moves = Moves(monkeypatch)
   with Running(program, driver=driver) as run:
     run.advance(2)
-    unrolls = run.driver._actors.take(2, never)
+    unrolls = run.actors.take(2, never)
     # another library's arrays, or ours that are nowhere in particular, came from the host
     for arrays in (moves.shipped, moves.published):
       assert arrays
@@ -422,7 +470,7 @@ def test_nothing_goes_through_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
       jax.transfer_guard_device_to_host('disallow'),
       jax.transfer_guard_host_to_device('disallow'),
     ):
-      joined = program.join(unrolls)
+      joined = run.driver.source._join(unrolls)
     assert all(x.sharding.mesh == program.mesh for x in jax.tree.leaves(joined))
 
 
@@ -519,7 +567,8 @@ def test_a_pool_whose_actor_can_not_be_is_closed(monkeypatch: pytest.MonkeyPatch
   spec = dataclasses.replace(program.spec, action_space=spaces.Text(3))
   state = program.init(keys(0))
   with pytest.raises(host.HostError, match='Box here, not Text'):
-    Actors(dataclasses.replace(program, spec=spec), state, jax.random.key(0))
+    acting = dataclasses.replace(program.acting, spec=spec)
+    Actors(acting, {0: state.train.params}, state.key, jax.random.key(0))
   assert len(closed) == 1
 
 

@@ -30,7 +30,7 @@ from processes import (
   tell_parameters,
 )
 from test_distributed import TOLERANCE, free_port, pair, parameters
-from test_sebulba import SMALL, Running, over_in, sebulba
+from test_sebulba import SMALL, Learning, Running, over_in, sebulba
 
 from podrace import cli
 from podrace.agents.impala import Impala
@@ -54,14 +54,14 @@ def start(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
 
 def watch(run: Running, look: Callable[[int, Any], None]) -> None:
   """Shows the learner's unrolls to `look`, with the number of the update that takes them."""
-  take = run.driver._actors.take
+  take = run.actors.take
 
   def taken(update: int, *args: Any) -> Any:
     unrolls = take(update, *args)
     look(update, unrolls)
     return unrolls
 
-  run.driver._actors.take = taken
+  run.actors.take = taken
 
 
 def numbered(unroll: Any) -> np.ndarray:
@@ -101,7 +101,7 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
 
   with Running(program) as run:
     watch(run, look)
-    (workers,) = run.driver._actors.pools
+    (workers,) = run.actors.pools
     for _ in range(50):
       run.advance(moments.randint(1, 3))
       os.kill(moments.choice(workers.pids), signal.SIGKILL)
@@ -197,7 +197,7 @@ def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
   found = {}
   with Running(program) as run:
     for _ in range(12):
-      for unroll in run.driver._actors.take(0, lambda: False):
+      for unroll in run.actors.take(0, lambda: False):
         (trajectory,) = jax.tree.map(np.asarray, unroll.parts)
         for i, env in enumerate(trajectory.env_id):
           part = jax.tree.map(lambda x, i=i: x[:, i], (trajectory.timesteps, trajectory.outputs))
@@ -280,14 +280,14 @@ def test_acting_goes_on_while_an_update_is_computed(batch_size: int) -> None:
 
   program = shuffled(batch_size, 0, pool=Rationed, actors='0', learners='1')
   with Running(program) as run:
-    learn = run.driver.learner.learn
+    learning = run.driver.learning
 
     def slowly(state: Any, batch: Any) -> Any:
-      state = learn(state, batch)
+      state, priority = learning.learn(state, batch)
       train = state.train._replace(params=when_they_have(state.train.params))
-      return state._replace(train=train)
+      return state._replace(train=train), priority
 
-    run.driver.learner.learn = slowly  # type: ignore[method-assign]
+    run.driver.learning = Learning(learning, slowly)  # type: ignore[assignment]
     for _ in range(2):
       run.state, done = run.driver.advance(run.state, 1, no)
       assert done == 1
@@ -325,7 +325,7 @@ def test_killed_workers_lose_and_duplicate_nothing_in_any_order(
 
   with Running(program) as run:
     watch(run, look)
-    (workers,) = run.driver._actors.pools
+    (workers,) = run.actors.pools
     for killed in range(1, kills + 1):
       run.advance(moments.randint(1, 4))
       os.kill(moments.choice(workers.pids), signal.SIGKILL)

@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_sebulba import AGENTS as ON_POLICY
-from test_sebulba import Running, assert_close, assert_same, compiled, jittery, keys
+from test_sebulba import (
+  Learning,
+  Running,
+  Sebulba,
+  assert_close,
+  assert_same,
+  compiled,
+  jittery,
+  keys,
+)
 
 from podrace import topology
 from podrace.agents import AGENTS as NAMES
@@ -27,7 +36,6 @@ from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.networks import Actor, Critic, QNetwork
 from podrace.replay import Buffer
-from podrace.sebulba import Sebulba
 from podrace.topology import split_devices
 
 SLOW = pytest.mark.slow
@@ -64,12 +72,13 @@ def sebulba(
   num_envs: int = 8,
   length: int = 4,
   lag: Any = '0',
+  host_replay: bool = False,
 ) -> Sebulba:
   spec = host.make(env)
   agent = bind(agent, spec, 100, num_envs)
   return Sebulba(
     agent, spec, agent.memory(num_envs, length), split_devices(actors, learners),
-    num_envs, length, threads, lag=lag,
+    num_envs, length, threads, host_replay, lag=lag,
   )  # fmt: skip
 
 
@@ -296,10 +305,12 @@ def test_continuous_agents_learn_under_sebulba(name: str, devices: int, lag: str
 def test_bench_tells_what_lies_on_a_learner_device() -> None:
   program = sebulba(AGENTS['dqn'], 'podrace:catch', '0', '1,2', lag='1')
   state = program.init(keys(0))
-  batch = sum(np.empty(x.shape, x.dtype).nbytes for x in jax.tree.leaves(program.warm_up())) // 2
+  batch = (
+    sum(np.empty(x.shape, x.dtype).nbytes for x in jax.tree.leaves(program.learning.batch)) // 2
+  )
   held = jax.tree.leaves((state.train, state.memory, state.previous))
   expected = batch + sum(x.addressable_shards[0].data.nbytes for x in held)
-  told = memory(program)
+  told = memory(program.driver())
   assert told['learner_device'] == expected
   assert told['replay'] == sum(
     x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.memory)
@@ -313,20 +324,20 @@ def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> N
   )
   program = sebulba(agent, 'podrace:catch', '0', '1', lag='1')
   driver, calls = compiled(program), []  # of each, (update, samples) after it
-  learn = driver.learner.learn
+  learning = driver.learning
 
   def noted(*args: Any) -> Any:
-    state = learn(*args)
+    state, priority = learning.learn(*args)
     calls.append((int(state.update), int(state.log.samples)))
-    return state
+    return state, priority
 
-  monkeypatch.setattr(driver.learner, 'learn', noted)
+  driver.learning = Learning(learning, noted)  # type: ignore[assignment]
   monkeypatch.setattr('podrace.bench.together', lambda work, seconds: float(work[0]()))
-  learner_rate(program, driver, program.init(keys(0)), 0.0)
-  ready = program.replay.windows.ready
+  learner_rate(driver, program.init(keys(0)), 0.0)
+  ready = program.learning.windows.ready
   assert ready == 15 and calls == [(i, 0) for i in range(1, 16)] + [(16, 4)]
   calls.clear()
-  combined_rate(program, driver, program.init(keys(0)), keys(0), 0.0)
+  combined_rate(driver, program.init(keys(0)), keys(0), 0.0)
   assert calls[15:18] == [(16, 4), (17, 8), (18, 12)]
 
 

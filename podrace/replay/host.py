@@ -409,7 +409,7 @@ class HostReplay:
 
   def _order(self, work: Callable[[], None]) -> None:
     while True:
-      self._look()
+      self.check()
       try:
         return self._orders.put(work, timeout=POLL)
       except queue.Full:
@@ -420,7 +420,7 @@ class HostReplay:
       try:
         return self._drawn.get(timeout=POLL)
       except queue.Empty:
-        self._look()
+        self.check()
 
   def _wait(self) -> None:
     """Until all that was told is done."""
@@ -429,9 +429,10 @@ class HostReplay:
     done = threading.Event()
     self._order(done.set)
     while not done.wait(POLL):
-      self._look()
+      self.check()
 
-  def _look(self) -> None:
+  def check(self) -> None:
+    """Raises ReplayFailed if the thread has failed."""
     if self._failure is not None:
       raise ReplayFailed(self._failure)
 

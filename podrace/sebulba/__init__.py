@@ -16,25 +16,35 @@ more than `max_lag` updates ago is dropped.
 """
 
 from podrace.sebulba.acting import Acting, Carry, Programs
+from podrace.sebulba.acting_program import ActingProgram, example_trajectory
 from podrace.sebulba.actors import Actors
-from podrace.sebulba.learning import Learner
+from podrace.sebulba.driver import SebulbaDriver
+from podrace.sebulba.learning_program import Batch, LearningProgram, State
 from podrace.sebulba.pipe import ActorFailed, Closed, Lag, Pipe, Snapshot, Unroll
-from podrace.sebulba.program import Sebulba, State
+from podrace.sebulba.sources import ActorSource, HostReplaySource, Source
+from podrace.sebulba.statistics import Statistics
 from podrace.sebulba.thread import Actor
 
 __all__ = [
   'Acting',
+  'ActingProgram',
   'Actor',
   'ActorFailed',
+  'ActorSource',
   'Actors',
+  'Batch',
   'Carry',
   'Closed',
+  'HostReplaySource',
   'Lag',
-  'Learner',
+  'LearningProgram',
   'Pipe',
   'Programs',
-  'Sebulba',
+  'SebulbaDriver',
   'Snapshot',
+  'Source',
   'State',
+  'Statistics',
   'Unroll',
+  'example_trajectory',
 ]

@@ -12,8 +12,8 @@ import numpy as np
 
 from podrace import topology as topology_
 from podrace.envs.host.base import Deadline, PoolArgs
+from podrace.sebulba.acting_program import ActingProgram
 from podrace.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
-from podrace.sebulba.program import Sebulba, State
 from podrace.sebulba.thread import Actor
 from podrace.types import Array, HostEnvironment
 
@@ -21,22 +21,37 @@ CLOSE_SECONDS = 5.0  # that actor threads have to end
 
 
 class Actors:
-  """The actor threads of this process while a run is under way, and what they have told."""
+  """The actor threads of this process.
 
-  def __init__(self, sebulba: Sebulba, state: State, actor_key: Array, start: bool = True) -> None:
-    self._sebulba = sebulba
-    s = sebulba
-    self.pipe = Pipe(s.local_threads, s.lag, s.max_lag, s.ordered, s.in_turn)
-    self._deadline = Deadline(s.deadline)
-    update = int(jax.device_get(state.update))
-    if sebulba.lag == '1' and update > 0:
-      self.publish(update - 1, state.previous)
-    self.publish(update, state.train.params)
-    run_key = jax.device_get(jax.random.key_data(state.key))
+  Args:
+    acting: what they do.
+    versions: of the parameters that there are, by their numbers; the newest is the update at hand.
+    key: of the run.
+    actor_key: of the environments.
+    snapshots: where the threads are; () if they begin anew.
+    start: whether the threads run.
+  """
+
+  def __init__(
+    self,
+    acting: ActingProgram,
+    versions: dict[int, Any],
+    key: Array,
+    actor_key: Array,
+    snapshots: tuple[Snapshot, ...] = (),
+    start: bool = True,
+  ) -> None:
+    a = self._acting = acting
+    self.pipe = Pipe(a.local_threads, a.lag, a.max_lag, a.ordered, a.in_turn)
+    self._deadline = Deadline(a.deadline)
+    for version in sorted(versions):
+      self.publish(version, versions[version])
+    update = max(versions)
+    run_key = jax.device_get(jax.random.key_data(key))
     self._threads: list[Actor] = []
     try:
-      for i in range(sebulba.local_threads):
-        snapshot = state.actors[i] if state.actors else None
+      for i in range(a.local_threads):
+        snapshot = snapshots[i] if snapshots else None
         self._threads.append(self._actor(i, update, run_key, actor_key, snapshot))
     except BaseException:
       for actor in self._threads:
@@ -53,10 +68,10 @@ class Actors:
   def _actor(
     self, local: int, update: int, run_key: Any, actor_key: Array, snapshot: Snapshot | None
   ) -> Actor:
-    s = self._sebulba
+    s = self._acting
     index, device = s.thread_index(local), s.device_of(local)
 
-    life = 0 if snapshot is not None else update  # who begins anew draws other numbers than before
+    life = 0 if snapshot is not None else update  # a thread that begins anew draws other numbers
 
     def unroll_key(number: int, on: jax.Device) -> Array:
       """What Anakin gives `actor.unroll` on the index-th device in the number-th update."""
@@ -84,7 +99,7 @@ class Actors:
       raise
 
   def _pool_args(self, index: int, update: int) -> PoolArgs:
-    s = self._sebulba
+    s = self._acting
     n = s.envs_per_thread
     seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
     cores = s.env_threads or topology_.cores()
@@ -95,7 +110,7 @@ class Actors:
     """Gives the actors' devices a version of the parameters."""
     one = jax.tree.map(lambda x: x.addressable_data(0), params)
     here = jax.tree.leaves(one)[0].device
-    devices = dict.fromkeys(self._sebulba.topology.actors)
+    devices = dict.fromkeys(self._acting.devices)
     # to be put where it is costs as much as a copy
     self.pipe.publish(version, {d: one if d == here else jax.device_put(one, d) for d in devices})
 
@@ -110,7 +125,7 @@ class Actors:
       silence = actor.silence
       if self._deadline.passed(actor.index, silence):
         raise ActorFailed(
-          f'{self._sebulba.spec.name}: environments of actor thread {actor.index} have not '
+          f'{self._acting.spec.name}: environments of actor thread {actor.index} have not '
           f'answered for {silence:.0f} s'
         )
     return False

@@ -21,7 +21,7 @@ from podrace.topology import host_device
 from podrace.types import Array, Arrival, HostEnvironment, TimeStep
 
 if TYPE_CHECKING:
-  from podrace.sebulba.program import Sebulba
+  from podrace.sebulba.acting_program import ActingProgram
 
 
 class Watch:
@@ -47,7 +47,7 @@ class Actor:
 
   def __init__(
     self,
-    sebulba: Sebulba,
+    acting: ActingProgram,
     index: int,
     device: jax.Device,
     pool: HostEnvironment,
@@ -56,15 +56,15 @@ class Actor:
     number: int,
     snapshot: Snapshot | None,
   ) -> None:
-    self._sebulba, self.index, self.device, self.pool, self._pipe = (
-      sebulba, index, device, pool, pipe,
+    self._acting, self.index, self.device, self.pool, self._pipe = (
+      acting, index, device, pool, pipe,
     )  # fmt: skip
-    self._spec, self._n, self._length = sebulba.spec, pool.num_envs, sebulba.unroll_length
+    self._spec, self._n, self._length = acting.spec, pool.num_envs, acting.unroll_length
     self._unroll_key, self._number, self._snapshot = unroll_key, number, snapshot
-    self._programs = sebulba.programs
+    self._programs = acting.programs
     self._ids = everyone(self._n)
     self._env_id = jax.device_put(
-      sebulba.first_env(index) + np.arange(self._n, dtype=np.int32), device
+      acting.first_env(index) + np.arange(self._n, dtype=np.int32), device
     )
     self._check = Checker(self._spec, self._n)
     self._episodes = EpisodeCounter(self._n)
@@ -78,7 +78,7 @@ class Actor:
     self._calls = 0  # of this unroll's keys
     self._keyed = number  # the unroll whose keys are used; ahead of `_number` after a restart
     self._parked: dict[int, Any] = {}  # environment -> its timestep, at the end of its unroll
-    columns = self._n * sebulba.columns
+    columns = self._n * acting.columns
     self._versions = np.zeros(columns, np.int64)  # of the parameters that columns began with
     self._member = np.resize(self._ids, columns)  # whose they are
     self._serials = np.zeros(columns, np.int64)  # of finished unrolls
@@ -101,7 +101,7 @@ class Actor:
   def _act(self) -> None:
     arrival = self._begin()
     example = jax.tree.map(lambda x: np.zeros((self._n, *x.shape[1:]), x.dtype), arrival.timestep)
-    if self._sebulba.ordered:
+    if self._acting.ordered:
       self._take_params()
     else:
       self._take_newest()
@@ -127,7 +127,7 @@ class Actor:
   def _answer(self, arrival: Arrival) -> tuple[np.ndarray, Any]:
     """Environments, and actions for them; all that arrived, but for those that are parked."""
     ids = arrival.env_id
-    if not self._sebulba.ordered:
+    if not self._acting.ordered:
       return ids, self._in_any_order(arrival) if len(ids) else None
     whole = rows_of(ids, self._n) is EVERY
     if not whole and len(ids) > 1 and (ids[1:] < ids[:-1]).any():
@@ -263,7 +263,7 @@ class Actor:
 
   def _pad(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> Any:
     """(row, column, timestep), as many as a program is for; what is added is out of range."""
-    more = min(s for s in self._sebulba.sizes if s >= len(row)) - len(row)
+    more = min(s for s in self._acting.sizes if s >= len(row)) - len(row)
     if not more:
       return row, column, timestep
 
@@ -272,7 +272,7 @@ class Actor:
 
     return (
       fill(row, self._length + 1),
-      fill(column, self._n * self._sebulba.columns),
+      fill(column, self._n * self._acting.columns),
       jax.tree.map(fill, timestep),
     )
 
@@ -320,7 +320,7 @@ class Actor:
       self._pipe.unreserve()
       return False
     columns = np.array([self._finished.popleft() for _ in range(self._n)], np.int32)
-    members = self._sebulba.first_env(self.index) + self._member[columns]
+    members = self._acting.first_env(self.index) + self._member[columns]
     parts = self._programs.take(self._carry, columns, members.astype(np.int32))
     self._free.extend(columns.tolist())
     self._ship(parts, self._versions[columns], None, None, self._serials[columns])
@@ -332,12 +332,12 @@ class Actor:
     self, parts: Any, versions: np.ndarray, agent_state: Any, timestep: Any, serial: np.ndarray
   ) -> None:
     snapshot = None
-    if self._sebulba.saves_actors:
+    if self._acting.saves_actors:
       env_state = self.pool.state  # type: ignore[attr-defined]
       episodes = jax.device_put(self._episodes.state(), host_device())
       timestep = jax.device_put(timestep, self.device)
       snapshot = Snapshot(agent_state, timestep, env_state, episodes)
-    devices = self._sebulba.topology.local_learners
+    devices = self._acting.destinations
     parts = tuple(
       part if device == self.device else jax.device_put(part, device)
       for part, device in zip(parts, devices, strict=True)
@@ -349,7 +349,7 @@ class Actor:
     )  # fmt: skip
     self._restarts = self._dropped = 0
     self._number += 1
-    if self._sebulba.ordered:
+    if self._acting.ordered:
       self._pipe.put(unroll)
     else:
       self._pipe.put_reserved(unroll)

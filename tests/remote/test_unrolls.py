@@ -89,7 +89,7 @@ def program(speed: Any = 1.0, deaths: float = 0.0, **settings: Any) -> Any:
 def noted(run: Any) -> list[Any]:
   """What is learned from, from now on: (version, update, environment, observations, actions, kinds)."""
   pieces: list[Any] = []
-  take = run.driver._actors.take
+  take = run.actors.take
 
   def taking(update: int, give_up: Any) -> Any:
     unrolls = take(update, give_up)
@@ -102,7 +102,7 @@ def noted(run: Any) -> list[Any]:
         ))  # fmt: skip
     return unrolls
 
-  run.driver._actors.take = taking
+  run.actors.take = taking
   return pieces
 
 
@@ -146,7 +146,7 @@ def test_a_thread_without_environments_does_not_hold_up_the_other() -> None:
   """Two threads: the second's environments die out, with half of a trajectory finished."""
   with Running(program(1.0, num_envs=16, threads=2)) as run:
     run.advance(3)
-    run.driver._actors.pools[1]._speed[:] = 0
+    run.actors.pools[1]._speed[:] = 0
     pieces = noted(run)
     run.advance(20)
   assert_pieces_of_lives(pieces, 8)
@@ -201,7 +201,7 @@ def test_whatever_comes_together_nothing_is_compiled_in_the_run() -> None:
     client = threading.Thread(target=come_and_go, args=(server.address, stop))
     client.start()
     try:
-      (pool,) = run.driver._actors.pools
+      (pool,) = run.actors.pools
       while not (seen := {1, 2, 3, 5, 8} <= set(pool.batches)) and client.is_alive():
         run.state, _ = run.driver.advance(run.state, 1, lambda: not client.is_alive())
       assert seen and not compiled
