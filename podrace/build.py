@@ -28,7 +28,7 @@ from podrace.topology import Topology, learner_mesh, split_devices
 from podrace.types import Replay
 
 if TYPE_CHECKING:
-  from podrace.apex import Addresses
+  from podrace.distributed.handshake import Addresses
   from podrace.remote.hub import Listen
   from podrace.remote.server import Server
 
@@ -56,7 +56,7 @@ def build(
   if addresses is not None:
     if run_dir is None:
       raise UsageError('--replay service needs a run directory')
-    from podrace.apex import DistributedSource
+    from podrace.distributed.learner import DistributedSource
 
     learning, spec = build_learner(config)
     source = DistributedSource(learning, spec, addresses, config, run_dir)

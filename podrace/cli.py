@@ -331,7 +331,7 @@ def _addresses(options: Options) -> Any:
   from podrace import remote
 
   remote.require()
-  from podrace.apex import Addresses
+  from podrace.distributed.handshake import Addresses
   from podrace.remote.hub import PEER_SECONDS
 
   return Addresses(
@@ -954,13 +954,13 @@ def act(args: list[str]) -> int:
   config = parse(base, options.arguments, 'podrace act')
   if is_open(preset, None, agent, options.arguments):
     config = settled(base, config.env, options.arguments, 'podrace act')
-  from podrace import apex
+  from podrace.distributed import acting
 
-  apex.check_options(config, options.arguments)
-  addresses = apex.Addresses(
+  acting.check_options(config, options.arguments)
+  addresses = acting.Addresses(
     tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
   )
-  settings = apex.Options(
+  settings = acting.Options(
     addresses,
     (int(part), int(parts)),
     max_staleness=options.number('--max-staleness', 60.0),
@@ -969,7 +969,7 @@ def act(args: list[str]) -> int:
   with log_to_stderr('podrace act', '--quiet' in options):
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)
-    return apex.act(config, settings)
+    return acting.act(config, settings)
 
 
 def replay(args: list[str]) -> int:

@@ -47,7 +47,7 @@ from podrace.sebulba import ActorFailed
 from podrace.topology import cores
 
 if TYPE_CHECKING:
-  from podrace.apex import Addresses
+  from podrace.distributed.handshake import Addresses
   from podrace.remote.hub import Listen
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it

@@ -23,12 +23,16 @@ from apart import until
 from gymnasium import spaces
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
-from podrace import apex, build, cli, run, service, tables, topology
+from podrace import build, cli, run, service, tables, topology
 from podrace.agents import valuing
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
-from podrace.apex import Feed, from_leaves, to_leaves
 from podrace.config import Config, UsageError
+from podrace.distributed import acting as acting_process
+from podrace.distributed import experience, feed, handshake
+from podrace.distributed import learner as distributed_learner
+from podrace.distributed.feed import Feed
+from podrace.distributed.handshake import from_leaves, to_leaves
 from podrace.envs.host.base import Totals
 from podrace.networks import ActorCritic
 from podrace.options import Options
@@ -144,7 +148,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
 ) -> None:
   """All of it in one process, with two acting ends."""
   monkeypatch.setattr(
-    apex, 'GOODBYE_SECONDS', 120.0
+    distributed_learner, 'GOODBYE_SECONDS', 120.0
   )  # however slow they are to see that it is over
   network = ActorCritic(hidden=(64,), initializer='lecun', activation='relu')
   config = Config(
@@ -156,11 +160,11 @@ def test_impala_learns_from_a_queue_of_unrolls(
 
   def act(share: int) -> None:
     try:
-      apex._Acting(config, apex.Options(addresses, (share, 2))).run()
+      acting_process._Acting(config, acting_process.Options(addresses, (share, 2))).run()
     except BaseException as e:
       ended.append(e)
 
-  addresses = apex.Addresses((replay,), parameters)
+  addresses = handshake.Addresses((replay,), parameters)
   with ReplayServer(replay) as server:
     actors = [threading.Thread(target=act, args=(i,), daemon=True) for i in range(2)]
     for actor in actors:
@@ -168,7 +172,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
     run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     for actor in actors:
       actor.join(120)
-    assert [type(e) for e in ended] == [apex._Finished] * 2, ended
+    assert [type(e) for e in ended] == [acting_process._Finished] * 2, ended
     table = server.tables['unrolls']
   told = lines(tmp_path / 'run')
   returns = [x['episode_return'] for x in told if x['episodes']]  # told a little later than made
@@ -186,10 +190,10 @@ def test_what_was_learned_before_the_service_failed_is_saved(
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1,
   )  # fmt: skip
-  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
-  batches, drawn = apex.Queued.batches, 0
+  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  batches, drawn = feed.Queued.batches, 0
 
-  def failing(self: apex.Queued, samples: tables.Samples) -> Any:
+  def failing(self: feed.Queued, samples: tables.Samples) -> Any:
     nonlocal drawn
     for draw in batches(self, samples):
       if drawn == 64:
@@ -197,8 +201,8 @@ def test_what_was_learned_before_the_service_failed_is_saved(
       drawn += 1
       yield draw
 
-  monkeypatch.setattr(apex.Queued, 'batches', failing)
-  acting = apex._Acting(config, apex.Options(addresses))
+  monkeypatch.setattr(feed.Queued, 'batches', failing)
+  acting = acting_process._Acting(config, acting_process.Options(addresses))
 
   def act() -> None:
     with contextlib.suppress(tables.Closed):  # at the end
@@ -222,7 +226,7 @@ def test_an_unroll_is_learned_from_once() -> None:
     ActorOutput(np.zeros((t, n), np.int32)), (), np.zeros(n, np.int32),
   )  # fmt: skip
   table = type('Table', (), {'size_last_told': 0})()
-  queued = apex.Queued(table, example, topology.learner_mesh(1))
+  queued = feed.Queued(table, example, topology.learner_mesh(1))
 
   def drawn(*ids: tuple[int, int]) -> list[int]:
     data = {}
@@ -268,7 +272,10 @@ def test_tables_are_waited_for_where_a_signal_ends_the_wait(
     monkeypatch.setattr(server, '_request', asked)
     with pytest.raises(run.Stopped):
       run.train(
-        config, tmp_path / 'run', addresses=apex.Addresses((server.address,), address), quiet=True
+        config,
+        tmp_path / 'run',
+        addresses=handshake.Addresses((server.address,), address),
+        quiet=True,
       )
 
 
@@ -283,20 +290,20 @@ def test_a_run_has_one_name(tmp_path: Path) -> None:
   folders = [tmp_path / 'one', tmp_path / 'again' / 'one']
   for folder in folders:
     folder.mkdir(parents=True)
-  first, other = map(apex.run_name, folders)
+  first, other = map(handshake.run_name, folders)
   assert first.startswith('one-') and other.startswith('one-') and first != other
-  assert apex.run_name(folders[0]) == first
+  assert handshake.run_name(folders[0]) == first
   (folders[0] / 'name.json').write_text('[]')
   with pytest.raises(UsageError, match=r'name\.json is not the name of a run'):
-    apex.run_name(folders[0])
+    handshake.run_name(folders[0])
 
 
 def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   def began(*args: Any) -> None:
     raise AssertionError('it learns')
 
-  monkeypatch.setattr(apex.DistributedSource, 'start', began)
-  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  monkeypatch.setattr(distributed_learner.DistributedSource, 'start', began)
+  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
 
   def train(name: str) -> None:
     run.train(tiny(), tmp_path / name, addresses=addresses, quiet=True)
@@ -306,7 +313,9 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
       train('one')
     with pytest.raises(AssertionError, match='it learns'):  # as it is resumed
       train('one')
-    assert {told['run'] for told in server.settings.values()} == {apex.run_name(tmp_path / 'one')}
+    assert {told['run'] for told in server.settings.values()} == {
+      handshake.run_name(tmp_path / 'one')
+    }
     with pytest.raises(
       service.Refused, match=r"is of run 'one-.*', run 'two-.*' asks for it: each run needs"
     ):
@@ -315,28 +324,28 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   config = tiny()
-  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
     service.Publisher(addresses.parameters) as publisher,
   ):
-    acting = apex._Acting(config, apex.Options(addresses))
+    acting = acting_process._Acting(config, acting_process.Options(addresses))
     program = acting._program
     example, space = acting._example, program.spec.action_space
-    apex.unrolls_table(client, 4, example, space, 'one-1')
+    experience.unrolls_table(client, 4, example, space, 'one-1')
     shapes = acting._program.agent.init(jax.random.key(0)).params
 
     def publish(version: int, name: str) -> None:
-      told = json.dumps({**apex.record(config), apex.RUN: name}).encode()
-      record = apex.RECORD, np.frombuffer(told, np.uint8)
+      told = json.dumps({**handshake.record(config), handshake.RUN: name}).encode()
+      record = handshake.RECORD, np.frombuffer(told, np.uint8)
       publisher.publish(version, [*to_leaves(shapes), record])
 
     publish(1, 'two-2')
     with pytest.raises(service.Refused, match="is of run 'one-1', run 'two-2' asks for it"):
       acting.run()
     publish(2, 'one-1')
-    acting = apex._Acting(config, apex.Options(addresses))
+    acting = acting_process._Acting(config, acting_process.Options(addresses))
     ended: list[BaseException] = []
 
     def act() -> None:
@@ -362,7 +371,7 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
   def fail() -> None:
     raise ArithmeticError('a bug')
 
-  def look(self: apex.DistributedSource) -> None:
+  def look(self: distributed_learner.DistributedSource) -> None:
     nonlocal looks
     publisher = self._publisher
     assert publisher is not None
@@ -372,8 +381,8 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
       looks += 1
       assert looks < 3, 'it waits on'
 
-  monkeypatch.setattr(apex.DistributedSource, '_warn_if_alone', look)
-  addresses = apex.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  monkeypatch.setattr(distributed_learner.DistributedSource, '_warn_if_alone', look)
+  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
     pytest.raises(run.RunError, match=r'ArithmeticError: a bug'),
@@ -387,10 +396,10 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
   def compiled(*args: Any) -> None:
     raise AssertionError('it compiles')
 
-  monkeypatch.setattr(apex.DistributedSource, 'open', compiled)
+  monkeypatch.setattr(distributed_learner.DistributedSource, 'open', compiled)
   keys = tmp_path / 'keys'
   security.new_keys(keys)
-  addresses = apex.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
+  addresses = handshake.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
   with pytest.raises(AssertionError, match='it compiles'):
     run.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
   for name in (
@@ -530,7 +539,7 @@ def test_windows_that_went_through_a_service(case: str) -> None:
       table = client.table(
         'windows', sampler=tables.prioritized(1.0), remover=tables.fifo(),
         rate_limiter=tables.min_size(1), max_size=1000,
-        contents=apex.window_contents(both.layout, spaces.Discrete(5)),
+        contents=experience.window_contents(both.layout, spaces.Discrete(5)),
       )  # fmt: skip
       streams = Streams(
         both.layout, table, lambda history: client.writer(history, rows_per_chunk=5)
@@ -598,23 +607,23 @@ def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
 
 
 def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
-  there = apex.record(dataclasses.replace(PRESETS['r2d2-pong'](), num_envs=7, unroll_length=2))
-  here = apex.record(dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2))
-  assert apex.other_run(there, here) == [
+  there = handshake.record(dataclasses.replace(PRESETS['r2d2-pong'](), num_envs=7, unroll_length=2))
+  here = handshake.record(dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2))
+  assert handshake.other_run(there, here) == [
     'the learner runs r2d2, this process dqn',
     '--num-envs: the learner has 7, this process 3',
   ]
   impala = Impala(network=ActorCritic(hidden=(4, 4)))
-  one = apex.record(Config(impala))
-  two = apex.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
-  assert apex.other_run(one, two) == [
+  one = handshake.record(Config(impala))
+  two = handshake.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
+  assert handshake.other_run(one, two) == [
     '--agent.optimizer: the learner has adam, this process adam\\x1b',
     '--agent.lambda: the learner has 1.0, this process 0.5',
   ]
-  assert apex.other_run(one, one) == []
+  assert handshake.other_run(one, one) == []
   many = {**one, 'agent': {'name': 'impala', **{f'x_{i}': i for i in range(20)}}}
   few = {**one, 'agent': {'name': 'impala'}}
-  told = apex.other_run(many, few)
+  told = handshake.other_run(many, few)
   assert told[0] == '--agent.x-0: the learner has 0, this process None'
   assert len(told) == 11 and told[-1] == 'and 10 more'
 
@@ -640,20 +649,20 @@ class OwnImpala(Impala):
   ids=lambda config: type(config.agent).__name__,
 )  # fmt: skip
 def test_the_command_that_starts_acting_does(config: Config) -> None:
-  addresses = apex.Addresses(('ipc:///a', 'ipc:///b'), 'ipc:///c', insecure=True)
-  podrace, act, *args = shlex.split(apex.act_command(config, addresses))
+  addresses = handshake.Addresses(('ipc:///a', 'ipc:///b'), 'ipc:///c', insecure=True)
+  podrace, act, *args = shlex.split(handshake.act_command(config, addresses))
   assert (podrace, act) == ('podrace', 'act')
   preset = cli.take_preset(args)
   options = Options(args, cli.ACT_VALUES, others_pass=True)
   assert options.text('--connect-replay') == 'ipc:///a,ipc:///b' and '--insecure' in options
   assert options.text('--params') == 'ipc:///c'
   made = cli.parse(cli.base_config(preset, None, cli.agent_of(options)), options.arguments)
-  assert apex.record(made) == apex.record(config)
+  assert handshake.record(made) == handshake.record(config)
 
 
 def test_a_preset_as_it_is_needs_no_options() -> None:
-  addresses = apex.Addresses(('ipc:///a',), 'ipc:///c', keys=Path('here'))
-  assert apex.act_command(PRESETS['apex-pong'](), addresses) == (
+  addresses = handshake.Addresses(('ipc:///a',), 'ipc:///c', keys=Path('here'))
+  assert handshake.act_command(PRESETS['apex-pong'](), addresses) == (
     'podrace act apex-pong --connect-replay ipc:///a --params ipc:///c --keys DIR'
   )
 
@@ -661,12 +670,12 @@ def test_a_preset_as_it_is_needs_no_options() -> None:
 def test_who_waits_for_acting_processes_says_so_now_and_then(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  learner: Any = object.__new__(apex.DistributedSource)
+  learner: Any = object.__new__(distributed_learner.DistributedSource)
   learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
-  learner._addresses = apex.Addresses(('ipc:///a',), 'tcp://127.0.0.1:*')
+  learner._addresses = handshake.Addresses(('ipc:///a',), 'tcp://127.0.0.1:*')
   learner._publisher = SimpleNamespace(peers={}, address='tcp://127.0.0.1:7')
   now = 100.0
-  monkeypatch.setattr(apex.time, 'monotonic', lambda: now)
+  monkeypatch.setattr(distributed_learner.time, 'monotonic', lambda: now)
 
   def times() -> int:
     learner._warn_if_alone()

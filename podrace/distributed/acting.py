@@ -1,0 +1,331 @@
+"""`podrace act`: a process that acts for a learner elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrace import service, tables
+from podrace.build import memory
+from podrace.config import (
+  Config,
+  UsageError,
+  agent_name,
+  bind_run,
+  flag,
+  validate,
+)
+from podrace.distributed.experience import episodes_table, replay_table, timed, unrolls_table
+from podrace.distributed.handshake import (
+  COMMON,
+  FINISHED,
+  RECORD,
+  RUN,
+  Addresses,
+  from_leaves,
+  other_run,
+  record,
+)
+from podrace.envs.host import base as host
+from podrace.envs.host.base import Totals
+from podrace.errors import RunError
+from podrace.process import on_signals
+from podrace.remote import security
+from podrace.remote.wire import plain
+from podrace.replay.host import (
+  Layout,
+  Streams,
+  named,
+)
+from podrace.sebulba import (
+  ActingProgram,
+  ActorFailed,
+  Actors,
+  Unroll,
+  example_trajectory,
+)
+from podrace.topology import split_devices
+
+log = logging.getLogger('podrace.distributed')
+VERSIONS = 10_000  # of which an acting process knows the learner's numbers
+ACTING = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}  # as all acting processes
+HEEDED = (
+  *COMMON,
+  'actor_devices',
+  'actor_threads',
+  'max_lag',
+  'env_batch_size',
+  'env_threads',
+  'env_deadline',
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What `podrace act` is asked for, besides the run's config."""
+
+  addresses: Addresses
+  share: tuple[int, int] = (0, 1)  # which of how many equal parts of all environments
+  max_staleness: float = 60.0  # seconds that parameters may be out of date
+  give_up: float = 0.0  # seconds without a learner, after them, until it ends; 0: never
+
+  def __post_init__(self) -> None:
+    i, n = self.share
+    if n < 1:
+      raise UsageError(f'--share {i}/{n}: of {n} parts there is none; the whole is 0/1')
+    if not 0 <= i < n:
+      raise UsageError(f'--share {i}/{n}: the parts of {n} are 0/{n} to {n - 1}/{n}')
+    if not 0 < self.max_staleness < math.inf:
+      raise UsageError(f'--max-staleness must be more than 0, not {self.max_staleness}')
+    if not 0 <= self.give_up < math.inf:
+      raise UsageError(f'--give-up-after must be 0 or more, not {self.give_up}')
+
+
+class _Signalled(BaseException):
+  """Ends whatever is waited for."""
+
+
+class _Finished(Exception):
+  """The run is complete."""
+
+
+def check_options(config: Config, args: list[str]) -> None:
+  """Raises UsageError for options of `train` in `args` that an acting process would not heed."""
+  fields = {f.name for f in dataclasses.fields(Config)}
+  given = [a.partition('=')[0].removeprefix('--').replace('-', '_') for a in args if a[:2] == '--']
+  for name in given:
+    if name in ACTING:
+      if (value := getattr(config, name)) != ACTING[name]:
+        raise UsageError(
+          f'--{name} {value}: podrace act always has --{name} {ACTING[name]}; leave it out'
+        )
+    elif name == 'max_lag' and hasattr(config.agent, 'memory'):
+      raise UsageError(
+        f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
+      )
+    elif name in fields and name not in HEEDED:
+      raise UsageError(
+        f'--{flag(name)} is for podrace train only: nothing of podrace act depends on it; leave it out'
+      )
+
+
+def act(config: Config, options: Options) -> int:
+  """`podrace act`: acts until the run is complete, a signal comes or it gives up; the exit code.
+
+  Raises:
+    UsageError: if the config can't be; if the learner's run is another one: both sides are named.
+    RunError: if a thread or its environments fail.
+  """
+  config = dataclasses.replace(config, **ACTING)  # type: ignore[arg-type]  # whatever the preset is for
+  validate(config)
+  a = options.addresses
+  security.check_address(a.parameters, a.keys, a.insecure, '--params')
+  for address in a.replay:
+    security.check_address(address, a.keys, a.insecure, '--connect-replay')
+  n = options.share[1]
+  if config.num_envs % n:
+    raise UsageError(f'--num-envs {config.num_envs} does not divide into {n} shares')
+  found = 0
+
+  def on_signal(signum: int, frame: Any) -> None:
+    nonlocal found
+    if not found:
+      found = signum
+      raise _Signalled
+
+  with contextlib.suppress(_Signalled), on_signals(on_signal):
+    try:
+      _Acting(config, options).run()
+    except _Finished:
+      log.info('the run is complete')
+    except TimeoutError as e:
+      log.error('giving up: %s', e)
+      return 1
+    except ActorFailed as e:
+      raise RunError(f'{config.env}: {e}') from e
+  return 128 + found if found else 0
+
+
+class _Acting:
+  """One acting process."""
+
+  def __init__(self, config: Config, options: Options) -> None:
+    a = options.addresses
+    i, n = options.share
+    spec = host.make(config.env)
+    agent = bind_run(config, spec)
+    devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
+    windows = memory(agent, spec, config).windows
+    self._program = ActingProgram(
+      agent=agent,
+      spec=spec,
+      devices=devices,
+      destinations=devices[:1],  # whence they are written
+      num_envs=config.num_envs // n,
+      unroll_length=config.unroll_length,
+      threads=config.actor_threads,
+      lag='async',
+      # In versions. With replay it is bounded in seconds.
+      max_lag=2**30 if windows else config.max_lag,
+      batch_size=config.env_batch_size,
+      env_threads=config.env_threads,
+      deadline=config.env_deadline,
+      seed=int.from_bytes(os.urandom(4), 'little'),
+      first_thread=i * config.actor_threads * len(devices),
+    )
+    self._example = example_trajectory(agent, spec, config.num_envs // n, config.unroll_length)
+    self._layout = Layout(windows, self._example) if windows else None
+    self._record, self._max_staleness = record(config), options.max_staleness
+    self._give_up = options.give_up or None
+    log.info('waiting for parameters of %s', a.parameters)
+    self._reader = service.Parameters(a.parameters, a.keys, a.insecure, options.max_staleness)
+    self._addresses = a
+    self._num_envs = config.num_envs  # of all acting processes
+    self._run = ''  # the name of the learner's, once it is known
+    self._held = -1  # version of the parameters that are acted with
+    self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
+    self._ended: BaseException | None = None  # why there is no more to be written
+
+  def run(self) -> None:
+    with contextlib.ExitStack() as stack:
+      stack.callback(self._reader.close)
+      params = self._parameters(self._reader.get(self._give_up))
+      a, program = self._addresses, self._program
+      log.info('connecting to the replay service at %s', ', '.join(a.replay))
+      client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
+      stack.callback(client.close)
+      write = self._windows(client, self._layout) if self._layout else self._unrolls(client)
+      program.warm_up()
+      actors = self._start(params)
+      stack.callback(actors.close)
+      threading.Thread(target=self._watch, args=(actors, client), daemon=True).start()
+      log.info('acting in %d environments', program.num_envs)
+      try:
+        self._write(actors, write, _Teller(client, self._run))
+      except tables.Closed as e:
+        raise self._ended or e from None
+
+  def _windows(self, client: service.Client, layout: Layout) -> Callable[[Unroll], None]:
+    """Writes unrolls as windows, for agents with replay."""
+    w = layout.windows
+    in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
+    table = replay_table(client, layout, self._program.spec.action_space, self._run)
+    streams = Streams(
+      layout, table,
+      lambda history: client.writer(history, max_in_flight=in_flight),
+    )  # fmt: skip
+
+    def write(unroll: Unroll) -> None:
+      for part in unroll.parts:
+        streams.add(part, unroll.serial)
+
+    return write
+
+  def _unrolls(self, client: service.Client) -> Callable[[Unroll], None]:
+    """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
+    example, space = self._example, self._program.spec.action_space
+    table = unrolls_table(client, self._num_envs, example, space, self._run)
+    writer = client.writer(1)
+    source, number = np.int64(int.from_bytes(os.urandom(7), 'little')), 0
+
+    def write(unroll: Unroll) -> None:
+      nonlocal number
+      known = self._versions
+      version = np.int64(known.get(unroll.version, min(known.values())))  # or older
+      for part in unroll.parts:
+        columns = named(jax.tree.map(np.asarray, part))
+        for b in range(len(columns['env_id'])):
+          row = {k: x[:, b] if timed(k) else x[b, ...] for k, x in columns.items()}
+          writer.append(row | dict(source=source, number=np.int64(number), version=version))
+          writer.create_item(table, 1.0, {k: c[-1] for k, c in writer.history.items()})
+          number += 1
+      writer.flush()
+
+    return write
+
+  def _start(self, params: Any) -> Actors:
+    key, actor_key = jax.random.split(jax.random.key(self._program.seed))
+    self._versions[0] = self._held
+    return Actors(self._program, {0: params}, key, actor_key)
+
+  def _write(self, actors: Actors, write: Callable[[Unroll], None], teller: _Teller) -> None:
+    """Writes what is acted, until `_watch` closes what it is written to."""
+    while True:
+      if self._ended is not None:
+        raise self._ended
+      self._reader.get()  # waits while what is held is too old to act with
+      for unroll in actors.take(0, self._is_stale) or ():
+        write(unroll)
+        teller.add(unroll.totals)
+
+  def _is_stale(self) -> bool:
+    return self._ended is not None or self._reader.staleness > self._max_staleness
+
+  def _watch(self, actors: Actors, client: service.Client) -> None:
+    """Has the actors act with each new version."""
+    try:
+      version = 0
+      while True:
+        found = self._reader.get(self._give_up)
+        if found.version != self._held:
+          version += 1
+          params = self._parameters(found)
+          self._versions[version] = found.version
+          self._versions.pop(version - VERSIONS, None)
+          actors.publish(version, params)
+        with self._reader.changed:
+          if self._reader.version == self._held:
+            self._reader.changed.wait(1.0)
+    except BaseException as e:
+      self._ended = e
+    finally:
+      try:
+        client.close()
+      finally:
+        self._reader.close()
+
+  def _parameters(self, found: service.Published) -> Any:
+    """Those of a version, on a device.
+
+    Raises:
+      UsageError: if they are of another run.
+      _Finished: if the run is complete.
+    """
+    leaves = dict(found.leaves)
+    told = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
+    run = told.pop(RUN, '')
+    if different := other_run(told, self._record):
+      raise UsageError('\n  '.join(['the learner has another run:', *different]))
+    if self._run not in ('', run):
+      raise UsageError(
+        f'the learner at {self._addresses.parameters} has run {plain(run)!r} now, this process acts for run '
+        f'{self._run!r}: start it again to act for the other'
+      )
+    self._run = run
+    if leaves.pop(FINISHED, None) is not None:
+      raise _Finished
+    self._held = found.version
+    shapes = jax.eval_shape(lambda key: self._program.agent.init(key).params, jax.random.key(0))
+    return jax.tree.map(jax.numpy.asarray, from_leaves(shapes, leaves))
+
+
+class _Teller:
+  """Tells the learner of finished episodes, through a table of their own."""
+
+  def __init__(self, client: service.Client, run: str) -> None:
+    self._table, self._writer = episodes_table(client, run), client.writer(1)
+
+  def add(self, totals: Totals) -> None:
+    if totals.count:
+      self._writer.append({'totals': np.array(dataclasses.astuple(totals), np.float64)})
+      self._writer.create_item(self._table, 1.0, num_steps=1)

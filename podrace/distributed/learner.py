@@ -1,0 +1,241 @@
+"""A learner whose actors and replay are other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrace import service
+from podrace.checkpoint import Extra
+from podrace.config import (
+  Config,
+)
+from podrace.distributed.experience import episodes_table, replay_table, unrolls_table
+from podrace.distributed.feed import POLL, Feed, Queued, Sampled
+from podrace.distributed.handshake import (
+  FINISHED,
+  RECORD,
+  RUN,
+  Addresses,
+  act_command,
+  check,
+  record,
+  run_name,
+  to_leaves,
+)
+from podrace.envs.host.base import HostSpec, Totals
+from podrace.replay.host import (
+  Layout,
+  ReplayFailed,
+)
+from podrace.sebulba import (
+  Batch,
+  LearningProgram,
+  State,
+)
+from podrace.types import Array
+
+PUBLISH_SECONDS = 0.25  # between versions of the parameters
+UNROLLS_PUBLISH_SECONDS = 0.05  # likewise, where no replay makes the policy's lag matter less
+GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
+REMIND = 30.0  # seconds between messages that nobody acts
+log = logging.getLogger('podrace.distributed')
+
+
+class DistributedSource:
+  """Batches of experience that other processes made; a `Source`.
+
+  With replay the `update`-th update has the samples that `samples_per_insert` makes of its steps: the
+  service's limiter sees to it that as many steps have been made, and none is counted before it lets
+  something be sampled. Without, it has a batch of unrolls.
+  """
+
+  snapshots = ()
+
+  def __init__(
+    self,
+    learning: LearningProgram,
+    spec: HostSpec,
+    addresses: Addresses,
+    config: Config,
+    run_dir: Path,
+  ) -> None:
+    self._learning, self._spec, self._addresses, self._config = learning, spec, addresses, config
+    self._record, self._run_dir, self._run = record(config), run_dir, ''
+    check(addresses)  # is refused before it is compiled for
+    self._windows, mesh = learning.windows, learning.mesh
+    size = self._windows.buffer.batch_size if self._windows else 0
+    if size % mesh.size:
+      raise ValueError(f'batch_size {size} does not divide over {mesh.size} learner devices')
+    self._client: service.Client | None = None
+    self._publisher: service.Publisher | None = None
+    self._feed: Feed | None = None
+    self._publish_seconds = PUBLISH_SECONDS if self._windows else UNROLLS_PUBLISH_SECONDS
+    self._version, self._published_at = -1, 0.0
+    self._episodes = Totals()
+    self._reminded = -math.inf
+    self._waited = False  # for the first experience, which was logged
+    self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
+    self._taken = 0  # batches of the update at hand
+    self._give_up: Callable[[], bool] = lambda: False
+
+  def open(self) -> None:
+    self._run = run_name(self._run_dir)
+    # Acting processes may wait for the publisher, so it listens before the service is waited for.
+    a = self._addresses
+    self._publisher = service.Publisher(a.parameters, a.keys, a.insecure, a.peer_timeout)
+    self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
+    # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
+    space, mesh, replay = self._spec.action_space, self._learning.mesh, self._learning.replay
+    if isinstance(replay, Layout):
+      table = replay_table(self._client, replay, space, self._run)
+      self._source: Sampled | Queued = Sampled(table, replay.windows, mesh)
+    else:
+      example = self._learning.example
+      table = unrolls_table(self._client, self._config.num_envs, example, space, self._run)
+      self._source = Queued(table, example, mesh)
+    self._episodes_table = episodes_table(self._client, self._run)
+
+  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
+    assert self._client is not None, 'start before open'  # which has made the tables
+    self._episodes = Totals(**statistics.get('episodes', {}))
+    update = int(jax.device_get(state.update))
+    self._publish(update, state.train.params)
+    self._count_steps(update)
+    self._feed = Feed(self._source, self._episodes_table)
+
+  def publish(self, update: int, params: Any) -> None:
+    """Publishes the parameters, if the last version is old enough."""
+    if time.monotonic() > self._published_at + self._publish_seconds:
+      with contextlib.suppress(ReplayFailed):  # the next `take` raises it
+        self._publish(update, params)
+
+  def _publish(self, update: int, params: Any, *more: tuple[str, np.ndarray]) -> None:
+    assert self._publisher is not None
+    text = np.frombuffer(json.dumps({**self._record, RUN: self._run}).encode(), np.uint8)
+    self._version = max(self._version + 1, update)
+    try:
+      self._publisher.publish(self._version, [*to_leaves(params), (RECORD, text), *more])
+    except RuntimeError as e:  # its thread has failed
+      raise ReplayFailed(str(e)) from e
+    self._published_at = time.monotonic()
+
+  def _check(self) -> None:
+    """Raises ReplayFailed if a thread has failed."""
+    assert self._feed is not None and self._publisher is not None
+    self._feed.check()
+    if self._publisher.failure:
+      raise ReplayFailed(self._publisher.failure)
+
+  def _warn_if_alone(self) -> None:
+    """Logs that no process acts, while there is nothing to learn from: at once, then now and then."""
+    assert self._publisher is not None
+    now = time.monotonic()
+    if self._publisher.peers:
+      self._reminded = -math.inf
+    elif now - self._reminded > REMIND:
+      self._reminded = now
+      there = dataclasses.replace(self._addresses, parameters=self._publisher.address)
+      log.warning(
+        'no acting process is connected; waiting for experience of `%s`',
+        act_command(self._config, there),
+      )
+
+  def take(self, update: int, give_up: Callable[[], bool]) -> Batch | None:
+    def waits() -> bool:
+      self._warn_if_alone()
+      return give_up() or bool(self._publisher and self._publisher.failure)
+
+    self._give_up = waits
+    self._check()
+    take = self._take_sample if self._windows else self._take_unrolls
+    batch = take(update)
+    if batch is None and not give_up():
+      self._check()
+    return batch
+
+  def _take_sample(self, update: int) -> Batch | None:
+    assert self._feed is not None and self._windows is not None
+    w = self._windows
+    self._count_steps(update)
+    if update < w.ready:  # nothing is due, but the steps must have been made
+      if not self._waited:
+        self._waited = True
+        log.info('waiting until the replay service has %d steps (min_size)', w.buffer.min_size)
+      return Batch(None) if self._feed.begun(self._give_up) else None
+    due = int(w.due(update - w.ready))
+    if not due:
+      return Batch(None)
+    draw, i = self._feed.take(self._give_up), self._taken
+    if draw is None:
+      return None
+    self._taken = (i + 1) % due
+    return Batch(draw.data, draw.key, i, not self._taken)
+
+  def _take_unrolls(self, update: int) -> Batch | None:
+    assert self._feed is not None
+    draw = self._feed.take(self._give_up)
+    if draw is None:
+      return None
+    self._lags.append(np.maximum(update - draw.key, 0))  # below 0: of a life that was lost
+    return Batch((draw.data,))
+
+  def learned(self, batch: Batch, priority: Any) -> None:
+    assert self._feed is not None
+    if self._windows:
+      self._feed.update(batch.key, priority, self._give_up)
+
+  def _count_steps(self, update: int) -> None:
+    """Sets how many steps of the environments there are with the update at hand."""
+    if isinstance(self._source, Sampled) and (w := self._windows):
+      learned = max(update, w.ready)  # no batch is of less
+      self._source.steps = (learned + 1) * w.num_envs * w.unroll_length
+
+  def read(self) -> tuple[Totals, dict[str, Any]]:
+    assert self._feed is not None and self._publisher is not None
+    episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
+    lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
+    lag = {'policy_lag_mean': lags.mean(), 'policy_lag_max': lags.max()} if len(lags) else {}
+    return episodes, {
+      'acting_processes': len(self._publisher.peers),
+      **{k: float(x) for k, x in lag.items()},
+      **self._feed.metrics(),
+    }
+
+  def statistics(self) -> dict[str, Any]:
+    if self._feed is not None:
+      self._episodes += self._feed.episodes()
+    return {'episodes': dataclasses.asdict(self._episodes)}
+
+  def save(self, path: Path) -> Extra | None:
+    return None  # the service has checkpoints of its own
+
+  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
+    pass
+
+  def finished(self, state: State) -> None:
+    """Publishes that the run is complete, and waits for the acting processes to leave."""
+    update = int(jax.device_get(state.update))
+    self._publish(update, state.train.params, (FINISHED, np.ones(1, np.uint8)))
+    assert self._publisher is not None
+    end = time.monotonic() + GOODBYE_SECONDS
+    while self._publisher.peers and time.monotonic() < end:
+      time.sleep(POLL)
+
+  def close(self) -> None:
+    if self._feed:
+      self._feed.close()
+    if self._client:
+      self._client.close()
+    if self._publisher:
+      self._publisher.close()
