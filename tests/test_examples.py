@@ -33,3 +33,9 @@ def test_own_network(network: str) -> None:
   """Over 500 episodes of about 1 each: the standard error is below 0.02."""
   example = load('own_network')
   assert example.train(getattr(example, network)) > 0.9
+
+
+def test_the_whole_of_sebulba_learns_catch(capsys: pytest.CaptureFixture[str]) -> None:
+  """Random play has -0.6 or so; the lag is what the file says."""
+  assert load('sebulba').main(250) > 0.8
+  assert 'policy lag 1.0' in capsys.readouterr().out
