@@ -28,7 +28,7 @@ def main(updates: int = UPDATES) -> float:
   # What there is: an environment, an agent for its spaces, and devices that act or learn.
   spec = host.make('podrace:catch')
   agent = bind(Impala(learning_rate=3e-3), spec, updates, NUM_ENVS)
-  topology = split_devices()
+  topology = split_devices(num_devices=1)  # of many, a quarter acts and the others learn
   mesh = topology.learners
 
   # The acting half knows no learner: only where its unrolls go.
