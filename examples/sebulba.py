@@ -69,7 +69,9 @@ def main(updates: int = UPDATES) -> float:
   finally:
     source.close()
   mean = episodes.return_sum / episodes.count
-  print(f'{episodes.count} episodes, return {mean:.2f}, policy lag {metrics["policy_lag_mean"]:.1f}')
+  print(
+    f'{episodes.count} episodes, return {mean:.2f}, policy lag {metrics["policy_lag_mean"]:.1f}'
+  )
   return mean
 
 

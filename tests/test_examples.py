@@ -13,7 +13,7 @@ import pytest
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
   """Most of the time here is compilation; what is computed stays the same up to rounding."""
   options = {'xla_backend_optimization_level': 0}
@@ -28,6 +28,7 @@ def load(name: str) -> Any:
   return module
 
 
+@pytest.mark.usefixtures('compile_quickly')
 @pytest.mark.parametrize('network', ['EquinoxNetwork', 'NnxNetwork'])
 def test_own_network(network: str) -> None:
   """Over 500 episodes of about 1 each: the standard error is below 0.02."""

@@ -301,11 +301,11 @@ def test_waiting_for_the_learner_is_told_as_waiting(
 ) -> None:
   """Parameters are published before they are computed; who has taken them has waited for them."""
   computed: list[bool] = []
-  take = sebulba_.Actor._take_params
+  take = sebulba_.Lockstep.take_params
 
   def noted(actor: Any) -> None:
     take(actor)
-    computed.extend(x.is_ready() for x in jax.tree.leaves(actor._params))
+    computed.extend(x.is_ready() for x in jax.tree.leaves(actor._inference.params))
 
   @dataclasses.dataclass(frozen=True)
   class Slow(Impala):
@@ -315,7 +315,7 @@ def test_waiting_for_the_learner_is_told_as_waiting(
       x = jax.lax.fori_loop(0, 40, lambda i, x: jnp.cos(x @ x), x)
       return train, priority, {**metrics, 'worked': x[0, 0]}
 
-  monkeypatch.setattr(sebulba_.Actor, '_take_params', noted)
+  monkeypatch.setattr(sebulba_.Lockstep, 'take_params', noted)
   with Running(sebulba(Slow(network=SMALL), lag=lag)) as run:
     run.advance(6)
   assert len(computed) >= 6
@@ -421,7 +421,8 @@ class Moves:
     monkeypatch.setattr(jax, 'device_put', self.device_put)
     monkeypatch.setattr(jax, 'device_get', self.device_get)
     for module in (
-      sebulba_.thread, sebulba_.actors, sebulba_.learning_program, sebulba_.acting_program,
+      sebulba_.shipping, sebulba_.lockstep, sebulba_.inference, sebulba_.thread, sebulba_.actors,
+      sebulba_.learning_program,
     ):  # fmt: skip
       monkeypatch.setattr(module, 'np', self)
 

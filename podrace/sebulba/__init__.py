@@ -18,26 +18,32 @@ more than `max_lag` updates ago is dropped.
 from podrace.sebulba.acting import Acting, Carry, Programs
 from podrace.sebulba.acting_program import ActingProgram, example_trajectory
 from podrace.sebulba.actors import Actors
+from podrace.sebulba.any_order import AnyOrder
 from podrace.sebulba.driver import SebulbaDriver
+from podrace.sebulba.inference import Inference
 from podrace.sebulba.learning_program import Batch, LearningProgram, State
+from podrace.sebulba.lockstep import Lockstep
 from podrace.sebulba.pipe import ActorFailed, Closed, Lag, Pipe, Snapshot, Unroll
 from podrace.sebulba.sources import ActorSource, HostReplaySource, Source
 from podrace.sebulba.statistics import Statistics
-from podrace.sebulba.thread import Actor
+from podrace.sebulba.thread import ActorThread
 
 __all__ = [
   'Acting',
   'ActingProgram',
-  'Actor',
   'ActorFailed',
   'ActorSource',
+  'ActorThread',
   'Actors',
+  'AnyOrder',
   'Batch',
   'Carry',
   'Closed',
   'HostReplaySource',
+  'Inference',
   'Lag',
   'LearningProgram',
+  'Lockstep',
   'Pipe',
   'Programs',
   'SebulbaDriver',

@@ -14,7 +14,7 @@ from podrace import topology as topology_
 from podrace.envs.host.base import Deadline, PoolArgs
 from podrace.sebulba.acting_program import ActingProgram
 from podrace.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
-from podrace.sebulba.thread import Actor
+from podrace.sebulba.thread import ActorThread
 from podrace.types import Array, HostEnvironment
 
 CLOSE_SECONDS = 5.0  # that actor threads have to end
@@ -48,7 +48,7 @@ class Actors:
       self.publish(version, versions[version])
     update = max(versions)
     run_key = jax.device_get(jax.random.key_data(key))
-    self._threads: list[Actor] = []
+    self._threads: list[ActorThread] = []
     try:
       for i in range(a.local_threads):
         snapshot = snapshots[i] if snapshots else None
@@ -67,7 +67,7 @@ class Actors:
 
   def _actor(
     self, local: int, update: int, run_key: Any, actor_key: Array, snapshot: Snapshot | None
-  ) -> Actor:
+  ) -> ActorThread:
     s = self._acting
     index, device = s.thread_index(local), s.device_of(local)
 
@@ -91,7 +91,7 @@ class Actors:
     else:
       pool = s.spec.make(args)
     try:
-      return Actor(
+      return ActorThread(
         s, local, device, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot
       )
     except BaseException:
