@@ -33,10 +33,12 @@ from podrace.config import (
   unknown_agent,
 )
 from podrace.envs.registry import HOST_LIBRARIES
+from podrace.errors import RunError
 from podrace.options import Options, whole_number
 from podrace.output import Lasting, flush_standard, open_standard, tell
 from podrace.presets import PRESETS
 from podrace.process import end_at_once, log_to_stderr, on_signals, tell_of_faults
+from podrace.stop import Stopped
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
@@ -185,20 +187,14 @@ def _guarded(args: list[str]) -> int:
     return 130
   except BrokenPipeError:  # the reader of the output has enough, as in `podrace list | head`
     return UNREAD
-  except Exception as e:
-    if 'podrace.run' not in sys.modules:  # where there is no JAX
-      raise
-    from podrace.run import RunError, Stopped
+  except Stopped as e:
+    from podrace.topology import leave_processes
 
-    if isinstance(e, Stopped):
-      from podrace.topology import leave_processes
-
-      tell(f'stopped by {e}; start again with the same --run-dir to go on')
-      leave_processes()
-      return 128 + e.signum
-    if isinstance(e, RunError):
-      return _complain(e, 1)
-    raise  # a fault of ours: with its traceback, exit code 1
+    tell(f'stopped by {e}; start again with the same --run-dir to go on')
+    leave_processes()
+    return 128 + e.signum
+  except RunError as e:
+    return _complain(e, 1)
 
 
 def _ours(error: Exception) -> bool:
@@ -386,7 +382,7 @@ def base_config(
 
   With an agent or an environment and no preset, it is the defaults of Config and of the agent.
   """
-  from podrace.run import load_config
+  from podrace.record import load_config
 
   if preset is None and is_open(preset, run_dir, agent, args):
     config = Config(agent=default_agent(agent or 'impala'))

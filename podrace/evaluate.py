@@ -22,9 +22,10 @@ from podrace.envs.base import batch
 from podrace.envs.host import base as host
 from podrace.envs.host.answers import AnswerTimer
 from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
+from podrace.errors import RunError
 from podrace.metrics import number
 from podrace.networks import outside_loops
-from podrace.run import RunError, load_config
+from podrace.record import load_config
 from podrace.sebulba.actors import CLOSE_SECONDS
 from podrace.sebulba.pipe import POLL
 from podrace.topology import cores

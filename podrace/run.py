@@ -5,17 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import json
-import math
-import os
-import queue
-import signal
-import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,48 +15,43 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from podrace import __version__, metrics, own_code
+from podrace import metrics
 from podrace.architecture import Architecture
 from podrace.build import build, make_server
-from podrace.checkpoint import CheckpointError, Checkpoints, read_json
+from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import (
   Config,
   UsageError,
-  changes,
-  check_code,
-  completed,
   differences,
-  from_json,
   option,
   to_json,
   validate,
 )
 from podrace.errors import RunError
-from podrace.files import write_whole
-from podrace.process import is_locked, linked_folders, lock, on_signals
+from podrace.record import (
+  changes_of,
+  completed_record,
+  final_return,
+  locked,
+  machine,
+  mean_and_std,
+  params_sha256,
+  read_record,
+  read_summary,
+  shapes_sha256,
+  write_json,
+)
 from podrace.replay.host import ReplayFailed
 from podrace.sebulba import ActorFailed
-from podrace.topology import cores
+from podrace.stop import GRACE_SECONDS, Stop, Stopped
 
 if TYPE_CHECKING:
   from podrace.distributed.handshake import Addresses
   from podrace.remote.hub import Listen
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
-GRACE_SECONDS = 20.0  # after a signal: what a call has to end, before the run ends without it
-SLOW_SECONDS = 60.0  # of one call: a warning says where it stands, and again after twice the time
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
-NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
-
-
-class Stopped(Exception):
-  """A signal ended the run; all that there was to save is saved, but for what `unsaved` names."""
-
-  def __init__(self, signum: int, unsaved: str = '') -> None:
-    name = signal.Signals(signum).name
-    super().__init__(f'{name}: {unsaved}' if unsaved else name)
-    self.signum = signum
 
 
 @dataclasses.dataclass
@@ -73,94 +60,6 @@ class Clock:
 
   busy_s: float = 0.0  # in the compiled program
   steps: int = 0  # made in `busy_s`
-
-
-class Stop:
-  """Notices SIGTERM, SIGINT and SIGHUP while it is entered; a second Ctrl-C interrupts at once."""
-
-  def __init__(self) -> None:
-    self.signum = 0
-    self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a handler may put into it
-    self._entered = contextlib.ExitStack()
-
-  def __enter__(self) -> Stop:
-    self._entered.enter_context(on_signals(self._handle))
-    return self
-
-  def __exit__(self, *exc: object) -> None:
-    self._entered.close()
-
-  def _handle(self, signum: int, frame: Any) -> None:
-    again = bool(self.signum)
-    if again and signum == signal.SIGINT:
-      self._tell('ended at once, without saving; the last checkpoint counts, if there is one')
-      raise KeyboardInterrupt
-    self.signum = signum
-    self._wake.put(None)
-    if not again:
-      name = signal.Signals(signum).name
-      self._tell(
-        f'{name}: finishing what is under way, then saving; Ctrl-C now ends at once, without saving'
-      )
-
-  def _tell(self, text: str) -> None:
-    with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
-      os.write(2, f'\npodrace: {text}\n'.encode())
-
-  def during(
-    self,
-    work: Callable[[], Any],
-    what: str,
-    warn: Callable[[str], None],
-    grace: float = 0.0,
-  ) -> Any:
-    """The result of `work`, which can't be interrupted and so runs in a thread of its own.
-
-    Args:
-      what: names the work in the warnings that come while it takes long.
-      grace: seconds that it may go on after a signal.
-
-    Raises:
-      Stopped: if a signal came and `work` did not end in time; `work` is left to itself.
-    """
-    outcome: list[Any] = []
-    error: list[BaseException] = []
-
-    def target() -> None:
-      try:
-        outcome.append(work())
-      except BaseException as e:
-        error.append(e)
-      finally:
-        self._wake.put(None)
-
-    thread = threading.Thread(target=target, daemon=True, name=what)
-    thread.start()
-    began, slow, deadline = time.monotonic(), SLOW_SECONDS, math.inf
-    while not outcome and not error:
-      now = time.monotonic()
-      if self.signum:
-        deadline = min(deadline, now + grace)
-        if now >= deadline:
-          unsaved = f'{what} did not end within {grace:g} s and is not saved' if grace else ''
-          raise Stopped(self.signum, unsaved)
-      if now - began >= slow:
-        warn(f'{what} has taken {now - began:.0f} s so far, {_whereabouts(thread)}; Ctrl-C ends it')
-        slow *= 2
-      with contextlib.suppress(queue.Empty):
-        self._wake.get(timeout=max(0.0, min(began + slow, deadline) - now))
-    thread.join()
-    if error:
-      raise error[0]
-    return outcome[0]
-
-
-def _whereabouts(thread: threading.Thread) -> str:
-  """Where a thread stands in Python, the innermost line of podrace's or of the user's."""
-  frame = sys._current_frames().get(thread.ident or 0)
-  lines = [] if frame is None else traceback.extract_stack(frame)
-  lines = [line for line in lines if 'site-packages' not in line.filename]
-  return f'in {lines[-1].name} ({lines[-1].filename}:{lines[-1].lineno})' if lines else 'ending'
 
 
 class Pace:
@@ -175,128 +74,6 @@ class Pace:
 
   def observe(self, updates: int, seconds: float) -> None:
     self._seconds, self._most = seconds / updates, 2 * updates
-
-
-def params_sha256(params: Any) -> str:
-  """A hash over the parameter leaves' paths, dtypes, shapes and bytes, in path order."""
-  leaves = {
-    jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)
-  }
-  digest = hashlib.sha256()
-  for path, leaf in sorted(leaves.items()):
-    array = np.asarray(leaf.addressable_data(0))
-    digest.update(f'{path} {array.dtype} {array.shape}\n'.encode())
-    digest.update(np.ascontiguousarray(array).tobytes())
-  return digest.hexdigest()
-
-
-def shapes_sha256(state: Any) -> str:
-  """A hash over the paths, dtypes and shapes of a state."""
-  leaves = jax.tree_util.tree_leaves_with_path(state)
-  text = '\n'.join(f'{jax.tree_util.keystr(p)} {x.dtype} {x.shape}' for p, x in leaves)
-  return hashlib.sha256(text.encode()).hexdigest()
-
-
-def machine() -> dict[str, Any]:
-  """What bitwise equality of a resumed run depends on."""
-  return {
-    'device': jax.devices()[0].device_kind,
-    'devices': len(jax.devices()),
-    'cores': cores(),
-    'jax': jax.__version__,
-    'podrace': __version__,
-  }
-
-
-@contextlib.contextmanager
-def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
-  """Keeps a second run out of the directory for as long as this one lives.
-
-  Gives what says whether the directory is still the one: not removed, moved or replaced.
-  """
-  try:
-    file = lock(run_dir)
-  except BlockingIOError:
-    raise UsageError(f'{run_dir} is in use by another run that is still going') from None
-  except OSError as e:
-    raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
-  with file:
-    if links := linked_folders(run_dir):
-      raise UsageError(
-        f'--run-dir {run_dir}: {", ".join(links)} there is a symbolic link to a directory elsewhere, where a run '
-        'would write and delete; move what it leads to in its place, or make the whole run directory a link'
-      )
-    yield functools.partial(is_locked, run_dir.absolute(), file)
-
-
-def changes_of(config: Config, run_dir: Path) -> list[str]:
-  """What the run directory's record and this configuration differ in, a line each.
-
-  Raises:
-    UsageError: if it is something that never changes in a run, which has a checkpoint.
-  """
-  old = read_record(run_dir)
-  if old is None:
-    return []
-  records = _completed(old, config), to_json(config)
-  changed = differences(*records)
-  begun = any((run_dir / 'checkpoints').glob('*'))
-  if begun and not NEVER.isdisjoint(path for path, _, _ in changes(*records)):
-    raise UsageError(
-      f'{run_dir} holds another run, which this one cannot be:\n  '
-      + '\n  '.join(changed)
-      + '\ngive another --run-dir'
-    )
-  return changed
-
-
-def write_json(path: Path, value: Any) -> None:
-  """Writes a JSON file whole or not at all, also if the power is cut."""
-  write_whole(path, json.dumps(value, indent=2) + '\n')
-
-
-def read_record(run_dir: Path) -> dict[str, Any] | None:
-  """What config.json holds, or None if there is none."""
-  record = read_json(run_dir / 'config.json')
-  if not isinstance(record, dict | None):
-    raise UsageError(f'{run_dir / "config.json"} is not the record of a run')
-  return record
-
-
-def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-  """What summary.json holds; None if there is none, or if it is damaged: the run writes it again."""
-  try:
-    summary = read_json(path)
-  except UsageError as e:
-    warn(f'damaged: {e}; it will be written again')
-    return None
-  if summary is None:
-    return None
-  needed = {'step', 'episode_return', 'steps_per_s'}
-  if not isinstance(summary, dict) or not needed <= set(summary):
-    raise UsageError(f'{path} is not the summary of a run')
-  return summary
-
-
-def _completed(record: dict[str, Any], config: Config) -> dict[str, Any]:
-  """A run directory's record with later fields; of code, it may name what this configuration has."""
-  return completed(record, own_code.named(to_json(config)))
-
-
-def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
-  """The config that a run directory records.
-
-  Args:
-    allow_code: modules that it may name, besides podrace's own; naming one runs it.
-
-  Raises:
-    UsageError: if there is none, or it names other modules; nothing is imported then.
-  """
-  record = read_record(run_dir)
-  if record is None:
-    raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
-  check_code(record, allow_code)
-  return from_json(record)
 
 
 def train(
@@ -738,7 +515,7 @@ class _Run:
       )
     if meta['shapes'] != shapes_sha256(self.program.shapes):
       old = read_record(self.run_dir)
-      changed = differences(_completed(old, self.config), to_json(self.config)) if old else []
+      changed = differences(completed_record(old, self.config), to_json(self.config)) if old else []
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
         'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
@@ -755,7 +532,7 @@ class _Run:
     """How to have as many devices that learn as a checkpoint was made on."""
     if self.config.architecture == 'anakin':
       return f'give --devices {mesh}'
-    old = _completed(read_record(self.run_dir) or {}, self.config)
+    old = completed_record(read_record(self.run_dir) or {}, self.config)
     given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
     had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)
     return (
@@ -780,50 +557,6 @@ class _Run:
     if self.leader:
       write_json(self.run_dir / 'summary.json', summary)
     return summary
-
-
-def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
-  """The return of all episodes together, from each seed's sums, and its standard deviation.
-
-  None where no episode ended, and for what is not finite.
-  """
-  n, sums, apart = (np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation))
-  n, sums, apart = n[n > 0], sums[n > 0], apart[n > 0]
-  if not len(n):
-    return {'episode_return': None, 'episode_return_std': None}
-  with np.errstate(all='ignore'):
-    mean = sums.sum() / n.sum()
-    variance = (apart + n * np.square(sums / n - mean)).sum() / n.sum()
-    std = np.sqrt(np.maximum(variance, 0.0))
-  return {'episode_return': metrics.number(mean), 'episode_return_std': metrics.number(std)}
-
-
-def final_return(path: Path) -> dict[str, Any]:
-  """The mean return of the episodes that ended in the last tenth of the run."""
-  lines = metrics.read(path)
-  start = 0.9 * lines[-1]['step'] if lines else 0
-  lines = [
-    line for line in lines if line['episode_return'] is not None
-  ]  # null: not finite, or none
-  tail = [line for line in lines if line['step'] > start] or lines[-1:]
-  episodes = sum(line['episodes'] for line in tail)
-  if not episodes:
-    return {'episode_return': None, 'episodes': 0}
-  total = sum(line['episode_return'] * line['episodes'] for line in tail)
-  result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
-  if 'episode_return_by_seed' in tail[-1]:
-    result['episode_return_by_seed'] = [
-      _mean([(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in tail])
-      for i in range(len(tail[-1]['episodes_by_seed']))
-    ]
-  return result
-
-
-def _mean(told: list[tuple[float | None, int]]) -> float | None:
-  """The mean of (mean, count)s; None if nothing was counted."""
-  known = [(mean, count) for mean, count in told if mean is not None]
-  total = sum(count for _, count in known)
-  return sum(mean * count for mean, count in known) / total if total else None
 
 
 def _next(update: int, every: int) -> int:

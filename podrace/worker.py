@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 
 class Worker:
-  """Does `work` once, in a thread of its own, from now on."""
+  """Does `work` once, in a thread of its own, from now on.
 
-  def __init__(self, name: str, work: Callable[[], None]) -> None:
-    self._work = work
+  Args:
+    name: of the thread.
+    at_end: called in that thread when the work has ended, or failed.
+  """
+
+  def __init__(
+    self, name: str, work: Callable[[], Any], at_end: Callable[[], None] = lambda: None
+  ) -> None:
+    self._work, self._at_end = work, at_end
+    self._result: Any = None
     self._failure: BaseException | None = None
     self._thread = threading.Thread(target=self._main, name=name, daemon=True)
     self._thread.start()
 
   def _main(self) -> None:
     try:
-      self._work()
+      self._result = self._work()
     except BaseException as e:
       self._failure = e
+    finally:
+      self._at_end()
+
+  @property
+  def alive(self) -> bool:
+    return self._thread.is_alive()
+
+  @property
+  def ident(self) -> int:
+    """The thread's, as `sys._current_frames` has it."""
+    return self._thread.ident or 0
 
   def join(self, timeout: float | None = None) -> bool:
     """Waits for the end of the work, at most `timeout` seconds; whether it has ended.
@@ -29,7 +49,16 @@ class Worker:
     """
     self._thread.join(timeout)
     self.check()
-    return not self._thread.is_alive()
+    return not self.alive
+
+  def result(self) -> Any:
+    """What the work returned; waits for it.
+
+    Raises:
+      what the work raised.
+    """
+    self.join()
+    return self._result
 
   def check(self) -> None:
     """Raises what the work raised, if it has failed."""

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from podrace import actor, run, topology
+from podrace import actor, record, topology
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
@@ -311,7 +311,7 @@ def test_the_spread_of_returns_is_exact(returns: Any) -> None:
   for found, values in zip(counted(returns), ([returns, -returns], [returns]), strict=True):
     exact = np.concatenate(values).astype(np.float64)
     assert found['episodes'] == exact.size
-    told = run.mean_and_std(found['episodes'], found['return_sum'], found['return_deviation'])
+    told = record.mean_and_std(found['episodes'], found['return_sum'], found['return_deviation'])
     if np.abs(exact).max() > 1e20:  # its square is beyond float32
       assert told['episode_return_std'] is None
       continue
@@ -321,13 +321,13 @@ def test_the_spread_of_returns_is_exact(returns: Any) -> None:
 
 def test_the_spread_over_seeds() -> None:
   """Seed 1 has finished none."""
-  told = run.mean_and_std([2, 0, 3], [4.0, 0.0, 9.0], [2.0, 0.0, 8.0])
+  told = record.mean_and_std([2, 0, 3], [4.0, 0.0, 9.0], [2.0, 0.0, 8.0])
   values = np.array([1.0, 3.0, 1.0, 3.0, 5.0])
   assert told == {
     'episode_return': pytest.approx(values.mean()),
     'episode_return_std': pytest.approx(values.std()),
   }
-  assert set(run.mean_and_std([0, 0], [0, 0], [0, 0]).values()) == {None}
+  assert set(record.mean_and_std([0, 0], [0, 0], [0, 0]).values()) == {None}
 
 
 # --- errors -----------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from apart import until
 from gymnasium import spaces
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
-from podrace import build, cli, run, service, tables, topology
+from podrace import build, cli, errors, run, service, stop, tables, topology
 from podrace.agents import valuing
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
@@ -211,7 +211,7 @@ def test_what_was_learned_before_the_service_failed_is_saved(
   actor = threading.Thread(target=act, daemon=True)
   with ReplayServer(addresses.replay[0]):
     actor.start()
-    with pytest.raises(run.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
+    with pytest.raises(errors.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
       run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     assert checkpoints(tmp_path / 'run')[-1] == 512
     acting._reader.close()
@@ -270,7 +270,7 @@ def test_tables_are_waited_for_where_a_signal_ends_the_wait(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(server, '_request', asked)
-    with pytest.raises(run.Stopped):
+    with pytest.raises(stop.Stopped):
       run.train(
         config,
         tmp_path / 'run',
@@ -385,7 +385,7 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
   addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
-    pytest.raises(run.RunError, match=r'ArithmeticError: a bug'),
+    pytest.raises(errors.RunError, match=r'ArithmeticError: a bug'),
   ):
     run.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
 

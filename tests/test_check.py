@@ -17,7 +17,7 @@ from gymnasium import spaces
 from jax import lax
 from processes import as_users_have_it
 
-from podrace import blame, build, check, run
+from podrace import blame, build, check, errors, run
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -187,7 +187,7 @@ def test_a_space_that_is_none() -> None:
 
 @pytest.mark.parametrize('architecture', ARCHITECTURES)
 def test_an_environment_that_fails_says_where(architecture: str) -> None:
-  with pytest.raises(run.RunError) as told:
+  with pytest.raises(errors.RunError) as told:
     build.build(config(architecture, env='test_check.bare,cls=Raises'))
   said = str(told.value)
   assert 'Raises.step' in said and line(Raises, 'step') in said
@@ -208,7 +208,7 @@ def test_episodes_that_are_longer_than_the_check(
   env: str, message: str, architecture: str, tmp_path: Path
 ) -> None:
   length = check.STEPS + 50
-  with pytest.raises(run.RunError, match=message) as told:
+  with pytest.raises(errors.RunError, match=message) as told:
     run.train(
       config(architecture, env=f'test_check.{env},length={length}'), tmp_path / 'run', quiet=True
     )
@@ -217,7 +217,7 @@ def test_episodes_that_are_longer_than_the_check(
 
 def test_seeds_are_watched_alike(tmp_path: Path) -> None:
   wrong = config('anakin', env=f'test_check.bare,cls=Steps,length={check.STEPS + 50}')
-  with pytest.raises(run.RunError, match=r'in 16 environment\(s\), test_check.Steps.step'):
+  with pytest.raises(errors.RunError, match=r'in 16 environment\(s\), test_check.Steps.step'):
     run.train(dataclasses.replace(wrong, seeds=2), tmp_path / 'run', quiet=True)
 
 
@@ -407,7 +407,7 @@ class OwnNetwork(ActorCritic):
 
 
 def test_a_network_of_ones_own_is_checked_with_our_agent() -> None:
-  with pytest.raises(run.RunError, match="KeyError: 'no such layer'") as told:
+  with pytest.raises(errors.RunError, match="KeyError: 'no such layer'") as told:
     build.build(config('anakin', Impala(network=OwnNetwork(hidden=(8,)))))
   assert 'podrace.agents.impala.Impala.act' in str(told.value)
   assert f'File "{__file__}"' in str(told.value)
@@ -457,7 +457,7 @@ def test_actions_out_of_their_space_are_refused(
   action: float, architecture: str, tmp_path: Path
 ) -> None:
   wrong = config(architecture, Bold(action=action), 'test_check.wrapped,cls=Box')
-  with pytest.raises(run.RunError, match=r'Box\(-1.0, 1.0, \(2,\), float32\)') as told:
+  with pytest.raises(errors.RunError, match=r'Box\(-1.0, 1.0, \(2,\), float32\)') as told:
     run.train(wrong, tmp_path / 'run', quiet=True)
   if architecture == 'anakin':
     assert 'in 8 environment(s), test_check.Bold.act (' in str(told.value)

@@ -18,7 +18,7 @@ from processes import DEADLINE, checkpoints, environment, lines, summary
 from podrace import topology
 from podrace.build import build
 from podrace.checkpoint import Checkpoints
-from podrace.run import load_config
+from podrace.record import load_config
 
 ARGS = ['train', 'catch', '--agent', 'ppo', '--agent.network.hidden', '16', '--num-envs', '8',
         '--unroll-length', '8', '--agent.minibatches', '2', '--agent.epochs', '2',

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from processes import as_users_have_it, cache, checkpoints, every_file
 
-from podrace import cli, run
+from podrace import cli, errors, record, run
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.r2d2 import R2D2
@@ -82,18 +82,18 @@ def test_an_episode_that_does_not_end() -> None:
     def step(self, state: State, action: Any, key: Any) -> Any:
       return state, transition(jnp.zeros([1]), 1.0, False, False)
 
-  with pytest.raises(run.RunError, match='3 of 3 episodes have not ended in 2000 steps'):
+  with pytest.raises(errors.RunError, match='3 of 3 episodes have not ended in 2000 steps'):
     evaluator(Idle(), NextStepReset(Endless()), 3, max_steps=2000)((), jax.random.key(0))
 
 
 def test_the_limit_of_steps_is_exact() -> None:
   env, key = NextStepReset(Lengths()), jax.random.key(0)  # 8 steps at most
   assert evaluator(Idle(), env, 100, max_steps=8)((), key).max() == 8
-  with pytest.raises(run.RunError, match='of 100 episodes have not ended in 7 steps'):
+  with pytest.raises(errors.RunError, match='of 100 episodes have not ended in 7 steps'):
     evaluator(Idle(), env, 100, max_steps=7)((), key)
   spec = host.make('gymnasium:host_envs:Truncated-v0')  # 4 steps
   assert (host_returns(Idle(), spec, (), 3, seed=0, max_steps=4) == 4).all()
-  with pytest.raises(run.RunError, match='3 of 3 episodes have not ended in 3 steps'):
+  with pytest.raises(errors.RunError, match='3 of 3 episodes have not ended in 3 steps'):
     host_returns(Idle(), spec, (), 3, seed=0, max_steps=3)
 
 
@@ -141,7 +141,7 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
 ) -> None:
   """An epsilon each: four episodes of a run of eight environments have those of every other one."""
   config = Config(agent=Recorded(QNetwork(hidden=(4,))), num_envs=8)
-  run.write_json(tmp_path / 'config.json', to_json(config))
+  record.write_json(tmp_path / 'config.json', to_json(config))
 
   def params(config: Config, agent: Any, run_dir: Path) -> Any:
     return 0, agent.init(jax.random.key(0)).params, []
@@ -226,7 +226,7 @@ def test_parameters_that_were_changed_on_disk_are_not_evaluated(
 
 
 def test_statistics_of_training_are_used(trained: Path) -> None:
-  config = run.load_config(trained)
+  config = record.load_config(trained)
   agent = bind(config.agent, make(config.env))
   _, params, _ = newest_params(config, agent, trained)
   assert (params.observation.seen > 1000).all()
@@ -283,7 +283,7 @@ def test_games_on_the_host_count_whole_and_once() -> None:
 
 def test_games_on_the_host_that_do_not_end() -> None:
   spec = host.make('gymnasium:host_envs:Same-v0')
-  with pytest.raises(run.RunError, match='2 of 2 episodes have not ended in 50 steps'):
+  with pytest.raises(errors.RunError, match='2 of 2 episodes have not ended in 50 steps'):
     host_returns(Idle(), spec, (), 2, seed=0, max_steps=50)
 
 
@@ -299,7 +299,7 @@ def test_games_on_the_host_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
   monkeypatch.setattr('podrace.evaluate.CLOSE_SECONDS', 0.1)
   told = 'envpool:CartPole-v1: environments have not answered for'
-  with pytest.raises(run.RunError, match=told):
+  with pytest.raises(errors.RunError, match=told):
     host_returns(Idle(), dataclasses.replace(spec, make=make), (), 2, seed=0, deadline=0.2)
   forever.set()
 

@@ -75,9 +75,9 @@ def test_an_almost_singular_matrix_gives_orthonormal_columns() -> None:
 HANGS = """
 import ctypes, sys
 import jax
-from podrace import anakin, cli, run
+from podrace import anakin, cli, run, stop
 
-run.SLOW_SECONDS, run.GRACE_SECONDS = 0.2, 0.5
+stop.SLOW_SECONDS, run.GRACE_SECONDS = 0.2, 0.5
 init = anakin.Anakin._init
 
 def hung(self, keys):

@@ -18,6 +18,7 @@ from podrace.config import Config, UsageError, completed, from_json, to_json
 from podrace.evaluate import evaluate
 from podrace.presets import PRESETS
 from podrace.process import linked_folders, lock
+from podrace.record import load_config, write_json
 
 PROGRAM = Path(sys.executable).parent / 'podrace'
 FLAG = 'import pathlib; pathlib.Path(__file__).with_suffix(".ran").touch()\n'
@@ -135,9 +136,9 @@ def test_a_record_is_compared_without_importing_what_it_names(
   with pytest.raises(UsageError, match='--allow-code mine_too'):
     evaluate(tmp_path, 1)
   with pytest.raises(UsageError, match='--allow-code mine_too'):
-    run.load_config(tmp_path, ['mine'])
+    load_config(tmp_path, ['mine'])
   assert completed(old) == old and not (tmp_path / 'mine_too.ran').exists()
-  assert run.load_config(tmp_path, ['mine_too']) == from_json(old)
+  assert load_config(tmp_path, ['mine_too']) == from_json(old)
   assert (tmp_path / 'mine_too.ran').exists()
 
 
@@ -164,7 +165,7 @@ def test_the_lock_is_no_link(outside: Path, tmp_path: Path) -> None:
 def test_drafts_replace_links(name: str, outside: Path, tmp_path: Path) -> None:
   draft = tmp_path / 'run' / name
   draft.symlink_to(outside)
-  run.write_json(draft.with_suffix(''), {'a': 1})
+  write_json(draft.with_suffix(''), {'a': 1})
   assert json.loads(draft.with_suffix('').read_text()) == {'a': 1}
   assert outside.read_text() == 'mine' and not os.path.lexists(draft)
 

@@ -29,8 +29,9 @@ from processes import (
   summary,
 )
 
-from podrace import build, cli, metrics, run
+from podrace import build, cli, metrics, record, run
 from podrace.checkpoint import CheckpointError, Checkpoints
+from podrace.stop import Stop
 
 # 1,000 updates of 32 steps: 100 lines of metrics, 20 checkpoints.
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
@@ -292,7 +293,7 @@ def test_signals_save_first(
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-  with run.Stop() as stop:
+  with Stop() as stop:
     signal.raise_signal(signal.SIGTERM)
     assert stop.signum == signal.SIGTERM
     assert (
@@ -413,7 +414,7 @@ def test_a_checkpoint_without_any_one_of_its_files_is_whole_or_refused(
   tmp_path: Path, half: Path
 ) -> None:
   newest = checkpoints(half / 'half')[-1]
-  shapes = build.build(run.load_config(half / 'half')).shapes
+  shapes = build.build(record.load_config(half / 'half')).shapes
   params, rest = run._split(shapes)
   refused = []
   for i, file in enumerate(every_file(half / 'half' / 'checkpoints' / str(newest))):
@@ -465,7 +466,7 @@ def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
 
 def test_another_machine_is_told(here: Here, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   shutil.copytree(half / 'half', here.folder / 'half')
-  elsewhere = {**run.machine(), 'jax': '9.9'}
+  elsewhere = {**record.machine(), 'jax': '9.9'}
   monkeypatch.setattr(run, 'machine', lambda: elsewhere)
   code, output = here('half')
   assert code == 0

@@ -31,7 +31,7 @@ from processes import (
   summary,
 )
 
-from podrace import envs, metrics, run
+from podrace import envs, errors, metrics, record, run, stop
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -95,7 +95,7 @@ def test_what_a_run_writes_whole_outlives_a_power_cut(
     synced.append(f'{path.relative_to(tmp_path)} {there}')
 
   monkeypatch.setattr(os, 'fsync', fsync)
-  run.write_json(tmp_path / 'x.json', {'a': 1})
+  record.write_json(tmp_path / 'x.json', {'a': 1})
   assert synced == ['x.json.new False', '. True']
 
 
@@ -138,12 +138,12 @@ def test_the_final_return_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
   told = [(10, 7.0, 1), (95, None, 3), (98, 2.0, 1), (100, 5.0, 2)]
   text = [dict(step=s, episode_return=r, episodes=n) for s, r, n in told]
   path.write_text(''.join(json.dumps(line) + '\n' for line in text))
-  assert run.final_return(path) == {'episode_return': 4.0, 'episodes': 3}
+  assert record.final_return(path) == {'episode_return': 4.0, 'episodes': 3}
   seeds = dict(episode_return_by_seed=[2.0, None], episodes_by_seed=[4, 0])
   path.write_text(json.dumps({**text[0], **seeds}) + '\n')
-  assert run.final_return(path)['episode_return_by_seed'] == [2.0, None]
+  assert record.final_return(path)['episode_return_by_seed'] == [2.0, None]
   path.write_text(json.dumps(text[1]) + '\n')
-  assert run.final_return(path) == {'episode_return': None, 'episodes': 0}
+  assert record.final_return(path) == {'episode_return': None, 'episodes': 0}
 
 
 def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -201,7 +201,9 @@ def test_a_directory_that_is_removed_or_replaced_ends_the_run(
       (run_dir / 'replay' / '7').mkdir(parents=True)  # which that is just writing
 
   monkeypatch.setitem(metrics.SINKS, 'replace', At(step, replace))
-  with pytest.raises(run.RunError, match='was removed, moved or replaced while this run was in it'):
+  with pytest.raises(
+    errors.RunError, match='was removed, moved or replaced while this run was in it'
+  ):
     run.train(CONFIG, run_dir, sinks=('replace',))
   assert checkpoints(old) == [1600][: step > 1600]
   if replaced:
@@ -218,14 +220,14 @@ def test_params_sha256_is_what_the_contract_says() -> None:
     + b"['a']['z'] float32 (2, 2)\n" + np.ones([2, 2], np.float32).tobytes()
     + b"['b'] int32 (3,)\n" + np.arange(3, dtype=np.int32).tobytes()
   )  # fmt: skip
-  assert run.params_sha256(params) == expected.hexdigest()
+  assert record.params_sha256(params) == expected.hexdigest()
   for other in (
     {**params, 'b': params['b'].at[0].set(1)},
     {**params, 'b': params['b'].astype(jnp.uint32)},
     {**params, 'b': params['b'][None]},
     {'a': params['a'], 'c': params['b']},
   ):
-    assert run.params_sha256(other) != expected.hexdigest()
+    assert record.params_sha256(other) != expected.hexdigest()
 
 
 def test_two_seeds(two_seeds: Path, finished: Path) -> None:
@@ -313,7 +315,7 @@ def test_override_cannot_change_the_state(
   changed: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setitem(metrics.SINKS, 'stop', StopAt(320))
-  with pytest.raises(run.Stopped):
+  with pytest.raises(stop.Stopped):
     run.train(CONFIG, tmp_path, sinks=('stop',), quiet=True)
   record, saved = (tmp_path / 'config.json').read_bytes(), checkpoints(tmp_path)
   monkeypatch.setattr(AnakinDriver, 'compile', lambda self: pytest.fail('it is too late to refuse'))
@@ -407,7 +409,7 @@ class Away:
 def test_a_sink_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setitem(metrics.SINKS, 'away', Away)
   config = change(log_every=160)
-  with pytest.raises(run.RunError, match=r'the service is away(.|\n)*saved at step 320'):
+  with pytest.raises(errors.RunError, match=r'the service is away(.|\n)*saved at step 320'):
     run.train(config, tmp_path / 'half', sinks=('away',), quiet=True)
   resumed = run.train(config, tmp_path / 'half', quiet=True)
   assert (
@@ -473,7 +475,7 @@ class Sick(PPO):
 @pytest.mark.parametrize('seeds', [1, 2])
 def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: Path) -> None:
   config = change(agent=Sick(network=SMALL, sick=sick, minibatches=1, epochs=1), seeds=seeds)
-  with pytest.raises(run.RunError) as e:
+  with pytest.raises(errors.RunError) as e:
     run.train(config, tmp_path, quiet=True)
   assert re.search('(loss|parameter) is NaN or infinite at step 1,9(52|84);', str(e.value))
   assert 'the last good checkpoint is step 1,600' in str(e.value)
@@ -490,7 +492,7 @@ def test_a_run_that_dies_early_has_a_checkpoint(
   """Though the first that was asked for is far away."""
   monkeypatch.setattr(run, 'FIRST_CHECKPOINT_SECONDS', 0.0)
   agent = Sick(network=SMALL, minibatches=1, epochs=1)
-  with pytest.raises(run.RunError, match='the last good checkpoint is step'):
+  with pytest.raises(errors.RunError, match='the last good checkpoint is step'):
     run.train(change(agent=agent, checkpoint_every=10**9), tmp_path, quiet=True)
   assert 0 < checkpoints(tmp_path)[-1] < 1952
 
@@ -519,7 +521,7 @@ def test_quiet_is_about_progress_alone(
   shutil.copytree(finished, tmp_path / 'run')
   (tmp_path / 'run' / 'summary.json').unlink()
   (tmp_path / 'run' / 'checkpoints' / '9.orbax-checkpoint-tmp-1').mkdir()
-  elsewhere = {**run.machine(), 'jax': '9.9'}
+  elsewhere = {**record.machine(), 'jax': '9.9'}
   monkeypatch.setattr(run, 'machine', lambda: elsewhere)
   run.train(CONFIG, tmp_path / 'run', quiet=True)
   told = capsys.readouterr().err
@@ -531,7 +533,9 @@ def test_quiet_is_about_progress_alone(
 
 def test_nan_at_once(tmp_path: Path) -> None:
   agent = Impala(network=SMALL, learning_rate=1e38)
-  with pytest.raises(run.RunError, match=r'NaN or infinite at step .*there is no checkpoint yet'):
+  with pytest.raises(
+    errors.RunError, match=r'NaN or infinite at step .*there is no checkpoint yet'
+  ):
     run.train(change(agent=agent), tmp_path, quiet=True)
   assert checkpoints(tmp_path) == []
 
@@ -562,7 +566,7 @@ def test_what_failed_first_is_told_where_it_cannot_be_saved_either(
     save(self, update, state)
 
   monkeypatch.setattr(run._Run, 'save', fails)
-  with pytest.raises(run.RunError) as e:
+  with pytest.raises(errors.RunError) as e:
     config = change(log_every=160, checkpoint_every=160)
     run.train(config, tmp_path, sinks=('away',), quiet=True)
   told = str(e.value)
@@ -581,7 +585,7 @@ def test_a_failure_of_the_learner_is_told_with_its_traceback(
 ) -> None:
   """Its state is lost, having been given away; what was saved before is named, and is there."""
   agent = Failing(network=SMALL)
-  with pytest.raises(run.RunError) as e:
+  with pytest.raises(errors.RunError) as e:
     run.train(change(agent=agent, architecture=architecture), tmp_path, quiet=True)
   assert 'ZeroDivisionError: the learner broke' in str(e.value)
   assert 'Traceback (most recent call last)' in str(e.value)

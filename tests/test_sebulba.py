@@ -25,9 +25,9 @@ from podrace.config import UsageError, bind
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.envs.host.jax import JaxPool, JaxSteps
+from podrace.errors import RunError
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
-from podrace.run import RunError
 from podrace.sebulba import (
   ActorFailed,
   Actors,

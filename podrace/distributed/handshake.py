@@ -22,10 +22,10 @@ from podrace.config import (
   to_json,
 )
 from podrace.presets import PRESETS
+from podrace.record import write_json
 from podrace.remote import security
 from podrace.remote.hub import PEER_SECONDS, Listen
 from podrace.remote.wire import plain
-from podrace.run import write_json
 
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
 RUN = 'run'  # of the record: the name of the run, which its tables have, too

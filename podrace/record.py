@@ -1,0 +1,198 @@
+"""What a run directory holds: its configuration, its summary, and the lock on it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrace import __version__, metrics, own_code
+from podrace.checkpoint import read_json
+from podrace.config import (
+  Config,
+  UsageError,
+  changes,
+  check_code,
+  completed,
+  differences,
+  from_json,
+  to_json,
+)
+from podrace.files import write_whole
+from podrace.process import is_locked, linked_folders, lock
+from podrace.topology import cores
+
+NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
+
+
+def params_sha256(params: Any) -> str:
+  """A hash over the parameter leaves' paths, dtypes, shapes and bytes, in path order."""
+  leaves = {
+    jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)
+  }
+  digest = hashlib.sha256()
+  for path, leaf in sorted(leaves.items()):
+    array = np.asarray(leaf.addressable_data(0))
+    digest.update(f'{path} {array.dtype} {array.shape}\n'.encode())
+    digest.update(np.ascontiguousarray(array).tobytes())
+  return digest.hexdigest()
+
+
+def shapes_sha256(state: Any) -> str:
+  """A hash over the paths, dtypes and shapes of a state."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  text = '\n'.join(f'{jax.tree_util.keystr(p)} {x.dtype} {x.shape}' for p, x in leaves)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def machine() -> dict[str, Any]:
+  """What bitwise equality of a resumed run depends on."""
+  return {
+    'device': jax.devices()[0].device_kind,
+    'devices': len(jax.devices()),
+    'cores': cores(),
+    'jax': jax.__version__,
+    'podrace': __version__,
+  }
+
+
+@contextlib.contextmanager
+def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
+  """Keeps a second run out of the directory for as long as this one lives.
+
+  Gives what says whether the directory is still the one: not removed, moved or replaced.
+  """
+  try:
+    file = lock(run_dir)
+  except BlockingIOError:
+    raise UsageError(f'{run_dir} is in use by another run that is still going') from None
+  except OSError as e:
+    raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
+  with file:
+    if links := linked_folders(run_dir):
+      raise UsageError(
+        f'--run-dir {run_dir}: {", ".join(links)} there is a symbolic link to a directory elsewhere, where a run '
+        'would write and delete; move what it leads to in its place, or make the whole run directory a link'
+      )
+    yield functools.partial(is_locked, run_dir.absolute(), file)
+
+
+def changes_of(config: Config, run_dir: Path) -> list[str]:
+  """What the run directory's record and this configuration differ in, a line each.
+
+  Raises:
+    UsageError: if it is something that never changes in a run, which has a checkpoint.
+  """
+  old = read_record(run_dir)
+  if old is None:
+    return []
+  records = completed_record(old, config), to_json(config)
+  changed = differences(*records)
+  begun = any((run_dir / 'checkpoints').glob('*'))
+  if begun and not NEVER.isdisjoint(path for path, _, _ in changes(*records)):
+    raise UsageError(
+      f'{run_dir} holds another run, which this one cannot be:\n  '
+      + '\n  '.join(changed)
+      + '\ngive another --run-dir'
+    )
+  return changed
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Writes a JSON file whole or not at all, also if the power is cut."""
+  write_whole(path, json.dumps(value, indent=2) + '\n')
+
+
+def read_record(run_dir: Path) -> dict[str, Any] | None:
+  """What config.json holds, or None if there is none."""
+  record = read_json(run_dir / 'config.json')
+  if not isinstance(record, dict | None):
+    raise UsageError(f'{run_dir / "config.json"} is not the record of a run')
+  return record
+
+
+def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
+  """What summary.json holds; None if there is none, or if it is damaged: the run writes it again."""
+  try:
+    summary = read_json(path)
+  except UsageError as e:
+    warn(f'damaged: {e}; it will be written again')
+    return None
+  if summary is None:
+    return None
+  needed = {'step', 'episode_return', 'steps_per_s'}
+  if not isinstance(summary, dict) or not needed <= set(summary):
+    raise UsageError(f'{path} is not the summary of a run')
+  return summary
+
+
+def completed_record(record: dict[str, Any], config: Config) -> dict[str, Any]:
+  """A run directory's record with later fields; of code, it may name what this configuration has."""
+  return completed(record, own_code.named(to_json(config)))
+
+
+def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
+  """The config that a run directory records.
+
+  Args:
+    allow_code: modules that it may name, besides podrace's own; naming one runs it.
+
+  Raises:
+    UsageError: if there is none, or it names other modules; nothing is imported then.
+  """
+  record = read_record(run_dir)
+  if record is None:
+    raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
+  check_code(record, allow_code)
+  return from_json(record)
+
+
+def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
+  """The return of all episodes together, from each seed's sums, and its standard deviation.
+
+  None where no episode ended, and for what is not finite.
+  """
+  n, sums, apart = (np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation))
+  n, sums, apart = n[n > 0], sums[n > 0], apart[n > 0]
+  if not len(n):
+    return {'episode_return': None, 'episode_return_std': None}
+  with np.errstate(all='ignore'):
+    mean = sums.sum() / n.sum()
+    variance = (apart + n * np.square(sums / n - mean)).sum() / n.sum()
+    std = np.sqrt(np.maximum(variance, 0.0))
+  return {'episode_return': metrics.number(mean), 'episode_return_std': metrics.number(std)}
+
+
+def final_return(path: Path) -> dict[str, Any]:
+  """The mean return of the episodes that ended in the last tenth of the run."""
+  lines = metrics.read(path)
+  start = 0.9 * lines[-1]['step'] if lines else 0
+  lines = [
+    line for line in lines if line['episode_return'] is not None
+  ]  # null: not finite, or none
+  tail = [line for line in lines if line['step'] > start] or lines[-1:]
+  episodes = sum(line['episodes'] for line in tail)
+  if not episodes:
+    return {'episode_return': None, 'episodes': 0}
+  total = sum(line['episode_return'] * line['episodes'] for line in tail)
+  result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
+  if 'episode_return_by_seed' in tail[-1]:
+    result['episode_return_by_seed'] = [
+      _mean([(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in tail])
+      for i in range(len(tail[-1]['episodes_by_seed']))
+    ]
+  return result
+
+
+def _mean(told: list[tuple[float | None, int]]) -> float | None:
+  """The mean of (mean, count)s; None if nothing was counted."""
+  known = [(mean, count) for mean, count in told if mean is not None]
+  total = sum(count for _, count in known)
+  return sum(mean * count for mean, count in known) / total if total else None
