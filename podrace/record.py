@@ -170,6 +170,26 @@ def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, fl
   return {'episode_return': metrics.number(mean), 'episode_return_std': metrics.number(std)}
 
 
+def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
+  """What a line of metrics has of a summary (see `Anakin.read_log`)."""
+  episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
+  total = int(episodes.sum())
+  length = np.sum(summary['length_sum'], dtype=np.float64)
+  line: metrics.Line = {
+    **mean_and_std(episodes, summary['return_sum'], summary['return_deviation']),
+    'episode_length': metrics.number(length / total) if total else None,
+    'episodes': total,
+  }
+  if seeds > 1:
+    sums = np.asarray(summary['return_sum'], np.float64)
+    line['episode_return_by_seed'] = [
+      metrics.number(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
+    ]
+    line['episodes_by_seed'] = episodes.tolist()
+  line |= {name: metrics.number(np.mean(x)) for name, x in summary['metrics'].items()}
+  return line | summary.get('host', {})
+
+
 def final_return(path: Path) -> dict[str, Any]:
   """The mean return of the episodes that ended in the last tenth of the run."""
   lines = metrics.read(path)

@@ -29,7 +29,7 @@ from processes import (
   summary,
 )
 
-from podrace import build, cli, metrics, record, run
+from podrace import build, cli, metrics, record, run, saves
 from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.stop import Stop
 
@@ -415,7 +415,7 @@ def test_a_checkpoint_without_any_one_of_its_files_is_whole_or_refused(
 ) -> None:
   newest = checkpoints(half / 'half')[-1]
   shapes = build.build(record.load_config(half / 'half')).shapes
-  params, rest = run._split(shapes)
+  params, rest = saves._split(shapes)
   refused = []
   for i, file in enumerate(every_file(half / 'half' / 'checkpoints' / str(newest))):
     folder = tmp_path / str(i)
@@ -467,7 +467,7 @@ def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
 def test_another_machine_is_told(here: Here, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   shutil.copytree(half / 'half', here.folder / 'half')
   elsewhere = {**record.machine(), 'jax': '9.9'}
-  monkeypatch.setattr(run, 'machine', lambda: elsewhere)
+  monkeypatch.setattr(saves, 'machine', lambda: elsewhere)
   code, output = here('half')
   assert code == 0
   assert 'not bit for bit' in output and '-> 9.9' in output

@@ -31,7 +31,7 @@ from processes import (
   summary,
 )
 
-from podrace import envs, errors, metrics, record, run, stop
+from podrace import envs, errors, metrics, record, run, saves, stop
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -39,6 +39,7 @@ from podrace.anakin import AnakinDriver
 from podrace.build import build
 from podrace.config import Config, UsageError, bind, from_json, to_json
 from podrace.evaluate import evaluate
+from podrace.fit import Fit
 from podrace.networks import ActorCritic, QNetwork
 from podrace.presets import PRESETS
 from podrace.replay import Buffer
@@ -500,7 +501,7 @@ def test_a_run_that_dies_early_has_a_checkpoint(
 def test_when_checkpoints_are_due() -> None:
   def due(saved: int, seconds: float, every: int) -> bool:
     one = object.__new__(run._Run)
-    one.config, one.saved = change(checkpoint_every=every), saved
+    one.config, one.saves = change(checkpoint_every=every), SimpleNamespace(saved=saved)
     return one.save_due(seconds)
 
   with pytest.MonkeyPatch.context() as patch:
@@ -522,7 +523,7 @@ def test_quiet_is_about_progress_alone(
   (tmp_path / 'run' / 'summary.json').unlink()
   (tmp_path / 'run' / 'checkpoints' / '9.orbax-checkpoint-tmp-1').mkdir()
   elsewhere = {**record.machine(), 'jax': '9.9'}
-  monkeypatch.setattr(run, 'machine', lambda: elsewhere)
+  monkeypatch.setattr(saves, 'machine', lambda: elsewhere)
   run.train(CONFIG, tmp_path / 'run', quiet=True)
   told = capsys.readouterr().err
   assert 'dropped what was half-written: 9.orbax' in told and 'not bit for bit' in told
@@ -558,14 +559,14 @@ def test_what_failed_first_is_told_where_it_cannot_be_saved_either(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setitem(metrics.SINKS, 'away', Away)
-  save = run._Run.save
+  save = saves.Saves.save
 
   def fails(self: Any, update: int, state: Any) -> None:
-    if update * self.config.steps_per_update >= 320:
+    if update * self._config.steps_per_update >= 320:
       raise TypeError('no JSON')
     save(self, update, state)
 
-  monkeypatch.setattr(run._Run, 'save', fails)
+  monkeypatch.setattr(saves.Saves, 'save', fails)
   with pytest.raises(errors.RunError) as e:
     config = change(log_every=160, checkpoint_every=160)
     run.train(config, tmp_path, sinks=('away',), quiet=True)
@@ -673,8 +674,7 @@ def test_another_number_of_devices_is_refused_with_what_to_give(
   old = dataclasses.replace(config, **devices)
   (tmp_path / 'config.json').write_text(json.dumps(to_json(old)))
   program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1))
-  nobody: Any = None
-  one = run._Run(config, program, tmp_path, nobody, nobody, nobody, (), False)
+  one = Fit(config, program, tmp_path)
   with pytest.raises(UsageError, match=r'made on 2 .*, this run has 1: ') as told:
-    one.check_fits({'step': 1024, 'mesh': 2})
+    one.check({'step': 1024, 'mesh': 2})
   assert str(told.value).endswith(f': {advice}')

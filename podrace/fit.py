@@ -1,0 +1,90 @@
+"""Whether a checkpoint fits the program that is to go on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from podrace.architecture import Architecture
+from podrace.checkpoint import CheckpointError, Checkpoints
+from podrace.config import Config, UsageError, differences, option, to_json
+from podrace.record import completed_record, read_record, shapes_sha256
+
+
+class Fit:
+  """What the checkpoints of a run must have in common with its program."""
+
+  def __init__(self, config: Config, program: Architecture, run_dir: Path) -> None:
+    self._config, self._program, self._run_dir = config, program, run_dir
+
+  def record(self) -> dict[str, Any]:
+    """What a checkpoint's meta has for `check`."""
+    return {
+      'mesh': self._program.mesh.size,
+      'steps_per_update': self._config.steps_per_update,
+      'shapes': self.shapes(),
+      'replay': self.replay(),
+    }
+
+  def shapes(self) -> str:
+    """A hash over the shapes of the state."""
+    return shapes_sha256(self._program.shapes)
+
+  def check_newest(self, checkpoints: Checkpoints) -> None:
+    """As `check`, of the newest checkpoint that can be read: before anything is compiled."""
+    for step in checkpoints.steps():
+      try:
+        meta = checkpoints.meta(step)
+      except CheckpointError:  # restoring it will say so
+        continue
+      self.check(meta)
+      return
+
+  def check(self, meta: dict[str, Any]) -> None:
+    """Raises UsageError if a checkpoint is whole but of another program's state."""
+    if meta['mesh'] != self._program.mesh.size:
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]} device(s) that learn, '
+        f'this run has {self._program.mesh.size}: {self._devices_advice(meta["mesh"])}'
+      )
+    if meta['steps_per_update'] != self._config.steps_per_update:
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} counts {meta["steps_per_update"]} steps an update, '
+        f"this run has {self._config.steps_per_update}: --num-envs and --unroll-length can't change "
+        'in a run; start afresh in another --run-dir'
+      )
+    was, now = meta.get('replay'), self.replay()  # of an older podrace it has none
+    if was and now and was != now:
+      changed = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
+      raise UsageError(
+        f"the checkpoint at step {meta['step']:,} holds a replay of other settings, which can't "
+        'change in a run:\n  ' + '\n  '.join(changed) + '\nstart afresh in another --run-dir'
+      )
+    if meta['shapes'] != self.shapes():
+      old = read_record(self._run_dir)
+      changed = (
+        differences(completed_record(old, self._config), to_json(self._config)) if old else []
+      )
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
+        'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
+        "--actor-threads) has changed, which can't be in a run:\n  "
+        + '\n  '.join(changed or ['nothing that config.json tells of: another podrace made it'])
+        + '\nstart afresh in another --run-dir'
+      )
+
+  def replay(self) -> dict[str, float] | None:
+    """What the replay that a checkpoint holds depends on; None if it holds none."""
+    return self._program.windows.record() if self._program.windows else None
+
+  def _devices_advice(self, mesh: int) -> str:
+    """How to have as many devices that learn as a checkpoint was made on."""
+    if self._config.architecture == 'anakin':
+      return f'give --devices {mesh}'
+    old = completed_record(read_record(self._run_dir) or {}, self._config)
+    given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
+    had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)
+    return (
+      f'give --learner-devices with {mesh}, of all processes together; the run had '
+      f'{had or "no options for its devices"}'
+    )
