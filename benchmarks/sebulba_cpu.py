@@ -95,7 +95,7 @@ def profile(args: list[str], seconds: float) -> dict[str, Any]:
 
   from podrace import bench
   from podrace.build import build_sebulba
-  from podrace.cli import base_config, parse
+  from podrace.commands.configuration import base_config, parse
 
   base = dataclasses.replace(base_config('pong', None, None), architecture='sebulba')
   config = parse(base, args)

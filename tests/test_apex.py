@@ -27,6 +27,8 @@ from podrace import build, cli, errors, run, service, stop, tables, topology
 from podrace.agents import valuing
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.commands import act, configuration
+from podrace.commands.options import Options
 from podrace.config import Config, UsageError
 from podrace.distributed import acting as acting_process
 from podrace.distributed import experience, feed, handshake
@@ -35,7 +37,6 @@ from podrace.distributed.feed import Feed
 from podrace.distributed.handshake import from_leaves, to_leaves
 from podrace.envs.host.base import Totals
 from podrace.networks import ActorCritic
-from podrace.options import Options
 from podrace.presets import PRESETS
 from podrace.remote import security
 from podrace.replay.host import Streams, named
@@ -650,13 +651,15 @@ class OwnImpala(Impala):
 )  # fmt: skip
 def test_the_command_that_starts_acting_does(config: Config) -> None:
   addresses = handshake.Addresses(('ipc:///a', 'ipc:///b'), 'ipc:///c', insecure=True)
-  podrace, act, *args = shlex.split(handshake.act_command(config, addresses))
-  assert (podrace, act) == ('podrace', 'act')
-  preset = cli.take_preset(args)
-  options = Options(args, cli.ACT_VALUES, others_pass=True)
+  podrace, command, *args = shlex.split(handshake.act_command(config, addresses))
+  assert (podrace, command) == ('podrace', 'act')
+  preset = configuration.take_preset(args)
+  options = Options(args, act.COMMAND)
   assert options.text('--connect-replay') == 'ipc:///a,ipc:///b' and '--insecure' in options
   assert options.text('--params') == 'ipc:///c'
-  made = cli.parse(cli.base_config(preset, None, cli.agent_of(options)), options.arguments)
+  made = configuration.parse(
+    configuration.base_config(preset, None, configuration.agent_of(options)), options.arguments
+  )
   assert handshake.record(made) == handshake.record(config)
 
 

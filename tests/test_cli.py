@@ -38,9 +38,13 @@ from podrace.agents import AGENTS
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.bench import allowed
-from podrace.config import Config
+from podrace.commands import act, configuration, devices, envs, evaluate, names, replay, top, train
+from podrace.commands.options import PEER_TIMEOUT
+from podrace.commands.options import Command as Declared
+from podrace.config import Config, flag
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
+from podrace.remote.hub import PEER_SECONDS
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '640', '--devices', '1']  # fmt: skip
@@ -113,15 +117,15 @@ def test_help_with_a_preset_has_what_it_sets(preset: str, run: Command) -> None:
 
 def test_help_of_train_has_every_option(run: Command) -> None:
   _, said, _ = run('train', '--help')
-  for option in cli.TRAIN_OPTIONS:
-    assert f'  {option}' in said
+  for option in train.COMMAND.options:
+    assert f'  {option.name} {option.value}'.rstrip() in said
   for field in dataclasses.fields(Config):
     if field.name != 'agent':
-      assert f'  --{cli.flag(field.name)} ' in said
+      assert f'  --{flag(field.name)} ' in said
   for agent in (Impala, PPO):
     for field in dataclasses.fields(agent):
       if field.name not in ('network', 'total_updates'):
-        assert f'  --agent.{cli.flag(field.name)} ' in said
+        assert f'  --agent.{flag(field.name)} ' in said
   assert '--agent.network.core-size int' in said
   assert 'observation-space' not in said and 'total-updates' not in said
   assert '(default )' not in said
@@ -135,19 +139,23 @@ def test_help_of_train_has_every_option(run: Command) -> None:
 
 
 @pytest.mark.parametrize(
-  ('usage', 'values'),
-  [
-    (cli.EVAL_USAGE, cli.EVAL_VALUES),
-    (cli.ENVS_USAGE, cli.ENVS_VALUES),
-    (cli.ACT_USAGE, {k: v for k, v in cli.ACT_VALUES.items() if k != '--agent'}),
-    (cli.REPLAY_USAGE, cli.REPLAY_VALUES),
-    (cli.TOP_USAGE, cli.TOP_VALUES),
-    (cli.DEVICES_USAGE, dict.fromkeys(cli.DEVICES_VALUES, '')),
-  ],
+  'command',
+  [x.COMMAND for x in (evaluate, envs, act, replay, top, devices)],
+  ids=lambda command: command.name,
 )
-def test_help_tells_of_every_option(usage: str, values: dict[str, str]) -> None:
-  for option, value in values.items():
-    assert f'  {option} {value}'.rstrip() + ' ' in usage.replace('\n', ' ')
+def test_help_tells_of_every_option(command: Declared, run: Command) -> None:
+  code, usage, _ = run(command.name, '--help')
+  assert code == 0 and usage.startswith(f'podrace {command.name} ')
+  plain = ' '.join(usage.split())
+  for option in command.options:
+    assert f'  {option.name} {option.value}'.rstrip() + ' ' in usage.replace('\n', ' ')
+    assert option.text in plain
+    if option.default:
+      assert '(default' in option.text
+
+
+def test_the_silence_that_ends_a_session_is_that_of_the_hub() -> None:
+  assert PEER_TIMEOUT.default == PEER_SECONDS
 
 
 def test_help_of_an_agent_of_ones_own_is_its_own(
@@ -202,7 +210,9 @@ def test_list(run: Command) -> None:
 
 def config_of(*args: str) -> Config:
   preset = args[0] if args and not args[0].startswith('-') else None
-  return cli.parse(cli.base_config(preset, None, None), list(args[1:] if preset else args))
+  return configuration.parse(
+    configuration.base_config(preset, None, None), list(args[1:] if preset else args)
+  )
 
 
 def test_without_arguments_it_is_catch_on_anakin() -> None:
@@ -249,7 +259,7 @@ def test_flags_reach_every_kind_of_field() -> None:
   ids=' '.join,
 )
 def test_what_has_but_one_architecture_implies_it(args: list[str], architecture: str) -> None:
-  assert cli.implied(Config(Impala()), args).architecture == architecture
+  assert configuration.implied(Config(Impala()), args).architecture == architecture
 
 
 def test_an_environment_of_the_host_needs_no_word_of_the_architecture(tmp_path: Path) -> None:
@@ -274,15 +284,15 @@ def test_an_environment_of_the_host_needs_no_word_of_the_architecture(tmp_path: 
   ],
 )
 def test_what_is_true_or_false_can_be_said_in_many_ways(args: list[str], value: bool) -> None:
-  assert cli.parse(Config(Impala()), args).agent.normalize_rewards is value
+  assert configuration.parse(Config(Impala()), args).agent.normalize_rewards is value
   base = Config(Impala(network=ActorCritic(shared=True)))
-  assert cli.parse(base, ['--agent.network.no-shared']).agent.network.shared is False
+  assert configuration.parse(base, ['--agent.network.no-shared']).agent.network.shared is False
 
 
 def test_the_agent_option_takes_the_agents_defaults() -> None:
-  assert cli.base_config('catch', None, 'ppo').agent == PPO()
-  assert cli.base_config('catch', None, 'impala') == PRESETS['catch']()
-  assert cli.base_config('catch', None, 'ppo').env == 'podrace:catch'
+  assert configuration.base_config('catch', None, 'ppo').agent == PPO()
+  assert configuration.base_config('catch', None, 'impala') == PRESETS['catch']()
+  assert configuration.base_config('catch', None, 'ppo').env == 'podrace:catch'
 
 
 def test_run_directory_through_the_interpreter(finished: Path) -> None:
@@ -312,9 +322,9 @@ def test_runs_of_one_second_have_directories_of_their_own(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(cli, 'datetime', SimpleNamespace(datetime=Noon))
+  monkeypatch.setattr(configuration, 'datetime', SimpleNamespace(datetime=Noon))
   with contextlib.ExitStack() as stack:
-    found = [stack.enter_context(cli.reserved('catch')) for _ in range(3)]
+    found = [stack.enter_context(configuration.reserved('catch')) for _ in range(3)]
     names = [f'catch-20200101-120000{x}' for x in ('', '-2', '-3')]
     assert found == [Path('runs') / n for n in names] and all(p.is_dir() for p in found)
     (found[1] / 'config.json').touch()
@@ -326,9 +336,9 @@ def test_a_directory_that_another_run_was_quicker_to_take(
 ) -> None:
   monkeypatch.chdir(tmp_path)
   names = iter(['one', 'two'])
-  monkeypatch.setattr(cli, 'new_run_dir', lambda name: Path('runs') / next(names))
+  monkeypatch.setattr(configuration, 'new_run_dir', lambda name: Path('runs') / next(names))
   (tmp_path / 'runs' / 'one').mkdir(parents=True)
-  with cli.reserved('catch') as path:
+  with configuration.reserved('catch') as path:
     assert path == Path('runs') / 'two'
 
 
@@ -719,7 +729,7 @@ def test_a_segmentation_fault_says_where(tmp_path: Path, monkeypatch: pytest.Mon
    ('inf', 'inf'), ('--b=', '--b=')],
 )  # fmt: skip
 def test_whole_numbers_may_be_written_short(arg: str, number: str) -> None:
-  assert cli._whole(arg) == number
+  assert configuration._whole(arg) == number
 
 
 def test_a_learning_rate_that_makes_infinities(tmp_path: Path, cache: Path) -> None:
@@ -779,7 +789,7 @@ def test_a_fault_of_ours_keeps_its_traceback(run: Command, monkeypatch: pytest.M
   def broken(args: list[str]) -> int:
     raise AssertionError('ours')
 
-  monkeypatch.setattr(cli, 'list_names', broken)
+  monkeypatch.setattr(names, 'run', broken)
   with pytest.raises(AssertionError, match='ours'):
     cli.main(['list'])
   monkeypatch.setenv('PODRACE_TRACEBACK', '1')

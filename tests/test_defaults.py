@@ -17,7 +17,9 @@ from podrace import cli, defaults, envs
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
+from podrace.commands import configuration
 from podrace.config import Config, bind, flag
+from podrace.presets import PRESETS
 
 BOARD = spaces.Box(0, 1, (10, 10, 4), np.float32)
 FRAMES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -48,7 +50,7 @@ def test_kinds(observation: Any, action: Any, kind: str) -> None:
 @pytest.mark.parametrize(('agent', 'kind'), defaults.TABLE)
 def test_every_entry_makes_an_agent_that_acts(agent: str, kind: defaults.Kind) -> None:
   name = ENVS[kind]
-  plain = Config(agent=cli.default_agent(agent))
+  plain = Config(agent=configuration.default_agent(agent))
   config = defaults.with_defaults(plain, name)
   entry = defaults.TABLE[agent, kind]
   assert (config.num_envs, config.unroll_length) == (entry.num_envs, entry.unroll_length)
@@ -113,21 +115,21 @@ def test_the_command_takes_them(tmp_path: Path) -> None:
 def settings(*args: str) -> Config:
   """What `podrace train ARGS` would train."""
   rest = list(args)
-  preset = cli.take_preset(rest)
+  preset = configuration.take_preset(rest)
   agent = rest[rest.index('--agent') + 1] if '--agent' in rest else None
   given = rest[: rest.index('--agent')] if agent else rest
-  base = cli.base_config(preset, None, agent, given)
-  config = cli.parse(base, given)
-  is_open = cli.is_open(preset, None, agent, given)
-  return cli.settled(base, config.env, given) if is_open else config
+  base = configuration.base_config(preset, None, agent, given)
+  config = configuration.parse(base, given)
+  is_open = configuration.is_open(preset, None, agent, given)
+  return configuration.settled(base, config.env, given) if is_open else config
 
 
 def test_what_they_are_for() -> None:
   """An agent or an environment without a preset, and an agent that a preset does not have."""
-  assert settings() == cli.PRESETS['catch']()
-  assert settings('cartpole', '--agent', 'ppo') == cli.PRESETS['cartpole']()
+  assert settings() == PRESETS['catch']()
+  assert settings('cartpole', '--agent', 'ppo') == PRESETS['cartpole']()
   game = settings('minatar-breakout', '--env', ENVS['grid'])
-  assert game == dataclasses.replace(cli.PRESETS['minatar-breakout'](), env=ENVS['grid'])
+  assert game == dataclasses.replace(PRESETS['minatar-breakout'](), env=ENVS['grid'])
   alone = settings('--env', ENVS['continuous'])
   assert isinstance(alone.agent, Impala) and alone.agent.normalize_rewards
   assert alone.total_steps == Config.total_steps and alone.env == ENVS['continuous']

@@ -1,0 +1,1 @@
+"""The commands of podrace, a file each: `COMMAND` declares its options, and `run` does it."""

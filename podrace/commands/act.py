@@ -1,0 +1,90 @@
+"""podrace act: environments and inference for a learner with a replay service."""
+
+from __future__ import annotations
+
+import logging
+
+from podrace import compile_cache
+from podrace.commands import configuration
+from podrace.commands.options import (
+  CLIENT_INSECURE,
+  CLIENT_KEYS,
+  NO_COMPILE_CACHE,
+  QUIET,
+  Command,
+  Option,
+  Options,
+)
+from podrace.commands.train import AGENT
+from podrace.config import UsageError
+from podrace.process import log_to_stderr
+
+COMMAND = Command(
+  'act',
+  '[PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]',
+  'environments and inference for a learner elsewhere, which is `podrace train [PRESET] '
+  '--connect-replay ... --listen ADDRESS`',
+  (
+    Option(
+      '--connect-replay', 'ADDRESSES', 'where `podrace replay` listens; several shards with commas'
+    ),
+    Option('--params', 'ADDRESS', 'where the learner listens'),
+    Option('--share', 'I/N', 'acts in the I-th of N equal parts of all --num-envs', '0/1'),
+    Option('--max-staleness', 'S', 'seconds that parameters may be out of date; then it waits', 60),
+    Option(
+      '--give-up-after',
+      'S',
+      'end if there is no learner for S seconds more (default: wait for it)',
+      0,
+    ),
+    CLIENT_KEYS,
+    CLIENT_INSECURE,
+    QUIET,
+    NO_COMPILE_CACHE,
+    AGENT,
+  ),
+  """
+Besides, --actor-devices, --actor-threads, --env-batch-size, --env-deadline, --env-threads and --max-lag
+as of train; and --agent.FIELD, --env, --num-envs and --unroll-length. These and --agent must be the
+learner's.
+
+It waits for whom it needs, and comes back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused
+or bad usage, 143 and 130 on signals.
+""",
+  others_pass=True,
+)
+
+
+def run(args: list[str]) -> int:
+  """Acts."""
+  preset = configuration.take_preset(args)
+  options = Options(args, COMMAND)
+  replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
+  share = options.text('--share')
+  part, slash, parts = share.partition('/')
+  if not slash or not part.isdigit() or not parts.isdigit():
+    raise UsageError(f'--share takes I/N, such as 0/2, not {share!r}')
+  agent, rest = configuration.agent_of(options), options.arguments
+  from podrace import remote
+
+  remote.require()
+  configuration.allowed_modules(options)
+  base = configuration.implied(configuration.base_config(preset, None, agent, rest), rest)
+  config = configuration.parse(base, rest, 'podrace act')
+  if configuration.is_open(preset, None, agent, rest):
+    config = configuration.settled(base, config.env, rest, 'podrace act')
+  from podrace.distributed import acting
+
+  acting.check_options(config, rest)
+  settings = acting.Options(
+    acting.Addresses(
+      tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
+    ),
+    (int(part), int(parts)),
+    max_staleness=options.number('--max-staleness'),
+    give_up=options.number('--give-up-after'),
+  )
+  with log_to_stderr('podrace act', '--quiet' in options):
+    if '--no-compile-cache' not in options:
+      compile_cache.enable(logging.getLogger('podrace').info)
+    return acting.act(config, settings)

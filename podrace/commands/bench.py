@@ -1,0 +1,53 @@
+"""podrace bench: the speed of Sebulba's stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from podrace.commands import configuration, train
+from podrace.commands.options import Command, Option, Options
+from podrace.config import UsageError
+
+COMMAND = Command(
+  'bench',
+  'sebulba [PRESET] [OPTIONS of train] [--seconds S]',
+  "how fast the environments, the actors' inference and the learner are alone, with the sizes of the "
+  'run, and the run itself',
+  (Option('--seconds', 'S', 'for each of the four', 10),),
+  """
+The last line printed is JSON, in steps/s: environment, inference, learner, combined; `parallel` is
+what they would reach by taking turns on the same cores, 1/(1/e + 1/i + 1/l); `minimum`, where actors
+and learners have devices of their own, the slowest. `actor_time` says where the actor threads' time
+goes, `bytes` what is on a device, `advice` what another setting may do better.
+""",
+  others_pass=True,
+)
+
+
+def run(args: list[str]) -> int:
+  """Measures."""
+  if not args or args.pop(0) != 'sebulba':
+    raise UsageError('bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]')
+  preset = configuration.take_preset(args)
+  all_options = (*train.COMMAND.options, *COMMAND.options)
+  options = Options(args, dataclasses.replace(COMMAND, options=all_options))
+  if wrong := set(options.names) - {'--agent', '--seconds'}:
+    raise UsageError(f'bench keeps no run: {", ".join(sorted(wrong))} has no meaning')
+  agent, rest, seconds = (
+    configuration.agent_of(options),
+    options.arguments,
+    options.number('--seconds'),
+  )
+  if not seconds:
+    raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
+  configuration.allowed_modules(options)
+  base = configuration.base_config(preset, None, agent, rest)
+  base = dataclasses.replace(base, architecture='sebulba')
+  config = configuration.parse(base, rest)
+  if configuration.is_open(preset, None, agent, rest):
+    config = configuration.settled(base, config.env, rest)
+  from podrace.bench import bench_sebulba
+
+  print(json.dumps(bench_sebulba(config, seconds)))
+  return 0

@@ -1,0 +1,236 @@
+"""From a command's arguments to a configuration, for train, act and bench; and run directories."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from podrace import defaults, own_code
+from podrace.agents import AGENTS
+from podrace.commands.options import Options, whole_number
+from podrace.config import (
+  Config,
+  UsageError,
+  agent_class,
+  agent_name,
+  flag,
+  needs_sebulba,
+  unknown,
+  unknown_agent,
+)
+from podrace.presets import PRESETS
+
+
+def take_preset(args: list[str]) -> str | None:
+  """Takes the preset out of the arguments, where it stands before all options."""
+  preset = args.pop(0) if args and not args[0].startswith('-') else None
+  if preset is not None and preset not in PRESETS:
+    raise unknown('preset', preset, PRESETS)
+  if preset is not None and args and not args[0].startswith('-'):
+    raise UsageError(f'there is one preset, and then options: not {args[0]!r} after {preset}')
+  return preset
+
+
+def agent_of(options: Options) -> str | None:
+  """The agent of --agent, if it is given: one of ours, or module:Class."""
+  agent = options.text('--agent') or None
+  if agent is not None and agent not in AGENTS and ':' not in agent:
+    raise unknown_agent(agent)
+  return agent
+
+
+def is_open(
+  preset: str | None, run_dir: Path | None, agent: str | None, args: Sequence[str]
+) -> bool:
+  """Whether neither a preset nor the record of a run says all settings of the agent: see `settled`."""
+  if preset is not None:
+    return agent not in (None, agent_name(PRESETS[preset]().agent))
+  if run_dir is not None and (run_dir / 'config.json').exists():
+    return False
+  return agent is not None or value_of('--env', args) is not None
+
+
+def allowed_modules(options: Options) -> list[str]:
+  """The modules of the user's options. They are looked for in the working directory as well."""
+  agent, env = agent_of(options) or '', value_of('--env', options.arguments) or ''
+  named = own_code.of_agent(agent), own_code.of_env(env)
+  allowed = [m for m in named if m is not None]
+  if '--allow-code' in options:  # act does not take it
+    allowed += options.every('--allow-code')
+  own_code.look_here(allowed)
+  return allowed
+
+
+def base_config(
+  preset: str | None,
+  run_dir: Path | None,
+  agent: str | None,
+  args: Sequence[str] = (),
+  allowed: Iterable[str] = (),
+) -> Config:
+  """The configuration before the flags: the preset's, else the record of the run, else Catch.
+
+  With an agent or an environment and no preset, it has the defaults of Config and of the agent.
+  """
+  from podrace.record import load_config
+
+  if preset is None and is_open(preset, run_dir, agent, args):
+    config = Config(agent=default_agent(agent or 'impala'))
+  elif preset is None and run_dir is not None and (run_dir / 'config.json').exists():
+    config = load_config(run_dir, allowed)
+  else:
+    config = PRESETS[preset or 'catch']()
+  if agent is not None and agent != agent_name(config.agent):
+    config = dataclasses.replace(config, agent=default_agent(agent))
+  return config
+
+
+def default_agent(name: str) -> Any:
+  """An agent with its class' defaults; raises UsageError if it is none that has them."""
+  cls = agent_class(name)
+  if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    raise UsageError(f'{name} is no agent: it is no dataclass; see docs/own-agent.md')
+  if not getattr(cls, '__dataclass_params__').frozen:  # noqa: B009 (which mypy does not know)
+    raise UsageError(f'{name} must be frozen: @dataclasses.dataclass(frozen=True)')
+  if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
+    raise UsageError(f'{name} needs defaults for its fields: {", ".join(needed)}')
+  return cls()
+
+
+def settled(base: Config, env: str, args: list[str], prog: str = 'podrace train') -> Config:
+  """`base` with the defaults of its agent in that kind of environment, and then with the flags.
+
+  It makes the environment, and that may ask JAX for devices. The processes of a run join before.
+  """
+  return parse(defaults.with_defaults(base, env), args, prog)
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+  return field.default is field.default_factory is dataclasses.MISSING
+
+
+def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Config:
+  """`config` with the flags' changes; tyro ends the program with code 2 on a bad one."""
+  import tyro
+
+  types = typing.get_type_hints(Config)
+  typed = dataclasses.make_dataclass(
+    'Options',
+    [
+      (
+        f.name,
+        type(config.agent) if f.name == 'agent' else types[f.name],
+        dataclasses.field(default=getattr(config, f.name)),
+      )
+      for f in dataclasses.fields(Config)
+    ],
+    frozen=True,
+  )
+  values = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
+  found = tyro.cli(typed, args=values, prog=prog, config=(tyro.conf.FlagConversionOff,))
+  return Config(**{f.name: getattr(found, f.name) for f in dataclasses.fields(Config)})
+
+
+SAID = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')
+SAID |= dict.fromkeys(('false', 'no', 'off', '0'), 'False')
+
+
+def booleans(settings: Any, prefix: str = '--') -> Iterator[str]:
+  """The options with True or False of a dataclass, and of the dataclasses among its fields."""
+  for field in dataclasses.fields(settings):
+    value, name = getattr(settings, field.name), prefix + flag(field.name)
+    if isinstance(value, bool):
+      yield name
+    elif dataclasses.is_dataclass(value):
+      yield from booleans(value, f'{name}.')
+
+
+def said_plainly(args: list[str], names: set[str]) -> list[str]:
+  """`args` as tyro takes them: `--x True`, where it says --x alone, --no-x, or another case or word."""
+  negated = {f'{head}.no-{last}': n for n in names for head, _, last in [n.rpartition('.')]}
+  negated |= {f'--no-{n[2:]}': n for n in names}
+  found: list[str] = []
+  rest = list(args)
+  while rest:
+    arg = rest.pop(0)
+    name, equals, value = arg.partition('=')
+    name = name.replace('_', '-')
+    if name in negated and not equals:
+      found += [negated[name], 'False']
+    elif name not in names:
+      found.append(arg)
+    elif equals:
+      found += [name, SAID.get(value.lower(), value)]
+    elif rest and not rest[0].startswith('--'):
+      value = rest.pop(0)
+      found += [name, SAID.get(value.lower(), value)]
+    else:
+      found += [name, 'True']
+  return found
+
+
+def _whole(arg: str) -> str:
+  """1e7 and 1_000_000 as integers, also after `--option=`."""
+  name, equals, text = arg.partition('=') if arg.startswith('--') else ('', '', arg)
+  return name + equals + whole_number(text)
+
+
+def implied(base: Config, args: Sequence[str]) -> Config:
+  """`base` under sebulba, if the flags name no architecture and no other one fits them."""
+  if value_of('--architecture', args) is not None:
+    return base
+  asked = {
+    name: value_of(f'--{name}', args) or getattr(base, name) for name in ('env', 'envs', 'replay')
+  }
+  return dataclasses.replace(base, architecture='sebulba') if needs_sebulba(**asked) else base
+
+
+def value_of(flag: str, args: Sequence[str]) -> str | None:
+  """The last value of a flag."""
+  found = None
+  for i, arg in enumerate(args):
+    name, equals, value = arg.partition('=')
+    if name == flag:
+      found = value if equals else next(iter(args[i + 1 : i + 2]), None)
+  return found
+
+
+def new_run_dir(name: str) -> Path:
+  """A directory for a new run: runs/NAME-DATE-TIME."""
+  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
+  path = Path('runs') / f'{name}-{now}'
+  n = 1
+  while path.exists():
+    n += 1
+    path = Path('runs') / f'{name}-{now}-{n}'
+  return path
+
+
+@contextlib.contextmanager
+def reserved(name: str) -> Iterator[Path]:
+  """Makes a new run's directory, so that no other run takes it; removes it if it stays empty."""
+  with contextlib.ExitStack() as stack:
+    runs = Path('runs')
+    try:
+      if not runs.exists():
+        runs.mkdir(exist_ok=True)
+        stack.callback(_remove_empty, runs)
+      while True:
+        path = new_run_dir(name)
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+          path.mkdir()
+          break
+    except OSError as e:
+      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
+    stack.callback(_remove_empty, path)
+    yield path
+
+
+def _remove_empty(path: Path) -> None:
+  with contextlib.suppress(OSError):  # it isn't
+    path.rmdir()

@@ -1,0 +1,38 @@
+"""podrace devices: the devices of this machine, and their roles under Sebulba."""
+
+from __future__ import annotations
+
+from podrace.commands.options import Command, Option, Options
+
+COMMAND = Command(
+  'devices',
+  '[OPTIONS]',
+  'the devices that JAX sees, and who would act and learn under Sebulba',
+  (
+    Option('--actor-devices', 'NUMBERS', 'as for train, such as 0,1'),
+    Option('--learner-devices', 'NUMBERS', 'as for train, such as 2,3'),
+    Option('--devices', 'N', 'as for train'),
+  ),
+)
+
+
+def run(args: list[str]) -> int:
+  """Prints them."""
+  options = Options(args, COMMAND)
+  options.no_arguments()
+  number = options.whole('--devices')
+  import jax
+
+  from podrace.topology import cores, split_devices
+
+  topology = split_devices(
+    options.text('--actor-devices'), options.text('--learner-devices'), number
+  )
+  learners = set(topology.local_learners)
+  print(f'{cores()} cores; JAX {jax.__version__}; devices of this process:')
+  for i, device in enumerate(jax.local_devices()):
+    roles = [n for n, those in (('acts', topology.actors), ('learns', learners)) if device in those]
+    memory = (device.memory_stats() or {}).get('bytes_limit')
+    size = f', {memory / 2**30:.1f} GiB' if memory else ''
+    print(f'  {i}  {device.platform}:{device.device_kind}{size}: {" and ".join(roles) or "idle"}')
+  return 0

@@ -1,0 +1,71 @@
+"""podrace envs: environments for a learner on another machine."""
+
+from __future__ import annotations
+
+from podrace import own_code
+from podrace.commands.options import CLIENT_INSECURE, CLIENT_KEYS, QUIET, Command, Option, Options
+from podrace.process import log_to_stderr
+
+COMMAND = Command(
+  'envs',
+  '--connect ADDRESS --env LIB:NAME [OPTIONS]',
+  'environments for a learner elsewhere, which `podrace train --envs remote --listen ADDRESS` is; '
+  'needs no JAX',
+  (
+    Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or ipc://PATH'),
+    Option('--env', 'LIB:NAME', 'of ale, envpool or gymnasium, with options after commas'),
+    Option('--num-envs', 'N', 'how many', 1),
+    Option(
+      '--workers',
+      'N',
+      'threads or processes that step them, of all groups (default: two for each core)',
+      0,
+    ),
+    Option(
+      '--groups',
+      'N',
+      'that step by themselves, so that some are stepped while the learner infers for others '
+      "(default 2, or as many as the learner's threads ask for)",
+      0,
+    ),
+    CLIENT_KEYS,
+    CLIENT_INSECURE,
+    Option('--seed', 'S', 'of the environments (default: random)'),
+    Option('--env-deadline', 'S', 'seconds that a step may take', 60),
+    Option(
+      '--give-up-after', 'S', 'end if there is no learner for so long (default: wait for it)', 0
+    ),
+    QUIET,
+  ),
+  """
+It comes back after whatever happens to the connection or to the learner, with environments that begin
+anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
+""",
+)
+
+
+def run(args: list[str]) -> int:
+  """Steps environments."""
+  options = Options(args, COMMAND)
+  options.no_arguments()
+  connect, env = (options.needed(name) for name in ('--connect', '--env'))
+  own_code.look_here([own_code.of_env(env)])
+  from podrace import remote
+
+  remote.require()
+  from podrace.remote import client
+
+  settings = client.Options(
+    connect=connect,
+    env=env,
+    num_envs=options.whole('--num-envs'),
+    workers=options.whole('--workers'),
+    groups=options.whole('--groups'),
+    seed=options.whole('--seed'),
+    keys=options.path('--keys'),
+    insecure='--insecure' in options,
+    deadline=options.number('--env-deadline'),
+    give_up=options.number('--give-up-after'),
+  )
+  with log_to_stderr('podrace envs', '--quiet' in options):
+    return client.run(settings)

@@ -1,0 +1,59 @@
+"""podrace eval: evaluates the newest checkpoint of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from podrace import compile_cache, own_code
+from podrace.commands.options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
+from podrace.config import UsageError
+from podrace.output import tell
+
+COMMAND = Command(
+  'eval',
+  'DIR [OPTIONS]',
+  'episodes of the newest checkpoint of the run in DIR, twice: greedily, by the best action, and '
+  'sampled, as in training',
+  (
+    Option('--episodes', 'N', 'how many, of each seed and way of acting', 100),
+    Option('--seed', 'S', 'of the evaluation', 0),
+    Option('--greedy', '', 'greedily alone'),
+    Option(
+      '--sample',
+      '',
+      'sampled alone; where environments explore each by a rate of its own, with the rates of the '
+      "run's environments, spread over the episodes",
+    ),
+    Option('--max-steps', 'N', 'give up on episodes that are longer', 1_000_000),
+    NO_COMPILE_CACHE,
+    ALLOW_CODE,
+  ),
+  """
+The last line printed is JSON: episode_return_mean, episode_return_std, episodes; and of the sampled
+ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return_std, sampled_episodes.
+""",
+)
+
+
+def run(args: list[str]) -> int:
+  """Evaluates."""
+  options = Options(args, COMMAND)
+  run_dir = Path(options.one_argument('run directory'))
+  if '--greedy' in options and '--sample' in options:
+    raise UsageError('--greedy and --sample: leave out both, to have both')
+  allowed = options.every('--allow-code')
+  own_code.look_here(allowed)
+  from podrace import evaluate
+
+  if '--no-compile-cache' not in options:
+    compile_cache.enable(lambda text: print(f'podrace eval: {text}', file=sys.stderr))
+  only = evaluate.GREEDY if '--greedy' in options else ''
+  only = evaluate.SAMPLED if '--sample' in options else only
+  acting = (only,) if only else evaluate.ACTING
+  episodes, seed, most = map(options.whole, ('--episodes', '--seed', '--max-steps'))
+  result = evaluate.evaluate(run_dir, episodes, seed, acting, most, allowed)
+  tell(evaluate.summarised(result, acting))
+  print(json.dumps(result))
+  return 0

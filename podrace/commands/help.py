@@ -1,0 +1,181 @@
+"""The help of `podrace train`. It is read out of sources: to import them takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from podrace import defaults, own_code
+from podrace.agents import AGENTS
+from podrace.commands.options import Option, row
+from podrace.config import BOUND, agent_class, flag
+from podrace.presets import PRESETS
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def train_help(options: Iterable[Option], agent: str | None, preset: str | None) -> str:
+  """The help of `train`, which takes `options` and the fields of Config and of its agent.
+
+  An agent of the user's own is imported, and its options stand in the place of ours. The settings of
+  a preset are shown as well.
+  """
+  lines = [
+    'podrace train [PRESET] [OPTIONS]: train an agent; without arguments, IMPALA on Catch',
+    '',
+    f'presets: {", ".join(PRESETS)} (see `podrace list`)',
+    *(_preset_rows(preset) if preset else []),
+    '',
+    'options:',
+    *(row(o.name, o.value, o.text) for o in options),
+    '',
+    'the run (these defaults are for --env or --agent; presets have their own, see also below):',
+  ]
+  lines += [row(*f) for f in fields_of(PACKAGE / 'config.py', 'Config', '--') if f[0] != '--agent']
+  if agent is not None and ':' in agent:
+    own_code.look_here([own_code.of_agent(agent)])
+    lines += ['', f'agent {agent}:', *_own_rows(agent_class(agent), '--agent.')]
+    return '\n'.join(lines)
+  for name, (module, cls) in AGENTS.items():
+    lines += ['', f'agent {name}:']
+    path = PACKAGE.parent / (module.replace('.', '/') + '.py')
+    fields = fields_of(path, cls, '--agent.')
+    lines += [row(*f) for f in fields if f[0].rpartition('.')[2] not in PARTS]
+    lines += [row(*f) for f in own_defaults(path, cls)]
+  for name, kinds in PARTS.items():
+    for cls, (file, agents) in kinds.items():
+      lines += ['', f'the {name} of {agents} (defaults that an agent has of its own are above):']
+      rows = fields_of(PACKAGE / file, cls, f'--agent.{name}.')
+      lines += [row(*f) for f in rows if f[0].rpartition('.')[2] not in FIXED.get(cls, ())]
+  return '\n'.join([*lines, *_default_rows()])
+
+
+def _default_rows() -> list[str]:
+  """The settings of podrace.defaults, by agent and kind of environment."""
+  lines = [
+    '',
+    'defaults in the place of those above, where no preset has others: of an agent in a kind of environment,',
+    'which is',
+    *(f'  {kind}: {text}' for kind, text in defaults.KINDS.items()),
+  ]
+  for name, text in defaults.rows():
+    indent = ' ' * 6
+    options = textwrap.fill(
+      text, 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
+    lines += [f'  {name}:', options]
+  return lines
+
+
+def _preset_rows(preset: str) -> list[str]:
+  """The settings of a preset, as its source has them."""
+  source = (PACKAGE / 'presets.py').read_text()
+  found = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
+  function = found[PRESETS[preset].__name__]
+  shown = [n for n in function.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]
+  segments = (ast.get_source_segment(source, n, padded=True) or '' for n in shown)
+  code = '\n'.join(map(textwrap.dedent, segments))
+  lines = [x.partition('  # fmt')[0] for x in code.splitlines()]
+  text = 'its settings; the defaults below are those of the rest, a --flag overrides both:'
+  return ['', f'preset {preset}: {text}', *textwrap.indent('\n'.join(lines), '  ').splitlines()]
+
+
+def _own_rows(cls: Any, prefix: str) -> list[str]:
+  """The options of any dataclass, and of those that are the defaults of its fields."""
+  found: dict[str, tuple[str, str, str]] = {}
+  bases: list[Any] = [c for c in cls.__mro__ if dataclasses.is_dataclass(c)]
+  for base in reversed(bases):
+    with contextlib.suppress(KeyError, OSError, TypeError):  # it has no source
+      file = Path(inspect.getfile(base))
+      found |= {f[0]: f for f in fields_of(file, base.__qualname__, prefix)}
+  rows, parts = [], []
+  for field in dataclasses.fields(cls):
+    name = prefix + flag(field.name)
+    if field.name in BOUND:
+      continue
+    if dataclasses.is_dataclass(field.default):
+      parts += _own_rows(type(field.default), f'{name}.')
+    elif name in found or 'Suppress' not in str(field.type):
+      rows.append(row(*found.get(name, (name, str(field.type), ''))))
+  return rows + parts
+
+
+PARTS = {  # fields of agents that have fields of their own -> class -> where, and whose
+  'network': {
+    'ActorCritic': ('networks/actor_critic.py', 'impala and ppo'),
+    'QNetwork': ('networks/q_network.py', 'dqn and r2d2'),
+  },
+  'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
+  'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},
+  'buffer': {'Buffer': ('replay/windows.py', 'dqn, r2d2, sac and d4pg')},
+}
+
+FIXED = {  # fields with one value always
+  'Actor': ('core', 'core-size'),
+  'Critic': ('core', 'core-size', 'torso'),
+}
+
+
+def own_defaults(path: Path, cls: str) -> list[tuple[str, str, str]]:
+  """The defaults of an agent's parts, as `fields_of`, where they differ from their classes'."""
+  classes = {n.name: n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)}
+  return [
+    (f'--agent.{node.target.id}.{flag(k.arg or "")}', '', f'(default {_shown(k.value)})')
+    for node in classes[cls].body
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    if node.target.id in PARTS and isinstance(node.value, ast.Call)
+    for k in node.value.keywords
+  ]
+
+
+def _shown(default: Any) -> str:
+  with contextlib.suppress(ValueError):
+    value = ast.literal_eval(default)
+    return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)
+  return ast.unparse(default)  # an expression: it is shown as it is
+
+
+def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
+  """Flag, value and help of a dataclass' fields, from its source: the comment is the help."""
+  source = path.read_text()
+  lines, body = source.splitlines(), ast.parse(source).body
+  classes = {n.name: n for n in body if isinstance(n, ast.ClassDef)}
+  files = dict.fromkeys(classes, path) | _imported_from(body)
+  bases = [b.id for b in classes[cls].bases if isinstance(b, ast.Name) and b.id in files]
+  found = {f[0]: f for base in bases for f in fields_of(files[base], base, prefix)}
+  for node in classes[cls].body:
+    if not isinstance(node, ast.AnnAssign) or 'Suppress' in ast.unparse(node.annotation):
+      continue
+    assert isinstance(node.target, ast.Name) and node.end_lineno is not None
+    comment = lines[node.end_lineno - 1].partition('  # ')[2]
+    following = lines[node.end_lineno].strip() if node.end_lineno < len(lines) else ''
+    if following.startswith('# ^ '):
+      comment = following[4:]
+    kind = ast.unparse(node.annotation).removeprefix('Annotated[').partition(', tyro')[0]
+    if kind.startswith('Literal['):
+      kind = '|'.join(str(v) for v in ast.literal_eval(f'({kind[8:-1]},)'))
+    plain = node.value is not None and not isinstance(node.value, ast.Call)
+    if plain and (shown := _shown(node.value)):  # else the comment explains it
+      comment = f'{comment} (default {shown})'.strip()
+    name = prefix + flag(node.target.id)
+    inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
+    if inherited and (not comment or comment.startswith('(default')):
+      comment = f'{inherited} {comment}'.strip()
+    found[name] = (name, kind, comment)
+  return list(found.values())
+
+
+def _imported_from(body: list[ast.stmt]) -> dict[str, Path]:
+  """The files of ours that names in a module come from."""
+  return {
+    alias.name: PACKAGE.parent / (node.module.replace('.', '/') + '.py')
+    for node in body
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith('podrace.')
+    for alias in node.names
+  }

@@ -1,0 +1,47 @@
+"""podrace list: the names of presets, agents and environments."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+from podrace.agents import AGENTS
+from podrace.commands.help import PACKAGE
+from podrace.commands.options import Command
+from podrace.config import UsageError
+from podrace.envs.registry import HOST_LIBRARIES
+from podrace.presets import PRESETS
+
+COMMAND = Command('list', '', 'presets, agents and environments')
+
+HOST_EXAMPLES = {
+  'ale': 'ale:pong, ale:breakout, ale:ms_pacman,sticky=0.25',
+  'envpool': 'envpool:CartPole-v1, envpool:Pong-v5, envpool:HalfCheetah-v4',
+  'gymnasium': 'gymnasium:CartPole-v1, gymnasium:your_module:YourEnv-v0',
+}
+
+
+def run(args: list[str]) -> int:
+  """Prints them."""
+  if args:
+    raise UsageError(f'list takes no arguments, not {" ".join(args)}')
+  from podrace import envs
+
+  print('presets:')
+  for name, preset in PRESETS.items():
+    print(f'  {name:24}{(preset.__doc__ or "").splitlines()[0]}')
+  print('\nagents:')
+  for name, (module, _) in AGENTS.items():
+    path = PACKAGE.parent / (module.replace('.', '/') + '.py')
+    print(f'  {name:24}{(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]}')
+  print('\nenvironments (LIB:NAME):')
+  for library, names in envs.names().items():
+    _print_filled(' '.join(f'{library}:{n}' for n in names or ('MODULE.FUNCTION',)))
+  print('\nenvironments on the host, under sebulba (as those above may be):')
+  for library, known in HOST_LIBRARIES.items():
+    _print_filled(f'{library}:NAME  {known.description}; {HOST_EXAMPLES[library]}')
+  return 0
+
+
+def _print_filled(text: str) -> None:
+  print(textwrap.fill(f'  {text}', 100, subsequent_indent=' ' * 4, break_on_hyphens=False))

@@ -1,0 +1,74 @@
+"""podrace replay: replay tables as a service."""
+
+from __future__ import annotations
+
+from podrace.commands.options import (
+  PEER_TIMEOUT,
+  QUIET,
+  SERVER_INSECURE,
+  SERVER_KEYS,
+  Command,
+  Option,
+  Options,
+)
+from podrace.process import log_to_stderr
+
+COMMAND = Command(
+  'replay',
+  '--listen ADDRESS [OPTIONS]',
+  'replay tables that many processes write to and sample from; needs no JAX. Clients have the tables '
+  'made that they need; docs/replay-service.md says how',
+  (
+    Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or ipc://PATH'),
+    Option(
+      '--dir',
+      'DIR',
+      'keeps checkpoints, and begins with the newest: written on SIGTERM and Ctrl-C, when a client '
+      'asks, and by --checkpoint-every',
+    ),
+    Option('--checkpoint-every', 'S', 'seconds between checkpoints (default: not by time)', 0),
+    Option('--table', 'SETTINGS', 'makes a table at the start; may be repeated'),
+    Option(
+      '--client-bytes',
+      'N',
+      'of steps that one client may keep for items to come (default 1 GiB)',
+      2**30,
+    ),
+    SERVER_KEYS,
+    SERVER_INSECURE,
+    PEER_TIMEOUT,
+    QUIET,
+  ),
+  """
+SETTINGS, with commas in between:
+  name=NAME  sampler=SELECTOR  remover=SELECTOR  max_size=N
+  rate=min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N
+  max_bytes=N  max_times_sampled=N (by default unbounded)
+SELECTOR is uniform, fifo, lifo, min_heap, max_heap or prioritized:EXPONENT
+
+Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
+""",
+)
+
+
+def run(args: list[str]) -> int:
+  """Serves."""
+  options = Options(args, COMMAND)
+  options.no_arguments()
+  listen = options.needed('--listen')
+  from podrace import remote
+
+  remote.require()
+  from podrace.service import server
+
+  with log_to_stderr('podrace replay', '--quiet' in options):
+    return server.run(
+      listen,
+      dir=options.path('--dir'),
+      keys=options.path('--keys'),
+      insecure='--insecure' in options,
+      tables=server.parse_tables(options.every('--table')),
+      checkpoint_every=options.number('--checkpoint-every'),
+      most_bytes=options.whole('--client-bytes'),
+      peer_timeout=options.number('--peer-timeout'),
+    )

@@ -1,0 +1,35 @@
+"""podrace top: the clients of a learner or a service."""
+
+from __future__ import annotations
+
+from podrace.commands.options import CLIENT_INSECURE, CLIENT_KEYS, Command, Option, Options
+
+COMMAND = Command(
+  'top',
+  'ADDRESS [OPTIONS]',
+  'the clients of a learner or a service, and what they do',
+  (
+    CLIENT_KEYS,
+    CLIENT_INSECURE,
+    Option('--once', '', 'print it once, as JSON'),
+    Option('--every', 'S', 'seconds between looks', 1),
+  ),
+)
+
+
+def run(args: list[str]) -> int:
+  """Shows them."""
+  options = Options(args, COMMAND)
+  address = options.one_argument('address')
+  from podrace import remote
+
+  remote.require()
+  from podrace.remote import top
+
+  return top.run(
+    address,
+    options.path('--keys'),
+    '--insecure' in options,
+    '--once' in options,
+    options.number('--every'),
+  )

@@ -1,0 +1,172 @@
+"""podrace train: trains an agent, or goes on with a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from podrace import compile_cache, own_code
+from podrace.agents import AGENTS
+from podrace.commands import configuration, help
+from podrace.commands.options import (
+  ALLOW_CODE,
+  NO_COMPILE_CACHE,
+  PEER_TIMEOUT,
+  SERVER_INSECURE,
+  SERVER_KEYS,
+  Command,
+  Option,
+  Options,
+)
+from podrace.config import UsageError, to_json
+from podrace.output import Lasting
+from podrace.presets import PRESETS
+from podrace.process import log_to_stderr
+
+AGENT = Option(
+  '--agent',
+  'NAME',
+  f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)',
+)
+
+
+class Train(Command):
+  """Its help depends on the arguments."""
+
+  def help(self, args: list[str]) -> str:
+    options = Options(args, self)
+    preset = options.arguments[0] if options.arguments else None
+    agent = configuration.agent_of(options)
+    return help.train_help(self.options, agent, preset if preset in PRESETS else None)
+
+
+COMMAND = Train(
+  'train',
+  '[PRESET] [OPTIONS]',
+  'train an agent',
+  (  # the fields of Config are further options
+    Option(
+      '--run-dir', 'DIR', 'where the run is kept; started again with the same one, it resumes'
+    ),
+    AGENT,
+    NO_COMPILE_CACHE,
+    ALLOW_CODE,
+    Option('--override', '', 'resume although the configuration has changed'),
+    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
+    Option('--quiet', '', 'no progress; only warnings and the last words'),
+    Option(
+      '--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/remote.md'
+    ),
+    Option(
+      '--connect-replay',
+      'ADDRESSES',
+      'of --replay service: where `podrace replay` listens, shards with commas; --listen is then '
+      'where `podrace act` comes for parameters',
+    ),
+    SERVER_KEYS,
+    SERVER_INSECURE,
+    PEER_TIMEOUT,
+    Option('--coordinator', 'HOST:PORT', 'of a run over several processes: the first one listens'),
+    Option('--num-processes', 'N', 'of a run over several processes'),
+    Option('--process-id', 'I', 'which of them this is, from 0'),
+  ),
+  others_pass=True,
+)
+
+
+def run(args: list[str]) -> int:
+  """Trains."""
+  preset = configuration.take_preset(args)
+  options = Options(args, COMMAND)
+  agent, rest = configuration.agent_of(options), options.arguments
+  run_dir, allowed = options.path('--run-dir'), configuration.allowed_modules(options)
+  base = configuration.base_config(preset, run_dir, agent, rest, allowed)
+  if configuration.value_of('--envs', rest) == 'remote':  # its default of --lag is another
+    base = dataclasses.replace(base, envs='remote', lag='async')
+  base = configuration.implied(base, rest)
+  config = configuration.parse(base, rest)
+  peers = _peers(options)
+  _join(options)
+  if configuration.is_open(preset, run_dir, agent, rest):
+    config = configuration.settled(base, config.env, rest)
+
+  from podrace import run as runs
+
+  sinks = tuple(s for s in options.text('--sinks').split(',') if s)
+  quiet = '--quiet' in options
+  name = preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
+  with contextlib.ExitStack() as stack:
+    if run_dir is None:  # the processes of one run take the same
+      several = '--coordinator' in options
+      run_dir = (
+        configuration.new_run_dir(name)
+        if several
+        else stack.enter_context(configuration.reserved(name))
+      )
+    stack.enter_context(log_to_stderr('podrace train', quiet))
+    if '--no-compile-cache' not in options:
+      compile_cache.enable(logging.getLogger('podrace').info)
+    summary = runs.train(
+      config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet, **peers
+    )
+  _report(run_dir, summary, own_code.named(to_json(config)))
+  from podrace.topology import leave_processes
+
+  leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
+  return 0
+
+
+def _peers(options: Options) -> dict[str, Any]:
+  """The addresses of other processes for the run: none, those of environments, or of a replay service."""
+  replay = '--connect-replay' in options
+  if '--listen' not in options:
+    if replay:
+      raise UsageError('--connect-replay needs --listen, where `podrace act` comes for parameters')
+    if given := [o for o in ('--keys', '--insecure', '--peer-timeout') if o in options]:
+      raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
+    return {}
+  from podrace import remote
+
+  remote.require()
+  from podrace.distributed.handshake import Addresses
+  from podrace.remote.hub import Listen
+
+  common = (
+    options.text('--listen'),
+    options.path('--keys'),
+    '--insecure' in options,
+    float(options.number('--peer-timeout')),
+  )
+  if not replay:
+    return {'listen': Listen(*common)}
+  return {'addresses': Addresses(tuple(options.text('--connect-replay').split(',')), *common)}
+
+
+def _join(options: Options) -> None:
+  """Joins the other processes of a run, if there are any."""
+  given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
+  if not given:
+    return
+  if len(given) != 3:
+    raise UsageError('--coordinator, --num-processes and --process-id go together')
+  num_processes, process_id = (options.whole(name) for name in given[1:])
+  from podrace.topology import join_processes
+
+  join_processes(options.text('--coordinator'), num_processes, process_id)
+
+
+def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> None:
+  value = summary['episode_return']
+  returned = 'no episode ended' if value is None else f'return {value:.2f}'
+  out = Lasting(sys.stdout)
+  print(
+    f'done: step {summary["step"]:,}, {returned}, {summary["steps_per_s"]:,.0f} steps/s', file=out
+  )
+  print(f'run directory: {run_dir}', file=out)
+  allow = own_code.options(modules)
+  print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)
