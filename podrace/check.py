@@ -347,7 +347,7 @@ class _Agent:
       if checks_vma(self.agent) and 'varying' in str(e):
         raise RunError(
           f"{e}\nIf this is code of others, which does not trace under JAX's proof that all devices "
-          'end with the same parameters: set check_vma = False in the class, see docs/own-agent.md.'
+          'end with the same parameters: set check_vma = False in the class, see docs/own.md.'
         ) from e
       raise
 

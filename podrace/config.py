@@ -122,7 +122,7 @@ def validate(config: Config) -> None:
   if not isinstance(config.env, str):
     raise UsageError(
       f'env is an object of {type(config.env).__name__}, expected a name, LIB:NAME; your own are '
-      'named python:MODULE.FUNCTION, see docs/own-environment.md'
+      'named python:MODULE.FUNCTION, see docs/own.md'
     )
   try:
     check_types(config)
@@ -391,7 +391,7 @@ def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> A
   is_dataclass = dataclasses.is_dataclass(agent)
   if lacks or not is_dataclass:
     what = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
-    raise UsageError(f'{agent_name(agent)} is no agent: it {what}; see docs/own-agent.md')
+    raise UsageError(f'{agent_name(agent)} is no agent: it {what}; see docs/own.md')
   fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
   networks = {
     name: value.bind(env.observation_space, env.action_space)

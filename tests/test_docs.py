@@ -25,11 +25,24 @@ def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     exec(compile(block, str(page), 'exec', dont_inherit=True), module)
 
 
+def heading_anchors(page: Path) -> set[str]:
+  """What GitHub makes of the headings."""
+  text = re.sub(r'^```.*?^```', '', page.read_text(), flags=re.DOTALL | re.MULTILINE)
+  headings = re.findall(r'^#+ (.*)$', text, re.MULTILINE)
+  return {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+
+
 def test_links() -> None:
-  """Relative links between pages lead somewhere."""
+  """Relative links between pages lead somewhere, to the heading."""
   broken = []
-  for page in [ROOT / 'README.md', *(ROOT / 'docs').glob('*.md')]:
-    for target in re.findall(r'\]\(([^)#\s]+)', page.read_text()):
-      if '://' not in target and not (page.parent / target).exists():
+  folders = (ROOT, ROOT / 'docs', ROOT / 'benchmarks')
+  for page in [page for folder in folders for page in folder.glob('*.md')]:
+    for target, anchor in re.findall(r'\]\(([^)#\s]*)(?:#([^)\s]*))?\)', page.read_text()):
+      if '://' in target:
+        continue
+      file = page.parent / target if target else page
+      if not file.exists():
         broken.append(f'{page.name}: {target}')
+      elif anchor and anchor not in heading_anchors(file):
+        broken.append(f'{page.name}: {target}#{anchor}')
   assert not broken

@@ -94,7 +94,7 @@ def default_agent(name: str) -> Any:
   """An agent with its class' defaults; raises UsageError if it is none that has them."""
   cls = agent_class(name)
   if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-    raise UsageError(f'{name} is no agent: it is no dataclass; see docs/own-agent.md')
+    raise UsageError(f'{name} is no agent: it is no dataclass; see docs/own.md')
   if not getattr(cls, '__dataclass_params__').frozen:  # noqa: B009 (which mypy does not know)
     raise UsageError(f'{name} must be frozen: @dataclasses.dataclass(frozen=True)')
   if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
