@@ -21,7 +21,6 @@ KINDS: Mapping[Kind, str] = {  # with discrete actions, but for the last
   'pixels': 'images of 36 pixels a side and more',
   'continuous': 'actions are numbers',
 }
-PIXELS = 36  # a side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +140,7 @@ def kind_of(observation_space: Any, action_space: Any) -> Kind:
   """The kind of environment that has these spaces."""
   from gymnasium import spaces
 
-  from podrace.networks import image_sides
+  from podrace.networks.observations import PIXELS, image_sides
 
   if isinstance(action_space, spaces.Box):
     return 'continuous'

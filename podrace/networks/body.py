@@ -13,11 +13,10 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.defaults import PIXELS
 from podrace.envs.spaces import over
 from podrace.fields import check_types
 from podrace.networks.initializers import INITIALIZERS
-from podrace.networks.observations import as_floats, image_sides, images_in, zeros_of
+from podrace.networks.observations import PIXELS, as_floats, image_sides, images_in, zeros_of
 from podrace.networks.torsos import IMAGE_TORSOS, Torso
 from podrace.types import Array, TimeStep
 

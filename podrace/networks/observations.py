@@ -11,6 +11,8 @@ import numpy as np
 from podrace.envs.spaces import leaves
 from podrace.types import Array
 
+PIXELS = 36  # a side; smaller images are grids
+
 
 def zeros_of(space: Any) -> Array:
   """Observations [1, ...] of zeros, in the shape of a space that holds arrays."""
