@@ -99,7 +99,7 @@ TRAIN_OPTIONS = {
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress; warnings and the last words are told'),
-  '--listen': ('ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/remote.md'),
+  '--listen': ('ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/distributed.md'),
   '--connect-replay': (
     'ADDRESSES',
     'of --replay service: where `podrace replay` listens, shards with commas; --listen is then '
@@ -852,7 +852,7 @@ ACT_VALUES = {  # the others are those of train
 
 REPLAY_USAGE = """\
 podrace replay --listen ADDRESS [OPTIONS]: replay tables that many processes write to and sample from;
-needs no JAX. Clients have the tables made that they need; docs/replay-service.md says how
+needs no JAX. Clients have the tables made that they need; docs/tables.md says how
 
   --listen ADDRESS      tcp://HOST:PORT or ipc://PATH
   --dir DIR             keeps checkpoints, and begins with the newest: written on SIGTERM and Ctrl-C,
