@@ -99,7 +99,10 @@ TRAIN_OPTIONS = {
   '--override': ('', 'resume although the configuration has changed'),
   '--sinks': ('NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
   '--quiet': ('', 'no progress; warnings and the last words are told'),
-  '--listen': ('ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/distributed.md'),
+  '--listen': (
+    'ADDRESS',
+    'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/distributed.md',
+  ),
   '--connect-replay': (
     'ADDRESSES',
     'of --replay service: where `podrace replay` listens, shards with commas; --listen is then '
