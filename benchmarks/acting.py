@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/acting.py [PRESET] [OPTIONS of train and act ...]
 
-Trains r2d2-remote-memory as docs/acting.md says, over ipc://, and evaluates it. Writes results/acting.json: the
+Trains r2d2-remote-memory as docs/distributed.md says, over ipc://, and evaluates it. Writes results/acting.json: the
 curve, the final greedy return, and what the service counted.
 """
 

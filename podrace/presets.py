@@ -342,7 +342,7 @@ def r2d2_pong() -> Config:
 
 
 def apex_pong() -> Config:
-  """Ape-X DQN on Atari Pong: learner, replay service and acting processes (docs/acting.md)."""
+  """Ape-X DQN on Atari Pong: learner, replay service and acting processes (docs/distributed.md)."""
   from podrace.agents.dqn import DQN
   from podrace.networks import QNetwork
   from podrace.replay import Buffer
@@ -368,7 +368,7 @@ def apex_pong() -> Config:
 
 
 def r2d2_remote_memory() -> Config:
-  """R2D2 on the memory task with a replay service and acting processes (docs/acting.md)."""
+  """R2D2 on the memory task with a replay service and acting processes (docs/distributed.md)."""
   return dataclasses.replace(
     r2d2_memory(), architecture='sebulba', lag='async', replay='service', total_steps=100_000
   )

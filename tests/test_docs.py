@@ -46,3 +46,9 @@ def test_links() -> None:
       elif anchor and anchor not in heading_anchors(file):
         broken.append(f'{page.name}: {target}#{anchor}')
   assert not broken
+
+
+def test_every_page_is_in_the_index() -> None:
+  index = (ROOT / 'docs' / 'README.md').read_text()
+  pages = {p.name for p in (ROOT / 'docs').glob('*.md')} - {'README.md'}
+  assert pages <= set(re.findall(r'\]\(([\w-]+\.md)\)', index))

@@ -17,7 +17,7 @@ COMMAND = Command(
   'replay',
   '--listen ADDRESS [OPTIONS]',
   'replay tables that many processes write to and sample from; needs no JAX. Clients have the tables '
-  'made that they need; docs/replay-service.md says how',
+  'made that they need; docs/tables.md says how',
   (
     Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or ipc://PATH'),
     Option(

@@ -60,7 +60,7 @@ COMMAND = Train(
     Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
     Option('--quiet', '', 'no progress; only warnings and the last words'),
     Option(
-      '--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/remote.md'
+      '--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/distributed.md'
     ),
     Option(
       '--connect-replay',

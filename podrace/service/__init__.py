@@ -2,7 +2,7 @@
 
 `podrace replay` is podrace.tables behind a socket (`server`); `connect` gives tables and writers with the surface
 of podrace.tables' own (`client`). A learner's `Publisher` sends parameters to acting processes' `Parameters`.
-docs/replay-service.md is the manual, docs/protocol.md what goes over the wire. Imports no JAX; the
+docs/tables.md is the manual, docs/protocol.md what goes over the wire. Imports no JAX; the
 extra `remote` installs what it needs.
 """
 

@@ -1,7 +1,7 @@
 """Replay on the host, in Reverb's sense (Cassirer et al. 2021, arXiv 2102.04736). Imports no JAX.
 
 Tables of items over shared, compressed chunks of steps; selectors say what is sampled and removed, rate
-limiters how fast, writers make items of streams. docs/replay-tables.md is the manual.
+limiters how fast, writers make items of streams. docs/tables.md is the manual.
 """
 
 from podrace.tables.checkpoint import CheckpointError, Snapshot, restore, save, snapshot, write

@@ -4,7 +4,7 @@ A chunk belongs to all accounts (tables, writers) that hold it, and is gone when
 One lock guards all accounts of a store and its tables; packing, unpacking and copying are done outside of
 it, which is safe as rows never change once they are written.
 
-Which codec: measured in benchmarks/tables.py, and told in docs/replay-tables.md.
+Which codec: measured in benchmarks/tables.py, and told in docs/tables.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A table: items over shared chunks, what to sample and to remove next, and how fast.
 
-The semantics are Reverb's (Cassirer et al. 2021, arXiv 2102.04736); docs/replay-tables.md has its names
+The semantics are Reverb's (Cassirer et al. 2021, arXiv 2102.04736); docs/tables.md has its names
 beside ours. Everything here may be called from any thread.
 """
 

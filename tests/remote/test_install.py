@@ -43,7 +43,7 @@ def install(page: str, folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_environments_without_jax(tmp_path: Path) -> None:
-  podrace = str(install('remote.md', tmp_path) / 'podrace')
+  podrace = str(install('distributed.md', tmp_path) / 'podrace')
   assert subprocess.run([podrace, 'keys', 'new', 'keys'], cwd=tmp_path, env=PLAIN).returncode == 0
   with Learner(keys=tmp_path / 'keys') as learner:
     args = ['--connect', learner.address, '--keys', 'keys', '--num-envs', '4', '--env']
@@ -67,7 +67,7 @@ def test_environments_without_jax(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_replay_service_without_jax(tmp_path: Path) -> None:
-  podrace = str(install('replay-service.md', tmp_path) / 'podrace')
+  podrace = str(install('tables.md', tmp_path) / 'podrace')
   with (tmp_path / 'log').open('w') as log:
     args = ['--listen', 'tcp://127.0.0.1:*', '--dir', 'kept']
     server = subprocess.Popen([podrace, 'replay', *args], cwd=tmp_path, env=PLAIN, stderr=log)
