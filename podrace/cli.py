@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from podrace import own_code
 from podrace.commands import act, bench, devices, envs, evaluate, keys, names, replay, top, train
@@ -34,19 +35,8 @@ podrace: reinforcement learning at scale in JAX
 `podrace COMMAND --help` says more.
 """
 
-COMMANDS = {
-  'train': train,
-  'envs': envs,
-  'replay': replay,
-  'act': act,
-  'keys': keys,
-  'top': top,
-  'eval': evaluate,
-  'list': names,
-  'devices': devices,
-  'bench': bench,
-}
-
+MODULES = (train, envs, replay, act, keys, top, evaluate, names, devices, bench)
+COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 LASTING = ('train', 'act', 'envs', 'replay')  # commands that go on if nobody reads their output
 UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
 

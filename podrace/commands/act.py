@@ -6,15 +6,8 @@ import logging
 
 from podrace import compile_cache
 from podrace.commands import configuration
-from podrace.commands.options import (
-  CLIENT_INSECURE,
-  CLIENT_KEYS,
-  NO_COMPILE_CACHE,
-  QUIET,
-  Command,
-  Option,
-  Options,
-)
+from podrace.commands import options as shared
+from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.config import UsageError
 from podrace.process import log_to_stderr
@@ -25,22 +18,15 @@ COMMAND = Command(
   'environments and inference for a learner elsewhere, which is `podrace train [PRESET] '
   '--connect-replay ... --listen ADDRESS`',
   (
-    Option(
-      '--connect-replay', 'ADDRESSES', 'where `podrace replay` listens; several shards with commas'
-    ),
+    Option('--connect-replay', 'ADDRESSES', 'where `podrace replay` listens; several shards with commas'),
     Option('--params', 'ADDRESS', 'where the learner listens'),
     Option('--share', 'I/N', 'acts in the I-th of N equal parts of all --num-envs', '0/1'),
     Option('--max-staleness', 'S', 'seconds that parameters may be out of date; then it waits', 60),
-    Option(
-      '--give-up-after',
-      'S',
-      'end if there is no learner for S seconds more (default: wait for it)',
-      0,
-    ),
-    CLIENT_KEYS,
-    CLIENT_INSECURE,
-    QUIET,
-    NO_COMPILE_CACHE,
+    Option('--give-up-after', 'S', 'end if there is no learner for S seconds more (default: wait for it)', 0),
+    shared.CLIENT_KEYS,
+    shared.CLIENT_INSECURE,
+    shared.QUIET,
+    shared.NO_COMPILE_CACHE,
     AGENT,
   ),
   """
@@ -52,7 +38,7 @@ It waits for whom it needs, and comes back to them. Exit codes: 0 the run is com
 or bad usage, 143 and 130 on signals.
 """,
   others_pass=True,
-)
+)  # fmt: skip
 
 
 def run(args: list[str]) -> int:
@@ -64,18 +50,13 @@ def run(args: list[str]) -> int:
   part, slash, parts = share.partition('/')
   if not slash or not part.isdigit() or not parts.isdigit():
     raise UsageError(f'--share takes I/N, such as 0/2, not {share!r}')
-  agent, rest = configuration.agent_of(options), options.arguments
   from podrace import remote
 
   remote.require()
-  configuration.allowed_modules(options)
-  base = configuration.implied(configuration.base_config(preset, None, agent, rest), rest)
-  config = configuration.parse(base, rest, 'podrace act')
-  if configuration.is_open(preset, None, agent, rest):
-    config = configuration.settled(base, config.env, rest, 'podrace act')
+  config = configuration.configured(preset, options, 'podrace act')
   from podrace.distributed import acting
 
-  acting.check_options(config, rest)
+  acting.check_options(config, options.arguments)
   settings = acting.Options(
     acting.Addresses(
       tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options

@@ -34,19 +34,9 @@ def run(args: list[str]) -> int:
   options = Options(args, dataclasses.replace(COMMAND, options=all_options))
   if wrong := set(options.names) - {'--agent', '--seconds'}:
     raise UsageError(f'bench keeps no run: {", ".join(sorted(wrong))} has no meaning')
-  agent, rest, seconds = (
-    configuration.agent_of(options),
-    options.arguments,
-    options.number('--seconds'),
-  )
-  if not seconds:
+  if not (seconds := options.number('--seconds')):
     raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
-  configuration.allowed_modules(options)
-  base = configuration.base_config(preset, None, agent, rest)
-  base = dataclasses.replace(base, architecture='sebulba')
-  config = configuration.parse(base, rest)
-  if configuration.is_open(preset, None, agent, rest):
-    config = configuration.settled(base, config.env, rest)
+  config = configuration.configured(preset, options, 'podrace train', sebulba=True)
   from podrace.bench import bench_sebulba
 
   print(json.dumps(bench_sebulba(config, seconds)))

@@ -110,6 +110,16 @@ def settled(base: Config, env: str, args: list[str], prog: str = 'podrace train'
   return parse(defaults.with_defaults(base, env), args, prog)
 
 
+def configured(preset: str | None, options: Options, prog: str, sebulba: bool = False) -> Config:
+  """The configuration of a command that keeps no run."""
+  agent, rest = agent_of(options), options.arguments
+  allowed_modules(options)
+  base = base_config(preset, None, agent, rest)
+  base = dataclasses.replace(base, architecture='sebulba') if sebulba else implied(base, rest)
+  config = parse(base, rest, prog)
+  return settled(base, config.env, rest, prog) if is_open(preset, None, agent, rest) else config
+
+
 def _has_no_default(field: dataclasses.Field[Any]) -> bool:
   return field.default is field.default_factory is dataclasses.MISSING
 
@@ -118,22 +128,13 @@ def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Confi
   """`config` with the flags' changes; tyro ends the program with code 2 on a bad one."""
   import tyro
 
-  types = typing.get_type_hints(Config)
-  typed = dataclasses.make_dataclass(
-    'Options',
-    [
-      (
-        f.name,
-        type(config.agent) if f.name == 'agent' else types[f.name],
-        dataclasses.field(default=getattr(config, f.name)),
-      )
-      for f in dataclasses.fields(Config)
-    ],
-    frozen=True,
-  )
+  types = typing.get_type_hints(Config) | {'agent': type(config.agent)}
+  names = [f.name for f in dataclasses.fields(Config)]
+  fields = [(n, types[n], dataclasses.field(default=getattr(config, n))) for n in names]
+  typed = dataclasses.make_dataclass('Options', fields, frozen=True)
   values = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
   found = tyro.cli(typed, args=values, prog=prog, config=(tyro.conf.FlagConversionOff,))
-  return Config(**{f.name: getattr(found, f.name) for f in dataclasses.fields(Config)})
+  return Config(**{n: getattr(found, n) for n in names})
 
 
 SAID = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')

@@ -15,33 +15,22 @@ COMMAND = Command(
     Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or ipc://PATH'),
     Option('--env', 'LIB:NAME', 'of ale, envpool or gymnasium, with options after commas'),
     Option('--num-envs', 'N', 'how many', 1),
-    Option(
-      '--workers',
-      'N',
-      'threads or processes that step them, of all groups (default: two for each core)',
-      0,
-    ),
-    Option(
-      '--groups',
-      'N',
-      'that step by themselves, so that some are stepped while the learner infers for others '
-      "(default 2, or as many as the learner's threads ask for)",
-      0,
-    ),
+    Option('--workers', 'N', 'threads or processes that step them, of all groups (default: two for each '
+      'core)', 0),
+    Option('--groups', 'N', 'that step by themselves, so that some are stepped while the learner infers '
+      "for others (default 2, or as many as the learner's threads ask for)", 0),
     CLIENT_KEYS,
     CLIENT_INSECURE,
     Option('--seed', 'S', 'of the environments (default: random)'),
     Option('--env-deadline', 'S', 'seconds that a step may take', 60),
-    Option(
-      '--give-up-after', 'S', 'end if there is no learner for so long (default: wait for it)', 0
-    ),
+    Option('--give-up-after', 'S', 'end if there is no learner for so long (default: wait for it)', 0),
     QUIET,
   ),
   """
 It comes back after whatever happens to the connection or to the learner, with environments that begin
 anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
 """,
-)
+)  # fmt: skip
 
 
 def run(args: list[str]) -> int:

@@ -20,12 +20,8 @@ COMMAND = Command(
     Option('--episodes', 'N', 'how many, of each seed and way of acting', 100),
     Option('--seed', 'S', 'of the evaluation', 0),
     Option('--greedy', '', 'greedily alone'),
-    Option(
-      '--sample',
-      '',
-      'sampled alone; where environments explore each by a rate of its own, with the rates of the '
-      "run's environments, spread over the episodes",
-    ),
+    Option('--sample', '', 'sampled alone; where environments explore each by a rate of its own, with '
+      "the rates of the run's environments, spread over the episodes"),
     Option('--max-steps', 'N', 'give up on episodes that are longer', 1_000_000),
     NO_COMPILE_CACHE,
     ALLOW_CODE,
@@ -34,7 +30,7 @@ COMMAND = Command(
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes; and of the sampled
 ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return_std, sampled_episodes.
 """,
-)
+)  # fmt: skip
 
 
 def run(args: list[str]) -> int:

@@ -34,19 +34,12 @@ class Option:
 NO_COMPILE_CACHE = Option(
   '--no-compile-cache', '', 'compile anew, and keep nothing of it for the next command'
 )
-ALLOW_CODE = Option(
-  '--allow-code',
-  'MODULE',
-  'the run may import this module of its own, from the working directory too; may be repeated. '
-  'Without it a run directory that names code of its own is refused; --agent and --env allow theirs',
-)
+ALLOW_CODE = Option('--allow-code', 'MODULE', 'the run may import this module of its own, from the '
+  'working directory too; may be repeated. Without it a run directory that names code of its own is '
+  'refused; --agent and --env allow theirs')  # fmt: skip
 QUIET = Option('--quiet', '', 'only warnings and errors')
-SERVER_KEYS = Option(
-  '--keys',
-  'DIR',
-  'of --listen: with server.secret, server.public and allowed_clients, made by `podrace keys new`; '
-  'needed beyond this machine',
-)
+SERVER_KEYS = Option('--keys', 'DIR', 'of --listen: with server.secret, server.public and '
+  'allowed_clients, made by `podrace keys new`; needed beyond this machine')  # fmt: skip
 SERVER_INSECURE = Option(
   '--insecure', '', 'of --listen: no keys, anybody may connect, nothing is encrypted'
 )

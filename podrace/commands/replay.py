@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from podrace.commands.options import (
-  PEER_TIMEOUT,
-  QUIET,
-  SERVER_INSECURE,
-  SERVER_KEYS,
-  Command,
-  Option,
-  Options,
-)
+from podrace.commands import options as shared
+from podrace.commands.options import Command, Option, Options
 from podrace.process import log_to_stderr
 
 COMMAND = Command(
@@ -20,24 +13,15 @@ COMMAND = Command(
   'made that they need; docs/tables.md says how',
   (
     Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or ipc://PATH'),
-    Option(
-      '--dir',
-      'DIR',
-      'keeps checkpoints, and begins with the newest: written on SIGTERM and Ctrl-C, when a client '
-      'asks, and by --checkpoint-every',
-    ),
+    Option('--dir', 'DIR', 'keeps checkpoints, and begins with the newest: written on SIGTERM and '
+      'Ctrl-C, when a client asks, and by --checkpoint-every'),
     Option('--checkpoint-every', 'S', 'seconds between checkpoints (default: not by time)', 0),
     Option('--table', 'SETTINGS', 'makes a table at the start; may be repeated'),
-    Option(
-      '--client-bytes',
-      'N',
-      'of steps that one client may keep for items to come (default 1 GiB)',
-      2**30,
-    ),
-    SERVER_KEYS,
-    SERVER_INSECURE,
-    PEER_TIMEOUT,
-    QUIET,
+    Option('--client-bytes', 'N', 'of steps that one client may keep for items to come (default 1 GiB)', 2 ** 30),
+    shared.SERVER_KEYS,
+    shared.SERVER_INSECURE,
+    shared.PEER_TIMEOUT,
+    shared.QUIET,
   ),
   """
 SETTINGS, with commas in between:
@@ -48,7 +32,7 @@ SELECTOR is uniform, fifo, lifo, min_heap, max_heap or prioritized:EXPONENT
 
 Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
 """,
-)
+)  # fmt: skip
 
 
 def run(args: list[str]) -> int:

@@ -13,26 +13,16 @@ from typing import Any
 from podrace import compile_cache, own_code
 from podrace.agents import AGENTS
 from podrace.commands import configuration, help
-from podrace.commands.options import (
-  ALLOW_CODE,
-  NO_COMPILE_CACHE,
-  PEER_TIMEOUT,
-  SERVER_INSECURE,
-  SERVER_KEYS,
-  Command,
-  Option,
-  Options,
-)
+from podrace.commands import options as shared
+from podrace.commands.options import Command, Option, Options
 from podrace.config import UsageError, to_json
 from podrace.output import Lasting
 from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
 
 AGENT = Option(
-  '--agent',
-  'NAME',
-  f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)',
-)
+  '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'
+)  # fmt: skip
 
 
 class Train(Command):
@@ -50,33 +40,25 @@ COMMAND = Train(
   '[PRESET] [OPTIONS]',
   'train an agent',
   (  # the fields of Config are further options
-    Option(
-      '--run-dir', 'DIR', 'where the run is kept; started again with the same one, it resumes'
-    ),
+    Option('--run-dir', 'DIR', 'where the run is kept; started again with the same one, it resumes'),
     AGENT,
-    NO_COMPILE_CACHE,
-    ALLOW_CODE,
+    shared.NO_COMPILE_CACHE,
+    shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
     Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma'),
     Option('--quiet', '', 'no progress; only warnings and the last words'),
-    Option(
-      '--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/distributed.md'
-    ),
-    Option(
-      '--connect-replay',
-      'ADDRESSES',
-      'of --replay service: where `podrace replay` listens, shards with commas; --listen is then '
-      'where `podrace act` comes for parameters',
-    ),
-    SERVER_KEYS,
-    SERVER_INSECURE,
-    PEER_TIMEOUT,
+    Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/distributed.md'),
+    Option('--connect-replay', 'ADDRESSES', 'of --replay service: where `podrace replay` listens, shards '
+      'with commas; --listen is then where `podrace act` comes for parameters'),
+    shared.SERVER_KEYS,
+    shared.SERVER_INSECURE,
+    shared.PEER_TIMEOUT,
     Option('--coordinator', 'HOST:PORT', 'of a run over several processes: the first one listens'),
     Option('--num-processes', 'N', 'of a run over several processes'),
     Option('--process-id', 'I', 'which of them this is, from 0'),
   ),
   others_pass=True,
-)
+)  # fmt: skip
 
 
 def run(args: list[str]) -> int:
@@ -101,13 +83,10 @@ def run(args: list[str]) -> int:
   quiet = '--quiet' in options
   name = preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
   with contextlib.ExitStack() as stack:
-    if run_dir is None:  # the processes of one run take the same
-      several = '--coordinator' in options
-      run_dir = (
-        configuration.new_run_dir(name)
-        if several
-        else stack.enter_context(configuration.reserved(name))
-      )
+    if run_dir is None and '--coordinator' in options:  # the others take the same
+      run_dir = configuration.new_run_dir(name)
+    elif run_dir is None:
+      run_dir = stack.enter_context(configuration.reserved(name))
     stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)
@@ -164,9 +143,8 @@ def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> N
   value = summary['episode_return']
   returned = 'no episode ended' if value is None else f'return {value:.2f}'
   out = Lasting(sys.stdout)
-  print(
-    f'done: step {summary["step"]:,}, {returned}, {summary["steps_per_s"]:,.0f} steps/s', file=out
-  )
+  speed = f'{summary["steps_per_s"]:,.0f} steps/s'
+  print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
   print(f'run directory: {run_dir}', file=out)
   allow = own_code.options(modules)
   print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)
