@@ -93,13 +93,13 @@ def pooled(e: Episodes) -> dict[str, Array]:
     return jnp.sum(jnp.where(number > 0, number * x, 0.0), -1) / jnp.maximum(total, 1)
 
   mean = average(e.return_mean)
-  apart = e.return_mean - mean[..., None]
-  rounding = average(apart)  # the mean's, which would count as a difference
+  distance = e.return_mean - mean[..., None]
+  rounding = average(distance)  # the mean's, which would count as a difference
   deviation = jnp.sum(e.return_deviation, -1)
   return dict(
     episodes=jnp.sum(e.finished, -1),
     return_sum=total * (mean + rounding),
-    return_deviation=deviation + total * (average(apart * apart) - rounding * rounding),
+    return_deviation=deviation + total * (average(distance * distance) - rounding * rounding),
     length_sum=jnp.sum(e.length_sum.astype(jnp.float32), -1),
   )
 

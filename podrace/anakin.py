@@ -1,6 +1,6 @@
 """Anakin: environment, acting and learning are one compiled program on every device.
 
-Hessel et al. 2021 (arXiv 2104.06272). One call runs as many updates as it is told to: the number
+Hessel et al. 2021 (arXiv 2104.06272). One call runs as many updates as it is asked for: the number
 is data, so one program serves all, and what is computed does not depend on how the updates are
 divided into calls.
 """

@@ -22,7 +22,7 @@ from podrace.types import Array
 from podrace.worker import Worker
 
 FOREVER = 10**9  # seconds
-CLOSE_SECONDS = 10.0  # that closing waits for what is being written beside a checkpoint
+CLOSE_SECONDS = 10.0  # that closing waits for what is being written with a checkpoint
 
 Extra = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
 
@@ -110,7 +110,9 @@ class Checkpoints:
     )
     items = ('params', 'rest', 'meta')
     self._manager = ocp.CheckpointManager(self._directory, item_names=items, options=options)
-    self._writing: Worker | None = None  # writes what is beside a checkpoint, and then that
+    self._writing: Worker | None = (
+      None  # writes a checkpoint's extra directory, and then the checkpoint
+    )
     self._closed = False
     if writes:
       self.tidy()
@@ -127,7 +129,7 @@ class Checkpoints:
     return self._directory.parent / 'replay' / str(step)
 
   def tidy(self) -> None:
-    """Removes what is beside no checkpoint, there or being written.
+    """Removes extra directories of no checkpoint, there or being written.
 
     Orbax forgets the oldest checkpoint as soon as the next is begun, and removes it when that is whole: until
     then it is the one that a killed run goes on from, so what counts is its directory.
@@ -146,8 +148,8 @@ class Checkpoints:
   ) -> None:
     """Takes a copy and returns; writing goes on in the background.
 
-    With `beside`, that is called there first, and the checkpoint begun when it has returned: no
-    checkpoint is without what belongs to it. What it returns becomes `beside` of the checkpoint's meta.
+    With `extra`, that is called there first, and the checkpoint begun when it has returned: no
+    checkpoint is without what belongs to it. What it returns becomes `extra` of the checkpoint's meta.
 
     Raises:
       CheckpointError: if this, or the one before it, could not be written.
@@ -182,7 +184,7 @@ class Checkpoints:
       raise CheckpointError(f'checkpoint {step} in {self._directory} failed: {e}') from e
 
   def _join(self, timeout: float | None = None) -> None:
-    """Waits for what is written beside a checkpoint; what failed there is raised once."""
+    """Waits for what is written of a checkpoint's extra directory; what failed there is raised once."""
     if self._writing is None:
       return
     try:

@@ -295,9 +295,9 @@ def from_json(record: dict[str, Any]) -> Config:
 def check_code(record: dict[str, Any], allowed: Iterable[str]) -> None:
   """Raises UsageError if a record names modules that are neither podrace's own nor allowed."""
   if refused := own_code.refused(record, allowed):
-    told = ', '.join(f'{module} ({what})' for module, what in refused.items())
+    named = ', '.join(f'{module} ({what})' for module, what in refused.items())
     raise UsageError(
-      f"config.json names code that is not podrace's own: {told}. It runs with all rights that you have. If you "
+      f"config.json names code that is not podrace's own: {named}. It runs with all rights that you have. If you "
       f'trust it, give {own_code.options(refused)}'
     )
 

@@ -55,7 +55,7 @@ def evaluator(
   """A function from parameters and a key to the returns [episodes] f64 of environments' first episodes.
 
   It is compiled once. Taking the first episode of each, and not the first that end, keeps long ones in.
-  The agent is told ids of a run of `num_envs` environments (None: of so many as there are
+  The agent gets ids of a run of `num_envs` environments (None: of so many as there are
   episodes): an epsilon of each environment's own depends on that.
 
   Raises, when called:
@@ -307,14 +307,14 @@ def _described(by_seed: list[np.ndarray]) -> dict[str, Any]:
 
 def summarised(result: dict[str, Any], acting: Sequence[str] = ACTING) -> str:
   """A result of `evaluate` in a line, for people."""
-  told = []
+  parts = []
   for way in acting:
     prefix = '' if way == acting[0] else f'{way}_'
     mean, std = (result[f'{prefix}episode_return_{x}'] for x in ('mean', 'std'))
     value = 'not finite' if mean is None or std is None else f'{mean:.2f} ± {std:.2f}'
-    told.append(f'{way} {value}')
+    parts.append(f'{way} {value}')
   count = f'{result["episodes"]:,} episodes' + (' each' if len(acting) > 1 else '')
-  return f'return: {", ".join(told)} ({count}, step {result["step"]:,})'
+  return f'return: {", ".join(parts)} ({count}, step {result["step"]:,})'
 
 
 def _returns(

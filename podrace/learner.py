@@ -160,7 +160,7 @@ def sample_learner(agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample]) ->
   )
 
 
-# --- what is told of learning -----------------------------------------------------------------
+# --- the log of learning --------------------------------------------------------------------
 
 
 class Log(NamedTuple):
@@ -189,7 +189,7 @@ def empty_log(metrics: Metrics) -> Log:
 
 
 def add_to_log(log: Log, sums: Metrics, count: Array, update: Array) -> Log:
-  """The log after one more update, the run's `update`-th, and what `learner` told of it."""
+  """The log after one more update, the run's `update`-th, and what `learner` said of it."""
   broken = (log.broken < 0) & ~jnp.isfinite(sums['loss'])
   return Log(
     samples=log.samples + count,

@@ -23,7 +23,7 @@ class Moments(NamedTuple):
 
   seen: Array  # [] f32 elements on this device
   shift: Any  # mean of x - statistics.mean
-  square: Any  # that, squared; after `pmean` it tells how far the devices' means are apart
+  square: Any  # that, squared; after `pmean` it has the distance between the devices' means
   within: Any  # variance of x on this device, around its own mean
 
 

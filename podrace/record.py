@@ -159,13 +159,15 @@ def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, fl
 
   None where no episode ended, and for what is not finite.
   """
-  n, sums, apart = (np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation))
-  n, sums, apart = n[n > 0], sums[n > 0], apart[n > 0]
+  n, sums, deviations = (
+    np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation)
+  )
+  n, sums, deviations = n[n > 0], sums[n > 0], deviations[n > 0]
   if not len(n):
     return {'episode_return': None, 'episode_return_std': None}
   with np.errstate(all='ignore'):
     mean = sums.sum() / n.sum()
-    variance = (apart + n * np.square(sums / n - mean)).sum() / n.sum()
+    variance = (deviations + n * np.square(sums / n - mean)).sum() / n.sum()
     std = np.sqrt(np.maximum(variance, 0.0))
   return {'episode_return': metrics.number(mean), 'episode_return_std': metrics.number(std)}
 
@@ -211,8 +213,8 @@ def final_return(path: Path) -> dict[str, Any]:
   return result
 
 
-def _mean(told: list[tuple[float | None, int]]) -> float | None:
+def _mean(means: list[tuple[float | None, int]]) -> float | None:
   """The mean of (mean, count)s; None if nothing was counted."""
-  known = [(mean, count) for mean, count in told if mean is not None]
+  known = [(mean, count) for mean, count in means if mean is not None]
   total = sum(count for _, count in known)
   return sum(mean * count for mean, count in known) / total if total else None

@@ -105,7 +105,7 @@ def train(
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing
   say = _nothing if quiet else warn
-  with _told(run_dir), contextlib.ExitStack() as stack:
+  with _as_run_errors(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
     server = make_server(config, listen)
     program = build(config, server, addresses, run_dir)
@@ -149,7 +149,7 @@ def _nothing(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _told(run_dir: Path) -> Iterator[None]:
+def _as_run_errors(run_dir: Path) -> Iterator[None]:
   """What the machine can do to a run, as RunError."""
   try:
     yield

@@ -150,7 +150,7 @@ def host_device() -> jax.Device:
   """The CPU that environments in JAX run on where something else acts or learns.
 
   Raises:
-    UsageError: if JAX was told not to have it.
+    UsageError: if JAX was set up without it.
   """
   try:
     return jax.local_devices(backend='cpu')[0]

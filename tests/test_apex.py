@@ -226,7 +226,7 @@ def test_an_unroll_is_learned_from_once() -> None:
     TimeStep(np.zeros((t + 1, n, 3), np.float32), *[np.zeros((t + 1, n), np.float32)] * 3),
     ActorOutput(np.zeros((t, n), np.int32)), (), np.zeros(n, np.int32),
   )  # fmt: skip
-  table = type('Table', (), {'size_last_told': 0})()
+  table = type('Table', (), {'last_size': 0})()
   queued = feed.Queued(table, example, topology.learner_mesh(1))
 
   def drawn(*ids: tuple[int, int]) -> list[int]:

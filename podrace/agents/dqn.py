@@ -73,7 +73,7 @@ class DQN:
   huber: float = 1.0  # where the loss goes from square to linear; 0: it is the square, of values
   target_period: int = 250  # gradient steps between copies to the target network
   target_rate: float = 1.0  # how far it moves then; with a period of 1, Polyak's average
-  epsilon: float = 0.05  # how often an action is random in the end, beside noise too
+  epsilon: float = 0.05  # how often an action is random in the end, also where there is noise
   epsilon_steps: int = 10_000  # gradient steps until then, linearly from 1
   epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
   epsilon_base: float = 0.4  # the first one's
@@ -131,8 +131,8 @@ class DQN:
     action = valuing.epsilon_greedy(values, epsilon, explore_key)
     if not self.actor_priorities:
       return ActorOutput(action), state
-    told = valuing.Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
-    return ActorOutput(action, told), state
+    extras = valuing.Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
+    return ActorOutput(action, extras), state
 
   def initial_priority(self, window: Trajectory) -> Array:
     """The error [B] by the values that acting saw; that before the window's end is taken for the end's."""

@@ -302,9 +302,9 @@ class _Acting:
       _Finished: if the run is complete.
     """
     leaves = dict(found.leaves)
-    told = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
-    run = told.pop(RUN, '')
-    if different := other_run(told, self._record):
+    theirs = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
+    run = theirs.pop(RUN, '')
+    if different := other_run(theirs, self._record):
       raise UsageError('\n  '.join(['the learner has another run:', *different]))
     if self._run not in ('', run):
       raise UsageError(

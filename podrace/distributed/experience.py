@@ -21,7 +21,7 @@ from podrace.types import FIRST, LAST, Trajectory
 
 UNROLLS = 'unrolls'  # the table of agents without replay: a queue
 EPISODES = 'episodes'  # the table through which acting processes tell of theirs
-LARGEST_TOTAL = 1e30  # of what is told of episodes
+LARGEST_TOTAL = 1e30  # of sums over episodes
 
 
 def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
@@ -41,7 +41,7 @@ def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
 
 
 def _column(name: str, dtype: Any, shape: tuple[int, ...], rows: int | None, space: Any) -> Any:
-  return contents.told(name, dtype, shape, rows, _limits(name, np.dtype(dtype).kind, space))
+  return contents.column(name, dtype, shape, rows, _limits(name, np.dtype(dtype).kind, space))
 
 
 def timed(name: str) -> bool:
@@ -66,7 +66,7 @@ def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
     _column(k, x.dtype, x.shape[:1] + x.shape[2:] if timed(k) else x.shape[1:], None, space)
     for k, x in named(example).items()
   ]
-  return found + [contents.told(k, np.int64, ()) for k in ('source', 'number', 'version')]
+  return found + [contents.column(k, np.int64, ()) for k in ('source', 'number', 'version')]
 
 
 def replay_table(client: service.Client, layout: Layout, space: Any, run: str) -> Any:
@@ -115,5 +115,5 @@ def episodes_table(client: service.Client, run: str) -> Any:
     max_size=10_000,
     max_times_sampled=1,
     run=run,
-    contents=[contents.told('totals', np.float64, (4,), 1, (-LARGEST_TOTAL, LARGEST_TOTAL))],
+    contents=[contents.column('totals', np.float64, (4,), 1, (-LARGEST_TOTAL, LARGEST_TOTAL))],
   )

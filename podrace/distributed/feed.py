@@ -55,7 +55,7 @@ class Sampled:
 
   def metrics(self) -> dict[str, float]:
     """For the log."""
-    return {'replay_windows': self.table.size_last_told, 'replay_samples': self._samples}
+    return {'replay_windows': self.table.last_size, 'replay_samples': self._samples}
 
 
 class Queued:
@@ -156,7 +156,7 @@ class Feed:
         return
 
   def episodes(self) -> Totals:
-    """Those that were told of since the last time."""
+    """Those that came since the last time."""
     with self._lock:
       totals, self._totals = self._totals, Totals()
     return totals

@@ -29,7 +29,7 @@ from podrace.remote.wire import plain
 
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
 RUN = 'run'  # of the record: the name of the run, which its tables have, too
-DIFFERENCES = 10  # that are told, of a run that is another one
+DIFFERENCES = 10  # that are listed, of another run
 COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # what the two sides must agree on
 
 
@@ -136,13 +136,13 @@ def from_leaves(like: Any, leaves: dict[str, np.ndarray]) -> Any:
   """
   paths = jax.tree_util.tree_leaves_with_path(like)
   expected = {jax.tree_util.keystr(path): x for path, x in paths}
-  told = [
+  different = [
     f'{path}: the learner has {_kind(leaves.get(path))}, this process {_kind(expected.get(path))}'
     for path in {**expected, **leaves}
     if _kind(leaves.get(path)) != _kind(expected.get(path))
   ]
-  if told:
-    raise UsageError('the learner publishes other parameters:\n  ' + '\n  '.join(told))
+  if different:
+    raise UsageError('the learner publishes other parameters:\n  ' + '\n  '.join(different))
   return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path in expected])
 
 

@@ -101,7 +101,7 @@ class NextStepReset:
     return ResetState(inner, timestep.last), timestep
 
 
-REFILL = 0x5EED  # sets the key of a refill apart from those that an environment splits off
+REFILL = 0x5EED  # makes the key of a refill another than those that an environment splits off
 
 
 class Batch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Navix: MiniGrid's rooms (github.com/epignatelli/navix), which keeps truncation apart itself."""
+"""Navix: MiniGrid's rooms (github.com/epignatelli/navix), which has truncation by itself."""
 
 from __future__ import annotations
 

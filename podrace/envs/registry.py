@@ -308,8 +308,8 @@ def at_least(name: str, values: Mapping[str, Any], **least: int) -> None:
 
 def refused(name: str, options: Mapping[str, Value], error: Exception) -> UnknownName:
   """The error for options that a library's maker fails with."""
-  told = ','.join(f'{k}={v}' for k, v in options.items())
-  return UnknownName(f'{name} cannot be made with {told}: {type(error).__name__}: {error}')
+  given = ','.join(f'{k}={v}' for k, v in options.items())
+  return UnknownName(f'{name} cannot be made with {given}: {type(error).__name__}: {error}')
 
 
 def read_options(

@@ -39,14 +39,14 @@ def _product_backward(saved: Any, g: Array) -> tuple[Array, Array]:
   x, kernel = saved
 
   def on_cpu(x: Array, g: Array) -> Array:
-    apart = jax.lax.optimization_barrier
+    barrier = jax.lax.optimization_barrier
     if x.size <= g.size + kernel.size:
       narrow = x.shape[-1] < 8  # not worth a copy
-      return (x.T if narrow else apart(x.T)) @ g
+      return (x.T if narrow else barrier(x.T)) @ g
     # `g.T` by a product, because XLA would transpose it together with what made it, element by element
     identity = jnp.eye(g.shape[-1], dtype=g.dtype)
     transposed = jax.lax.dot_general(identity, g, (((1,), (1,)), ((), ())))
-    return apart(transposed @ x).T
+    return barrier(transposed @ x).T
 
   kernel_grad = jax.lax.platform_dependent(x, g, cpu=on_cpu, default=lambda x, g: x.T @ g)
   return g @ kernel.T, kernel_grad

@@ -4,7 +4,7 @@ Each environment has a stream of its own, with rows that are written once and co
 slices of it. So environments may come back in any order, come and go, and be anywhere. What a
 window holds when it is sampled is what the replay on the device would have held.
 
-One thread writes and samples, in the order in which it is told to: what is learned depends on nobody's
+One thread writes and samples, in the order in which it is asked: what is learned depends on nobody's
 speed. It is ahead of the learner by AHEAD samples.
 """
 
@@ -172,7 +172,7 @@ class Streams:
 
   def __init__(self, layout: Layout, table: Any, make_writer: Callable[[int], Any]) -> None:
     w = layout.windows
-    self.highest = 1.0  # priority so far, which new windows get if acting doesn't tell one
+    self.highest = 1.0  # priority so far, which new windows get if acting leaves none
     self.by_env: dict[int, Stream] = {}
     self._layout, self._windows, self._table = layout, w, table
     history = w.length + w.unroll_length + w.lookback + 1
@@ -264,7 +264,7 @@ class Streams:
       writer.create_item(self._table, priority, slices)
 
   def _priorities(self, windows: Sequence[tuple[Any, Columns]]) -> Any:
-    """Of new windows: by what acting has told, or else the highest so far."""
+    """Of new windows: by what acting has left, or else the highest so far."""
     if not windows or self._priority is None:
       return [self.highest] * len(windows)
     small = [
@@ -304,7 +304,7 @@ def selector(w: Windows) -> tables.selectors.Selector:
 class HostReplay:
   """One learner's replay: the table, and the thread that writes to it and samples from it.
 
-  What it is told, it does in that order: unrolls are added, samples drawn, priorities set.
+  It does what it is asked, in that order: unrolls are added, samples drawn, priorities set.
 
   Args:
     layout: of the trajectories.
@@ -346,7 +346,7 @@ class HostReplay:
     )
 
   def start(self) -> None:
-    """Begins to do what it is told."""
+    """Begins to do what it is asked."""
     self._thread.start()
 
   # --- for the learner's thread
@@ -423,7 +423,7 @@ class HostReplay:
         self.check()
 
   def _wait(self) -> None:
-    """Until all that was told is done."""
+    """Until all that was asked is done."""
     if self._thread.ident is None:
       return
     done = threading.Event()

@@ -443,7 +443,7 @@ def windows(
   of a recurrent agent, which overlap by `length - unroll_length`. Without, they start anywhere.
 
   `stack`: observations are stacks of so many frames along their first axis; single ones are kept.
-  `initial_priority`: of windows [L+1, n] without observations, from what acting has told in its
+  `initial_priority`: of windows [L+1, n] without observations, from what acting has left in its
   extras; without, new windows have the highest priority so far.
 
   Raises:

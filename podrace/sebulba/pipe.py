@@ -61,7 +61,7 @@ class Pipe:
     self._lag, self._max_lag, self._threads, self._ordered = lag, max_lag, threads, ordered
     self._in_turn = in_turn or lag != 'async'  # each batch has the next unroll of every thread
     self._places = threads  # in the queue, where threads reserve them
-    # With up to c queued unrolls beside the one under way, and the oldest learned from first, each
+    # With up to c queued unrolls and one under way, and the oldest learned from first, each
     # is learned from at most c + 1 updates after its parameters were the newest.
     self._capacity = min(max_lag, 3) - 1
     self._changed = threading.Condition()

@@ -37,7 +37,7 @@ class Watch:
 
 
 class Shipping:
-  """Makes an `Unroll` of a trajectory, and of what is counted beside it."""
+  """Makes an `Unroll` of a trajectory, and of what is counted while it is made."""
 
   def __init__(
     self,

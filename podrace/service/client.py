@@ -445,7 +445,7 @@ class RemoteTable:
     return self.info().size
 
   @property
-  def size_last_told(self) -> int:
+  def last_size(self) -> int:
     """How many items there are, as far as is known: at once, also while servers are away."""
     return sum(c.sizes.get(self.name, 0) for c in self._connections)
 
@@ -869,7 +869,7 @@ class Client:
     Args:
       name, sampler, remover, rate_limiter, max_size, max_bytes, max_times_sampled: as of podrace.tables.Table.
       run: of which the table is, and of no other; none by default.
-      contents: what its items must hold, column by column (podrace.service.contents.told); the service refuses
+      contents: what its items must hold, column by column (podrace.service.contents.column); the service refuses
         others. By default items need only be like the first one.
 
     Raises:

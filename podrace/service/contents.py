@@ -26,7 +26,7 @@ CHUNK_BYTES = (
 )  # that a chunk of several rows takes unpacked, at most; `podrace` cuts them at 2^18
 
 
-def told(
+def column(
   name: str,
   dtype: Any,
   shape: Sequence[int],
@@ -72,7 +72,7 @@ class Contents:
   """The columns of a table's items.
 
   Args:
-    columns: of `told`, in the order in which writers name them.
+    columns: of `column`, in the order in which writers name them.
 
   Attributes:
     signature: of every item.

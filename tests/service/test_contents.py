@@ -19,17 +19,17 @@ from podrace import service
 from podrace.remote.top import Asker
 from podrace.remote.wire import WireError
 from podrace.service import contents, wire
-from podrace.service.contents import FINITE, Contents, told
+from podrace.service.contents import FINITE, Contents, column
 from podrace.service.server import ReplayServer
 from podrace.tables.table import Leaf, Signature
 
 COLUMNS = [
-  told('image', np.uint8, (64, 64), 4),
-  told('reward', np.float32, (), 4, FINITE),
-  told('step_type', np.int8, (), 4, (0, 2)),
-  told('action', np.int32, (2,), 3, ([0, 0], [3, 5])),
-  told('value', np.float32, (), 3),
-  told('env_id', np.int32, ()),
+  column('image', np.uint8, (64, 64), 4),
+  column('reward', np.float32, (), 4, FINITE),
+  column('step_type', np.int8, (), 4, (0, 2)),
+  column('action', np.int32, (2,), 3, ([0, 0], [3, 5])),
+  column('value', np.float32, (), 3),
+  column('env_id', np.int32, ()),
 ]
 ITEMS: dict[str, Any] = {**SIMPLE, 'contents': COLUMNS}
 
@@ -109,7 +109,7 @@ def test_contents_outlive_the_service(tmp_path: Path) -> None:
     with ReplayServer(ANY, dir=tmp_path) as server, service.connect(server.address) as client:
       client.table('it', **ITEMS)
       client.table('it', **SIMPLE)  # who does not say what it holds is not asked
-      other = [*COLUMNS[:-1], told('env_id', np.int32, (), None, (0, 9))]
+      other = [*COLUMNS[:-1], column('env_id', np.int32, (), None, (0, 9))]
       with pytest.raises(service.Refused, match=r"\['env_id', .* is asked for"):
         client.table('it', **{**ITEMS, 'contents': other})
       with pytest.raises(ValueError, match='step_type'):
@@ -180,7 +180,7 @@ def packed(size: int) -> bytes:
   return zstandard.ZstdCompressor(level=19).compress(bytes(size))
 
 
-X = told('x', np.int64, (2,), 3)
+X = column('x', np.int64, (2,), 3)
 
 
 def declared(context: zmq.Context[Any], server: ReplayServer) -> Raw:

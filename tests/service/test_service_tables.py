@@ -511,13 +511,13 @@ def test_sizes_are_told_every_second_and_with_each_sample() -> None:
   ):
     table = client.table('it', **once)
     fill(other, other.table('it'), 5).close(timeout=30)
-    until(lambda: table.size_last_told == 5, 10.0)
+    until(lambda: table.last_size == 5, 10.0)
     table.sample(5, timeout=30)
-    assert table.size_last_told == 0  # at once
+    assert table.last_size == 0  # at once
     client.connections[0].sizes = {'it': 7}
     with pytest.raises(tables.RateLimited):
       table.sample(1, timeout=0.01)
-    assert table.size_last_told == 0
+    assert table.last_size == 0
 
 
 def test_who_waits_for_a_service_is_told_what_may_be_wrong(

@@ -128,11 +128,11 @@ def test_what_is_asked_of_servers_that_are_away_ends_in_time(n: int) -> None:
   with shards(n) as (servers, client):
     table = client.table('it', **SIMPLE)
     fill(client, table, 3).close(timeout=30)
-    until(lambda: table.size_last_told == 3)
+    until(lambda: table.last_size == 3)
     for server in servers:
       server.stop()
     until(lambda: all(c.session is None for c in client.connections))
-    assert table.size_last_told == 3  # at once
+    assert table.last_size == 3  # at once
     with pytest.raises(tables.RateLimited, match=r"info of table 'it': no answer .* no connection"):
       table.info(timeout=0.1)
 

@@ -268,8 +268,8 @@ class Checker:
     """Raises HostError where an agent's actions [b, ...] are not in the action space."""
     fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
     if np.count_nonzero(fits) != x.size:
-      told = f'the agent chose action {x[~fits][:3].tolist()}, not in {self._action_space}'
-      raise HostError(f'{self._name}: {told}')
+      message = f'the agent chose action {x[~fits][:3].tolist()}, not in {self._action_space}'
+      raise HostError(f'{self._name}: {message}')
 
 
 def action_bounds(space: Any) -> tuple[Any, Any]:

@@ -202,16 +202,24 @@ class Worker:
     self.limit = START_SECONDS
     self.lives = 0
 
-  def start(self, told: dict[str, Any], memory: int, now: float) -> None:
+  def start(self, settings: dict[str, Any], memory: int, now: float) -> None:
     """Starts the process anew; it owes the first timesteps."""
     ask_read, self.ask = os.pipe()
     self.answer, answer_write = os.pipe()
-    told = {**told, 'memory': memory, 'ask': ask_read, 'answer': answer_write, 'start': self.first}
-    told['parent'] = os.getpid()
-    told['path'] = _path()
-    told['seeds'] = [int(s) + 7919 * self.lives for s in told['seeds'][self.first :][: self.count]]
+    settings = {
+      **settings,
+      'memory': memory,
+      'ask': ask_read,
+      'answer': answer_write,
+      'start': self.first,
+    }
+    settings['parent'] = os.getpid()
+    settings['path'] = _path()
+    settings['seeds'] = [
+      int(s) + 7919 * self.lives for s in settings['seeds'][self.first :][: self.count]
+    ]
     self.process = subprocess.Popen(
-      [sys.executable, '-P', '-c', START, json.dumps(told)],
+      [sys.executable, '-P', '-c', START, json.dumps(settings)],
       pass_fds=(memory, ask_read, answer_write),
       stdin=subprocess.DEVNULL,
       start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
@@ -285,7 +293,7 @@ class Workers:
     self._leaves = [self._arrays[n] for n, _ in leaves(observation_space)]
     self._infos = infos or Infos()
     self._infos.open(self._arrays)
-    self._told = dict(
+    self._shared_settings = dict(
       name=name, label=label, options=options, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(),
     )  # fmt: skip
@@ -303,7 +311,7 @@ class Workers:
         raise HostError(f'{self._label}: the pool is closed')
       if worker.lives:
         worker.end()
-      worker.start(self._told, self._file.fileno(), self._clock.look())
+      worker.start(self._shared_settings, self._file.fileno(), self._clock.look())
 
   def reset(self) -> None:
     for worker in self._workers:

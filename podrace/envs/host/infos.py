@@ -102,7 +102,7 @@ class Infos:
         _add(self._closed, rows)
 
   def means(self) -> dict[str, float]:
-    """By name, as metrics.jsonl has it; of those that were told since the last time."""
+    """By name, as metrics.jsonl has it; since the last time."""
     with self._lock:
       totals = dict(self._closed)
       for rows in self._open:

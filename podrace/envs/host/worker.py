@@ -1,6 +1,6 @@
 """A process that steps Gymnasium environments in memory it shares with the run. Imports no JAX.
 
-It is told by one byte on a pipe to step (or, at first, to reset) all its environments, and answers
+One byte on a pipe has it step (or, at first, reset) all its environments, and answers
 with one byte when the results are in the memory; an exception is answered by the length of its
 traceback in 8 bytes, and the traceback.
 """
@@ -166,7 +166,7 @@ def end_with(parent: int) -> None:
 
 
 def outlive_signals() -> None:
-  """Has SIGINT and SIGTERM do nothing here: the run is told to stop, and ends its workers.
+  """Has SIGINT and SIGTERM do nothing here: the run is the one to stop, and ends its workers.
 
   Not by SIG_IGN, which what environments start would have as well.
   """
@@ -186,14 +186,19 @@ def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
   outlive_signals()
   tell_of_faults()
-  told = json.loads(sys.argv[1])
-  end_with(told['parent'])
-  memory = mmap.mmap(told['memory'], told['bytes'])
-  into = arrays(memory, [(n, d, s) for n, d, s in told['fields']], told['num_envs'])
-  ask, answer = told['ask'], told['answer']
+  settings = json.loads(sys.argv[1])
+  end_with(settings['parent'])
+  memory = mmap.mmap(settings['memory'], settings['bytes'])
+  into = arrays(memory, [(n, d, s) for n, d, s in settings['fields']], settings['num_envs'])
+  ask, answer = settings['ask'], settings['answer']
   try:
     environments = Environments(
-      told['name'], told['label'], told['options'], told['seeds'], into, told['start']
+      settings['name'],
+      settings['label'],
+      settings['options'],
+      settings['seeds'],
+      into,
+      settings['start'],
     )
     while os.read(ask, 1) == GO:  # else the run is gone
       environments.step()
