@@ -164,10 +164,10 @@ class Options:
       raise UsageError(f'{name} takes a whole number, not {self.text(name)!r}')
     return int(text)
 
-  def number(self, name: str) -> Any:
-    """A number, at least 0, else the default."""
+  def number(self, name: str) -> float:
+    """A number, at least 0, else the default; an option without one has 0."""
     if name not in self:
-      return self._takes[name].default
+      return float(self._takes[name].default or 0)
     try:
       value = float(self.text(name))
     except ValueError:

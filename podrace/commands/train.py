@@ -119,7 +119,7 @@ def _peers(options: Options) -> dict[str, Any]:
     options.text('--listen'),
     options.path('--keys'),
     '--insecure' in options,
-    float(options.number('--peer-timeout')),
+    options.number('--peer-timeout'),
   )
   if not replay:
     return {'listen': Listen(*common)}
