@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,8 +29,29 @@ from podrace.tables.table import (
   Wait,
 )
 
-if TYPE_CHECKING:
-  from podrace.service.client import Connection, RemoteTable
+
+class Sender(Protocol):
+  """A connection, as far as items are sent over it."""
+
+  address: Any
+  closed: Any
+  session: Any
+  why: Any
+  why_held: Any
+  released: Any
+
+  @property
+  def idle(self) -> bool: ...
+  def check(self) -> None: ...
+  def wake(self) -> None: ...
+
+
+class Reporter(Protocol):
+  """A table, as far as a wait for it is reported."""
+
+  @property
+  def name(self) -> str: ...
+  def report(self, message: str) -> None: ...
 
 
 COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
@@ -64,7 +85,7 @@ class Sending(Pending):
   __slots__ = ('due', 'number', 'store')
 
   def __init__(
-    self, item: Item, writer: InFlight, table: RemoteTable, store: WriterStore, due: float
+    self, item: Item, writer: InFlight, table: Reporter, store: WriterStore, due: float
   ) -> None:
     super().__init__(item, table, writer)
     self.store, self.due = store, due
@@ -81,7 +102,7 @@ class Sending(Pending):
 class WriterStore(ChunkStore):
   """One writer's chunks, and its items that are not yet in their tables."""
 
-  def __init__(self, connection: Connection, delay: float) -> None:
+  def __init__(self, connection: Sender, delay: float) -> None:
     super().__init__(cache_bytes=0)
     if not 0 <= delay < math.inf:
       raise ValueError(f'{delay=} must be at least 0, in seconds')
@@ -125,7 +146,7 @@ class WriterStore(ChunkStore):
     ]
     return np.concatenate(pieces)
 
-  def submit(self, table: RemoteTable, item: Item, writer: InFlight) -> Sending:
+  def submit(self, table: Reporter, item: Item, writer: InFlight) -> Sending:
     """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
     self.connection.check()
     if self.connection.closed:
