@@ -15,7 +15,7 @@ from podrace.config import Config, UsageError, bind_run, validate
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
 from podrace.replay import on_policy
-from podrace.replay.host import Layout
+from podrace.replay.layout import Layout
 from podrace.sebulba import (
   ActingProgram,
   ActorSource,

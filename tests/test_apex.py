@@ -39,7 +39,8 @@ from podrace.envs.host.base import Totals
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
 from podrace.remote import security
-from podrace.replay.host import Streams, named
+from podrace.replay.layout import named
+from podrace.replay.streams import Streams
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
 

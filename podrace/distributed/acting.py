@@ -42,11 +42,8 @@ from podrace.errors import RunError
 from podrace.process import on_signals
 from podrace.remote import security
 from podrace.remote.wire import plain
-from podrace.replay.host import (
-  Layout,
-  Streams,
-  named,
-)
+from podrace.replay.layout import Layout, named
+from podrace.replay.streams import Streams
 from podrace.sebulba import (
   ActingProgram,
   ActorFailed,

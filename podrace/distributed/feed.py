@@ -19,13 +19,8 @@ from jax.sharding import PartitionSpec as P
 from podrace import tables
 from podrace.distributed.experience import timed
 from podrace.envs.host.base import Totals
-from podrace.replay.host import (
-  Columns,
-  Draw,
-  ReplayFailed,
-  unnamed,
-  weighted,
-)
+from podrace.replay.host import Draw, ReplayFailed, weighted
+from podrace.replay.layout import Columns, unnamed
 from podrace.replay.windows import Windows
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import Array, Trajectory

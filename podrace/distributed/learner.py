@@ -34,10 +34,8 @@ from podrace.distributed.handshake import (
   to_leaves,
 )
 from podrace.envs.host.base import HostSpec, Totals
-from podrace.replay.host import (
-  Layout,
-  ReplayFailed,
-)
+from podrace.replay.host import ReplayFailed
+from podrace.replay.layout import Layout
 from podrace.sebulba import (
   Batch,
   LearningProgram,

@@ -10,7 +10,6 @@ speed. It is ahead of the learner by AHEAD samples.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import queue
@@ -22,16 +21,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import tables
 from podrace.files import sync
-from podrace.replay.windows import Windows, end_what_is_cut, unstacked, what_is_before
+from podrace.replay.layout import Columns, Layout
+from podrace.replay.streams import Streams
+from podrace.replay.windows import Windows
 from podrace.topology import AXIS
-from podrace.types import Array, Sample, Trajectory
+from podrace.types import Array, Trajectory
 
 AHEAD = 2  # samples that are drawn before the priorities of the one at hand are known
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
@@ -39,242 +39,9 @@ CACHE_BYTES = 2**26  # of unpacked chunks
 CLOSE_SECONDS = 5.0
 TABLE = 'windows'
 
-Columns = dict[str, Any]  # name -> array
-
 
 class ReplayFailed(Exception):
   """The replay's thread ended with an exception; the message has its traceback."""
-
-
-# --- what is in a column, and how samples are made of them -----------------------------------------
-
-
-class Rows(NamedTuple):
-  """A trajectory, by the columns of a stream."""
-
-  timed: Columns  # [T+1, B, ...] of timesteps
-  acted: Columns  # [T, B, ...] of outputs
-  frames: Columns  # [stack-1 + T+1, B, ...] single frames of stacks, from before the first one on
-  state: Columns  # [B, ...] of the agent, before the first
-  env_id: Any  # [B]
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-  """How the trajectories of an agent lie in columns; `example` is one, in shapes."""
-
-  windows: Windows
-  example: Trajectory
-
-  def rows(self, trajectory: Trajectory) -> Rows:
-    """As columns; of stacked frames only single ones."""
-    w = self.windows
-    timesteps = w.newest_frames(trajectory.timesteps)
-    timed, frames = named(timesteps), {}
-    if w.stack:
-      newest = named(timesteps.observation, 'observation')
-      stacks = named(trajectory.timesteps.observation, 'observation')
-      for name, x in newest.items():
-        before = jnp.moveaxis(stacks[name][0, :, :-1], 1, 0)
-        frames[name] = jnp.concatenate([before, x])
-        del timed[name]
-      kinds = what_is_before(trajectory.timesteps)
-      frames['stacks'] = jnp.pad(kinds, ((w.lookback, 0), (0, 0)))  # CONTINUED
-    state = named(w.kept(trajectory.agent_state), 'agent_state')
-    return Rows(timed, named(trajectory.outputs), frames, state, trajectory.env_id)
-
-  def trajectory(self, data: Columns) -> Trajectory:
-    """Windows [L+1, n, ...] of a table's items [n, L+1, ...]; observations only if there are any."""
-    w, example = self.windows, self.example
-    timesteps = example.timesteps
-    data = {
-      k: jnp.moveaxis(x, 1, 0) if x.ndim > 1 and not is_single(k) else x for k, x in data.items()
-    }
-    if not any(name.startswith('observation') for name in data):
-      timesteps = timesteps._replace(observation=())
-    elif w.stack:
-      at, empty = unstacked(data.pop('stacks'), w.stack)
-      n = jnp.arange(at.shape[1], dtype=jnp.int32)[None, :, None]
-      for name in named(timesteps.observation, 'observation'):
-        found = data[name][at, n]
-        data[name] = jnp.where(empty.reshape(empty.shape + (1,) * (found.ndim - 3)), 0, found)
-    timesteps = unnamed(timesteps, data)
-    return Trajectory(
-      timesteps._replace(step_type=end_what_is_cut(timesteps.step_type)),
-      unnamed(example.outputs, data),
-      unnamed(w.kept(example.agent_state), data, 'agent_state'),
-      data['env_id'],
-    )
-
-  def sample(self, data: Columns) -> Sample:
-    """What the learner is given, of items with their weights [n]."""
-    data = dict(data)
-    weight = data.pop('weight')
-    return Sample(self.trajectory(data), weight, jnp.arange(weight.shape[0]))
-
-  def batch(self) -> Columns:
-    """The shapes of what is sampled, with weights."""
-    w, n = self.windows, self.windows.buffer.batch_size
-    rows = jax.eval_shape(self.rows, self.example)
-
-    def shape(x: Any, rows: int | None, skip: int) -> Any:
-      return jax.ShapeDtypeStruct((n, *(() if rows is None else (rows,)), *x.shape[skip:]), x.dtype)
-
-    return (
-      {k: shape(x, w.length + 1, 2) for k, x in rows.timed.items()}
-      | {k: shape(x, w.length, 2) for k, x in rows.acted.items()}
-      | {k: shape(x, w.lookback + w.length + 1, 2) for k, x in rows.frames.items()}
-      | {k: shape(x, None, 1) for k, x in rows.state.items()}
-      | {'env_id': shape(rows.env_id, None, 1), 'weight': jax.ShapeDtypeStruct((n,), jnp.float32)}
-    )
-
-
-def named(tree: Any, prefix: str = '') -> Columns:
-  """The leaves of a tree by name, such as observation/image."""
-  found = jax.tree_util.tree_leaves_with_path(tree)
-  return {_name(path, prefix): x for path, x in found}
-
-
-def unnamed(example: Any, columns: Columns, prefix: str = '') -> Any:
-  """The tree again, of the structure of `example`."""
-  return jax.tree_util.tree_map_with_path(lambda path, _: columns[_name(path, prefix)], example)
-
-
-def _name(path: Any, prefix: str) -> str:
-  name = jax.tree_util.keystr(path, simple=True, separator='/')
-  return f'{prefix}/{name}'.strip('/') if prefix else name
-
-
-def is_single(name: str) -> bool:
-  return name.startswith('agent_state')
-
-
-# --- streams into windows -----------------------------------------------------------------------------
-
-
-class Stream:
-  """What one environment has gone through without a gap."""
-
-  def __init__(self, writer: Any) -> None:
-    self.writer = writer
-    self.serial = -2  # of its newest unroll; the next one goes on where that ended
-    self.timesteps = 0
-
-
-class Streams:
-  """Writes unrolls, and makes items of all their windows; for one thread.
-
-  Args:
-    layout: of the trajectories.
-    table: where the items go; of `podrace.tables`, or a client of a service's.
-    make_writer: a writer for it that keeps so many rows of history.
-  """
-
-  def __init__(self, layout: Layout, table: Any, make_writer: Callable[[int], Any]) -> None:
-    w = layout.windows
-    self.highest = 1.0  # priority so far, which new windows get if acting leaves none
-    self.by_env: dict[int, Stream] = {}
-    self._layout, self._windows, self._table = layout, w, table
-    history = w.length + w.unroll_length + w.lookback + 1
-    self._make_writer = lambda: make_writer(history)
-    self._rows = jax.jit(layout.rows)
-    self._priority: Any = None
-    if w.prioritised and w.initial_priority is not None:
-      initial = w.initial_priority
-      self._priority = jax.jit(lambda data: initial(layout.trajectory(data)))
-
-  def stream(self, env: int) -> Stream:
-    """The stream of an environment."""
-    if env not in self.by_env:
-      self.by_env[env] = Stream(self._make_writer())
-    return self.by_env[env]
-
-  def add(self, trajectory: Trajectory, serial: np.ndarray) -> None:
-    """An unroll [T+1, B]; `serial` [B]: of each environment's unrolls, which one it is.
-
-    Where one is missing, a stream begins anew, and no window goes over the gap.
-    """
-    rows: Rows = jax.tree.map(np.asarray, self._rows(trajectory))
-    windows: list[tuple[Any, Columns]] = []  # writers, and what each new item is made of
-    there: set[int] = set()
-    for b, env in enumerate(rows.env_id.tolist()):
-      if env in there:  # its history goes on, so what is to be made of it is made before
-        self._create(windows)
-        windows, there = [], set()
-      there.add(env)
-      stream = self.stream(env)
-      for back in self._extend(stream, rows, b, int(serial[b])):
-        windows.append((stream.writer, self._slices(stream, rows, back)))
-    self._create(windows)
-
-  def _extend(self, stream: Stream, rows: Rows, b: int, serial: int) -> range:
-    """Appends column b; how many timesteps ago the new windows begin.
-
-    Row r of a stream has timestep r and the output before it, which the first row has not. There
-    are `lookback` more frames, in front.
-    """
-    w, append = self._windows, stream.writer.append
-    state = {k: x[b, ...] for k, x in rows.state.items()}
-    timed, acted, frames = (
-      {k: x[:, b] for k, x in columns.items()} for columns in (rows.timed, rows.acted, rows.frames)
-    )
-    env_id = {'env_id': rows.env_id[b, ...]}
-
-    def row(timestep: int, output: int, frame: int) -> Columns:
-      return {
-        **{k: x[timestep, ...] for k, x in timed.items()},
-        **{k: x[output, ...] for k, x in acted.items()},
-        **{k: x[frame, ...] for k, x in frames.items()},
-        **env_id,
-      }
-
-    if serial != stream.serial + 1:
-      stream.writer.end_episode()
-      append(row(0, 0, 0) | state)
-      for i in range(w.lookback):
-        append({k: x[i + 1, ...] for k, x in frames.items()})
-      stream.timesteps = 1
-    elif state:
-      append(state)
-    stream.serial = serial
-    for t in range(w.unroll_length):
-      append(row(t + 1, t, w.lookback + t + 1))
-    newest = stream.timesteps + w.unroll_length - 1
-    first = max(stream.timesteps - w.length, 0)
-    first = -(-first // w.period) * w.period
-    stream.timesteps = newest + 1
-    return range(newest - first, w.length - 1, -w.period)
-
-  def _slices(self, stream: Stream, rows: Rows, back: int) -> Columns:
-    """The window that begins `back` timesteps before the newest one, of a stream's columns."""
-    w, h = self._windows, stream.writer.history
-    end = w.length - back or None
-    steps = stream.timesteps - 1
-    unroll = (steps - back) // w.unroll_length - steps // w.unroll_length
-    return {
-      **{k: h[k][-back - 1 : end] for k in rows.timed},
-      **{k: h[k][-back:end] for k in rows.acted},
-      **{k: h[k][-back - 1 - w.lookback : end] for k in rows.frames},
-      **{k: h[k][unroll] for k in rows.state},
-      'env_id': h['env_id'][-1],
-    }
-
-  def _create(self, windows: Sequence[tuple[Any, Columns]]) -> None:
-    for (writer, slices), priority in zip(windows, self._priorities(windows), strict=True):
-      writer.create_item(self._table, priority, slices)
-
-  def _priorities(self, windows: Sequence[tuple[Any, Columns]]) -> Any:
-    """Of new windows: by what acting has left, or else the highest so far."""
-    if not windows or self._priority is None:
-      return [self.highest] * len(windows)
-    small = [
-      writer.read({k: s for k, s in slices.items() if not k.startswith(('observation', 'stacks'))})
-      for writer, slices in windows
-    ]
-    # To a power of two, so that few programs are compiled.
-    small += [small[-1]] * ((1 << (len(small) - 1).bit_length()) - len(small))
-    data = {k: np.stack([x[k] for x in small]) for k in small[0]}
-    return np.asarray(self._priority(data), np.float64)[: len(windows)].tolist()
 
 
 # --- the learner's table ------------------------------------------------------------------------------

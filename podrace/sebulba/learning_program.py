@@ -23,7 +23,7 @@ from podrace.learner import (
   learner,
   sample_learner,
 )
-from podrace.replay.host import Layout
+from podrace.replay.layout import Layout
 from podrace.replay.windows import Windows
 from podrace.sebulba.pipe import Snapshot
 from podrace.topology import AXIS, TRAJECTORY_SPECS

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, NamedSharding
 from podrace import tables
 from podrace.checkpoint import CheckpointError, Extra
 from podrace.envs.host.base import Totals
-from podrace.replay.host import Draw, HostReplay, Layout, ReplayFailed
+from podrace.replay.host import Draw, HostReplay, ReplayFailed
+from podrace.replay.layout import Layout
 from podrace.sebulba.acting_program import ActingProgram
 from podrace.sebulba.actors import Actors
 from podrace.sebulba.learning_program import Batch, State

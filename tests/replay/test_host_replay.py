@@ -16,7 +16,8 @@ from test_windows import B, T, World, settings
 
 from podrace import tables, topology
 from podrace.replay import windows
-from podrace.replay.host import HostReplay, Layout, ReplayFailed
+from podrace.replay.host import HostReplay, ReplayFailed
+from podrace.replay.layout import Layout
 from podrace.types import Trajectory
 
 
