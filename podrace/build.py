@@ -90,7 +90,7 @@ def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver
   agent = bind_run(config, spec)
   replay = memory(agent, spec, config)
   topology = split_devices(config.actor_devices, config.learner_devices, config.devices)
-  driver = sebulba(
+  return sebulba(
     agent,
     spec,
     replay,
@@ -105,9 +105,8 @@ def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver
     env_threads=config.env_threads,
     deadline=config.env_deadline,
     seed=config.seed,
+    check=True,
   )
-  check_run(agent, spec, replay, driver.mesh, config.num_envs, config.unroll_length)
-  return driver
 
 
 def sebulba(
@@ -118,6 +117,7 @@ def sebulba(
   num_envs: int,
   unroll_length: int,
   host_replay: bool = False,
+  check: bool = False,
   **acting: Any,
 ) -> SebulbaDriver:
   """Acting and learning in one process, by parts that are made already.
@@ -125,6 +125,7 @@ def sebulba(
   Args:
     agent: bound to the spaces of `spec`.
     host_replay: replay is on the host, not on the learner's devices.
+    check: the agent and the environment are checked, which may be somebody's own.
     acting: settings of `ActingProgram`.
 
   Raises:
@@ -137,6 +138,8 @@ def sebulba(
   program = ActingProgram(
     agent, spec, topology.actors, destinations, num_envs, unroll_length, in_turn=in_turn, **acting
   )
+  if check:  # once the sizes fit, and before the agent is traced for anything else
+    check_run(agent, spec, replay, mesh, num_envs, unroll_length)
   example = example_trajectory(agent, spec, num_envs, unroll_length)
   previous, actors = program.lag == '1', ActorSource(program, mesh)
   if host_replay:
