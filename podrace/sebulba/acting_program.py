@@ -44,9 +44,7 @@ class ActingProgram:
   deadline: float = 60.0  # seconds that an answer of the environments may take
   seed: int = 0
   in_turn: bool = False  # a batch has the next unroll of every thread, as replay on devices needs
-  first_thread: int = (
-    0  # the number of the first one here, where several processes act by themselves
-  )
+  first_thread: int = 0  # the number of this process's first one, of all that act
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'threads', 'max_lag'):
