@@ -177,7 +177,7 @@ class AnakinDriver:
     self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self.windows = program.replay.windows
-    self.ready = self.windows.ready if self.windows else 0
+    self.ready = self.windows.schedule.ready if self.windows else 0
 
   def compile(self) -> None:
     one = jax.ShapeDtypeStruct((), jnp.int32)

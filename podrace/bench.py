@@ -268,7 +268,7 @@ def filled(driver: SebulbaDriver, state: Any) -> Any:
   if driver.windows is None:
     return state
   batch = zeros(driver)
-  for _ in range(driver.windows.ready):
+  for _ in range(driver.windows.schedule.ready):
     state, _ = driver.learning.learn(state, batch)
   return jax.block_until_ready(state)
 

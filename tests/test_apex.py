@@ -182,7 +182,12 @@ def test_impala_learns_from_a_queue_of_unrolls(
   updates = told[-1]['step'] // 128
   assert all(x['policy_lag_max'] >= x['policy_lag_mean'] >= 0 for x in told)
   assert {x['unrolls_repeated'] for x in told} == {0}
-  assert 16 * updates <= told[-1]['unrolls_taken'] <= table.counts.samples <= table.counts.inserts
+  assert (
+    16 * updates
+    <= told[-1]['unrolls_taken']
+    <= table.contents.counts.samples
+    <= table.contents.counts.inserts
+  )
 
 
 def test_what_was_learned_before_the_service_failed_is_saved(

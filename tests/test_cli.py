@@ -574,7 +574,7 @@ BAD = [
    'podrace.envs.host.base:PoolArgs needs defaults for its fields: num_envs, batch_size'),
   (['train', '--agent', 'podrace.run:Clock'], 'podrace.run:Clock must be frozen'),
   (['train', '--agent', 'podrace.replay:Buffer'],
-   'podrace.replay.windows:Buffer is no agent: it has no init and no initial_state and no act'),
+   'podrace.replay.buffer:Buffer is no agent: it has no init and no initial_state and no act'),
   (['train', '--agent.discount', '99'], 'discount must be within [0, 1], not 99'),
   (['train', '--agent.normalize-observations', 'True', '--env', 'jumanji:Game2048-v1'],
    'normalize_observations is for observations with floats'),

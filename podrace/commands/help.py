@@ -113,7 +113,7 @@ PARTS = {  # fields of agents that have fields of their own -> class -> where, a
   },
   'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
   'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},
-  'buffer': {'Buffer': ('replay/windows.py', 'dqn, r2d2, sac and d4pg')},
+  'buffer': {'Buffer': ('replay/buffer.py', 'dqn, r2d2, sac and d4pg')},
 }
 
 FIXED = {  # fields with one value always

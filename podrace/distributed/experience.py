@@ -10,7 +10,7 @@ from podrace import service, tables
 from podrace.envs.host.base import action_bounds
 from podrace.replay.host import TABLE, selector
 from podrace.replay.layout import Layout, is_single, named
-from podrace.replay.windows import CONTINUED, REPEATED
+from podrace.replay.stacks import CONTINUED, REPEATED
 from podrace.service import contents
 from podrace.types import FIRST, LAST, Trajectory
 

@@ -166,12 +166,12 @@ class DistributedSource:
     assert self._feed is not None and self._windows is not None
     w = self._windows
     self._count_steps(update)
-    if update < w.ready:  # nothing is due, but the steps must have been made
+    if update < w.schedule.ready:  # nothing is due, but the steps must have been made
       if not self._waited:
         self._waited = True
         log.info('waiting until the replay service has %d steps (min_size)', w.buffer.min_size)
       return Batch(None) if self._feed.begun(self._give_up) else None
-    due = int(w.due(update - w.ready))
+    due = int(w.schedule.due(update - w.schedule.ready))
     if not due:
       return Batch(None)
     draw, i = self._feed.take(self._give_up), self._taken
@@ -196,7 +196,7 @@ class DistributedSource:
   def _count_steps(self, update: int) -> None:
     """Sets how many steps of the environments there are with the update at hand."""
     if isinstance(self._source, Sampled) and (w := self._windows):
-      learned = max(update, w.ready)  # no batch is of less
+      learned = max(update, w.schedule.ready)  # no batch is of less
       self._source.steps = (learned + 1) * w.num_envs * w.unroll_length
 
   def read(self) -> tuple[Totals, dict[str, Any]]:

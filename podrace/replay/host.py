@@ -58,7 +58,7 @@ def weighted(found: tables.Samples, w: Windows, steps: int) -> Columns:
   """Windows that were sampled after so many environment steps, with their importance weights."""
   weight = np.ones(len(found.key), np.float32)
   if w.prioritised:
-    weights = w.weights(found.table_size, found.probability, np.float64(steps))
+    weights = w.buffer.weights(found.table_size, found.probability, np.float64(steps))
     weight = weights.astype(np.float32)
   return {**found.data, 'weight': weight}
 
@@ -131,7 +131,7 @@ class HostReplay:
   def times(self, update: int) -> int:
     """How many samples are learned from in an update, of which all unrolls have been added.
 
-    As `Windows.times`, from where there is a window to be learned from.
+    As `Schedule.times`, from where there is a window to be learned from.
     """
     w = self._windows
     self._steps = (update + 1) * w.num_envs * w.unroll_length
@@ -140,7 +140,7 @@ class HostReplay:
       if self._steps < w.buffer.min_size or not len(self.table):
         return 0
       self._begun = update
-    return int(w.due(update - self._begun))
+    return int(w.schedule.due(update - self._begun))
 
   def samples(self, count: int) -> Iterator[Draw]:
     """So many of the update at hand; `update` comes before the next is asked for."""
@@ -160,7 +160,7 @@ class HostReplay:
   def metrics(self) -> dict[str, float]:
     """For the log."""
     self._wait()
-    counts = self.table.counts
+    counts = self.table.contents.counts
     return {
       'replay_windows': len(self.table),
       'replay_inserts': counts.inserts,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podrace.replay.windows import Windows, end_what_is_cut, unstacked, what_is_before
+from podrace.replay.stacks import newest_frames, unstacked, what_is_before
+from podrace.replay.windows import Windows, end_what_is_cut
 from podrace.types import Sample, Trajectory
 
 Columns = dict[str, Any]  # name -> array
@@ -34,7 +35,7 @@ class Layout:
   def rows(self, trajectory: Trajectory) -> Rows:
     """As columns; of stacked frames only single ones."""
     w = self.windows
-    timesteps = w.newest_frames(trajectory.timesteps)
+    timesteps = newest_frames(trajectory.timesteps, w.stack)
     timed, frames = named(timesteps), {}
     if w.stack:
       newest = named(timesteps.observation, 'observation')

@@ -10,48 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podrace.fields import check_types
 from podrace.replay import sum_tree
+from podrace.replay.buffer import Buffer, Schedule
+from podrace.replay.stacks import newest_frames, unstacked, what_is_before
 from podrace.types import FIRST, LAST, ActorOutput, Array, Replay, Sample, TimeStep, Trajectory
-
-CONTINUED, ZEROS, REPEATED = 0, 1, 2  # what a stack of frames shows of the time before
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-  """What is remembered, and how often it is learned from; the settings of `windows`."""
-
-  capacity: int = 100_000  # environment steps, of all environments
-  batch_size: int = 32  # windows in one gradient, over all devices
-  min_size: int = 1_000  # environment steps before learning begins
-  samples_per_insert: float = 8.0  # windows learned from for every step that is stored, exactly
-  priority_exponent: float = 0.0  # 0: all windows alike; 1: in proportion to their priority
-  importance_exponent: float = 0.6  # how far that is corrected for; 1: wholly
-  importance_steps: int = 0  # environment steps until it has risen to 1, linearly; 0: it never does
-
-  def __post_init__(self) -> None:
-    check_types(self)
-    for name in ('capacity', 'batch_size', 'min_size'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    if not 0 < self.samples_per_insert < math.inf:
-      raise ValueError(f'samples_per_insert must be more than 0, not {self.samples_per_insert}')
-    for name in ('priority_exponent', 'importance_exponent'):
-      if not 0 <= getattr(self, name) <= 1:
-        raise ValueError(f'{name} must be within [0, 1], not {getattr(self, name)}')
-    if self.importance_steps < 0:
-      raise ValueError(f'importance_steps must not be negative, not {self.importance_steps}')
-    if self.min_size > self.capacity:
-      raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
 
 
 class Memory(NamedTuple):
@@ -101,6 +70,10 @@ class Windows:
     return self.rows // self.period
 
   @property
+  def schedule(self) -> Schedule:
+    return Schedule(self.buffer, self.length, self.num_envs, self.unroll_length)
+
+  @property
   def prioritised(self) -> bool:
     return self.buffer.priority_exponent > 0
 
@@ -117,61 +90,6 @@ class Windows:
       'frames of a stack': self.stack,
     }
 
-  def weights(self, size: Any, probability: Any, steps: Any) -> Any:
-    """Importance weights [n] of windows that were drawn from so many with these probabilities [n]."""
-    weight = (size * probability) ** -self.importance(steps)
-    return weight / weight.max()
-
-  def importance(self, steps: Any) -> Any:
-    """The importance exponent after so many environment steps, f32.
-
-    Schaul et al. 2016, section 3.4: it matters most at the end, and is annealed to 1 until then.
-    """
-    first, until = self.buffer.importance_exponent, self.buffer.importance_steps
-    return first + (1 - first) * (steps / until).clip(max=1.0) if until else first
-
-  # --- how often
-
-  def times(self, update: Array) -> Array:
-    """How many samples are learned from in the update-th update, [] i32.
-
-    Over u updates these are floor(u * samples_per_insert * inserts / batch), counted from where
-    `min_size` was reached; a function of the update alone, so it is the same on all devices.
-    """
-    if self.rate.numerator * self.rate.denominator >= 2**31:
-      raise ValueError(
-        f'samples_per_insert {self.buffer.samples_per_insert} makes {self.rate} samples in an update: too odd '
-        'a number to keep exactly'
-      )
-    due = self.due(jnp.maximum(update - self.ready, 0))
-    return jnp.where(update >= self.ready, due, 0).astype(jnp.int32)
-
-  @property
-  def ready(self) -> int:
-    """The first update that learns."""
-    steps = self.num_envs * self.unroll_length
-    return max(-(-self.buffer.min_size // steps), -(-self.length // self.unroll_length)) - 1
-
-  def due(self, updates: Any) -> Any:
-    """How many samples are learned from in an update, so many after learning began."""
-    p, q = self.rate.numerator, self.rate.denominator
-    phase = updates % q
-    return (p // q) + ((phase + 1) * (p % q)) // q - (phase * (p % q)) // q
-
-  @property
-  def rate(self) -> Fraction:
-    """Samples that are learned from in an update."""
-    b = self.buffer
-    steps = self.num_envs * self.unroll_length
-    exact = Fraction(b.samples_per_insert)
-    ratio = exact.limit_denominator(1_000_000)  # 1/3 for 0.333...
-    if abs(ratio - exact) > exact / 1_000_000:
-      raise ValueError(
-        f'samples_per_insert {b.samples_per_insert} is too odd a number to keep exactly: take a fraction '
-        'with a denominator of at most a million'
-      )
-    return ratio * steps / b.batch_size
-
   # --- init, add, sample, update
 
   def init(self, example: Trajectory) -> Memory:
@@ -181,7 +99,7 @@ class Windows:
     def ring(rows: int, x: Any, skip: int) -> Array:
       return jnp.zeros((streams, rows, *x.shape[skip:]), x.dtype)
 
-    timesteps = jax.eval_shape(self.newest_frames, example.timesteps)
+    timesteps = jax.eval_shape(lambda x: newest_frames(x, self.stack), example.timesteps)
     timesteps, outputs = jax.tree.map(
       functools.partial(ring, self.rows, skip=2), (timesteps, example.outputs)
     )
@@ -215,7 +133,7 @@ class Windows:
       ring = put(ring, x[:length], slot)
       return put(ring, x[length:], (slot + length) % rows)
 
-    timesteps = self.newest_frames(trajectory.timesteps)
+    timesteps = newest_frames(trajectory.timesteps, self.stack)
     memory = memory._replace(
       timesteps=jax.tree.map(put_all, memory.timesteps, timesteps),
       outputs=jax.tree.map(lambda r, x: put(r, x, slot), memory.outputs, trajectory.outputs),
@@ -235,7 +153,7 @@ class Windows:
   def sample(self, memory: Memory, key: Array) -> Sample:
     """Windows of this device's streams, with importance weights."""
     streams = memory.env_id.shape[0]
-    size = self._batch_per_device(streams)
+    size = self.buffer.batch_per_device(streams, self.num_envs)
     stream_key, start_key, tree_key = jax.random.split(key, 3)
     stream = jax.random.randint(stream_key, [size], 0, streams)
     oldest, newest = self._valid(memory.head[0])
@@ -250,7 +168,7 @@ class Windows:
       stream, start = index // self.starts, index % self.starts * self.period
       probability = sum_tree.get(memory.tree, index) / total
       steps = memory.head[0].astype(jnp.float32) * self.num_envs
-      weight = jnp.where(some, self.weights(streams * count, probability, steps), 1.0)
+      weight = jnp.where(some, self.buffer.weights(streams * count, probability, steps), 1.0)
       # Always so; but asking makes XLA read the tree before `update` writes to it, else it copies all leaves.
       index = jnp.where(weight >= 0, index, streams * self.starts)
     return Sample(self._window(memory, stream, start), weight, index)
@@ -265,15 +183,6 @@ class Windows:
     )
 
   # --- which windows there are
-
-  def _batch_per_device(self, streams: int) -> int:
-    size = self.buffer.batch_size * streams
-    if size % self.num_envs:
-      raise ValueError(
-        f'batch_size {self.buffer.batch_size} does not divide over '
-        f'{self.num_envs // streams} learner devices'
-      )
-    return size // self.num_envs
 
   def _valid(self, head: Array) -> tuple[Array, Array]:
     """The oldest and the newest row where a window may start."""
@@ -310,9 +219,8 @@ class Windows:
       window = self._window(memory._replace(timesteps=timesteps, stacks=()), stream, start)
       priority = self.initial_priority(window).reshape(new_index.shape)
     priority = priority**self.buffer.priority_exponent
-    some = sorted(
-      {*range(0, len(steps), sum_tree.FAN), len(steps) - 1}
-    )  # one of each node at least
+    # one of each node at least
+    some = sorted({*range(0, len(steps), sum_tree.FAN), len(steps) - 1})
     ends = jnp.array([0, self.rows - self.period], jnp.int32)  # runs may go over the seam
     refresh = index(jnp.concatenate([gone[jnp.array(some)], new[jnp.array(some)], ends]))
     tree = sum_tree.assign(
@@ -374,49 +282,6 @@ class Windows:
     found = frames[stream[..., None], at]
     return jnp.where(empty.reshape(empty.shape + (1,) * (found.ndim - 3)), 0, found)
 
-  def newest_frames(self, timesteps: TimeStep) -> TimeStep:
-    """Of stacked frames [T+1, B, stack, ...] only the newest."""
-    if not self.stack:
-      return timesteps
-    for x in jax.tree.leaves(timesteps.observation):
-      if x.shape[2] != self.stack:
-        raise ValueError(f'observations {x.shape[2:]} are not stacks of {self.stack} frames')
-    newest = jax.tree.map(lambda x: x[:, :, -1], timesteps.observation)
-    return timesteps._replace(observation=newest)
-
-
-def unstacked(kinds: Array, stack: int) -> tuple[Array, Array]:
-  """Where stacks' frames are, among single ones: (rows [L+1, n, stack] of R, which are empty).
-
-  `kinds` [R, n]: what a stack shows at each of R = stack - 1 + L + 1 rows, as `what_is_before` says.
-  """
-  back = stack - 1
-  position = jnp.arange(kinds.shape[0], dtype=jnp.int32)[:, None]
-  opened = lax.cummax(jnp.where(kinds != CONTINUED, position, -1), axis=0)  # a stack's beginning
-  since = opened[back:]
-  source, empty = [], []
-  for depth in range(back, -1, -1):
-    at = position[back:] - depth
-    outside = at < since
-    source.append(jnp.where(outside, since, at))
-    kind_since = jnp.take_along_axis(kinds, jnp.maximum(since, 0), axis=0)
-    empty.append(outside & (kind_since == ZEROS))
-  return jnp.stack(source, axis=2), jnp.stack(empty, axis=2)
-
-
-def what_is_before(timesteps: TimeStep) -> Array:
-  """What the stacks [T, B, stack, ...] show before their newest frame: CONTINUED, ... [T, B] i8.
-
-  A stack is empty before the episode, or shows its first frame again and again, or goes on from
-  the frames before, as where only a life was lost.
-  """
-  (x,) = jax.tree.leaves(timesteps.observation)
-  flat = x.reshape(*x.shape[:3], -1)
-  empty = jnp.all(flat[:, :, :-1] == 0, axis=(2, 3))
-  same = jnp.all(flat[:, :, :-1] == flat[:, :, -1:], axis=(2, 3))
-  kind = jnp.where(empty, ZEROS, jnp.where(same, REPEATED, CONTINUED))
-  return jnp.where(timesteps.first, kind, CONTINUED).astype(jnp.int8)
-
 
 def end_what_is_cut(step_type: Array) -> Array:
   """A stream that breaks off, as when its environment was restarted, ends like a truncation.
@@ -461,5 +326,5 @@ def windows(
       f'unroll of {unroll_length} steps and a window of {length}; give a capacity of {least} or more, or '
       'fewer environments'
     )
-  w.times(jnp.int32(0))
-  return Replay(w.init, w.add, w.sample, w.update, w.times, windows=w)
+  w.schedule.times(jnp.int32(0))
+  return Replay(w.init, w.add, w.sample, w.update, w.schedule.times, windows=w)

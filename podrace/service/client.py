@@ -28,18 +28,15 @@ from podrace.service.link import TURN, Link, Refused
 from podrace.service.writing import Sending, SentChunk, WriterStore, pieces_of
 from podrace.tables import Writer, trees
 from podrace.tables.chunks import ChunkStore
+from podrace.tables.items import Item, Samples, Signature, TableInfo
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
-from podrace.tables.table import (
+from podrace.tables.waiting import (
   REPORT_AFTER,
   Closed,
   InFlight,
-  Item,
   Pending,
   RateLimited,
-  Samples,
-  Signature,
-  TableInfo,
   Wait,
   deadline_of,
 )

@@ -16,7 +16,7 @@ from podrace.remote.wire import WireError
 from podrace.service import wire
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, unpack, unpack_into
-from podrace.tables.table import Item, Leaf, Signature
+from podrace.tables.items import Item, Leaf, Signature
 
 LARGEST = sys.float_info.max
 FINITE = (-LARGEST, LARGEST)

@@ -28,7 +28,7 @@ from podrace.remote.wire import WireError, checksum, fields
 from podrace.service import wire
 from podrace.service.link import Link
 from podrace.service.router import Peer, Router
-from podrace.tables.table import Closed
+from podrace.tables.waiting import Closed
 
 PIECE_BYTES = 2**20
 AHEAD = 4  # pieces that are asked for ahead of time

@@ -36,7 +36,9 @@ from podrace.service.contents import Contents, difference
 from podrace.service.router import Peer, Router, Say
 from podrace.tables import checkpoint
 from podrace.tables.chunks import Account, Chunk, ChunkStore
-from podrace.tables.table import Draws, InFlight, Item, Pending, Signature, Table
+from podrace.tables.items import Draws, Item, Signature
+from podrace.tables.table import Table
+from podrace.tables.waiting import InFlight, Pending
 
 STREAMS = 65536  # remembered; then the one that was heard of longest ago is forgotten
 TABLES = 1024
@@ -231,7 +233,8 @@ class ReplayServer(Router):
     """Has a table take such items only as its settings say, if they do."""
     if wire.CONTENTS in self.settings[name]:
       self._contents[name] = contents = Contents(self.settings[name][wire.CONTENTS])
-      self.tables[name].signature = self.tables[name].signature or contents.signature
+      table = self.tables[name].contents
+      table.signature = table.signature or contents.signature
 
   def _restore(self, dir: Path) -> None:
     """The newest checkpoint, if there is one."""
@@ -390,7 +393,7 @@ class ReplayServer(Router):
     elif told and (reasons := self._differences(name, told)):
       self.log('\n  '.join(['refused:', *reasons]), logging.WARNING)
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
-    most = min(table.sampler.most, table.remover.most)
+    most = min(table.contents.sampler.most, table.contents.remover.most)
     return dict(settings=self.settings[name], most=most)
 
   def _differences(self, name: str, told: dict[str, Any]) -> list[str]:
@@ -399,7 +402,7 @@ class ReplayServer(Router):
     reasons = wire.settings_differences(name, there, told)
     if asked is None or reasons or asked == there.get(wire.CONTENTS):
       return reasons
-    signature, wanted = self.tables[name].signature, Contents(asked).signature
+    signature, wanted = self.tables[name].contents.signature, Contents(asked).signature
     if wire.CONTENTS in there:
       return [f'table {name!r}: {difference(there[wire.CONTENTS], asked)}']
     if signature is not None and signature.leaves != wanted.leaves:
@@ -441,7 +444,7 @@ class ReplayServer(Router):
     return dict(
       dataclasses.asdict(table.info()),
       why_no_sample=table.why_no_sample(),
-      why_no_insert=table.why_no_insert(),
+      why_no_insert=table.inserts.why_not(),
     )
 
   # --- writing -------------------------------------------------------------------------------------
@@ -492,7 +495,9 @@ class ReplayServer(Router):
     for table, items in groups:
       self._touched.add(table.name)
       items, outcomes = self._checked(table, items)
-      outcomes += table.submit_all([item for _, item in items[len(outcomes) :]], self._flight)
+      outcomes += table.inserts.submit_all(
+        [item for _, item in items[len(outcomes) :]], self._flight
+      )
       for (number, _), outcome in zip(items, outcomes, strict=True):
         if outcome is None:
           done.append(number)
@@ -519,7 +524,7 @@ class ReplayServer(Router):
         what = f'{len(held):,} items of {bytes_held:,} bytes wait for table {table.name!r}'
         self._refuse(peer, what, HELD * self.most_bytes)
         return
-    why = groups[-1][0].why_no_insert() if waiting and groups else ''
+    why = groups[-1][0].inserts.why_not() if waiting and groups else ''
     self._ack(peer, message, reason or why, done, waiting, refused)
 
   def _checked(self, table: Table, items: list[Any]) -> tuple[list[Any], list[Any]]:

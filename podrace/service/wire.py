@@ -18,9 +18,9 @@ from podrace import tables
 from podrace.remote.wire import WireError, checksum
 from podrace.tables import trees
 from podrace.tables.chunks import ChunkStore, unpack_into
+from podrace.tables.items import Draws, Leaf, Samples, Signature
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
-from podrace.tables.table import Draws, Leaf, Samples, Signature
 
 VERSION = 1
 REPLAY, PARAMETERS = 'podrace replay', 'podrace parameters'

@@ -18,16 +18,8 @@ import numpy as np
 
 from podrace.service import wire
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
-from podrace.tables.table import (
-  NEW,
-  REPORT_AFTER,
-  Closed,
-  InFlight,
-  Item,
-  Pending,
-  RateLimited,
-  Wait,
-)
+from podrace.tables.items import NEW, Item
+from podrace.tables.waiting import REPORT_AFTER, Closed, InFlight, Pending, RateLimited, Wait
 
 
 class Sender(Protocol):

@@ -28,7 +28,7 @@ import numpy as np
 from podrace.files import sync
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore, pack
-from podrace.tables.table import Item, Leaf, Signature, held
+from podrace.tables.items import Item, Leaf, Signature, held
 
 VERSION = 1
 MANIFEST, CHUNKS, INDEX = 'manifest.json', 'chunks.bin', 'chunks.npz'
@@ -288,7 +288,7 @@ def _compare(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> None:
     ]
     if differ:
       raise CheckpointError(f'checkpoint {path}: table {name!r} had {"; ".join(differ)}')
-    if table.counts.inserts:
+    if table.contents.counts.inserts:
       raise CheckpointError(f'table {name!r} has been used; a checkpoint is read into a fresh one')
 
 

@@ -27,18 +27,9 @@ from podrace.tables.chunks import (
   differences_help,
   gather,
 )
-from podrace.tables.table import (
-  NEW,
-  Cancelled,
-  InFlight,
-  Item,
-  Leaf,
-  RateLimited,
-  Signature,
-  Table,
-  Wait,
-  deadline_of,
-)
+from podrace.tables.items import NEW, Item, Leaf, Signature
+from podrace.tables.table import Table
+from podrace.tables.waiting import Cancelled, InFlight, RateLimited, Wait, deadline_of
 
 TRY_AGAIN = 64  # chunks after which a column asks anew whether differences are smaller
 
@@ -301,7 +292,7 @@ class Writer:
         self._wait(0, deadline, cancels)
       except BaseException as e:
         # It may have been let in just now: then it is made, whatever had become of the wait.
-        if table.withdraw(pending) or not isinstance(e, RateLimited | Cancelled):
+        if pending.table.withdraw(pending) or not isinstance(e, RateLimited | Cancelled):
           raise
     return item.key
 

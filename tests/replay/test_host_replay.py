@@ -242,7 +242,7 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
       expected += int(both.replay.times(jnp.int32(update)))
       assert learned == expected
     both.hosted._wait()
-    assert both.hosted.table.counts.samples == 8 * learned
+    assert both.hosted.table.contents.counts.samples == 8 * learned
     ready = -(-max(min_size, 1) // (B * T)) - 1
     assert learned == int(Fraction(ratio).limit_denominator(10_000) * (40 - ready) * B * T / 8)
   finally:

@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from podrace.replay import Buffer, windows
-from podrace.replay.windows import unstacked, what_is_before
+from podrace.replay.stacks import unstacked, what_is_before
 from podrace.types import FIRST, LAST, MID, ActorOutput, TimeStep, Trajectory
 
 B, T = 3, 4
@@ -289,7 +289,7 @@ def test_prioritised_sampling() -> None:
 def test_the_importance_exponent_rises_to_1() -> None:
   def found(steps: int, **changes: Any) -> float:
     w = windows(settings(importance_exponent=0.4, **changes), 2, B, T).windows
-    return float(w.importance(np.float64(steps)))
+    return float(w.buffer.importance(np.float64(steps)))
 
   rising = [found(steps, importance_steps=200) for steps in (0, 50, 200, 1_000)]
   assert rising == pytest.approx([0.4, 0.55, 1.0, 1.0])

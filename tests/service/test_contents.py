@@ -21,7 +21,7 @@ from podrace.remote.wire import WireError
 from podrace.service import contents, wire
 from podrace.service.contents import FINITE, Contents, column
 from podrace.service.server import ReplayServer
-from podrace.tables.table import Leaf, Signature
+from podrace.tables.items import Leaf, Signature
 
 COLUMNS = [
   column('image', np.uint8, (64, 64), 4),

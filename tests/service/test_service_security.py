@@ -29,7 +29,7 @@ from podrace.remote.wire import checksum, pack, unpack
 from podrace.service import server as replay_server
 from podrace.service import wire
 from podrace.service.server import ReplayServer, parse_tables
-from podrace.tables.table import Leaf, Signature
+from podrace.tables.items import Leaf, Signature
 
 
 def command(*args: str) -> int:
@@ -68,7 +68,11 @@ def test_tables_as_they_are_typed() -> None:
   with ReplayServer(ANY, tables=found) as server:
     a, b = server.tables['a'], server.tables['b']
     assert a.config()['rate_limiter'] == 'sample_to_insert_ratio(8, min_size=100, error=800.0)'
-    assert (a.sampler.name, b.max_bytes, b.max_times_sampled) == ('prioritized(0.6)', 5, 1)
+    assert (a.contents.sampler.name, b.contents.max_bytes, b.contents.max_times_sampled) == (
+      'prioritized(0.6)',
+      5,
+      1,
+    )
   with pytest.raises(ValueError, match='already'):
     parse_tables(['name=b,sampler=lifo,remover=lifo,rate=queue:9,max_size=9'] * 2)
 
@@ -404,7 +408,7 @@ def test_what_waits_for_a_limiter_is_bounded_whoever_has_sent_it() -> None:
     table = client.table('it')
     for _ in range(sent):  # nothing of it is lost, and nothing is kept of what has been sampled
       table.sample(1, timeout=10)
-    table.delete(list(server.tables['it']._slots))
+    table.delete(list(server.tables['it'].contents.slots))
     until(lambda: not server.store.total.bytes)
   context.term()
 

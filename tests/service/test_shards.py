@@ -54,7 +54,7 @@ def test_priorities_and_deletes_go_to_the_right_shard() -> None:
     keys = np.unique(samples.key)[::2]  # some are left at each
     assert table.update_priorities(keys, np.zeros(len(keys))) == len(keys)
     assert sum(s.counts['updated'] for s in servers) == len(keys)  # each to one shard only
-    kept = set().union(*(set(s.tables['it']._slots) for s in servers)) - set(keys.tolist())
+    kept = set().union(*(set(s.tables['it'].contents.slots) for s in servers)) - set(keys.tolist())
     again = table.sample(64, timeout=30)
     assert set(again.key.tolist()) <= kept
     unknown = np.array(sorted(kept))[:3]

@@ -33,7 +33,8 @@ def removals(table: Any) -> deque[list[int]]:
   In the order in which it does: randomness is followed, and so are the bytes that chunks turn out to have.
   """
   chosen: deque[list[int]] = deque()
-  draw = table._next_removed.draw
+  contents = table.contents
+  draw = table.contents.next_removed.draw
 
   def counted(call: Any) -> Any:
     def counting(item: Any) -> None:
@@ -43,14 +44,15 @@ def removals(table: Any) -> deque[list[int]]:
     return counting
 
   def recorded(n: int, rng: Any) -> Any:
-    full = table.max_bytes is not None and table.account.bytes > table.max_bytes
-    assert len(table) > table.max_size or (full and len(table) > 1), 'there is room for all'
+    full = contents.max_bytes is not None and contents.account.bytes > contents.max_bytes
+    assert len(table) > contents.max_size or (full and len(table) > 1), 'there is room for all'
     slots, probabilities = draw(n, rng)
-    chosen[-1] += [table._items[slot].key for slot in slots.tolist()]
+    chosen[-1] += [contents.items[slot].key for slot in slots.tolist()]
     return slots, probabilities
 
-  table._next_removed.draw = recorded
-  table._insert, table._replace = counted(table._insert), counted(table._replace)
+  table.contents.next_removed.draw = recorded
+  contents.insert = counted(contents.insert)
+  contents.replace = counted(contents.replace)
   return chosen
 
 

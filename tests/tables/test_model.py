@@ -88,7 +88,7 @@ class Pair:
     self.finish()
 
   def there(self) -> set[int]:
-    return set(self.host._slots)
+    return set(self.host.contents.slots)
 
   def write(self, length: int) -> np.ndarray:
     """Appends that many rows; what an item of as many as that should hold."""
@@ -112,7 +112,7 @@ class Pair:
     """Whether an item of so many steps can't be in the table, which then refuses it."""
     _, parts = self.writer._parts(None, length)
     needed = sum(chunk.nbytes for chunk in {c for chunks, _, _ in parts for c in chunks})
-    if self.table.max_bytes is None or needed <= self.table.max_bytes:
+    if self.table.contents.max_bytes is None or needed <= self.table.contents.max_bytes:
       return False
     with pytest.raises(ValueError, match=f'needs chunks of {needed} bytes, and max_bytes is'):
       self.writer.create_item(self.table, 1.0, num_steps=length)
@@ -184,11 +184,15 @@ class Pair:
       len(model.entries),
       len(model.waiting),
     )
-    items = [item for item in table._items if item is not None]
+    items = [item for item in table.contents.items if item is not None]
     needed = {chunk for item in items for part in item.parts for chunk in part[0]}
-    assert table.account.bytes == sum(chunk.nbytes for chunk in needed)
-    assert table.account.chunks == len(needed)
-    assert table.max_bytes is None or table.account.bytes <= table.max_bytes or len(items) == 1
+    assert table.contents.account.bytes == sum(chunk.nbytes for chunk in needed)
+    assert table.contents.account.chunks == len(needed)
+    assert (
+      table.contents.max_bytes is None
+      or table.contents.account.bytes <= table.contents.max_bytes
+      or len(items) == 1
+    )
     assert self.store.cached <= self.store.cache_bytes
     assert self.writer.in_flight == len(model.waiting)
 
@@ -234,16 +238,20 @@ class TwoTables(Pair):
 
   def check(self) -> None:
     super().check()
-    assert set(self.other._slots) == set(self.copies.entries) and not self.copies.removed
+    assert set(self.other.contents.slots) == set(self.copies.entries) and not self.copies.removed
     held = {chunk for column in self.writer._columns for chunk in column._chunks}
-    items = [*self.table._items, *self.other._items, *(p.item for p in self.table._waiting)]
+    items = [
+      *self.table.contents.items,
+      *self.other.contents.items,
+      *(p.item for p in self.table.desk.inserts),
+    ]
     for item in items:
       held |= {chunk for part in item.parts for chunk in part[0]} if item else set()
     assert self.store.total.bytes == sum(chunk.nbytes for chunk in held)
     assert self.store.total.chunks == len(held)
 
   def finish(self) -> None:
-    self.other.delete(list(self.other._slots))
+    self.other.delete(list(self.other.contents.slots))
     super().finish()
 
 

@@ -61,7 +61,7 @@ def use(store: tables.ChunkStore, seed: int, steps: int) -> list[Any]:
       try:
         sample = table.sample(int(rng.integers(1, 4)), at_least=1, timeout=0)
       except tables.RateLimited:
-        seen.append(str(table.counts))
+        seen.append(str(table.contents.counts))
         continue
       seen += [x.tolist() for x in sample if isinstance(x, np.ndarray)]
       seen += [sample.data.observation.tolist(), sample.data.count.tolist()]
@@ -110,13 +110,13 @@ def test_the_data_comes_back(folder: Path) -> None:
   tables.restore(again, folder)
   for name in ('one', 'two'):
     before, after = (s.tables[name] for s in (store, again))
-    assert before._slots == after._slots
+    assert before.contents.slots == after.contents.slots
     a, b = before.sample(8, at_least=1), after.sample(8, at_least=1)
     assert type(b.data).__name__ == 'Step'
     for x, y in zip([*a.data, *a[2:]], [*b.data, *b[2:]], strict=True):
       np.testing.assert_array_equal(x, y)
-  again.tables['one'].delete(list(again.tables['one']._slots))
-  again.tables['two'].delete(list(again.tables['two']._slots))
+  again.tables['one'].delete(list(again.tables['one'].contents.slots))
+  again.tables['two'].delete(list(again.tables['two'].contents.slots))
   assert (again.total.bytes, again.total.chunks) == (0, 0)
 
 
@@ -274,7 +274,7 @@ def test_what_is_copied_while_traffic_waits_does_not_depend_on_the_steps(pixels:
     writer.append(np.full((pixels, pixels), i, np.uint8))
     writer.create_item(table, 1.0, num_steps=1)
   (found,) = checkpoint.snapshot(store).tables.values()
-  assert all(x is y for x, y in zip(found['items'], table._items, strict=True))
+  assert all(x is y for x, y in zip(found['items'], table.contents.items, strict=True))
   arrays = [found[k] for k in ('priorities', 'times', 'free')]
   arrays += [x for role in ('sampling', 'removing') for x in found[role]().values()]
   assert sum(x.nbytes for x in arrays) < 20 * 100

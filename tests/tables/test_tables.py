@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from podrace import tables
+from podrace.tables.items import held
 from podrace.tables.limiters import Counts, RateLimiter
-from podrace.tables.table import held
 
 REPLAY = dict(
   sampler=tables.uniform(),
@@ -173,7 +173,7 @@ def test_removers_distribution(remover: str, expected: list[int]) -> None:
   for seed in range(2000):
     table = make(remover=selector, max_size=4, seed=seed)
     keys = fill(table, [0.0, 1.0, 2.0, 5.0, 0.0], rows_per_chunk=8)
-    gone[[key not in table._slots for key in keys]] += 1
+    gone[[key not in table.contents.slots for key in keys]] += 1
   if remover == 'uniform':
     assert stats.chisquare(gone).pvalue > 0.01
   else:
@@ -433,7 +433,7 @@ def test_a_stuck_insert_reports_itself_and_can_be_cancelled() -> None:
   with pytest.raises(tables.Closed):
     writer.create_item(table, 1.0, num_steps=1)
   writer.close()  # it was said
-  table.delete(list(table._slots))
+  table.delete(list(table.contents.slots))
   assert table.store.total.bytes == 0
 
 
@@ -525,7 +525,7 @@ def test_a_flush_waits_for_any_of_several_tables() -> None:
 
 def test_what_has_come_in_is_forgotten_though_an_older_item_is_stuck() -> None:
   _, second, writer = two_that_are_full()
-  (item,) = [weakref.ref(pending.item) for pending in second._waiting]
+  (item,) = [weakref.ref(pending.item) for pending in second.desk.inserts]
   second.sample(1)
   assert item() is not None
   second.sample(1)
@@ -642,7 +642,9 @@ def test_reports_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
   now, told = [0.0], []
   table = make(report_after=2.0, report=lambda message: told.append(now[0]))
   monkeypatch.setattr(time, 'monotonic', lambda: now[0])
-  monkeypatch.setattr(table._readable, 'wait', lambda seconds: now.__setitem__(0, now[0] + seconds))
+  monkeypatch.setattr(
+    table.desk.readable, 'wait', lambda seconds: now.__setitem__(0, now[0] + seconds)
+  )
   with pytest.raises(tables.RateLimited, match='timed out after 50 s'):
     table.sample(1, timeout=50.0)
   assert told == [2, 6, 14, 30]
@@ -700,7 +702,7 @@ def test_deleting_lets_waiting_items_in() -> None:
     keys.append(writer.create_item(table, 1.0, num_steps=1))
   assert writer.in_flight == 2
   table.delete(keys[:2])  # below min_size an insert is always allowed
-  assert (writer.in_flight, sorted(table._slots)) == (1, keys[2:3])
+  assert (writer.in_flight, sorted(table.contents.slots)) == (1, keys[2:3])
 
 
 def test_seconds_are_a_partition_of_the_time() -> None:
@@ -734,17 +736,17 @@ def test_a_chunk_is_freed_with_its_last_item_in_any_table() -> None:
   b = writer.create_item(two, 1.0, num_steps=3)  # needs both chunks as well
   c = writer.create_item(two, 1.0, num_steps=1)
   writer.close()
-  chunks = [weakref.ref(chunk) for chunk in held(one._items).values()]
+  chunks = [weakref.ref(chunk) for chunk in held(one.contents.items).values()]
   assert len(chunks) == 2
-  assert store.total.bytes == one.account.bytes == two.account.bytes > 0
+  assert store.total.bytes == one.contents.account.bytes == two.contents.account.bytes > 0
 
   one.delete([a])
-  assert (one.account.bytes, one.account.chunks, store.total.chunks) == (0, 0, 2)
+  assert (one.contents.account.bytes, one.contents.account.chunks, store.total.chunks) == (0, 0, 2)
   np.testing.assert_array_equal(two.sample(1).data['x'].max(), 3)
   two.delete([b])
   gc.collect()
   assert [chunk() is None for chunk in chunks] == [True, False]
-  assert store.total.chunks == two.account.chunks == 1
+  assert store.total.chunks == two.contents.account.chunks == 1
   two.delete([c])
   gc.collect()
   assert [chunk() is None for chunk in chunks] == [True, True]
@@ -760,7 +762,7 @@ def test_max_bytes_counts_shared_chunks_once() -> None:
     writer.append(rng.bytes(1000) and np.frombuffer(rng.bytes(1000), np.uint8))
     if i:
       writer.create_item(table, 1.0, num_steps=2)
-  assert table.account.bytes <= 20_000
+  assert table.contents.account.bytes <= 20_000
   assert 18 <= len(table) <= 20  # an item of each row, of 1,000 bytes
   info = table.info()
   assert info.inserts == 39
@@ -798,7 +800,7 @@ def test_the_cache_is_bounded_and_used() -> None:
     sample = table.sample(10)
     assert (sample.data[:, 0, 0] == sample.data[:, 0, -1]).all()
     assert 0 < store.cached <= 24_000
-  unpacked = [c for c in held(table._items).values() if c.array is not None]
+  unpacked = [c for c in held(table.contents.items).values() if c.array is not None]
   assert sum(c.array.nbytes for c in unpacked if c.packed) == store.cached
 
 
@@ -810,7 +812,7 @@ def test_the_cache_keeps_what_is_used() -> None:
     for _ in range(2):
       writer.append(np.full(1000, i))
     keys.append(writer.create_item(table, 0.0, num_steps=1))
-  favourite = table._items[table._slots[keys[0]]].parts[0][0][0]
+  favourite = table.contents.items[table.contents.slots[keys[0]]].parts[0][0][0]
   for key in keys[1:]:  # the first one every other time, the others once
     for wanted in (keys[0], key):
       table.update_priorities([wanted], [1.0])
@@ -828,7 +830,7 @@ def test_whole_chunks_are_not_cached_where_there_is_no_room() -> None:
     writer.append({'counts': row, 'zeros': np.float32(row * 0)})
     if i >= 10:
       writer.create_item(table, 1.0, num_steps=11)
-  packed = [c.packed for c in held(table._items).values() if c.packed]
+  packed = [c.packed for c in held(table.contents.items).values() if c.packed]
   assert {differences for _, differences in packed} == {True, False}
   found = table.sample(30).data
   np.testing.assert_array_equal(found['counts'], [rows[i : i + 11] for i in range(30)])
@@ -901,12 +903,12 @@ def everything_at_once(seconds: float, tmp_path: Any, writers: int = 3) -> None:
   assert recent.info().inserts == sum(made)
   assert limiter.min_diff <= 2 * info.inserts - info.samples <= limiter.max_diff
   for table in (replay, recent):
-    chunks = held(table._items).values()
-    assert table.account.bytes == sum(chunk.nbytes for chunk in chunks)
-  both = held([*replay._items, *recent._items]).values()
+    chunks = held(table.contents.items).values()
+    assert table.contents.account.bytes == sum(chunk.nbytes for chunk in chunks)
+  both = held([*replay.contents.items, *recent.contents.items]).values()
   assert store.total.bytes == sum(chunk.nbytes for chunk in both)
-  replay.delete(list(replay._slots))
-  recent.delete(list(recent._slots))
+  replay.delete(list(replay.contents.slots))
+  recent.delete(list(recent.contents.slots))
   assert (store.total.bytes, store.total.chunks, store.cached) == (0, 0, 0)
 
 

@@ -1,0 +1,252 @@
+"""The items of a table by key, and which of them is sampled and removed next."""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from podrace.tables import trees
+from podrace.tables.chunks import Account, ChunkStore
+from podrace.tables.items import END_OF_KEYS, NEW, Draws, Item, Signature
+from podrace.tables.limiters import Counts
+from podrace.tables.selectors import Selector
+
+
+class Contents:
+  """Items within bounds, and what was done with them; all under the lock of their store.
+
+  The arguments are those of `podrace.tables.Table`.
+  """
+
+  def __init__(
+    self,
+    name: str,
+    store: ChunkStore,
+    sampler: Selector,
+    remover: Selector,
+    max_size: int,
+    max_bytes: int | None,
+    max_times_sampled: int,
+    seed: int,
+  ) -> None:
+    if max_bytes is not None and max_bytes < 1:
+      raise ValueError(f'table {name!r}: {max_bytes=} must be positive')
+    if max_times_sampled < 0:
+      raise ValueError(f'table {name!r}: {max_times_sampled=} must be at least 0')
+    self.name, self.store, self.sampler, self.remover = name, store, sampler, remover
+    self.max_size, self.max_bytes, self.max_times_sampled = max_size, max_bytes, max_times_sampled
+    self.counts, self.updates = Counts(), 0
+    self.signature: Signature | None = None
+    self.account = Account()
+    self.slots: dict[int, int] = {}  # by key
+    self.items: list[Item | None] = []  # by slot, as the following
+    self.next_sampled, self.next_removed = sampler.make(), remover.make()
+    self._priorities = np.zeros(64)
+    self._times = array('q')
+    self._free: list[int] = []
+    self._most = min(sampler.most, remover.most)
+    self._rng = np.random.default_rng(seed)
+
+  # --- what may come in
+
+  def check_priority(self, priority: float) -> float:
+    """A priority that the selectors can bear; raises ValueError for any other."""
+    if not 0 <= priority <= self._most:
+      raise ValueError(
+        f'table {self.name!r}: priority {priority} is not in [0, {self._most:g}], which '
+        f'{self.sampler.name} and {self.remover.name} need'
+      )
+    return float(priority)
+
+  def check(self, item: Item) -> None:
+    """Raises ValueError for an item unlike the others, or too large."""
+    if not NEW <= item.key < END_OF_KEYS:
+      raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
+    if item.signature is not self.signature:
+      self._check_signature(item.signature)
+    if self.max_bytes is not None:
+      chunks = {chunk for part in item.parts for chunk in part[0]}
+      if (needed := sum(chunk.nbytes for chunk in chunks)) > self.max_bytes:
+        raise ValueError(
+          f'table {self.name!r}: the item needs chunks of {needed} bytes, '
+          f'and max_bytes is {self.max_bytes}'
+        )
+
+  def _check_signature(self, signature: Signature) -> None:
+    if self.signature is None:
+      self.signature = signature
+      return
+    known = self.signature
+    same = trees.to_json(signature.structure) == trees.to_json(known.structure)
+    if not same or signature.leaves != known.leaves:
+      raise ValueError(
+        f'table {self.name!r}: items are ({", ".join(map(str, known.leaves))}), '
+        f'got ({", ".join(map(str, signature.leaves))})'
+      )
+    self.signature = signature  # after a restore, with the caller's own types of named tuples
+
+  # --- in and out
+
+  def insert(self, item: Item) -> None:
+    """An item whose key is new; others may have to go for it."""
+    slot = self._free.pop() if self._free else self._new_slot()
+    self.items[slot] = item
+    self.slots[item.key] = slot
+    self._priorities[slot] = item.priority
+    self._times[slot] = 0
+    self.hold(item, self.account)
+    self.next_sampled.insert(slot, item.priority)
+    self.next_removed.insert(slot, item.priority)
+    self.counts.inserts += 1
+    if len(self.slots) > self.max_size or self.max_bytes is not None:
+      self._shrink()
+
+  def _new_slot(self) -> int:
+    slot = len(self.items)
+    self.items.append(None)
+    self._times.append(0)
+    if slot == len(self._priorities):
+      self._priorities = np.concatenate([self._priorities, np.zeros_like(self._priorities)])
+    return slot
+
+  def replace(self, item: Item) -> None:
+    """An item in the place of the one of its key."""
+    slot = self.slots[item.key]
+    old = self.items[slot]
+    assert old is not None
+    self.hold(item, self.account)
+    self.drop(old, self.account)
+    self.items[slot] = item
+    self._set_priorities(np.array([slot]), np.array([item.priority]))
+    self._shrink()
+
+  def _shrink(self) -> None:
+    while len(self.slots) > self.max_size or (
+      self.max_bytes is not None and self.account.bytes > self.max_bytes and len(self.slots) > 1
+    ):
+      (slot,), _ = self.next_removed.draw(1, self._rng)
+      self._remove(int(slot))
+
+  def _remove(self, slot: int) -> None:
+    item = self.items[slot]
+    assert item is not None
+    self.next_sampled.remove(slot)
+    self.next_removed.remove(slot)
+    del self.slots[item.key]
+    self.items[slot] = None
+    self._free.append(slot)
+    self.drop(item, self.account)
+    self.counts.deletes += 1
+
+  def delete(self, keys: Sequence[int] | np.ndarray) -> int:
+    """Removes items by key; how many of the keys were there."""
+    before = self.counts.deletes
+    for key in np.asarray(keys).tolist():
+      slot = self.slots.get(key)
+      if slot is not None:
+        self._remove(slot)
+    return self.counts.deletes - before
+
+  def hold(self, item: Item, account: Account) -> None:
+    """Its chunks are kept for this account, too."""
+    hold = self.store.hold
+    for part in item.parts:
+      for chunk in part[0]:
+        hold(chunk, account)
+
+  def drop(self, item: Item, account: Account) -> None:
+    """This account needs its chunks no longer."""
+    drop = self.store.drop
+    for part in item.parts:
+      for chunk in part[0]:
+        drop(chunk, account)
+
+  # --- sampling and priorities
+
+  def draw(self, draws: Draws, n: int) -> None:
+    """n more items; one at a time, where items are removed after so many samples."""
+    slots, probabilities = self.next_sampled.draw(n, self._rng)
+    chosen, times = slots.tolist(), self._times
+    sampled = []
+    for slot in chosen:
+      times[slot] = count = times[slot] + 1
+      sampled.append(count)
+    draws.items.extend([self.items[slot] for slot in chosen])
+    size = np.full(n, len(self.slots))
+    draws.columns.append((probabilities, size, self._priorities[slots], np.array(sampled)))
+    self.counts.samples += n
+    if self.max_times_sampled and sampled[0] >= self.max_times_sampled:  # then n is 1
+      self._remove(chosen[0])
+
+  def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> int:
+    """Sets priorities [n] of keys [n]; of a key given twice, the last. How many keys were there."""
+    found = [self.slots.get(key, -1) for key in keys.tolist()]
+    slots = np.array(found, np.int64)
+    known = slots >= 0
+    slots, values = slots[known], priorities[known]
+    if len(set(found)) < len(found):
+      last = {slot: i for i, slot in enumerate(slots.tolist())}
+      order = sorted(last.values())
+      slots, values = slots[order], values[order]
+    self._set_priorities(slots, values)
+    self.updates += len(slots)
+    return int(known.sum())
+
+  def check_priorities(self, priorities: np.ndarray) -> None:
+    """Raises ValueError for the first one that the selectors can't bear."""
+    wrong = ~((priorities >= 0) & (priorities <= self._most))
+    if wrong.any():
+      self.check_priority(float(priorities[wrong][0]))
+
+  def _set_priorities(self, slots: np.ndarray, priorities: np.ndarray) -> None:
+    self._priorities[slots] = priorities
+    self.next_sampled.update(slots, priorities)
+    self.next_removed.update(slots, priorities)
+
+  # --- checkpoints
+
+  def config(self) -> dict[str, Any]:
+    """What a table must have in common with one whose checkpoint it reads, as Table.config."""
+    return dict(
+      sampler=self.sampler.name,
+      remover=self.remover.name,
+      max_size=self.max_size,
+      max_bytes=self.max_bytes,
+      max_times_sampled=self.max_times_sampled,
+    )
+
+  def snapshot(self) -> dict[str, Any]:
+    """All that a checkpoint needs, copied or immutable."""
+    return dict(
+      counts=dataclasses.asdict(self.counts),
+      updates=self.updates,
+      rng=self._rng.bit_generator.state,
+      signature=self.signature,
+      items=list(self.items),
+      priorities=self._priorities[: len(self.items)].copy(),
+      times=np.array(self._times, np.int64),
+      free=np.array(self._free, np.int64),
+      sampling=self.next_sampled.state(),
+      removing=self.next_removed.state(),
+    )
+
+  def load(self, state: dict[str, Any]) -> None:
+    """Takes over what `snapshot` gave, with items over this store's chunks."""
+    self.counts = Counts(**state['counts'])
+    self.updates = state['updates']
+    self._rng.bit_generator.state = state['rng']
+    self.signature = state['signature']
+    self.items = list(state['items'])
+    self.slots = {item.key: slot for slot, item in enumerate(self.items) if item is not None}
+    self._priorities = np.concatenate([state['priorities'], np.zeros(64)])
+    self._times = array('q', state['times'].tolist())
+    self._free = state['free'].tolist()
+    self.next_sampled.load(state['sampling'])
+    self.next_removed.load(state['removing'])
+    for item in self.items:
+      if item is not None:
+        self.hold(item, self.account)
