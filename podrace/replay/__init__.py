@@ -1,7 +1,7 @@
 """What stands between acting and learning. Each function here returns a `podrace.types.Replay`."""
 
-from podrace.replay.on_policy import on_policy
 from podrace.replay.buffer import Buffer
+from podrace.replay.on_policy import on_policy
 from podrace.replay.windows import windows
 
 __all__ = ['Buffer', 'on_policy', 'windows']
