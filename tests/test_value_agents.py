@@ -334,7 +334,7 @@ def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> N
   driver.learning = Learning(learning, noted)  # type: ignore[assignment]
   monkeypatch.setattr('podrace.bench.together', lambda work, seconds: float(work[0]()))
   learner_rate(driver, program.init(keys(0)), 0.0)
-  ready = program.learning.windows.ready
+  ready = program.learning.windows.schedule.ready
   assert ready == 15 and calls == [(i, 0) for i in range(1, 16)] + [(16, 4)]
   calls.clear()
   combined_rate(driver, program.init(keys(0)), keys(0), 0.0)
