@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -15,11 +16,12 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.build import build_sebulba
-from podrace.config import Config, UsageError, validate
-from podrace.errors import RunError
+from podrace.config import Config, validate
+from podrace.errors import RunError, UsageError
 from podrace.sebulba import ActingProgram, Actors, ActorSource, Batch, SebulbaDriver
 from podrace.sebulba.acting import pack
 from podrace.topology import cores
+from podrace.worker import Worker
 
 PATIENCE = 300.0  # seconds that a stage may take to begin, its workers' start included, or to end
 
@@ -129,7 +131,6 @@ def together(
     RunError: if one of them does not come back; its thread is left to itself.
   """
   counts = [0] * len(work)
-  errors: list[BaseException] = []
   ready = threading.Barrier(len(work) + 1)
 
   def target(i: int) -> None:
@@ -142,22 +143,19 @@ def together(
           counts[i] += work[i]()
     except threading.BrokenBarrierError:
       pass
-    except BaseException as e:
-      errors.append(e)
+    except BaseException:
       ready.abort()
+      raise
 
-  threads = [threading.Thread(target=target, args=(i,), daemon=True) for i in range(len(work))]
-  for thread in threads:
-    thread.start()
+  workers = [Worker(f'measured-{i}', functools.partial(target, i)) for i in range(len(work))]
   with contextlib.suppress(threading.BrokenBarrierError):
     ready.wait(PATIENCE)
   start = time.perf_counter()
   end = start if ready.broken else start + seconds + PATIENCE
-  for thread in threads:
-    thread.join(max(end - time.perf_counter(), 0))
-  if errors:
-    raise errors[0]
-  if ready.broken or any(thread.is_alive() for thread in threads):
+  ended = [worker.wait(max(end - time.perf_counter(), 0)) for worker in workers]
+  for worker in workers:
+    worker.check()
+  if ready.broken or not all(ended):
     raise RunError(f'what is measured has not answered for {PATIENCE:.0f} s')
   return sum(counts) / (time.perf_counter() - start)
 

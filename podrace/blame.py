@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from podrace.config import UsageError
-from podrace.errors import RunError
+from podrace.errors import RunError, UsageError
 
 MOST_LINES = 12  # of the message of somebody else's exception
 MOST_LETTERS = 200  # of a description

@@ -11,10 +11,11 @@ from podrace import envs
 from podrace.anakin import Anakin, AnakinDriver
 from podrace.architecture import Architecture
 from podrace.check import check_run
-from podrace.config import Config, UsageError, bind_run, validate
+from podrace.config import Config, bind_run, validate
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
-from podrace.replay import on_policy
+from podrace.errors import UsageError
+from podrace.hooks import memory
 from podrace.replay.layout import Layout
 from podrace.sebulba import (
   ActingProgram,
@@ -65,17 +66,13 @@ def build(
     return build_sebulba(config, server)
   env = envs.make(config.env)
   agent = bind_run(config, env)
-  replay, mesh = memory(agent, env, config), learner_mesh(config.devices)
+  replay, mesh = (
+    memory(agent, env, config.num_envs, config.unroll_length),
+    learner_mesh(config.devices),
+  )
   program = Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
   check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
   return AnakinDriver(program)
-
-
-def memory(agent: Any, env: Any, config: Config) -> Replay:
-  """What a bound agent learns from: its own replay, or else the newest trajectory."""
-  if not hasattr(agent, 'memory'):
-    return on_policy()
-  return agent.memory(config.num_envs, config.unroll_length, getattr(env, 'frame_stack', 0))
 
 
 def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver:
@@ -88,7 +85,7 @@ def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver
       raise UsageError('--envs remote is for runs of one process')
     spec = server.spec(spec)
   agent = bind_run(config, spec)
-  replay = memory(agent, spec, config)
+  replay = memory(agent, spec, config.num_envs, config.unroll_length)
   topology = split_devices(config.actor_devices, config.learner_devices, config.devices)
   return sebulba(
     agent,
@@ -165,7 +162,7 @@ def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
   mesh = learner_mesh(config.devices)
   if devices := config.learner_devices:
     mesh = split_devices(devices, devices, config.devices).learners
-  replay = memory(agent, spec, config)
+  replay = memory(agent, spec, config.num_envs, config.unroll_length)
   check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
   example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
   kept = replay if replay.windows is None else Layout(replay.windows, example)

@@ -29,13 +29,12 @@ from podrace.blame import (
   refuse,
   same_structure,
 )
-from podrace.config import UsageError
 from podrace.envs import contract
 from podrace.envs.host.base import HostSpec
 from podrace.envs.spaces import bounds, over, values
 from podrace.envs.spaces import leaves as leaves_of
-from podrace.errors import RunError
-from podrace.learner import checks_vma
+from podrace.errors import RunError, UsageError
+from podrace.hooks import checks_vma, networks
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import (
   FIRST,
@@ -51,10 +50,6 @@ from podrace.types import (
 
 STEPS, NUM_ENVS = 100, 8  # of an environment, at random
 NAMES = {FIRST: 'FIRST', MID: 'MID', LAST: 'LAST'}
-RESETS = (
-  'the step after LAST begins a new episode by itself; podrace.envs.base.NextStepReset(...) around '
-  'an environment that does not makes it one that does'
-)
 
 
 def check_run(
@@ -73,8 +68,8 @@ def check_run(
 
 def _parts(agent: Any) -> list[Any]:
   """Networks and other dataclasses among an agent's fields."""
-  found = [getattr(agent, f.name) for f in dataclasses.fields(agent)]
-  return [x for x in found if hasattr(x, 'bind') or dataclasses.is_dataclass(x)]
+  fields = [getattr(agent, f.name) for f in dataclasses.fields(agent)]
+  return [*networks(agent).values(), *(x for x in fields if dataclasses.is_dataclass(x))]
 
 
 def _key() -> Any:
@@ -178,7 +173,9 @@ def _check_steps(env: Any, state: Any) -> None:
     refuse(env, 'reset', f'step_type {NAMES[int(kind[0][kind[0] != FIRST][0])]}', 'FIRST')
   for t, i in np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))[:1]:
     before, after = (NAMES[int(kind[t + d, i])] for d in (0, 1))
-    expected = f'FIRST: {RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
+    expected = (
+      f'FIRST: {contract.RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
+    )
     refuse(env, 'step', f'{after} after {before} in step {t + 1}', expected)
   _check_numbers(env, 'reward', stream.reward)
   _check_numbers(env, 'discount', stream.discount)
@@ -430,17 +427,9 @@ def check_faults(counts: np.ndarray, agent: Any, env: Any) -> None:
       raise RunError(f'in {count} environment(s), {_explain(fault, agent, env)}')
 
 
-def out_of_order(env: Any) -> str:
-  """What to say of an environment whose episodes do not begin and end as they should."""
-  return (
-    f'{label(env, "step")} returned something else than FIRST after LAST, or FIRST without LAST '
-    f'before it, expected FIRST after LAST and only there: {RESETS}'
-  )
-
-
 def _explain(fault: str, agent: Any, env: Any) -> str:
   if fault == 'order':
-    return out_of_order(env)
+    return contract.out_of_order(env)
   if fault == 'reward':
     return f'{label(env, "step")} returned a reward that is NaN or infinite, expected a finite one'
   return (

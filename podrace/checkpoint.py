@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from podrace.config import UsageError
+from podrace.errors import UsageError
 from podrace.types import Array
 from podrace.worker import Worker
 

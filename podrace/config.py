@@ -11,35 +11,19 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from podrace import own_code
+from podrace import hooks, own_code
 from podrace.agents import AGENTS, RELATED, agents_for
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
+from podrace.errors import UsageError
 from podrace.fields import check_types
 from podrace.own_code import CLASS
 
 VERSION = 1  # of config.json
-SEBULBA = (  # fields that say nothing to anakin
-  'lag',
-  'max_lag',
-  'actor_devices',
-  'learner_devices',
-  'actor_threads',
-  'env_batch_size',
-  'env_threads',
-  'env_deadline',
-  'envs',
-  'max_wait_ms',
-  'replay',
-)
-
-
-class UsageError(ValueError):
-  """Bad usage or input; the message is for the user. The command line exits with 2."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-  """One run, exactly; recorded as config.json."""
+class Common:
+  """What every architecture reads of a run's settings."""
 
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
   env: str = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
@@ -54,6 +38,24 @@ class Config:
   log_every: int = 0  # steps between lines of metrics.jsonl; 0: a hundredth of the run
   checkpoint_every: int = 0  # steps between checkpoints; 0: about a minute
   keep: int = 3  # how many checkpoints
+
+  @property
+  def steps_per_update(self) -> int:
+    return self.num_envs * self.unroll_length
+
+  @property
+  def total_updates(self) -> int:
+    return -(-self.total_steps // self.steps_per_update)
+
+  def updates(self, steps: int) -> int:
+    """`steps` in updates, at least 1."""
+    return max(1, round(steps / self.steps_per_update))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Common):
+  """One run, exactly; recorded as config.json. Its own fields are those that only Sebulba reads."""
+
   lag: Literal['0', '1', 'async'] = '1'  # sebulba: of the acting policy, in updates; async: any
   max_lag: int = 4  # sebulba: with lag async, the most
   actor_devices: str = ''
@@ -68,18 +70,6 @@ class Config:
   max_wait_ms: float = 5.0  # remote: how long those that came wait for others, to be acted on
   replay: Literal['device', 'host', 'service'] = 'device'
   # ^ sebulba: where the past is, for agents that learn from it; service: `podrace replay`
-
-  @property
-  def steps_per_update(self) -> int:
-    return self.num_envs * self.unroll_length
-
-  @property
-  def total_updates(self) -> int:
-    return -(-self.total_steps // self.steps_per_update)
-
-  def updates(self, steps: int) -> int:
-    """`steps` in updates, at least 1."""
-    return max(1, round(steps / self.steps_per_update))
 
 
 OF_STEPS = ('importance_steps',)  # settings that may be as large as --total-steps
@@ -109,9 +99,13 @@ def check_batch(agent: Any) -> None:
     )
 
 
+def library_of(env: str) -> str:
+  return env.partition(':')[0]
+
+
 def needs_sebulba(env: str, envs: str = 'local', replay: str = 'device') -> bool:
   """Whether there is but that architecture for it."""
-  return env.partition(':')[0] in HOST_LIBRARIES or envs == 'remote' or replay != 'device'
+  return library_of(env) in HOST_LIBRARIES or envs == 'remote' or replay != 'device'
 
 
 def validate(config: Config) -> None:
@@ -131,6 +125,14 @@ def validate(config: Config) -> None:
   if agent_name(config.agent) in AGENTS:
     check_numbers(config.agent)
     check_batch(config.agent)
+  _check_common(config)
+  if config.architecture == 'anakin':
+    _check_anakin(config)
+  else:
+    _check_sebulba(config)
+
+
+def _check_common(config: Config) -> None:
   for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep'):
     value = getattr(config, name)
     if value < 1:
@@ -147,50 +149,54 @@ def validate(config: Config) -> None:
       raise UsageError(f'{what} must be less than 2^31, not {getattr(config, name)}')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
-  library = config.env.partition(':')[0]
-  if config.architecture == 'anakin':
-    if config.replay != 'device':
-      raise UsageError(
-        f'--replay {config.replay}: under anakin all of it is on the device; leave it out, or give '
-        '--architecture sebulba'
-      )
-    if config.envs != 'local':  # which sets others as well
-      raise UsageError(f'--envs {config.envs} is for --architecture sebulba; this run is anakin')
-    for f in dataclasses.fields(config):
-      if f.name in SEBULBA and getattr(config, f.name) != f.default:
-        raise UsageError(f'--{flag(f.name)} is for --architecture sebulba; this run is anakin')
-    if library in HOST_LIBRARIES:
-      raise UsageError(f'{config.env} runs on the host: give --architecture sebulba')
-  else:
-    if config.seeds > 1:
-      raise UsageError(f'--seeds {config.seeds}: sebulba trains one agent in a run')
-    for name in ('actor_threads', 'max_lag'):
-      if getattr(config, name) < 1:
-        raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')
-    if not 0 < config.env_deadline < math.inf:
-      raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
-    if config.envs == 'remote' and library in LIBRARIES:
-      raise UsageError(
-        f'--envs remote: {config.env} is in JAX, whose environments stay with the learner; those of '
-        f'{", ".join(HOST_LIBRARIES)} can be elsewhere'
-      )
-    if config.envs == 'remote' and config.lag != 'async':
-      raise UsageError(f'--envs remote comes in any order and needs --lag async, not {config.lag}')
-    if config.replay == 'service' and config.lag != 'async':
-      raise UsageError(f'--replay service needs --lag async, not {config.lag}')
-    if config.replay == 'service' and config.envs == 'remote':
-      raise UsageError('--replay service has its environments in `podrace act`: no --envs remote')
-    if not 0 <= config.max_wait_ms <= 10_000:
-      raise UsageError(f'--max-wait-ms must be 0 to 10000, not {config.max_wait_ms}')
-    if config.max_wait_ms != Config.max_wait_ms and config.envs == 'local':
-      raise UsageError(f'--max-wait-ms {config.max_wait_ms:g} is for --envs remote; leave it out')
-    if config.max_lag != Config.max_lag and config.lag != 'async':
-      raise UsageError(
-        f'--max-lag {config.max_lag} is for --lag async; the lag is {config.lag} here: leave it out'
-      )
-    for name in ('env_batch_size', 'env_threads'):
-      if getattr(config, name) < 0:
-        raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')
+
+
+def _check_anakin(config: Config) -> None:
+  if config.replay != 'device':
+    raise UsageError(
+      f'--replay {config.replay}: under anakin all of it is on the device; leave it out, or give '
+      '--architecture sebulba'
+    )
+  if config.envs != 'local':  # which sets others as well
+    raise UsageError(f'--envs {config.envs} is for --architecture sebulba; this run is anakin')
+  common = {f.name for f in dataclasses.fields(Common)}
+  for f in dataclasses.fields(config):
+    if f.name not in common and getattr(config, f.name) != f.default:
+      raise UsageError(f'--{flag(f.name)} is for --architecture sebulba; this run is anakin')
+  if library_of(config.env) in HOST_LIBRARIES:
+    raise UsageError(f'{config.env} runs on the host: give --architecture sebulba')
+
+
+def _check_sebulba(config: Config) -> None:
+  if config.seeds > 1:
+    raise UsageError(f'--seeds {config.seeds}: sebulba trains one agent in a run')
+  for name in ('actor_threads', 'max_lag'):
+    if getattr(config, name) < 1:
+      raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')
+  if not 0 < config.env_deadline < math.inf:
+    raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
+  if config.envs == 'remote' and library_of(config.env) in LIBRARIES:
+    raise UsageError(
+      f'--envs remote: {config.env} is in JAX, whose environments stay with the learner; those of '
+      f'{", ".join(HOST_LIBRARIES)} can be elsewhere'
+    )
+  if config.envs == 'remote' and config.lag != 'async':
+    raise UsageError(f'--envs remote comes in any order and needs --lag async, not {config.lag}')
+  if config.replay == 'service' and config.lag != 'async':
+    raise UsageError(f'--replay service needs --lag async, not {config.lag}')
+  if config.replay == 'service' and config.envs == 'remote':
+    raise UsageError('--replay service has its environments in `podrace act`: no --envs remote')
+  if not 0 <= config.max_wait_ms <= 10_000:
+    raise UsageError(f'--max-wait-ms must be 0 to 10000, not {config.max_wait_ms}')
+  if config.max_wait_ms != Config.max_wait_ms and config.envs == 'local':
+    raise UsageError(f'--max-wait-ms {config.max_wait_ms:g} is for --envs remote; leave it out')
+  if config.max_lag != Config.max_lag and config.lag != 'async':
+    raise UsageError(
+      f'--max-lag {config.max_lag} is for --lag async; the lag is {config.lag} here: leave it out'
+    )
+  for name in ('env_batch_size', 'env_threads'):
+    if getattr(config, name) < 0:
+      raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')
 
 
 def flag(field: str) -> str:
@@ -263,16 +269,8 @@ def _plain(value: Any) -> Any:
   return {'repr': repr(value)}  # of somebody's own; can be compared, but not made again
 
 
-BOUND = (  # derived from the rest of the run
-  'observation_space',
-  'action_space',
-  'total_updates',
-  'total_envs',
-)
-
-
 def _own(field: dataclasses.Field[Any]) -> bool:
-  return field.name not in BOUND
+  return field.name not in hooks.BOUND
 
 
 def from_json(record: dict[str, Any]) -> Config:
@@ -381,22 +379,12 @@ def bind_run(config: Config, env: Any) -> Any:
 def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> Any:
   """`agent` for the spaces of `env` and the sizes of the run, where it has fields for them.
 
-  Those are `total_updates`, `total_envs`, and networks, which have a `bind` of their own.
-
   Raises:
     UsageError: if it is no agent.
     ValueError: if a network can't be built for those spaces.
   """
-  lacks = [name for name in ('init', 'initial_state', 'act', 'learn') if not hasattr(agent, name)]
-  is_dataclass = dataclasses.is_dataclass(agent)
-  if lacks or not is_dataclass:
+  lacks = hooks.lacks(agent)
+  if lacks or not dataclasses.is_dataclass(agent):
     what = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
     raise UsageError(f'{agent_name(agent)} is no agent: it {what}; see docs/own.md')
-  fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
-  networks = {
-    name: value.bind(env.observation_space, env.action_space)
-    for name, value in fields.items()
-    if hasattr(value, 'bind')
-  }
-  sizes = {'total_updates': total_updates, 'total_envs': total_envs}
-  return dataclasses.replace(agent, **networks, **{k: v for k, v in sizes.items() if k in fields})
+  return hooks.bind(agent, env, total_updates, total_envs)

@@ -17,12 +17,13 @@ from jax import lax
 from podrace import envs
 from podrace.check import check_environment
 from podrace.checkpoint import CheckpointError, Checkpoints
-from podrace.config import Config, UsageError, bind_run
+from podrace.config import Config, bind_run
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
 from podrace.envs.host.answers import AnswerTimer
 from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
-from podrace.errors import RunError
+from podrace.errors import RunError, UsageError
+from podrace.hooks import can_be_greedy
 from podrace.metrics import number
 from podrace.networks import outside_loops
 from podrace.record import load_config
@@ -30,6 +31,7 @@ from podrace.sebulba.actors import CLOSE_SECONDS
 from podrace.sebulba.pipe import POLL
 from podrace.topology import cores
 from podrace.types import Agent, Array, Arrival, Environment, HostEnvironment
+from podrace.worker import Worker
 
 GREEDY, SAMPLED = 'greedy', 'sampled'  # ways of acting: the best action, or as in training
 ACTING = (GREEDY, SAMPLED)
@@ -184,33 +186,18 @@ class _Watched:
     Raises:
       HostError: if the environments do not answer within the deadline.
     """
-    found: list[np.ndarray] = []
-    errors: list[BaseException] = []
-
-    def target() -> None:
-      try:
-        found.append(work())
-      except BaseException as e:
-        errors.append(e)
-      finally:
-        self._pool.close()
-
-    thread = threading.Thread(target=target, name='evaluation', daemon=True)
-    thread.start()
+    worker = Worker('evaluation', work, at_end=self._pool.close)
     try:
-      while thread.is_alive():
-        thread.join(POLL)
+      while not worker.wait(POLL):
         silence = self._timer.silence
         if not self._pool.watches_itself and self._deadline.passed(0, silence):
           raise HostError(f'{self._name}: environments have not answered for {silence:.0f} s')
     finally:  # by a Ctrl-C as well
       self._over.set()
-      thread.join(CLOSE_SECONDS)
-      if thread.is_alive():
+      if not worker.wait(CLOSE_SECONDS):
         self._pool.kill()
-    if errors:
-      raise errors[0]
-    return found[0]
+    found: np.ndarray = worker.result()
+    return found
 
 
 def _host_round(
@@ -276,7 +263,7 @@ def evaluate(
   config = load_config(run_dir, allow_code)
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
-  if GREEDY in acting and not hasattr(agent, 'greedy'):
+  if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
   check_environment(env.jax if isinstance(env, HostSpec) else env)
   step, params, skipped = newest_params(config, agent, run_dir)

@@ -7,7 +7,8 @@ from typing import Any
 
 from podrace.architecture import Architecture
 from podrace.checkpoint import CheckpointError, Checkpoints
-from podrace.config import Config, UsageError, differences, option, to_json
+from podrace.config import Config, differences, option, to_json
+from podrace.errors import UsageError
 from podrace.record import completed_record, read_record, shapes_sha256
 
 

@@ -12,9 +12,16 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from podrace.metrics import is_reserved
+from podrace.hooks import checks_vma
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory, map_batch
+
+# What the run itself writes, so that no metric of an agent is called so.
+RESERVED = frozenset({
+  'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'env_restarts', 'dropped_steps',
+  'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
+})  # fmt: skip
+RESERVED_PREFIXES = ('episode_', 'info_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
 
 
 def sgd(
@@ -89,15 +96,6 @@ def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
   return jax.shard_map(lambda: replay.init(local), mesh=mesh, in_specs=(), out_specs=P(AXIS))()
 
 
-def checks_vma(agent: Agent) -> bool:
-  """Whether JAX is to prove that what `learn` makes is the same on all devices; by default it is.
-
-  An agent whose `learn` calls code that does not trace under the check, such as loops that start
-  carries from literals, says `check_vma = False`.
-  """
-  return getattr(agent, 'check_vma', True)
-
-
 def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
   """The learner step on a mesh: remember; then sample, learn and re-prioritise, as often as is due.
 
@@ -169,6 +167,11 @@ class Log(NamedTuple):
   samples: Array  # [] i32 how many samples' metrics are in `sums`
   sums: Metrics  # of the agent's metrics
   broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
+
+
+def is_reserved(name: str) -> bool:
+  """Whether the run itself writes, or may write, a metric of this name."""
+  return name in RESERVED or name.startswith(RESERVED_PREFIXES)
 
 
 def empty_log(metrics: Metrics) -> Log:

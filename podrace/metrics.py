@@ -14,25 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
-from podrace.config import UsageError, unknown
+from podrace.config import unknown
+from podrace.errors import UsageError
 from podrace.files import open_new, write_whole
 from podrace.output import Lasting
 
 Line = dict[str, Any]
 
 log = logging.getLogger('podrace.metrics')
-
-# What the run itself writes, so that no metric of an agent is called so.
-RESERVED = frozenset({
-  'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'env_restarts', 'dropped_steps',
-  'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
-})  # fmt: skip
-RESERVED_PREFIXES = ('episode_', 'info_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
-
-
-def is_reserved(name: str) -> bool:
-  """Whether the run itself writes, or may write, a metric of this name."""
-  return name in RESERVED or name.startswith(RESERVED_PREFIXES)
 
 
 class Sink(Protocol):

@@ -17,7 +17,6 @@ from podrace import __version__, metrics, own_code
 from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
-  UsageError,
   changes,
   check_code,
   completed,
@@ -25,6 +24,7 @@ from podrace.config import (
   from_json,
   to_json,
 )
+from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.process import is_locked, linked_folders, lock
 from podrace.topology import cores

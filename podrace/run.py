@@ -18,13 +18,8 @@ from podrace import metrics
 from podrace.architecture import Architecture
 from podrace.build import build, make_server
 from podrace.checkpoint import CheckpointError
-from podrace.config import (
-  Config,
-  UsageError,
-  to_json,
-  validate,
-)
-from podrace.errors import RunError
+from podrace.config import Config, to_json, validate
+from podrace.errors import RunError, UsageError
 from podrace.record import (
   changes_of,
   described,

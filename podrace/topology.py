@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from podrace.config import UsageError
+from podrace.errors import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
 
 SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -47,8 +48,13 @@ class Worker:
     Raises:
       what the work raised.
     """
-    self._thread.join(timeout)
+    ended = self.wait(timeout)
     self.check()
+    return ended
+
+  def wait(self, timeout: float | None = None) -> bool:
+    """As `join`, but raises nothing."""
+    self._thread.join(timeout)
     return not self.alive
 
   def result(self) -> Any:
@@ -59,6 +65,15 @@ class Worker:
     """
     self.join()
     return self._result
+
+  @property
+  def failed(self) -> bool:
+    return self._failure is not None
+
+  @property
+  def failure(self) -> str:
+    """The traceback of what the work raised; '' if it has not failed."""
+    return '' if self._failure is None else ''.join(traceback.format_exception(self._failure))
 
   def check(self) -> None:
     """Raises what the work raised, if it has failed."""

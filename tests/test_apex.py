@@ -29,13 +29,14 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.commands import act, configuration
 from podrace.commands.options import Options
-from podrace.config import Config, UsageError
+from podrace.config import Config
 from podrace.distributed import acting as acting_process
 from podrace.distributed import experience, feed, handshake
 from podrace.distributed import learner as distributed_learner
 from podrace.distributed.feed import Feed
 from podrace.distributed.handshake import from_leaves, to_leaves
 from podrace.envs.host.base import Totals
+from podrace.errors import UsageError
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
 from podrace.remote import security

@@ -21,9 +21,10 @@ from podrace import blame, build, check, errors, run
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
-from podrace.config import Config, UsageError
+from podrace.config import Config
 from podrace.envs import contract
 from podrace.envs.base import NextStepReset, restart, transition
+from podrace.errors import UsageError
 from podrace.evaluate import evaluate
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer

@@ -22,7 +22,7 @@ from processes import every_file
 
 from podrace import checkpoint
 from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint, read_json
-from podrace.config import UsageError
+from podrace.errors import UsageError
 
 
 class Rest(NamedTuple):

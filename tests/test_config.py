@@ -23,7 +23,6 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.config import (
   Config,
-  UsageError,
   bind,
   bind_run,
   completed,
@@ -33,6 +32,7 @@ from podrace.config import (
   validate,
 )
 from podrace.envs.catch import Catch
+from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.presets import PRESETS
 from podrace.replay import Buffer

@@ -20,10 +20,11 @@ from podrace import cli, errors, record, run
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.r2d2 import R2D2
-from podrace.config import Config, UsageError, bind, to_json
+from podrace.config import Config, bind, to_json
 from podrace.envs import make
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.host import base as host
+from podrace.errors import UsageError
 from podrace.evaluate import (
   evaluate,
   evaluator,

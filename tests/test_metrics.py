@@ -17,7 +17,7 @@ import pytest
 from apart import until
 
 from podrace import metrics
-from podrace.config import UsageError
+from podrace.errors import UsageError
 
 
 def line(step: int, **more: object) -> dict:

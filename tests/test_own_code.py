@@ -14,7 +14,8 @@ import pytest
 from processes import environment
 
 from podrace import metrics, own_code, run
-from podrace.config import Config, UsageError, completed, from_json, to_json
+from podrace.config import Config, completed, from_json, to_json
+from podrace.errors import UsageError
 from podrace.evaluate import evaluate
 from podrace.presets import PRESETS
 from podrace.process import linked_folders, lock

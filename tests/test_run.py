@@ -37,7 +37,8 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import AnakinDriver
 from podrace.build import build
-from podrace.config import Config, UsageError, bind, from_json, to_json
+from podrace.config import Config, bind, from_json, to_json
+from podrace.errors import UsageError
 from podrace.evaluate import evaluate
 from podrace.fit import Fit
 from podrace.networks import ActorCritic, QNetwork

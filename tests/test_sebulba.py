@@ -21,11 +21,11 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.bench import advice, inference_rate, together
-from podrace.config import UsageError, bind
+from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.envs.host.jax import JaxPool, JaxSteps
-from podrace.errors import RunError
+from podrace.errors import RunError, UsageError
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
 from podrace.sebulba import (

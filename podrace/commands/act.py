@@ -9,7 +9,7 @@ from podrace.commands import configuration
 from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT
-from podrace.config import UsageError
+from podrace.errors import UsageError
 from podrace.process import log_to_stderr
 
 COMMAND = Command(

@@ -7,7 +7,7 @@ import json
 
 from podrace.commands import configuration, train
 from podrace.commands.options import Command, Option, Options
-from podrace.config import UsageError
+from podrace.errors import UsageError
 
 COMMAND = Command(
   'bench',

@@ -15,7 +15,6 @@ from podrace.agents import AGENTS
 from podrace.commands.options import Options, whole_number
 from podrace.config import (
   Config,
-  UsageError,
   agent_class,
   agent_name,
   flag,
@@ -23,6 +22,7 @@ from podrace.config import (
   unknown,
   unknown_agent,
 )
+from podrace.errors import UsageError
 from podrace.presets import PRESETS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from podrace import compile_cache, own_code
 from podrace.commands.options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
-from podrace.config import UsageError
+from podrace.errors import UsageError
 from podrace.output import tell
 
 COMMAND = Command(

@@ -14,7 +14,8 @@ from typing import Any
 from podrace import defaults, own_code
 from podrace.agents import AGENTS
 from podrace.commands.options import Option, row
-from podrace.config import BOUND, agent_class, flag
+from podrace.config import agent_class, flag
+from podrace.hooks import BOUND
 from podrace.presets import PRESETS
 
 PACKAGE = Path(__file__).parents[1]

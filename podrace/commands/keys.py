@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from podrace.commands.options import Command, Options
-from podrace.config import UsageError
+from podrace.errors import UsageError
 
 COMMAND = Command(
   'keys',

@@ -8,8 +8,8 @@ import textwrap
 from podrace.agents import AGENTS
 from podrace.commands.help import PACKAGE
 from podrace.commands.options import Command
-from podrace.config import UsageError
 from podrace.envs.registry import HOST_LIBRARIES
+from podrace.errors import UsageError
 from podrace.presets import PRESETS
 
 COMMAND = Command('list', '', 'presets, agents and environments')

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace.config import UsageError, unknown
+from podrace.config import unknown
+from podrace.errors import UsageError
 
 WIDTH = 100
 

@@ -15,7 +15,8 @@ from podrace.agents import AGENTS
 from podrace.commands import configuration, help
 from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
-from podrace.config import UsageError, to_json
+from podrace.config import to_json
+from podrace.errors import UsageError
 from podrace.output import Lasting
 from podrace.presets import PRESETS
 from podrace.process import log_to_stderr

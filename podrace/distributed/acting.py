@@ -8,7 +8,6 @@ import json
 import logging
 import math
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,8 @@ import jax
 import numpy as np
 
 from podrace import service, tables
-from podrace.build import memory
 from podrace.config import (
   Config,
-  UsageError,
   agent_name,
   bind_run,
   flag,
@@ -38,7 +35,8 @@ from podrace.distributed.handshake import (
 )
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
-from podrace.errors import RunError
+from podrace.errors import RunError, UsageError
+from podrace.hooks import learns_from_replay, memory
 from podrace.process import on_signals
 from podrace.remote import security
 from podrace.remote.wire import plain
@@ -52,6 +50,7 @@ from podrace.sebulba import (
   example_trajectory,
 )
 from podrace.topology import split_devices
+from podrace.worker import Worker
 
 log = logging.getLogger('podrace.distributed')
 VERSIONS = 10_000  # of which an acting process knows the learner's numbers
@@ -106,7 +105,7 @@ def check_options(config: Config, args: list[str]) -> None:
         raise UsageError(
           f'--{name} {value}: podrace act always has --{name} {ACTING[name]}; leave it out'
         )
-    elif name == 'max_lag' and hasattr(config.agent, 'memory'):
+    elif name == 'max_lag' and learns_from_replay(config.agent):
       raise UsageError(
         f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
       )
@@ -162,7 +161,7 @@ class _Acting:
     spec = host.make(config.env)
     agent = bind_run(config, spec)
     devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
-    windows = memory(agent, spec, config).windows
+    windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
     self._program = ActingProgram(
       agent=agent,
       spec=spec,
@@ -191,7 +190,6 @@ class _Acting:
     self._run = ''  # the name of the learner's, once it is known
     self._held = -1  # version of the parameters that are acted with
     self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
-    self._ended: BaseException | None = None  # why there is no more to be written
 
   def run(self) -> None:
     with contextlib.ExitStack() as stack:
@@ -205,12 +203,13 @@ class _Acting:
       program.warm_up()
       actors = self._start(params)
       stack.callback(actors.close)
-      threading.Thread(target=self._watch, args=(actors, client), daemon=True).start()
+      watcher = Worker('parameters', lambda: self._watch(actors), lambda: self._hang_up(client))
       log.info('acting in %d environments', program.num_envs)
       try:
-        self._write(actors, write, _Teller(client, self._run))
-      except tables.Closed as e:
-        raise self._ended or e from None
+        self._write(watcher, actors, write, _Teller(client, self._run))
+      except tables.Closed:
+        watcher.check()  # it closed what is written to
+        raise
 
   def _windows(self, client: service.Client, layout: Layout) -> Callable[[Unroll], None]:
     """Writes unrolls as windows, for agents with replay."""
@@ -255,41 +254,41 @@ class _Acting:
     self._versions[0] = self._held
     return Actors(self._program, {0: params}, key, actor_key)
 
-  def _write(self, actors: Actors, write: Callable[[Unroll], None], teller: _Teller) -> None:
-    """Writes what is acted, until `_watch` closes what it is written to."""
+  def _write(
+    self, watcher: Worker, actors: Actors, write: Callable[[Unroll], None], teller: _Teller
+  ) -> None:
+    """Writes what is acted, until the watcher fails and closes what it is written to."""
+
+    def is_stale() -> bool:
+      return watcher.failed or self._reader.staleness > self._max_staleness
+
     while True:
-      if self._ended is not None:
-        raise self._ended
+      watcher.check()
       self._reader.get()  # waits while what is held is too old to act with
-      for unroll in actors.take(0, self._is_stale) or ():
+      for unroll in actors.take(0, is_stale) or ():
         write(unroll)
         teller.add(unroll.totals)
 
-  def _is_stale(self) -> bool:
-    return self._ended is not None or self._reader.staleness > self._max_staleness
+  def _watch(self, actors: Actors) -> None:
+    """Has the actors act with each new version, until there will be none: it raises why."""
+    version = 0
+    while True:
+      found = self._reader.get(self._give_up)
+      if found.version != self._held:
+        version += 1
+        params = self._parameters(found)
+        self._versions[version] = found.version
+        self._versions.pop(version - VERSIONS, None)
+        actors.publish(version, params)
+      with self._reader.changed:
+        if self._reader.version == self._held:
+          self._reader.changed.wait(1.0)
 
-  def _watch(self, actors: Actors, client: service.Client) -> None:
-    """Has the actors act with each new version."""
+  def _hang_up(self, client: service.Client) -> None:
     try:
-      version = 0
-      while True:
-        found = self._reader.get(self._give_up)
-        if found.version != self._held:
-          version += 1
-          params = self._parameters(found)
-          self._versions[version] = found.version
-          self._versions.pop(version - VERSIONS, None)
-          actors.publish(version, params)
-        with self._reader.changed:
-          if self._reader.version == self._held:
-            self._reader.changed.wait(1.0)
-    except BaseException as e:
-      self._ended = e
+      client.close()
     finally:
-      try:
-        client.close()
-      finally:
-        self._reader.close()
+      self._reader.close()
 
   def _parameters(self, found: service.Published) -> Any:
     """Those of a version, on a device.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import logging
 import queue
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +24,7 @@ from podrace.replay.layout import Columns, unnamed
 from podrace.replay.windows import Windows
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import Array, Trajectory
+from podrace.worker import Worker
 
 log = logging.getLogger('podrace.distributed')
 PREFETCH = 2  # batches that are asked for, and that are unpacked, ahead of time
@@ -114,15 +115,12 @@ class Feed:
     self._learned: queue.Queue[tuple[np.ndarray, Array]] = queue.Queue(PREFETCH)
     self._lock = threading.Lock()
     self._totals = Totals()
-    self._failure: str | None = None
     self._closed = False
     self._next: Draw | None = None  # drawn and not yet given away
-    self._threads = [
-      threading.Thread(target=self._main, args=(work,), name=work.__name__, daemon=True)
+    self._workers = [
+      Worker(work.__name__, functools.partial(self._until_closed, work))
       for work in (self._sample, self._prioritise, self._listen)
     ]
-    for thread in self._threads:
-      thread.start()
 
   def begun(self, give_up: Callable[[], bool]) -> bool:
     """Waits until there is a batch, which `take` returns next; False where that would return None."""
@@ -138,12 +136,12 @@ class Feed:
       try:
         return self._drawn.get(timeout=POLL)
       except queue.Empty:
-        if self._failure is not None or give_up():
+        if self._failed or give_up():
           return None
 
   def update(self, key: np.ndarray, priority: Array, give_up: Callable[[], bool]) -> None:
     """New priorities [n], which may still be being computed; none are set if `give_up` says so."""
-    while self._source.prioritised and self._failure is None:
+    while self._source.prioritised and not self._failed:
       with contextlib.suppress(queue.Full):
         self._learned.put((key, priority), timeout=POLL)
         return
@@ -166,16 +164,17 @@ class Feed:
 
   def check(self) -> None:
     """Raises ReplayFailed if a thread has failed."""
-    if self._failure is not None:
-      raise ReplayFailed(self._failure)
+    for worker in self._workers:
+      if worker.failed:
+        raise ReplayFailed(worker.failure)
 
-  def _main(self, work: Callable[[], None]) -> None:
-    try:
+  @property
+  def _failed(self) -> bool:
+    return any(worker.failed for worker in self._workers)
+
+  def _until_closed(self, work: Callable[[], None]) -> None:
+    with contextlib.suppress(tables.Closed):
       work()
-    except tables.Closed:
-      pass
-    except BaseException:
-      self._failure = self._failure or traceback.format_exc()
 
   def _sample(self) -> None:
     with self._table.sampler(self._source.size, self._source.ahead) as samples:

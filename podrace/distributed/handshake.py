@@ -14,13 +14,13 @@ import numpy as np
 from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
-  UsageError,
   agent_name,
   argument,
   changes,
   option,
   to_json,
 )
+from podrace.errors import UsageError
 from podrace.presets import PRESETS
 from podrace.record import write_json
 from podrace.remote import security

@@ -11,9 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrace.blame import label
 from podrace.envs.base import batch, select
 from podrace.envs.spaces import bounds, leaves, tree, values
 from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
+
+RESETS = (
+  'the step after LAST begins a new episode by itself; podrace.envs.base.NextStepReset(...) around '
+  'an environment that does not makes it one that does'
+)
 
 quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
   jax.jit,
@@ -174,3 +180,11 @@ def check_equal(stream: Any, other: Any, message: str) -> None:
   """Two streams are the same to the bit."""
   for x, y in zip(jax.tree.leaves(stream), jax.tree.leaves(other), strict=True):
     np.testing.assert_array_equal(x, y, err_msg=message)
+
+
+def out_of_order(env: Any) -> str:
+  """What to say of an environment whose episodes do not begin and end as they should."""
+  return (
+    f'{label(env, "step")} returned something else than FIRST after LAST, or FIRST without LAST '
+    f'before it, expected FIRST after LAST and only there: {RESETS}'
+  )

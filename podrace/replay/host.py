@@ -15,7 +15,6 @@ import hashlib
 import queue
 import shutil
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
 from podrace.topology import AXIS
 from podrace.types import Array, Trajectory
+from podrace.worker import Worker
 
 AHEAD = 2  # samples that are drawn before the priorities of the one at hand are known
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
@@ -91,10 +91,9 @@ class HostReplay:
     self._steps = 0  # of the environments, up to the update at hand
     self._orders: queue.Queue[Callable[[], Any]] = queue.Queue(maxsize=8)
     self._drawn: queue.SimpleQueue[Draw] = queue.SimpleQueue()
-    self._failure: str | None = None
     self._closed = False
+    self._worker: Worker | None = None
     self._make_table()
-    self._thread = threading.Thread(target=self._main, name='replay', daemon=True)
 
   def _make_table(self) -> None:
     w = self._windows
@@ -114,7 +113,7 @@ class HostReplay:
 
   def start(self) -> None:
     """Begins to do what it is asked."""
-    self._thread.start()
+    self._worker = Worker('replay', self._main)
 
   # --- for the learner's thread
 
@@ -171,8 +170,8 @@ class HostReplay:
     """Ends the thread."""
     self._closed = True
     self.table.close()
-    if self._thread.ident is not None:
-      self._thread.join(CLOSE_SECONDS)
+    if self._worker is not None:
+      self._worker.wait(CLOSE_SECONDS)
 
   def _order(self, work: Callable[[], None]) -> None:
     while True:
@@ -191,7 +190,7 @@ class HostReplay:
 
   def _wait(self) -> None:
     """Until all that was asked is done."""
-    if self._thread.ident is None:
+    if self._worker is None:
       return
     done = threading.Event()
     self._order(done.set)
@@ -200,8 +199,8 @@ class HostReplay:
 
   def check(self) -> None:
     """Raises ReplayFailed if the thread has failed."""
-    if self._failure is not None:
-      raise ReplayFailed(self._failure)
+    if self._worker is not None and self._worker.failed:
+      raise ReplayFailed(self._worker.failure)
 
   # --- its own thread
 
@@ -212,9 +211,6 @@ class HostReplay:
       except queue.Empty:
         pass
       except tables.Closed:
-        return
-      except BaseException:
-        self._failure = traceback.format_exc()
         return
 
   def _draw(self, steps: int) -> None:

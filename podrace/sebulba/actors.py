@@ -58,7 +58,7 @@ class Actors:
         actor.pool.close()
       raise
     for actor in self._threads if start else ():
-      actor.thread.start()
+      actor.start()
 
   @property
   def pools(self) -> list[HostEnvironment]:
@@ -115,11 +115,16 @@ class Actors:
     self.pipe.publish(version, {d: one if d == here else jax.device_put(one, d) for d in devices})
 
   def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
-    """As `Pipe.take`; also notices threads that are stuck in their environments."""
+    """As `Pipe.take`.
+
+    Raises:
+      ActorFailed: if a thread has failed, or is stuck in its environments.
+    """
     return self.pipe.take(update, lambda: give_up() or self._look())
 
   def _look(self) -> bool:
     for actor in self._threads:
+      actor.check()
       if actor.pool.watches_itself:  # and replaces what hangs
         continue
       silence = actor.silence
@@ -135,10 +140,7 @@ class Actors:
     self.pipe.close()
     end = time.monotonic() + CLOSE_SECONDS
     for actor in self._threads:
-      if actor.thread.ident is not None:
-        actor.thread.join(max(end - time.monotonic(), 0))
-      if actor.thread.is_alive():
-        actor.pool.kill()
+      actor.close(max(end - time.monotonic(), 0))
 
 
 @jax.jit

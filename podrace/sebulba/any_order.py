@@ -20,14 +20,21 @@ class AnyOrder:
   columns: its open unroll, and one that waits until there are N.
 
   Args:
-    first_env: the number of this thread's first environment, over all.
+    index: of the thread.
+    first_env: the number of its first environment, over all.
     columns: of all environments together.
   """
 
   def __init__(
-    self, first_env: int, length: int, columns: int, inference: Inference, shipping: Shipping
+    self,
+    index: int,
+    first_env: int,
+    length: int,
+    columns: int,
+    inference: Inference,
+    shipping: Shipping,
   ) -> None:
-    self._first_env, self._length = first_env, length
+    self._index, self._first_env, self._length = index, first_env, length
     self._inference, self._shipping = inference, shipping
     n = self._n = shipping.num_envs
     self._row = np.zeros(n, np.int32)
@@ -45,10 +52,11 @@ class AnyOrder:
     self._versions[:] = self._inference.version
 
   def _take_newest(self) -> None:
-    version, params = self._shipping.pipe.newest(self._inference.device)
+    shipping, device = self._shipping, self._inference.device
+    version, params = shipping.pipe.params(self._index, shipping.number, device)
     if version != self._inference.version:
       self._inference.use(version, params)
-    self._shipping.watch('waiting')
+    shipping.watch('waiting')
 
   def restarted(self, ids: np.ndarray) -> None:
     """These environments begin anew; their steps since the unroll's beginning are lost."""
@@ -84,20 +92,20 @@ class AnyOrder:
     """A trajectory of the N oldest finished unrolls; False if some had to be dropped."""
     shipping = self._shipping
     shipping.watch('inference')
-    oldest = shipping.pipe.reserve()
+    oldest = shipping.pipe.reserve(self._index)
     shipping.watch('waiting')
     late = [c for c in self._finished if self._versions[c] < oldest]
     if late:
       self._finished = collections.deque(c for c in self._finished if c not in late)
       self._free.extend(late)
       shipping.dropped += len(late) * self._length
-      shipping.pipe.unreserve()
+      shipping.pipe.release(self._index)
       return False
     columns = np.array([self._finished.popleft() for _ in range(self._n)], np.int32)
     members = self._first_env + self._member[columns]
     parts = self._inference.take(columns, members.astype(np.int32))
     self._free.extend(columns.tolist())
     unroll = shipping.unroll(parts, self._versions[columns], self._serials[columns])
-    shipping.pipe.put_reserved(unroll)
+    shipping.pipe.put(unroll)
     shipping.watch('waiting')
     return True

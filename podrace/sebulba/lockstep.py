@@ -34,8 +34,9 @@ class Lockstep:
     self._parked: dict[int, Any] = {}  # environment -> its timestep, at the end of its unroll
 
   def take_params(self) -> None:
-    """Waits for the parameters that the unroll is to be acted with."""
+    """Waits for a place for the unroll, and for the parameters that it is to be acted with."""
     shipping, inference = self._shipping, self._inference
+    shipping.pipe.reserve(self._index)
     inference.use(*shipping.pipe.params(self._index, shipping.number, inference.device))
     jax.block_until_ready(inference.params)  # published while the learner still computes them
     shipping.watch('waiting')

@@ -53,14 +53,16 @@ class Unroll(NamedTuple):
 
 
 class Pipe:
-  """Unrolls one way, versions of parameters the other way, and the end of the run both ways."""
+  """Unrolls one way, versions of parameters the other way, and the end of the run both ways.
+
+  For each unroll a thread calls `reserve`, `params` and `put`, in that order.
+  """
 
   def __init__(
     self, threads: int, lag: Lag, max_lag: int, ordered: bool = True, in_turn: bool = False
   ) -> None:
     self._lag, self._max_lag, self._threads, self._ordered = lag, max_lag, threads, ordered
     self._in_turn = in_turn or lag != 'async'  # each batch has the next unroll of every thread
-    self._places = threads  # in the queue, where threads reserve them
     # With up to c queued unrolls and one under way, and the oldest learned from first, each
     # is learned from at most c + 1 updates after its parameters were the newest.
     self._capacity = min(max_lag, 3) - 1
@@ -68,9 +70,9 @@ class Pipe:
     self._unrolls: list[Unroll] = []  # in the order of their arrival
     self._params: dict[int, dict[jax.Device, Any]] = {}  # version -> on each actor device
     self._first: int | None = None  # version; what would be older is acted with it
-    self._acting: list[tuple[int, int]] = []  # (thread, version) of the unrolls under way
+    self._reserved: set[int] = set()  # threads
+    self._acting: dict[int, int] = {}  # thread -> version of its unroll under way
     self._closed = False
-    self.failure: str | None = None
 
   def publish(self, version: int, params: dict[jax.Device, Any]) -> None:
     """Makes a version the newest; the one before is kept."""
@@ -79,6 +81,36 @@ class Pipe:
       self._params[version] = params
       for old in [v for v in self._params if v < version - 1]:
         del self._params[old]
+      self._changed.notify_all()
+
+  def reserve(self, thread: int) -> int:
+    """Waits for a place for a thread's next unroll: the oldest version that may be put there.
+
+    A thread in lockstep has places of its own. Threads whose environments come in any order share
+    those of one batch, which the update under way is followed by.
+
+    Raises:
+      Closed: if the run ends before.
+    """
+    with self._changed:
+      while not self._closed:
+        if self._has_place(thread):
+          self._reserved.add(thread)
+          return max(self._params, default=0) + 1 - self._max_lag
+        self._changed.wait(POLL)
+    raise Closed
+
+  def _has_place(self, thread: int) -> bool:
+    if self._lag != 'async':  # parameters are waited for instead
+      return True
+    if self._ordered:
+      return sum(u.thread == thread for u in self._unrolls) <= self._capacity
+    return len(self._unrolls) + len(self._reserved) < self._threads
+
+  def release(self, thread: int) -> None:
+    """Gives the place back."""
+    with self._changed:
+      self._reserved.discard(thread)
       self._changed.notify_all()
 
   def params(self, thread: int, number: int, device: jax.Device) -> tuple[int, Any]:
@@ -99,76 +131,28 @@ class Pipe:
             f'the parameters, of which there are {sorted(self._params)}'
           )
         if version in self._params:
-          self._acting.append((thread, version))
+          self._acting[thread] = version
           return version, self._params[version][device]
         self._changed.wait(POLL)
     raise Closed
 
-  def newest(self, device: jax.Device) -> tuple[int, Any]:
-    """(version, parameters), for threads that `reserve`; nobody waits for what they act with."""
-    with self._changed:
-      version = max(self._params)
-      return version, self._params[version][device]
-
-  def reserve(self) -> int:
-    """Waits for a place in the queue: the oldest version that may be put there.
-
-    The queue holds one batch, which the update under way is followed by.
-
-    Raises:
-      Closed: if the run ends before.
-    """
-    with self._changed:
-      while not self._places and not self._closed:
-        self._changed.wait(POLL)
-      if self._closed:
-        raise Closed
-      self._places -= 1
-      return max(self._params) + 1 - self._max_lag
-
-  def unreserve(self) -> None:
-    """Gives the place back."""
-    with self._changed:
-      self._places += 1
-      self._changed.notify_all()
-
-  def put_reserved(self, unroll: Unroll) -> None:
-    """Hands over an unroll whose place is reserved."""
-    with self._changed:
-      self._unrolls.append(unroll)
-      self._changed.notify_all()
-
   def put(self, unroll: Unroll) -> None:
-    """Hands over an unroll; waits while there are too many of this thread.
-
-    Raises:
-      Closed: if the run ends before.
-    """
+    """Hands over an unroll, in the place that is reserved."""
     with self._changed:
       self._unrolls.append(unroll)
-      self._acting.remove((unroll.thread, unroll.version))
+      self._reserved.discard(unroll.thread)
+      self._acting.pop(unroll.thread, None)
       self._changed.notify_all()
-      while self._lag == 'async' and not self._closed:
-        if sum(u.thread == unroll.thread for u in self._unrolls) <= self._capacity:
-          break
-        self._changed.wait(POLL)
-      if self._closed:
-        raise Closed
 
   def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
     """One batch for the learner at version `update`; None if `give_up` says so before.
 
     As many unrolls as there are threads: the next one of each, in the threads' order; 'async', if
     replay doesn't need them in turn, the oldest that there are.
-
-    Raises:
-      ActorFailed: if a thread has failed.
     """
     with self._changed:
       while True:
         stop = give_up()
-        if self.failure and not stop:
-          raise ActorFailed(self.failure)
         if (batch := self._ready(update)) is not None:
           break
         if stop:
@@ -176,7 +160,6 @@ class Pipe:
         self._changed.wait(POLL)
       chosen = {id(u) for u in batch}
       self._unrolls = [u for u in self._unrolls if id(u) not in chosen]
-      self._places += len(batch)
       self._changed.notify_all()
       return batch
 
@@ -190,14 +173,9 @@ class Pipe:
       return self._unrolls[: self._threads]
     batch = sorted(self._unrolls, key=lambda u: u.version)[: self._threads]  # stable
     too_old = update - self._max_lag  # for any later update; it must be learned from now
-    if any(version <= too_old for _, version in self._acting):
+    if any(version <= too_old for version in self._acting.values()):
       return None
     return batch
-
-  def fail(self, failure: str) -> None:
-    with self._changed:
-      self.failure = self.failure or failure
-      self._changed.notify_all()
 
   @property
   def closed(self) -> bool:

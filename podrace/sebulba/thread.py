@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import traceback
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,9 +14,10 @@ from podrace.envs.host.base import Checker, everyone
 from podrace.sebulba.any_order import AnyOrder
 from podrace.sebulba.inference import Inference
 from podrace.sebulba.lockstep import Lockstep
-from podrace.sebulba.pipe import Closed, Pipe, Snapshot
+from podrace.sebulba.pipe import ActorFailed, Closed, Pipe, Snapshot
 from podrace.sebulba.shipping import Shipping
 from podrace.types import Array, Arrival, HostEnvironment
+from podrace.worker import Worker
 
 if TYPE_CHECKING:
   from podrace.sebulba.acting_program import ActingProgram
@@ -57,19 +57,26 @@ class ActorThread:
       self.actor = Lockstep(acting.spec.name, index, self._length, self._inference, self._shipping)
     else:
       columns, first = pool.num_envs * acting.columns, acting.first_env(index)
-      self.actor = AnyOrder(first, self._length, columns, self._inference, self._shipping)
-    self.thread = threading.Thread(target=self._main, name=f'actor-{index}', daemon=True)
+      self.actor = AnyOrder(index, first, self._length, columns, self._inference, self._shipping)
+    self.worker: Worker | None = None
+
+  def start(self) -> None:
+    """Begins to act."""
+    self.worker = Worker(f'actor-{self.index}', self._main, at_end=self.pool.close)
+
+  def close(self, timeout: float) -> None:
+    """Waits for its end; a pool that is stuck is killed."""
+    if self.worker is not None and not self.worker.wait(timeout):
+      self.pool.kill()
+
+  def check(self) -> None:
+    """Raises ActorFailed if it has failed."""
+    if self.worker is not None and self.worker.failed:
+      raise ActorFailed(self.worker.failure)
 
   def _main(self) -> None:
-    try:
-      with jax.default_device(self.device):
-        self._act()
-    except Closed:
-      pass
-    except BaseException:
-      self._pipe.fail(traceback.format_exc())
-    finally:
-      self.pool.close()
+    with contextlib.suppress(Closed), jax.default_device(self.device):
+      self._act()
 
   def _act(self) -> None:
     arrival = self._begin()

@@ -92,6 +92,6 @@ def test_they_are_in_the_metrics_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('name', ['info_a', 'info_'])
 def test_no_metric_of_an_agent_is_called_so(name: str) -> None:
-  from podrace.metrics import is_reserved
+  from podrace.learner import is_reserved
 
   assert is_reserved(name)

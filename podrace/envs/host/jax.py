@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace.check import out_of_order
 from podrace.envs.base import batch
+from podrace.envs.contract import out_of_order
 from podrace.envs.host.base import HostError, everyone
 from podrace.topology import host_device
 from podrace.types import FIRST, LAST, Array, Arrival, Environment, TimeStep

@@ -1,0 +1,76 @@
+"""What an agent may have beside its four functions, each looked for here and nowhere else.
+
+The four are `podrace.types.Agent`. The others:
+
+- `memory(num_envs, unroll_length, stack) -> Replay`: what it learns from. Without, it learns from the newest
+  trajectory. `stack` is how many frames an observation of the environment is made of; 0 if it is no stack.
+- `greedy: bool = False`, a field: whether it takes its best action, for evaluation. Without, only
+  `podrace eval --sample` can evaluate it.
+- fields with `bind(observation_space, action_space)`, such as networks: they are bound before the run begins.
+- `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
+- `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn` with code that
+  does not trace under that check, such as loops whose carries start from literals.
+
+Importing this does not import jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from podrace.types import Replay
+
+FUNCTIONS = ('init', 'initial_state', 'act', 'learn')
+SIZES = ('total_updates', 'total_envs')  # of the run
+BOUND = ('observation_space', 'action_space', *SIZES)  # fields that a run sets; no record has them
+
+
+def lacks(agent: Any) -> list[str]:
+  """Those of the four functions that it does not have."""
+  return [name for name in FUNCTIONS if not hasattr(agent, name)]
+
+
+def learns_from_replay(agent: Any) -> bool:
+  return hasattr(agent, 'memory')
+
+
+def memory(agent: Any, env: Any, num_envs: int, unroll_length: int) -> Replay:
+  """What a bound agent learns from: its own replay, or else the newest trajectory."""
+  if learns_from_replay(agent):
+    replay: Replay = agent.memory(num_envs, unroll_length, getattr(env, 'frame_stack', 0))
+    return replay
+  from podrace.replay.on_policy import on_policy
+
+  return on_policy()
+
+
+def can_be_greedy(agent: Any) -> bool:
+  return hasattr(agent, 'greedy')
+
+
+def checks_vma(agent: Any) -> bool:
+  """Whether JAX is to prove that what `learn` makes is the same on all devices."""
+  return getattr(agent, 'check_vma', True)
+
+
+def networks(agent: Any) -> dict[str, Any]:
+  """The fields that have a `bind`."""
+  fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
+  return {name: value for name, value in fields.items() if hasattr(value, 'bind')}
+
+
+def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:
+  """`agent` for the spaces of `env` and the sizes of the run, where it has fields for them.
+
+  Raises:
+    ValueError: if a network can't be built for those spaces.
+  """
+  bound = {
+    name: network.bind(env.observation_space, env.action_space)
+    for name, network in networks(agent).items()
+  }
+  fields = {f.name for f in dataclasses.fields(agent)}
+  sizes = dict(zip(SIZES, (total_updates, total_envs), strict=True))
+  return dataclasses.replace(agent, **bound, **{k: v for k, v in sizes.items() if k in fields})
