@@ -99,18 +99,21 @@ def work() -> None:
 
 
 def agent(config: dict[str, Any]) -> Any:
-  """podrace's PPO with rejax's settings."""
+  """podrace's PPO with a peer's settings, rejax's if not said otherwise."""
   from podrace.agents.ppo import PPO
   from podrace.networks import ActorCritic
 
   network = ActorCritic(
-    hidden=tuple(config['hidden']), activation='tanh', initializer='lecun', shared=False
+    hidden=tuple(config['hidden']),
+    activation='tanh',
+    initializer=config.get('initializer', 'lecun'),
+    shared=False,
   )
   return PPO(
     network=network,
     learning_rate=config['learning_rate'],
     anneal_learning_rate=False,
-    adam_epsilon=1e-8,
+    adam_epsilon=config.get('adam_epsilon', 1e-8),
     max_grad_norm=config['max_grad_norm'],
     epochs=config['epochs'],
     minibatches=config['minibatches'],
