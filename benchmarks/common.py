@@ -113,12 +113,13 @@ def versions(
 
 PEERS = {  # what is installed in the virtual environment of each
   'rejax': ('rejax==0.1.3', 'gymnax<1'),  # unpacks 5 values of `env.step`; gymnax 1.0 gives 6
+  'purejaxrl': ('gymnax<1', 'distrax', 'brax', 'navix'),  # what it imports, for CartPole as well
   'flashbax': ('flashbax==0.1.3',),
   'torch': ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless'),
   'sf': ('sample-factory==2.1.1', 'torch==2.15.0', 'gymnasium<1.0', 'ale-py', 'opencv-python'),
   'reverb': ('dm-reverb[tensorflow]==0.14.0', 'lz4==4.4.5', 'zstandard==0.25.0'),
 }
-OUR_JAX = ('rejax', 'flashbax')  # that are compared under the same JAX
+OUR_JAX = ('rejax', 'purejaxrl', 'flashbax')  # that are compared under the same JAX
 
 
 def peer(name: str) -> str:

@@ -83,7 +83,8 @@ def main() -> None:
   parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.worker:
-    return work()
+    work()
+    return
   if args.checkout is None:
     parser.error('the checkout of purejaxrl is missing')
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '1')

@@ -125,8 +125,8 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   server.signal(signal.SIGTERM)
   assert server.wait() == 143
   told = places.told()
-  greedy_enough = [x['episode_return'] for x in told[-8:] if x['episodes']]
-  assert np.mean(greedy_enough) > 0.3, told[-8:]  # of which many explore with an epsilon of 0.4
+  returns = [x['episode_return'] for x in told[-3:] if x['episodes']]  # at the end; at random -0.6
+  assert np.mean(returns) > 0.3, told[-3:]  # of which many explore with an epsilon of 0.4
   samples = told[-1]['replay_samples']
   assert abs(samples - 8 * (14_000 - 512)) < 8 * 256
   assert {x['acting_processes'] for x in told} >= {1, 2}
