@@ -11,7 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from podrace import own_code
-from podrace.commands import act, bench, devices, envs, evaluate, keys, names, replay, top, train
+from podrace.commands import (
+  act,
+  bench,
+  devices,
+  envs,
+  evaluate,
+  follow,
+  keys,
+  names,
+  replay,
+  rm,
+  runs,
+  top,
+  train,
+)
 from podrace.config import unknown
 from podrace.errors import RunError
 from podrace.output import flush_standard, open_standard, tell
@@ -23,6 +37,9 @@ podrace: reinforcement learning at scale in JAX
 
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
+  podrace runs [DIR]                  all runs, with their progress, return and state
+  podrace follow RUN                  a run, live, with small curves
+  podrace rm RUN...                   delete runs
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
   podrace replay --listen ADDRESS ... replay tables as a service
@@ -35,7 +52,7 @@ podrace: reinforcement learning at scale in JAX
 `podrace COMMAND --help` says more.
 """
 
-MODULES = (train, envs, replay, act, keys, top, evaluate, names, devices, bench)
+MODULES = (train, evaluate, runs, follow, rm, envs, replay, act, keys, top, names, devices, bench)
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 LASTING = ('train', 'act', 'envs', 'replay')  # commands that go on if nobody reads their output
 UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended

@@ -31,6 +31,7 @@ from podrace.record import (
   read_summary,
   write_json,
 )
+from podrace.runs import noting_end
 from podrace.saves import Saves
 from podrace.stop import GRACE_SECONDS, Stop, Stopped
 
@@ -136,7 +137,9 @@ def train(
         f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
-    return _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours).go(stack)
+    run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours)
+    with noting_end(run_dir, Stopped) if leader else contextlib.nullcontext():
+      return run.go(stack)
 
 
 def _nothing(message: str) -> None:

@@ -1,0 +1,131 @@
+"""podrace follow: a run, live, from another terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from podrace import metrics, runs
+from podrace.commands.options import Command, Option, Options
+from podrace.commands.runs import age, size
+from podrace.errors import UsageError
+
+COMMAND = Command(
+  'follow',
+  'RUN [OPTIONS]',
+  'shows a run while it goes on, with small curves, until it ends',
+  (
+    Option('--every', 'S', 'seconds between looks', 1),
+    Option('--metrics', 'NAMES', 'the curves, with commas', 'episode_return,steps_per_s,loss'),
+    Option('--once', '', 'show it once'),
+  ),
+  'Where the output is no terminal it prints each line of metrics once, as text.',
+)
+BLOCKS = '▁▂▃▄▅▆▇█'
+WIDTH = 60  # of a curve
+
+
+def run(args: list[str]) -> int:
+  """Shows it."""
+  options = Options(args, COMMAND)
+  path = Path(options.one_argument('run directory'))
+  if not (path / 'config.json').exists():
+    raise UsageError(f'{path} is not a run directory: it has no config.json')
+  names = [n for n in options.text('--metrics').split(',') if n]
+  every = options.number('--every')
+  if sys.stdout.isatty():
+    _live(path, names, every, '--once' in options)
+  else:
+    _plain(path, names, every, '--once' in options)
+  return 0
+
+
+def _live(path: Path, names: list[str], every: float, once: bool) -> None:
+  from rich.console import Console
+  from rich.live import Live
+  from rich.text import Text
+
+  console = Console()
+  with Live(console=console, auto_refresh=False) as live:
+    for seen, lines in _looks(path, every, once):
+      live.update(Text(shown(seen, lines, names)), refresh=True)
+
+
+def _plain(path: Path, names: list[str], every: float, once: bool) -> None:
+  last = -1
+  ended = None
+  for seen, lines in _looks(path, every, once):
+    ended = seen
+    for line in lines[-1:] if once else lines:
+      if line['step'] > last:
+        values = [f'{n} {v}' for n in names if (v := value_text(line.get(n)))]
+        print('  '.join([f'step {line["step"]:,}', *values]), flush=True)
+        last = line['step']
+  if ended is not None:
+    print(title(ended), flush=True)
+
+
+def _looks(path: Path, every: float, once: bool) -> Any:
+  """What is there, again and again, and for the last time when the run has ended."""
+  pause = threading.Event()
+  while True:
+    seen = runs.look(path)  # before its lines: what it wrote last is among them
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(UsageError):  # a damaged line: what there is of numbers is shown
+      lines = metrics.read(path / 'metrics.jsonl')
+    yield seen, lines
+    if once or seen.state != runs.RUNNING:
+      return
+    pause.wait(every)
+
+
+def title(seen: runs.Run) -> str:
+  """A run in a line."""
+  done = f'step {seen.step:,} of {seen.total_steps:,}' if seen.total_steps else ''
+  why = f' ({seen.why})' if seen.why else ''
+  return f'{seen.path}: {seen.agent} in {seen.env}, {seen.state}{why}, {done}'
+
+
+def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str]) -> str:
+  """The whole of what a terminal shows."""
+  part = min(seen.step / seen.total_steps, 1) if seen.total_steps else 0
+  bar = '█' * round(part * WIDTH)
+  left = (seen.total_steps - seen.step) / seen.steps_per_s if seen.steps_per_s else 0
+  head = [
+    title(seen),
+    f'{bar:░<{WIDTH}} {part:.0%}'
+    + (f', {metrics.duration(left)} left' if seen.state == runs.RUNNING else ''),
+    f'last line {age(seen.age_s)} ago, {size(seen.size)}',
+    '',
+  ]
+  width = max(map(len, names), default=0)
+  for name in names:
+    values = [line[name] for line in lines if isinstance(line.get(name), int | float)]
+    if values:
+      head.append(f'{name:{width}}  {sparkline(values)}  {value_text(values[-1])}')
+  return '\n'.join(head)
+
+
+def value_text(value: Any) -> str:
+  """A number as short as it is of use; '' for what is none."""
+  if not isinstance(value, int | float):
+    return ''
+  return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.4g}'
+
+
+def sparkline(values: list[float], width: int = WIDTH) -> str:
+  """A curve of `width` characters at most; each is the mean of its part of the values."""
+  values = [v for v in values if math.isfinite(v)]
+  if not values:
+    return ''
+  n = min(width, len(values))
+  edges = [round(i * len(values) / n) for i in range(n + 1)]
+  means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+  low, high = min(means), max(means)
+  scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
+  return ''.join(BLOCKS[round((m - low) * scale)] for m in means)

@@ -1,0 +1,49 @@
+"""podrace rm: deletes runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from podrace.commands.options import Command, Option, Options
+from podrace.commands.runs import size
+from podrace.errors import UsageError
+from podrace.runs import is_running, remove, size_of
+
+COMMAND = Command(
+  'rm',
+  'RUN... [OPTIONS]',
+  'delete run directories, after showing what that frees and asking',
+  (Option('--yes', '', 'do not ask'),),
+  'A run that is still going is refused.',
+)
+
+
+def run(args: list[str]) -> int:
+  """Asks, then deletes: all of them or none."""
+  options = Options(args, COMMAND)
+  paths = list(dict.fromkeys(Path(a) for a in options.arguments))
+  if not paths:
+    raise UsageError('rm needs the directories of runs: podrace rm RUN...')
+  for path in paths:
+    if not (path / 'config.json').exists():
+      raise UsageError(f'{path} is not a run directory: it has no config.json')
+    if is_running(path):
+      raise UsageError(f'{path} is still running: stop it first')
+  sizes = [size_of(str(path)) for path in paths]
+  for path, bytes_ in zip(paths, sizes, strict=True):
+    print(f'{size(bytes_):>9}  {path}')
+  if '--yes' not in options and not _agreed(len(paths), sum(sizes)):
+    print('nothing is deleted')
+    return 1
+  for path in paths:
+    remove(path)
+  print(f'freed {size(sum(sizes))}')
+  return 0
+
+
+def _agreed(count: int, bytes_: int) -> bool:
+  if not sys.stdin.isatty():
+    raise UsageError('there is no terminal to ask at: give --yes')
+  what = 'this run' if count == 1 else f'these {count} runs'
+  return input(f'delete {what} and free {size(bytes_)}? [y/N] ').strip().lower() in ('y', 'yes')

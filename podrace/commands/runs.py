@@ -1,0 +1,100 @@
+"""podrace runs: the runs under a directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from podrace.commands.options import Command, Option, Options
+from podrace.errors import UsageError
+from podrace.runs import Run, find, look
+
+COMMAND = Command(
+  'runs',
+  '[DIR] [OPTIONS]',
+  'the runs under DIR, runs/ if it is not given; the one that wrote last comes last',
+  (
+    Option('--json', '', 'one JSON list, with all that is known of each'),
+    Option('--state', 'NAME', 'those alone that are running, finished, stopped, failed, killed or broken'),
+  ),
+  """
+A run is `killed` if it ended without a word: SIGKILL, out of memory, a power cut. `broken` is one whose config.json
+can't be read. `podrace train --run-dir RUN` goes on with one that did not finish.
+""",
+)  # fmt: skip
+
+HEAD = ('run', 'agent', 'environment', 'step', 'done', 'return', 'steps/s', 'state', 'age', 'size')
+NUMBERS = {3, 4, 5, 6, 8, 9}  # columns that end at the right
+
+
+def run(args: list[str]) -> int:
+  """Prints them."""
+  options = Options(args, COMMAND)
+  if len(options.arguments) > 1:
+    raise UsageError(f'runs takes one directory, not {" ".join(options.arguments)}')
+  root = Path((options.arguments or ['runs'])[0])
+  if not options.arguments and not root.exists():
+    raise UsageError('there is no runs/ here: name the directory')
+  found = sorted((look(path) for path in find(root)), key=lambda r: (-r.age_s, r.path))
+  if '--state' in options:
+    found = [r for r in found if r.state == options.text('--state')]
+  if '--json' in options:
+    print(json.dumps([r.as_json() for r in found]))
+  elif not found:
+    print(f'no run under {root}')
+  else:
+    print(table([HEAD, *(row(r) for r in found)]))
+  return 0
+
+
+def row(r: Run) -> tuple[str, ...]:
+  """A run's line."""
+  why = f': {r.why}' if r.why else ''
+  returned = '' if r.episode_return is None else f'{r.episode_return:,.2f}'
+  return (
+    str(r.path),
+    r.agent,
+    r.env,
+    f'{r.step:,}',
+    f'{min(r.step / r.total_steps, 1):.0%}' if r.total_steps else '',
+    returned,
+    '' if r.steps_per_s is None else f'{r.steps_per_s:,.0f}',
+    r.state + why,
+    age(r.age_s),
+    size(r.size),
+  )
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+  """Columns as wide as their widest cell; a long reason is cut."""
+  rows = [tuple(cell if len(cell) <= 60 else cell[:57] + '...' for cell in r) for r in rows]
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = []
+  for cells in rows:
+    padded = [
+      c.rjust(w) if i in NUMBERS else c.ljust(w)
+      for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+    ]
+    lines.append('  '.join(padded).rstrip())
+  return '\n'.join(lines)
+
+
+def age(seconds: float) -> str:
+  """As 12s, 5m, 3h, 2d."""
+  for unit, length in (('d', 86400), ('h', 3600), ('m', 60)):
+    if seconds >= length:
+      return f'{seconds // length:.0f}{unit}'
+  return f'{seconds:.0f}s'
+
+
+def size(number: float) -> str:
+  """As 12 KB, 3.4 MB."""
+  units = ['TB', 'GB', 'MB', 'KB', 'B']
+  while number >= 1000 and len(units) > 1:
+    number /= 1000
+    units.pop()
+  return (
+    f'{number:.0f} {units[-1]}'
+    if units[-1] == 'B' or number >= 100
+    else f'{number:.1f} {units[-1]}'
+  )

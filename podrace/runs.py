@@ -1,0 +1,219 @@
+"""Runs as their directories show them, to whoever did not start them. Importing this does not import jax."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from podrace.errors import UsageError
+from podrace.files import write_whole
+
+RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
+KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
+BROKEN = 'broken'  # its config.json can't be read
+END = 'end.json'  # how the run's last life ended, where it did not finish
+TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """What a run directory shows."""
+
+  path: Path
+  state: str
+  why: str = ''  # it stopped or failed; '' if that is not known
+  agent: str = ''
+  env: str = ''
+  architecture: str = ''
+  step: int = 0  # environment steps done, of each seed
+  total_steps: int = 0
+  episode_return: float | None = (
+    None  # of the last line of metrics that has one; of a finished run, its summary's
+  )
+  steps_per_s: float | None = None
+  age_s: float = 0.0  # seconds since the run last wrote
+  size: int = 0  # bytes of all files
+
+  def as_json(self) -> dict[str, Any]:
+    return dataclasses.asdict(self) | {'path': str(self.path)}
+
+
+def find(root: Path) -> list[Path]:
+  """All run directories under a directory, or itself; by name.
+
+  Raises:
+    UsageError: if it is no directory.
+  """
+  if not root.is_dir():
+    raise UsageError(f'{root} is no directory')
+  return sorted(_found(str(root)))
+
+
+def _found(folder: str) -> Iterator[Path]:
+  if os.path.exists(f'{folder}/config.json'):
+    yield Path(folder)
+    return
+  with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        yield from _found(entry.path)
+
+
+def look(path: Path) -> Run:
+  """What a run directory shows now; a damaged one is `BROKEN`, and `why` says how."""
+  line, written = last_line(path / 'metrics.jsonl')
+  age = max(0.0, time.time() - (written or _changed(path)))
+  record = _record(path)
+  if isinstance(record, str):
+    return Run(path, BROKEN, record, age_s=age, size=size_of(str(path)))
+  summary, end = (_object(path / name) for name in ('summary.json', END))
+  total = record['total_steps']
+  state, why = FINISHED, ''
+  if is_running(path):
+    state = RUNNING
+  elif summary.get('step', 0) < total:
+    state, why = end.get('state', KILLED), end.get('why', '')
+  done = summary if state == FINISHED else line
+  return Run(
+    path,
+    state,
+    why,
+    agent=record['agent']['name'],
+    env=record['env'],
+    architecture=record['architecture'],
+    step=max(line.get('step', 0), summary.get('step', 0)),
+    total_steps=total,
+    episode_return=done.get('episode_return'),
+    steps_per_s=done.get('steps_per_s'),
+    age_s=age,
+    size=size_of(str(path)),
+  )
+
+
+def _record(path: Path) -> dict[str, Any] | str:
+  """What config.json holds that is shown, or what is wrong with it."""
+  found = _object(path / 'config.json')
+  expected = {'env': str, 'architecture': str, 'total_steps': int, 'agent': dict}
+  for name, kind in expected.items():
+    if not isinstance(found.get(name), kind):
+      return f'config.json is not the record of a run: no {name}'
+  return found if isinstance(found['agent'].get('name'), str) else 'config.json names no agent'
+
+
+def _object(path: Path) -> dict[str, Any]:
+  """A JSON object; {} if it is not there, or is damaged."""
+  with contextlib.suppress(OSError, ValueError):
+    found = json.loads(path.read_bytes())
+    if isinstance(found, dict):
+      return found
+  return {}
+
+
+def _changed(path: Path) -> float:
+  with contextlib.suppress(OSError):
+    return path.stat().st_mtime
+  return time.time()
+
+
+def last_line(path: Path) -> tuple[dict[str, Any], float]:
+  """The last line of a metrics.jsonl, and when it was written.
+
+  If no episode ended in it, it has the return of the newest line that has one.
+  """
+  found: dict[str, Any] = {}
+  try:
+    with path.open('rb') as file:
+      end = file.seek(0, os.SEEK_END)
+      file.seek(max(0, end - TAIL))
+      *lines, _ = file.read().split(b'\n')
+      written = os.fstat(file.fileno()).st_mtime
+  except (OSError, ValueError):
+    return found, 0.0
+  for text in reversed(lines):
+    with contextlib.suppress(ValueError):
+      line = json.loads(text)
+      if isinstance(line, dict) and isinstance(line.get('step'), int):
+        found = found or line
+        if line.get('episode_return') is not None:
+          return found | {'episode_return': line['episode_return']}, written
+  return found, written
+
+
+def is_running(path: Path) -> bool:
+  """Whether a process has the run's lock."""
+  try:
+    descriptor = os.open(path / 'lock', os.O_RDONLY | os.O_NOFOLLOW)
+  except OSError:
+    return False
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return True
+  finally:
+    os.close(descriptor)
+  return False
+
+
+def size_of(folder: str) -> int:
+  """Bytes of all files in a folder; links are not followed."""
+  total = 0
+  with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    for entry in entries:
+      with contextlib.suppress(OSError):
+        if entry.is_dir(follow_symlinks=False):
+          total += size_of(entry.path)
+        else:
+          total += entry.stat(follow_symlinks=False).st_size
+  return total
+
+
+def remove(path: Path) -> None:
+  """Deletes a run directory; a link in it is removed, and what it leads to stays.
+
+  Raises:
+    UsageError: if it is no run, or one that is still going.
+  """
+  if path.is_symlink():
+    raise UsageError(f'{path} is a symbolic link: name the run that it leads to')
+  if not (path / 'config.json').exists():
+    raise UsageError(f'{path} is not a run directory: it has no config.json')
+  if is_running(path):
+    raise UsageError(f'{path} is still running: stop it first')
+  shutil.rmtree(path)
+
+
+# --- for the run itself -------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def noting_end(path: Path, stopped: type[Exception]) -> Iterator[None]:
+  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises."""
+  (path / END).unlink(missing_ok=True)
+  try:
+    yield
+  except stopped as e:
+    _note(path, STOPPED, str(e))
+    raise
+  except KeyboardInterrupt:
+    _note(path, STOPPED, 'SIGINT: ended at once')
+    raise
+  except Exception as e:
+    _note(
+      path, FAILED, next((x for x in reversed(str(e).splitlines()) if x.strip()), '') or repr(e)
+    )
+    raise
+
+
+def _note(path: Path, state: str, why: str) -> None:
+  with contextlib.suppress(
+    OSError
+  ):  # the disk is full, or the directory is gone: what failed is what counts
+    write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')
