@@ -8,6 +8,7 @@ it, each from another seed, and saves the actors that they end with.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import sys
 import time
@@ -49,7 +50,8 @@ def actor(out: Any) -> list[np.ndarray]:
 def main() -> None:
   """Answers the requests."""
   sys.path.insert(0, str(pathlib.Path(sys.argv[1], 'purejaxrl')))
-  import ppo  # type: ignore[import-not-found]
+  with contextlib.redirect_stdout(sys.stderr):  # Brax, which it imports, prints
+    import ppo  # type: ignore[import-not-found]
 
   run = None
   for request in common.requests():
