@@ -25,6 +25,7 @@ from podrace.actor import ActorState, actor_on_mesh, pooled
 from podrace.check import check_faults, count_faults, faults
 from podrace.checkpoint import Extra
 from podrace.envs.base import batch
+from podrace.hooks import gradient_steps
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.types import Agent, Array, Environment, Replay, TrainState
 
@@ -142,7 +143,7 @@ class Anakin:
   def read_log(self) -> Any:
     """State -> (a summary, the State with its log emptied); the state given is donated.
 
-    The summary has, for each seed: `metrics` (means since the last reading), and what
+    The summary has, for each seed: `metrics` (means since the last reading), `gradient_steps`, and what
     `podrace.actor.pooled` says of the episodes.
     """
 
@@ -150,6 +151,7 @@ class Anakin:
       episodes, log = state.actor.episodes, state.log
       summary = dict(
         metrics={name: x / log.samples for name, x in log.sums.items()},
+        gradient_steps=log.samples * gradient_steps(self.agent),
         **pooled(episodes),
       )
       zero = jax.tree.map(jnp.zeros_like, (episodes, log.samples, log.sums))

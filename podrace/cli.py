@@ -20,6 +20,7 @@ from podrace.commands import (
   follow,
   keys,
   names,
+  plot,
   replay,
   rm,
   runs,
@@ -39,6 +40,7 @@ podrace: reinforcement learning at scale in JAX
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace runs [DIR]                  all runs, with their progress, return and state
   podrace follow RUN                  a run, live, with small curves
+  podrace plot RUN...                 learning curves as a picture; scores over several tasks
   podrace rm RUN...                   delete runs
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
@@ -52,7 +54,22 @@ podrace: reinforcement learning at scale in JAX
 `podrace COMMAND --help` says more.
 """
 
-MODULES = (train, evaluate, runs, follow, rm, envs, replay, act, keys, top, names, devices, bench)
+MODULES = (
+  train,
+  evaluate,
+  runs,
+  follow,
+  plot,
+  rm,
+  envs,
+  replay,
+  act,
+  keys,
+  top,
+  names,
+  devices,
+  bench,
+)
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 LASTING = ('train', 'act', 'envs', 'replay')  # commands that go on if nobody reads their output
 UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended

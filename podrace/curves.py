@@ -79,7 +79,9 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   if not lines:
     raise UsageError(f'{path}: no line of metrics yet')
   by_seed = f'{metric}_by_seed'
-  seeds = max((len(line[by_seed]) for line in lines if isinstance(line.get(by_seed), list)), default=0)
+  seeds = max(
+    (len(line[by_seed]) for line in lines if isinstance(line.get(by_seed), list)), default=0
+  )
   at = _positions(lines, x, path)
   if seeds:
     rows = [(line.get(by_seed) or [None] * seeds)[:seeds] for line in lines]
@@ -109,9 +111,13 @@ def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
 def labels(groups: Sequence[Group]) -> list[str]:
   """What tells groups apart, shortest first; of a single one, its agent."""
   paths = sorted({p for g in groups for p in g.config}, key=lambda p: (p != 'agent.name', p))
-  differs = [p for p in paths if p != 'env' and len({json.dumps(g.config.get(p)) for g in groups}) > 1]
+  differs = [
+    p for p in paths if p != 'env' and len({json.dumps(g.config.get(p)) for g in groups}) > 1
+  ]
   name = 'agent.name'
-  if name in differs:  # then what is of one agent alone says nothing more, unless it tells two apart
+  if (
+    name in differs
+  ):  # then what is of one agent alone says nothing more, unless it tells two apart
     by_name = {json.dumps([g.config.get(name), g.env]) for g in groups}
     if len(by_name) == len(groups):
       differs = [name]
@@ -152,7 +158,10 @@ CENTERS: dict[str, Callable[..., Floats]] = {'mean': mean, 'median': median, 'iq
 
 
 def interval(
-  scores: Sequence[Floats], center: Callable[..., Floats], level: float = 0.95, resamples: int = RESAMPLES
+  scores: Sequence[Floats],
+  center: Callable[..., Floats],
+  level: float = 0.95,
+  resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
   """A percentile interval of `center` over all scores, by stratified bootstrap: runs are drawn within each task.
 

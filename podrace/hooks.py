@@ -8,6 +8,7 @@ The four are `podrace.types.Agent`. The others:
   `podrace eval --sample` can evaluate it.
 - fields with `bind(observation_space, action_space)`, such as networks: they are bound before the run begins.
 - `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
+- `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn` with code that
   does not trace under that check, such as loops whose carries start from literals.
 
@@ -48,6 +49,11 @@ def memory(agent: Any, env: Any, num_envs: int, unroll_length: int) -> Replay:
 
 def can_be_greedy(agent: Any) -> bool:
   return hasattr(agent, 'greedy')
+
+
+def gradient_steps(agent: Any) -> int:
+  """Gradient steps in each call of `learn`."""
+  return getattr(agent, 'gradient_steps', 1)
 
 
 def checks_vma(agent: Any) -> bool:

@@ -181,6 +181,7 @@ def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
     **mean_and_std(episodes, summary['return_sum'], summary['return_deviation']),
     'episode_length': metrics.number(length / total) if total else None,
     'episodes': total,
+    'gradient_steps': int(np.max(summary['gradient_steps'])),
   }
   if seeds > 1:
     sums = np.asarray(summary['return_sum'], np.float64)

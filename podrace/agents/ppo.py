@@ -72,6 +72,10 @@ class PPO:
     check(self, 0, 1, 'discount', 'lambda_')
     check(self, 0, math.inf, 'learning_rate', 'clip', 'clip_value', 'max_grad_norm', 'adam_epsilon')
 
+  @property
+  def gradient_steps(self) -> int:
+    return self.epochs * self.minibatches
+
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)
     return TrainState(params, self.optimiser().init(params.network))

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology as topology_
 from podrace.envs.host.base import Totals
+from podrace.hooks import gradient_steps
 from podrace.learner import (
   Log,
   add_to_log,
@@ -219,6 +220,7 @@ class LearningProgram:
     log = jax.device_get(state.log)
     summary = dict(
       metrics={k: x / log.samples if log.samples else np.nan for k, x in log.sums.items()},
+      gradient_steps=log.samples * gradient_steps(self.agent),
       episodes=episodes.count,
       return_sum=episodes.return_sum,
       return_deviation=episodes.return_deviation,

@@ -1,0 +1,181 @@
+"""Pictures of curves and scores, for screens and for print: matplotlib, no display needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podrace import curves
+from podrace.curves import Band, Group
+from podrace.errors import UsageError
+
+# Okabe and Ito's colours: those who are colour-blind can tell them apart. Dashes help in black and white.
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
+DASHES: tuple[Any, ...] = ('-', (0, (5, 2)), (0, (1, 1)), (0, (5, 2, 1, 2)))
+X_LABELS = {
+  'steps': 'environment steps',
+  'wall': 'wall time (s)',
+  'gradient-steps': 'gradient steps',
+}
+NAMES = {'episode_return': 'episode return', 'episode_length': 'episode length (steps)'}
+NAMES |= {'steps_per_s': 'environment steps per second'}
+FORMATS = ('.png', '.svg', '.pdf')
+
+
+def check_out(path: Path) -> None:
+  """Raises UsageError for a picture that can't be written, or without matplotlib."""
+  if path.suffix not in FORMATS:
+    raise UsageError(f'--out {path}: its name must end with {", ".join(FORMATS)}')
+  try:
+    import matplotlib  # noqa: F401
+  except ImportError as e:
+    raise UsageError(f"pictures need the extra 'plot': pip install 'podrace[plot]' ({e})") from e
+
+
+def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Path) -> None:
+  """Curves over x: a panel for each environment, a line for each group, with its 95% interval."""
+  by_env: dict[str, list[Group]] = {}
+  for group in groups:
+    by_env.setdefault(group.env, []).append(group)
+  names = dict(zip(map(id, groups), curves.labels(groups), strict=True))
+  styles = {label: style(i) for i, label in enumerate(dict.fromkeys(names.values()))}
+  columns = min(len(by_env), 3)
+  rows = -(-len(by_env) // columns)
+  figure, axes = _figure(rows, columns, 4.6, 3.2)
+  several = False
+  for axis, (env, those) in zip(axes, by_env.items(), strict=False):
+    ends = []
+    for group in those:
+      label = names[id(group)]
+      found = curves.band(group.curves, center)
+      axis.plot(found.x, found.center, linewidth=1.6, **styles[label])
+      axis.fill_between(
+        found.x, found.low, found.high, color=styles[label]['color'], alpha=0.18, linewidth=0
+      )
+      several = several or len(group.curves) > 1
+      ends.append((found, f'{label} (n={len(group.curves)})', styles[label]['color']))
+    _label_ends(axis, ends)
+    axis.set_title(env, fontsize=10)
+    axis.set_xlabel(X_LABELS[x], fontsize=9)
+    axis.set_ylabel(NAMES.get(metric, metric), fontsize=9)
+    _plain(axis)
+  what = {'mean': 'mean', 'median': 'median', 'iqm': 'interquartile mean'}[center]
+  note = (
+    f'line: {what} over n curves; band: 95% bootstrap interval'
+    if several
+    else 'one curve each: no interval'
+  )
+  figure.supxlabel(note, fontsize=7.5, color='#555555', x=0.01, ha='left')
+  _save(figure, out)
+
+
+def style(i: int) -> dict[str, Any]:
+  """Colour and dash of the i-th line; no two of 28 are alike."""
+  return dict(color=COLOURS[i % len(COLOURS)], linestyle=DASHES[i // len(COLOURS) % len(DASHES)])
+
+
+def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
+  """A name at the end of each line, moved apart where they would overlap; in a legend where they are many."""
+  if len(ends) > 6 or max(len(text) for _, text, _ in ends) > 34:
+    handles = [axis.lines[i] for i in range(len(ends))]
+    axis.legend(handles, [text for _, text, _ in ends], fontsize=7, frameon=False)
+    return
+  low, high = axis.get_ylim()
+  gap = (high - low) * 0.07
+  order = sorted(range(len(ends)), key=lambda i: ends[i][0].center[-1])
+  at = np.array([ends[i][0].center[-1] for i in order])
+  for i in range(1, len(at)):
+    at[i] = max(at[i], at[i - 1] + gap)
+  at -= max(0.0, at[-1] - high)  # what stands above the picture moves down, and those below with it
+  right = max(found.x[-1] for found, _, _ in ends)
+  for i, y in zip(order, at, strict=True):
+    _, text, color = ends[i]
+    axis.annotate(
+      text, (right, y), xytext=(5, 0), textcoords='offset points', va='center',
+      fontsize=8, color=color, annotation_clip=False,
+    )  # fmt: skip
+
+
+def draw_aggregate(
+  scores: dict[str, list[np.ndarray]], unit: str, out: Path
+) -> dict[str, dict[str, Any]]:
+  """Median, IQM, mean and optimality gap with intervals; performance profiles. Returns the numbers.
+
+  Args:
+    scores: of each algorithm, [runs] for each task, in the same order of tasks.
+    unit: of the scores.
+  """
+  found = {name: summarised(tasks) for name, tasks in scores.items()}
+  figure, axes = _figure(1, 3, 4.2, 3.2)
+  order = list(scores)
+  for axis, what in zip(axes[:2], ('iqm', 'median'), strict=True):
+    for i, name in enumerate(order):
+      value, (low, high) = found[name][what], found[name][f'{what}_interval']
+      axis.plot(
+        [low, high], [i, i], linewidth=7, alpha=0.35, solid_capstyle='butt', color=style(i)['color']
+      )
+      axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=style(i)['color'])
+    axis.set_yticks(range(len(order)), order, fontsize=8)
+    axis.set_ylim(-0.7, len(order) - 0.3)
+    axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[what], fontsize=10)
+    axis.set_xlabel(unit, fontsize=9)
+    _plain(axis)
+  every = np.concatenate([x for tasks in scores.values() for x in tasks])
+  thresholds = np.linspace(every.min(), every.max(), 200)
+  for i, (name, tasks) in enumerate(scores.items()):
+    axes[2].plot(
+      thresholds, curves.profile(tasks, thresholds), label=name, linewidth=1.6, **style(i)
+    )
+  axes[2].set_title('performance profile', fontsize=10)
+  axes[2].set_xlabel(unit, fontsize=9)
+  axes[2].set_ylabel('share of runs above', fontsize=9)
+  axes[2].legend(fontsize=7.5, frameon=False)
+  _plain(axes[2])
+  figure.supxlabel(
+    'bars: 95% stratified bootstrap intervals', fontsize=7.5, color='#555555', x=0.01, ha='left'
+  )
+  _save(figure, out)
+  return found
+
+
+def summarised(tasks: list[np.ndarray]) -> dict[str, Any]:
+  """The aggregates of one algorithm's scores, with intervals."""
+  scores = np.concatenate(tasks)
+  found: dict[str, Any] = {'tasks': len(tasks), 'runs': len(scores)}
+  for name, center in curves.CENTERS.items():
+    found[name] = float(center(scores))
+    found[f'{name}_interval'] = list(curves.interval(tasks, center))
+  return found
+
+
+def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+  from matplotlib.figure import Figure
+
+  figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
+  axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+  for axis in axes:
+    axis.set_visible(False)
+  return figure, axes
+
+
+def _plain(axis: Any) -> None:
+  from matplotlib.ticker import EngFormatter
+
+  axis.set_visible(True)
+  axis.spines[['top', 'right']].set_visible(False)
+  axis.grid(axis='y', color='#dddddd', linewidth=0.6)
+  axis.set_axisbelow(True)
+  axis.tick_params(labelsize=8)
+  low, high = axis.get_xlim()
+  if high - low >= 10_000:
+    axis.xaxis.set_major_formatter(EngFormatter(sep=''))
+
+
+def _save(figure: Any, out: Path) -> None:
+  try:
+    figure.savefig(out, dpi=150, bbox_inches='tight')
+  except OSError as e:
+    raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e
