@@ -106,7 +106,7 @@ def draw_aggregate(
 
   Args:
     scores: of each algorithm, [runs] for each task, in the same order of tasks.
-    unit: of the scores.
+    unit: of the scores, in words.
   """
   found = {name: summarised(tasks) for name, tasks in scores.items()}
   figure, axes = _figure(1, 3, 4.2, 3.2)
@@ -118,10 +118,10 @@ def draw_aggregate(
         [low, high], [i, i], linewidth=7, alpha=0.35, solid_capstyle='butt', color=style(i)['color']
       )
       axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=style(i)['color'])
-    axis.set_yticks(range(len(order)), order, fontsize=8)
-    axis.set_ylim(-0.7, len(order) - 0.3)
+    axis.set_yticks(range(len(order)), order if axis is axes[0] else [''] * len(order), fontsize=8)
+    axis.set_ylim(len(order) - 0.3, -0.7)  # the first one at the top
     axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[what], fontsize=10)
-    axis.set_xlabel(unit, fontsize=9)
+    axis.set_xlabel('normalised score', fontsize=9)
     _plain(axis)
   every = np.concatenate([x for tasks in scores.values() for x in tasks])
   thresholds = np.linspace(every.min(), every.max(), 200)
@@ -130,13 +130,12 @@ def draw_aggregate(
       thresholds, curves.profile(tasks, thresholds), label=name, linewidth=1.6, **style(i)
     )
   axes[2].set_title('performance profile', fontsize=10)
-  axes[2].set_xlabel(unit, fontsize=9)
+  axes[2].set_xlabel('normalised score', fontsize=9)
   axes[2].set_ylabel('share of runs above', fontsize=9)
   axes[2].legend(fontsize=7.5, frameon=False)
   _plain(axes[2])
-  figure.supxlabel(
-    'bars: 95% stratified bootstrap intervals', fontsize=7.5, color='#555555', x=0.01, ha='left'
-  )
+  note = f'{unit}; bars: 95% stratified bootstrap intervals'
+  figure.supxlabel(note, fontsize=7.5, color='#555555', x=0.01, ha='left')
   _save(figure, out)
   return found
 

@@ -93,11 +93,11 @@ def _normalised(
     raise UsageError(f'--normalise human: no human score is known of {", ".join(other)}')
   if normalise == 'human' or (not normalise and not other):
     scales = {e: ATARI[str(game(e))] for e in envs}
-    unit = 'human-normalised score'
+    unit = 'human-normalised: random play is 0, a human 1'
   else:
     every = {e: np.concatenate([tasks[e] for tasks in found.values()]) for e in envs}
     scales = {e: (float(x.min()), float(x.max())) for e, x in every.items()}
-    unit = 'score, from the lowest run (0) to the highest (1) of each task'
+    unit = 'the lowest run of each task is 0, the highest 1'
     if flat := [e for e, (low, high) in scales.items() if low == high]:
       raise UsageError(f'--normalise minmax: all runs have the same score in {json.dumps(flat)}')
   return unit, {
