@@ -150,6 +150,20 @@ def test_human_normalised_scores() -> None:
   assert scores.game('gymnax:pong') is None
 
 
+def test_five_games_predict_the_median_of_57(tmp_path: Path) -> None:
+  assert scores.atari5(dict.fromkeys(scores.ATARI5, 0.0)) == 0
+  # Rainbow's scores in them (Hessel et al. 2018, table 6); its median over 57 games is 2.23.
+  rainbow = {'battle_zone': 62010.0, 'double_dunk': -0.3, 'name_this_game': 13136.0}
+  rainbow |= {'phoenix': 108528.7, 'qbert': 33817.5}
+  found = scores.atari5({k: scores.human_normalised(k, x) for k, x in rainbow.items()})
+  assert found == pytest.approx(2.23, rel=0.15)
+  for name, score in rainbow.items():
+    make(tmp_path / name, [(50, 0.0), (100, score)], env=f'ale:{name}')
+  groups, _ = curves.read(sorted(tmp_path.iterdir()), 'episode_return', 'steps')
+  told = scores.aggregate(groups, '', tmp_path / 'x.png')
+  assert told['groups']['ppo']['atari5'] == pytest.approx(found)
+
+
 @pytest.mark.parametrize('suffix', ['png', 'svg', 'pdf'])
 def test_a_picture_of_curves(
   tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]

@@ -22,8 +22,8 @@ COMMAND = Command(
     Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps'),
     Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean'),
     Option('--aggregate', '', 'the scores of all tasks instead: interquartile mean, median and performance '
-      'profile; and how likely one configuration is better than another. A score is the mean over the last tenth '
-      'of a run'),
+      'profile; how likely one configuration is better than another; and of the games of Atari-5 the median of 57 that '
+      'they predict. A score is the mean over the last tenth of a run'),
     Option('--normalise', 'NAME', 'of --aggregate: human (Atari, random play 0 and a human 1), or '
       'minmax (of each task, over the runs that are given); human where all tasks are Atari games, else minmax'),
   ),
