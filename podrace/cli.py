@@ -26,6 +26,7 @@ from podrace.commands import (
   runs,
   top,
   train,
+  watch,
 )
 from podrace.config import unknown
 from podrace.errors import RunError
@@ -38,6 +39,7 @@ podrace: reinforcement learning at scale in JAX
 
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
+  podrace watch RUN                   videos of its policy
   podrace runs [DIR]                  all runs, with their progress, return and state
   podrace follow RUN                  a run, live, with small curves
   podrace plot RUN...                 learning curves as a picture; scores over several tasks
@@ -57,6 +59,7 @@ podrace: reinforcement learning at scale in JAX
 MODULES = (
   train,
   evaluate,
+  watch,
   runs,
   follow,
   plot,

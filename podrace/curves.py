@@ -109,7 +109,7 @@ def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
 
 
 def labels(groups: Sequence[Group]) -> list[str]:
-  """What tells groups apart, shortest first; of a single one, its agent."""
+  """What distinguishes groups, shortest first; of a single one, its agent."""
   paths = sorted({p for g in groups for p in g.config}, key=lambda p: (p != 'agent.name', p))
   differs = [
     p for p in paths if p != 'env' and len({json.dumps(g.config.get(p)) for g in groups}) > 1
@@ -117,7 +117,7 @@ def labels(groups: Sequence[Group]) -> list[str]:
   name = 'agent.name'
   if (
     name in differs
-  ):  # then what is of one agent alone says nothing more, unless it tells two apart
+  ):  # then what is of one agent alone says nothing more, unless it distinguishes two
     by_name = {json.dumps([g.config.get(name), g.env]) for g in groups}
     if len(by_name) == len(groups):
       differs = [name]

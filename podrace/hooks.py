@@ -1,4 +1,4 @@
-"""What an agent may have beside its four functions, each looked for here and nowhere else.
+"""What an agent may have besides its four functions, each looked for here and nowhere else.
 
 The four are `podrace.types.Agent`. The others:
 

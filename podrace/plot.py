@@ -12,7 +12,7 @@ from podrace import curves
 from podrace.curves import Band, Group
 from podrace.errors import UsageError
 
-# Okabe and Ito's colours: those who are colour-blind can tell them apart. Dashes help in black and white.
+# Okabe and Ito's colours: those who are colour-blind can distinguish them. Dashes help in black and white.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 DASHES: tuple[Any, ...] = ('-', (0, (5, 2)), (0, (1, 1)), (0, (5, 2, 1, 2)))
 X_LABELS = {
@@ -78,7 +78,7 @@ def style(i: int) -> dict[str, Any]:
 
 
 def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
-  """A name at the end of each line, moved apart where they would overlap; in a legend where they are many."""
+  """A name at the end of each line, moved where they would overlap; in a legend where they are many."""
   if len(ends) > 6 or max(len(text) for _, text, _ in ends) > 34:
     handles = [axis.lines[i] for i in range(len(ends))]
     axis.legend(handles, [text for _, text, _ in ends], fontsize=7, frameon=False)

@@ -138,7 +138,7 @@ def train(
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
     run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours)
-    with noting_end(run_dir, Stopped) if leader else contextlib.nullcontext():
+    with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():
       return run.go(stack)
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,7 @@ class Run:
   architecture: str = ''
   step: int = 0  # environment steps done, of each seed
   total_steps: int = 0
-  episode_return: float | None = (
-    None  # of the last line of metrics that has one; of a finished run, its summary's
-  )
+  episode_return: float | None = None  # the newest; of a finished run, its summary's
   steps_per_s: float | None = None
   age_s: float = 0.0  # seconds since the run last wrote
   size: int = 0  # bytes of all files
@@ -194,26 +192,31 @@ def remove(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def noting_end(path: Path, stopped: type[Exception]) -> Iterator[None]:
-  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises."""
+def noting_end(
+  path: Path, stopped: type[Exception], is_ours: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises.
+
+  Nothing is written where the directory is not the run's any more, as `is_ours` says.
+  """
   (path / END).unlink(missing_ok=True)
+
+  def note(state: str, why: str) -> None:
+    with contextlib.suppress(
+      OSError
+    ):  # the disk is full, or the directory is gone: what failed is what counts
+      if is_ours():
+        write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')
+
   try:
     yield
   except stopped as e:
-    _note(path, STOPPED, str(e))
+    note(STOPPED, str(e))
     raise
   except KeyboardInterrupt:
-    _note(path, STOPPED, 'SIGINT: ended at once')
+    note(STOPPED, 'SIGINT: ended at once')
     raise
   except Exception as e:
-    _note(
-      path, FAILED, next((x for x in reversed(str(e).splitlines()) if x.strip()), '') or repr(e)
-    )
+    lines = [x for x in str(e).splitlines() if x.strip()]
+    note(FAILED, lines[-1].strip() if lines else repr(e))
     raise
-
-
-def _note(path: Path, state: str, why: str) -> None:
-  with contextlib.suppress(
-    OSError
-  ):  # the disk is full, or the directory is gone: what failed is what counts
-    write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')

@@ -104,7 +104,7 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300))
   for error, expected in (
     (Stopped(signal.SIGTERM), ('stopped', 'SIGTERM')),
-    (ValueError('Traceback\n  the disk is full\n\n'), ('failed', '  the disk is full')),
+    (ValueError('Traceback\n  the disk is full\n\n'), ('failed', 'the disk is full')),
     (ValueError(), ('failed', 'ValueError()')),
   ):
     with pytest.raises(type(error)), runs.noting_end(path, Stopped):

@@ -48,8 +48,8 @@ def run(args: list[str]) -> int:
 
 
 def row(r: Run) -> tuple[str, ...]:
-  """A run's line."""
-  why = f': {r.why}' if r.why else ''
+  """A run's line; a long reason is cut."""
+  state = f'{r.state}: {r.why}' if r.why else r.state
   returned = '' if r.episode_return is None else f'{r.episode_return:,.2f}'
   return (
     str(r.path),
@@ -59,15 +59,14 @@ def row(r: Run) -> tuple[str, ...]:
     f'{min(r.step / r.total_steps, 1):.0%}' if r.total_steps else '',
     returned,
     '' if r.steps_per_s is None else f'{r.steps_per_s:,.0f}',
-    r.state + why,
+    state if len(state) <= 60 else state[:57] + '...',
     age(r.age_s),
     size(r.size),
   )
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-  """Columns as wide as their widest cell; a long reason is cut."""
-  rows = [tuple(cell if len(cell) <= 60 else cell[:57] + '...' for cell in r) for r in rows]
+  """Columns as wide as their widest cell."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []
   for cells in rows:

@@ -7,6 +7,7 @@ left of the flag is termination, and the same limit is imposed here as truncatio
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from podrace.envs.registry import Value, read_options
 from podrace.types import Array, Environment, TimeStep
 
 _NEVER = 2**31 - 1
+PIXELS = {'craftax_classic': 64, 'craftax': 64}  # of a block; the library has textures of few sizes
 
 
 @foreign
@@ -65,3 +67,9 @@ class Craftax:
     observation, state, reward, dead, _ = self.env.step_env(raw(key), state, action, self.params)
     observation = to_space(self.observation_space, observation)
     return strong(state), transition(observation, reward, dead, False)
+
+  def draw(self, state: Any) -> Array:
+    """What a player sees, [H, W, 3]."""
+    kind = 'craftax_classic' if 'classic' in type(self.env).__module__ else 'craftax'
+    renderer = importlib.import_module(f'craftax.{kind}.renderer')
+    return renderer.make_craftax_pixel_renderer(PIXELS[kind])(state)

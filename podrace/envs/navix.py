@@ -13,6 +13,7 @@ import navix
 from navix import observations
 from navix.entities import EntityIds
 from navix.environments.environment import StepType, Timestep
+from navix.rendering.cache import RenderingCache
 
 from podrace.envs.adapt import box, discrete, foreign, raw, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
@@ -89,6 +90,11 @@ class Navix:
     return self._state(after), transition(
       observation, after.reward, after.is_termination(), after.is_truncation()
     )
+
+  def draw(self, state: Any) -> Array:
+    """The whole room, [H, W, 3] u8."""
+    _, inner = state
+    return observations.rgb(inner.replace(cache=RenderingCache.init(inner.grid)))
 
   def _state(self, timestep: Timestep) -> Any:
     state = timestep.state if self.draws else timestep.state.replace(cache=None)

@@ -63,9 +63,15 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
 
 def vector(
-  name: str, values: Mapping[str, Any], num_envs: int, batch_size: int, threads: int
+  name: str,
+  values: Mapping[str, Any],
+  num_envs: int,
+  batch_size: int,
+  threads: int,
+  **pictures: Any,
 ) -> AtariVectorEnv:
-  """ale-py's environment with our options; rewards unclipped."""
+  """ale-py's environment with our options; rewards unclipped. `pictures` are ale-py's, of what is seen."""
+  pictures = {'stack_num': values['stack'], **pictures}
   return AtariVectorEnv(
     name,
     num_envs,
@@ -74,12 +80,12 @@ def vector(
     max_num_frames_per_episode=values['max_frames'],
     repeat_action_probability=values['sticky'],
     full_action_space=values['full_actions'],
-    stack_num=values['stack'],
     frameskip=values['frame_skip'],
     noop_max=values['noop_max'],
     life_loss_info=values['episodic_life'],
     reward_clipping=False,
     use_fire_reset=values['fire_reset'],
+    **pictures,
   )
 
 
@@ -114,7 +120,8 @@ class AtariPool:
     self._action[env_id] = action
     if self._lives:
       self._action[self._lost] = 0
-    self._env.send(self._action[self._arrived])
+    self.sent = self._action[self._arrived]  # as ale-py had them
+    self._env.send(self.sent)
 
   def recv(self) -> Arrival:
     if self._first is not None:

@@ -1,0 +1,277 @@
+"""One environment that can be looked at: it acts as a pool of one, and draws itself.
+
+What is drawn: Atari in colour, by a second game with the same seed and the same actions; Gymnasium's `rgb_array`;
+of environments in JAX what their libraries draw of a state, else the observation: images and grids as they
+are, vectors as bars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from podrace.envs import registry
+from podrace.envs.adapt import LimitedState
+from podrace.envs.base import PooledState, ResetState, batch
+from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
+from podrace.envs.spaces import over, values
+from podrace.errors import RunError, UsageError
+from podrace.types import LAST, TimeStep
+
+SMALLEST = 256  # pixels of the longer side; smaller pictures are enlarged by whole factors
+# Of the channels of a grid, as in podrace.plot: those who are colour-blind can distinguish them.
+PALETTE = np.array(
+  [(0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233), (240, 228, 66), (255, 255, 255)],
+  np.uint8,
+)  # fmt: skip
+
+
+class Stage(Protocol):
+  """One environment and its picture."""
+
+  def reset(self, seed: int) -> TimeStep:
+    """The FIRST of a new episode, [1, ...]."""
+    ...
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    """The next timestep [1, ...], the reward as the environment has it, and whether the whole game is over."""
+    ...
+
+  def frame(self) -> np.ndarray:
+    """The picture now, [H, W, 3] u8."""
+    ...
+
+  def close(self) -> None: ...
+
+
+def make(name: str, env: Any) -> Stage:
+  """The stage of an environment that `envs.make` or `host.make` made of this name.
+
+  Raises:
+    UsageError: if it can't be drawn.
+  """
+  library, inner, options = registry.parse(name)
+  if isinstance(env, HostSpec):
+    if library == 'ale':
+      return AtariStage(inner, options, env)
+    if library == 'gymnasium':
+      return GymnasiumStage(inner, options, env)
+    if env.jax is None:
+      raise UsageError(f"{name} can't be drawn: of the host, ale: and gymnasium: can")
+    env = env.jax
+  return JaxStage(env)
+
+
+class JaxStage:
+  """An environment in JAX."""
+
+  def __init__(self, env: Any) -> None:
+    both = batch(env, 1)
+    self._reset, self._step = jax.jit(both.reset), jax.jit(both.step)
+    self._space = env.observation_space
+    self._drawing = drawing(env)
+    self._state: Any = None
+    self._timestep: Any = None
+
+  def reset(self, seed: int) -> TimeStep:
+    key, self._key = jax.random.split(jax.random.key(seed))
+    self._state, self._timestep = self._reset(key)
+    return self._timestep
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    self._key, key = jax.random.split(self._key)
+    self._state, timestep = self._step(self._state, action, key[None])
+    self._timestep = timestep
+    return timestep, float(timestep.reward[0]), bool(timestep.step_type[0] == LAST)
+
+  def frame(self) -> np.ndarray:
+    if self._drawing is not None:
+      return enlarged(to_image(self._drawing(first(self._state))))
+    return draw(self._space, jax.tree.map(np.asarray, first(self._timestep.observation)))
+
+  def close(self) -> None:
+    pass
+
+
+class PoolStage:
+  """A pool of one environment on the host."""
+
+  def __init__(self, spec: HostSpec) -> None:
+    self._spec = spec
+    self._pool: Any = None
+
+  def reset(self, seed: int) -> TimeStep:
+    self.close()
+    self._pool = self._spec.make(PoolArgs(1, 1, np.array([seed], np.uint32), 1, 60.0))
+    self._pool.reset()
+    return self._pool.recv().timestep
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    self._pool.send(everyone(1), action)
+    arrival = self._pool.recv()
+    return arrival.timestep, float(arrival.score[0]), bool(arrival.ended[0])
+
+  def close(self) -> None:
+    if self._pool is not None:
+      self._pool.close()
+      self._pool = None
+
+
+class AtariStage(PoolStage):
+  """An Atari game, and its twin with the same seed and actions, whose frames are in colour."""
+
+  def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
+    super().__init__(spec)
+    from podrace.envs.host import ale
+
+    changed = dict(grayscale=False, img_height=210, img_width=160, stack_num=1)
+    self._values, self._name = {**ale.DEFAULTS, **options}, name
+    self._twin_of = lambda: ale.vector(self._name, self._values, 1, 1, 1, **changed)
+    self._twin: Any = None
+    self._picture: Any = None
+
+  def reset(self, seed: int) -> TimeStep:
+    found = super().reset(seed)
+    self._twin = self._twin_of()
+    self._picture, _ = self._twin.reset(seed=np.array([seed], np.int64) % 2**31)
+    return found
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    found = super().step(action)
+    # With episodic lives the pool answers a lost life by a no-op, so it says what was done.
+    self._twin.send(self._pool.sent)
+    self._picture, score, *_ = self._twin.recv()
+    if float(score[0]) != found[1] and not found[0].first[0]:
+      raise RunError(f'ale:{self._name}: the game that is drawn is not the one that is played')
+    return found
+
+  def frame(self) -> np.ndarray:
+    return enlarged(to_image(self._picture[0, -1]))
+
+  def close(self) -> None:
+    super().close()
+    if self._twin is not None:
+      self._twin.close()
+      self._twin = None
+
+
+class GymnasiumStage:
+  """A Gymnasium environment in this process, with `render_mode='rgb_array'`."""
+
+  def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
+    import gymnasium
+
+    given = dict(options) | {'render_mode': 'rgb_array'}
+    try:
+      self._env: Any = gymnasium.make(name, **given)
+    except (TypeError, ValueError, ImportError, gymnasium.error.Error) as e:
+      raise UsageError(f"gymnasium:{name} can't be drawn: {e}") from e
+    self._space, self._stepper = spec.observation_space, Stepper(1)
+
+  def reset(self, seed: int) -> TimeStep:
+    observation, _ = self._env.reset(seed=seed)
+    self._stepper.reset()
+    return self._timestep(observation, 0.0, False, False)
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    from podrace.envs.host.worker import actions_for
+
+    (one,) = actions_for(self._env.action_space, np.asarray(action))
+    observation, reward, terminated, truncated, _ = self._env.step(one)
+    timestep = self._timestep(observation, reward, terminated, truncated)
+    return timestep, float(reward), bool(terminated or truncated)
+
+  def _timestep(self, x: Any, reward: float, terminated: bool, truncated: bool) -> TimeStep:
+    def one(space: Any, y: Any) -> np.ndarray:
+      return np.asarray(y, space.dtype)[None]
+
+    flags = (np.array([f]) for f in (terminated, truncated))
+    return self._stepper.timestep(
+      everyone(1), over(one, self._space, x), np.array([reward], np.float32), *flags
+    )
+
+  def frame(self) -> np.ndarray:
+    return to_image(self._env.render())
+
+  def close(self) -> None:
+    self._env.close()
+
+
+def first(tree: Any) -> Any:
+  """Of arrays [1, ...], or of a pool's state, what the one environment has."""
+  if isinstance(tree, PooledState):
+    tree = tree.inner
+  return jax.tree.map(lambda x: x[0], tree)
+
+
+# --- pictures -----------------------------------------------------------------------------------
+
+
+def drawing(env: Any) -> Callable[[Any], Any] | None:
+  """What an environment draws of one of its states; None if it draws none."""
+  while hasattr(env, 'dynamics'):
+    env = env.dynamics
+  draws = getattr(env, 'draw', None)
+  if draws is None:
+    return None
+
+  def of_state(state: Any) -> Any:
+    while isinstance(state, ResetState | PooledState | LimitedState):
+      state = state.inner
+    return draws(state)
+
+  return of_state
+
+
+def to_image(x: Any) -> np.ndarray:
+  """Any image, with 0 to 1 or 0 to 255, as [H, W, 3] u8."""
+  x = np.asarray(x)
+  if x.dtype != np.uint8:
+    most = 1 if x.max(initial=0) <= 1 else 255
+    x = np.clip(x * (255 / most), 0, 255).astype(np.uint8)
+  x = x[..., None] if x.ndim == 2 else x
+  return np.repeat(x, 3, axis=-1) if x.shape[-1] == 1 else x[..., :3]
+
+
+def draw(space: Any, observation: Any) -> np.ndarray:
+  """A picture of an observation: of its first part that has two axes or more, else bars of all numbers."""
+  parts = [np.asarray(x) for x in values(space, observation)]
+  for x in parts:
+    if x.ndim == 3 and x.shape[0] < min(x.shape[1:]) and x.dtype == np.uint8:
+      return enlarged(to_image(x[-1]))  # frames that are stacked: the newest
+    if x.ndim == 3 and x.dtype == np.uint8 and x.shape[-1] in (1, 3):
+      return enlarged(to_image(x))
+    if x.ndim == 3:
+      return enlarged(grid(x))
+    if x.ndim == 2:
+      return enlarged(to_image(x.astype(np.float32) / max(float(np.abs(x).max(initial=0)), 1e-9)))
+  return bars(np.concatenate([np.ravel(x).astype(np.float32) for x in parts]))
+
+
+def grid(x: np.ndarray) -> np.ndarray:
+  """[H, W, C] of which each channel has a colour; the last one that is set in a cell is shown."""
+  picture = np.full((*x.shape[:2], 3), 24, np.uint8)
+  for channel in range(x.shape[-1]):
+    picture[x[..., channel] > 0] = PALETTE[channel % len(PALETTE)]
+  return picture
+
+
+def bars(x: np.ndarray, height: int = 128) -> np.ndarray:
+  """A bar for each number, up or down from the middle, by a scale that leaves large ones in the picture."""
+  width = max(4, SMALLEST // max(len(x), 1))
+  picture = np.full((height, width * len(x), 3), 30, np.uint8)
+  middle = height // 2
+  for i, value in enumerate(np.tanh(np.nan_to_num(x))):
+    end = middle - round(float(value) * (middle - 2))
+    low, high = sorted((middle, end))
+    picture[low : high + 1, i * width + 1 : (i + 1) * width - 1] = PALETTE[5]
+  return picture
+
+
+def enlarged(picture: np.ndarray) -> np.ndarray:
+  """By a whole factor, so that its longer side has SMALLEST pixels or more."""
+  factor = -(-SMALLEST // max(picture.shape[:2]))
+  return picture.repeat(factor, 0).repeat(factor, 1) if factor > 1 else picture
