@@ -25,10 +25,10 @@ train: setup
 	@echo "or something new: $(BIN)/podrace train        (IMPALA on Catch, seconds)"
 
 test: setup
-	$(BIN)/python tests/suite.py -q -n $(WORKERS) --dist worksteal -m 'not slow'
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-all: setup
-	$(BIN)/python tests/suite.py -q -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
@@ -41,8 +41,10 @@ format: setup
 
 BENCHMARKS := ppo_cartpole catch_podracer environments resets devices scores
 
+# Hours. Each script writes benchmarks/results/NAME.json; benchmarks/README.md lists those that need more than `make setup`.
 bench: setup
-	for b in $(BENCHMARKS); do $(BIN)/python benchmarks/$$b.py || exit 1; done
+	@echo "runs, one after the other: $(BENCHMARKS)"
+	for b in $(BENCHMARKS); do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
 
 bench-gpu: setup
 	$(BIN)/python -c 'import jax; jax.devices("gpu")' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'

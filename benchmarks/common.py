@@ -20,6 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+PATH = os.pathsep.join(
+  [str(ROOT), str(ROOT / 'benchmarks')]
+)  # of processes: podrace, and these modules
 RESULTS = ROOT / 'benchmarks' / 'results'
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'envpool',
             'ale-py', 'gymnasium', 'podrace')  # fmt: skip
@@ -152,7 +155,7 @@ def last_json(command: Sequence[str], **environment: str) -> Any:
   """What a process prints on its last line."""
   done = subprocess.run(
     command, capture_output=True, text=True, check=False, cwd=ROOT,
-    env={**os.environ, 'PYTHONPATH': str(ROOT), **environment},
+    env={**os.environ, 'PYTHONPATH': PATH, **environment},
   )  # fmt: skip
   if done.returncode:
     raise RuntimeError(f'{command} failed:\n{done.stderr}')
@@ -272,7 +275,7 @@ class Worker:
     self.process = subprocess.Popen(
       self.command,
       cwd=ROOT,
-      env={**os.environ, 'PYTHONUNBUFFERED': '1', **environ},
+      env={**os.environ, 'PYTHONPATH': PATH, 'PYTHONUNBUFFERED': '1', **environ},
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,

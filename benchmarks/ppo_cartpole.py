@@ -139,7 +139,7 @@ def actor(params: Any) -> list[np.ndarray]:
 def side(name: str, python: str) -> common.Worker:
   here = 'benchmarks'
   if name == 'rejax':
-    return common.Worker([python, f'{here}/peer_rejax.py'])
+    return common.Worker([python, f'{here}/peers/peer_rejax.py'])
   return common.Worker([sys.executable, f'{here}/ppo_cartpole.py', '--worker'])
 
 

@@ -91,7 +91,7 @@ def main() -> None:
   here = 'benchmarks'
   sides = {
     'purejaxrl': [
-      common.peer('purejaxrl'), f'{here}/peer_purejaxrl.py', str(args.checkout.resolve())
+      common.peer('purejaxrl'), f'{here}/peers/peer_purejaxrl.py', str(args.checkout.resolve())
     ],
     'podrace': [sys.executable, f'{here}/purejaxrl.py', '--worker'],
   }  # fmt: skip

@@ -79,7 +79,7 @@ class Sides:
   """Servers and clients of both, of one kind of step."""
 
   def __init__(self, peer: str, kind: str) -> None:
-    me, theirs = [sys.executable, __file__], [peer, 'benchmarks/peer_reverb_service.py']
+    me, theirs = [sys.executable, __file__], [peer, 'benchmarks/peers/peer_reverb_service.py']
     frames = str(tables.FRAMES)
     self.servers = {
       'podrace': started([*me, '--serve']),
@@ -127,7 +127,7 @@ class Sides:
 
 
 def started(command: list[str]) -> common.Worker:
-  return common.Worker(command, PYTHONPATH=str(common.ROOT))
+  return common.Worker(command, PYTHONPATH=common.PATH)
 
 
 def answered(worker: common.Worker) -> Any:

@@ -41,7 +41,7 @@ def ours(args: list[str], seconds: float) -> dict[str, Any]:
 
 
 def theirs(script: str, *args: Any, peer: str = 'torch') -> dict[str, Any]:
-  return common.last_json([common.peer(peer), f'benchmarks/{script}', *map(str, args)])
+  return common.last_json([common.peer(peer), f'benchmarks/peers/{script}', *map(str, args)])
 
 
 def compare(name: str, ours: list[float], theirs: dict[str, list[float]]) -> dict[str, Any]:

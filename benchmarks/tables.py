@@ -108,7 +108,7 @@ def compare(peer: str, mode: str, kind: str, writers: int, args: Any) -> dict[st
   for _ in range(args.repeats):
     ours.append(common.last_json([sys.executable, 'benchmarks/tables.py', '--one', *load_args]))
     for variant, found in theirs.items():
-      found.append(common.last_json([peer, 'benchmarks/peer_reverb.py', variant, *load_args]))
+      found.append(common.last_json([peer, 'benchmarks/peers/peer_reverb.py', variant, *load_args]))
   if mode == 'memory':
     return compare_memory(ours, theirs['100/-1'])
   fastest = max(theirs, key=lambda k: statistics.median(theirs[k]))

@@ -118,7 +118,7 @@ def against_rejax(
     for seed in range(repeats):
       for side, told in found.items():
         command = (
-          [python, 'benchmarks/peer_rejax_value.py']
+          [python, 'benchmarks/peers/peer_rejax_value.py']
           if side == 'rejax'
           else [sys.executable, 'benchmarks/value_agents.py', '--worker']
         )
@@ -199,7 +199,9 @@ def against_sb3(algorithm: str, repeats: int) -> dict[str, Any]:
   told: dict[str, list[Any]] = {'sb3': [], **{side: [] for side in sides}}
   for seed in range(repeats):
     settings = json.dumps(s | dict(seed=seed))
-    told['sb3'].append(common.last_json([python, 'benchmarks/peer_sb3.py', algorithm, settings]))
+    told['sb3'].append(
+      common.last_json([python, 'benchmarks/peers/peer_sb3.py', algorithm, settings])
+    )
     for side, flags in sides.items():
       flags = [*flags, *sb3_flags(algorithm), '--seed', str(seed)]
       told[side].append(podrace_run(flags, s['episodes']))
@@ -252,7 +254,7 @@ def main() -> None:
     common.RESULTS / 'value_agents.json'
   )  # settings that are not named keep what it has of them
   known = json.loads(path.read_text())['results'] if path.exists() else {}
-  with common.Worker([common.peer('rejax'), 'benchmarks/peer_rejax_value.py']) as worker:
+  with common.Worker([common.peer('rejax'), 'benchmarks/peers/peer_rejax_value.py']) as worker:
     versions = worker.ask(do='versions')
   results = against_rejax([n for n in names if n in SETTINGS], args.repeats, known, versions)
   for name in (n for n in names if n not in SETTINGS):

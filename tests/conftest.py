@@ -21,7 +21,7 @@ import hypothesis
 import jax
 import pytest
 import zmq
-from apart import STARTED
+from children import STARTED
 
 # Under nohup SIGHUP is ignored, in the tests' processes as well.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

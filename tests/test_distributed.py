@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from apart import until
+from children import until
 from processes import DEADLINE, checkpoints, environment, lines, summary
 
 from podrace import topology

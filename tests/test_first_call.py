@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from apart import Process
+from children import Process
 from processes import summary
 
 from podrace import build, compile_cache, topology

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from apart import until
+from children import until
 
 from podrace import metrics
 from podrace.errors import UsageError

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from apart import until
+from children import until
 from processes import (
   DEADLINE,
   Podrace,

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from apart import until
+from children import until
 from processes import (
   StopAt,
   as_users_have_it,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from apart import alive, environment, until
+from children import SUPPORT, alive, environment, until
 from gymnasium import spaces
 
 from podrace.envs.host import base as host
@@ -28,7 +28,7 @@ from podrace.types import FIRST, LAST, MID, Arrival
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setenv('PYTHONPATH', str(Path(__file__).parents[1]))
+  monkeypatch.setenv('PYTHONPATH', str(SUPPORT))
 
 
 def pool(

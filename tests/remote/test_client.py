@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from apart import ROOT, until
+from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
 from podrace.envs.host import base as host

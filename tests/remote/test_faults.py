@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from apart import until
+from children import until
 from peers import Envs, Learner, assert_whole, lives
 from proxy import Proxy
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from apart import environment, until
+from children import environment, until
 from peers import ANY, Learner, Raw
 
 import podrace

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from apart import ROOT, TESTS, until
+from children import ROOT, SUPPORT, until
 from peers import Learner, assert_whole, lives
 
 from podrace import service, tables
@@ -47,7 +47,7 @@ def test_environments_without_jax(tmp_path: Path) -> None:
   assert subprocess.run([podrace, 'keys', 'new', 'keys'], cwd=tmp_path, env=PLAIN).returncode == 0
   with Learner(keys=tmp_path / 'keys') as learner:
     args = ['--connect', learner.address, '--keys', 'keys', '--num-envs', '4', '--env']
-    path = {**PLAIN, 'PYTHONPATH': str(TESTS)}  # of host_envs
+    path = {**PLAIN, 'PYTHONPATH': str(SUPPORT)}  # of host_envs
     envs = subprocess.Popen(
       [podrace, 'envs', *args, 'gymnasium:host_envs:Sequence-v0'], cwd=tmp_path, env=path
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from apart import ROOT, until
+from children import ROOT, until
 from gymnasium import spaces
 from peers import Envs, Learner, Raw, spec
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary

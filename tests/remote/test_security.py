@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from apart import until
+from children import until
 from peers import Envs, Learner, Raw
 
 from podrace import cli

@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from apart import until
+from children import until
 from gymnasium import spaces
 from mutants import Document, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec

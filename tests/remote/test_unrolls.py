@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,9 +12,6 @@ import peers
 import pytest
 from gymnasium import spaces
 from peers import ANY, Raw
-
-sys.path.append(str(Path(__file__).parents[1]))
-
 from test_sebulba import AGENTS, RECURRENT, SMALL, Running, never, sebulba
 
 from podrace.agents.impala import Impala

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zmq
 import zstandard
-from apart import until
+from children import until
 from services import ANY
 from test_service_security import Raw, insert
 from test_service_tables import SIMPLE

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zmq
-from apart import until
+from children import until
 from proxy import Proxy
 from services import ANY, Program
 

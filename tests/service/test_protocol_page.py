@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
-from apart import ROOT
+from children import ROOT
 from services import ANY
 from test_service_security import HELLO, SIGNATURE, Raw, insert, ready
 from test_service_tables import SIMPLE

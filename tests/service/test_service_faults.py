@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
-from apart import environment, until
+from children import environment, until
 from proxy import Proxy
 from services import ANY, Program, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill

@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
-from apart import Process, until
+from children import Process, until
 from mutants import Document, spoiled, tell
 from services import ANY, all_of
 from storm import MESSAGES, storm

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from apart import ROOT, environment, until
+from children import ROOT, environment, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from services import ANY

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import programs
 import pytest
-from apart import until
+from children import until
 from services import ANY, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
+SUPPORT = Path(__file__).parent
+ROOT = SUPPORT.parents[1]
 DEADLINE = 120.0  # seconds, for what takes a few on an idle machine
 STARTED: list[Any] = []  # processes of the running test: conftest ends those that it leaves
 
@@ -31,7 +31,7 @@ def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
 
 def environment() -> dict[str, str]:
   """Ours, in which podrace and the tests' modules are found."""
-  path = os.pathsep.join(map(str, (ROOT, TESTS, TESTS / 'service')))
+  path = os.pathsep.join(map(str, (ROOT, SUPPORT)))
   return {**os.environ, 'PYTHONPATH': path}
 
 

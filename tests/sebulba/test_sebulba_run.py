@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import apart
+import children
 import jax
 import numpy as np
 import pytest
-from apart import alive, until
+from children import alive, until
 from processes import (
   Podrace,
   as_users_have_it,
@@ -503,13 +503,13 @@ def test_a_failure_in_one_of_two_processes_ends_both(
   tmp_path: Path, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """In the middle of a call, whose updates the other one goes on with."""
-  monkeypatch.setenv('PYTHONPATH', apart.environment()['PYTHONPATH'])
+  monkeypatch.setenv('PYTHONPATH', children.environment()['PYTHONPATH'])
   env = f'gymnasium:host_envs:Wrong-v0,what=raise,at=403,once={tmp_path / "once"}'
   both = pair(
     tmp_path / 'run', '--architecture', 'sebulba', '--env', env, '--total-steps', '64000',
     '--actor-devices', '0', '--learner-devices', '1', '--env-threads', '2',
   )  # fmt: skip
-  apart.until(lambda: any(p.popen.poll() is not None for p in both), 600)
+  children.until(lambda: any(p.popen.poll() is not None for p in both), 600)
   codes = [p.wait(6 * SILENCE_SECONDS) for p in both]
   assert all(code not in (0, 2) for code in codes), both[0].output + both[1].output
   failed = [code for code, p in zip(codes, both, strict=True) if 'the game broke' in p.output]

@@ -165,7 +165,6 @@ DQN = ['--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8', '--unro
 
 def test_seed_with_replay(tmp_path: Path, cache: Path) -> None:
   """Environments in another process, a value-based agent; one more life of the learner."""
-  sys.path.append(str(Path(__file__).parent / 'remote'))
   from peers import Envs
 
   address, env, run_dir = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1', tmp_path / 'run'

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from apart import Process
+from children import Process
 
 from podrace import service, tables
 

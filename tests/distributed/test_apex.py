@@ -19,9 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from apart import until
+from children import until
 from gymnasium import spaces
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
+from test_host_replay import CASES, Both, first_priority, starts_of
+from test_windows import World, settings
 
 from podrace import build, cli, errors, run, service, stop, tables, topology
 from podrace.agents import valuing
@@ -44,11 +46,6 @@ from podrace.replay.layout import named
 from podrace.replay.streams import Streams
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
-
-sys.path.append(str(Path(__file__).parent / 'replay'))
-
-from test_host_replay import CASES, Both, first_priority, starts_of
-from test_windows import World, settings
 
 CATCH = [
   '--agent', 'dqn', '--num-envs', '32', '--unroll-length', '4', '--actor-threads', '1',

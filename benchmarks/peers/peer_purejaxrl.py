@@ -3,7 +3,7 @@
 Requests (JSON lines): `setup` compiles its `train`, which begins with fresh parameters; `run` times whole calls of
 it, each from another seed, and saves the actors that they end with.
 
-    python benchmarks/peer_purejaxrl.py CHECKOUT
+    python benchmarks/peers/peer_purejaxrl.py CHECKOUT
 """
 
 from __future__ import annotations

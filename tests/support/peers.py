@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import zmq
-from apart import DEADLINE, Process, until
+from children import DEADLINE, Process, until
 from gymnasium import spaces
 
 from podrace.envs.host.base import Checker, HostSpec, PoolArgs

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import pytest
-from apart import STARTED, until
+from children import STARTED, until
 
 DEADLINE = 180.0  # seconds, for what takes a few on an idle machine
 CONTEXT = multiprocessing.get_context('forkserver')
