@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+
+import podrace.hooks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -52,3 +55,18 @@ def test_every_page_is_in_the_index() -> None:
   index = (ROOT / 'docs' / 'README.md').read_text()
   pages = {p.name for p in (ROOT / 'docs').glob('*.md')} - {'README.md'}
   assert pages <= set(re.findall(r'\]\(([\w-]+\.md)\)', index))
+
+
+def test_the_picture_of_sebulba_is_that_of_its_example() -> None:
+  example = (ROOT / 'examples' / 'sebulba.py').read_text()
+  (picture,) = re.findall(r'^    pools of .*?parameters.*?$', example, re.DOTALL | re.MULTILINE)
+  page = (ROOT / 'docs' / 'architectures.md').read_text()
+  assert textwrap.dedent(picture) in page
+
+
+def test_every_hook_of_an_agent_is_in_the_guide() -> None:
+  hooks = re.findall(r'^- (?:`(\w+)|fields with `(\w+))', str(podrace.hooks.__doc__), re.MULTILINE)
+  names = [a or b for a, b in hooks]
+  assert len(names) >= 6
+  guide = (ROOT / 'docs' / 'own.md').read_text()
+  assert [n for n in names if n not in guide] == []
