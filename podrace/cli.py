@@ -74,6 +74,7 @@ MODULES = (
   bench,
 )
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
+HELP = {'-h', '--help', '--help-all'}
 LASTING = ('train', 'act', 'envs', 'replay')  # commands that go on if nobody reads their output
 UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
 
@@ -124,7 +125,7 @@ def _guarded(args: list[str]) -> int:
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)
     command = COMMANDS[name]
-    if '-h' in rest or '--help' in rest:
+    if not HELP.isdisjoint(rest):
       print(command.COMMAND.help([a for a in rest if a not in ('-h', '--help')]))
       return 0
     return command.run(rest)

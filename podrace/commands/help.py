@@ -21,40 +21,97 @@ from podrace.presets import PRESETS
 PACKAGE = Path(__file__).parents[1]
 
 
-def train_help(options: Iterable[Option], agent: str | None, preset: str | None) -> str:
+MOST_USED = (  # of the options of a run; the others come after them
+  '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env', '--agent', '--architecture',
+)  # fmt: skip
+SERVING = ('--listen', '--connect-replay', '--keys', '--insecure', '--peer-timeout')  # of Sebulba
+ALL = '--help-all'
+
+
+def train_help(
+  options: Iterable[Option], agent: str | None, preset: str | None, everything: bool = False
+) -> str:
   """The help of `train`, which takes `options` and the fields of Config and of its agent.
 
-  An agent of the user's own is imported, and its options stand in the place of ours. The settings of
-  a preset are shown as well.
+  Of a preset or an agent it has what that takes, most used first; without both, the names of agents. `everything`
+  has the options of all. An agent of the user's own is imported for its options.
   """
   lines = [
     'podrace train [PRESET] [OPTIONS]: train an agent; without arguments, IMPALA on Catch',
     '',
-    f'presets: {", ".join(PRESETS)} (see `podrace list`)',
+    textwrap.fill(
+      f'presets: {", ".join(PRESETS)} (see `podrace list`)', 100, break_on_hyphens=False
+    ),
     *(_preset_rows(preset) if preset else []),
-    '',
-    'options:',
-    *(row(o.name, o.value, o.text) for o in options),
-    '',
-    'the run (these defaults are for --env or --agent; presets have their own, see also below):',
   ]
-  lines += [row(*f) for f in fields_of(PACKAGE / 'config.py', 'Config', '--') if f[0] != '--agent']
-  if agent is not None and ':' in agent:
-    own_code.look_here([own_code.of_agent(agent)])
-    lines += ['', f'agent {agent}:', *_own_rows(agent_class(agent), '--agent.')]
-    return '\n'.join(lines)
-  for name, (module, cls) in AGENTS.items():
-    lines += ['', f'agent {name}:']
-    path = PACKAGE.parent / (module.replace('.', '/') + '.py')
-    fields = fields_of(path, cls, '--agent.')
-    lines += [row(*f) for f in fields if f[0].rpartition('.')[2] not in PARTS]
-    lines += [row(*f) for f in own_defaults(path, cls)]
+  found, sebulba = _of_preset(preset) if preset else ('', False)
+  name = agent or found
+  lines += _run_rows(options, everything or sebulba)
+  if ':' in name:
+    own_code.look_here([own_code.of_agent(name)])
+    return '\n'.join([*lines, '', f'agent {name}:', *_own_rows(agent_class(name), '--agent.')])
+  if name and not everything:
+    lines += [*_agent_rows(name), *_part_rows(name)]
+  elif everything:
+    for each in AGENTS:
+      lines += _agent_rows(each)
+    return '\n'.join([*lines, *_part_rows(None), *_default_rows()])
+  more = [f'agents: {", ".join(AGENTS)}, or MODULE:CLASS'] if not name else []
+  if not name:
+    more += ['podrace train PRESET --help, or --agent NAME --help, has the options of an agent']
+  return '\n'.join([*lines, '', *more, f'podrace train {ALL} has every option'])
+
+
+def _of_preset(preset: str) -> tuple[str, bool]:
+  """The agent of a preset, and whether it runs under Sebulba, by its source: to make it would import jax."""
+  tree = ast.parse((PACKAGE / 'presets.py').read_text())
+  functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+  classes = {cls: name for name, (_, cls) in AGENTS.items()}
+  agent, sebulba, names = '', False, [PRESETS[preset].__name__]
+  while names:
+    for node in ast.walk(functions[names.pop()]):
+      if isinstance(node, ast.keyword) and node.arg == 'architecture':
+        sebulba = sebulba or ast.literal_eval(node.value) == 'sebulba'
+      if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        agent = agent or classes.get(node.func.id, '')
+        names += [node.func.id] * (node.func.id in functions)
+  return agent, sebulba
+
+
+def _run_rows(options: Iterable[Option], sebulba: bool) -> list[str]:
+  """The options of a run, most used first; those that only Sebulba reads are left out unless `sebulba`."""
+  config = 'Config' if sebulba else 'Common'
+  shown = [o for o in options if sebulba or o.name not in SERVING]
+  rows = {o.name: row(o.name, o.value, o.text) for o in shown}
+  rows |= {f[0]: row(*f) for f in fields_of(PACKAGE / 'config.py', config, '--')}
+  rows['--agent'] = next(row(o.name, o.value, o.text) for o in shown if o.name == '--agent')
+  order = [*MOST_USED, *(n for n in rows if n not in MOST_USED)]
+  return [
+    '',
+    'options (an --env or --agent has these defaults, a preset its own):',
+    *(rows[n] for n in order),
+  ]
+
+
+def _agent_rows(name: str) -> list[str]:
+  module, cls = AGENTS[name]
+  path = PACKAGE.parent / (module.replace('.', '/') + '.py')
+  fields = fields_of(path, cls, '--agent.')
+  rows = [row(*f) for f in fields if f[0].rpartition('.')[2] not in PARTS]
+  return ['', f'agent {name}:', *rows, *(row(*f) for f in own_defaults(path, cls))]
+
+
+def _part_rows(agent: str | None) -> list[str]:
+  """The options of the parts of an agent; None: of all agents."""
+  lines = []
   for name, kinds in PARTS.items():
     for cls, (file, agents) in kinds.items():
+      if agent is not None and agent not in agents.replace(',', ' ').split():
+        continue
       lines += ['', f'the {name} of {agents} (defaults that an agent has of its own are above):']
       rows = fields_of(PACKAGE / file, cls, f'--agent.{name}.')
       lines += [row(*f) for f in rows if f[0].rpartition('.')[2] not in FIXED.get(cls, ())]
-  return '\n'.join([*lines, *_default_rows()])
+  return lines
 
 
 def _default_rows() -> list[str]:

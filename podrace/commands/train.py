@@ -15,7 +15,7 @@ from podrace.agents import AGENTS
 from podrace.commands import configuration, help
 from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
-from podrace.config import to_json
+from podrace.config import to_json, unknown
 from podrace.errors import UsageError
 from podrace.output import Lasting
 from podrace.presets import PRESETS
@@ -30,10 +30,12 @@ class Train(Command):
   """Its help depends on the arguments."""
 
   def help(self, args: list[str]) -> str:
-    options = Options(args, self)
+    options = Options([a for a in args if a != help.ALL], self)
     preset = options.arguments[0] if options.arguments else None
     agent = configuration.agent_of(options)
-    return help.train_help(self.options, agent, preset if preset in PRESETS else None)
+    if preset is not None and preset not in PRESETS:
+      raise unknown('preset', preset, PRESETS)
+    return help.train_help(self.options, agent, preset, help.ALL in args)
 
 
 COMMAND = Train(

@@ -38,10 +38,26 @@ from podrace.agents import AGENTS
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.bench import allowed
-from podrace.commands import act, configuration, devices, envs, evaluate, names, replay, top, train
+from podrace.commands import (
+  act,
+  configuration,
+  devices,
+  envs,
+  evaluate,
+  follow,
+  names,
+  plot,
+  replay,
+  rm,
+  runs,
+  top,
+  train,
+  watch,
+)
 from podrace.commands.options import PEER_TIMEOUT
 from podrace.commands.options import Command as Declared
-from podrace.config import Config, flag
+from podrace.config import Config, agent_name, flag
+from podrace.hooks import BOUND
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
 from podrace.remote.hub import PEER_SECONDS
@@ -85,6 +101,8 @@ def run(capfd: pytest.CaptureFixture[str]) -> Command:
 # --- help ---------------------------------------------------------------------------------------
 
 HELP = [[], ['--help'], ['-h'], ['--version'], ['train', '--help'], ['train', 'catch', '-h'],
+        ['train', '--help-all'], ['train', 'r2d2-remote-memory', '--help'], ['runs', '--help'], ['plot', '--help'],
+        ['watch', '--help'], ['rm', '--help'], ['follow', '--help'],
         ['eval', '--help'], ['list', '--help'], ['list'], ['envs', '--help'], ['keys', '-h'],
         ['top', '--help'], ['devices', '-h'], ['bench', '--help']]  # fmt: skip
 
@@ -115,8 +133,35 @@ def test_help_with_a_preset_has_what_it_sets(preset: str, run: Command) -> None:
   assert 'from podrace' not in shown
 
 
-def test_help_of_train_has_every_option(run: Command) -> None:
+@pytest.mark.parametrize('preset', PRESETS)
+def test_help_with_a_preset_has_its_agent_alone(preset: str, run: Command) -> None:
+  config = PRESETS[preset]()
+  _, said, _ = run('train', preset, '--help')
+  assert f'agent {agent_name(config.agent)}:' in said
+  assert [n for n in AGENTS if f'\nagent {n}:' in said] == [agent_name(config.agent)]
+  for field in dataclasses.fields(config.agent):
+    if field.name not in ('network', 'buffer', 'actor', 'critic', *BOUND):
+      assert f'  --agent.{flag(field.name)} ' in said
+  assert ('--actor-threads' in said) == (config.architecture == 'sebulba')
+  options = said.partition('options (')[2]
+  assert options.index('--total-steps') < options.index('--seed ') < options.index('--keep')
+  assert said.endswith('podrace train --help-all has every option\n')
+
+
+def test_help_of_train_is_short(run: Command) -> None:
   _, said, _ = run('train', '--help')
+  assert len(said.splitlines()) < 60 and '--agent.' not in said.partition('options (')[2].replace(
+    '--agent.FIELD', ''
+  )
+  assert 'agents: impala, ppo' in said
+  _, said, _ = run('train', '--agent', 'dqn', '--help')
+  assert '--agent.buffer.capacity int' in said and 'agent r2d2:' not in said
+  code, _, err = run('train', 'catsch', '--help')
+  assert code == 2 and "unknown preset 'catsch': did you mean" in err
+
+
+def test_help_of_train_has_every_option(run: Command) -> None:
+  _, said, _ = run('train', '--help-all')
   for option in train.COMMAND.options:
     assert f'  {option.name} {option.value}'.rstrip() in said
   for field in dataclasses.fields(Config):
@@ -140,7 +185,7 @@ def test_help_of_train_has_every_option(run: Command) -> None:
 
 @pytest.mark.parametrize(
   'command',
-  [x.COMMAND for x in (evaluate, envs, act, replay, top, devices)],
+  [x.COMMAND for x in (evaluate, envs, act, replay, top, devices, runs, plot, watch, rm, follow)],
   ids=lambda command: command.name,
 )
 def test_help_tells_of_every_option(command: Declared, run: Command) -> None:
