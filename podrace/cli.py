@@ -14,10 +14,12 @@ from podrace import own_code
 from podrace.commands import (
   act,
   bench,
+  completion,
   devices,
   envs,
   evaluate,
   follow,
+  init,
   keys,
   names,
   plot,
@@ -51,6 +53,8 @@ podrace: reinforcement learning at scale in JAX
   podrace top ADDRESS                 what the clients of a learner or a service do
   podrace list                        presets, agents and environments
   podrace devices [OPTIONS]           the devices there are, and what Sebulba would use
+  podrace init agent|env|network NAME a file that works, and its test, to start from
+  podrace completion bash|zsh|fish    completion of all this in your shell
   podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
 
 `podrace COMMAND --help` says more.
@@ -70,8 +74,10 @@ MODULES = (
   keys,
   top,
   names,
+  init,
   devices,
   bench,
+  completion,
 )
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 HELP = {'-h', '--help', '--help-all'}

@@ -1,0 +1,65 @@
+"""podrace init: a file to start from, and its test."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+from pathlib import Path
+
+from podrace.commands.options import Command, Option, Options
+from podrace.errors import UsageError
+
+TEMPLATES = Path(__file__).parents[1] / 'templates'
+KINDS = {
+  'agent': 'podrace train --agent {file}:{name}',
+  'env': 'podrace train --env python:{file}.make',
+  'network': 'podrace train --agent {file}:Agent',
+}
+COMMAND = Command(
+  'init',
+  'agent|env|network NAME [OPTIONS]',
+  'write a file that works, and its test, to start from: an agent, an environment in JAX, or a network',
+  (Option('--dir', 'DIR', 'where', '.'),),
+  'NAME is that of the class, as MyAgent; the files are my_agent.py and test_my_agent.py.',
+)
+
+
+def run(args: list[str]) -> int:
+  """Writes both files, or none."""
+  options = Options(args, COMMAND)
+  if len(options.arguments) != 2 or options.arguments[0] not in KINDS:
+    came = ' '.join(options.arguments) or 'nothing'
+    raise UsageError(f'init takes agent, env or network, and a name: not {came}')
+  kind, given = options.arguments
+  name, file = names(given)
+  folder = Path(options.text('--dir'))
+  if not folder.is_dir():
+    raise UsageError(f'--dir {folder} is no directory')
+  targets = {folder / f'{prefix}{file}.py': f'{prefix}{kind}.py' for prefix in ('', 'test_')}
+  if there := [str(path) for path in targets if path.exists()]:
+    raise UsageError(f'{" and ".join(there)} exists already: give another name')
+  if importlib.util.find_spec(file) is not None:
+    raise UsageError(
+      f'there is a module {file} already, which {file}.py would hide: give another name'
+    )
+  for path, template in targets.items():
+    text = (TEMPLATES / template).read_text()
+    path.write_text(re.sub(r'FILE(?=[.:_ ])', file, text).replace('NAME', name))
+    print(f'wrote {path}')
+  print(f'train: {KINDS[kind].format(file=file, name=name)}')
+  print(f'test:  python -m pytest {folder / f"test_{file}.py"}')
+  return 0
+
+
+def names(given: str) -> tuple[str, str]:
+  """Of a name as MyAgent or my_agent, both.
+
+  Raises:
+    UsageError: if it is no name in Python.
+  """
+  if not given.isidentifier() or keyword.iskeyword(given) or given.startswith('_'):
+    raise UsageError(f'{given!r} is no name for a class: take letters, digits and _')
+  name = ''.join(part[:1].upper() + part[1:] for part in given.split('_'))
+  file = re.sub(r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', name).lower()
+  return name, file

@@ -1,0 +1,63 @@
+"""NAME: a perceptron in Flax, as a start for a network of your own.
+
+Its parts are explained in docs/own.md. `podrace train --agent FILE:Agent` trains IMPALA with it.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from podrace import distributions
+from podrace.agents.impala import Impala
+from podrace.networks import PolicyValue, unroll_merged
+from podrace.types import TimeStep
+
+
+@dataclasses.dataclass(frozen=True)
+class NAME:
+  """Settings; each is a flag, as --agent.network.width."""
+
+  width: int = 64
+  observation_space: Any = None  # set by `bind`
+  action_space: Any = None
+
+  def bind(self, observation_space, action_space):
+    return dataclasses.replace(self, observation_space=observation_space, action_space=action_space)
+
+  @property
+  def distribution(self):
+    return distributions.for_space(self.action_space)
+
+  @property
+  def module(self):
+    outputs = self.distribution.size + 1  # the policy's numbers, and the value
+    return nn.Sequential([nn.Dense(self.width), nn.relu, nn.Dense(outputs)])
+
+  def example(self):
+    zeros = jnp.zeros([1, *self.observation_space.shape])
+    return TimeStep(zeros, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
+
+  def init(self, key):
+    return self.module.init(key, jnp.zeros([1, math.prod(self.observation_space.shape)]))
+
+  def initial_state(self, batch_size):
+    return ()  # a recurrent network has arrays [batch_size, ...]
+
+  def step(self, params, state, timestep):
+    x = timestep.observation.reshape(timestep.reward.shape[0], -1).astype(jnp.float32)
+    out = self.module.apply(params, x)
+    return PolicyValue(out[:, :-1], out[:, -1]), state
+
+  def unroll(self, params, state, timesteps):
+    return unroll_merged(self, params, state, timesteps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agent(Impala):
+  """IMPALA with this network."""
+
+  network: NAME = NAME()
+  learning_rate: float = 3e-3

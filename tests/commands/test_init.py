@@ -1,0 +1,93 @@
+"""Files to start from, and a shell's completion."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import environment
+from test_runs import called
+
+from podrace.agents import AGENTS
+from podrace.cli import COMMANDS
+from podrace.commands.completion import words
+from podrace.commands.init import names
+from podrace.presets import PRESETS
+
+
+@pytest.mark.parametrize('kind', ['agent', 'env', 'network'])
+def test_what_it_writes_passes_its_own_test(
+  kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  code, out, _ = called(capsys, 'init', kind, 'MyOwn', '--dir', str(tmp_path))
+  assert code == 0 and sorted(p.name for p in tmp_path.iterdir()) == ['my_own.py', 'test_my_own.py']
+  text = ''.join(p.read_text() for p in tmp_path.iterdir())
+  assert 'NAME' not in text and 'FILE' not in text
+  done = subprocess.run(
+    [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_my_own.py'],
+    cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stdout
+  (train,) = [
+    x.removeprefix('train: podrace ') for x in out.splitlines() if x.startswith('train: ')
+  ]
+  done = subprocess.run(
+    [sys.executable, '-m', 'podrace', *train.split(), '--total-steps', '2048', '--run-dir', 'run'],
+    cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_overwritten_or_hidden(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  (tmp_path / 'test_mine.py').write_text('mine')
+  for args, message in (
+    (('agent', 'Mine'), 'exists already'),
+    (('agent', 'Random'), 'there is a module random already'),
+    (('agent', '3d'), 'is no name for a class'),
+    (('agent', 'class'), 'is no name for a class'),
+    (('agents', 'X'), 'init takes agent, env or network'),
+    (('agent',), 'init takes agent, env or network'),
+  ):
+    code, _, err = called(capsys, 'init', *args, '--dir', str(tmp_path))
+    assert code == 2 and message in err, err
+  assert [p.name for p in tmp_path.iterdir()] == ['test_mine.py']
+  assert called(capsys, 'init', 'agent', 'X', '--dir', str(tmp_path / 'no'))[0] == 2
+
+
+@pytest.mark.parametrize(
+  ('given', 'name', 'file'),
+  [('MyAgent', 'MyAgent', 'my_agent'), ('my_agent', 'MyAgent', 'my_agent'), ('A2C', 'A2C', 'a2_c'), ('DQNPlus', 'DQNPlus', 'dqn_plus')],
+)  # fmt: skip
+def test_names(given: str, name: str, file: str) -> None:
+  assert names(given) == (name, file)
+
+
+def test_words_that_complete() -> None:
+  assert words(['']) == list(COMMANDS) and words(['ev']) == ['eval']
+  assert words(['train', '']) == list(PRESETS) and words(['train', 'cart']) == ['cartpole']
+  assert words(['train', 'cartpole', '--agent', '']) == list(AGENTS)
+  assert words(['train', 'cartpole', '--agent.cl']) == ['--agent.clip', '--agent.clip-value']
+  assert words(['train', '--agent', 'dqn', '--agent.buffer.cap']) == ['--agent.buffer.capacity']
+  assert words(['eval', '--ep']) == ['--episodes'] and words(['eval', 'runs/']) == []
+
+
+@pytest.mark.skipif(shutil.which('bash') is None, reason='there is no bash')
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  _, script, _ = called(capsys, 'completion', 'bash')
+  (tmp_path / 'podrace').write_text(f'#!/bin/sh\nexec {sys.executable} -m podrace "$@"\n')
+  (tmp_path / 'podrace').chmod(0o755)
+  typed = (
+    f'{script}\nCOMP_WORDS=(podrace train cart); COMP_CWORD=2; _podrace; echo "${{COMPREPLY[@]}}"'
+  )
+  env = environment()
+  env['PATH'] = f'{tmp_path}:{env["PATH"]}'
+  done = subprocess.run(['bash', '-c', typed], env=env, capture_output=True, text=True, check=True)
+  assert done.stdout.split() == ['cartpole']
+  for shell in ('zsh', 'fish'):
+    assert 'podrace completion words' in called(capsys, 'completion', shell)[1]
+  assert called(capsys, 'completion', 'tcsh')[0] == 2
