@@ -197,8 +197,9 @@ def noting_end(
 ) -> Iterator[None]:
   """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises.
 
-  Nothing is written where the directory is not the run's any more, as `is_ours` says.
+  A refusal (UsageError) changes nothing. Nothing is written where the directory is not the run's any more, as `is_ours` says.
   """
+  before = _object(path / END)
   (path / END).unlink(missing_ok=True)
 
   def note(state: str, why: str) -> None:
@@ -212,6 +213,10 @@ def noting_end(
     yield
   except stopped as e:
     note(STOPPED, str(e))
+    raise
+  except UsageError:
+    if before:
+      note(before.get('state', FAILED), before.get('why', ''))
     raise
   except KeyboardInterrupt:
     note(STOPPED, 'SIGINT: ended at once')

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,8 @@ class Film:
     if self._kept:
       first, *rest = self._kept
       milliseconds = max(
-        20, round(1000 / self._fps)
-      )  # times `_every` it would be as fast; viewers stop at 20
+        20, round(1000 * self._every / self._fps)
+      )  # viewers show none for less than 20
       first.save(self._gif, save_all=True, append_images=rest, duration=milliseconds, loop=0)
 
 
@@ -181,20 +182,23 @@ def watch(
         episode(stage, act, agent.initial_state(ids), seed + i, max_steps, show)
       return {'step': step, 'episodes': episodes}
     folder = out or run_dir / 'videos'
+    if out is None and folder.is_symlink():
+      raise UsageError(f'{folder} is a symbolic link, which is not followed: give --out')
     folder.mkdir(parents=True, exist_ok=True)
-    found = [
-      _film(stage, act, agent.initial_state(ids), folder, i, seed + i, max_steps, fps)
-      for i in range(episodes)
-    ]
+    with tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft:
+      found = [
+        _film(stage, act, agent.initial_state(ids), Path(draft), i, seed + i, max_steps, fps)
+        for i in range(episodes)
+      ]
+      return {'step': step, 'episodes': episodes, **_kept(found, folder, step)}
   finally:
     stage.close()
-  return {'step': step, 'episodes': episodes, **_kept(found, folder, step)}
 
 
 def _film(
   stage: Stage, act: Any, state: Any, folder: Path, number: int, seed: int, max_steps: int, fps: int
 ) -> Episode:
-  mp4, gif = (folder / f'.episode-{number}.{kind}' for kind in ('mp4', 'gif'))
+  mp4, gif = (folder / f'{number}.{kind}' for kind in ('mp4', 'gif'))
   film = Film(mp4, gif, fps)
   try:
     total, steps = episode(stage, act, state, seed, max_steps, film.add)
@@ -204,7 +208,7 @@ def _film(
 
 
 def _kept(found: list[Episode], folder: Path, step: int) -> dict[str, Any]:
-  """Names the best and the median episode, and deletes the others."""
+  """Keeps the best and the median episode."""
   order = sorted(found, key=lambda e: e.episode_return)
   chosen = {'best': order[-1], 'median': order[(len(order) - 1) // 2]}
   result: dict[str, Any] = {'returns': [e.episode_return for e in found]}
@@ -213,9 +217,6 @@ def _kept(found: list[Episode], folder: Path, step: int) -> dict[str, Any]:
     for kind, path in (('mp4', e.mp4), ('gif', e.gif)):
       target = folder / f'{step}-{what}.{kind}'
       target.unlink(missing_ok=True)
-      os.link(path, target)
+      shutil.copyfile(path, target)
       result[what][kind] = str(target)
-  for e in found:
-    e.mp4.unlink()
-    e.gif.unlink()
   return result

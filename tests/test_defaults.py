@@ -142,7 +142,7 @@ def test_what_they_are_for() -> None:
 
 def test_the_help_has_them(capsys: pytest.CaptureFixture[str]) -> None:
   with pytest.raises(SystemExit):
-    cli.main(['train', '--help'])
+    cli.main(['train', '--help-all'])
   said = capsys.readouterr().out
   for (agent, kind), entry in defaults.TABLE.items():
     part = said.partition(f'\n  {agent}, {kind}:\n')[2].partition(':\n')[0]

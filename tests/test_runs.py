@@ -112,6 +112,12 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
       raise error
     found = runs.look(path)
     assert (found.state, found.why) == expected
+  with pytest.raises(UsageError), runs.noting_end(path, Stopped):
+    raise UsageError('refused')
+  assert (runs.look(path).state, runs.look(path).why) == ('failed', 'ValueError()')
+  with pytest.raises(OSError), runs.noting_end(path, Stopped, lambda: False):
+    raise OSError("the directory is another run's")
+  assert not (path / 'end.json').exists()
   with runs.noting_end(path, Stopped):
     pass
   assert not (path / 'end.json').exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,16 @@ def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
   found = watch.watch(run, tmp_path / 'none', episodes=2, show=shown.append)
   assert found == {'step': 600_064, 'episodes': 2} and len(shown) == 20
   assert not (tmp_path / 'none').exists()
+
+
+def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
+  (tmp_path / 'elsewhere').mkdir()
+  copy = tmp_path / 'run'
+  shutil.copytree(run, copy, ignore=shutil.ignore_patterns('videos'))
+  (copy / 'videos').symlink_to(tmp_path / 'elsewhere')
+  with pytest.raises(UsageError, match='is a symbolic link'):
+    watch.watch(copy, episodes=1)
+  assert not list((tmp_path / 'elsewhere').iterdir())
 
 
 def test_what_watch_refuses(
