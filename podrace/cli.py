@@ -18,6 +18,7 @@ from podrace.commands import (
   devices,
   envs,
   evaluate,
+  export,
   follow,
   init,
   keys,
@@ -42,6 +43,7 @@ podrace: reinforcement learning at scale in JAX
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace watch RUN                   videos of its policy
+  podrace export RUN DIR              its policy, for use without training code
   podrace runs [DIR]                  all runs, with their progress, return and state
   podrace follow RUN                  a run, live, with small curves
   podrace plot RUN...                 learning curves as a picture; scores over several tasks
@@ -64,6 +66,7 @@ MODULES = (
   train,
   evaluate,
   watch,
+  export,
   runs,
   follow,
   plot,

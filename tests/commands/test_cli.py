@@ -720,7 +720,9 @@ def test_as_a_module() -> None:
 def test_types_are_for_all_who_install_it() -> None:
   assert (Path(cli.__file__).parent / 'py.typed').exists()
   project = tomllib.loads((Path(__file__).parents[2] / 'pyproject.toml').read_text())
-  assert project['tool']['setuptools']['package-data'] == {'podrace': ['py.typed']}
+  assert project['tool']['setuptools']['package-data'] == {
+    'podrace': ['py.typed', 'templates/*.py']
+  }
 
 
 def test_bad_input_through_the_interpreter(tmp_path: Path) -> None:

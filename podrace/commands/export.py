@@ -1,0 +1,46 @@
+"""podrace export: a run's policy, for others to use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from podrace import own_code
+from podrace.commands.options import ALLOW_CODE, Command, Option, Options
+from podrace.errors import UsageError
+from podrace.output import tell
+
+COMMAND = Command(
+  'export',
+  'RUN DIR [OPTIONS]',
+  "writes the policy of a run's newest checkpoint to a new directory, in forms that need no training code",
+  (
+    Option('--member', 'I', 'which of the seeds of a run with --seeds, from 0', 0),
+    ALLOW_CODE,
+  ),
+  """
+DIR gets params.safetensors, policy.json (spaces, network, hashes), config.json, and policy.jaxexport for JAX. Use it:
+
+    import podrace
+    policy = podrace.load_policy('DIR')
+    action, state = policy.act(observation)           # then policy.act(observation, state)
+
+The last line printed is policy.json.
+""",
+)  # fmt: skip
+
+
+def run(args: list[str]) -> int:
+  """Exports."""
+  options = Options(args, COMMAND)
+  if len(options.arguments) != 2:
+    raise UsageError('export takes a run and a new directory: podrace export RUN DIR')
+  run_dir, folder = map(Path, options.arguments)
+  allowed = options.every('--allow-code')
+  own_code.look_here(allowed)
+  from podrace.export import export
+
+  about = export(run_dir, folder, options.whole('--member'), allowed)
+  tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')
+  print(json.dumps(about))
+  return 0

@@ -1,0 +1,255 @@
+"""From a run to a policy that others can use: see podrace.policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+
+from podrace import __version__, distributions, envs
+from podrace.config import Config, agent_name, bind_run, to_json
+from podrace.envs.host import base as host
+from podrace.envs.spaces import over
+from podrace.errors import UsageError
+from podrace.evaluate import newest_params
+from podrace.hooks import can_be_greedy
+from podrace.networks import Actor, ActorCritic, QNetwork
+from podrace.networks.observations import _scale, channels_first, is_pixels
+from podrace.policy import CONFIG, PARAMS, POLICY, PROGRAM, VERSION
+from podrace.record import load_config
+from podrace.types import TimeStep
+
+OURS = (ActorCritic, QNetwork, Actor)  # networks that podrace.policy has in NumPy
+PLATFORMS = ('cpu', 'cuda', 'tpu')
+
+
+def export(
+  run_dir: Path, folder: Path, member: int = 0, allow_code: Iterable[str] = ()
+) -> dict[str, Any]:
+  """Writes the policy of a run's newest checkpoint to a new directory; returns its description.
+
+  Args:
+    member: which of the run's seeds.
+
+  Raises:
+    UsageError: if there is no run or no checkpoint, or the directory is there already.
+  """
+  config = load_config(run_dir, allow_code)
+  if not 0 <= member < config.seeds:
+    raise UsageError(f'--member {member}: the run has {config.seeds} seed(s), counted from 0')
+  if folder.exists():
+    raise UsageError(f'{folder} exists already: name a new directory')
+  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
+  agent = bind_run(config, env)
+  if can_be_greedy(agent):
+    agent = dataclasses.replace(agent, greedy=True)
+  step, params, _ = newest_params(config, agent, run_dir)
+  if config.seeds > 1:
+    params = jax.tree.map(lambda x: x[member], params)
+  return write(folder, config, agent, env, params, step)
+
+
+def write(
+  folder: Path, config: Config, agent: Any, env: Any, params: Any, step: int
+) -> dict[str, Any]:
+  """Writes a bound agent's policy to a new directory, whole or not at all; returns its description."""
+  arrays = named(params)
+  state = jax.eval_shape(agent.initial_state, jnp.zeros(1, jnp.int32))
+  about: dict[str, Any] = {
+    'version': VERSION,
+    'podrace': __version__,
+    'agent': agent_name(agent),
+    'env': config.env,
+    'step': step,
+    'observation_space': described(env.observation_space),
+    'action': _action(env.action_space, agent),
+    'network': _network(agent, env.observation_space),
+    'state': [{'shape': list(x.shape[1:]), 'dtype': str(x.dtype)} for x in jax.tree.leaves(state)],
+  }
+  draft = folder.with_name(f'.{folder.name}.draft')
+  shutil.rmtree(draft, ignore_errors=True)
+  draft.mkdir(parents=True)
+  from safetensors.numpy import save_file
+
+  save_file(arrays, draft / PARAMS)
+  (draft / CONFIG).write_text(json.dumps(to_json(config), indent=2) + '\n')
+  (draft / PROGRAM).write_bytes(_program(agent, env, params, state))
+  about['sha256'] = {
+    name: hashlib.sha256((draft / name).read_bytes()).hexdigest()
+    for name in (PARAMS, CONFIG, PROGRAM)
+  }
+  (draft / POLICY).write_text(json.dumps(about, indent=2) + '\n')
+  draft.rename(folder)
+  return about
+
+
+def named(params: Any) -> dict[str, np.ndarray]:
+  """Parameters by the names that podrace.policy knows; those that acting greedily does not need are left out."""
+  return {
+    name: np.ascontiguousarray(x)
+    for name, x in zip(_names(params), jax.tree.leaves(params), strict=True)
+    if name
+  }
+
+
+def _names(params: Any) -> list[str]:
+  """A name for each leaf of an agent's parameters; '' for those that are left out."""
+  found = []
+  for path, _ in jax.tree_util.tree_leaves_with_path(params):
+    parts = [str(getattr(p, 'key', getattr(p, 'name', getattr(p, 'idx', p)))) for p in path]
+    if parts[0] == 'network':  # of Params of actor-critics and DQN
+      parts = parts[1:]
+    elif parts[0] in ('reward', 'epsilon') or parts[:2] == ['observation', 'seen']:
+      parts = []
+    found.append('/'.join(parts))
+  return found
+
+
+def described(space: Any) -> dict[str, Any]:
+  """A space as JSON, as podrace.policy reads it."""
+  if isinstance(space, spaces.Dict):
+    return {'dict': {k: described(v) for k, v in space.items()}}
+  if isinstance(space, spaces.Tuple):
+    return {'tuple': [described(v) for v in space]}
+  dtype = str(_dtype(space))
+  found: dict[str, Any] = {'kind': 'box', 'shape': list(space.shape), 'dtype': dtype}
+  if isinstance(space, spaces.Discrete):
+    return found | {'kind': 'discrete', 'n': int(space.n), 'start': int(space.start)}
+  if isinstance(space, spaces.MultiDiscrete):
+    return found | {
+      'kind': 'multidiscrete',
+      'n': space.nvec.tolist(),
+      'start': space.start.tolist(),
+    }
+  if isinstance(space, spaces.MultiBinary):
+    return found | {'pixels': False, 'scale': 1.0}
+  return found | {
+    'pixels': bool(is_pixels(space)),
+    'channels_first': bool(channels_first(space)),
+    'scale': _scale(space),
+    'low': _bound(space.low),
+    'high': _bound(space.high),
+  }
+
+
+def _dtype(space: Any) -> np.dtype:
+  """As JAX has it."""
+  return jax.dtypes.canonicalize_dtype(space.dtype)
+
+
+def _bound(x: np.ndarray) -> Any:
+  """One number where all are alike; None where there is none."""
+  values = sorted({float(v) for v in np.ravel(x)[:2]} | {float(np.min(x)), float(np.max(x))})
+  return values[0] if len(values) == 1 and np.isfinite(values[0]) else None
+
+
+def _action(space: Any, agent: Any) -> dict[str, Any]:
+  found = {'shape': list(space.shape), 'dtype': str(_dtype(space))}
+  network = _acting_network(agent)
+  distribution = getattr(network, 'distribution', None)
+  if isinstance(distribution, distributions.Categorical):
+    return found | {'kind': 'categorical', 'n': distribution.num_actions}
+  if isinstance(distribution, distributions.MultiCategorical):
+    return found | {'kind': 'multicategorical', 'n': list(distribution.num_actions)}
+  if isinstance(distribution, distributions.Normal):
+    squash = isinstance(distribution, distributions.TanhNormal)
+    low, high = ([float(v) for v in b] for b in (distribution.low, distribution.high))
+    return found | {'kind': 'box', 'squash': squash, 'low': low, 'high': high}
+  return found | {'kind': 'own'}
+
+
+def _acting_network(agent: Any) -> Any:
+  return getattr(agent, 'network', None) or getattr(agent, 'actor', None)
+
+
+def _network(agent: Any, space: Any) -> dict[str, Any] | None:
+  """What the NumPy runner has to know; None for a network or an agent that is not podrace's own."""
+  network = _acting_network(agent)
+  if type(network) not in OURS or ':' in agent_name(agent):
+    return None
+  actor = isinstance(network, Actor)
+  q = isinstance(network, QNetwork)
+  paths = _paths(space)
+  names = [path for path, _ in paths]
+  return {
+    'torso': network.image_torso,
+    'torso_name': 'Torso_0' if actor else 'torso',
+    'layers': len(network.hidden),
+    'activation': network.activation,
+    'core': network.core,
+    'core_size': network.core_size,
+    'core_name': 'rnn',
+    'head': 'actor' if actor else 'q' if q else 'policy',
+    'head_name': 'Dense_0' if actor else 'policy_head',
+    'atoms': network.atoms if q else 1,
+    'dueling': q and network.dueling,
+    'support': np.asarray(network.support).tolist() if q and network.categorical else None,
+    'floats': [
+      i
+      for i, (path, s) in enumerate(paths)
+      if path != 'action_mask' and jnp.issubdtype(s.dtype, jnp.floating)
+    ],
+    'mask': names.index('action_mask') if 'action_mask' in names else None,
+  }
+
+
+def _paths(space: Any) -> list[tuple[str, Any]]:
+  """Top-level names of the leaves, in JAX's order."""
+  if not isinstance(space, spaces.Dict):
+    return [('', space)]
+  found = []
+  for key in sorted(space):
+    found += [
+      (key, leaf)
+      for leaf in jax.tree.leaves(
+        over(lambda s: s, space[key]), is_leaf=lambda s: isinstance(s, spaces.Space)
+      )
+    ]
+  return found
+
+
+def _program(agent: Any, env: Any, params: Any, state: Any) -> bytes:
+  """(parameters by name, state, observation [b, ...], first [b]) -> (action, state), for any b."""
+  leaves, tree = jax.tree.flatten(params)
+  names, state_tree = _names(params), jax.tree.structure(state)
+
+  def act(given: dict[str, Any], state: Any, observation: Any, first: Any) -> Any:
+    taken = [given[name] if name else x for name, x in zip(names, leaves, strict=True)]
+    fresh = agent.initial_state(jnp.zeros(first.shape, jnp.int32))
+
+    def select(new: Any, old: Any) -> Any:
+      return jnp.where(first.reshape((-1,) + (1,) * (old.ndim - 1)), new, old)
+
+    before = jax.tree.map(select, fresh, jax.tree.unflatten(state_tree, state))
+    zeros = jnp.zeros(first.shape)
+    kind = jnp.where(first, 0, 1).astype(jnp.int8)
+    timestep = TimeStep(observation, zeros, zeros + 1, kind)
+    output, after = agent.act(jax.tree.unflatten(tree, taken), before, timestep, jax.random.key(0))
+    return output.action, jax.tree.leaves(after)
+
+  (b,) = jax.export.symbolic_shape('b')
+
+  def shaped(x: Any) -> Any:
+    return jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype)
+
+  def of_space(space: Any) -> Any:
+    return jax.ShapeDtypeStruct((b, *space.shape), _dtype(space))
+
+  given = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in named(params).items()}
+  program = jax.export.export(jax.jit(act), platforms=PLATFORMS)(
+    given,
+    [shaped(x) for x in jax.tree.leaves(state)],
+    over(of_space, env.observation_space),
+    jax.ShapeDtypeStruct((b,), jnp.bool_),
+  )
+  return bytes(program.serialize())

@@ -1,0 +1,210 @@
+"""Exported policies act as the agents that they are of."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from processes import as_users_have_it
+from test_runs import called
+
+import podrace
+from podrace.agents.d4pg import D4PG
+from podrace.agents.dqn import DQN
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
+from podrace.agents.r2d2 import R2D2
+from podrace.agents.sac import SAC
+from podrace.config import Config, bind
+from podrace.envs.spaces import over
+from podrace.export import write
+from podrace.networks import ActorCritic, QNetwork
+from podrace.policy import PolicyError, load_policy
+from podrace.run import train
+from podrace.types import FIRST, MID, TimeStep
+
+VECTOR, BOX = spaces.Box(-2, 3, (5,), np.float32), spaces.Box(-1, 2, (2, 2), np.float32)
+PIXELS, STACK = spaces.Box(0, 255, (40, 40, 3), np.uint8), spaces.Box(0, 255, (4, 36, 36), np.uint8)
+MIXED = spaces.Dict(
+  b=spaces.Discrete(4, start=1),
+  a=VECTOR,
+  c=spaces.MultiDiscrete([2, 3]),
+  d=spaces.Box(-4, 9, (3,), np.int32),
+)
+MASKED = spaces.Dict(action_mask=spaces.MultiBinary(3), view=VECTOR)
+THREE = spaces.Discrete(3)
+CASES: dict[str, tuple[Any, Any, Any]] = {
+  'impala': (Impala(), VECTOR, THREE),
+  'impala, deep': (Impala(network=ActorCritic(torso='impala-deep')), PIXELS, THREE),
+  'impala, lstm': (Impala(network=ActorCritic(core='lstm', core_size=8)), VECTOR, THREE),
+  'ppo, gru, normalised': (
+    PPO(network=ActorCritic(core='gru', core_size=8, activation='relu'), normalize_observations=True), MIXED, THREE,
+  ),
+  'ppo, stacked frames': (PPO(), STACK, spaces.Discrete(6)),
+  'ppo, several choices': (PPO(), VECTOR, spaces.MultiDiscrete([2, 5, 3])),
+  'ppo, masked': (PPO(), MASKED, THREE),
+  'ppo, box': (PPO(), VECTOR, BOX),
+  'ppo, squashed box': (PPO(network=ActorCritic(squash=True)), VECTOR, BOX),
+  'ppo, grid': (PPO(network=ActorCritic(torso='grid')), spaces.Box(0, 1, (10, 10, 4), np.float32), THREE),
+  'dqn': (DQN(), VECTOR, THREE),
+  'dqn, rainbow': (
+    DQN(network=QNetwork(head='categorical', noisy=True, dueling=True, head_size=16, torso='impala')), STACK, THREE,
+  ),
+  'dqn, quantiles': (DQN(network=QNetwork(head='quantile', num_atoms=5, hidden=(8,))), VECTOR, THREE),
+  'r2d2': (R2D2(network=QNetwork(core='lstm', core_size=8, dueling=True)), VECTOR, THREE),
+  'sac': (SAC(), VECTOR, BOX),
+  'd4pg': (D4PG(), VECTOR, BOX),
+}  # fmt: skip
+STEPS, BATCH = 6, 16
+
+
+def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
+  """A bound agent with random parameters, its environment's spaces; its policy is in the folder."""
+  agent, observation, action = CASES[name]
+  env = SimpleNamespace(observation_space=observation, action_space=action)
+  agent = dataclasses.replace(bind(agent, env), greedy=True)
+  params = agent.init(jax.random.key(0)).params
+  keys = iter(jax.random.split(jax.random.key(1), 1000))
+  # Fresh heads are close to 0, and biases 0: all would look alike.
+
+  def varied(path: Any, x: Any) -> Any:
+    inputs = np.prod(x.shape[:-1]) if len(x.shape) > 1 else 10
+    y = x + jax.random.normal(next(keys), x.shape).astype(x.dtype) / np.sqrt(inputs)
+    return jnp.abs(y) + 0.1 if '.var' in jax.tree_util.keystr(path) else y
+
+  params = jax.tree_util.tree_map_with_path(varied, params)
+  write(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
+  return agent, env, params
+
+
+def observations(space: Any, steps: int, batch: int) -> list[Any]:
+  """Some at random, [B, ...] each; at least one action is allowed."""
+  space.seed(0)
+
+  def one() -> Any:
+    x = space.sample()
+    if isinstance(x, dict) and 'action_mask' in x:
+      x['action_mask'][0] = 1
+    return x
+
+  return [
+    jax.tree.map(lambda *xs: np.stack(xs), *[one() for _ in range(batch)]) for _ in range(steps)
+  ]
+
+
+@pytest.mark.parametrize('runtime', ['numpy', 'jax'])
+@pytest.mark.parametrize('name', CASES)
+def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
+  agent, env, params = made(name, tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy', runtime)
+  act = jax.jit(agent.act)
+  ours = agent.initial_state(jnp.zeros(BATCH, jnp.int32))
+  state, seen = None, []
+  for t, observation in enumerate(observations(env.observation_space, STEPS, BATCH)):
+    typed = over(lambda s, x: jnp.asarray(x), env.observation_space, observation)
+    kind = jnp.full(BATCH, MID if t else FIRST, jnp.int8)
+    timestep = TimeStep(typed, jnp.zeros(BATCH), jnp.ones(BATCH), kind)
+    output, ours = act(params, ours, timestep, jax.random.key(t))
+    action, state = policy.act_many(observation, state)
+    expected = np.asarray(output.action)
+    assert action.shape == expected.shape and action.dtype == expected.dtype
+    if np.issubdtype(expected.dtype, np.integer):
+      np.testing.assert_array_equal(action, expected)
+    else:
+      np.testing.assert_allclose(action, expected, atol=1e-4, rtol=1e-4)
+    seen.append(expected)
+  assert len(np.unique(np.concatenate(seen).reshape(STEPS * BATCH, -1), axis=0)) > 1
+
+
+def test_one_observation_at_a_time(tmp_path: Path) -> None:
+  _, env, _ = made('r2d2', tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy')
+  state, many = None, None
+  for observation in observations(env.observation_space, STEPS, 1):
+    action, state = policy.act(observation[0], state)
+    expected, many = policy.act_many(observation, many)
+    assert action == expected[0]
+
+
+def test_loading_needs_numpy_alone(tmp_path: Path) -> None:
+  made('ppo, gru, normalised', tmp_path / 'policy')
+  code = (
+    'import sys, podrace, numpy as np\n'
+    f'policy = podrace.load_policy({str(tmp_path / "policy")!r})\n'
+    'x = dict(a=np.zeros(5), b=2, c=np.array([1, 2]), d=np.zeros(3, int))\n'
+    'action, state = policy.act(x); policy.act(x, state)\n'
+    'wrong = {m for m in sys.modules if m.split(".")[0] in ("jax", "flax", "optax", "gymnasium")}\n'
+    'ours = {m for m in sys.modules if m.startswith("podrace.")}\n'
+    'assert not wrong and ours == {"podrace.policy"}, (wrong, ours)'
+  )
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('name', ['params.safetensors', 'config.json', 'policy.jaxexport'])
+def test_a_file_that_was_changed_is_refused(name: str, tmp_path: Path) -> None:
+  made('impala', tmp_path / 'policy')
+  file = tmp_path / 'policy' / name
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(data)
+  with pytest.raises(PolicyError, match='its hash differs'):
+    load_policy(tmp_path / 'policy')
+  file.unlink()
+  with pytest.raises(PolicyError, match='cannot be read'):
+    load_policy(tmp_path / 'policy')
+
+
+def test_what_is_no_policy(tmp_path: Path) -> None:
+  with pytest.raises(PolicyError, match='holds no policy'):
+    load_policy(tmp_path)
+  made('impala', tmp_path / 'policy')
+  with pytest.raises(PolicyError, match="runtime is 'numpy' or 'jax'"):
+    load_policy(tmp_path / 'policy', 'torch')
+  policy = podrace.load_policy(tmp_path / 'policy')
+  with pytest.raises(ValueError, match=r'shape \[4\] came, expected \[5\]'):
+    policy.act(np.zeros(4))
+  about = tmp_path / 'policy' / 'policy.json'
+  about.write_text(json.dumps(dict(json.loads(about.read_text()), version=2)))
+  with pytest.raises(PolicyError, match='not a policy of version 1'):
+    load_policy(tmp_path / 'policy')
+
+
+def test_a_run_is_exported(
+  as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  agent = PPO(network=ActorCritic(hidden=(8,)))
+  config = Config(agent=agent, num_envs=8, unroll_length=8, total_steps=640, seeds=2)
+  train(config, tmp_path / 'run', quiet=True)
+  code, out, _ = called(
+    capsys, 'export', str(tmp_path / 'run'), str(tmp_path / 'policy'), '--member', '1'
+  )
+  about = json.loads(out.splitlines()[-1])
+  assert code == 0 and (about['step'], about['agent'], about['env']) == (
+    640,
+    'ppo',
+    'podrace:catch',
+  )
+  assert load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))[0].shape == ()
+  names = {p.name for p in (tmp_path / 'policy').iterdir()}
+  assert names == {'config.json', 'params.safetensors', 'policy.jaxexport', 'policy.json'}
+  for args, message in (
+    (('run', 'policy'), 'exists already'),
+    (('run', 'other', '--member', '2'), 'the run has 2 seed(s)'),
+    (('nowhere', 'other'), 'is not a run directory'),
+    (('run',), 'export takes a run and a new directory'),
+  ):
+    paths = [x if x.startswith('-') or x.isdigit() else str(tmp_path / x) for x in args]
+    code, _, err = called(capsys, 'export', *paths)
+    assert code == 2 and message in err, err
