@@ -203,9 +203,8 @@ class _Network:
 
   def __init__(self, about: dict[str, Any], params: Params) -> None:
     self._about, self._net, self._params = about, about['network'], params
-    self._act: Callable[[Floats], Floats] = {'tanh': np.tanh, 'relu': _relu}[
-      self._net['activation']
-    ]
+    activations: dict[str, Callable[[Floats], Floats]] = {'tanh': np.tanh, 'relu': _relu}
+    self._act = activations[self._net['activation']]
 
   def step(self, observations: Any, state: Any, size: int) -> tuple[np.ndarray, Any]:
     """Actions [B, ...] and the core's state."""

@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'ppo, masked': (PPO(), MASKED, THREE),
   'ppo, box': (PPO(), VECTOR, BOX),
   'ppo, squashed box': (PPO(network=ActorCritic(squash=True)), VECTOR, BOX),
-  'ppo, grid': (PPO(network=ActorCritic(torso='grid')), spaces.Box(0, 1, (10, 10, 4), np.float32), THREE),
+  'ppo, grid': (PPO(network=ActorCritic(torso='grid')), spaces.Box(-3, 3, (10, 10, 4), np.float32), THREE),
   'dqn': (DQN(), VECTOR, THREE),
   'dqn, rainbow': (
     DQN(network=QNetwork(head='categorical', noisy=True, dueling=True, head_size=16, torso='impala')), STACK, THREE,
