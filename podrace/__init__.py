@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from podrace.api import Result as Result
+  from podrace.api import configure as configure
+  from podrace.api import train as train
+  from podrace.callbacks import EndTraining as EndTraining
+  from podrace.config import Config as Config
   from podrace.policy import load_policy as load_policy
 
 __version__ = '0.1.0'
+# Imported when they are used: the command line is to start quickly.
+_FROM = {
+  'train': 'api', 'configure': 'api', 'Result': 'api', 'EndTraining': 'callbacks', 'Config': 'config',
+  'load_policy': 'policy',
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-  if name == 'load_policy':  # when it is used: the command line is to start quickly
-    from podrace.policy import load_policy
-
-    return load_policy
-  raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  if name not in _FROM:
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+  return getattr(importlib.import_module(f'podrace.{_FROM[name]}'), name)

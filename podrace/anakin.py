@@ -25,7 +25,7 @@ from podrace.actor import ActorState, actor_on_mesh, pooled
 from podrace.check import check_faults, count_faults, faults
 from podrace.checkpoint import Extra
 from podrace.envs.base import batch
-from podrace.hooks import gradient_steps
+from podrace.hooks import gradient_steps, init_members
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.types import Agent, Array, Environment, Replay, TrainState
 
@@ -87,8 +87,7 @@ class Anakin:
       return self._init_one(self.agent.init(train_key), actor_key, run_key)
     split = jax.vmap(lambda key: tuple(jax.random.split(key, 3)))
     train_keys, actor_keys, run_keys = split(keys)
-    # One seed after the other: batched LAPACK calls, as an initialiser's QR, can block each other.
-    train = lax.map(self.agent.init, train_keys)
+    train = init_members(self.agent, train_keys)
     return jax.vmap(self._init_one, out_axes=SEEDS)(train, actor_keys, run_keys)
 
   @functools.cached_property

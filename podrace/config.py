@@ -38,6 +38,10 @@ class Common:
   log_every: int = 0  # steps between lines of metrics.jsonl; 0: a hundredth of the run
   checkpoint_every: int = 0  # steps between checkpoints; 0: about a minute
   keep: int = 3  # how many checkpoints
+  eval_every: int = 0  # steps between evaluations into eval.jsonl, while training goes on; 0: none
+  eval_episodes: int = 32  # of each evaluation, and each seed
+  eval_video: bool = False  # films an episode of each, into videos/
+  init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
 
   @property
   def steps_per_update(self) -> int:
@@ -125,6 +129,10 @@ def validate(config: Config) -> None:
   if agent_name(config.agent) in AGENTS:
     check_numbers(config.agent)
     check_batch(config.agent)
+  if config.seeds % hooks.settings(config.agent):
+    raise UsageError(
+      f'--seeds {config.seeds}: {hooks.settings(config.agent)} settings need a multiple of as many'
+    )
   _check_common(config)
   if config.architecture == 'anakin':
     _check_anakin(config)
@@ -133,11 +141,11 @@ def validate(config: Config) -> None:
 
 
 def _check_common(config: Config) -> None:
-  for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep'):
+  for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep', 'eval_episodes'):
     value = getattr(config, name)
     if value < 1:
       raise UsageError(f'--{flag(name)} must be at least 1, not {value}')
-  for name in ('log_every', 'checkpoint_every', 'seed'):
+  for name in ('log_every', 'checkpoint_every', 'eval_every', 'seed'):
     value = getattr(config, name)
     if value < 0:
       raise UsageError(f'--{flag(name)} must not be negative, not {value}')
@@ -147,6 +155,8 @@ def _check_common(config: Config) -> None:
       if name == 'total_updates':
         what = f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
       raise UsageError(f'{what} must be less than 2^31, not {getattr(config, name)}')
+  if config.eval_every == 0 and (config.eval_video or config.eval_episodes != Config.eval_episodes):
+    raise UsageError('--eval-episodes and --eval-video are for --eval-every, which is not given')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
 
@@ -255,11 +265,8 @@ def to_json(config: Config) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
   if dataclasses.is_dataclass(value):
     cls = type(value)
-    theirs = (
-      {}
-      if cls.__module__.startswith('podrace.')
-      else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
-    )
+    known = cls.__module__.startswith('podrace.') and hooks.lacks(value)  # by the field's type
+    theirs = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
     fields = [f for f in dataclasses.fields(value) if _own(f)]
     return {**theirs, **{f.name: _plain(getattr(value, f.name)) for f in fields}}
   if isinstance(value, tuple | list):
@@ -367,7 +374,8 @@ def bind_run(config: Config, env: Any) -> Any:
     UsageError: if it is one of ours that can't act there, or no agent.
     ValueError: if a network can't be built for those spaces.
   """
-  name, fit = agent_name(config.agent), agents_for(env.action_space)
+  name = agent_name(hooks.wrapped(config.agent) or config.agent)
+  fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:
     raise UsageError(
       f'{name} cannot act in {config.env}, whose action space is {env.action_space}: '

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host.answers import AnswerTimer
 from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
 from podrace.errors import RunError, UsageError
-from podrace.hooks import can_be_greedy
+from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import number
 from podrace.networks import outside_loops
 from podrace.record import load_config
@@ -115,19 +114,17 @@ def evaluator(
   return evaluate
 
 
-def host_returns(
+def host_evaluator(
   agent: Agent,
   spec: HostSpec,
-  params: Any,
   episodes: int,
-  seed: int,
   max_steps: int = 1_000_000,
   num_envs: int | None = None,
   deadline: float = HOST_DEADLINE,
-) -> np.ndarray:
-  """As `evaluator`'s, of environments on the host; whole games, with unclipped rewards.
+) -> Callable[[Any, int], np.ndarray]:
+  """As `evaluator`, from parameters and a seed, of environments on the host; whole games, with unclipped rewards.
 
-  Raises:
+  Raises, when called:
     RunError: if an episode is still going after `max_steps`, or an environment fails.
   """
 
@@ -136,8 +133,9 @@ def host_returns(
     with outside_loops():
       return agent.act(params, state, timestep, key)
 
-  found, every = [], spread(episodes, num_envs or episodes)
-  for start in range(0, episodes, HOST_AT_ONCE):
+  every = spread(episodes, num_envs or episodes)
+
+  def some(params: Any, start: int, seed: int) -> np.ndarray:
     ids = every[start : start + HOST_AT_ONCE]
     n = len(ids)
     seeds = np.random.SeedSequence([seed, start]).generate_state(n, np.uint32)
@@ -148,10 +146,14 @@ def host_returns(
       _host_round, act, agent, spec, params, watched, ids, round_key, max_steps
     )
     try:
-      found.append(watched.during(play))
+      return watched.during(play)
     except HostError as e:
-      raise RunError(str(e)) from e
-  return np.concatenate(found)
+      raise RunError(f'{spec.name} failed: {e}') from e
+
+  def evaluate(params: Any, seed: int) -> np.ndarray:
+    return np.concatenate([some(params, i, seed) for i in range(0, episodes, HOST_AT_ONCE)])
+
+  return evaluate
 
 
 class _Watched:
@@ -261,25 +263,34 @@ def evaluate(
       bound = f'at least {least}' if value < least else f'at most {most}'
       raise UsageError(f'{name} must be {bound}, not {value}')
   config = load_config(run_dir, allow_code)
-  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
-  agent = bind_run(config, env)
+  agent, env = evaluable(config)
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
-  check_environment(env.jax if isinstance(env, HostSpec) else env)
   step, params, skipped = newest_params(config, agent, run_dir)
   result: dict[str, Any] = {}
   for way in acting:
-    actor = dataclasses.replace(agent, greedy=True) if way == GREEDY else agent
-    by_seed = _returns(config, actor, env, params, episodes, seed, max_steps)
+    actor = greedily(agent) if way == GREEDY else agent
+    by_seed = returns_of(config, actor, env, episodes, max_steps)(params, seed)
     prefix = '' if way == acting[0] else f'{way}_'
-    result |= {f'{prefix}{name}': x for name, x in _described(by_seed).items()}
+    result |= {f'{prefix}{name}': x for name, x in described(by_seed).items()}
   result['step'] = step
   if skipped:
     result['damaged_checkpoints_skipped'] = skipped
   return result
 
 
-def _described(by_seed: list[np.ndarray]) -> dict[str, Any]:
+def evaluable(config: Config) -> tuple[Any, Any]:
+  """The agent of a run, bound, and its environment, in JAX or a HostSpec; both checked."""
+  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
+  agent = bind_run(config, env)
+  if isinstance(env, HostSpec) and env.jax is not None:
+    env = env.jax
+  if not isinstance(env, HostSpec):
+    check_environment(env)
+  return agent, env
+
+
+def described(by_seed: list[np.ndarray]) -> dict[str, Any]:
   """What is said of the returns of each seed."""
   returns = np.concatenate(by_seed)
   found: dict[str, Any] = {
@@ -304,39 +315,25 @@ def summarised(result: dict[str, Any], acting: Sequence[str] = ACTING) -> str:
   return f'return: {", ".join(parts)} ({count}, step {result["step"]:,})'
 
 
-def _returns(
-  config: Config, agent: Agent, env: Any, params: Any, episodes: int, seed: int, max_steps: int
-) -> list[np.ndarray]:
-  """The returns of each seed, wherever the environments are."""
-  if not isinstance(env, HostSpec) or env.jax is not None:
-    env = env.jax if isinstance(env, HostSpec) else env
-    return returns_by_seed(config, agent, env, params, episodes, seed, max_steps)
-  try:
-    found = host_returns(
-      agent, env, params, episodes, seed, max_steps, config.num_envs, config.env_deadline
-    )
-  except HostError as e:
-    raise RunError(f'{config.env} failed: {e}') from e
-  return [found]
-
-
-def returns_by_seed(
-  config: Config,
-  agent: Agent,
-  env: Environment,
-  params: Any,
-  episodes: int,
-  seed: int,
-  max_steps: int,
-) -> list[np.ndarray]:
-  """What `evaluator` gives, of each seed of a run."""
+def returns_of(
+  config: Config, agent: Agent, env: Any, episodes: int, max_steps: int = 1_000_000
+) -> Callable[[Any, int], list[np.ndarray]]:
+  """From parameters and a seed to the returns [episodes] of each seed of a run, wherever its environments are."""
+  if isinstance(env, HostSpec):
+    play = host_evaluator(agent, env, episodes, max_steps, config.num_envs, config.env_deadline)
+    return lambda params, seed: [play(params, seed)]
   returns = evaluator(agent, env, episodes, max_steps, config.num_envs)
-  if config.seeds == 1:  # its parameters have no axis of seeds
-    params = jax.tree.map(lambda x: x[None], params)
-  return [
-    returns(jax.tree.map(lambda x, i=i: x[i], params), jax.random.fold_in(jax.random.key(seed), i))
-    for i in range(config.seeds)
-  ]
+
+  def by_seed(params: Any, seed: int) -> list[np.ndarray]:
+    if config.seeds == 1:  # its parameters have no axis of seeds
+      params = jax.tree.map(lambda x: x[None], params)
+    key = jax.random.key(seed)
+    return [
+      returns(jax.tree.map(lambda x, i=i: x[i], params), jax.random.fold_in(key, i))
+      for i in range(config.seeds)
+    ]
+
+  return by_seed
 
 
 def newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any, list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import shutil
@@ -16,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from podrace import __version__, distributions, envs
-from podrace.config import Config, agent_name, bind_run, to_json
-from podrace.envs.host import base as host
+from podrace import __version__, distributions
+from podrace.config import Config, agent_name, to_json
 from podrace.envs.spaces import over
 from podrace.errors import UsageError
-from podrace.evaluate import newest_params
-from podrace.hooks import can_be_greedy
+from podrace.evaluate import evaluable, newest_params
+from podrace.hooks import can_be_greedy, greedily
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import _scale, channels_first, is_pixels
 from podrace.policy import CONFIG, PARAMS, POLICY, PROGRAM, VERSION
@@ -49,10 +47,9 @@ def export(
     raise UsageError(f'--member {member}: the run has {config.seeds} seed(s), counted from 0')
   if folder.exists():
     raise UsageError(f'{folder} exists already: name a new directory')
-  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
-  agent = bind_run(config, env)
+  agent, env = evaluable(config)
   if can_be_greedy(agent):
-    agent = dataclasses.replace(agent, greedy=True)
+    agent = greedily(agent)
   step, params, _ = newest_params(config, agent, run_dir)
   if config.seeds > 1:
     params = jax.tree.map(lambda x: x[member], params)

@@ -9,6 +9,11 @@ The four are `podrace.types.Agent`. The others:
 - fields with `bind(observation_space, action_space)`, such as networks: they are bound before the run begins.
 - `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
+- `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
+  `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
+- `agent`, a field: of an agent that wraps another one. That is bound, and made greedy, in its place.
+- `settings: int` and `init_members(keys) -> TrainState`: how many settings of hyper-parameters it has, for runs
+  of several seeds in one program, and the beginning of all members; each setting has the same seeds.
 - `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn` with code that
   does not trace under that check, such as loops whose carries start from literals.
 
@@ -21,7 +26,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from podrace.types import Replay
+  from podrace.types import Replay, TrainState
 
 FUNCTIONS = ('init', 'initial_state', 'act', 'learn')
 SIZES = ('total_updates', 'total_envs')  # of the run
@@ -51,9 +56,45 @@ def can_be_greedy(agent: Any) -> bool:
   return hasattr(agent, 'greedy')
 
 
+def greedily(agent: Any) -> Any:
+  """The agent as it is evaluated: it takes its best action."""
+  inner = wrapped(agent)
+  if inner is not None:
+    return dataclasses.replace(agent, agent=greedily(inner))
+  return dataclasses.replace(agent, greedy=True)
+
+
+def wrapped(agent: Any) -> Any:
+  """The agent that this one wraps; None if it wraps none."""
+  inner = getattr(agent, 'agent', None)
+  return None if inner is None or lacks(inner) else inner
+
+
+def settings(agent: Any) -> int:
+  """How many settings of its hyper-parameters it has, each for as many members of a run."""
+  return getattr(agent, 'settings', 1)
+
+
+def init_members(agent: Any, keys: Any) -> Any:
+  """The `TrainState` of all members of a run, one after the other: batched LAPACK calls can block each other."""
+  if hasattr(agent, 'init_members'):
+    return agent.init_members(keys)
+  import jax
+
+  return jax.lax.map(agent.init, keys)
+
+
 def gradient_steps(agent: Any) -> int:
   """Gradient steps in each call of `learn`."""
   return getattr(agent, 'gradient_steps', 1)
+
+
+def warm_start(agent: Any, train: TrainState, params: Any) -> TrainState:
+  """A new run's `train` with the parameters of another run."""
+  if hasattr(agent, 'warm_start'):
+    found: TrainState = agent.warm_start(train, params)
+    return found
+  return train._replace(params=params)
 
 
 def checks_vma(agent: Any) -> bool:
@@ -73,6 +114,9 @@ def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:
   Raises:
     ValueError: if a network can't be built for those spaces.
   """
+  inner = wrapped(agent)
+  if inner is not None:
+    return dataclasses.replace(agent, agent=bind(inner, env, total_updates, total_envs))
   bound = {
     name: network.bind(env.observation_space, env.action_space)
     for name, network in networks(agent).items()

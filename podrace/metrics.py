@@ -45,7 +45,7 @@ class JsonLines:
     self._file.flush()
 
   def sync(self) -> None:
-    """Returns when the lines are on disk; before a checkpoint that counts on them."""
+    """Returns when the lines are on disk."""
     os.fsync(self._file.fileno())
 
   def close(self) -> None:

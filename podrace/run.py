@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from podrace import metrics
+from podrace import hooks, metrics
 from podrace.architecture import Architecture
 from podrace.build import build, make_server
+from podrace.callbacks import Callback, Callbacks
 from podrace.checkpoint import CheckpointError
 from podrace.config import Config, to_json, validate
 from podrace.errors import RunError, UsageError
+from podrace.evaluations import Evaluations
 from podrace.record import (
   changes_of,
   described,
@@ -34,6 +36,7 @@ from podrace.record import (
 from podrace.runs import noting_end
 from podrace.saves import Saves
 from podrace.stop import GRACE_SECONDS, Stop, Stopped
+from podrace.warm_start import warm_started
 
 if TYPE_CHECKING:
   from podrace.distributed.handshake import Addresses
@@ -83,6 +86,7 @@ def train(
   quiet: bool = False,
   listen: Listen | None = None,
   addresses: Addresses | None = None,
+  callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
   """Trains, from the beginning or from the newest good checkpoint; returns the summary.
 
@@ -96,7 +100,9 @@ def train(
   """
   validate(config)
   metrics.check_sinks(sinks)
-  run_dir = Path(run_dir)
+  called, run_dir = Callbacks(callbacks), Path(run_dir)
+  if called.transforms and jax.process_count() > 1:
+    raise UsageError('a callback with transform is for runs of one process')
   leader = jax.process_index() == 0
   terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing
@@ -119,7 +125,7 @@ def train(
         + '\ngive --override to go on with the new one, or another --run-dir'
       )
     summary = read_summary(run_dir / 'summary.json', warn)
-    if summary is not None and summary['step'] >= config.total_steps:
+    if summary is not None and is_over(summary, config.total_steps, changed):
       if changed:
         raise UsageError(
           f'{run_dir} is finished at step {summary["step"]:,}, and what changed would not be used:\n  '
@@ -137,9 +143,14 @@ def train(
         f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
-    run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours)
+    run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
     with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():
       return run.go(stack)
+
+
+def is_over(summary: dict[str, Any], total_steps: int, changed: Sequence[str]) -> bool:
+  """Whether a run with this summary is finished; one that a callback ended goes on if its configuration changed."""
+  return summary['step'] >= total_steps or ('ended' in summary and not changed)
 
 
 def _nothing(message: str) -> None:
@@ -172,8 +183,11 @@ class _Run:
     warn: Callable[[str], None],
     sinks: tuple[str, ...],
     quiet: bool,
-    is_ours: Callable[[], bool] = lambda: True,  # the directory, still
+    is_ours: Callable[[], bool],  # the directory, still
+    callbacks: Callbacks,
   ) -> None:
+    self.callbacks = callbacks
+    self.evaluations: Evaluations | None = None
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
     self.is_ours = is_ours
     self.terminal, self.sink_names, self.quiet = terminal, sinks, quiet
@@ -206,7 +220,8 @@ class _Run:
     state = self.restored()
     if self.leader:
       write_json(self.run_dir / 'config.json', to_json(config))
-    seeds = np.arange(config.seed, config.seed + config.seeds, dtype=np.uint32)
+    each = config.seeds // hooks.settings(config.agent)
+    seeds = np.uint32(config.seed) + np.arange(config.seeds, dtype=np.uint32) % np.uint32(each)
     keys = jax.vmap(jax.random.key)(seeds)
     if state is None:
       started = time.perf_counter()
@@ -215,8 +230,11 @@ class _Run:
         'initialisation', self.warn, alone,
       )  # fmt: skip
       self.compile_s += time.perf_counter() - started
+      if config.init_from:
+        state = warm_started(config, state)
     self.say(f'compiled in {self.compile_s:.1f} s')
     self.open_sinks(stack)
+    self.open_evaluations(stack, state)
     self.program.start(state, keys, self.statistics)
     try:
       state = self.loop(state)
@@ -229,7 +247,13 @@ class _Run:
     self.saves.checkpoints.wait()
     self.saves.check_directory()
     # Before the summary is there: a run that dies here is not finished, and publishes its end again.
-    with self.saves.failing(self.updates_done(state), state):
+    update = self.updates_done(state)
+    with self.saves.failing(update, state):
+      if self.evaluations:
+        last = functools.partial(
+          self.evaluations.finish, update * config.steps_per_update, state.train.params
+        )
+        self.stop.during(last, 'the last evaluation', self.warn, GRACE_SECONDS)
       self.program.finished(state)
     return self.finish(state)
 
@@ -238,7 +262,7 @@ class _Run:
     if self.lines:
       self.lines.sync()
     clocks = {k: dataclasses.asdict(getattr(self, k)) for k in ('clock', 'since_line')}
-    return {'wall_s': self.wall_s, **clocks}
+    return {'wall_s': self.wall_s, **clocks, 'callbacks': self.callbacks.state()}
 
   def restored(self) -> Any | None:
     """The state that the run goes on from, and its notes; None if it begins."""
@@ -248,6 +272,8 @@ class _Run:
     state, meta = found
     self.wall_before, self.statistics = meta['wall_s'], meta['statistics']
     self.clock, self.since_line = Clock(**meta['clock']), Clock(**meta['since_line'])
+    if 'callbacks' in meta:  # an older podrace had none
+      self.callbacks.restore(meta['callbacks'])
     return state
 
   @property
@@ -267,25 +293,37 @@ class _Run:
     if not self.quiet:
       self.sinks.append(self.terminal)
 
+  def open_evaluations(self, stack: contextlib.ExitStack, state: Any) -> None:
+    if not (self.config.eval_every and self.leader):
+      return
+    saved = max(self.saves.saved, 0)
+    self.evaluations = Evaluations(self.config, self.run_dir, saved, self.warn, lambda: self.wall_s)
+    stack.callback(self.evaluations.close)
+    self.evaluations.resume(state.train.params)
+
   # --- the loop ---------------------------------------------------------------------------------
 
   def loop(self, state: Any) -> Any:
     config, pace = self.config, Pace()
     per_line = config.updates(config.log_every or -(-config.total_steps // 100))
     per_save = config.updates(config.checkpoint_every) if config.checkpoint_every else 0
+    per_eval = config.updates(config.eval_every) if config.eval_every else 0
     update, total = self.updates_done(state), config.total_updates
     last_save = time.perf_counter()
     while update < total:
       self.saves.check_directory()
       began = time.perf_counter()
-      goals = [total, _next(update, per_line)] + ([_next(update, per_save)] if per_save else [])
+      goals = [total, *(_next(update, n) for n in (per_line, per_save, per_eval) if n)]
       if update < self.program.ready:
         goals.append(self.program.ready)
-      n, stop, save = self.agree(
+      n, stop, save, ended = self.agree(
         min(min(goals) - update, pace.updates()),
         self.stop.signum,
         self.save_due(time.perf_counter() - last_save),
+        bool(self.callbacks.ended),
       )
+      if ended:
+        break
       with self.saves.failing(update, state):
         state, n, broken, finite = self.stop.during(
           functools.partial(self.call, state, n), 'a call of the program', self.warn, GRACE_SECONDS
@@ -302,15 +340,19 @@ class _Run:
         if update % per_line == 0 or update == total:
           with self.saves.failing(update, state):
             summary, state = self.program.read_log(state)
-          self.log(update, summary, state)
+          state = self.log(update, summary, state)
         elif not self.quiet:
           self.terminal.progress(update * config.steps_per_update, self.since_line.rate)
-      if save or stop or update == total or (per_save and update % per_save == 0):
+      if self.evaluations and n and update % per_eval == 0:
+        with self.saves.failing(update, state):
+          self.evaluations.begin(update * config.steps_per_update, state.train.params)
+      if save or stop or (per_save and update % per_save == 0):
         self.saves.save(update, state)
         last_save = time.perf_counter()
       if stop and update < total:
         self.saves.checkpoints.wait()
         raise Stopped(stop)
+    self.saves.save(update, state)
     return state
 
   def call(self, state: Any, updates: int) -> tuple[Any, int, Any, Any]:
@@ -324,12 +366,14 @@ class _Run:
       return seconds > FIRST_CHECKPOINT_SECONDS
     return seconds > CHECKPOINT_SECONDS and not self.config.checkpoint_every
 
-  def agree(self, updates: int, signum: int, save: bool) -> tuple[int, int, bool]:
+  def agree(
+    self, updates: int, signum: int, save: bool, ended: bool
+  ) -> tuple[int, int, bool, bool]:
     """The same decisions on all processes: the first one's, and anybody's signal."""
     if jax.process_count() == 1:
-      return updates, signum, save
-    found = multihost_utils.process_allgather(np.array([updates, signum, save], np.int32))
-    return int(found[0, 0]), int(found[:, 1].max()), bool(found[0, 2])
+      return updates, signum, save, ended
+    found = multihost_utils.process_allgather(np.array([updates, signum, save, ended], np.int32))
+    return int(found[0, 0]), int(found[:, 1].max()), bool(found[0, 2]), bool(found[0, 3])
 
   def check_health(self, broken: Any, finite: Any, update: int) -> None:
     """Ends the run if the loss or the parameters are not finite any more."""
@@ -347,8 +391,8 @@ class _Run:
       kept = f'the last good checkpoint is step {self.saves.saved:,}'
     raise RunError(f'{what}; {kept}, in {self.run_dir / "checkpoints"}')
 
-  def log(self, update: int, summary: dict[str, Any], state: Any) -> None:
-    """Writes a line of metrics; `state` is saved if a sink fails."""
+  def log(self, update: int, summary: dict[str, Any], state: Any) -> Any:
+    """Writes a line of metrics; the state, as callbacks change it. It is saved if a sink or a callback fails."""
     line: metrics.Line = {
       'step': update * self.config.steps_per_update,
       'wall_s': round(self.wall_s, 3),
@@ -356,11 +400,25 @@ class _Run:
       **described(summary, self.config.seeds),
     }
     self.since_line = Clock()
-    if self.lines:  # first, and not in `saving`: a checkpoint of this update needs the line
-      self.lines.write(line)
+    if not self.lines:  # of several processes, another one writes
+      return state
+    failure: Exception | None = None
+    try:
+      line = self.callbacks(line)
+    except Exception as e:  # raised below: a checkpoint of this update needs the line
+      failure = e
+    self.lines.write(line)
     with self.saves.failing(update, state):
+      if failure is not None:
+        raise failure
       for sink in self.sinks:
         sink.write(line)
+      for transform in self.callbacks.transforms:
+        train = transform(state.train, line)
+        state = state._replace(
+          train=jax.device_put(train, jax.tree.map(lambda x: x.sharding, state.train))
+        )
+    return state
 
   def updates_done(self, state: Any) -> int:
     return int(np.atleast_1d(jax.device_get(state.update))[0])
@@ -376,6 +434,8 @@ class _Run:
       'params_sha256': params_sha256(state.train.params),
       'machine': machine(),
     }
+    if self.callbacks.ended:
+      summary['ended'] = self.callbacks.ended
     if self.leader:
       write_json(self.run_dir / 'summary.json', summary)
     return summary

@@ -77,6 +77,8 @@ def look(path: Path) -> Run:
   state, why = FINISHED, ''
   if is_running(path):
     state = RUNNING
+  elif 'ended' in summary and summary.get('step', 0) >= line.get('step', 0):  # by a callback
+    why = summary['ended']
   elif summary.get('step', 0) < total:
     state, why = end.get('state', KILLED), end.get('why', '')
   done = summary if state == FINISHED else line

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace import envs, stages
-from podrace.check import check_environment
-from podrace.config import bind_run
+from podrace.config import Config, bind_run
 from podrace.envs.host import base as host
-from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
-from podrace.evaluate import newest_params, spread
-from podrace.hooks import can_be_greedy
+from podrace.evaluate import evaluable, newest_params, spread
+from podrace.hooks import can_be_greedy, greedily
 from podrace.record import load_config
 from podrace.stages import Stage
 
@@ -160,39 +159,66 @@ def watch(
   if show is None:
     check_libraries()
   config = load_config(run_dir, allow_code)
+  agent, _ = evaluable(config)
+  step, params, _ = newest_params(config, agent, run_dir)
+  if show is None:
+    folder = out or run_dir / 'videos'
+    return film(config, params, folder, step, episodes, seed, sampled, max_steps, fps)
+  with _on_stage(config, params, sampled) as (stage, act, begin):
+    for i in range(episodes):
+      episode(stage, act, begin(), seed + i, max_steps, show)
+  return {'step': step, 'episodes': episodes}
+
+
+@contextlib.contextmanager
+def _on_stage(config: Config, params: Any, sampled: bool) -> Iterator[tuple[Stage, Any, Any]]:
+  """The environment of a run, drawn; how its agent acts there; and the state of acting that it begins with."""
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
   if not sampled and can_be_greedy(agent):
-    agent = dataclasses.replace(agent, greedy=True)
-  check_environment(env.jax if isinstance(env, HostSpec) else env)
-  step, params, _ = newest_params(config, agent, run_dir)
+    agent = greedily(agent)
   if config.seeds > 1:  # the first one's
     params = jax.tree.map(lambda x: x[0], params)
-  jitted = jax.jit(agent.act)
+  jitted, ids = jax.jit(agent.act), jnp.asarray(spread(1, config.num_envs))
 
   def act(timestep: Any, state: Any, key: Any) -> tuple[Any, Any]:
     output, state = jitted(params, state, timestep, key)
     return jax.tree.map(np.asarray, output.action), state
 
   stage = stages.make(config.env, env)
-  ids = jnp.asarray(spread(1, config.num_envs))
   try:
-    if show is not None:
-      for i in range(episodes):
-        episode(stage, act, agent.initial_state(ids), seed + i, max_steps, show)
-      return {'step': step, 'episodes': episodes}
-    folder = out or run_dir / 'videos'
-    if out is None and folder.is_symlink():
-      raise UsageError(f'{folder} is a symbolic link, which is not followed: give --out')
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft:
-      found = [
-        _film(stage, act, agent.initial_state(ids), Path(draft), i, seed + i, max_steps, fps)
-        for i in range(episodes)
-      ]
-      return {'step': step, 'episodes': episodes, **_kept(found, folder, step)}
+    yield stage, act, lambda: agent.initial_state(ids)
   finally:
     stage.close()
+
+
+def film(
+  config: Config,
+  params: Any,
+  folder: Path,
+  step: int,
+  episodes: int,
+  seed: int = 0,
+  sampled: bool = False,
+  max_steps: int = 5_000,
+  fps: int = 30,
+) -> dict[str, Any]:
+  """Films episodes of a run's parameters at `step`, and keeps the best and the median one in `folder`.
+
+  Raises:
+    UsageError: if the environment can't be drawn, or the folder is a link.
+  """
+  if folder.is_symlink():
+    raise UsageError(f'{folder} is a symbolic link, which is not followed: give --out')
+  folder.mkdir(parents=True, exist_ok=True)
+  with (
+    tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft,
+    _on_stage(config, params, sampled) as (stage, act, begin),
+  ):
+    found = [
+      _film(stage, act, begin(), Path(draft), i, seed + i, max_steps, fps) for i in range(episodes)
+    ]
+    return {'step': step, 'episodes': episodes, **_kept(found, folder, step)}
 
 
 def _film(

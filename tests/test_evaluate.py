@@ -28,9 +28,9 @@ from podrace.errors import UsageError
 from podrace.evaluate import (
   evaluate,
   evaluator,
-  host_returns,
+  host_evaluator,
   newest_params,
-  returns_by_seed,
+  returns_of,
   spread,
   summarised,
 )
@@ -93,9 +93,9 @@ def test_the_limit_of_steps_is_exact() -> None:
   with pytest.raises(errors.RunError, match='of 100 episodes have not ended in 7 steps'):
     evaluator(Idle(), env, 100, max_steps=7)((), key)
   spec = host.make('gymnasium:host_envs:Truncated-v0')  # 4 steps
-  assert (host_returns(Idle(), spec, (), 3, seed=0, max_steps=4) == 4).all()
+  assert (host_evaluator(Idle(), spec, 3, max_steps=4)((), 0) == 4).all()
   with pytest.raises(errors.RunError, match='3 of 3 episodes have not ended in 3 steps'):
-    host_returns(Idle(), spec, (), 3, seed=0, max_steps=3)
+    host_evaluator(Idle(), spec, 3, max_steps=3)((), 0)
 
 
 def test_it_is_compiled_once() -> None:
@@ -233,8 +233,7 @@ def test_statistics_of_training_are_used(trained: Path) -> None:
   assert (params.observation.seen > 1000).all()
 
   def returns(params: Any) -> np.ndarray:
-    args = (config, agent, make(config.env), params, 200, 0, 100)
-    return np.concatenate(returns_by_seed(*args))
+    return np.concatenate(returns_of(config, agent, make(config.env), 200, 100)(params, 0))
 
   assert (
     returns(params).mean() == evaluate(trained, 200, acting=('sampled',))['episode_return_mean']
@@ -278,14 +277,14 @@ def test_parameters_may_be_scalars(tmp_path: Path) -> None:
 def test_games_on_the_host_count_whole_and_once() -> None:
   """More than are stepped together; 4 steps each, of which the fifth arrival is the last."""
   spec = host.make('gymnasium:host_envs:Truncated-v0')
-  returns = host_returns(Idle(), spec, (), 40, seed=0)
+  returns = host_evaluator(Idle(), spec, 40)((), 0)
   np.testing.assert_array_equal(returns, np.full(40, 4.0))
 
 
 def test_games_on_the_host_that_do_not_end() -> None:
   spec = host.make('gymnasium:host_envs:Same-v0')
   with pytest.raises(errors.RunError, match='2 of 2 episodes have not ended in 50 steps'):
-    host_returns(Idle(), spec, (), 2, seed=0, max_steps=50)
+    host_evaluator(Idle(), spec, 2, max_steps=50)((), 0)
 
 
 def test_games_on_the_host_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,16 +300,17 @@ def test_games_on_the_host_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr('podrace.evaluate.CLOSE_SECONDS', 0.1)
   told = 'envpool:CartPole-v1: environments have not answered for'
   with pytest.raises(errors.RunError, match=told):
-    host_returns(Idle(), dataclasses.replace(spec, make=make), (), 2, seed=0, deadline=0.2)
+    host_evaluator(Idle(), dataclasses.replace(spec, make=make), 2, deadline=0.2)((), 0)
   forever.set()
 
 
 def test_atari_is_scored_unclipped() -> None:
   """A whole game with several rewards of 10 and more, as the game counts them."""
   spec = host.make('ale:ms_pacman')
-  returns = host_returns(Idle(), spec, (), 2, seed=0)
+  evaluated = host_evaluator(Idle(), spec, 2)
+  returns = evaluated((), 0)
   assert (returns >= 60).all() and (returns % 10 == 0).all()
-  np.testing.assert_array_equal(returns, host_returns(Idle(), spec, (), 2, seed=0))
+  np.testing.assert_array_equal(returns, evaluated((), 0))
 
 
 @pytest.mark.parametrize('core', ['none', 'gru', 'lstm'])
@@ -335,7 +335,7 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
   def fail(*args: Any) -> None:
     raise host.HostError('failed in its worker:\nZeroDivisionError: the game broke')
 
-  monkeypatch.setattr('podrace.evaluate.host_returns', fail)
+  monkeypatch.setattr('podrace.evaluate._host_round', fail)
   with pytest.raises(SystemExit) as end:
     cli.main(['eval', str(tmp_path / 'run'), '--episodes', '2', '--allow-code', 'host_envs'])
   assert end.value.code == 1

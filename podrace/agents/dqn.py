@@ -113,6 +113,11 @@ class DQN:
     rest = Rest(network, self.optimiser().init(network), jnp.int32(0))
     return TrainState(Params(network, jnp.float32(1)), rest)
 
+  def warm_start(self, train: TrainState, params: Params) -> TrainState:
+    """It explores as if it were new: epsilon is that of `train`."""
+    learned = train.params._replace(network=params.network)
+    return TrainState(learned, train.rest._replace(target=params.network))
+
   def initial_state(self, env_id: Array) -> Any:
     if not self.epsilon_ladder:
       return ()

@@ -117,6 +117,9 @@ class R2D2:
     network = self.network.init(key)
     return TrainState(network, Rest(network, self.optimiser().init(network), jnp.int32(0)))
 
+  def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    return TrainState(params, train.rest._replace(target=params))
+
   def initial_state(self, env_id: Array) -> State:
     epsilon = valuing.epsilon_ladder(env_id, self.total_envs, self.epsilon_base, self.epsilon_power)
     return State(self.network.initial_state(env_id.shape[0]), epsilon)

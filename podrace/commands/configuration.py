@@ -232,6 +232,16 @@ def reserved(name: str) -> Iterator[Path]:
     yield path
 
 
+@contextlib.contextmanager
+def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
+  """The directory of a run: the one that is given, or else a new one, named after a preset or an environment."""
+  if given is not None:
+    yield Path(given)
+    return
+  with reserved(name.replace(':', '-').replace('/', '-')) as path:
+    yield path
+
+
 def _remove_empty(path: Path) -> None:
   with contextlib.suppress(OSError):  # it isn't
     path.rmdir()

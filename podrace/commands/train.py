@@ -88,8 +88,7 @@ def run(args: list[str]) -> int:
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # the others take the same
       run_dir = configuration.new_run_dir(name)
-    elif run_dir is None:
-      run_dir = stack.enter_context(configuration.reserved(name))
+    run_dir = stack.enter_context(configuration.run_directory(run_dir, name))
     stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)

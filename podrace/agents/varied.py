@@ -1,0 +1,100 @@
+"""An agent in several settings of its hyper-parameters, all of them members of one program.
+
+Each member's values are part of what it learns (`TrainState.rest`), so one program serves all values, a checkpoint
+has them, and population-based training can change them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from podrace import hooks
+from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState
+
+
+class Rest(NamedTuple):
+  """What a member has besides its parameters."""
+
+  values: dict[str, Array]  # of its setting, [] f32 each
+  rest: Any  # of the agent
+
+
+@dataclasses.dataclass(frozen=True)
+class Varied:
+  """`agent` with other values of some of its fields; of the agents' optional hooks it has those of `agent`.
+
+  Acting must not read these fields: parameters are all that acting is given.
+  """
+
+  agent: Any
+  fields: tuple[str, ...]  # of `agent`, as learning_rate or network.sigma
+  values: tuple[float, ...]  # [settings * fields], setting after setting
+
+  def __post_init__(self) -> None:
+    if not self.fields or not self.values or len(self.values) % len(self.fields):
+      raise ValueError(
+        f'there are {len(self.values)} values for settings of {len(self.fields)} fields'
+      )
+
+  @property
+  def settings(self) -> int:
+    return len(self.values) // len(self.fields)
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__') or name == 'agent':
+      raise AttributeError(name)
+    return getattr(self.agent, name)
+
+  def init(self, key: Array) -> TrainState:
+    """The first setting's."""
+    return self._init(key, jnp.asarray(self._rows()[0], jnp.float32))
+
+  def init_members(self, keys: Array) -> TrainState:
+    """All members [N], the seeds of one setting after those of another."""
+    rows = jnp.asarray(self._rows(), jnp.float32)
+    each = jnp.repeat(rows, keys.shape[0] // len(rows), axis=0)
+    return lax.map(lambda member: self._init(*member), (keys, each))
+
+  def _rows(self) -> list[tuple[float, ...]]:
+    n = len(self.fields)
+    return [self.values[i : i + n] for i in range(0, len(self.values), n)]
+
+  def _init(self, key: Array, row: Array) -> TrainState:
+    train: TrainState = self.agent.init(key)
+    values = {name: row[i] for i, name in enumerate(self.fields)}
+    return TrainState(train.params, Rest(values, train.rest))
+
+  def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    rest: Rest = train.rest
+    began = hooks.warm_start(self.agent, TrainState(train.params, rest.rest), params)
+    return TrainState(began.params, Rest(rest.values, began.rest))
+
+  def initial_state(self, env_id: Array) -> Any:
+    return self.agent.initial_state(env_id)
+
+  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    found: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
+    return found
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    values, rest = train.rest
+    agent = with_values(self.agent, values)
+    after, priority, metrics = agent.learn(TrainState(train.params, rest), sample, key)
+    return TrainState(after.params, Rest(values, after.rest)), priority, metrics
+
+
+def with_values(settings: Any, values: dict[str, Any]) -> Any:
+  """A dataclass with other values in its fields, which may be tracers: nothing checks them."""
+  found = copy.copy(settings)
+  for path, value in values.items():
+    name, _, rest = path.partition('.')
+    inner = with_values(getattr(found, name), {rest: value}) if rest else value
+    object.__setattr__(found, name, inner)
+  return found

@@ -1,0 +1,143 @@
+"""podrace for scripts and notebooks: a configuration, a run, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from podrace import metrics, own_code, run
+from podrace.callbacks import Callback
+from podrace.commands import configuration
+from podrace.config import Config, needs_sebulba, to_json, unknown
+from podrace.defaults import with_defaults
+from podrace.errors import UsageError
+from podrace.presets import PRESETS
+
+if TYPE_CHECKING:
+  import pandas as pd
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+  """A run that is finished."""
+
+  run_dir: Path
+  config: Config
+  summary: dict[str, Any]  # what summary.json holds
+
+  @property
+  def metrics(self) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return metrics.read(self.run_dir / 'metrics.jsonl')
+
+  @property
+  def evaluations(self) -> list[dict[str, Any]]:
+    """The lines of eval.jsonl, which a run with `eval_every` has."""
+    return metrics.read(self.run_dir / 'eval.jsonl')
+
+  @property
+  def frame(self) -> pd.DataFrame:
+    """The metrics as a pandas DataFrame, a row for each line.
+
+    Raises:
+      UsageError: without pandas.
+    """
+    try:
+      import pandas as pd
+    except ImportError as e:
+      raise UsageError(f'frame needs pandas, or take metrics: pip install pandas ({e})') from e
+    return pd.DataFrame(self.metrics)
+
+  def evaluate(self, episodes: int = 100, seed: int = 0) -> dict[str, Any]:
+    """As `podrace eval`: the returns of the newest checkpoint, greedy and sampled."""
+    from podrace.evaluate import ACTING, GREEDY, evaluate
+    from podrace.hooks import can_be_greedy
+
+    acting = ACTING if can_be_greedy(self.config.agent) else [a for a in ACTING if a != GREEDY]
+    allowed = own_code.named(to_json(self.config))
+    return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed)
+
+
+def configure(preset: str | None = None, **settings: Any) -> Config:
+  """The configuration that `podrace train` makes of a preset, or of an environment and an agent.
+
+  Args:
+    preset: its name. None: the defaults of an agent in that kind of environment.
+    settings: fields of `Config`. `agent` is an agent, its name, or a dictionary of what changes in it, as in
+      `configure('cartpole', seeds=4, agent={'learning_rate': 3e-4, 'network': {'hidden': (64,)}})`.
+
+  Raises:
+    UsageError: for a name that is none, or settings that can't be right.
+  """
+  if preset is not None and preset not in PRESETS:
+    raise unknown('preset', preset, PRESETS)
+  if names := settings.keys() - {f.name for f in dataclasses.fields(Config)}:
+    raise unknown('setting', min(names), [f.name for f in dataclasses.fields(Config)])
+  agent = settings.pop('agent', None)
+  changes = agent if isinstance(agent, dict) else {}
+  if preset is not None:
+    config = PRESETS[preset]()
+    if isinstance(agent, str):
+      agent = configuration.default_agent(agent)
+  else:
+    config = Config(
+      agent=configuration.default_agent(agent if isinstance(agent, str) else 'impala')
+    )
+    if 'env' in settings and not isinstance(agent, str | None | dict):
+      config = dataclasses.replace(config, agent=agent)
+    if 'env' in settings:
+      config = with_defaults(config, settings['env'])
+  if agent is not None and not isinstance(agent, str | dict):
+    config = dataclasses.replace(config, agent=agent)
+  if 'architecture' not in settings:
+    asked = {name: settings.get(name, getattr(config, name)) for name in ('env', 'envs', 'replay')}
+    settings |= {'architecture': 'sebulba'} if needs_sebulba(**asked) else {}
+  try:
+    return dataclasses.replace(config, **settings, agent=_changed(config.agent, changes))
+  except ValueError as e:
+    raise UsageError(str(e)) from e
+
+
+def _changed(settings: Any, changes: dict[str, Any]) -> Any:
+  """A dataclass with these changes; a dictionary changes what is within a field."""
+  names = [f.name for f in dataclasses.fields(settings)]
+  if others := changes.keys() - set(names):
+    raise unknown(f'setting of {type(settings).__name__}', min(others), names)
+  found = {}
+  for name, value in changes.items():
+    old = getattr(settings, name)
+    nested = isinstance(value, dict) and dataclasses.is_dataclass(old)
+    found[name] = _changed(old, value) if nested else value
+  return dataclasses.replace(settings, **found)
+
+
+def train(
+  config: Config | str,
+  run_dir: Path | str | None = None,
+  callbacks: Sequence[Callback] = (),
+  override: bool = False,
+  sinks: tuple[str, ...] = (),
+  quiet: bool = False,
+) -> Result:
+  """Trains, or goes on with a run, as `podrace train` does.
+
+  Args:
+    config: see `configure`; or the name of a preset.
+    run_dir: where the run is kept; called again with the same, it resumes. None: a new one, runs/NAME-DATE.
+    callbacks: see `podrace.callbacks.Callback`.
+    override: goes on although the configuration has changed.
+    sinks: besides metrics.jsonl: tensorboard, wandb.
+    quiet: shows no progress; warnings only.
+
+  Raises:
+    UsageError: if the configuration is wrong, or not that of the run in `run_dir`.
+    RunError: if the run can't go on; it is saved as far as that is possible.
+    podrace.stop.Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
+  """
+  name = config if isinstance(config, str) else config.env.partition(',')[0]
+  made = configure(config) if isinstance(config, str) else config
+  with configuration.run_directory(run_dir, name) as path:
+    summary = run.train(made, path, override, sinks, quiet, callbacks=callbacks)
+  return Result(path, made, summary)

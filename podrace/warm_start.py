@@ -1,0 +1,61 @@
+"""A run that begins with the parameters of another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from podrace import hooks, own_code
+from podrace.config import Config, to_json
+from podrace.errors import UsageError
+from podrace.evaluate import evaluable, newest_params
+from podrace.record import load_config
+
+
+def warm_started(config: Config, state: Any) -> Any:
+  """A run's new state with the parameters of the newest checkpoint of `config.init_from`.
+
+  Those of a run of one seed go to all seeds.
+
+  Raises:
+    UsageError: if there is no such run or no checkpoint, or if the parameters have other shapes.
+  """
+  source = Path(config.init_from)
+  theirs = load_config(source, own_code.named(to_json(config)))
+  if theirs.seeds not in (1, config.seeds):
+    raise UsageError(
+      f'--init-from {source} has {theirs.seeds} seeds, this run {config.seeds}: it takes one of 1 seed, or of as many'
+    )
+  agent, _ = evaluable(theirs)
+  _, params, _ = newest_params(theirs, agent, source)
+  several = config.seeds > 1
+  if several and theirs.seeds == 1:
+    params = jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (config.seeds, *x.shape)), params)
+  _check(source, params, state.train.params)
+
+  def start(train: Any, params: Any) -> Any:
+    return hooks.warm_start(config.agent, train, params)
+
+  train = (jax.vmap(start) if several else start)(state.train, params)
+  placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), train, state.train)
+  return state._replace(train=placed)
+
+
+def _check(source: Path, found: Any, expected: Any) -> None:
+  """Raises UsageError where parameters differ in their names, shapes or dtypes."""
+  ours, theirs = (
+    {jax.tree_util.keystr(p): f'{x.dtype}{list(x.shape)}' for p, x in leaves}
+    for leaves in map(jax.tree_util.tree_leaves_with_path, (expected, found))
+  )
+  wrong = [
+    f'{name}: {theirs.get(name, "none")} there, {ours.get(name, "none")} here'
+    for name in sorted(ours.keys() | theirs.keys())
+    if ours.get(name) != theirs.get(name)
+  ]
+  if wrong:
+    raise UsageError(
+      f'--init-from {source}: its parameters do not fit this agent in this environment:\n  '
+      + '\n  '.join(wrong)
+    )

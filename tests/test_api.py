@@ -1,0 +1,335 @@
+"""podrace from scripts and notebooks."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import podrace
+from podrace import metrics, presets, runs
+from podrace.agents.dqn import DQN
+from podrace.agents.ppo import PPO
+from podrace.callbacks import Callbacks
+from podrace.config import Config
+from podrace.defaults import with_defaults
+from podrace.errors import RunError, UsageError
+
+SMALL = dict(num_envs=8, unroll_length=8, total_steps=6_400, log_every=640, devices=1)
+
+
+@pytest.fixture
+def several_seeds() -> Iterator[None]:
+  """For programs of several seeds: JAX takes the transpositions of vmap for uses of a key."""
+  jax.config.update('jax_debug_key_reuse', False)
+  yield
+  jax.config.update('jax_debug_key_reuse', True)
+
+
+class Counting:
+  """Counts lines, and ends or fails at one."""
+
+  def __init__(self, end_at: int = 0, fail_at: int = 0) -> None:
+    self.lines, self.end_at, self.fail_at = 0, end_at, fail_at
+
+  def __call__(self, line: dict[str, Any]) -> dict[str, float]:
+    self.lines += 1
+    if self.lines == self.fail_at:
+      raise ZeroDivisionError('of my own')
+    if self.lines == self.end_at:
+      raise podrace.EndTraining('enough')
+    return {'my_lines': self.lines}
+
+  def state(self) -> Any:
+    return self.lines
+
+  def restore(self, state: Any) -> None:
+    self.lines = state
+
+
+def test_a_run_and_what_came_of_it(tmp_path: Path) -> None:
+  config = podrace.configure('catch', **SMALL)
+  result = podrace.train(config, tmp_path / 'run', quiet=True)
+  assert result.summary == json.loads((tmp_path / 'run/summary.json').read_text())
+  assert [line['step'] for line in result.metrics] == list(range(640, 6_401, 640))
+  assert list(result.frame['step']) == [line['step'] for line in result.metrics]
+  found = result.evaluate(5)
+  assert found['episodes'] == 5 and found['step'] == 6_400
+  again = podrace.train(config, tmp_path / 'run', quiet=True)
+  assert again.summary == result.summary
+
+
+def test_a_new_run_has_a_directory_of_its_own(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  config = podrace.configure('catch', **SMALL)
+  paths = {podrace.train(config, quiet=True).run_dir for _ in range(2)}
+  assert len(paths) == 2 and all(p.parent == Path('runs') for p in paths)
+
+
+def test_it_trains_in_a_thread_too(tmp_path: Path) -> None:
+  """Where Python has no signal handlers."""
+  found: list[Any] = []
+  config = podrace.configure('catch', **SMALL)
+  work = threading.Thread(
+    target=lambda: found.append(podrace.train(config, tmp_path / 'a', quiet=True))
+  )
+  work.start()
+  work.join(120)
+  assert found[0].summary['step'] == 6_400
+
+
+@pytest.mark.parametrize(
+  'preset, settings, expected',
+  [
+    ('catch', {'seeds': 2}, dataclasses.replace(presets.catch(), seeds=2)),
+    ('cartpole', {'agent': {'learning_rate': 0.5}},
+     dataclasses.replace(presets.cartpole(), agent=dataclasses.replace(presets.cartpole().agent, learning_rate=0.5))),
+    ('catch', {'agent': 'dqn'}, dataclasses.replace(presets.catch(), agent=DQN())),
+    ('catch', {'agent': DQN(double=False)}, dataclasses.replace(presets.catch(), agent=DQN(double=False))),
+  ],
+)  # fmt: skip
+def test_configure(preset: str, settings: Any, expected: Any) -> None:
+  assert podrace.configure(preset, **settings) == expected
+
+
+def test_configure_changes_what_is_within() -> None:
+  config = podrace.configure('catch', agent={'network': {'hidden': (7,)}})
+  assert config.agent.network.hidden == (7,)
+  assert config.agent.learning_rate == presets.catch().agent.learning_rate
+
+
+def test_configure_takes_the_defaults_of_the_environment() -> None:
+  config = podrace.configure(env='gymnax:Asterix-MinAtar', agent='ppo')
+  assert config == with_defaults(Config(agent=PPO()), 'gymnax:Asterix-MinAtar')
+  assert config.agent != PPO()
+  assert podrace.configure(env='gymnasium:CartPole-v1', agent='ppo').architecture == 'sebulba'
+
+
+@pytest.mark.parametrize(
+  'preset, settings, message',
+  [
+    ('catsh', {}, "unknown preset 'catsh': did you mean catch"),
+    ('catch', {'sedes': 2}, "unknown setting 'sedes': did you mean seeds"),
+    ('catch', {'agent': {'learning_rat': 2}}, "unknown setting of Impala 'learning_rat': did you mean learning_rate"),
+    ('catch', {'agent': {'discount': 2}}, 'discount must be within'),
+    ('catch', {'agent': 'a2c'}, "unknown agent 'a2c'"),
+  ],
+)  # fmt: skip
+def test_configure_refuses(preset: str, settings: Any, message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    podrace.configure(preset, **settings)
+
+
+# --- callbacks ------------------------------------------------------------------------------------
+
+
+def test_a_callback_reports_metrics_and_ends_the_run(tmp_path: Path) -> None:
+  config = podrace.configure('catch', **SMALL)
+  result = podrace.train(config, tmp_path / 'run', [Counting(end_at=4)], quiet=True)
+  assert [line.get('my_lines') for line in result.metrics] == [1, 2, 3, None]
+  assert result.summary['ended'] == 'enough' and result.summary['step'] == 4 * 640
+  seen = runs.look(tmp_path / 'run')
+  assert (seen.state, seen.why) == ('finished', 'enough')
+  # Again, it is finished; with a longer run, it goes on.
+  again = podrace.train(config, tmp_path / 'run', [Counting(end_at=4)], quiet=True)
+  assert again.summary == result.summary
+  longer = dataclasses.replace(config, total_steps=7_040)
+  with pytest.raises(UsageError, match='override'):
+    podrace.train(longer, tmp_path / 'run', quiet=True)
+
+
+def test_a_callback_goes_on_where_it_was(tmp_path: Path) -> None:
+  config = podrace.configure('catch', **SMALL)
+  whole = podrace.train(config, tmp_path / 'whole', [Counting()], quiet=True)
+  with pytest.raises(RunError, match='of my own'):
+    podrace.train(config, tmp_path / 'run', [Counting(fail_at=5)], quiet=True)
+  assert not (tmp_path / 'run/summary.json').exists()
+  result = podrace.train(config, tmp_path / 'run', [Counting()], quiet=True)
+  assert result.summary['params_sha256'] == whole.summary['params_sha256']
+  # The line at which it failed was its fifth; it is saved without what the callback would have said.
+  assert [line.get('my_lines') for line in result.metrics] == [1, 2, 3, 4, None, *range(6, 11)]
+
+
+def test_a_callback_changes_what_is_learned(tmp_path: Path) -> None:
+  class Zero:
+    def __call__(self, line: Any) -> None: ...
+    def transform(self, train: Any, line: Any) -> Any:
+      return train._replace(params=jax.tree.map(lambda x: 0 * x, train.params))
+
+  config = podrace.configure('catch', **SMALL)
+  podrace.train(config, tmp_path / 'run', [Zero()], quiet=True)
+  from podrace.evaluate import evaluable, newest_params
+
+  agent, _ = evaluable(config)
+  _, params, _ = newest_params(config, agent, tmp_path / 'run')
+
+  # The checkpoint at the end has what the callback made of the last line.
+  assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+  'returned, message',
+  [
+    ({'loss': 1.0}, 'reports loss, which is there already'),
+    ({'episode_x': 1.0}, 'reports episode_x, which is there already'),
+    ({'mine': 'much'}, "reports mine = 'much', expected a number"),
+  ],
+)
+def test_what_callbacks_may_not_report(returned: Any, message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    Callbacks([lambda line: returned])({'step': 1, 'loss': 0.0})
+
+
+def test_what_is_no_callback() -> None:
+  with pytest.raises(UsageError, match='is no callback'):
+    Callbacks([3])  # type: ignore[list-item]
+  half = Counting()
+  Callbacks([half])
+
+  class Half:
+    def __call__(self, line: Any) -> None: ...
+    def state(self) -> Any: ...
+
+  with pytest.raises(UsageError, match='Half needs both state and restore'):
+    Callbacks([Half()])
+
+
+def test_infinite_metrics_are_null() -> None:
+  assert Callbacks([lambda line: {'mine': float('inf')}])({'step': 1}) == {'step': 1, 'mine': None}
+
+
+# --- evaluation while training --------------------------------------------------------------------
+
+
+EVALUATED = SMALL | dict(eval_every=1_920, eval_episodes=7)
+
+
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+def test_evaluations_are_those_of_podrace_eval_and_change_nothing(
+  architecture: Any, tmp_path: Path
+) -> None:
+  config = podrace.configure('catch', **EVALUATED, architecture=architecture, lag='1')
+  result = podrace.train(config, tmp_path / 'run', quiet=True)
+  assert [line['step'] for line in result.evaluations] == [1_920, 3_840, 5_760, 6_400]
+  last = result.evaluations[-1]
+  found = result.evaluate(7, seed=config.seed)
+  for name in ('episode_return_mean', 'episode_return_std', 'episodes', 'step'):
+    assert last[name] == found[name]
+  plain = dataclasses.replace(config, eval_every=0, eval_episodes=32)
+  without = podrace.train(plain, tmp_path / 'plain', quiet=True)
+  assert without.summary['params_sha256'] == result.summary['params_sha256']
+  assert not (tmp_path / 'run/to-evaluate').exists()
+
+
+def test_evaluations_of_all_seeds(tmp_path: Path, several_seeds: None) -> None:
+  config = podrace.configure('catch', **EVALUATED, seeds=2)
+  result = podrace.train(config, tmp_path / 'run', quiet=True)
+  assert all(len(line['episode_return_mean_by_seed']) == 2 for line in result.evaluations)
+  assert result.evaluations[-1]['episodes'] == 14
+
+
+def test_evaluations_that_a_killed_run_had_not_made_are_made_by_the_next_life(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  config = podrace.configure('catch', **EVALUATED)
+  whole = podrace.train(config, tmp_path / 'whole', quiet=True)
+  with monkeypatch.context() as patch:  # a first life that gets to none
+    patch.setattr('podrace.evaluations.Evaluations._work', lambda self: None)
+    with pytest.raises(RunError, match='of my own'):
+      podrace.train(config, tmp_path / 'run', [Counting(fail_at=7)], quiet=True)
+  assert (tmp_path / 'run/eval.jsonl').read_text() == ''
+  result = podrace.train(config, tmp_path / 'run', quiet=True)
+  names = ('step', 'episode_return_mean', 'episode_return_std')
+  assert [[line[n] for n in names] for line in result.evaluations] == [
+    [line[n] for n in names] for line in whole.evaluations
+  ]
+
+
+def test_an_evaluation_that_fails_ends_the_run(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def fail(*args: Any) -> Any:
+    raise ValueError('no such game')
+
+  monkeypatch.setattr('podrace.evaluations._evaluator', fail)
+  with pytest.raises(RunError, match='no such game'):
+    podrace.train(podrace.configure('catch', **EVALUATED), tmp_path / 'run', quiet=True)
+
+
+def test_evaluations_are_filmed(tmp_path: Path) -> None:
+  config = podrace.configure('catch', **EVALUATED | dict(eval_every=6_400), eval_video=True)
+  podrace.train(config, tmp_path / 'run', quiet=True)
+  assert (tmp_path / 'run/videos/6400-best.mp4').stat().st_size > 500
+
+
+# --- a warm start ---------------------------------------------------------------------------------
+
+
+def test_a_run_begins_with_the_parameters_of_another(tmp_path: Path) -> None:
+  first = podrace.train(
+    podrace.configure('catch', total_steps=200_000, devices=1), tmp_path / 'first', quiet=True
+  )
+  config = podrace.configure('catch', **SMALL | dict(total_steps=640), init_from=str(first.run_dir))
+  warm = podrace.train(config, tmp_path / 'warm', quiet=True)
+  cold = podrace.train(dataclasses.replace(config, init_from=''), tmp_path / 'cold', quiet=True)
+  assert first.evaluate(200)['episode_return_mean'] > 0.5
+  assert warm.evaluate(200)['episode_return_mean'] > 0.3 > cold.evaluate(200)['episode_return_mean']
+
+
+def test_a_warm_start_of_all_seeds_and_of_target_networks(
+  tmp_path: Path, several_seeds: None
+) -> None:
+  from podrace.build import build
+  from podrace.warm_start import warm_started
+
+  settings: Any = SMALL | dict(total_steps=640)
+  podrace.train(podrace.configure('catch', **settings, agent='dqn'), tmp_path / 'one', quiet=True)
+  config = podrace.configure(
+    'catch', **settings, agent='dqn', seeds=2, init_from=str(tmp_path / 'one')
+  )
+  program = build(config)
+  program.compile()
+  state = program.init(jax.vmap(jax.random.key)(np.arange(2, dtype=np.uint32)))
+  warm = warm_started(config, state)
+  kernel = jax.tree.leaves(warm.train.params.network)[-1]
+  assert (kernel[0] == kernel[1]).all()
+  for a, b in zip(
+    *map(jax.tree.leaves, (warm.train.params.network, warm.train.rest.target)), strict=True
+  ):
+    assert (a == b).all()
+  assert (warm.train.params.epsilon == 1).all()
+
+
+def test_a_warm_start_with_other_shapes_is_refused(tmp_path: Path) -> None:
+  podrace.train(podrace.configure('catch', **SMALL), tmp_path / 'one', quiet=True)
+  config = podrace.configure(
+    'catch', **SMALL, init_from=str(tmp_path / 'one'), agent={'network': {'hidden': (3,)}}
+  )
+  with pytest.raises(
+    UsageError, match=r'do not fit(.|\n)*float32\[50, 64\] there, float32\[50, 3\] here'
+  ):
+    podrace.train(config, tmp_path / 'two', quiet=True)
+  missing = dataclasses.replace(config, init_from=str(tmp_path / 'none'))
+  with pytest.raises(UsageError, match='is not a run directory'):
+    podrace.train(missing, tmp_path / 'three', quiet=True)
+
+
+def test_what_importing_podrace_imports() -> None:
+  code = 'import sys, podrace; podrace.Config; print(*{m.partition(".")[0] for m in sys.modules})'
+  loaded = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert not {'jax', 'flax', 'matplotlib', 'pandas', 'optuna'} & set(loaded.stdout.split())
+
+
+def test_metrics_of_no_run_are_empty(tmp_path: Path) -> None:
+  assert metrics.read(tmp_path / 'eval.jsonl') == []
