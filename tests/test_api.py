@@ -111,7 +111,9 @@ def test_configure_changes_what_is_within() -> None:
 
 def test_configure_takes_the_defaults_of_the_environment() -> None:
   config = podrace.configure(env='gymnax:Asterix-MinAtar', agent='ppo')
-  assert config == with_defaults(Config(agent=PPO()), 'gymnax:Asterix-MinAtar')
+  assert config == with_defaults(
+    Config(agent=PPO(), env='gymnax:Asterix-MinAtar'), 'gymnax:Asterix-MinAtar'
+  )
   assert config.agent != PPO()
   assert podrace.configure(env='gymnasium:CartPole-v1', agent='ppo').architecture == 'sebulba'
 
