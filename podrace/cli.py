@@ -27,6 +27,7 @@ from podrace.commands import (
   replay,
   rm,
   runs,
+  sweep,
   top,
   train,
   watch,
@@ -41,6 +42,7 @@ USAGE = """\
 podrace: reinforcement learning at scale in JAX
 
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
+  podrace sweep [PRESET] --vary ...   train with many settings, and say which is best
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace watch RUN                   videos of its policy
   podrace export RUN DIR              its policy, for use without training code
@@ -64,6 +66,7 @@ podrace: reinforcement learning at scale in JAX
 
 MODULES = (
   train,
+  sweep,
   evaluate,
   watch,
   export,
@@ -84,7 +87,13 @@ MODULES = (
 )
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 HELP = {'-h', '--help', '--help-all'}
-LASTING = ('train', 'act', 'envs', 'replay')  # commands that go on if nobody reads their output
+LASTING = (
+  'train',
+  'sweep',
+  'act',
+  'envs',
+  'replay',
+)  # commands that go on if nobody reads their output
 UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
 
 
@@ -149,7 +158,8 @@ def _guarded(args: list[str]) -> int:
   except Stopped as e:
     from podrace.topology import leave_processes
 
-    tell(f'stopped by {e}; start again with the same --run-dir to go on')
+    same = '--dir' if args[0] == 'sweep' else '--run-dir'
+    tell(f'stopped by {e}; start again with the same {same} to go on')
     leave_processes()
     return 128 + e.signum
   except RunError as e:

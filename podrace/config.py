@@ -374,7 +374,7 @@ def bind_run(config: Config, env: Any) -> Any:
     UsageError: if it is one of ours that can't act there, or no agent.
     ValueError: if a network can't be built for those spaces.
   """
-  name = agent_name(hooks.wrapped(config.agent) or config.agent)
+  name = agent_name(hooks.innermost(config.agent))
   fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:
     raise UsageError(

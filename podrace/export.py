@@ -20,7 +20,7 @@ from podrace.config import Config, agent_name, to_json
 from podrace.envs.spaces import over
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params
-from podrace.hooks import can_be_greedy, greedily
+from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import _scale, channels_first, is_pixels
 from podrace.policy import CONFIG, PARAMS, POLICY, PROGRAM, VERSION
@@ -48,6 +48,7 @@ def export(
   if folder.exists():
     raise UsageError(f'{folder} exists already: name a new directory')
   agent, env = evaluable(config)
+  agent = innermost(agent)
   if can_be_greedy(agent):
     agent = greedily(agent)
   step, params, _ = newest_params(config, agent, run_dir)

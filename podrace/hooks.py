@@ -70,6 +70,12 @@ def wrapped(agent: Any) -> Any:
   return None if inner is None or lacks(inner) else inner
 
 
+def innermost(agent: Any) -> Any:
+  """The agent that acts, within all that wrap it."""
+  inner = wrapped(agent)
+  return agent if inner is None else innermost(inner)
+
+
 def settings(agent: Any) -> int:
   """How many settings of its hyper-parameters it has, each for as many members of a run."""
   return getattr(agent, 'settings', 1)

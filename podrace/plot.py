@@ -72,6 +72,45 @@ def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Pa
   _save(figure, out)
 
 
+def draw_sweep(trials: Sequence[dict[str, Any]], logs: dict[str, bool], out: Path) -> None:
+  """The returns of a sweep's trials: a panel for each varied field, and a dot for each seed; the best is ringed.
+
+  Args:
+    trials: best first, each with its settings and scores.
+    logs: of each varied field, whether its axis is logarithmic.
+  """
+  columns = min(len(logs), 3)
+  figure, axes = _figure(-(-len(logs) // columns), columns, 4.6, 3.2)
+  known = [t for t in trials if t['score'] is not None]
+  for axis, (name, log) in zip(axes, logs.items(), strict=False):
+    dots = [(t['settings'][name], y) for t in known for y in t['scores'] if y is not None]
+    words = any(isinstance(x, str) for x, _ in dots)
+    at = [(str(x) if words else x, y) for x, y in dots]
+    axis.scatter(*zip(*at, strict=True), s=22, color=COLOURS[0], alpha=0.6, linewidth=0)
+    best = known[0]['settings'][name]
+    axis.scatter(
+      [str(best) if words else best],
+      [known[0]['score']],
+      s=110,
+      facecolor='none',
+      edgecolor=COLOURS[1],
+      linewidth=2,
+    )
+    if log and not words:
+      axis.set_xscale('log')
+    axis.set_xlabel(name, fontsize=9)
+    axis.set_ylabel('episode return', fontsize=9)
+    _plain(axis)
+  figure.supxlabel(
+    'a dot: a seed of a setting; ringed: the best setting',
+    fontsize=7.5,
+    color='#555555',
+    x=0.01,
+    ha='left',
+  )
+  _save(figure, out)
+
+
 def style(i: int) -> dict[str, Any]:
   """Colour and dash of the i-th line; no two of 28 are alike."""
   return dict(color=COLOURS[i % len(COLOURS)], linestyle=DASHES[i // len(COLOURS) % len(DASHES)])
@@ -169,7 +208,7 @@ def _plain(axis: Any) -> None:
   axis.set_axisbelow(True)
   axis.tick_params(labelsize=8)
   low, high = axis.get_xlim()
-  if high - low >= 10_000:
+  if high - low >= 10_000 and axis.get_xscale() == 'linear':
     axis.xaxis.set_major_formatter(EngFormatter(sep=''))
 
 

@@ -208,10 +208,23 @@ def final_return(path: Path) -> dict[str, Any]:
   result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
   if 'episode_return_by_seed' in tail[-1]:
     result['episode_return_by_seed'] = [
-      _mean([(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in tail])
-      for i in range(len(tail[-1]['episodes_by_seed']))
+      _final_of_seed(i, tail, lines) for i in range(len(tail[-1]['episodes_by_seed']))
     ]
   return result
+
+
+def _final_of_seed(i: int, tail: list[metrics.Line], lines: list[metrics.Line]) -> float | None:
+  """The mean of a seed's episodes in `tail`, or else that of the newest line with any."""
+
+  def mean(those: list[metrics.Line]) -> float | None:
+    return _mean(
+      [(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in those]
+    )
+
+  found = mean(tail)
+  if found is None:
+    found = next((x for line in reversed(lines) if (x := mean([line])) is not None), None)
+  return found
 
 
 def _mean(means: list[tuple[float | None, int]]) -> float | None:

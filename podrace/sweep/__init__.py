@@ -1,0 +1,1 @@
+"""Sweeps: many settings of hyper-parameters, each trained, and compared."""

@@ -1,0 +1,120 @@
+"""What a sweep varies, and the settings that it tries. Importing this does not import jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from podrace.commands.options import whole_number
+from podrace.errors import UsageError
+
+Setting = dict[str, Any]  # of each varied field, by its option without dashes
+
+
+@dataclasses.dataclass(frozen=True)
+class Choices:
+  """These values, as the command line has them."""
+
+  values: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """All numbers between two, both of them among these."""
+
+  low: float
+  high: float
+  log: bool = False  # drawn evenly in logarithms
+  whole: bool = False
+
+  def at(self, u: float) -> float | int:
+    """The number at `u`, from 0 (low) to 1 (high)."""
+    if self.log:
+      value = math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low)))
+    else:
+      value = self.low + u * (self.high - self.low)
+    value = min(max(value, self.low), self.high)
+    return round(value) if self.whole else value
+
+
+Space = Choices | Range
+Spaces = dict[str, Space]
+
+
+def parse(texts: Sequence[str]) -> Spaces:
+  """The fields of --vary and their values.
+
+  Raises:
+    UsageError: if there are none, or one can't be read.
+  """
+  if not texts:
+    raise UsageError('a sweep needs --vary, as in --vary agent.learning-rate=1e-4,1e-3')
+  found: Spaces = {}
+  for text in texts:
+    name, equals, values = text.partition('=')
+    name = name.removeprefix('--').replace('_', '-')
+    if not (name and equals and values):
+      raise UsageError(f'--vary {text}: expected FIELD=VALUES, as agent.learning-rate=1e-4,1e-3')
+    if name in found:
+      raise UsageError(f'--vary {name} is given twice; give all its values at once')
+    if name in ('seed', 'seeds', 'run-dir', 'total-steps'):
+      raise UsageError(f'--vary {name}: a sweep compares settings with the same one; give --{name}')
+    found[name] = _range(text, values) if '..' in values else Choices(tuple(values.split(',')))
+  return found
+
+
+def _range(text: str, values: str) -> Range:
+  log = values.startswith('log:')
+  low, _, high = values.removeprefix('log:').partition('..')
+  try:
+    a, b = float(low), float(high)
+  except ValueError:
+    raise UsageError(f'--vary {text}: expected two numbers, as 1e-4..1e-2') from None
+  if not (math.isfinite(a) and math.isfinite(b) and a < b) or (log and a <= 0):
+    more = ' of more than 0' if log else ''
+    raise UsageError(f'--vary {text}: expected two numbers{more}, the lower one first')
+  whole = all(whole_number(x).lstrip('-').isdigit() and '.' not in x for x in (low, high))
+  return Range(a, b, log, whole)
+
+
+def value_of(text: str) -> Any:
+  """A choice as a number, if it is one."""
+  text = whole_number(text)
+  for kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      continue
+  return text
+
+
+def grid(spaces: Spaces) -> list[Setting]:
+  """All combinations of choices.
+
+  Raises:
+    UsageError: if there is a range, which has no end of values.
+  """
+  for name, space in spaces.items():
+    if isinstance(space, Range):
+      raise UsageError(
+        f'--vary {name} is a range, of which there is no grid: name the values, or take --method random'
+      )
+  values = [[value_of(v) for v in s.values] for s in spaces.values() if isinstance(s, Choices)]
+  return [dict(zip(spaces, row, strict=True)) for row in itertools.product(*values)]
+
+
+def random(spaces: Spaces, trials: int, seed: int) -> list[Setting]:
+  """So many settings, drawn independently."""
+  rng = np.random.default_rng(seed)
+
+  def draw(space: Space) -> Any:
+    if isinstance(space, Range):
+      return space.at(float(rng.random()))
+    return value_of(space.values[rng.integers(len(space.values))])
+
+  return [{name: draw(space) for name, space in spaces.items()} for _ in range(trials)]
