@@ -25,6 +25,7 @@ from podrace.commands import (
   names,
   plot,
   replay,
+  report,
   rm,
   runs,
   sweep,
@@ -49,6 +50,7 @@ podrace: reinforcement learning at scale in JAX
   podrace runs [DIR]                  all runs, with their progress, return and state
   podrace follow RUN                  a run, live, with small curves
   podrace plot RUN...                 learning curves as a picture; scores over several tasks
+  podrace report RUN...               runs as one HTML page: curves, speed, faults, videos
   podrace rm RUN...                   delete runs
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
@@ -73,6 +75,7 @@ MODULES = (
   runs,
   follow,
   plot,
+  report,
   rm,
   envs,
   replay,

@@ -234,9 +234,11 @@ def _film(
 
 
 def _kept(found: list[Episode], folder: Path, step: int) -> dict[str, Any]:
-  """Keeps the best and the median episode."""
+  """Keeps the best and the median episode; of a single one, that."""
   order = sorted(found, key=lambda e: e.episode_return)
-  chosen = {'best': order[-1], 'median': order[(len(order) - 1) // 2]}
+  chosen = {'best': order[-1]}
+  if len(order) > 1:
+    chosen['median'] = order[(len(order) - 1) // 2]
   result: dict[str, Any] = {'returns': [e.episode_return for e in found]}
   for what, e in chosen.items():
     result[what] = {'episode': e.number, 'return': e.episode_return, 'steps': e.steps}

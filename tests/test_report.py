@@ -1,0 +1,234 @@
+"""The report: what it gathers, and the page in a real browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import podrace
+from podrace import cli, report
+from podrace.errors import UsageError
+
+HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>'
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """Two runs, one of them under Sebulba with evaluations and a video; a broken one; and one with a hostile record."""
+  folder = tmp_path_factory.mktemp('runs')
+  config = podrace.configure('catch', total_steps=20_480, log_every=2_048, devices=1)
+  podrace.train(config, folder / 'a', quiet=True)
+  sebulba = dataclasses.replace(
+    config, architecture='sebulba', eval_every=10_240, eval_episodes=4, eval_video=True
+  )
+  podrace.train(sebulba, folder / 'b', quiet=True)
+  (folder / 'broken').mkdir()
+  (folder / 'broken/config.json').write_text('{')
+  shutil.copytree(folder / 'a', folder / HOSTILE.replace('/', '-'))
+  theirs = folder / HOSTILE.replace('/', '-')
+  record = json.loads((theirs / 'config.json').read_text())
+  record['agent'][HOSTILE] = HOSTILE
+  record['agent']['name'] = HOSTILE
+  (theirs / 'config.json').write_text(json.dumps(record))
+  return folder
+
+
+@pytest.fixture(scope='module')
+def page(runs: Path) -> Iterator[Any]:
+  """The report in Chromium; nothing may be asked of a network."""
+  from playwright.sync_api import sync_playwright
+
+  path = shutil.which('chromium')
+  assert path, 'this test needs a browser: apt-get install chromium'
+  out = runs.parent / 'report.html'
+  report.write(sorted(p for p in runs.iterdir()), out)
+  with sync_playwright() as p:
+    browser = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
+    found = browser.new_page(viewport={'width': 1200, 'height': 900})
+    found.said, found.asked = [], []
+    found.on('console', lambda m: found.said.append(m.text))
+    found.on('pageerror', lambda e: found.said.append(str(e)))
+    found.on('request', lambda r: found.asked.append(r.url))
+    found.goto(out.as_uri())
+    yield found
+    browser.close()
+
+
+def test_the_page_has_its_charts_and_no_error(page: Any) -> None:
+  assert page.said == []
+  assert page.locator('section').count() == 7
+  titles = page.locator('.panel h3').all_text_contents()
+  assert titles[:3] == ['Return', 'Evaluations, greedy', 'Any metric'] and 'Speed' in titles
+  assert [t for t in titles if t.startswith('Actor threads')] == ['Actor threads: b']
+  assert page.locator('.panel').first.locator('path').count() == 3
+  d = page.locator('.panel').first.locator('path').first.get_attribute('d')
+  assert d.count('L') == 9 and 'NaN' not in d
+  assert page.locator('video').count() == 2
+
+
+def test_nothing_is_asked_of_a_network(page: Any) -> None:
+  assert all(url.startswith(('file:', 'data:')) for url in page.asked)
+
+
+def test_the_pointer_shows_values(page: Any, runs: Path) -> None:
+  panel = page.locator('.panel').first
+  box = panel.locator('svg').bounding_box()
+  page.mouse.move(box['x'] + box['width'] - 16, box['y'] + 50)
+  text = panel.locator('.readout').inner_text()
+  last = json.loads((runs / 'a/metrics.jsonl').read_text().splitlines()[-1])
+  assert 'environment steps 20480' in text
+  assert 'a ' + f'{float(format(last["episode_return"], ".4g")):g}' in text
+  page.mouse.move(5, 5)
+  assert panel.locator('.readout').inner_text() == ''
+
+
+def test_the_keyboard_shows_values(page: Any) -> None:
+  panel = page.locator('.panel').first
+  panel.locator('svg').focus()
+  page.keyboard.press('Home')
+  assert 'environment steps 2048' in panel.locator('.readout').inner_text()
+  page.keyboard.press('ArrowRight')
+  assert 'environment steps 4096' in panel.locator('.readout').inner_text()
+  page.keyboard.press('End')
+  assert 'environment steps 20480' in panel.locator('.readout').inner_text()
+  page.keyboard.press('Escape')
+  assert panel.locator('.readout').inner_text() == ''
+
+
+def test_other_axes_metrics_and_runs(page: Any) -> None:
+  panel = page.locator('.panel').first
+  page.get_by_label('horizontal axis').select_option('wall_s')
+  assert 'wall time (s)' in panel.locator('svg').inner_html()
+  page.get_by_label('horizontal axis').select_option('step')
+  page.get_by_label('metric', exact=True).select_option('entropy')
+  assert 'entropy' in page.locator('.panel').nth(2).locator('svg').inner_html()
+  button = page.locator('.controls button').first
+  button.click()
+  assert panel.locator('path').count() == 2 and button.get_attribute('aria-pressed') == 'false'
+  button.click()
+  assert panel.locator('path').count() == 3
+
+
+def test_hostile_names_are_text(page: Any) -> None:
+  assert page.evaluate('window.hurt') is None
+  assert page.locator('img').count() == 0
+  assert HOSTILE in page.locator('#configuration').inner_text()
+  assert 'broken: config.json is not the record of a run' in page.locator('#runs').inner_text()
+
+
+def test_a_phone_and_the_dark(page: Any) -> None:
+  page.set_viewport_size({'width': 360, 'height': 700})
+  page.wait_for_function('document.querySelector("svg").viewBox.baseVal.width < 340')
+  assert page.evaluate('document.documentElement.scrollWidth <= innerWidth')
+  page.emulate_media(color_scheme='dark')
+  dark = page.evaluate('getComputedStyle(document.body).backgroundColor')
+  page.emulate_media(color_scheme='light')
+  assert page.evaluate('getComputedStyle(document.body).backgroundColor') != dark
+  page.set_viewport_size({'width': 1200, 'height': 900})
+
+
+def test_what_differs_comes_first(page: Any) -> None:
+  names = page.locator('#configuration tr.differs th').all_text_contents()
+  assert 'architecture' in names and 'eval_every' in names and 'env' not in names
+  assert page.locator('#configuration tbody tr').first.get_attribute('class') == 'differs'
+
+
+def test_the_data_of_a_run(runs: Path) -> None:
+  from podrace.runs import look
+
+  found = report.gathered(look(runs / 'b'))
+  assert found['state'] == 'finished' and found['faults'] == {
+    'env_restarts': 0,
+    'dropped_steps': 0,
+    'damaged': 0,
+  }
+  assert found['metrics']['step'] == list(range(2_048, 20_481, 2_048))
+  assert found['metrics']['gradient_steps_total'][-1] == 20
+  assert found['evaluations']['step'] == [10_240, 20_480]
+  assert [v['kind'] for v in found['videos']] == ['mp4', 'mp4']
+
+
+def test_scores_of_atari(tmp_path: Path, runs: Path) -> None:
+  from podrace.runs import look
+
+  shutil.copytree(runs / 'a', tmp_path / 'pong')
+  record = json.loads((tmp_path / 'pong/config.json').read_text())
+  (tmp_path / 'pong/config.json').write_text(json.dumps({**record, 'env': 'ale:pong'}))
+  summary = json.loads((tmp_path / 'pong/summary.json').read_text())
+  (tmp_path / 'pong/summary.json').write_text(json.dumps({**summary, 'episode_return': 14.6}))
+  found = report.gathered(look(tmp_path / 'pong'))
+  assert found['anchors'] == 'random play -20.7, human 14.6'
+  assert found['normalised'] == pytest.approx(1.0)
+
+
+def test_large_videos_and_links_are_left_out(runs: Path, tmp_path: Path) -> None:
+  folder = tmp_path / 'videos'
+  folder.mkdir()
+  (folder / 'long.mp4').write_bytes(bytes(report.VIDEO_BYTES + 1))
+  (folder / 'short.gif').write_bytes(b'GIF89a')
+  (folder / 'link.mp4').symlink_to('/etc/hostname')
+  found, left_out = report._videos(folder)
+  assert [v['name'] for v in found] == ['short']
+  assert len(left_out) == 1 and left_out[0].startswith('long.mp4: 8.0 MiB')
+  (tmp_path / 'other').symlink_to(folder)
+  assert report._videos(tmp_path / 'other') == ([], [])
+
+
+def test_long_curves_are_thinned_and_keep_their_end() -> None:
+  lines = [{'step': i, 'loss': float(i), 'gradient_steps': 2} for i in range(1, 2_502)]
+  found = report._columns(lines)
+  assert len(found['step']) <= report.POINTS + 1 and found['step'][-1] == 2_501
+  assert found['gradient_steps_total'][-1] == 5_002
+
+
+def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  out = tmp_path / 'r.html'
+  with pytest.raises(SystemExit) as end:
+    cli.main(['report', str(runs), '--out', str(out)])
+  said = capsys.readouterr()
+  assert end.value.code == 0 and json.loads(said.out.splitlines()[-1])['runs'] == 3
+  assert 'left out' in said.err and 'broken' in said.err
+  text = out.read_text()
+  assert not re.search(r'https?://(?!www\.w3\.org/2000/svg)', text)
+  assert text.count('</script>') == 2
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    ([], 'report needs runs'),
+    (['none'], 'none is no directory'),
+    (['.', '--out', 'x.pdf'], 'must end with .html'),
+  ],
+)
+def test_what_the_command_refuses(
+  args: list[str],
+  message: str,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit) as end:
+    cli.main(['report', *args])
+  assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+  with pytest.raises(UsageError, match='there is nothing to report: no runs are there'):
+    report.write([], tmp_path / 'r.html')
+
+
+def test_it_imports_no_jax() -> None:
+  code = 'import sys, podrace.report; print("jax" in sys.modules, "matplotlib" in sys.modules)'
+  found = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert found.stdout.split() == ['False', 'False']
