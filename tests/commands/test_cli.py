@@ -721,7 +721,7 @@ def test_types_are_for_all_who_install_it() -> None:
   assert (Path(cli.__file__).parent / 'py.typed').exists()
   project = tomllib.loads((Path(__file__).parents[2] / 'pyproject.toml').read_text())
   assert project['tool']['setuptools']['package-data'] == {
-    'podrace': ['py.typed', 'templates/*.py']
+    'podrace': ['py.typed', 'templates/*.py', 'page/*']
   }
 
 
