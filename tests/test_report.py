@@ -128,7 +128,9 @@ def test_hostile_names_are_text(page: Any) -> None:
 
 def test_a_phone_and_the_dark(page: Any) -> None:
   page.set_viewport_size({'width': 360, 'height': 700})
-  narrow = 'Array.from(document.querySelectorAll("svg")).every((s) => s.viewBox.baseVal.width < 340)'
+  narrow = (
+    'Array.from(document.querySelectorAll("svg")).every((s) => s.viewBox.baseVal.width < 340)'
+  )
   until(lambda: page.evaluate(narrow))  # the page's policy forbids the eval of wait_for_function
   assert page.evaluate('document.documentElement.scrollWidth <= innerWidth')
   page.emulate_media(color_scheme='dark')
