@@ -191,6 +191,11 @@ def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
     ]
     line['episodes_by_seed'] = episodes.tolist()
   line |= {name: metrics.number(np.mean(x)) for name, x in summary['metrics'].items()}
+  if total:
+    infos = summary.get('info_sums', {})
+    line |= {
+      f'info_{k}': metrics.number(np.sum(x, dtype=np.float64) / total) for k, x in infos.items()
+    }
   return line | summary.get('host', {})
 
 
