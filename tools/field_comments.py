@@ -1,11 +1,13 @@
-"""An extension of griffe: what a comment behind a field says is its documentation on the site.
+"""An extension of griffe: comments behind fields are their documentation on the site.
 
-podrace documents the fields of dataclasses and named tuples so, and `podrace train --help` shows it.
+podrace documents the fields of dataclasses and named tuples so, and `podrace train --help` shows them.
+A class gets a table of them.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import griffe
@@ -14,13 +16,52 @@ import griffe
 class FieldComments(griffe.Extension):
   """Takes `x: int = 1  # what it is`, and a line `# ^ what it is` below."""
 
-  def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
-    """Gives an attribute of a class its comment, if it has no docstring."""
-    if attr.docstring is None and isinstance(attr.parent, griffe.Class) and attr.endlineno:
-      lines = attr.lines_collection[attr.filepath]
-      text = comment(lines, attr.endlineno)
-      if text or attr.parent.has_labels('dataclass'):  # every setting is shown
-        attr.docstring = griffe.Docstring(text or ' ', parent=attr)
+  def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    """Adds the table to each class with fields, once all classes are known."""
+    for cls in list(classes(pkg)):
+      rows = [row(a) for a in fields(cls).values()]
+      if rows:
+        about = cls.docstring.value if cls.docstring else ''
+        cls.docstring = griffe.Docstring(
+          '\n'.join([about, '', 'Attributes:', *rows]), lineno=cls.lineno, parent=cls
+        )
+
+
+def classes(module: griffe.Module) -> Iterator[griffe.Class]:
+  """All public classes of a package."""
+  for name, member in module.members.items():
+    if member.is_alias or name.startswith('_'):
+      continue
+    if member.is_module:
+      yield from classes(member)
+    elif member.is_class:
+      yield member
+
+
+def fields(cls: griffe.Class) -> dict[str, griffe.Attribute]:
+  """The fields of a dataclass or named tuple, those of its bases first."""
+  bases = [b for b in cls.mro() if not b.is_alias]
+  if not any('dataclass' in str(d.value) for d in cls.decorators):
+    if 'NamedTuple' not in [str(b) for b in cls.bases]:
+      return {}
+    bases = []
+  found: dict[str, griffe.Attribute] = {}
+  for each in [*reversed(bases), cls]:
+    for name, member in each.members.items():
+      if not member.is_attribute or member.is_alias or name.startswith('_'):
+        continue
+      if member.annotation is not None and 'Suppress' not in str(member.annotation):
+        if 'property' not in member.labels:
+          found[name] = member
+  return found
+
+
+def row(field: griffe.Attribute) -> str:
+  """Its line in a Google docstring."""
+  text = comment(field.lines_collection[field.filepath], field.endlineno or 0)
+  kind = str(field.annotation).removeprefix('Annotated[').partition(', tyro')[0]
+  default = '' if field.value is None else f' Default: `{field.value}`'
+  return f'    {field.name} ({kind}): {text}{"." if text and default else ""}{default}'
 
 
 def comment(lines: list[str], end: int) -> str:
