@@ -18,13 +18,15 @@ class FieldComments(griffe.Extension):
 
   def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
     """Adds the table to each class with fields, once all classes are known."""
-    for cls in list(classes(pkg)):
-      rows = [row(a) for a in fields(cls).values()]
+    tables = [(cls, fields(cls)) for cls in classes(pkg)]
+    for cls, found in tables:
+      rows = [row(a) for a in found.values()]
       if rows:
         about = cls.docstring.value if cls.docstring else ''
-        cls.docstring = griffe.Docstring(
-          '\n'.join([about, '', 'Attributes:', *rows]), lineno=cls.lineno, parent=cls
-        )
+        text = '\n'.join([about, '', 'Attributes:', *rows])
+        cls.docstring = griffe.Docstring(text, lineno=cls.lineno, parent=cls, parser='google')
+        for name in found.keys() & cls.members.keys():
+          cls.del_member(name)  # the table has it
 
 
 def classes(module: griffe.Module) -> Iterator[griffe.Class]:
@@ -50,9 +52,10 @@ def fields(cls: griffe.Class) -> dict[str, griffe.Attribute]:
     for name, member in each.members.items():
       if not member.is_attribute or member.is_alias or name.startswith('_'):
         continue
-      if member.annotation is not None and 'Suppress' not in str(member.annotation):
-        if 'property' not in member.labels:
-          found[name] = member
+      if member.annotation is None or 'property' in member.labels:
+        continue
+      if 'Suppress' not in str(member.annotation):
+        found[name] = member
   return found
 
 
