@@ -99,21 +99,22 @@ GROUND, CURVE, GOAL = '#f7f7f5', '#1f5fa8', '#77808a'
 
 
 def agents_curves() -> dict[str, dict[str, dict]]:
-  """The recorded curves of each agent's presets: points of (steps, return), and where they were recorded."""
+  """The recorded curves of each agent's presets: points of (steps, return), and the stated score."""
   from podrace.config import agent_name
 
-  scores, pong = (
-    json.loads((RESULTS / f'{name}.json').read_text())['results'] for name in ('scores', 'pong')
-  )
+  recorded: dict[str, Any] = {}
+  for file in ('acting', 'pong', 'scores'):
+    recorded |= json.loads((RESULTS / f'{file}.json').read_text())['results']
   found: dict[str, dict[str, dict]] = {}
-  for name in STATED:
-    curve = scores[name]['curve'] if name in scores else None
-    if curve is None and name in pong:
-      curve = [(step, value) for step, _, value in pong[name]['curve']]
-    if curve is not None:
-      preset = VARIANTS[name][0] if name in VARIANTS else name
-      agent = agent_name(PRESETS[preset]().agent)
-      found.setdefault(agent, {})[name] = {'curve': whole(curve), 'stated': STATED[name]}
+  for name in [*STATED, 'r2d2-remote-memory']:
+    if name not in recorded:
+      continue
+    curve = [
+      (point[0], point[-1]) for point in recorded[name]['curve']
+    ]  # pong.py has seconds between
+    preset = VARIANTS[name][0] if name in VARIANTS else name
+    agent = agent_name(PRESETS[preset]().agent)
+    found.setdefault(agent, {})[name] = {'curve': whole(curve), 'stated': STATED.get(name)}
   return found
 
 
@@ -153,7 +154,8 @@ def panel(axis: Any, name: str, found: dict) -> None:
   """One preset: its curve, and the stated score as a dashed line."""
   steps, returns = zip(*found['curve'], strict=True)
   axis.plot([s / 1e6 for s in steps], returns, color=CURVE, linewidth=1.6)
-  axis.axhline(found['stated'], color=GOAL, linewidth=1, linestyle='--')
+  if found['stated'] is not None:
+    axis.axhline(found['stated'], color=GOAL, linewidth=1, linestyle='--')
   axis.set_facecolor(GROUND)
   axis.set_title(name, fontsize=10)
   axis.set_xlabel('million steps')
