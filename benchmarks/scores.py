@@ -182,7 +182,7 @@ def main() -> None:
 
 
 def keep(preset: str, result: dict[str, object]) -> dict[str, dict]:
-  """Records a result beside those that there are; returns all."""
+  """Records a result and keeps the others; returns all."""
   path = RESULTS / 'scores.json'
   known = json.loads(path.read_text())['results'] if path.exists() else {}
   known[preset] = result

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -32,17 +33,17 @@ class FieldComments(griffe.Extension):
 def classes(module: griffe.Module) -> Iterator[griffe.Class]:
   """All public classes of a package."""
   for name, member in module.members.items():
-    if member.is_alias or name.startswith('_'):
+    if name.startswith('_'):
       continue
-    if member.is_module:
+    if isinstance(member, griffe.Module):
       yield from classes(member)
-    elif member.is_class:
+    elif isinstance(member, griffe.Class):
       yield member
 
 
 def fields(cls: griffe.Class) -> dict[str, griffe.Attribute]:
   """The fields of a dataclass or named tuple, those of its bases first."""
-  bases = [b for b in cls.mro() if not b.is_alias]
+  bases = [b for b in cls.mro() if isinstance(b, griffe.Class)]
   if not any('dataclass' in str(d.value) for d in cls.decorators):
     if 'NamedTuple' not in [str(b) for b in cls.bases]:
       return {}
@@ -50,7 +51,7 @@ def fields(cls: griffe.Class) -> dict[str, griffe.Attribute]:
   found: dict[str, griffe.Attribute] = {}
   for each in [*reversed(bases), cls]:
     for name, member in each.members.items():
-      if not member.is_attribute or member.is_alias or name.startswith('_'):
+      if not isinstance(member, griffe.Attribute) or name.startswith('_'):
         continue
       if member.annotation is None or 'property' in member.labels:
         continue
@@ -61,7 +62,9 @@ def fields(cls: griffe.Class) -> dict[str, griffe.Attribute]:
 
 def row(field: griffe.Attribute) -> str:
   """Its line in a Google docstring."""
-  text = comment(field.lines_collection[field.filepath], field.endlineno or 0)
+  path = field.filepath
+  assert isinstance(path, Path)  # not a namespace of several folders
+  text = comment(field.lines_collection[path], field.endlineno or 0)
   kind = str(field.annotation).removeprefix('Annotated[').partition(', tyro')[0]
   default = '' if field.value is None else f' Default: `{field.value}`'
   return f'    {field.name} ({kind}): {text}{"." if text and default else ""}{default}'
