@@ -165,14 +165,15 @@ def _jax_step(about: dict[str, Any], params: Params, serialized: bytes) -> Step:
     from jax import export
   except ImportError as e:
     raise PolicyError(f"runtime='jax' needs jax: {e}") from e
-  program = export.deserialize(bytearray(serialized))
+  program = jax.jit(export.deserialize(bytearray(serialized)).call)
+  there = jax.device_put(params)
 
   def step(arrays: list[np.ndarray], state: Any, size: int) -> tuple[np.ndarray, Any]:
     first = np.full(size, state is None)
     if state is None:
       state = [np.zeros((size, *x['shape']), x['dtype']) for x in about['state']]
     observations = _packed(about['observation_space'], iter(arrays))
-    action, after = program.call(params, state, observations, first)
+    action, after = program(there, state, observations, first)
     return np.asarray(jax.device_get(action)), after
 
   return step
