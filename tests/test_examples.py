@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import importlib.util
+import json
 import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
+from children import STARTED
+from test_export import made, observations
+
+from podrace.policy import load_policy
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 
@@ -40,3 +49,87 @@ def test_the_whole_of_sebulba_learns_catch(capsys: pytest.CaptureFixture[str]) -
   """Random play has -0.6 or so; the lag is what the file says."""
   assert load('sebulba').main(250) > 0.8
   assert 'policy lag 1.0' in capsys.readouterr().out
+
+
+# --- a served policy ------------------------------------------------------------------------------
+
+
+class Served:
+  """`examples/serve_policy.py` of a recurrent policy, in a process of its own."""
+
+  def __init__(self, folder: pathlib.Path) -> None:
+    _, env, _ = made('r2d2', folder / 'policy')
+    self.policy = load_policy(folder / 'policy')
+    self.observations = [x[0] for x in observations(env.observation_space, 40, 1)]
+    script = [sys.executable, str(EXAMPLES / 'serve_policy.py'), str(folder / 'policy')]
+    self.process = subprocess.Popen(
+      [*script, '--port', '0', '--clients', '2'], stdout=subprocess.PIPE, text=True
+    )
+    STARTED.append(self.process)
+    assert self.process.stdout
+    self.address = self.process.stdout.readline().rpartition('/')[2].strip()
+    assert self.address.startswith('127.0.0.1:')
+
+  def ask(self, method: str, body: str = '', length: int | None = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(self.address, timeout=60)
+    headers = {} if length is None else {'Content-Length': str(length)}
+    connection.request(method, '/act', body, headers)
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
+    connection.close()
+    return found
+
+  def act(self, client: str, observation: Any, **more: Any) -> Any:
+    request = {'client': client, 'observation': observation.tolist(), **more}
+    code, answer = self.ask('POST', json.dumps(request))
+    assert code == 200, answer
+    return answer['action']
+
+  def expected(self, observations: list[Any]) -> list[int]:
+    """The actions of one episode."""
+    state, found = None, []
+    for x in observations:
+      action, state = self.policy.act(x, state)
+      found.append(int(action))
+    return found
+
+
+@pytest.fixture
+def served(tmp_path: pathlib.Path) -> Iterator[Served]:
+  made_one = Served(tmp_path)
+  yield made_one
+  made_one.process.kill()
+  made_one.process.communicate()
+
+
+def test_a_served_policy(served: Served) -> None:
+  a, b = served.observations[:20], served.observations[20:]
+  expected = served.expected(a)
+  assert expected != [served.expected([x])[0] for x in a]  # the state matters
+  # Two clients at once, each with its own state.
+  both = [(served.act('a', x), served.act('b', y)) for x, y in zip(a, b, strict=True)]
+  assert both == list(zip(expected, served.expected(b), strict=True))
+  again = [served.act('a', x, first=i == 0) for i, x in enumerate(a)]
+  assert again == expected
+  # A third client: `b`, the one that was here least recently, is forgotten, and `a` is not.
+  served.act('c', a[0])
+  assert [served.act('a', x) for x in b] == served.expected(a + b)[20:]
+  assert [served.act('b', x) for x in a] == expected
+  assert served.ask('GET') == (200, served.policy.about)
+  maps = pathlib.Path(f'/proc/{served.process.pid}/maps')
+  assert not maps.exists() or 'jaxlib' not in maps.read_text()
+
+
+def test_what_a_served_policy_refuses(served: Served) -> None:
+  for body, message in (
+    ('no JSON', 'JSONDecodeError'),
+    ('{"client": "a"}', "KeyError: 'observation'"),
+    ('{"client": "a", "observation": [1, 2]}', r'shape [2] came, expected [5]'),
+    ('{"client": "a", "observation": ["x"]}', 'ValueError'),
+    ('[3]', 'TypeError'),
+  ):
+    code, answer = served.ask('POST', body)
+    assert code == 400 and message in answer['error'], answer
+  code, answer = served.ask('POST', '', length=2**30)
+  assert code == 413 and 'at most' in answer['error']
+  assert served.act('a', served.observations[0]) == served.expected(served.observations[:1])[0]
