@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import nbclient
+import nbformat
 import pytest
 from children import STARTED
 from test_export import made, observations
@@ -133,3 +135,43 @@ def test_what_a_served_policy_refuses(served: Served) -> None:
   code, answer = served.ask('POST', '', length=2**30)
   assert code == 413 and 'at most' in answer['error']
   assert served.act('a', served.observations[0]) == served.expected(served.observations[:1])[0]
+
+
+# --- notebooks ------------------------------------------------------------------------------------
+
+
+def outputs_of(name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+  """All outputs of a notebook, which a kernel of its own has run; what is committed has none."""
+  notebook = nbformat.read(EXAMPLES / name, as_version=4)
+  nbformat.validate(notebook)
+  cells = [c for c in notebook.cells if c.cell_type == 'code']
+  assert all(not c.outputs and c.execution_count is None for c in cells)
+  monkeypatch.setenv('PYTHONPATH', str(EXAMPLES.parent))
+  monkeypatch.delenv('JAX_NUM_CPU_DEVICES')
+  where = {'metadata': {'path': str(folder)}}
+  nbclient.NotebookClient(notebook, kernel_name='python3', resources=where).execute()
+  return [output for c in cells for output in c.outputs]
+
+
+def text(outputs: list[Any]) -> str:
+  return '\n'.join(o.get('text') or o.get('data', {}).get('text/plain', '') for o in outputs)
+
+
+def test_the_notebook_that_trains_and_looks(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  outputs = outputs_of('train_and_look.ipynb', tmp_path, monkeypatch)
+  shown = [o.data for o in outputs if o.output_type == 'display_data']
+  progress, picture = shown  # one line that has changed to its last
+  assert progress['text/plain'].startswith('step 400,384 of 400,384 (100%)  return ')
+  assert 'image/png' in picture
+  found = text(outputs)
+  assert 'compiled in' in found and "'episode_return_mean': 1.0" in found
+  assert [o for o in outputs if o.get('name') == 'stderr'] == []
+  assert "'right'" in found
+
+
+def test_the_notebook_of_callbacks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  found = text(outputs_of('callbacks.ipynb', tmp_path, monkeypatch))
+  assert 'an interruption' in found and 'resuming at step' in found
+  assert 'ended: no better return than' in found and 'the same parameters: True' in found
