@@ -4,12 +4,15 @@ A run is trained briefly and exported. Its sampled policy then plays in 250 envi
 greedy agent acts, and the exported policy in NumPy, JAX and ONNX Runtime: each with a recurrent state of its own,
 carried through whole episodes. Rows whose episode begins get a state of zeros. A difference of the two best logits
 (or values) of at most TOLERANCE counts as a tie, in which either action is right.
+
+Run it with OPENBLAS_NUM_THREADS=1: on a busy machine the threads of NumPy's BLAS wait for each other.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
       found[name] = measured(name, Path(folder), args.observations)
     print(name, json.dumps(found[name]), flush=True)
-  common.record('export', {'tolerance': TOLERANCE, 'cases': found})
+  threads = os.environ.get('OPENBLAS_NUM_THREADS', 'all cores')
+  common.record('export', {'tolerance': TOLERANCE, 'blas_threads': threads, 'cases': found})
 
 
 def measured(name: str, folder: Path, total: int) -> dict[str, Any]:
