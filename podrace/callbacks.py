@@ -57,7 +57,6 @@ class Callbacks:
       UsageError: if a metric has a name that is taken, or no number; if a callback has a memory that is not saved.
     """
     found: Line = {}
-    self._check_memories()  # of `transform` at the last line
     for callback in self._callbacks:
       try:
         added = callback({**line, **found}) or {}
