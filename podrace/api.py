@@ -58,6 +58,12 @@ class Result:
     allowed = own_code.named(to_json(self.config))
     return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed)
 
+  def export(self, folder: Path | str, member: int = 0) -> dict[str, Any]:
+    """As `podrace export`: the policy in a new directory, for `podrace.load_policy`; what its policy.json says."""
+    from podrace.export import export
+
+    return export(self.run_dir, Path(folder), member, own_code.named(to_json(self.config)))
+
 
 def configure(preset: str | None = None, **settings: Any) -> Config:
   """The configuration that `podrace train` makes of a preset, or of an environment and an agent.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from podrace import distributions
+from podrace import distributions, onnx
 from podrace.config import Config, agent_name, to_json
 from podrace.envs.spaces import over
 from podrace.errors import UsageError
@@ -23,7 +23,7 @@ from podrace.evaluate import evaluable, newest_params
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import _scale, channels_first, is_pixels
-from podrace.policy import CONFIG, PARAMS, POLICY, PROGRAM, VERSION
+from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION
 from podrace.record import load_config
 from podrace.types import TimeStep
 from podrace.version import __version__
@@ -78,15 +78,18 @@ def write(
   draft = folder.with_name(f'.{folder.name}.draft')
   shutil.rmtree(draft, ignore_errors=True)
   draft.mkdir(parents=True)
-  from safetensors.numpy import save_file
+  from safetensors.numpy import save
 
-  save_file(arrays, draft / PARAMS)
-  (draft / CONFIG).write_text(json.dumps(to_json(config), indent=2) + '\n')
-  (draft / PROGRAM).write_bytes(_program(agent, env, params, state))
-  about['sha256'] = {
-    name: hashlib.sha256((draft / name).read_bytes()).hexdigest()
-    for name in (PARAMS, CONFIG, PROGRAM)
+  files = {
+    PARAMS: save(arrays),
+    CONFIG: (json.dumps(to_json(config), indent=2) + '\n').encode(),
+    PROGRAM: _program(agent, env, params, state),
   }
+  if not onnx.why_not(about):
+    files[GRAPH] = onnx.graph(about, arrays)
+  for name, data in files.items():
+    (draft / name).write_bytes(data)
+  about['sha256'] = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
   (draft / POLICY).write_text(json.dumps(about, indent=2) + '\n')
   draft.rename(folder)
   return about

@@ -82,11 +82,11 @@ def train(
   """
   validate(config)
   metrics.check_sinks(sinks)
-  called, run_dir = Callbacks(callbacks), Path(run_dir)
+  called, run_dir = Callbacks(callbacks, override), Path(run_dir)
   if called.transforms and jax.process_count() > 1:
     raise UsageError('a callback with transform is for runs of one process')
   leader = jax.process_index() == 0
-  terminal = metrics.Terminal(config.total_updates * config.steps_per_update, config.seeds)
+  terminal = metrics.progress(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing
   say = _nothing if quiet else warn
   with _as_run_errors(run_dir), contextlib.ExitStack() as stack:
@@ -174,7 +174,7 @@ class _Run:
     program: Architecture,
     run_dir: Path,
     stop: Stop,
-    terminal: metrics.Terminal,
+    terminal: metrics.Progress,
     warn: Callable[[str], None],
     sinks: tuple[str, ...],
     quiet: bool,

@@ -66,6 +66,8 @@ def test_a_run_and_what_came_of_it(tmp_path: Path) -> None:
   assert found['episodes'] == 5 and found['step'] == 6_400
   again = podrace.train(config, tmp_path / 'run', quiet=True)
   assert again.summary == result.summary
+  assert result.export(tmp_path / 'policy')['step'] == 6_400
+  podrace.load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))
 
 
 def test_a_new_run_has_a_directory_of_its_own(
@@ -207,6 +209,83 @@ def test_what_is_no_callback() -> None:
     Callbacks([Half()])
 
 
+class Memory:
+  """Changes what it has, in a way that a test names."""
+
+  def __init__(self, change: str) -> None:
+    self.change, self.lines, self.best = change, [], 0.0
+
+  def __call__(self, line: Any) -> None:
+    self.changed(line)
+
+  def changed(self, line: Any) -> None:
+    if self.change == 'a number':
+      self.best += 1.0
+    elif self.change == 'a list':
+      self.lines.append(line)
+    elif self.change == 'a new one':
+      self.other = line
+    else:
+      self.best = float('0')  # another object, the same number
+
+
+@pytest.mark.parametrize(
+  'change, name', [('a number', 'best'), ('a list', 'lines'), ('a new one', 'other')]
+)
+@pytest.mark.parametrize('method', [False, True])
+def test_a_memory_that_no_checkpoint_keeps_is_refused(change: str, name: str, method: bool) -> None:
+  memory = Memory(change)
+  callbacks = Callbacks([memory.changed if method else memory])
+  message = (
+    rf'Memory(.changed)? changes its attribute {name}, which no checkpoint keeps.*exact = False'
+  )
+  with pytest.raises(UsageError, match=message):
+    callbacks({'step': 1})
+  memory = Memory(change)
+  memory.exact = False  # type: ignore[attr-defined]
+  callbacks = Callbacks([memory.changed if method else memory])
+  assert callbacks({'step': 1}) == callbacks({'step': 1}) == {'step': 1}
+
+
+def test_what_needs_no_checkpoint() -> None:
+  lines: list[Any] = []
+  callbacks = Callbacks([Memory('nothing'), Counting(), lines.append, lambda line: None])
+  assert callbacks({'step': 1}) == {'step': 1, 'my_lines': 1}
+
+
+def test_a_memory_that_transform_has_is_refused_at_the_next_line() -> None:
+  class Transforming(Memory):
+    def __call__(self, line: Any) -> None: ...
+    def transform(self, train: Any, line: Any) -> Any:
+      self.changed(line)
+      return train
+
+  callbacks = Callbacks([Transforming('a number')])
+  callbacks({'step': 1})
+  callbacks.transforms[0](None, {'step': 1})
+  with pytest.raises(UsageError, match='Transforming changes its attribute best'):
+    callbacks({'step': 2})
+
+
+def test_a_run_goes_on_with_the_callbacks_that_it_had(tmp_path: Path) -> None:
+  class Another(Counting):
+    def __call__(self, line: Any) -> Any:
+      super().__call__(line)
+      return {'another': self.lines}
+
+  config = podrace.configure('catch', **SMALL)
+  run = tmp_path / 'run'
+  with pytest.raises(RunError, match='of my own'):
+    podrace.train(config, run, [Counting(fail_at=5), Another()], quiet=True)
+  for others in ([], [Counting()], [Another(), Counting()]):
+    with pytest.raises(UsageError, match=r'the run had the callbacks Counting, .*Another, and now'):
+      podrace.train(config, run, others, quiet=True)
+  result = podrace.train(config, run, [Another(), Counting()], override=True, quiet=True)
+  # Each has what it remembered, although their order is another one.
+  last = result.metrics[-1]
+  assert (last['my_lines'], last['another']) == (10, 9)  # the other one failed before it at line 5
+
+
 def test_infinite_metrics_are_null() -> None:
   assert Callbacks([lambda line: {'mine': float('inf')}])({'step': 1}) == {'step': 1, 'mine': None}
 
@@ -251,7 +330,7 @@ def test_evaluations_that_a_killed_run_had_not_made_are_made_by_the_next_life(
     with pytest.raises(RunError, match='of my own'):
       podrace.train(config, tmp_path / 'run', [Counting(fail_at=7)], quiet=True)
   assert (tmp_path / 'run/eval.jsonl').read_text() == ''
-  result = podrace.train(config, tmp_path / 'run', quiet=True)
+  result = podrace.train(config, tmp_path / 'run', override=True, quiet=True)
   names = ('step', 'episode_return_mean', 'episode_return_std')
   assert [[line[n] for n in names] for line in result.evaluations] == [
     [line[n] for n in names] for line in whole.evaluations

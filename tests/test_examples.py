@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import functools
+import http.client
 import importlib.util
+import json
 import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import nbclient
+import nbformat
 import pytest
+from children import STARTED
+from test_export import made, observations
+
+from podrace.policy import load_policy
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 
@@ -40,3 +51,136 @@ def test_the_whole_of_sebulba_learns_catch(capsys: pytest.CaptureFixture[str]) -
   """Random play has -0.6 or so; the lag is what the file says."""
   assert load('sebulba').main(250) > 0.8
   assert 'policy lag 1.0' in capsys.readouterr().out
+
+
+# --- a served policy ------------------------------------------------------------------------------
+
+
+class Served:
+  """`examples/serve_policy.py` of a recurrent policy, in a process of its own."""
+
+  def __init__(self, folder: pathlib.Path) -> None:
+    _, env, _ = made('r2d2', folder / 'policy')
+    self.policy = load_policy(folder / 'policy')
+    self.observations = [x[0] for x in observations(env.observation_space, 40, 1)]
+    script = [sys.executable, str(EXAMPLES / 'serve_policy.py'), str(folder / 'policy')]
+    self.process = subprocess.Popen(
+      [*script, '--port', '0', '--clients', '2'], stdout=subprocess.PIPE, text=True
+    )
+    STARTED.append(self.process)
+    assert self.process.stdout
+    self.address = self.process.stdout.readline().rpartition('/')[2].strip()
+    assert self.address.startswith('127.0.0.1:')
+
+  def ask(self, method: str, body: str = '', length: int | None = None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(self.address, timeout=60)
+    headers = {} if length is None else {'Content-Length': str(length)}
+    connection.request(method, '/act', body, headers)
+    answer = connection.getresponse()
+    found = answer.status, json.loads(answer.read())
+    connection.close()
+    return found
+
+  def act(self, client: str, observation: Any, **more: Any) -> Any:
+    request = {'client': client, 'observation': observation.tolist(), **more}
+    code, answer = self.ask('POST', json.dumps(request))
+    assert code == 200, answer
+    return answer['action']
+
+  def expected(self, observations: list[Any]) -> list[int]:
+    """The actions of one episode."""
+    state, found = None, []
+    for x in observations:
+      action, state = self.policy.act(x, state)
+      found.append(int(action))
+    return found
+
+  def telling(self, before: list[Any]) -> Any:
+    """An observation for which the action after these is another one than at the beginning of an episode."""
+    for x in self.observations:
+      if self.expected([*before, x])[-1] != self.expected([x])[0]:
+        return x
+    raise AssertionError('the state does not matter')
+
+
+@pytest.fixture
+def served(tmp_path: pathlib.Path) -> Iterator[Served]:
+  made_one = Served(tmp_path)
+  yield made_one
+  made_one.process.kill()
+  made_one.process.communicate()
+
+
+def test_a_served_policy(served: Served) -> None:
+  a, b = served.observations[:20], served.observations[20:]
+  # Two clients at once, each with its own state.
+  both = [(served.act('a', x), served.act('b', y)) for x, y in zip(a, b, strict=True)]
+  assert both == list(zip(served.expected(a), served.expected(b), strict=True))
+  x = served.telling(a)
+  assert served.act('a', x) == served.expected([*a, x])[-1]
+  x = served.telling([*a, x])
+  assert served.act('a', x, first=True) == served.expected([x])[0]
+  # A third client: `b`, the one that was here least recently, is forgotten, and `a` is not.
+  served.act('c', a[0])
+  y = served.telling([x])
+  assert served.act('a', y) == served.expected([x, y])[-1]
+  y = served.telling(b)
+  assert served.act('b', y) == served.expected([y])[0]
+  assert served.ask('GET') == (200, served.policy.about)
+  maps = pathlib.Path(f'/proc/{served.process.pid}/maps')
+  assert not maps.exists() or 'jaxlib' not in maps.read_text()
+
+
+def test_what_a_served_policy_refuses(served: Served) -> None:
+  for body, message in (
+    ('no JSON', 'JSONDecodeError'),
+    ('{"client": "a"}', "KeyError: 'observation'"),
+    ('{"client": "a", "observation": [1, 2]}', r'shape [2] came, expected [5]'),
+    ('{"client": "a", "observation": ["x"]}', 'ValueError'),
+    ('[3]', 'TypeError'),
+  ):
+    code, answer = served.ask('POST', body)
+    assert code == 400 and message in answer['error'], answer
+  code, answer = served.ask('POST', '', length=2**30)
+  assert code == 413 and 'at most' in answer['error']
+  assert served.act('a', served.observations[0]) == served.expected(served.observations[:1])[0]
+
+
+# --- notebooks ------------------------------------------------------------------------------------
+
+
+def outputs_of(name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+  """All outputs of a notebook, which a kernel of its own has run; what is committed has none."""
+  notebook = nbformat.read(EXAMPLES / name, as_version=4)
+  nbformat.validate(notebook)
+  cells = [c for c in notebook.cells if c.cell_type == 'code']
+  assert all(not c.outputs and c.execution_count is None for c in cells)
+  monkeypatch.setenv('PYTHONPATH', str(EXAMPLES.parent))
+  monkeypatch.delenv('JAX_NUM_CPU_DEVICES')
+  where = {'metadata': {'path': str(folder)}}
+  nbclient.NotebookClient(notebook, kernel_name='python3', resources=where).execute()
+  return [output for c in cells for output in c.outputs]
+
+
+def text(outputs: list[Any]) -> str:
+  return '\n'.join(o.get('text') or o.get('data', {}).get('text/plain', '') for o in outputs)
+
+
+def test_the_notebook_that_trains_and_looks(
+  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  outputs = outputs_of('train_and_look.ipynb', tmp_path, monkeypatch)
+  shown = [o.data for o in outputs if o.output_type == 'display_data']
+  progress, picture = shown  # one line that has changed to its last
+  assert progress['text/plain'].startswith('step 400,384 of 400,384 (100%)  return ')
+  assert 'image/png' in picture
+  found = text(outputs)
+  assert 'compiled in' in found and "'episode_return_mean': 1.0" in found
+  assert [o for o in outputs if o.get('name') == 'stderr'] == []
+  assert "'right'" in found  # where nothing else catches the ball
+
+
+def test_the_notebook_of_callbacks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  found = text(outputs_of('callbacks.ipynb', tmp_path, monkeypatch))
+  assert 'an interruption' in found and 'resuming at step' in found
+  assert 'ended: no better return than' in found and 'the same parameters: True' in found

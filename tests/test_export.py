@@ -30,7 +30,7 @@ from podrace.config import Config, bind
 from podrace.envs.spaces import over
 from podrace.export import write
 from podrace.networks import ActorCritic, QNetwork
-from podrace.policy import PolicyError, load_policy
+from podrace.policy import RUNTIMES, PolicyError, load_policy
 from podrace.run import train
 from podrace.types import FIRST, MID, TimeStep
 
@@ -103,7 +103,7 @@ def observations(space: Any, steps: int, batch: int) -> list[Any]:
   ]
 
 
-@pytest.mark.parametrize('runtime', ['numpy', 'jax'])
+@pytest.mark.parametrize('runtime', RUNTIMES)
 @pytest.mark.parametrize('name', CASES)
 def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
   agent, env, params = made(name, tmp_path / 'policy')
@@ -127,9 +127,10 @@ def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
   assert len(np.unique(np.concatenate(seen).reshape(STEPS * BATCH, -1), axis=0)) > 1
 
 
-def test_one_observation_at_a_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
   _, env, _ = made('r2d2', tmp_path / 'policy')
-  policy = load_policy(tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy', runtime)
   state, many = None, None
   for observation in observations(env.observation_space, STEPS, 1):
     action, state = policy.act(observation[0], state)
@@ -146,13 +147,15 @@ def test_loading_needs_numpy_alone(tmp_path: Path) -> None:
     'action, state = policy.act(x); policy.act(x, state)\n'
     'wrong = {m for m in sys.modules if m.split(".")[0] in ("jax", "flax", "optax", "gymnasium")}\n'
     'ours = {m for m in sys.modules if m.startswith("podrace.")}\n'
-    'assert not wrong and ours == {"podrace.policy"}, (wrong, ours)'
+    'assert not wrong and ours == {"podrace.policy", "podrace.policy_network"}, (wrong, ours)'
   )
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
   assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize('name', ['params.safetensors', 'config.json', 'policy.jaxexport'])
+@pytest.mark.parametrize(
+  'name', ['params.safetensors', 'config.json', 'policy.jaxexport', 'policy.onnx']
+)
 def test_a_file_that_was_changed_is_refused(name: str, tmp_path: Path) -> None:
   made('impala', tmp_path / 'policy')
   file = tmp_path / 'policy' / name
@@ -166,11 +169,75 @@ def test_a_file_that_was_changed_is_refused(name: str, tmp_path: Path) -> None:
     load_policy(tmp_path / 'policy')
 
 
+@pytest.mark.parametrize('runtime, name', [('jax', 'policy.jaxexport'), ('onnx', 'policy.onnx')])
+def test_a_file_without_a_hash_is_not_used(runtime: str, name: str, tmp_path: Path) -> None:
+  made('impala', tmp_path / 'policy')
+  about = tmp_path / 'policy' / 'policy.json'
+  found = json.loads(about.read_text())
+  del found['sha256'][name]
+  about.write_text(json.dumps(found))
+  with pytest.raises(PolicyError, match=f'was exported without {name}'):
+    load_policy(tmp_path / 'policy', runtime)
+  load_policy(tmp_path / 'policy')
+
+
+def test_the_onnx_graph_describes_itself(tmp_path: Path) -> None:
+  import onnx
+
+  made('ppo, gru, normalised', tmp_path / 'policy')
+  model = onnx.load(tmp_path / 'policy' / 'policy.onnx')
+  ends = {}
+  for x in [*model.graph.input, *model.graph.output]:
+    shape = [d.dim_param or d.dim_value for d in x.type.tensor_type.shape.dim]
+    ends[x.name] = (onnx.TensorProto.DataType.Name(x.type.tensor_type.elem_type), shape)
+  assert ends == {
+    'observation_0': ('FLOAT', ['batch', 5]),
+    'observation_1': ('INT32', ['batch']),
+    'observation_2': ('INT32', ['batch', 2]),
+    'observation_3': ('INT32', ['batch', 3]),
+    'state_0': ('FLOAT', ['batch', 8]),
+    'action': ('INT32', ['batch']),
+    'next_state_0': ('FLOAT', ['batch', 8]),
+  }
+  said = {p.key: p.value for p in model.metadata_props}
+  assert (said['agent'], said['env'], said['step']) == ('ppo', 'podrace:catch', '7')
+  assert {n.domain for n in model.graph.node} == {''}  # the standard's operations alone
+
+
+def test_without_the_packages_of_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  made('impala', tmp_path / 'with')
+  with monkeypatch.context() as patch:
+    patch.setitem(sys.modules, 'onnxruntime', None)
+    with pytest.raises(PolicyError, match="runtime='onnx' needs onnxruntime: pip install"):
+      load_policy(tmp_path / 'with', 'onnx')
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+  made('impala', tmp_path / 'without')
+  assert not (tmp_path / 'without' / 'policy.onnx').exists()
+  with pytest.raises(PolicyError, match=r"without policy.onnx: pip install 'podrace\[onnx\]'"):
+    load_policy(tmp_path / 'without', 'onnx')
+
+
+def test_a_network_of_ones_own_has_the_program_of_jax_alone(tmp_path: Path) -> None:
+  class Own(ActorCritic):
+    pass
+
+  CASES['own'] = (PPO(network=Own()), VECTOR, THREE)
+  try:
+    made('own', tmp_path / 'policy')
+  finally:
+    del CASES['own']
+  assert not (tmp_path / 'policy' / 'policy.onnx').exists()
+  for runtime in ('numpy', 'onnx'):
+    with pytest.raises(PolicyError, match='a network of its own, which only JAX can run'):
+      load_policy(tmp_path / 'policy', runtime)
+  load_policy(tmp_path / 'policy', 'jax').act(np.zeros(5))
+
+
 def test_what_is_no_policy(tmp_path: Path) -> None:
   with pytest.raises(PolicyError, match='holds no policy'):
     load_policy(tmp_path)
   made('impala', tmp_path / 'policy')
-  with pytest.raises(PolicyError, match="runtime is 'numpy' or 'jax'"):
+  with pytest.raises(PolicyError, match="runtime is 'numpy', 'jax', 'onnx', not 'torch'"):
     load_policy(tmp_path / 'policy', 'torch')
   policy = podrace.load_policy(tmp_path / 'policy')
   with pytest.raises(ValueError, match=r'shape \[4\] came, expected \[5\]'):
@@ -182,7 +249,10 @@ def test_what_is_no_policy(tmp_path: Path) -> None:
 
 
 def test_a_run_is_exported(
-  as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+  as_users_have_it: None,
+  tmp_path: Path,
+  capsys: pytest.CaptureFixture[str],
+  monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   agent = PPO(network=ActorCritic(hidden=(8,)))
   config = Config(agent=agent, num_envs=8, unroll_length=8, total_steps=640, seeds=2)
@@ -197,8 +267,17 @@ def test_a_run_is_exported(
     'podrace:catch',
   )
   assert load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))[0].shape == ()
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
+  code, _, err = called(capsys, 'export', str(tmp_path / 'run'), str(tmp_path / 'less'))
+  assert code == 0 and 'policy.onnx is not written: it needs the extra onnx: pip install' in err
   names = {p.name for p in (tmp_path / 'policy').iterdir()}
-  assert names == {'config.json', 'params.safetensors', 'policy.jaxexport', 'policy.json'}
+  assert names == {
+    'config.json',
+    'params.safetensors',
+    'policy.jaxexport',
+    'policy.json',
+    'policy.onnx',
+  }
   for args, message in (
     (('run', 'policy'), 'exists already'),
     (('run', 'other', '--member', '2'), 'the run has 2 seed(s)'),

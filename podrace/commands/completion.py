@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.commands import help, train
+from podrace.commands import help, init, train
 from podrace.commands.options import Command
 from podrace.errors import UsageError
 from podrace.presets import PRESETS
@@ -41,7 +41,8 @@ zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
 fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 """,
 )
-TAKE_PRESETS = ('train', 'act', 'bench')
+TAKE_PRESETS = ('train', 'act', 'bench', 'sweep')
+FIRST = {'init': tuple(init.KINDS), 'completion': tuple(SHELLS)}  # arguments of other commands
 
 
 def run(args: list[str]) -> int:
@@ -63,6 +64,8 @@ def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
     found = _options(before, commands)
   elif before[0] in TAKE_PRESETS and len(before) == 1:
     found = list(PRESETS)
+  elif len(before) == 1:
+    found = list(FIRST.get(before[0], ()))
   else:
     found = []
   return [x for x in found if x.startswith(last)]
@@ -77,4 +80,5 @@ def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
     agent = agent if agent in AGENTS else None
     text = help.train_help(train.COMMAND.options, agent, preset, everything=not (agent or preset))
     found += [line.split()[0] for line in text.splitlines() if line.startswith('  --')]
-  return sorted(set(found))
+  refused = {'--run-dir'} if name == 'sweep' else set()
+  return sorted(set(found) - refused)

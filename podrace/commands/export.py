@@ -19,7 +19,8 @@ COMMAND = Command(
     ALLOW_CODE,
   ),
   """
-DIR gets params.safetensors, policy.json (spaces, network, hashes), config.json, and policy.jaxexport for JAX. Use it:
+DIR gets params.safetensors, policy.json (spaces, network, hashes), config.json, policy.jaxexport for JAX, and
+policy.onnx if the extra onnx is installed and the network is one of podrace's own. Use it:
 
     import podrace
     policy = podrace.load_policy('DIR')
@@ -38,9 +39,13 @@ def run(args: list[str]) -> int:
   run_dir, folder = map(Path, options.arguments)
   allowed = options.every('--allow-code')
   own_code.look_here(allowed)
+  from podrace import onnx
   from podrace.export import export
+  from podrace.policy import GRAPH
 
   about = export(run_dir, folder, options.whole('--member'), allowed)
   tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')
+  if GRAPH not in about['sha256']:
+    tell(f'{GRAPH} is not written: {onnx.why_not(about)}')
   print(json.dumps(about))
   return 0

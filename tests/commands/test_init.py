@@ -83,6 +83,13 @@ def test_words_that_complete() -> None:
   assert words(['train', 'cartpole', '--agent', '']) == list(AGENTS)
   assert words(['train', 'cartpole', '--agent.cl']) == ['--agent.clip', '--agent.clip-value']
   assert words(['train', '--agent', 'dqn', '--agent.buffer.cap']) == ['--agent.buffer.capacity']
+  assert words(['sweep', 'cart']) == ['cartpole']
+  assert words(['sweep', 'cartpole', '--v']) == ['--vary'] and words(['sweep', '--run']) == []
+  assert words(['sweep', 'cartpole', '--agent.cl']) == ['--agent.clip', '--agent.clip-value']
+  assert words(['init', '']) == ['agent', 'env', 'network'] and words(['completion', 'z']) == [
+    'zsh'
+  ]
+  assert words(['init', 'agent', '']) == []
   assert words(['eval', '--ep']) == ['--episodes'] and words(['eval', 'runs/']) == []
 
 
