@@ -42,7 +42,7 @@ class Log:
     run_dir: Path,
     callbacks: Callbacks,
     sink_names: tuple[str, ...],
-    terminal: metrics.Terminal | None,  # None: no progress
+    terminal: metrics.Progress | None,  # None: no progress is shown
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
     self.sink_names, self.terminal = sink_names, terminal
