@@ -1,7 +1,8 @@
 """What `--eval-every` costs: training rates with 1% of the steps evaluated and without, in turn, under both architectures.
 
-The rate is that of the whole run in steps per second of wall time, without compilation; both sides share the same cores.
-The evaluations' own compilation is in it.
+Rates are steps per second of wall time; both sides share the same cores. `whole` is that of the whole run without its
+compilation, but with the compilation of the evaluations, which happens once. `steady` is that from the second
+evaluation on, when all is compiled.
 """
 
 from __future__ import annotations
@@ -27,29 +28,33 @@ def main() -> None:
   for name in ('anakin', 'sebulba'):
     config = podrace.configure('cartpole', architecture=name)
     probe = _train(config)
-    steps = int(args.seconds * probe['rate'])
+    steps = int(args.seconds * probe['whole'])
     config = dataclasses.replace(config, total_steps=steps)
     episodes = 20  # of 500 steps at most: 10,000 steps
     every = episodes * 500 * 100
     with_evaluations = dataclasses.replace(config, eval_every=every, eval_episodes=episodes)
-    pairs = [(_train(config), _train(with_evaluations)) for _ in range(args.pairs)]
-    ratios = [b['rate'] / a['rate'] for a, b in pairs]
-    found[name] = {
-      'steps': steps, 'eval_every': every, 'eval_episodes': episodes, 'pairs': pairs, 'ratios': ratios,
-      'median': statistics.median(ratios),
-    }  # fmt: skip
-    print(name, json.dumps(found[name]['ratios']), found[name]['median'], flush=True)
+    pairs = [
+      (_train(config, 2 * every), _train(with_evaluations, 2 * every)) for _ in range(args.pairs)
+    ]
+    found[name] = {'steps': steps, 'eval_every': every, 'eval_episodes': episodes, 'pairs': pairs}
+    for rate in ('whole', 'steady'):
+      ratios = [b[rate] / a[rate] for a, b in pairs]
+      found[name][rate] = {'ratios': ratios, 'median': statistics.median(ratios)}
+      print(name, rate, json.dumps(ratios), found[name][rate]['median'], flush=True)
   common.record('evaluating', found)
 
 
-def _train(config: podrace.Config) -> dict[str, Any]:
-  """Trains once: the run's steps per second of wall time without compilation, its returns, the seconds of evaluations."""
+def _train(config: podrace.Config, steady_from: int = 0) -> dict[str, Any]:
+  """Trains once: the rates, of which `steady` begins at a step; its returns; the seconds of evaluations."""
   with tempfile.TemporaryDirectory() as folder:
     result = podrace.train(config, folder, quiet=True)
     evaluations = result.evaluations
     after = result.summary['wall_s'] - result.summary['compile_s']
+    first, last = next(x for x in result.metrics if x['step'] >= steady_from), result.metrics[-1]
+    seconds = last['wall_s'] - first['wall_s']
     return {
-      'rate': result.summary['step'] / after, 'wall_s': result.summary['wall_s'],
+      'whole': result.summary['step'] / after,
+      'steady': (last['step'] - first['step']) / seconds if seconds else 0.0, 'wall_s': result.summary['wall_s'],
       'compile_s': result.summary['compile_s'], 'evaluations': len(evaluations),
       'eval_s': sum(line['eval_s'] for line in evaluations), 'episode_return': result.summary['episode_return'],
     }  # fmt: skip
