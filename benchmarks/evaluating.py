@@ -28,10 +28,10 @@ def main() -> None:
   for name in ('anakin', 'sebulba'):
     config = podrace.configure('cartpole', architecture=name)
     probe = _train(config)
-    steps = int(args.seconds * probe['whole'])
-    config = dataclasses.replace(config, total_steps=steps)
     episodes = 20  # of 500 steps at most: 10,000 steps
     every = episodes * 500 * 100
+    steps = max(int(args.seconds * probe['whole']), 6 * every)
+    config = dataclasses.replace(config, total_steps=steps)
     with_evaluations = dataclasses.replace(config, eval_every=every, eval_episodes=episodes)
     pairs = [
       (_train(config, 2 * every), _train(with_evaluations, 2 * every)) for _ in range(args.pairs)
