@@ -45,7 +45,7 @@ LIBRARIES: Mapping[str, Library] = {
     module='podrace.envs.own',
     extra='',
     description='small tasks that tell whether an agent learns at all',
-    names=('catch', 'memory'),
+    names=('catch', 'maze', 'memory'),
   ),
   'gymnax': Library(
     module='podrace.envs.gymnax',

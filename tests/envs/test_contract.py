@@ -22,6 +22,7 @@ NUM_ENVS, STEPS = 8, 60
 FAST = (
   'podrace:catch',
   'podrace:catch,rows=4,columns=3',
+  'podrace:maze,size=4',
   'podrace:memory,length=3',
   'gymnax:CartPole-v1,max_steps_in_episode=15',
   'gymnax:Pendulum-v1,max_steps_in_episode=20',

@@ -122,7 +122,9 @@ def test_memory_best_policy_always_wins_and_blind_ones_are_even() -> None:
   assert set(even) == {-1, 1} and abs(even.mean()) < 4 / np.sqrt(4096)
 
 
-@pytest.mark.parametrize('wrong', ['podrace:catch,rows=1', 'podrace:memory,length=0'])
+@pytest.mark.parametrize(
+  'wrong', ['podrace:catch,rows=1', 'podrace:maze,size=2', 'podrace:memory,length=0']
+)
 def test_impossible_sizes_are_refused(wrong: str) -> None:
   with pytest.raises(ValueError, match='needs'):
     podrace.envs.make(wrong)
