@@ -6,8 +6,8 @@
     curl localhost:8000/act -d '{"client": "a", "observation": [0.1, 0, 0, 0], "first": true}'
     {"action": 1}
 
-`first` begins an episode. The server keeps a recurrent state for each client, of the newest `--clients` clients;
-a client that it has forgotten begins anew. `GET /` answers with policy.json, which has the spaces.
+`first` begins an episode. The server keeps the recurrent states of the newest `--clients` clients; any other client
+begins anew. `GET /` answers with policy.json, which has the spaces.
 """
 
 from __future__ import annotations
