@@ -25,7 +25,7 @@ from jax import lax
 
 from podrace import distributions, returns
 from podrace.agents import check, valuing
-from podrace.agents.searching import Params, Plan, action_mask, plan
+from podrace.agents.searching import Params, Plan, action_mask, plan, predict
 from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import LearnedModel, merge_time, split_time
@@ -87,16 +87,19 @@ class MuZero:
   sampled_temperature: float = 1.0  # of the policy that they are drawn from
   unroll: int = 5  # actions that the model is unrolled for
   n_step: int = 10  # rewards before a search's value is bootstrapped from
+  bootstrap: Literal['search', 'target'] = 'search'
+  # ^ whose value: the search's of acting, or the target network's, which is newer
   sequence: int = 1  # states of a window that are unrolled from; with a core at least unroll_length
   burn_in: int = 0  # steps before them, with a core
   reanalyse: float = 0.0  # share of each batch with new searches, by the target network
   reanalyse_simulations: int = 0  # 0: as many as acting has
   target_period: int = 200  # gradient steps between copies to the target network
   learning_rate: float = 1e-3
+  adam_epsilon: float = 1e-5
   weight_decay: float = 1e-4
   max_grad_norm: float = 5.0
   discount: float = 0.997
-  value_cost: float = 0.25
+  value_cost: float = 1.0  # the paper of Reanalyse has 0.25
   reward_cost: float = 1.0
   entropy_cost: float = 0.0
   consistency: float = 0.0  # weight of that loss; needs network.projection
@@ -109,18 +112,11 @@ class MuZero:
     for name in ('unroll', 'n_step', 'sequence', 'target_period', 'considered_actions'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    unit = ('discount', 'reanalyse', 'dirichlet_fraction')
-    check(self, 0, 1, *unit)
-    positive = (
-      'simulations',
-      'reanalyse_simulations',
-      'max_depth',
-      'burn_in',
-      'temperature',
-      'value_scale',
-    )
-    costs = ('learning_rate', 'weight_decay', 'max_grad_norm', 'value_cost', 'reward_cost', 'entropy_cost', 'consistency')  # fmt: skip
-    check(self, 0, math.inf, *positive, *costs)
+    check(self, 0, 1, 'discount', 'reanalyse', 'dirichlet_fraction')
+    counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'burn_in')
+    rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
+    costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
+    check(self, 0, math.inf, *counts, *rates, *costs, 'temperature', 'value_scale')
     for name in ('dirichlet_alpha', 'sampled_temperature'):
       if getattr(self, name) <= 0:
         raise ValueError(f'{name} must be more than 0, not {getattr(self, name)}')
@@ -242,8 +238,12 @@ class MuZero:
     return round(self.reanalyse * batch)
 
   def refreshed(self, target: Any, steps: Array, window: Trajectory, key: Array) -> Plan:
-    """The plans [positions, B, ...] of a window's states, a share of them by the target network's search."""
+    """The plans [positions, B, ...] of a window's states, with what is newer of the target network's."""
     kept: Plan = self.behind(window.outputs.extras.plan)
+    if self.bootstrap == 'target':
+      hidden = merge_time(self.represent(target, window, self.positions))
+      value = split_time(predict(self, target, hidden)[1], self.positions)
+      kept = kept._replace(value=value)
     batch = window.env_id.shape[0]
     some = self.reanalysed(batch)
     if not some:
@@ -381,7 +381,7 @@ class MuZero:
     return jnp.mean(valid * (jnp.abs(value[: self.sequence] - target) + 1e-6), axis=0)
 
   def optimiser(self) -> optax.GradientTransformation:
-    step = optax.adamw(self.learning_rate, weight_decay=self.weight_decay)
+    step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
     return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
 
 
