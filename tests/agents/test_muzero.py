@@ -342,7 +342,7 @@ def test_models_of_all_sizes(settings: Any, observation: Any, hidden: tuple[int,
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """A known MDP as a model: next states and rewards from tables, and no idea of values."""
+  """A known MDP as a model: next states and rewards from tables; priors and values of `params`, if it has any."""
 
   next_state: tuple[tuple[int, ...], ...]
   reward: tuple[tuple[float, ...], ...]
@@ -355,6 +355,8 @@ class Table:
     return jnp.asarray(self.next_state)[hidden, action], reward[:, None]
 
   def predict(self, params: Any, hidden: Any) -> Prediction:
+    if params:
+      return Prediction(params['prior'][hidden], params['value'][hidden][:, None])
     n = hidden.shape[0]
     prior = jnp.broadcast_to(jnp.array([[0.0, 0.1, -0.1]]), (n, A))
     return Prediction(prior, jnp.zeros((n, 1)))
@@ -381,17 +383,34 @@ def searched(agent: MuZero, simulations: int, hidden: Any, mask: Any = None, see
   return jax.device_get(search(hidden, mask, jax.random.key(seed)))
 
 
-@pytest.mark.parametrize('search', ['gumbel', 'puct'])
-def test_search_finds_what_value_iteration_finds(search: Any) -> None:
+def test_more_simulations_come_nearer_to_value_iteration() -> None:
+  """PUCT visits every action of every state in the end; with no idea of values it has to."""
   model, q = table()
-  agent = MuZero(model, search=search, discount=DISCOUNT, greedy=True, value_scale=1.0)  # type: ignore[arg-type]
-  states, error = jnp.arange(STATES), {}
+  agent = MuZero(model, search='puct', discount=DISCOUNT, greedy=True)  # type: ignore[arg-type]
+  error = {}
   for simulations in (8, 400):
-    action, plan = searched(agent, simulations, states)
+    action, plan = searched(agent, simulations, jnp.arange(STATES))
     error[simulations] = np.max(np.abs(plan.value - q.max(1)))
-  assert (q[np.arange(STATES), action] > q.max(1) - 0.02).all()
-  assert error[400] < min(0.1, error[8] / 3), error
-  np.testing.assert_allclose(plan.weights.sum(-1), 1, rtol=1e-5)
+  assert error[400] < min(0.2, error[8] / 5), error
+  np.testing.assert_allclose(q[np.arange(STATES), action], q.max(1), atol=1e-6)
+
+
+def test_learning_from_searches_ends_where_value_iteration_ends() -> None:
+  """Gumbel's search improves the policy that it is given: again and again, to the best one."""
+  model, q = table()
+  agent = MuZero(model, simulations=16, discount=DISCOUNT)  # type: ignore[arg-type]
+  states, known = jnp.arange(STATES), dict(prior=jnp.zeros((STATES, A)), value=jnp.zeros(STATES))
+
+  @jax.jit
+  def search(known: Any, key: Any) -> Any:
+    return searching.plan(agent, Params(known, jnp.int32(0)), states, None, key, 16)[1]
+
+  for i in range(12):
+    plan = search(known, jax.random.key(i))
+    known = dict(prior=jnp.log(plan.weights + 1e-3), value=plan.value)
+  np.testing.assert_allclose(known['value'], q.max(1), atol=0.01)
+  best = q[np.arange(STATES), np.argmax(known['prior'], axis=1)]
+  np.testing.assert_allclose(best, q.max(1), atol=1e-6)
 
 
 def test_depth_is_limited() -> None:
@@ -477,6 +496,7 @@ def test_actions_that_are_sampled(space: Any) -> None:
   assert (sample[:, None] == candidates).all(-1).any(-1).all()
 
 
+@SLOW  # its trees take a minute to compile
 def test_mctx_is_what_it_was_released_as(monkeypatch: pytest.MonkeyPatch) -> None:
   """Its golden trees, by its own test."""
   from mctx._src.tests import tree_test
