@@ -536,7 +536,7 @@ def test_values_of_the_target_network() -> None:
   hidden = np.tanh(window.timesteps.observation[:-1] @ network['r'])
   expected = decode(hidden @ network['v'], agent.network.support)
   np.testing.assert_allclose(plans.value, expected, rtol=1e-5, atol=1e-5)
-  assert plans.weights is window.outputs.extras.plan.weights
+  np.testing.assert_array_equal(plans.weights, window.outputs.extras.plan.weights)
 
 
 def test_targets_outside_the_support_are_counted() -> None:
