@@ -33,8 +33,9 @@ def agents_for(space: Any) -> list[str]:
 
   if isinstance(space, spaces.Discrete):
     return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero']
-  bounded = isinstance(space, spaces.Box) and space.is_bounded()
-  return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if bounded else ['impala', 'ppo']
+  if not isinstance(space, spaces.Box):
+    return ['impala', 'ppo', 'muzero']
+  return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']
 
 
 def check(agent: Any, low: float, high: float, *names: str) -> None:

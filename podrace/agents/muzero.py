@@ -43,6 +43,8 @@ from podrace.types import (
   Trajectory,
 )
 
+CANDIDATES = 16  # of continuous and multi-discrete actions, unless a number is given
+
 
 class Rest(NamedTuple):
   """What else is learned."""
@@ -83,7 +85,8 @@ class MuZero:
   dirichlet_alpha: float = 0.3  # puct: noise at the root
   dirichlet_fraction: float = 0.25
   temperature: float = 1.0  # puct: of the visits that an action is drawn by
-  sampled_actions: int = 0  # candidates drawn from the policy in each state; 0: all actions
+  sampled_actions: int = 0
+  # ^ candidates drawn from the policy in each state; 0: all actions, or 16 where they can't be counted
   sampled_temperature: float = 1.0  # of the policy that they are drawn from
   unroll: int = 5  # actions that the model is unrolled for
   n_step: int = 10  # rewards before a search's value is bootstrapped from
@@ -122,21 +125,16 @@ class MuZero:
         raise ValueError(f'{name} must be more than 0, not {getattr(self, name)}')
     if self.consistency and not getattr(self.network, 'projection', 0):
       raise ValueError(f'consistency {self.consistency} needs network.projection above 0')
-    self._check_actions()
-
-  def _check_actions(self) -> None:
-    """The spaces are known once the network is bound."""
     if self.sampled_actions < 0 or self.sampled_actions == 1:
       raise ValueError(
         f'sampled_actions must be 0, for all actions, or at least 2, not {self.sampled_actions}'
       )
-    if self.sampled_actions or getattr(self.network, 'action_space', None) is None:
-      return
-    if not isinstance(self.network.distribution, distributions.Categorical):
-      raise ValueError(
-        f'a search over all actions needs a Discrete action space, not {self.network.action_space}: give '
-        '--agent.sampled-actions 16, or another number of candidates'
-      )
+
+  @property
+  def num_candidates(self) -> int:
+    """Of each state; 0: they are all actions."""
+    countable = isinstance(self.network.distribution, distributions.Categorical)
+    return self.sampled_actions or (0 if countable else CANDIDATES)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: windows of the states that are unrolled from, and what follows them.
@@ -353,10 +351,10 @@ class MuZero:
   def policy_losses(self, policy: Array, plans: Plan) -> tuple[Array, Array]:
     """Cross-entropies [U + 1, N] of policies [U + 1, N, P] with plans, and an estimate of their entropies."""
     kind = self.network.distribution
-    if not self.sampled_actions:
+    if not self.num_candidates:
       log_p = jax.nn.log_softmax(policy)
       return -jnp.sum(plans.weights * log_p, axis=-1), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    wide = jnp.repeat(policy[:, :, None], self.sampled_actions, axis=2)
+    wide = jnp.repeat(policy[:, :, None], self.num_candidates, axis=2)
     log_p = kind.log_prob(wide, plans.candidates)
     return -jnp.sum(plans.weights * log_p, axis=-1), kind.entropy(policy, jax.random.key(0))
 

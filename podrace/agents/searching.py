@@ -1,6 +1,6 @@
 """Search in a model from hidden states, by mctx, and what is kept of it.
 
-`agent` is one with the fields of MuZero's search: `network`, a `Model`; `search`, `sampled_actions`, `discount`,
+`agent` is one with the fields of MuZero's search: `network`, a `Model`; `search`, `num_candidates`, `discount`,
 `greedy` and the others that are read here.
 """
 
@@ -125,7 +125,7 @@ def draw(agent: Any, policy: Array, key: Array) -> tuple[Any, Array]:
   2021, arXiv 2104.06303, section 4.2), where beta_hat is how often a sample came. Of equal samples the first one has
   it, and the others have no prior.
   """
-  n = agent.sampled_actions
+  n = agent.num_candidates
   if not n:
     return (), policy
   kind = agent.network.distribution
@@ -150,7 +150,7 @@ def flattened(agent: Any, policy: Array) -> Array:
 
 def chosen(agent: Any, candidates: Any, arm: Array) -> Any:
   """The raw samples [B, ...] of arms [B]."""
-  if not agent.sampled_actions:
+  if not agent.num_candidates:
     return arm.astype(jnp.int32)
   return candidates[jnp.arange(arm.shape[0]), arm]
 
