@@ -44,6 +44,13 @@ CONTROL = _buffer(batch_size=256, min_size=1_000, samples_per_insert=64.0) | {
   'actor_learning_rate': 1e-3,
   'critic_learning_rate': 1e-3,
 }
+PLANNING = _buffer(
+  batch_size=128, min_size=2_000, priority_exponent=0.6, importance_exponent=0.4
+) | {
+  'network.hidden': (128,),
+  'network.dynamics_hidden': (128,),
+  'network.head_hidden': (64,),
+}
 SEQUENCES = _buffer(batch_size=32, min_size=5_000, samples_per_insert=2.0) | {
   'sequence': 20,
   'burn_in': 20,
@@ -97,6 +104,25 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ),
   ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
   ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
+  ('muzero', 'vector'): Defaults(
+    16, 4, PLANNING | _buffer(samples_per_insert=16.0) | {'n_step': 20, 'discount': 0.99}
+  ),
+  ('muzero', 'grid'): Defaults(
+    32, 4, PLANNING | {'network.hidden': (256,), 'network.latent': 128, 'bootstrap': 'target'}
+  ),
+  ('muzero', 'pixels'): Defaults(
+    16, 8,
+    _buffer(batch_size=64, min_size=20_000, samples_per_insert=4.0)
+    | {'network.torso': 'impala', 'network.hidden': (256,), 'network.latent': 256, 'bootstrap': 'target'},
+  ),
+  ('muzero', 'continuous'): Defaults(
+    8, 8,
+    PLANNING | _buffer(samples_per_insert=128.0, priority_exponent=0.0)
+    | {
+      'simulations': 12, 'sampled_actions': 12, 'n_step': 3, 'discount': 0.97, 'bootstrap': 'target',
+      'target_period': 100, 'entropy_cost': 0.01,
+    },
+  ),
 }  # fmt: skip
 
 

@@ -242,13 +242,14 @@ def evaluate(
   acting: Sequence[str] = ACTING,
   max_steps: int = 1_000_000,
   allow_code: Iterable[str] = (),
+  change: Callable[[Config], Config] = lambda config: config,
 ) -> dict[str, Any]:
   """Evaluates the newest good checkpoint of a run, in each way of `acting`, in as many episodes.
 
   Of several ways the first one's numbers have their plain names, the others' their way before them, as in
   sampled_episode_return_mean.
 
-  `allow_code` names modules of the run's own, as in `load_config`.
+  `allow_code` names modules of the run's own, as in `load_config`; `change` makes other settings of the recorded ones.
 
   Raises:
     UsageError: if there is no run or no checkpoint, or the run names other modules.
@@ -262,7 +263,7 @@ def evaluate(
     if not least <= value <= most:
       bound = f'at least {least}' if value < least else f'at most {most}'
       raise UsageError(f'{name} must be {bound}, not {value}')
-  config = load_config(run_dir, allow_code)
+  config = change(load_config(run_dir, allow_code))
   agent, env = evaluable(config)
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')

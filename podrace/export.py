@@ -50,6 +50,10 @@ def export(
     raise UsageError(f'{folder} exists already: name a new directory')
   agent, env = evaluable(config)
   agent = innermost(agent)
+  if hasattr(getattr(agent, 'network', None), 'dynamics'):
+    raise UsageError(
+      f'{agent_name(agent)} acts by a search in a model, and export writes policies of one network only'
+    )
   if can_be_greedy(agent):
     agent = greedily(agent)
   step, params, _ = newest_params(config, agent, run_dir)

@@ -374,6 +374,95 @@ def r2d2_remote_memory() -> Config:
   )
 
 
+def muzero_catch() -> Config:
+  """MuZero on Catch: return 1, by 8 simulations a move in a learned model."""
+  from podrace.agents.muzero import MuZero
+  from podrace.networks import LearnedModel
+  from podrace.replay import Buffer
+
+  network = LearnedModel(latent=32, hidden=(64,), bins=21, v_min=-2.0, v_max=2.0)
+  buffer = Buffer(
+    capacity=20_000, batch_size=64, min_size=1_000, samples_per_insert=8.0, priority_exponent=1.0,
+    importance_exponent=1.0,
+  )  # fmt: skip
+  return Config(
+    agent=MuZero(network, buffer, simulations=8, unroll=3, learning_rate=2e-3),
+    env='podrace:catch',
+    num_envs=32,
+    unroll_length=4,
+    total_steps=60_000,
+  )
+
+
+def muzero_cartpole() -> Config:
+  """MuZero on CartPole: the full return of 500."""
+  from podrace.agents.muzero import MuZero
+  from podrace.networks import LearnedModel
+  from podrace.replay import Buffer
+
+  network = LearnedModel(
+    hidden=(128,), dynamics_hidden=(128,), head_hidden=(64,), v_min=-150.0, v_max=150.0
+  )
+  buffer = Buffer(
+    batch_size=128, min_size=2_000, samples_per_insert=16.0, priority_exponent=0.6,
+    importance_exponent=0.4,
+  )  # fmt: skip
+  return Config(
+    agent=MuZero(network, buffer, simulations=16, n_step=20, discount=0.99),
+    env='gymnax:CartPole-v1',
+    num_envs=16,
+    unroll_length=4,
+    total_steps=50_000,
+  )
+
+
+def muzero_pendulum() -> Config:
+  """Sampled MuZero on Pendulum, with 12 candidates of each search: about -150."""
+  from podrace.agents.muzero import MuZero
+  from podrace.networks import LearnedModel
+  from podrace.replay import Buffer
+
+  network = LearnedModel(
+    hidden=(128,), dynamics_hidden=(128,), head_hidden=(64,), v_min=-400.0, v_max=1.0
+  )
+  buffer = Buffer(batch_size=128, min_size=1_000, samples_per_insert=128.0)
+  return Config(
+    agent=MuZero(
+      network, buffer, simulations=12, sampled_actions=12, n_step=3, bootstrap='target',
+      target_period=100, discount=0.97, entropy_cost=0.01,
+    ),
+    env='gymnax:Pendulum-v1',
+    num_envs=8,
+    unroll_length=8,
+    total_steps=20_000,
+  )  # fmt: skip
+
+
+def muzero_tictactoe() -> Config:
+  """MuZero on tic-tac-toe, against an opponent that plays at random."""
+  from podrace.agents.muzero import MuZero
+  from podrace.networks import LearnedModel
+  from podrace.replay import Buffer
+
+  network = LearnedModel(
+    torso='mlp', hidden=(128,), dynamics_hidden=(128,), head_hidden=(64,), bins=21, v_min=-2.0,
+    v_max=2.0,
+  )  # fmt: skip
+  buffer = Buffer(
+    batch_size=128, min_size=2_000, samples_per_insert=8.0, priority_exponent=0.6,
+    importance_exponent=0.4,
+  )  # fmt: skip
+  return Config(
+    agent=MuZero(
+      network, buffer, simulations=16, unroll=4, n_step=5, discount=1.0, value_scale=0.5
+    ),
+    env='pgx:tic_tac_toe',
+    num_envs=32,
+    unroll_length=4,
+    total_steps=150_000,
+  )
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
   'catch': catch,
   'cartpole': cartpole,
@@ -393,4 +482,8 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'r2d2-pong': r2d2_pong,
   'apex-pong': apex_pong,
   'r2d2-remote-memory': r2d2_remote_memory,
+  'muzero-catch': muzero_catch,
+  'muzero-cartpole': muzero_cartpole,
+  'muzero-pendulum': muzero_pendulum,
+  'muzero-tictactoe': muzero_tictactoe,
 }

@@ -18,11 +18,12 @@ from podrace.agents import AGENTS
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
-from podrace.networks import Actor, ActorCritic, Critic, QNetwork
+from podrace.networks import Actor, ActorCritic, Critic, LearnedModel, QNetwork
 from podrace.replay import Buffer, on_policy
 from podrace.types import TimeStep, Trajectory
 
@@ -140,8 +141,29 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     )
   ],
+  'muzero': [
+    (
+      dict(simulations=2, unroll=1, n_step=1, reanalyse=0.5, consistency=1.0),
+      dict(
+        network=(LearnedModel, dict(projection=4)), buffer=(Buffer, dict(priority_exponent=0.5))
+      ),
+    ),
+    (
+      dict(
+        simulations=2, unroll=1, n_step=1, search='puct', sampled_actions=2, sequence=4, burn_in=1
+      ),
+      dict(network=(LearnedModel, dict(core='gru', core_size=4)), buffer=(Buffer, {})),
+    ),
+    (
+      dict(simulations=2, unroll=1, n_step=1),
+      dict(
+        network=(LearnedModel, dict(blocks=1, channels=2, observation_space=IMAGE)),
+        buffer=(Buffer, {}),
+      ),
+    ),
+  ],
 }
-REPLAY_CLASSES = {'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG}
+REPLAY_CLASSES = {'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero}
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
@@ -149,6 +171,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
   'sac': {'critic': BODY, 'buffer': RANKING},
   'd4pg': {'critic': BODY, 'buffer': RANKING},
+  'muzero': {},
 }
 
 
@@ -167,7 +190,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
       for part, (part_class, values) in parts.items():
         bound = dict(observation_space=VECTOR, action_space=action_space)
         made[part] = recording(part_class, read[part])(
-          **values, **({} if part == 'buffer' else bound)
+          **(({} if part == 'buffer' else bound) | values)
         )
       agent = recording(cls, read['agent'])(**settings, **made, **envs, greedy=greedy)
       for names in read.values():

@@ -44,6 +44,8 @@ SHORT = [*TINY[:6], '--total-steps', '8000', '--log-every', '160', '--checkpoint
 REPLAY = ['--agent.buffer.capacity', '2048', '--agent.buffer.priority-exponent', '0.6',
           '--agent.buffer.min-size', '500', '--agent.buffer.samples-per-insert', '3.7',
           '--agent.buffer.batch-size', '16']  # fmt: skip
+PLAN = ['--agent', 'muzero', '--agent.simulations', '3', '--agent.unroll', '2', '--agent.n-step', '2',
+        '--agent.network.latent', '8', '--agent.reanalyse', '0.5']  # fmt: skip
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -81,6 +83,10 @@ CASES = {
   'one-checkpoint-and-replay-on-the-host': (
     1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '0', '--agent', 'dqn', '--keep', '1',
         *TINY[:6], '--total-steps', '2560', '--log-every', '160', '--checkpoint-every', '640', *REPLAY]
+  ),
+  'planning': (1, [*PLAN, *SHORT, *REPLAY]),
+  'planning-sebulba-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *PLAN, *SHORT, *REPLAY]
   ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
@@ -180,6 +186,7 @@ SLOW = {
   'impala-gru',
   'two-seeds',
   'pooled-resets',
+  'planning-sebulba-on-the-host',
   'two-devices',
   'sebulba-lag-0',
   'replay-sebulba',

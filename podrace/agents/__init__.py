@@ -12,6 +12,7 @@ AGENTS = {  # what the command line calls them -> module, class
   'r2d2': ('podrace.agents.r2d2', 'R2D2'),
   'sac': ('podrace.agents.sac', 'SAC'),
   'd4pg': ('podrace.agents.d4pg', 'D4PG'),
+  'muzero': ('podrace.agents.muzero', 'MuZero'),
 }
 
 RELATED = {  # other names of algorithms -> the nearest of ours
@@ -22,6 +23,7 @@ RELATED = {  # other names of algorithms -> the nearest of ours
     ('rainbow', 'c51', 'qr-dqn', 'qrdqn', 'ddqn', 'double-dqn', 'iqn', 'ape-x', 'apex'), ('dqn',)
   ),
   **dict.fromkeys(('drqn', 'ngu', 'agent57'), ('r2d2',)),
+  **dict.fromkeys(('alphazero', 'efficientzero', 'gumbel-muzero', 'sampled-muzero'), ('muzero',)),
 }
 
 
@@ -30,9 +32,10 @@ def agents_for(space: Any) -> list[str]:
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):
-    return ['impala', 'ppo', 'dqn', 'r2d2']
-  bounded = isinstance(space, spaces.Box) and space.is_bounded()
-  return ['impala', 'ppo', 'sac', 'd4pg'] if bounded else ['impala', 'ppo']
+    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero']
+  if not isinstance(space, spaces.Box):
+    return ['impala', 'ppo', 'muzero']
+  return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']
 
 
 def check(agent: Any, low: float, high: float, *names: str) -> None:

@@ -174,6 +174,22 @@ def implied(base: Config, args: Sequence[str]) -> Config:
   return dataclasses.replace(base, architecture='sebulba') if needs_sebulba(**asked) else base
 
 
+def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
+  """The options of an agent's fields, as --agent.simulations 0, and the other arguments."""
+  found: list[str] = []
+  others: list[str] = []
+  rest = list(args)
+  while rest:
+    arg = rest.pop(0)
+    if not arg.startswith('--agent.'):
+      others.append(arg)
+      continue
+    found.append(arg)
+    if '=' not in arg and rest and not rest[0].startswith('--'):
+      found.append(rest.pop(0))
+  return found, others
+
+
 def value_of(flag: str, args: Sequence[str]) -> str | None:
   """The last value of a flag."""
   found = None

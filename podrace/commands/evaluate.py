@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from podrace import compile_cache, own_code
+from podrace.commands.configuration import agent_settings, parse
 from podrace.commands.options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
 from podrace.errors import UsageError
 from podrace.output import tell
@@ -27,6 +28,9 @@ COMMAND = Command(
     ALLOW_CODE,
   ),
   """
+--agent.FIELD VALUE acts with another value of a setting than training did: with --agent.simulations 0, muzero acts
+without a search.
+
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes; and of the sampled
 ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return_std, sampled_episodes.
 """,
@@ -35,6 +39,7 @@ ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return
 
 def run(args: list[str]) -> int:
   """Evaluates."""
+  settings, args = agent_settings(args)
   options = Options(args, COMMAND)
   run_dir = Path(options.one_argument('run directory'))
   if '--greedy' in options and '--sample' in options:
@@ -49,7 +54,10 @@ def run(args: list[str]) -> int:
   only = evaluate.SAMPLED if '--sample' in options else only
   acting = (only,) if only else evaluate.ACTING
   episodes, seed, most = map(options.whole, ('--episodes', '--seed', '--max-steps'))
-  result = evaluate.evaluate(run_dir, episodes, seed, acting, most, allowed)
+  result = evaluate.evaluate(
+    run_dir, episodes, seed, acting, most, allowed,
+    change=lambda config: parse(config, settings, 'podrace eval') if settings else config,
+  )  # fmt: skip
   tell(evaluate.summarised(result, acting))
   print(json.dumps(result))
   return 0

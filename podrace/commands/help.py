@@ -168,10 +168,11 @@ PARTS = {  # fields of agents that have fields of their own -> class -> where, a
   'network': {
     'ActorCritic': ('networks/actor_critic.py', 'impala and ppo'),
     'QNetwork': ('networks/q_network.py', 'dqn and r2d2'),
+    'LearnedModel': ('networks/planning.py', 'muzero'),
   },
   'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
   'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},
-  'buffer': {'Buffer': ('replay/buffer.py', 'dqn, r2d2, sac and d4pg')},
+  'buffer': {'Buffer': ('replay/buffer.py', 'dqn, r2d2, sac, d4pg and muzero')},
 }
 
 FIXED = {  # fields with one value always

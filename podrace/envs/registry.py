@@ -185,6 +185,12 @@ LIBRARIES: Mapping[str, Library] = {
       'Craftax-Classic-Pixels-v1',
     ),
   ),
+  'pgx': Library(
+    module='podrace.envs.pgx',
+    extra='pgx',
+    description='board games for two, against an opponent: opponent=random',
+    names=('tic_tac_toe', 'connect_four', 'animal_shogi', 'gardner_chess', 'go_9x9'),
+  ),
   'python': Library(
     module='podrace.envs.python',
     extra='',

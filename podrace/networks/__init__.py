@@ -1,13 +1,16 @@
 """Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor` and `Critic` ship.
 
+`Model` is what agents ask for that plan; `LearnedModel` ships.
+
 Only this folder imports flax. A network from Haiku, Equinox, NNX or by hand fits as well: see
 examples/own_network.py.
 """
 
 from podrace.networks.actor_critic import ActorCritic
 from podrace.networks.continuous import Actor, Critic
-from podrace.networks.layers import outside_loops
+from podrace.networks.layers import inside_loops, outside_loops
 from podrace.networks.observations import image_sides
+from podrace.networks.planning import LearnedModel, Model, Prediction
 from podrace.networks.protocol import (
   Network,
   PolicyValue,
@@ -23,10 +26,14 @@ __all__ = [
   'Actor',
   'ActorCritic',
   'Critic',
+  'LearnedModel',
+  'Model',
   'Network',
   'PolicyValue',
+  'Prediction',
   'QNetwork',
   'image_sides',
+  'inside_loops',
   'merge_time',
   'outside_loops',
   'reset_where',

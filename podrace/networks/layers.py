@@ -101,16 +101,25 @@ _in_loop = contextvars.ContextVar('in_loop', default=True)
 
 
 @contextlib.contextmanager
-def outside_loops() -> Iterator[None]:
-  """For what is traced here and will not be in a loop: XLA's convolution is the fast one there.
-
-  XLA's CPU backend gives its threaded convolution only to what is in no loop.
-  """
-  token = _in_loop.set(False)
+def _loops(inside: bool) -> Iterator[None]:
+  token = _in_loop.set(inside)
   try:
     yield
   finally:
     _in_loop.reset(token)
+
+
+def outside_loops() -> contextlib.AbstractContextManager[None]:
+  """For what is traced here and will not be in a loop: XLA's convolution is the fast one there.
+
+  XLA's CPU backend gives its threaded convolution only to what is in no loop.
+  """
+  return _loops(False)
+
+
+def inside_loops() -> contextlib.AbstractContextManager[None]:
+  """For a loop within `outside_loops`, such as a search."""
+  return _loops(True)
 
 
 def conv2d(x: Array, kernel: Array, stride: int, padding: str) -> Array:

@@ -27,6 +27,7 @@ from podrace import topology
 from podrace.agents import AGENTS as NAMES
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
+from podrace.agents.muzero import MuZero
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.anakin import Anakin
@@ -34,11 +35,14 @@ from podrace.bench import combined_rate, learner_rate, memory
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
-from podrace.networks import Actor, Critic, QNetwork
+from podrace.networks import Actor, Critic, LearnedModel, QNetwork
 from podrace.replay import Buffer
 from podrace.topology import split_devices
 
 SLOW = pytest.mark.slow
+TINY_MODEL: dict[str, Any] = dict(
+  hidden=(16,), latent=8, dynamics_hidden=(16,), head_hidden=(8,), bins=7
+)
 SMALL = Buffer(capacity=512, batch_size=24, min_size=64, samples_per_insert=1.5)
 RANKED = dataclasses.replace(SMALL, priority_exponent=0.6)
 AGENTS = {
@@ -46,8 +50,11 @@ AGENTS = {
   'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
   'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
   'd4pg': D4PG(Actor(hidden=(16,), deterministic=True), Critic(hidden=(16,), atoms=11), SMALL),
+  'muzero': MuZero(
+    LearnedModel(**TINY_MODEL), RANKED, simulations=3, unroll=2, n_step=2, target_period=3
+  ),
 }
-ENVS = {'dqn': 'podrace:catch', 'r2d2': 'podrace:catch'}
+ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero'), 'podrace:catch')
 
 
 def env_of(name: str) -> str:
@@ -87,7 +94,8 @@ def test_every_agent_is_here_or_there() -> None:
 
 
 @pytest.mark.parametrize(
-  'name', ['dqn', 'sac', pytest.param('r2d2', marks=SLOW), pytest.param('d4pg', marks=SLOW)]
+  'name',
+  ['dqn', 'sac', 'muzero', pytest.param('r2d2', marks=SLOW), pytest.param('d4pg', marks=SLOW)],
 )
 def test_the_same_under_both_architectures(name: str) -> None:
   """To float rounding, replay included; another action or another sample would show as 1e-3.
@@ -342,7 +350,7 @@ def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @SLOW
-@pytest.mark.parametrize('name', ['dqn', 'r2d2'])
+@pytest.mark.parametrize('name', ['dqn', 'r2d2', 'muzero'])
 def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
   both = jnp.concatenate([keys(0), keys(1)])
   with jax.debug_key_reuse(False):

@@ -588,10 +588,10 @@ BAD = [
   (['train', '--agent.network.torso', 'nature', '--env', 'gymnax:CartPole-v1'], 'needs an image'),
   (['train', '--agent', 'sac'],
    'sac cannot act in podrace:catch, whose action space is Discrete(3, dtype=int32): take --agent '
-   'impala, ppo, dqn or r2d2'),
+   'impala, ppo, dqn, r2d2 or muzero'),
   (['train', '--agent', 'dqn', '--env', 'gymnax:Pendulum-v1'],
    'dqn cannot act in gymnax:Pendulum-v1, whose action space is Box(-2.0, 2.0, (1,), float32): take '
-   '--agent impala, ppo, sac or d4pg'),
+   '--agent impala, ppo, sac, d4pg or muzero'),
   (['train', '--agent', 'r2d2', '--env', 'gymnasium:Pendulum-v1', '--architecture', 'sebulba'],
    'r2d2 cannot act in gymnasium:Pendulum-v1'),
   (['train', '--agent.network.squash', 'True'], 'needs a continuous action space'),

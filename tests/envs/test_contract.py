@@ -34,6 +34,7 @@ FAST = (
   'brax:inverted_pendulum,backend=spring,episode_length=20',
   'jumanji:Snake-v1,time_limit=20',
   'navix:Navix-DoorKey-5x5-v0,max_steps=20',
+  'pgx:tic_tac_toe',
 )
 LIMITS = {
   'brax': ',episode_length=20',

@@ -1,0 +1,389 @@
+"""MuZero: search in a learned model (Schrittwieser et al. 2020, arXiv 1911.08265), as settings its successors.
+
+Gumbel MuZero (Danihelka et al. 2022, ICLR) by `search`; Sampled MuZero (Hubert et al. 2021, arXiv 2104.06303) by
+`sampled_actions`; Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294) by `reanalyse`; the consistency loss of
+EfficientZero (Ye et al. 2021, arXiv 2111.00210) by `consistency`. The search is mctx's.
+
+Against the paper: Adam with weight decay in the place of SGD with momentum; a Gumbel search by default, whose root
+value is the value of the improved policy, and not the mean over all visits; replay's priorities are exponentiated by
+`buffer.priority_exponent`; after learning, a priority is by the network's value and not by the search's, which would
+never change. Past the end of an episode, value and reward are 0 and the policy is masked; the actions there are
+those that replay has next. Past a time limit all is masked. Networks are smaller: see `LearnedModel`.
+The paper's sizes for Atari: unroll 5, 50 simulations, n-step 10, batch 1,024, discount 0.997.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from podrace import distributions, returns
+from podrace.agents import check, valuing
+from podrace.agents.searching import Params, Plan, action_mask, plan, predict
+from podrace.fields import check_types
+from podrace.learner import sgd
+from podrace.networks import LearnedModel, merge_time, split_time
+from podrace.networks.planning import decode, number_loss, scale_gradient
+from podrace.replay import Buffer, windows
+from podrace.topology import AXIS
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Replay,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+)
+
+CANDIDATES = 16  # of continuous and multi-discrete actions, unless a number is given
+
+
+class Rest(NamedTuple):
+  """What else is learned."""
+
+  target: Any  # the network that reanalyses
+  opt_state: Any
+
+
+class Extras(NamedTuple):
+  """What learning wants to know of each action, [B, ...]."""
+
+  sample: Any  # the action before it was squashed into the space
+  plan: Plan
+
+
+class Goals(NamedTuple):
+  """What the model should say, after 0 to U actions from each of N states: [U + 1, N, ...]."""
+
+  plan: Plan
+  value: Array  # f32
+  reward: Array  # f32 of the action before; unused where there is none
+  policy_mask: Array  # f32
+  value_mask: Array
+  reward_mask: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class MuZero:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  network: LearnedModel = LearnedModel()
+  buffer: Buffer = Buffer(batch_size=128, priority_exponent=1.0, importance_exponent=1.0)
+  search: Literal['gumbel', 'puct'] = 'gumbel'
+  simulations: int = 16  # of each search; 0: it acts by the policy's prior
+  max_depth: int = 0  # of the tree; 0: no limit
+  considered_actions: int = 16  # gumbel: at the root, the most
+  value_scale: float = 0.1  # gumbel: of values against the prior; 1 for board games
+  dirichlet_alpha: float = 0.3  # puct: noise at the root
+  dirichlet_fraction: float = 0.25
+  temperature: float = 1.0  # puct: of the visits that an action is drawn by
+  sampled_actions: int = 0
+  # ^ candidates drawn from the policy in each state; 0: all actions, or 16 where they can't be counted
+  sampled_temperature: float = 1.0  # of the policy that they are drawn from
+  unroll: int = 5  # actions that the model is unrolled for
+  n_step: int = 10  # rewards before a search's value is bootstrapped from
+  bootstrap: Literal['search', 'target'] = 'search'
+  # ^ whose value: the search's of acting, or the target network's, which is newer
+  sequence: int = 1  # states of a window that are unrolled from; with a core at least unroll_length
+  burn_in: int = 0  # steps before them, with a core
+  reanalyse: float = 0.0  # share of each batch with new searches, by the target network
+  reanalyse_simulations: int = 0  # 0: as many as acting has
+  target_period: int = 200  # gradient steps between copies to the target network
+  learning_rate: float = 1e-3
+  adam_epsilon: float = 1e-5
+  weight_decay: float = 1e-4
+  max_grad_norm: float = 5.0
+  discount: float = 0.997
+  value_cost: float = 1.0  # the paper of Reanalyse has 0.25
+  reward_cost: float = 1.0
+  entropy_cost: float = 0.0
+  consistency: float = 0.0  # weight of that loss; needs network.projection
+  greedy: bool = False  # for evaluation: no noise
+
+  check_vma = False  # mctx does not trace under it
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    for name in ('unroll', 'n_step', 'sequence', 'target_period', 'considered_actions'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    check(self, 0, 1, 'discount', 'reanalyse', 'dirichlet_fraction')
+    counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'burn_in')
+    rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
+    costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
+    check(self, 0, math.inf, *counts, *rates, *costs, 'temperature', 'value_scale')
+    for name in ('dirichlet_alpha', 'sampled_temperature'):
+      if getattr(self, name) <= 0:
+        raise ValueError(f'{name} must be more than 0, not {getattr(self, name)}')
+    if self.consistency and not getattr(self.network, 'projection', 0):
+      raise ValueError(f'consistency {self.consistency} needs network.projection above 0')
+    if self.sampled_actions < 0 or self.sampled_actions == 1:
+      raise ValueError(
+        f'sampled_actions must be 0, for all actions, or at least 2, not {self.sampled_actions}'
+      )
+
+  @property
+  def num_candidates(self) -> int:
+    """Of each state; 0: they are all actions."""
+    countable = isinstance(self.network.distribution, distributions.Categorical)
+    return self.sampled_actions or (0 if countable else CANDIDATES)
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """What is learned from: windows of the states that are unrolled from, and what follows them.
+
+    Raises:
+      ValueError: if nothing searches, or sequences would leave out a part of every unroll.
+    """
+    if self.simulations < 1 and (self.reanalyse < 1 or self.reanalyse_simulations < 1):
+      raise ValueError(
+        f'simulations {self.simulations}: training needs a search to learn from, so simulations must be at least 1; '
+        'or give reanalyse 1 and reanalyse_simulations of at least 1, to act without a search'
+      )
+    if self.recurrent and unroll_length > self.sequence:
+      raise ValueError(
+        f'an unroll of {unroll_length} steps is longer than a sequence of {self.sequence}, and with a core one begins '
+        f'with each unroll, so the rest would never be learned from; give --agent.sequence {unroll_length}'
+      )
+    if self.burn_in and not self.recurrent:
+      raise ValueError(f'burn_in {self.burn_in} is for a network with a core; this one has none')
+    return windows(
+      self.buffer, self.burn_in + self.positions, num_envs, unroll_length,
+      keep_state=self.recurrent, stack=stack, initial_priority=self.initial_priority,
+    )  # fmt: skip
+
+  @property
+  def recurrent(self) -> bool:
+    return bool(jax.tree.leaves(jax.eval_shape(lambda: self.network.initial_state(1))))
+
+  @property
+  def positions(self) -> int:
+    """Steps of a window behind the burn-in, of whose searches something is learned."""
+    return self.sequence + self.unroll + self.n_step
+
+  def init(self, key: Array) -> TrainState:
+    network = self.network.init(key)
+    rest = Rest(network, self.optimiser().init(network))
+    return TrainState(Params(network, jnp.int32(0)), rest)
+
+  def warm_start(self, train: TrainState, params: Params) -> TrainState:
+    learned = train.params._replace(network=params.network)
+    return TrainState(learned, train.rest._replace(target=params.network))
+
+  def initial_state(self, env_id: Array) -> Any:
+    return self.network.initial_state(env_id.shape[0])
+
+  def act(
+    self, params: Params, state: Any, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, Any]:
+    one = jax.tree.map(lambda x: x[None], timestep)
+    hidden, state = self.network.represent(params.network, state, one)
+    hidden, mask = jax.tree.map(lambda x: x[0], hidden), action_mask(timestep.observation)
+    x, found = plan(self, params, hidden, mask, key, self.simulations)
+    return ActorOutput(self.network.distribution.to_action(x), Extras(x, found)), state
+
+  # --- learning
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    rest, before = train.rest, train.params
+    own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other searches on each device
+    window = sample.trajectory
+    plans = self.refreshed(rest.target, before.steps, window, own_key)
+    goals = self.goals(self.behind(window.timesteps), plans)
+    weight = jnp.tile(sample.weight, self.sequence)
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      each, value, metrics = self.losses(network, window, goals)
+      total = jnp.mean(weight * each)
+      error = goals.value_mask[0] * (jnp.abs(value - goals.value[0]) + 1e-6)
+      priority = jnp.mean(error.reshape(self.sequence, -1), axis=0)
+      return total, (dict(loss=total, **metrics), priority)
+
+    network, opt_state, metrics, priority = sgd(
+      loss, self.optimiser(), before.network, rest.opt_state, keep=True
+    )
+    if self.reanalyse:
+      metrics['reanalysed'] = jnp.float32(self.reanalysed(sample.weight.size) / sample.weight.size)
+    metrics['target_age'] = before.steps.astype(jnp.float32) - metrics['target_age']
+    params = Params(network, before.steps + 1)
+    target = valuing.follow(rest.target, network, params.steps, self.target_period, 1.0)
+    return TrainState(params, Rest(target, opt_state)), priority, metrics
+
+  def behind(self, tree: Any) -> Any:
+    """What is behind the burn-in."""
+    return jax.tree.map(lambda x: x[self.burn_in :], tree)
+
+  def represent(self, network: Any, window: Trajectory, length: int) -> Any:
+    """Hidden states of the first `length` timesteps [length, B, ...] behind the burn-in."""
+    timesteps, state = window.timesteps, window.agent_state if self.recurrent else ()
+    if self.burn_in:
+      early = jax.tree.map(lambda x: x[: self.burn_in], timesteps)
+      _, state = self.network.represent(lax.stop_gradient(network), state, early)
+    late = jax.tree.map(lambda x: x[:length], self.behind(timesteps))
+    return self.network.represent(network, state, late)[0]
+
+  def reanalysed(self, batch: int) -> int:
+    """How many of a batch."""
+    return round(self.reanalyse * batch)
+
+  def refreshed(self, target: Any, steps: Array, window: Trajectory, key: Array) -> Plan:
+    """The plans [positions, B, ...] of a window's states, with what is newer of the target network's."""
+    kept: Plan = self.behind(window.outputs.extras.plan)
+    if self.bootstrap == 'target':
+      hidden = merge_time(self.represent(target, window, self.positions))
+      value = split_time(predict(self, target, hidden)[1], self.positions)
+      kept = kept._replace(value=value)
+    batch = window.env_id.shape[0]
+    some = self.reanalysed(batch)
+    if not some:
+      return kept
+    pick_key, search_key = jax.random.split(key)
+    rows = jax.random.permutation(pick_key, batch)[:some]  # a batch may be sorted by stream
+    picked = Trajectory(
+      *jax.tree.map(lambda x: x[:, rows], (window.timesteps, window.outputs)),
+      *jax.tree.map(lambda x: x[rows], (window.agent_state, window.env_id)),
+    )
+    hidden = merge_time(self.represent(target, picked, self.positions))
+    observation = self.behind(picked.timesteps.observation)
+    mask = action_mask(merge_time(jax.tree.map(lambda x: x[: self.positions], observation)))
+    params = Params(target, steps - steps % self.target_period)
+    _, found = plan(
+      self, params, hidden, mask, search_key, self.reanalyse_simulations or self.simulations
+    )
+    fresh = split_time(found, self.positions)
+    return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
+
+  def value_targets(self, timesteps: TimeStep, value: Array) -> Array:
+    """n-step targets [positions - 1, B] from timesteps and searches' values [positions, B]."""
+    t = jax.tree.map(lambda x: x[1 : self.positions], timesteps._replace(observation=()))
+    one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
+    going = 1.0 - t.last.astype(jnp.float32)
+    return one(t.reward, self.discount * t.discount, going, value[1:], self.n_step)
+
+  def goals(self, timesteps: TimeStep, plans: Plan) -> Goals:
+    """What the model should say; timesteps are those behind the burn-in.
+
+    The only rule about episode ends is here. Behind a termination, value and reward are 0 and there is no policy;
+    behind a truncation there is nothing. A state that is LAST is not unrolled from.
+    """
+    value = self.value_targets(timesteps, plans.value)
+    last = self.spread(timesteps.last)
+    passed = jnp.cumsum(last, axis=0) - last > 0  # an episode's end lies before
+    cut = jnp.cumsum(self.spread(timesteps.last & (timesteps.discount > 0)) & ~passed, axis=0) > 0
+    cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
+    valid, within = ~last[:1], ~passed & ~last
+    masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
+    return Goals(
+      jax.tree.map(self.spread, plans),
+      jnp.where(within, self.spread(value), 0.0),
+      jnp.where(passed, 0.0, self.spread(timesteps.reward)),
+      *masks,
+    )
+
+  def spread(self, x: Array) -> Array:
+    """Of positions [P, B, ...], those after 0 to U actions from each state: [U + 1, sequence * B, ...]."""
+    steps = [merge_time(x[k : k + self.sequence]) for k in range(self.unroll + 1)]
+    return jnp.stack(steps)
+
+  def losses(
+    self, network: Any, window: Trajectory, goals: Goals
+  ) -> tuple[Array, Array, dict[str, Array]]:
+    """The loss [N] of each state, the value [N] there, and metrics."""
+    roots = self.sequence + (self.unroll if self.consistency else 0)
+    observed = self.represent(network, window, roots)
+    root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
+    hidden, reward = self.imagine(network, root, self.behind(window.outputs.extras.sample))
+    said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
+    share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
+    support = self.network.support
+
+    def of_numbers(outputs: Array, x: Array) -> Array:
+      return split_time(number_loss(merge_time(outputs), x.reshape(-1), support), x.shape[0])
+
+    policy, entropy = self.policy_losses(said.policy, goals.plan)
+    policy = jnp.sum(share * goals.policy_mask * (policy - self.entropy_cost * entropy), axis=0)
+    value = jnp.sum(share * goals.value_mask * of_numbers(said.value, goals.value), axis=0)
+    rewards = goals.reward_mask[1:] * of_numbers(reward, goals.reward[1:])
+    rewards = jnp.sum(share[1:] * rewards, axis=0)
+    total = policy + self.value_cost * value + self.reward_cost * rewards
+    now = decode(said.value[0], support)
+    metrics = dict(
+      policy_loss=jnp.mean(policy),
+      value_loss=jnp.mean(value),
+      reward_loss=jnp.mean(rewards),
+      value=jnp.mean(now),
+      entropy=jnp.mean(goals.policy_mask[0] * entropy[0]),
+      target_age=jnp.mean(goals.plan.steps[0].astype(jnp.float32)),
+    )
+    if support is not None:
+      metrics['outside_support'] = jnp.mean(outside(goals.value[0], support))
+    if self.consistency:
+      distance = self.consistency_losses(network, hidden, jax.tree.map(self.spread, observed))
+      distance = jnp.sum((share * goals.reward_mask)[1:] * distance, axis=0)
+      metrics['consistency_loss'] = jnp.mean(distance)
+      total += self.consistency * distance
+    return total, now, metrics
+
+  def imagine(self, network: Any, root: Any, sample: Any) -> tuple[Any, Array]:
+    """Hidden states after 0 to U actions [U + 1, N, ...], and rewards of the actions [U, N, bins].
+
+    The gradient into a hidden state is halved at each action (the paper's appendix G).
+    """
+
+    def step(hidden: Any, action: Any) -> Any:
+      hidden, reward = self.network.dynamics(network, scale_gradient(hidden, 0.5), action)
+      return hidden, (hidden, reward)
+
+    actions = jax.tree.map(lambda x: self.spread(x)[:-1], sample)
+    _, (hidden, reward) = lax.scan(step, root, actions)
+    both = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), root, hidden)
+    return both, reward
+
+  def policy_losses(self, policy: Array, plans: Plan) -> tuple[Array, Array]:
+    """Cross-entropies [U + 1, N] of policies [U + 1, N, P] with plans, and an estimate of their entropies."""
+    kind = self.network.distribution
+    if not self.num_candidates:
+      log_p = jax.nn.log_softmax(policy)
+      return -jnp.sum(plans.weights * log_p, axis=-1), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    wide = jnp.repeat(policy[:, :, None], self.num_candidates, axis=2)
+    log_p = kind.log_prob(wide, plans.candidates)
+    return -jnp.sum(plans.weights * log_p, axis=-1), kind.entropy(policy, jax.random.key(0))
+
+  def consistency_losses(self, network: Any, hidden: Any, observed: Any) -> Array:
+    """How far imagined hidden states are from observed ones [U, N]: 1 less the cosine of their projections."""
+
+    def project(x: Any, online: bool) -> Array:
+      found = self.network.project(network, merge_time(x), online)
+      return split_time(
+        found / (jnp.linalg.norm(found, axis=-1, keepdims=True) + 1e-5), self.unroll
+      )
+
+    imagined = project(jax.tree.map(lambda x: x[1:], hidden), True)
+    real = project(lax.stop_gradient(jax.tree.map(lambda x: x[1:], observed)), False)
+    return 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
+
+  def initial_priority(self, window: Trajectory) -> Array:
+    """The priority [B] of new windows: how far the searches' values are from their targets."""
+    timesteps, value = self.behind((window.timesteps, window.outputs.extras.plan.value))
+    target = self.value_targets(timesteps, value)[: self.sequence]
+    valid = 1.0 - timesteps.last[: self.sequence].astype(jnp.float32)
+    return jnp.mean(valid * (jnp.abs(value[: self.sequence] - target) + 1e-6), axis=0)
+
+  def optimiser(self) -> optax.GradientTransformation:
+    step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+
+
+def outside(value: Array, support: Array) -> Array:
+  """Where targets [N] are more or less than the support can hold: 1, else 0."""
+  x = returns.rescale(value)
+  return ((x < support[0] - 1e-4) | (x > support[-1] + 1e-4)).astype(jnp.float32)

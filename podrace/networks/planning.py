@@ -1,0 +1,267 @@
+"""Models to plan with: an observation becomes a hidden state, in which actions are tried out.
+
+`Model` is all that a planning agent asks for; `LearnedModel` ships. See docs/planning.md for one of your own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from podrace import distributions, returns
+from podrace.networks.body import Body
+from podrace.networks.cores import Core
+from podrace.networks.layers import Dense, flat
+from podrace.networks.protocol import merge_time, split_time
+from podrace.networks.torsos import Mlp
+from podrace.networks.towers import Downsample, Tower
+from podrace.types import Array, TimeStep
+
+
+class Prediction(NamedTuple):
+  """What a model says of hidden states [B, ...]."""
+
+  policy: Array  # [B, P] f32 what the action distribution takes
+  value: Array  # [B, bins] f32 logits over the model's support; [B, 1] without one: the value
+
+
+class Model(Protocol):
+  """Pure functions over a plain pytree of arrays: representation, dynamics and prediction.
+
+  `represent` is over time, as `Network.unroll` is: its recurrent state is reset where a timestep is FIRST. An
+  action is a raw sample [B, ...] of `distribution`.
+  """
+
+  @property
+  def distribution(self) -> distributions.Distribution: ...
+
+  @property
+  def support(self) -> Array | None:
+    """[bins] rescaled returns (`returns.rescale`), evenly spaced; None: values and rewards are numbers."""
+    ...
+
+  def example(self) -> TimeStep:
+    """A timestep [1, ...] of zeros, as the environment's are."""
+    ...
+
+  def init(self, key: Array) -> Any: ...
+  def initial_state(self, batch_size: int) -> Any: ...
+
+  def represent(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Any, Any]:
+    """Hidden states [T, B, ...] of timesteps [T, B, ...], and the recurrent state after them."""
+    ...
+
+  def dynamics(self, params: Any, hidden: Any, action: Any) -> tuple[Any, Array]:
+    """The hidden states [B, ...] after an action, and the reward [B, bins] as a value is."""
+    ...
+
+  def predict(self, params: Any, hidden: Any) -> Prediction: ...
+
+
+# --- numbers as distributions over a support -----------------------------------------------------
+
+
+def encode(x: Array, support: Array | None) -> Array:
+  """Targets [N, bins] of numbers [N]: two-hot over the support; [N, 1] without one.
+
+  The number is rescaled first (Schrittwieser et al. 2020, arXiv 1911.08265, appendix F).
+  """
+  if support is None:
+    return x[:, None]
+  one = jax.vmap(lambda y: returns.project(y[None], jnp.ones(1), support))
+  return one(returns.rescale(x))
+
+
+def decode(outputs: Array, support: Array | None) -> Array:
+  """The numbers [...] that outputs [..., bins] of a model stand for."""
+  if support is None:
+    return outputs[..., 0]
+  p = jax.nn.softmax(outputs)
+  return returns.unscale(jnp.sum(p * support.reshape((1,) * (p.ndim - 1) + (-1,)), axis=-1))
+
+
+def number_loss(outputs: Array, x: Array, support: Array | None) -> Array:
+  """The loss [N] of outputs [N, bins] against numbers [N]: cross-entropy, or half the square."""
+  if support is None:
+    return 0.5 * jnp.square(outputs[:, 0] - x)
+  return -jnp.sum(encode(x, support) * jax.nn.log_softmax(outputs), axis=-1)
+
+
+def scale_hidden(hidden: Array) -> Array:
+  """Each hidden state [B, ...] within [0, 1], by its minimum and maximum (appendix G of the paper)."""
+  axes = tuple(range(1, hidden.ndim))
+  low = jnp.min(hidden, axis=axes, keepdims=True)
+  high = jnp.max(hidden, axis=axes, keepdims=True)
+  return (hidden - low) / jnp.maximum(high - low, 1e-5)
+
+
+def scale_gradient(tree: Any, factor: float) -> Any:
+  """The same numbers, whose gradient is `factor` times as large."""
+  return jax.tree.map(lambda x: factor * x + (1 - factor) * jax.lax.stop_gradient(x), tree)
+
+
+# --- the model that ships --------------------------------------------------------------------------
+
+
+class _LearnedModel(nn.Module):
+  settings: LearnedModel
+
+  def setup(self) -> None:
+    s = self.settings
+    self.represent_observation = self._tower(Downsample) if s.blocks else s.make_torso()
+    if s.core != 'none':
+      self.rnn = Core(s.core, s.core_size)
+    if s.blocks:
+      self.next_hidden = self._tower(Tower)
+    else:
+      self.first_hidden = Dense(s.latent, kernel_init=s.kernel_init)
+      self.next_hidden = s.mlp((*s.dynamics_hidden,))
+      self.next_change = Dense(s.latent, kernel_init=s.kernel_init)
+    self.reward_head = self._head(s.bins)
+    self.policy_head = self._head(s.distribution.size)
+    self.value_head = self._head(s.bins)
+    if s.projection:
+      self.projector = self._head(s.projection, nn.initializers.lecun_normal())
+      self.predictor = self._head(s.projection, nn.initializers.lecun_normal())
+
+  def _tower(self, kind: Any) -> nn.Module:
+    s = self.settings
+    module: nn.Module = kind(s.channels, s.blocks, s.kernel_init)
+    return module
+
+  def _head(self, size: int, last: Any = nn.initializers.zeros) -> nn.Module:
+    """A hidden layer and the outputs, which begin as zeros: all alike, as MuZero's are."""
+    s = self.settings
+    return nn.Sequential([flat, s.mlp(s.head_hidden), Dense(size, kernel_init=last)])
+
+  def represent(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+    s, length = self.settings, timesteps.reward.shape[0]
+    observation, _ = s.prepare(merge_time(timesteps.observation))
+    x = self.represent_observation(observation)
+    if s.core != 'none':
+      x, state = self.rnn(state, split_time(x, length), timesteps.first)
+      x = merge_time(x)
+    if not s.blocks:
+      x = self.first_hidden(x)
+    return split_time(scale_hidden(x), length), state
+
+  def dynamics(self, hidden: Array, action: Array) -> tuple[Array, Array]:
+    code = self.settings.encode_action(action)
+    if self.settings.blocks:
+      planes = jnp.broadcast_to(code[:, None, None, :], (*hidden.shape[:3], code.shape[-1]))
+      x = self.next_hidden(jnp.concatenate([hidden, planes], axis=-1))
+    else:
+      x = self.next_hidden(jnp.concatenate([hidden, code], axis=-1))
+      x = hidden + self.next_change(x)
+    x = scale_hidden(x)
+    return x, self.reward_head(x)
+
+  def predict(self, hidden: Array) -> Prediction:
+    return Prediction(self.policy_head(hidden), self.value_head(hidden))
+
+  def project(self, hidden: Array, online: bool) -> Array:
+    x = self.projector(hidden)
+    return self.predictor(x) if online else x
+
+  def __call__(self, state: Any, timesteps: TimeStep, action: Array) -> Any:
+    """All parts once, to make their parameters."""
+    hidden, _ = self.represent(state, timesteps)
+    hidden, reward = self.dynamics(hidden[0], action)
+    projection = self.project(hidden, True) if self.settings.projection else ()
+    return reward, self.predict(hidden), projection
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedModel(Body):
+  """A `Model` built from an environment's spaces.
+
+  Its hidden state is a vector: behind the torso (an MLP, the grid's or IMPALA's convolutions) and the core, and
+  dynamics of an MLP. With `blocks` it is an image, by the paper's residual tower.
+  """
+
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  latent: int = 64  # numbers of the hidden state, where it is a vector
+  dynamics_hidden: tuple[int, ...] = (64,)  # layers of the dynamics
+  head_hidden: tuple[int, ...] = (32,)  # layers before policy, value and reward, each its own
+  blocks: int = 0  # residual blocks of the tower; 0: the hidden state is a vector. The paper has 16
+  channels: int = 64  # of the tower. The paper has 256
+  bins: int = 51  # atoms of value and reward; 1: they are numbers, learned by their squares
+  v_min: float = -300.0  # the least return that the atoms can hold
+  v_max: float = 300.0
+  projection: int = 0  # numbers of the consistency loss's projection; 0: there is none
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if min(self.latent, self.channels, *self.dynamics_hidden, *self.head_hidden) < 1:
+      raise ValueError(
+        f'sizes must be at least 1: {self.latent=} {self.channels=} {self.dynamics_hidden=} {self.head_hidden=}'
+      )
+    if min(self.blocks, self.projection) < 0 or self.bins < 1 or self.bins == 2:
+      raise ValueError(
+        'bins must be 1 or at least 3, blocks and projection at least 0: '
+        f'{self.bins=} {self.blocks=} {self.projection=}'
+      )
+    if self.v_min >= self.v_max:
+      raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+    if self.blocks and self.core != 'none':
+      raise ValueError(
+        f'a residual tower has an image as its hidden state, so there is no core {self.core!r}: blocks is 0 with one'
+      )
+
+  @functools.cached_property
+  def distribution(self) -> distributions.Distribution:
+    from gymnasium import spaces
+
+    return distributions.for_space(self.action_space, isinstance(self.action_space, spaces.Box))
+
+  @property
+  def support(self) -> Array | None:
+    if self.bins == 1:
+      return None
+    low, high = returns.rescale(jnp.array([self.v_min, self.v_max], jnp.float32))
+    return jnp.linspace(low, high, self.bins)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _LearnedModel(self)
+
+  def mlp(self, hidden: tuple[int, ...]) -> nn.Module:
+    return Mlp(hidden, {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation], self.kernel_init)
+
+  def encode_action(self, action: Array) -> Array:
+    """Raw samples [B, ...] as the numbers [B, n] that the dynamics are given."""
+    kind = self.distribution
+    if isinstance(kind, distributions.Categorical):
+      return jax.nn.one_hot(action, kind.num_actions)
+    if isinstance(kind, distributions.MultiCategorical):
+      parts = [jax.nn.one_hot(action[:, i], n) for i, n in enumerate(kind.num_actions)]
+      return jnp.concatenate(parts, axis=-1)
+    return jnp.tanh(action)
+
+  def init(self, key: Array) -> Any:
+    timesteps = jax.tree.map(lambda x: x[None], self.example())
+    zeros = jnp.zeros([1, self.distribution.size])
+    action = self.distribution.mode(zeros)
+    return self.module.init(key, self.initial_state(1), timesteps, action)['params']
+
+  def represent(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+    return self._apply(params, 'represent', state, timesteps)
+
+  def dynamics(self, params: Any, hidden: Array, action: Array) -> tuple[Array, Array]:
+    return self._apply(params, 'dynamics', hidden, action)
+
+  def predict(self, params: Any, hidden: Array) -> Prediction:
+    return self._apply(params, 'predict', hidden)
+
+  def project(self, params: Any, hidden: Array, online: bool) -> Array:
+    """[B, projection] for the consistency loss; `online` is the side that has a predictor behind it."""
+    return self._apply(params, 'project', hidden, online)
+
+  def _apply(self, params: Any, method: str, *args: Any) -> Any:
+    return self.module.apply({'params': params}, *args, method=method)

@@ -1,0 +1,104 @@
+"""Residual towers, as MuZero's (Schrittwieser et al. 2020, arXiv 1911.08265, appendix F).
+
+Against the paper: layers are normalised over each sample, not over the batch, so that there are no statistics to
+keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from podrace.networks.layers import Conv, unit
+from podrace.networks.observations import PIXELS
+from podrace.types import Array
+
+
+class Normalized(nn.Module):
+  """A 3 x 3 convolution, normalised over the channels of each place."""
+
+  channels: int
+  kernel_init: Any
+  stride: int = 1
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    x = Conv(self.channels, 3, self.stride, 'SAME', self.kernel_init)(x)
+    scale = self.param('scale', nn.initializers.ones_init(), (self.channels,))
+    bias = self.param('bias', nn.initializers.zeros_init(), (self.channels,))
+    return nn.standardize(x, axis=-1) * scale[None, None, None] + bias[None, None, None]
+
+
+class Blocks(nn.Module):
+  """Residual blocks of two convolutions each."""
+
+  channels: int
+  blocks: int
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    for _ in range(self.blocks):
+      y = nn.relu(Normalized(self.channels, self.kernel_init)(x))
+      x = nn.relu(x + Normalized(self.channels, self.kernel_init)(y))
+    return x
+
+
+class Tower(nn.Module):
+  """A convolution to as many channels, then residual blocks: [B, H, W, C] to [B, H, W, channels]."""
+
+  channels: int
+  blocks: int
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    x = nn.relu(Normalized(self.channels, self.kernel_init)(x))
+    return Blocks(self.channels, self.blocks, self.kernel_init)(x)
+
+
+class Downsample(nn.Module):
+  """An observation's image to a hidden state: boards keep their size, pixels become a sixteenth a side.
+
+  The paper's: half the channels, stride 2, two blocks; all channels, stride 2, three blocks; average pooling; three
+  blocks; average pooling; then the tower. What else is in the observation becomes planes of one number each.
+  """
+
+  channels: int
+  blocks: int
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, observation: Any) -> Array:
+    leaves = [unit(x) for x in jax.tree.leaves(observation)]
+    images = [x for x in leaves if x.ndim == 4]
+    if not images:
+      shapes = [x.shape[1:] for x in leaves]
+      raise ValueError(f'a residual tower needs an image, [height, width, channels], not {shapes}')
+    height, width = images[0].shape[1:3]
+    planes = [self._planes(x, height, width) for x in leaves]
+    x = jnp.concatenate(planes, axis=-1)
+    if min(height, width) >= PIXELS:
+      x = self._smaller(x)
+    return Tower(self.channels, self.blocks, self.kernel_init)(x)
+
+  def _planes(self, x: Array, height: int, width: int) -> Array:
+    if x.ndim == 4:
+      if x.shape[1:3] != (height, width):
+        raise ValueError(f'images of {x.shape[1:3]} and {(height, width)} in one observation')
+      return x
+    x = x.reshape(x.shape[0], 1, 1, -1)
+    return jnp.broadcast_to(x, (x.shape[0], height, width, x.shape[-1]))
+
+  def _smaller(self, x: Array) -> Array:
+    half = max(self.channels // 2, 1)
+    x = nn.relu(Normalized(half, self.kernel_init, 2)(x))
+    x = Blocks(half, min(2, self.blocks), self.kernel_init)(x)
+    x = nn.relu(Normalized(self.channels, self.kernel_init, 2)(x))
+    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init)(x)
+    x = nn.avg_pool(x, (3, 3), (2, 2), 'SAME')
+    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init)(x)
+    return nn.avg_pool(x, (3, 3), (2, 2), 'SAME')
