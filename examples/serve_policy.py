@@ -25,6 +25,7 @@ import numpy as np
 import podrace
 
 LONGEST = 16 * 2**20  # bytes of a request
+NAME = 200  # characters of the name of a client
 
 
 class States:
@@ -52,7 +53,13 @@ def arrays(space: Any, x: Any) -> Any:
     return {k: arrays(s, x[k]) for k, s in space['dict'].items()}
   if 'tuple' in space:
     return tuple(arrays(s, y) for s, y in zip(space['tuple'], x, strict=True))
-  return np.asarray(x, space['dtype'])
+  found = np.asarray(x)
+  if found.dtype.kind not in 'iufb':
+    raise ValueError(f'{found.dtype} came, expected {space["dtype"]}')
+  same = found.astype(space['dtype'])
+  if same.dtype.kind != 'f' and not np.array_equal(found, same):
+    raise ValueError(f'{found.tolist()} came, which is no {space["dtype"]}')
+  return same
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -64,16 +71,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
     self.answer(200, self.policy.about)
 
   def do_POST(self) -> None:
-    length = int(self.headers.get('Content-Length') or 0)
-    if length > LONGEST:
-      return self.answer(413, {'error': f'a request has at most {LONGEST} bytes'})
     try:
+      length = int(self.headers.get('Content-Length') or 0)
+      if not 0 <= length <= LONGEST:
+        return self.answer(413, {'error': f'a request has at most {LONGEST} bytes, not {length}'})
       request = json.loads(self.rfile.read(length))
-      client, first = str(request['client']), request.get('first', False)
+      client, first = request['client'], request.get('first', False)
+      if not isinstance(client, str) or len(client) > NAME:
+        raise ValueError(f'client is a text of at most {NAME} characters')
       observation = arrays(self.policy.about['observation_space'], request['observation'])
       state = None if first else self.states.take(client)
       action, state = self.policy.act(observation, state)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as e:
       return self.answer(400, {'error': f'{type(e).__name__}: {e}'})
     self.states.put(client, state)
     return self.answer(200, {'action': action.tolist()})

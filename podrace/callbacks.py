@@ -137,7 +137,13 @@ def _attributes(callback: Any) -> dict[str, Any] | None:
     return None
   if hasattr(callback, 'state') or not getattr(owner, 'exact', True):
     return None
-  return {k: (v, len(v) if isinstance(v, Sized) else 0) for k, v in vars(owner).items()}
+  return {k: (v, _length(v)) for k, v in vars(owner).items()}
+
+
+def _length(value: Any) -> int:
+  if hasattr(value, 'shape'):  # an array, perhaps of no axes
+    return 0
+  return len(value) if isinstance(value, Sized) else 0
 
 
 def _differ(a: tuple[Any, int] | None, b: tuple[Any, int] | None) -> bool:

@@ -31,6 +31,7 @@ from podrace.blame import (
 )
 from podrace.envs import contract
 from podrace.envs.host.base import HostSpec
+from podrace.envs.host.infos import MOST
 from podrace.envs.spaces import bounds, over, values
 from podrace.envs.spaces import leaves as leaves_of
 from podrace.errors import RunError, UsageError
@@ -124,7 +125,24 @@ def _check_types(env: Any) -> Any:
     after, _ = jax.eval_shape(step, before, action, _key())
   if different := first_difference(after, before):
     refuse(env, 'step', f'the state {different[0]}', f'{different[1]}, as `reset` returns it')
+  _check_infos(env, before)
   return before
+
+
+def _check_infos(env: Any, state: Any) -> None:
+  """What an environment says of episodes that end: numbers by their names."""
+  if not hasattr(env, 'infos'):
+    return
+  if not callable(env.infos):
+    refuse(env, 'infos', f'{env.infos!r}', 'a function of the state')
+  found = jax.eval_shape(lambda s: calling(env, 'infos', 'the state of one environment', s), state)
+  if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    refuse(env, 'infos', describe(found), 'a dict of numbers by their names')
+  for name, x in found.items():
+    if x.shape != ():
+      refuse(env, 'infos', f'{name} of shape {x.shape}', 'one number, of shape ()')
+  if len(found) > MOST:
+    refuse(env, 'infos', f'{len(found)} numbers', f'at most {MOST}')
 
 
 def _check_pair(env: Any, name: str, found: Any) -> None:

@@ -22,7 +22,8 @@ def why_not(about: dict[str, Any]) -> str:
   """Why a policy has no ONNX graph; '' if it can have one."""
   if about['network'] is None:
     return f'{about["agent"]} has a network of its own, and podrace writes only its own as ONNX'
-  if importlib.util.find_spec('onnx') is None:
+  spec = importlib.util.find_spec('onnx')
+  if spec is None or spec.loader is None:  # none, or a directory of that name
     return "it needs the extra onnx: pip install 'podrace[onnx]'"
   return ''
 

@@ -64,11 +64,18 @@ def _description(folder: Path) -> dict[str, Any]:
     raise PolicyError(f'{folder} holds no policy: {e}') from e
   if not isinstance(about, dict) or about.get('version') != VERSION:
     raise PolicyError(f'{folder / POLICY} is not a policy of version {VERSION}')
+  if lacking := {'sha256', 'network', 'action', 'observation_space', 'state'} - set(about):
+    raise PolicyError(f'{folder / POLICY} lacks {", ".join(sorted(lacking))}')
+  hashes = about['sha256']
+  if not isinstance(hashes, dict) or not set(hashes) <= {PARAMS, CONFIG, PROGRAM, GRAPH}:
+    raise PolicyError(f'{folder / POLICY} names files that are of no policy: {hashes}')
   return about
 
 
 def _verified(path: Path, digest: str) -> bytes:
   """The bytes of a file, which are those that were exported."""
+  if path.is_symlink() or (path.exists() and not path.is_file()):
+    raise PolicyError(f'{path} is no regular file')
   try:
     data = path.read_bytes()
   except OSError as e:

@@ -214,6 +214,7 @@ class Memory:
 
   def __init__(self, change: str) -> None:
     self.change, self.lines, self.best = change, [], 0.0
+    self.array = np.zeros(())
 
   def __call__(self, line: Any) -> None:
     self.changed(line)
@@ -225,12 +226,15 @@ class Memory:
       self.lines.append(line)
     elif self.change == 'a new one':
       self.other = line
+    elif self.change == 'an array':
+      self.array = self.array + 1
     else:
       self.best = float('0')  # another object, the same number
 
 
 @pytest.mark.parametrize(
-  'change, name', [('a number', 'best'), ('a list', 'lines'), ('a new one', 'other')]
+  'change, name',
+  [('a number', 'best'), ('a list', 'lines'), ('a new one', 'other'), ('an array', 'array')],
 )
 @pytest.mark.parametrize('method', [False, True])
 def test_a_memory_that_no_checkpoint_keeps_is_refused(change: str, name: str, method: bool) -> None:

@@ -32,7 +32,18 @@ def name_of(page: Path) -> str:
 
 def blocks(page: Path, language: str = '') -> list[str]:
   """The blocks of code in a language; without one, what is typed in a shell."""
-  found = re.findall(rf'^ *```{language}\n(.*?)^ *```', page.read_text(), re.DOTALL | re.MULTILINE)
+  found: list[str] = []
+  within: str | None = None  # the language of the block that is open
+  for line in page.read_text().splitlines():
+    fence = line.strip().startswith('```')
+    if fence and within is None:
+      within = line.strip()[3:]
+      if within == language:
+        found.append('')
+    elif fence:
+      within = None
+    elif within == language:
+      found[-1] += line + '\n'
   return [textwrap.dedent(block) for block in found]
 
 
@@ -72,7 +83,17 @@ SMALL = {
   'completion',
 }  # these run; follow and rm need a run, so their options are read
 # Modules of the user's own that commands on a page name, and which of its blocks they are.
-MODULES = {'docs/own.md': {'a2c': 0}}
+MODULES = {'docs/own.md': {'a2c': 0}, 'docs/planning.md': {'mine': 0}}
+
+
+def test_no_command_is_passed_over() -> None:
+  """Those in blocks whose language is not named are all lines that begin with podrace."""
+  line = re.compile(r' *(?:\w+=\S+ )?(?:\.venv/bin/)?podrace ')
+  for page in ALL:
+    text = '\n'.join(re.split(r'\n *```', page.read_text())[1::2])  # what is within fences
+    assert len(commands(page)) == sum(bool(line.match(x)) for x in text.splitlines()), page
+  for name in MODULES:
+    assert commands(ROOT / name), name
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -138,11 +138,16 @@ def test_what_a_served_policy_refuses(served: Served) -> None:
     ('{"client": "a", "observation": [1, 2]}', r'shape [2] came, expected [5]'),
     ('{"client": "a", "observation": ["x"]}', 'ValueError'),
     ('[3]', 'TypeError'),
+    ('{"client": 3, "observation": [1, 2, 3, 4, 5]}', 'client is a text'),
+    ('{"client": "%s", "observation": [1]}' % ('a' * 201), 'client is a text'),
+    ('{"client": "a", "observation": [true, false, true, true, "1"]}', 'ValueError'),
+    ('[' * 200_000, 'RecursionError'),
   ):
     code, answer = served.ask('POST', body)
     assert code == 400 and message in answer['error'], answer
-  code, answer = served.ask('POST', '', length=2**30)
-  assert code == 413 and 'at most' in answer['error']
+  for length in (2**30, -1):
+    code, answer = served.ask('POST', '', length=length)
+    assert code == 413 and 'at most' in answer['error']
   assert served.act('a', served.observations[0]) == served.expected(served.observations[:1])[0]
 
 

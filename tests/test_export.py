@@ -243,7 +243,23 @@ def test_what_is_no_policy(tmp_path: Path) -> None:
   with pytest.raises(ValueError, match=r'shape \[4\] came, expected \[5\]'):
     policy.act(np.zeros(4))
   about = tmp_path / 'policy' / 'policy.json'
-  about.write_text(json.dumps(dict(json.loads(about.read_text()), version=2)))
+  good = json.loads(about.read_text())
+  for hashes in ({'../policy/policy.json': '0'}, {'/etc/hostname': '0'}, 3):
+    about.write_text(json.dumps(good | {'sha256': hashes}))
+    with pytest.raises(PolicyError, match='names files that are of no policy'):
+      load_policy(tmp_path / 'policy')
+  about.write_text(json.dumps({k: v for k, v in good.items() if k != 'network'}))
+  with pytest.raises(PolicyError, match='lacks network'):
+    load_policy(tmp_path / 'policy')
+  about.write_text(json.dumps(good))
+  params = tmp_path / 'policy' / 'params.safetensors'
+  params.rename(tmp_path / 'elsewhere')
+  params.symlink_to(tmp_path / 'elsewhere')
+  with pytest.raises(PolicyError, match='no regular file'):
+    load_policy(tmp_path / 'policy')
+  params.unlink()
+  (tmp_path / 'elsewhere').rename(params)
+  about.write_text(json.dumps(good | {'version': 2}))
   with pytest.raises(PolicyError, match='not a policy of version 1'):
     load_policy(tmp_path / 'policy')
 

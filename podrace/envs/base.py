@@ -222,4 +222,7 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
     used = jnp.where(enough, used - chunk, used)
     return PooledState(inner, timestep.last, pool, oldest, used), timestep
 
-  return Batch(reset, step, lambda state: jax.vmap(functools.partial(infos, dynamics))(state.inner))
+  def each_infos(state: PooledState) -> dict[str, Array]:
+    return jax.vmap(lambda inner, _: infos(dynamics, inner))(state.inner, state.last)
+
+  return Batch(reset, step, each_infos)

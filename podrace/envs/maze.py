@@ -44,7 +44,7 @@ class Maze:
   density: float = 0.3  # share of walls
 
   def __post_init__(self) -> None:
-    if self.size < 3 or self.levels < 0 or not 0 <= self.density < 0.7:
+    if self.size < 3 or not 0 <= self.levels <= UNSEEN or not 0 <= self.density < 0.7:
       raise ValueError(
         f'maze needs size >= 3, levels >= 0 and a density from 0 to below 0.7: {self.size=}, '
         f'{self.levels=}, {self.density=}'
@@ -98,7 +98,8 @@ class Maze:
       return (cells | near[0] | near[1] | near[2] | near[3]) & ~walls, None
 
     begin = jnp.zeros_like(walls).at[tuple(start)].set(True)
-    return jax.lax.scan(wider, begin, None, self.size**2 // 2)[0]
+    most = min(self.size**2 // 2, 4 * self.size)  # steps of an episode
+    return jax.lax.scan(wider, begin, None, most)[0]
 
   def step(self, state: MazeState, action: Array, key: Array) -> tuple[MazeState, TimeStep]:
     del key

@@ -212,6 +212,7 @@ class ActingProgram:
     pool.reset()
     pool.send(np.arange(self.envs_per_thread), jax.tree.map(np.asarray, action))
     pool.recv()
+    self.jax_steps.forget_infos()  # those of the warm-up
 
 
 def example_timestep(spec: HostSpec, num_envs: int) -> TimeStep:

@@ -618,7 +618,7 @@ BAD = [
   (['train', '--agent', 'json:JSONDecoder'], 'json:JSONDecoder is no agent: it is no dataclass'),
   (['train', '--agent', 'podrace.envs.host.base:PoolArgs'],
    'podrace.envs.host.base:PoolArgs needs defaults for its fields: num_envs, batch_size'),
-  (['train', '--agent', 'podrace.log:Clock'], 'podrace.run:Clock must be frozen'),
+  (['train', '--agent', 'podrace.log:Clock'], 'podrace.log:Clock must be frozen'),
   (['train', '--agent', 'podrace.replay:Buffer'],
    'podrace.replay.buffer:Buffer is no agent: it has no init and no initial_state and no act'),
   (['train', '--agent.discount', '99'], 'discount must be within [0, 1], not 99'),

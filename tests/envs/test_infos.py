@@ -17,12 +17,14 @@ from processes import as_users_have_it, lines  # noqa: F401 (a fixture)
 
 from podrace import envs, run
 from podrace.agents.impala import Impala
+from podrace.check import check_environment
 from podrace.config import Config
 from podrace.envs.adapt import TimeLimit
-from podrace.envs.base import NextStepReset, restart, transition
+from podrace.envs.base import NextStepReset, batch, restart, transition
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import BYTES, FIELDS, MOST, Adder, Infos, numbers
+from podrace.errors import UsageError
 from podrace.networks import ActorCritic
 from podrace.types import TimeStep
 
@@ -140,6 +142,58 @@ def test_a_truncated_episode_says_how_it_ends() -> None:
   for _ in range(3):
     state, timestep = env.step(state, jnp.int32(0), jax.random.key(1))
   assert timestep.last and env.infos(state) == {'time': 3.0, 'inner/tripled': 9.0}
+
+
+class Wrong(Saying):
+  said: Any
+
+  def infos(self, state: Any) -> Any:
+    return type(self).said
+
+
+@pytest.mark.parametrize(
+  ('said', 'message'),
+  [
+    ({'place': jnp.zeros(3)}, 'place of shape \\(3,\\)'),
+    ({f'n{i}': 0.0 for i in range(MOST + 1)}, f'{MOST + 1} numbers'),
+  ],
+)
+def test_infos_that_are_no_numbers_are_refused(said: Any, message: str) -> None:
+  wrong = type('Wrong', (Wrong,), {'said': said})
+  with pytest.raises(UsageError, match=f'infos.*{message}'):
+    check_environment(NextStepReset(wrong()))
+
+
+class Stateless(Saying):
+  def reset(self, key: jax.Array) -> tuple[Any, TimeStep]:
+    return (), restart(jnp.zeros(1))
+
+  def step(self, state: Any, action: Any, key: jax.Array) -> tuple[Any, TimeStep]:
+    return (), transition(jnp.zeros(1), 1.0, True, False)
+
+  def infos(self, state: Any) -> dict[str, Any]:
+    return {'one': jnp.float32(1)}
+
+
+@pytest.mark.parametrize('fresh', [1.0, 0.5])
+def test_an_environment_without_state_says_something_too(fresh: float) -> None:
+  many = batch(NextStepReset(Stateless(), fresh), 4)
+  state, _ = many.reset(jax.random.key(0))
+  assert many.infos(state)['one'].tolist() == [1.0] * 4
+
+
+def test_the_warm_up_is_not_among_them() -> None:
+  from podrace.envs.host.jax import JaxPool, JaxSteps
+
+  steps = JaxSteps(saying(), 4, 8)
+  pool = JaxPool(steps, jax.random.key(0), lambda number: jax.random.key(1))
+  pool.reset()
+  for _ in range(5):
+    pool.send(np.arange(4), np.zeros(4, np.int32))
+    pool.recv()
+  assert steps.infos.means() == {'info_time': 5.0, 'info_inner/tripled': 15.0}
+  steps.forget_infos()
+  assert steps.infos.means() == {}
 
 
 @pytest.mark.parametrize('name', ['Craftax-Classic-Symbolic-v1', 'Craftax-Symbolic-v1'])

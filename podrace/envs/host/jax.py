@@ -34,6 +34,9 @@ class JaxSteps:
     self.step = jax.jit(step)
     self.infos = Infos()
 
+  def forget_infos(self) -> None:
+    self.infos = Infos()
+
 
 class JaxPool:
   """A pool of copies of a pure environment, in lockstep; its state can be saved.
