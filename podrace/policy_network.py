@@ -107,7 +107,8 @@ class Network:
     n = self._net['floats'].index(i)
     mean, var = (self._params[f'observation/{name}/{n}'] for name in ('mean', 'var'))
     scale = np.float32(1) / np.sqrt(var + np.float32(1e-8))
-    return self._ops.clip((x - mean) * scale, np.float32(-10), np.float32(10))
+    x = (self._ops.cast(x, 'float32') - mean) * scale
+    return self._ops.clip(x, np.float32(-10), np.float32(10))
 
   def _as_floats(self, spec: dict[str, Any], x: Tensor) -> Tensor:
     """As podrace.networks.observations."""

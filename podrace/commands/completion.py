@@ -41,6 +41,8 @@ zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
 fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 """,
 )
+# Options of one run, or of one process of it.
+NOT_OF_A_SWEEP = {'--run-dir', '--override', '--coordinator', '--num-processes', '--process-id'}
 TAKE_PRESETS = ('train', 'act', 'bench', 'sweep')
 FIRST = {'init': tuple(init.KINDS), 'completion': tuple(SHELLS)}  # arguments of other commands
 
@@ -80,5 +82,4 @@ def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
     agent = agent if agent in AGENTS else None
     text = help.train_help(train.COMMAND.options, agent, preset, everything=not (agent or preset))
     found += [line.split()[0] for line in text.splitlines() if line.startswith('  --')]
-  refused = {'--run-dir'} if name == 'sweep' else set()
-  return sorted(set(found) - refused)
+  return sorted(set(found) - (NOT_OF_A_SWEEP if name == 'sweep' else set()))
