@@ -7,7 +7,7 @@ RUN_DIR := runs/minatar-breakout-$(shell date +%Y%m%d-%H%M%S)
 endif
 WORKERS ?= 2
 
-.PHONY: setup train test test-all lint format bench bench-gpu clean
+.PHONY: setup train test test-all lint format docs bench bench-gpu clean
 
 setup: .venv/ready
 
@@ -38,6 +38,10 @@ lint: setup
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The documentation site, in build/site: open build/site/index.html. Neither building nor reading it needs a network.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 BENCHMARKS := ppo_cartpole catch_podracer environments resets devices scores
 

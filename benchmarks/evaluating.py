@@ -43,12 +43,13 @@ def main() -> None:
 
 
 def _train(config: podrace.Config) -> dict[str, Any]:
-  """Trains once; the rate in the program, the returns and the seconds that evaluations took."""
+  """Trains once: the run's steps per second of wall time without compilation, its returns, the seconds of evaluations."""
   with tempfile.TemporaryDirectory() as folder:
     result = podrace.train(config, folder, quiet=True)
     evaluations = result.evaluations
+    after = result.summary['wall_s'] - result.summary['compile_s']
     return {
-      'rate': result.summary['steps_per_s'], 'wall_s': result.summary['wall_s'],
+      'rate': result.summary['step'] / after, 'wall_s': result.summary['wall_s'],
       'compile_s': result.summary['compile_s'], 'evaluations': len(evaluations),
       'eval_s': sum(line['eval_s'] for line in evaluations), 'episode_return': result.summary['episode_return'],
     }  # fmt: skip

@@ -1,9 +1,11 @@
 """The presets' scores: trains each as `podrace train PRESET` does, evaluates it, draws the curves.
 
     .venv/bin/python benchmarks/scores.py [--resume] [PRESET ...]
+    .venv/bin/python benchmarks/scores.py --draw
 
-Writes benchmarks/results/scores.json after each, and docs/curves.png at the end; the presets that are not named
-keep what the file has of them. Without names, all but those that take hours on a CPU.
+Writes benchmarks/results/scores.json after each; at the end docs/curves.png, and a picture for each agent's page,
+docs/agents/AGENT.svg. The presets that are not named keep what the file has of them. Without names, all but those
+that take hours on a CPU. --draw draws the agents' pictures from what is recorded, here and by pong.py.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from common import RESULTS, origin, record
 
 from podrace.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
+AGENT_PAGES = ROOT / 'docs' / 'agents'
 STATED = {  # what each preset is to reach, greedily
   'catch': 1.0,
   'cartpole': 490.0,
@@ -78,10 +82,7 @@ def draw(scores: dict[str, dict]) -> None:
   rows = -(-len(scores) // 4)
   figure, axes = plt.subplots(rows, 4, figsize=(13, 2.7 * rows), layout='constrained')
   for axis, (preset, found) in zip(axes.flat, scores.items(), strict=False):
-    curve = found['curve']
-    if len(curve) > 2 and 2 * (curve[-1][0] - curve[-2][0]) < curve[-2][0] - curve[-3][0]:
-      curve = curve[:-1]  # of few steps, and so of few episodes, short ones
-    steps, returns = zip(*curve, strict=True)
+    steps, returns = zip(*whole(found['curve']), strict=True)
     axis.plot([s / 1e6 for s in steps], returns, color='#1f5fa8', linewidth=1.6)
     axis.axhline(STATED[preset], color='#999999', linewidth=0.8, linestyle='--')
     wall, cores = found['summary']['wall_s'], found['summary']['machine']['cores']
@@ -94,8 +95,79 @@ def draw(scores: dict[str, dict]) -> None:
   figure.savefig(ROOT / 'docs' / 'curves.png', dpi=110)
 
 
+GROUND, CURVE, GOAL = '#f7f7f5', '#1f5fa8', '#77808a'
+
+
+def agents_curves() -> dict[str, dict[str, dict]]:
+  """The recorded curves of each agent's presets: points of (steps, return), and the stated score."""
+  from podrace.config import agent_name
+
+  recorded: dict[str, Any] = {}
+  for file in ('acting', 'pong', 'scores'):
+    recorded |= json.loads((RESULTS / f'{file}.json').read_text())['results']
+  found: dict[str, dict[str, dict]] = {}
+  for name in [*STATED, 'r2d2-remote-memory']:
+    if name not in recorded:
+      continue
+    curve = [
+      (point[0], point[-1]) for point in recorded[name]['curve']
+    ]  # pong.py has seconds between
+    preset = VARIANTS[name][0] if name in VARIANTS else name
+    agent = agent_name(PRESETS[preset]().agent)
+    found.setdefault(agent, {})[name] = {'curve': whole(curve), 'stated': STATED.get(name)}
+  return found
+
+
+def whole(curve: list) -> list:
+  """A curve without a last line of few steps, and so of few episodes, short ones."""
+  short = len(curve) > 2 and 2 * (curve[-1][0] - curve[-2][0]) < curve[-2][0] - curve[-3][0]
+  return curve[:-1] if short else curve
+
+
+def draw_agents(folder: Path) -> list[Path]:
+  """A picture for each agent's page: return against steps, a panel for each of its presets."""
+  import matplotlib
+
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  written = []
+  for agent, presets in agents_curves().items():
+    rows, columns = -(-len(presets) // 2), min(len(presets), 2)
+    with matplotlib.rc_context({'svg.hashsalt': 'podrace', 'font.size': 10}):
+      figure, axes = plt.subplots(
+        rows, columns, figsize=(3.1 * columns, 2.5 * rows), layout='constrained', squeeze=False,
+        facecolor=GROUND,
+      )  # fmt: skip
+      for axis in list(axes.flat)[len(presets) :]:
+        axis.set_visible(False)
+      for axis, (name, found) in zip(axes.flat, presets.items(), strict=False):
+        panel(axis, name, found)
+      path = folder / f'{agent}.svg'
+      figure.savefig(path, facecolor=GROUND, metadata={'Date': None})
+      plt.close(figure)
+    written.append(path)
+  return written
+
+
+def panel(axis: Any, name: str, found: dict) -> None:
+  """One preset: its curve, and the stated score as a dashed line."""
+  steps, returns = zip(*found['curve'], strict=True)
+  axis.plot([s / 1e6 for s in steps], returns, color=CURVE, linewidth=1.6)
+  if found['stated'] is not None:
+    axis.axhline(found['stated'], color=GOAL, linewidth=1, linestyle='--')
+  axis.set_facecolor(GROUND)
+  axis.set_title(name, fontsize=10)
+  axis.set_xlabel('million steps')
+  axis.set_ylabel('episode return')
+  axis.spines[['top', 'right']].set_visible(False)
+
+
 def main() -> None:
-  """Scores the presets that are named, or all."""
+  """Scores the presets that are named, or all; or draws."""
+  if sys.argv[1:] == ['--draw']:
+    draw_agents(AGENT_PAGES)
+    return
   names = [a for a in sys.argv[1:] if a != '--resume'] or [n for n in STATED if n not in HOURS]
   if unknown := [name for name in names if name not in STATED]:
     sys.exit(f'nothing is stated of {", ".join(unknown)}, only of {", ".join(STATED)}')
@@ -106,10 +178,11 @@ def main() -> None:
     print(f'{preset}: {reached:.2f}, stated {STATED[preset]}', flush=True)
     known = keep(preset, result)
   draw(known)
+  draw_agents(AGENT_PAGES)
 
 
 def keep(preset: str, result: dict[str, object]) -> dict[str, dict]:
-  """Records a result beside those that there are; returns all."""
+  """Records a result and keeps the others; returns all."""
   path = RESULTS / 'scores.json'
   known = json.loads(path.read_text())['results'] if path.exists() else {}
   known[preset] = result

@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import common
+
 
 def seconds(*args: str) -> float:
   """Of `podrace sweep` with these arguments, as a whole process."""
@@ -24,10 +26,10 @@ def main() -> None:
   parser.add_argument('--steps', type=int, default=100_000)
   args = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
-    common = ['cartpole', '--vary', 'agent.learning-rate=log:1e-4..1e-2', '--method', 'random',
+    shared = ['cartpole', '--vary', 'agent.learning-rate=log:1e-4..1e-2', '--method', 'random',
               '--trials', str(args.settings), '--total-steps', str(args.steps)]  # fmt: skip
-    together = seconds(*common, '--dir', f'{folder}/together')
-    each = seconds(*common, '--dir', f'{folder}/each', '--processes')
+    together = seconds(*shared, '--dir', f'{folder}/together')
+    each = seconds(*shared, '--dir', f'{folder}/each', '--processes')
     scores = {
       name: {
         r['settings']['agent.learning-rate']: r['score']

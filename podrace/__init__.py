@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from podrace.version import __version__ as __version__
+
 if TYPE_CHECKING:
   from podrace.api import Result as Result
   from podrace.api import configure as configure
@@ -13,7 +15,6 @@ if TYPE_CHECKING:
   from podrace.config import Config as Config
   from podrace.policy import load_policy as load_policy
 
-__version__ = '0.1.0'
 # Imported when they are used: the command line is to start quickly.
 _FROM = {
   'train': 'api', 'configure': 'api', 'Result': 'api', 'EndTraining': 'callbacks', 'Config': 'config',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ class Episodes(NamedTuple):
   return_mean: Array  # f32
   return_deviation: Array  # f32 the sum of squared differences from the mean
   length_sum: Array  # i32 steps of the environment, the resetting one not among them
+  info_sums: dict[str, Array]  # f32 of what environments say of the episode that ends
 
 
 class ActorState(NamedTuple):
@@ -38,10 +39,10 @@ class ActorState(NamedTuple):
   faults: Array  # i32 bits, what was against the contract so far: `podrace.check.FAULTS`
 
 
-def no_episodes(batch_size: int) -> Episodes:
-  """None finished yet."""
+def no_episodes(batch_size: int, infos: Iterable[str] = ()) -> Episodes:
+  """None finished yet; `infos` are the names of what environments say of theirs."""
   i, f = jnp.zeros([batch_size], jnp.int32), jnp.zeros([batch_size], jnp.float32)
-  return Episodes(i, f, f, i)
+  return Episodes(i, f, f, i, dict.fromkeys(infos, f))
 
 
 def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
@@ -55,12 +56,14 @@ def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
     env_id=env_id,
     episode_return=jnp.zeros([n], jnp.float32),
     episode_length=jnp.zeros([n], jnp.int32),
-    episodes=no_episodes(n),
+    episodes=no_episodes(n, jax.eval_shape(env.infos, env_state)),
     faults=jnp.zeros([n], jnp.int32),
   )
 
 
-def count_episodes(actor: ActorState, timestep: TimeStep) -> ActorState:
+def count_episodes(
+  actor: ActorState, timestep: TimeStep, infos: Mapping[str, Array] | None = None
+) -> ActorState:
   """Accounts for one new timestep [B]; means and deviations by Welford's method (1962)."""
   first, last = timestep.first, timestep.last
   episode_return = jnp.where(first, 0.0, actor.episode_return + timestep.reward)
@@ -74,14 +77,15 @@ def count_episodes(actor: ActorState, timestep: TimeStep) -> ActorState:
     return_mean=mean,
     return_deviation=e.return_deviation + jnp.where(last, before * (episode_return - mean), 0.0),
     length_sum=e.length_sum + jnp.where(last, episode_length, 0),
+    info_sums={k: e.info_sums[k] + jnp.where(last, x, 0.0) for k, x in (infos or {}).items()},
   )
   return actor._replace(
     episode_return=episode_return, episode_length=episode_length, episodes=episodes
   )
 
 
-def pooled(e: Episodes) -> dict[str, Array]:
-  """Sums over environments, the last axis: `episodes`, `return_sum`, `length_sum`, and
+def pooled(e: Episodes) -> dict[str, Any]:
+  """Sums over environments, the last axis: `episodes`, `return_sum`, `length_sum`, `info_sums`, and
   `return_deviation`, which is from the mean of them all (Chan et al. 1979).
 
   A difference of squares instead is off by 0.1 in the standard deviation where all returns are 500.
@@ -101,6 +105,7 @@ def pooled(e: Episodes) -> dict[str, Array]:
     return_sum=total * (mean + rounding),
     return_deviation=deviation + total * (average(distance * distance) - rounding * rounding),
     length_sum=jnp.sum(e.length_sum.astype(jnp.float32), -1),
+    info_sums={name: jnp.sum(x, -1) for name, x in e.info_sums.items()},
   )
 
 
@@ -115,7 +120,7 @@ def unroll(
     output, agent_state = agent.act(params, actor.agent_state, timestep, act_key)
     env_state, next_timestep = env.step(actor.env_state, output.action, env_keys)
     actor = actor._replace(env_state=env_state, timestep=next_timestep, agent_state=agent_state)
-    return count_episodes(actor, next_timestep), (timestep, output)
+    return count_episodes(actor, next_timestep, env.infos(env_state)), (timestep, output)
 
   agent_state = actor.agent_state
   act_key, env_key = jax.random.split(key)  # all keys at once: in the loop they would cost more

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace import metrics, own_code, run
+from podrace import metrics, own_code, run, runs
 from podrace.callbacks import Callback
-from podrace.commands import configuration
-from podrace.config import Config, needs_sebulba, to_json, unknown
+from podrace.config import Config, default_agent, needs_sebulba, to_json, unknown
 from podrace.defaults import with_defaults
 from podrace.errors import UsageError
 from podrace.presets import PRESETS
@@ -80,11 +79,9 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   if preset is not None:
     config = PRESETS[preset]()
     if isinstance(agent, str):
-      agent = configuration.default_agent(agent)
+      agent = default_agent(agent)
   else:
-    config = Config(
-      agent=configuration.default_agent(agent if isinstance(agent, str) else 'impala')
-    )
+    config = Config(agent=default_agent(agent if isinstance(agent, str) else 'impala'))
     if 'env' in settings and not isinstance(agent, str | None | dict):
       config = dataclasses.replace(config, agent=agent)
     if 'env' in settings:
@@ -138,6 +135,6 @@ def train(
   """
   name = config if isinstance(config, str) else config.env.partition(',')[0]
   made = configure(config) if isinstance(config, str) else config
-  with configuration.run_directory(run_dir, name) as path:
+  with runs.run_directory(run_dir, name) as path:
     summary = run.train(made, path, override, sinks, quiet, callbacks=callbacks)
   return Result(path, made, summary)

@@ -138,13 +138,16 @@ def _guarded(args: list[str]) -> int:
       print(USAGE, end='')
       return 0
     if args[0] == '--version':
-      from podrace import __version__
+      from podrace.version import __version__
 
       print(__version__)
       return 0
     name, *rest = args
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)
+    if name == 'completion' and rest[:1] == ['words']:  # what a shell asks at each TAB
+      print('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
+      return 0
     command = COMMANDS[name]
     if not HELP.isdisjoint(rest):
       print(command.COMMAND.help([a for a in rest if a not in ('-h', '--help')]))

@@ -247,6 +247,22 @@ def agent_class(name: str) -> Any:
     raise UsageError(f'no agent {name!r}: {e}') from e
 
 
+def default_agent(name: str) -> Any:
+  """An agent with its class' defaults; raises UsageError if it is none that has them."""
+  cls = agent_class(name)
+  if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    raise UsageError(f'{name} is no agent: it is no dataclass; see docs/own.md')
+  if not getattr(cls, '__dataclass_params__').frozen:  # noqa: B009 (which mypy does not know)
+    raise UsageError(f'{name} must be frozen: @dataclasses.dataclass(frozen=True)')
+  if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
+    raise UsageError(f'{name} needs defaults for its fields: {", ".join(needed)}')
+  return cls()
+
+
+def _has_no_default(field: dataclasses.Field[Any]) -> bool:
+  return field.default is field.default_factory is dataclasses.MISSING
+
+
 def agent_name(agent: Any) -> str:
   """What `agent_class` takes."""
   where = (type(agent).__module__, type(agent).__qualname__)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnasium import spaces
 
-from podrace import __version__, distributions
+from podrace import distributions
 from podrace.config import Config, agent_name, to_json
 from podrace.envs.spaces import over
 from podrace.errors import UsageError
@@ -26,6 +26,7 @@ from podrace.networks.observations import _scale, channels_first, is_pixels
 from podrace.policy import CONFIG, PARAMS, POLICY, PROGRAM, VERSION
 from podrace.record import load_config
 from podrace.types import TimeStep
+from podrace.version import __version__
 
 OURS = (ActorCritic, QNetwork, Actor)  # networks that podrace.policy has in NumPy
 PLATFORMS = ('cpu', 'cuda', 'tpu')

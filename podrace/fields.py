@@ -1,7 +1,11 @@
-"""Settings of the wrong type, refused where they are made; importing this imports nothing else."""
+"""Values of settings: numbers as users write them, and wrong types, refused where they are made.
+
+Importing this imports nothing else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import numbers
 from typing import Any
@@ -29,3 +33,12 @@ def check_types(settings: Any) -> None:
       raise ValueError(
         f'{field.name.rstrip("_")} of {type(settings).__name__} must be {kind[1]}, not {value!r}'
       )
+
+
+def whole_number(text: str) -> str:
+  """1e7 and 1_000_000 as integers are written; any other text as it is."""
+  with contextlib.suppress(ValueError, OverflowError):
+    value = float(text)
+    if value == int(value) and not text.lstrip('-').isdigit():
+      return str(int(value))
+  return text

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace import __version__, metrics, own_code
+from podrace import metrics, own_code
 from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
@@ -28,6 +28,7 @@ from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.process import is_locked, linked_folders, lock
 from podrace.topology import cores
+from podrace.version import __version__
 
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 
@@ -190,6 +191,11 @@ def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
     ]
     line['episodes_by_seed'] = episodes.tolist()
   line |= {name: metrics.number(np.mean(x)) for name, x in summary['metrics'].items()}
+  if total:
+    infos = summary.get('info_sums', {})
+    line |= {
+      f'info_{k}': metrics.number(np.sum(x, dtype=np.float64) / total) for k, x in infos.items()
+    }
   return line | summary.get('host', {})
 
 

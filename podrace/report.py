@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace import __version__, metrics, runs
+from podrace import metrics, runs
 from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.plot import COLOURS
 from podrace.scores import ATARI, game, human_normalised
+from podrace.version import __version__
 
 PAGE = Path(__file__).parent / 'page'
 POINTS = 1000  # of a curve; longer ones are thinned

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,9 +21,9 @@ from podrace.checkpoint import CheckpointError
 from podrace.config import Config, to_json, validate
 from podrace.errors import RunError, UsageError
 from podrace.evaluations import Evaluations
+from podrace.log import Log
 from podrace.record import (
   changes_of,
-  described,
   final_return,
   locked,
   machine,
@@ -45,23 +44,6 @@ if TYPE_CHECKING:
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
 FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
-
-
-@dataclasses.dataclass
-class Clock:
-  """Where the time of a run went, over all its lives."""
-
-  busy_s: float = 0.0  # in the compiled program
-  steps: int = 0  # made in `busy_s`
-
-  def add(self, steps: int, seconds: float) -> None:
-    self.steps += steps
-    self.busy_s += seconds
-
-  @property
-  def rate(self) -> float:
-    """Steps/s."""
-    return self.steps / self.busy_s if self.busy_s else 0.0
 
 
 class Pace:
@@ -117,21 +99,7 @@ def train(
     except OSError as e:
       raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
     is_ours = stack.enter_context(locked(run_dir)) if leader else lambda: True
-    changed = changes_of(config, run_dir)
-    if changed and not override:
-      raise UsageError(
-        f'{run_dir} holds a run with another configuration:\n  '
-        + '\n  '.join(changed)
-        + '\ngive --override to go on with the new one, or another --run-dir'
-      )
-    summary = read_summary(run_dir / 'summary.json', warn)
-    if summary is not None and is_over(summary, config.total_steps, changed):
-      if changed:
-        raise UsageError(
-          f'{run_dir} is finished at step {summary["step"]:,}, and what changed would not be used:\n  '
-          + '\n  '.join(changed)
-          + '\ngive a larger --total-steps as well, or another --run-dir'
-        )
+    if (summary := finished(config, run_dir, override, warn)) is not None:
       warn(f'{run_dir} is finished: step {summary["step"]:,}, return {summary["episode_return"]}')
       return summary
     stop = stack.enter_context(Stop())
@@ -146,6 +114,33 @@ def train(
     run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
     with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():
       return run.go(stack)
+
+
+def finished(
+  config: Config, run_dir: Path, override: bool, warn: Callable[[str], None]
+) -> dict[str, Any] | None:
+  """The summary of the run that is there, if it is finished; None if it begins or goes on.
+
+  Raises:
+    UsageError: if it has another configuration, which may not be or would not be used.
+  """
+  changed = changes_of(config, run_dir)
+  if changed and not override:
+    raise UsageError(
+      f'{run_dir} holds a run with another configuration:\n  '
+      + '\n  '.join(changed)
+      + '\ngive --override to go on with the new one, or another --run-dir'
+    )
+  summary = read_summary(run_dir / 'summary.json', warn)
+  if summary is None or not is_over(summary, config.total_steps, changed):
+    return None
+  if changed:
+    raise UsageError(
+      f'{run_dir} is finished at step {summary["step"]:,}, and what changed would not be used:\n  '
+      + '\n  '.join(changed)
+      + '\ngive a larger --total-steps as well, or another --run-dir'
+    )
+  return summary
 
 
 def is_over(summary: dict[str, Any], total_steps: int, changed: Sequence[str]) -> bool:
@@ -187,21 +182,15 @@ class _Run:
     callbacks: Callbacks,
   ) -> None:
     self.callbacks = callbacks
+    self.log = Log(config, run_dir, callbacks, sinks, None if quiet else terminal)
     self.evaluations: Evaluations | None = None
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
     self.is_ours = is_ours
-    self.terminal, self.sink_names, self.quiet = terminal, sinks, quiet
     self.warn, self.say = warn, _nothing if quiet else warn
     self.leader = jax.process_index() == 0
-    self.clock = Clock()
-    self.since_line = Clock()  # what the current line of metrics is about
     self.compile_s = 0.0
-    self.saves = Saves(config, program, run_dir, is_ours, self.warn, self.say, self.notes)
+    self.saves = Saves(config, program, run_dir, is_ours, self.warn, self.say, self.log.notes)
     self.statistics: dict[str, Any] = {}  # by the architecture, before that checkpoint
-    self.wall_before = 0.0  # seconds, of earlier lives
-    self.born = time.perf_counter()
-    self.sinks: list[metrics.Sink] = []  # besides `lines`
-    self.lines: metrics.JsonLines | None = None
 
   def go(self, stack: contextlib.ExitStack) -> dict[str, Any]:
     config = self.config
@@ -233,7 +222,8 @@ class _Run:
       if config.init_from:
         state = warm_started(config, state)
     self.say(f'compiled in {self.compile_s:.1f} s')
-    self.open_sinks(stack)
+    if self.leader:
+      self.log.open(stack, max(self.saves.saved, 0))
     self.open_evaluations(stack, state)
     self.program.start(state, keys, self.statistics)
     try:
@@ -257,47 +247,23 @@ class _Run:
       self.program.finished(state)
     return self.finish(state)
 
-  def notes(self) -> dict[str, Any]:
-    """What a checkpoint keeps of the run; the log is on disk before it."""
-    if self.lines:
-      self.lines.sync()
-    clocks = {k: dataclasses.asdict(getattr(self, k)) for k in ('clock', 'since_line')}
-    return {'wall_s': self.wall_s, **clocks, 'callbacks': self.callbacks.state()}
-
   def restored(self) -> Any | None:
     """The state that the run goes on from, and its notes; None if it begins."""
     found = self.saves.restore()
     if found is None:
       return None
-    state, meta = found
-    self.wall_before, self.statistics = meta['wall_s'], meta['statistics']
-    self.clock, self.since_line = Clock(**meta['clock']), Clock(**meta['since_line'])
-    if 'callbacks' in meta:  # an older podrace had none
-      self.callbacks.restore(meta['callbacks'])
+    state, notes = found
+    self.statistics = notes['statistics']
+    self.log.restore(notes)
     return state
-
-  @property
-  def wall_s(self) -> float:
-    """Seconds that the run has taken, over all its lives, without the time between them."""
-    return self.wall_before + time.perf_counter() - self.born
-
-  def open_sinks(self, stack: contextlib.ExitStack) -> None:
-    if not self.leader:
-      return
-    self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', max(self.saves.saved, 0))
-    stack.callback(self.lines.close)
-    for name in self.sink_names:
-      sink = metrics.SINKS[name](self.run_dir)
-      stack.callback(sink.close)
-      self.sinks.append(sink)
-    if not self.quiet:
-      self.sinks.append(self.terminal)
 
   def open_evaluations(self, stack: contextlib.ExitStack, state: Any) -> None:
     if not (self.config.eval_every and self.leader):
       return
     saved = max(self.saves.saved, 0)
-    self.evaluations = Evaluations(self.config, self.run_dir, saved, self.warn, lambda: self.wall_s)
+    self.evaluations = Evaluations(
+      self.config, self.run_dir, saved, self.warn, lambda: self.log.wall_s
+    )
     stack.callback(self.evaluations.close)
     self.evaluations.resume(state.train.params)
 
@@ -330,8 +296,7 @@ class _Run:
         )
       seconds = time.perf_counter() - began
       update += n
-      for clock in (self.clock, self.since_line):
-        clock.add(n * config.steps_per_update * config.seeds, seconds)
+      self.log.add(n * config.steps_per_update * config.seeds, seconds)
       self.check_health(broken, finite, update)
       if n:
         pace.observe(n, seconds)
@@ -340,9 +305,10 @@ class _Run:
         if update % per_line == 0 or update == total:
           with self.saves.failing(update, state):
             summary, state = self.program.read_log(state)
-          state = self.log(update, summary, state)
-        elif not self.quiet:
-          self.terminal.progress(update * config.steps_per_update, self.since_line.rate)
+          saving = self.saves.failing(update, state)
+          state = self.log.write(update * config.steps_per_update, summary, state, saving)
+        else:
+          self.log.progress(update * config.steps_per_update)
       if self.evaluations and n and update % per_eval == 0:
         with self.saves.failing(update, state):
           self.evaluations.begin(update * config.steps_per_update, state.train.params)
@@ -391,35 +357,6 @@ class _Run:
       kept = f'the last good checkpoint is step {self.saves.saved:,}'
     raise RunError(f'{what}; {kept}, in {self.run_dir / "checkpoints"}')
 
-  def log(self, update: int, summary: dict[str, Any], state: Any) -> Any:
-    """Writes a line of metrics; the state, as callbacks change it. It is saved if a sink or a callback fails."""
-    line: metrics.Line = {
-      'step': update * self.config.steps_per_update,
-      'wall_s': round(self.wall_s, 3),
-      'steps_per_s': round(self.since_line.rate, 1),
-      **described(summary, self.config.seeds),
-    }
-    self.since_line = Clock()
-    if not self.lines:  # of several processes, another one writes
-      return state
-    failure: Exception | None = None
-    try:
-      line = self.callbacks(line)
-    except Exception as e:  # raised below: a checkpoint of this update needs the line
-      failure = e
-    self.lines.write(line)
-    with self.saves.failing(update, state):
-      if failure is not None:
-        raise failure
-      for sink in self.sinks:
-        sink.write(line)
-      for transform in self.callbacks.transforms:
-        train = transform(state.train, line)
-        state = state._replace(
-          train=jax.device_put(train, jax.tree.map(lambda x: x.sharding, state.train))
-        )
-    return state
-
   def updates_done(self, state: Any) -> int:
     return int(np.atleast_1d(jax.device_get(state.update))[0])
 
@@ -428,9 +365,9 @@ class _Run:
     summary = {
       'step': self.updates_done(state) * self.config.steps_per_update,
       **final_return(self.run_dir / 'metrics.jsonl'),
-      'steps_per_s': round(self.clock.rate, 1),
+      'steps_per_s': round(self.log.clock.rate, 1),
       'compile_s': round(self.compile_s, 3),
-      'wall_s': round(self.wall_s, 3),
+      'wall_s': round(self.log.wall_s, 3),
       'params_sha256': params_sha256(state.train.params),
       'machine': machine(),
     }

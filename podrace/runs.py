@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import fcntl
 import json
 import os
@@ -227,3 +228,52 @@ def noting_end(
     lines = [x for x in str(e).splitlines() if x.strip()]
     note(FAILED, lines[-1].strip() if lines else repr(e))
     raise
+
+
+# --- directories of new runs
+
+
+def new_run_dir(name: str) -> Path:
+  """A directory for a new run: runs/NAME-DATE-TIME."""
+  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
+  path = Path('runs') / f'{name}-{now}'
+  n = 1
+  while path.exists():
+    n += 1
+    path = Path('runs') / f'{name}-{now}-{n}'
+  return path
+
+
+@contextlib.contextmanager
+def reserved(name: str) -> Iterator[Path]:
+  """Makes a new run's directory, so that no other run takes it; removes it if it stays empty."""
+  with contextlib.ExitStack() as stack:
+    runs = Path('runs')
+    try:
+      if not runs.exists():
+        runs.mkdir(exist_ok=True)
+        stack.callback(_remove_empty, runs)
+      while True:
+        path = new_run_dir(name)
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+          path.mkdir()
+          break
+    except OSError as e:
+      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
+    stack.callback(_remove_empty, path)
+    yield path
+
+
+@contextlib.contextmanager
+def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
+  """The directory of a run: the one that is given, or else a new one, named after a preset or an environment."""
+  if given is not None:
+    yield Path(given)
+    return
+  with reserved(name.replace(':', '-').replace('/', '-')) as path:
+    yield path
+
+
+def _remove_empty(path: Path) -> None:
+  with contextlib.suppress(OSError):  # it isn't
+    path.rmdir()

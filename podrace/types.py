@@ -94,6 +94,9 @@ class Environment(Protocol):
   """A pure environment; one copy, which the runner vmaps.
 
   `step` after LAST ignores the action and returns FIRST, of a new episode (next-step reset).
+
+  It may also have `infos(state) -> {name: number}`: of the episode that ends in `state`, for the log
+  (`info_NAME`, the mean over the episodes).
   """
 
   @property

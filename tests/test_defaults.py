@@ -18,7 +18,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.commands import configuration
-from podrace.config import Config, bind, flag
+from podrace.config import Config, bind, default_agent, flag
 from podrace.presets import PRESETS
 
 BOARD = spaces.Box(0, 1, (10, 10, 4), np.float32)
@@ -50,7 +50,7 @@ def test_kinds(observation: Any, action: Any, kind: str) -> None:
 @pytest.mark.parametrize(('agent', 'kind'), defaults.TABLE)
 def test_every_entry_makes_an_agent_that_acts(agent: str, kind: defaults.Kind) -> None:
   name = ENVS[kind]
-  plain = Config(agent=configuration.default_agent(agent))
+  plain = Config(agent=default_agent(agent))
   config = defaults.with_defaults(plain, name)
   entry = defaults.TABLE[agent, kind]
   assert (config.num_envs, config.unroll_length) == (entry.num_envs, entry.unroll_length)

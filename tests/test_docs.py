@@ -1,31 +1,200 @@
-"""The code in the docs runs, page by page."""
+"""The code in the docs runs, page by page; commands are read as the command line reads them."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
 import re
+import shlex
+import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import podrace.hooks
+from podrace.agents import AGENTS
+from podrace.cli import COMMANDS
+from podrace.commands import configuration
+from podrace.commands.help import train_help
+from podrace.commands.options import Options
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-  p
-  for p in [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
-  if '```python' in p.read_text()
-]
+ALL = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+PAGES = [p for p in ALL if '```python' in p.read_text()]
 
 
-@pytest.mark.parametrize('page', PAGES, ids=lambda p: p.name)
+def name_of(page: Path) -> str:
+  return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, language: str = '') -> list[str]:
+  """The blocks of code in a language; without one, what is typed in a shell."""
+  found = re.findall(rf'^ *```{language}\n(.*?)^ *```', page.read_text(), re.DOTALL | re.MULTILINE)
+  return [textwrap.dedent(block) for block in found]
+
+
+@pytest.mark.parametrize('page', PAGES, ids=name_of)
 def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.chdir(tmp_path)
-  blocks = re.findall(r'^```python\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE)
-  assert blocks
   module = {'__name__': f'docs_{page.stem.replace("-", "_")}'}
-  for block in blocks:
+  assert blocks(page, 'python')
+  for block in blocks(page, 'python'):
     exec(compile(block, str(page), 'exec', dont_inherit=True), module)
+
+
+class Begun(Exception):
+  """A command has read its arguments and begins its work."""
+
+
+DOORS = {  # command -> what it calls when it begins its work
+  'train': 'podrace.run.train',
+  'sweep': 'podrace.sweep.plan.carry_out',
+  'bench': 'podrace.bench.bench_sebulba',
+  'act': 'podrace.distributed.acting.act',
+  'envs': 'podrace.remote.client.run',
+  'replay': 'podrace.service.server.run',
+  'top': 'podrace.remote.top.run',
+  'keys': 'podrace.remote.security.new_keys',
+  'eval': 'podrace.evaluate.evaluate',
+  'watch': 'podrace.watch.watch',
+  'export': 'podrace.export.export',
+  'runs': 'podrace.commands.runs.find',
+  'plot': 'podrace.commands.plot.find',
+  'report': 'podrace.commands.report.find',
+  'devices': 'podrace.topology.split_devices',
+}
+SMALL = {
+  'list',
+  'init',
+  'completion',
+}  # these run; follow and rm need a run, so their options are read
+# Modules of the user's own that commands on a page name, and which of its blocks they are.
+MODULES = {'docs/own.md': {'a2c': 0}}
+
+
+def commands(page: Path) -> list[list[str]]:
+  """The arguments of all commands in the shell blocks of a page."""
+  lines = [line for block in blocks(page) for line in block.splitlines()]
+  found = [re.match(r'(?:\w+=\S+ )?(?:\.venv/bin/)?podrace (.*)', line) for line in lines]
+  return [shlex.split(f.group(1), comments=True) for f in found if f]
+
+
+@pytest.mark.parametrize('page', [p for p in ALL if commands(p)], ids=name_of)
+def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """Each is run until its work begins."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
+  known = set(sys.modules)
+  stub(monkeypatch)
+  (tmp_path / 'runs').mkdir()
+  for module, index in MODULES.get(name_of(page), {}).items():
+    (tmp_path / f'{module}.py').write_text(blocks(page, 'python')[index])
+  for args in commands(page):
+    read(args)
+  for module in set(sys.modules) - known:
+    if str(getattr(sys.modules[module], '__file__', '')).startswith(str(tmp_path)):
+      del sys.modules[module]
+
+
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Nothing begins its work, joins other processes, or makes environments."""
+
+  def begun(*_: Any, **__: Any) -> None:
+    raise Begun
+
+  for door in DOORS.values():
+    module, _, name = door.rpartition('.')
+    monkeypatch.setattr(importlib.import_module(module), name, begun)
+  for door in ('podrace.topology.join_processes', 'podrace.compile_cache.enable'):
+    monkeypatch.setattr(door, lambda *_: None)
+  monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
+  monkeypatch.setattr(
+    configuration,
+    'settled',
+    lambda base, _, args, prog='': configuration.parse(base, args, prog),
+  )
+
+
+def read(args: list[str]) -> None:
+  """Raises an error if a command refuses its arguments."""
+  command = COMMANDS[args[0]]
+  if '--help' in args:
+    assert command.COMMAND.help([a for a in args[1:] if a != '--help'])
+  elif args[0] in SMALL:
+    assert command.run(args[1:]) == 0, args
+  elif args[0] in DOORS:
+    with contextlib.suppress(Begun):
+      command.run(args[1:])
+      raise AssertionError(f'did not begin: {args}')
+  else:
+    assert Options(args[1:], command.COMMAND).arguments
+
+
+def test_a_command_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.chdir(tmp_path)
+  stub(monkeypatch)
+  for wrong in ('train cartpol', 'train cartpole --agent.rate 1', 'plot runs --output x.png'):
+    with pytest.raises((ValueError, SystemExit)):  # SystemExit: tyro's
+      read(wrong.split())
+
+
+EVERY_FLAG = set(
+  re.findall(r'--[\w.-]+', train_help(COMMANDS['train'].COMMAND.options, None, None, True))
+)
+
+
+def flags_of(command: str) -> set[str]:
+  """The options that a command knows."""
+  found = {o.name for o in COMMANDS[command].COMMAND.options} | {'--help', '--help-all'}
+  return found | EVERY_FLAG if COMMANDS[command].COMMAND.others_pass else found
+
+
+@pytest.mark.parametrize('page', ALL, ids=name_of)
+def test_names_in_the_text(page: Path) -> None:
+  """Commands and options that sentences and tables name are there."""
+  text = re.sub(r'^ *```.*?^ *```', '', page.read_text(), flags=re.DOTALL | re.MULTILINE)
+  quoted = re.findall(r'`([^`\n]+)`', text)
+  wrong = []
+  for words in (q.split() for q in quoted):
+    if words == ['podrace', 'parameters']:  # a name in the protocol
+      continue
+    if words[0] == 'podrace' and len(words) > 1 and words[1].isalpha():
+      named = [w.partition('=')[0] for w in words[2:] if w.startswith('--')]
+      ok = words[1] in COMMANDS and set(named) <= flags_of(words[1])
+    elif words[0].startswith('--agent.'):
+      # The name of an agent of one's own has fields that podrace does not know.
+      flag = words[0].partition('=')[0].replace('.no-', '.')
+      ok = flag in EVERY_FLAG or flag in ('--agent.FIELD', '--agent.NAME')
+    else:
+      continue
+    if not ok:
+      wrong.append(' '.join(words))
+  assert not wrong
+
+
+@pytest.mark.parametrize('agent', AGENTS)
+def test_the_page_of_an_agent(agent: str) -> None:
+  """Its flags are that agent's, and its scores are the recorded ones."""
+  text = (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
+  known = train_help(COMMANDS['train'].COMMAND.options, agent, None)
+  flags = {f.replace('.no-', '.') for f in re.findall(r'`(--agent\.[\w.-]+)', text)}
+  assert {f for f in flags if f'{f} ' not in known} == set()
+  recorded: dict[str, Any] = {}
+  for name in ('acting', 'pong', 'scores'):
+    recorded |= json.loads((ROOT / 'benchmarks' / 'results' / f'{name}.json').read_text())[
+      'results'
+    ]
+  rows = re.findall(r'^\| `([\w-]+)`([^|]*)\| ([-\d.]+) \+- ([\d.]+)', text, re.MULTILINE)
+  assert rows or 'not scored' in text
+  for preset, more, mean, std in rows:
+    name = 'rainbow-minatar-asterix' if 'Asterix' in more else preset
+    greedy = recorded[name]['greedy']
+    for said, key in ((mean, 'episode_return_mean'), (std, 'episode_return_std')):
+      digits = len(said.partition('.')[2])
+      assert abs(float(said) - greedy[key]) <= 0.51 * 10**-digits, (name, said, greedy)
 
 
 def heading_anchors(page: Path) -> set[str]:
@@ -38,8 +207,7 @@ def heading_anchors(page: Path) -> set[str]:
 def test_links() -> None:
   """Relative links between pages lead somewhere, to the heading."""
   broken = []
-  folders = (ROOT, ROOT / 'docs', ROOT / 'benchmarks')
-  for page in [page for folder in folders for page in folder.glob('*.md')]:
+  for page in [*ALL, *(ROOT / 'benchmarks').glob('*.md')]:
     for target, anchor in re.findall(r'\]\(([^)#\s]*)(?:#([^)\s]*))?\)', page.read_text()):
       if '://' in target:
         continue
@@ -53,8 +221,8 @@ def test_links() -> None:
 
 def test_every_page_is_in_the_index() -> None:
   index = (ROOT / 'docs' / 'README.md').read_text()
-  pages = {p.name for p in (ROOT / 'docs').glob('*.md')} - {'README.md'}
-  assert pages <= set(re.findall(r'\]\(([\w-]+\.md)\)', index))
+  pages = {p.relative_to(ROOT / 'docs').as_posix() for p in (ROOT / 'docs').rglob('*.md')}
+  assert pages - {'README.md'} <= set(re.findall(r'\]\(([\w/-]+\.md)\)', index))
 
 
 def test_the_picture_of_sebulba_is_that_of_its_example() -> None:

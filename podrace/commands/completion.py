@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from podrace.agents import AGENTS
 from podrace.commands import help, train
 from podrace.commands.options import Command
@@ -42,27 +45,22 @@ TAKE_PRESETS = ('train', 'act', 'bench')
 
 
 def run(args: list[str]) -> int:
-  """Prints a script; or for one, `words` and what is typed so far, what may come."""
-  if args[:1] == ['words']:
-    print('\n'.join(words(args[1:] or [''])))
-    return 0
+  """Prints a script. It calls `podrace completion words ...`, which the command line answers by `words`."""
   if len(args) != 1 or args[0] not in SHELLS:
     raise UsageError(f'completion takes {", ".join(SHELLS)}, not {" ".join(args) or "nothing"}')
   print(SHELLS[args[0]], end='')
   return 0
 
 
-def words(typed: list[str]) -> list[str]:
+def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
   """What the last of the typed arguments, which may be empty, can become; none where a path is to come."""
-  from podrace.cli import COMMANDS
-
   *before, last = typed
   if not before:
-    found = list(COMMANDS)
+    found = list(commands)
   elif before[-1] == '--agent':
     found = list(AGENTS)
-  elif before[0] in COMMANDS and last.startswith('-'):
-    found = _options(before)
+  elif before[0] in commands and last.startswith('-'):
+    found = _options(before, commands)
   elif before[0] in TAKE_PRESETS and len(before) == 1:
     found = list(PRESETS)
   else:
@@ -70,11 +68,9 @@ def words(typed: list[str]) -> list[str]:
   return [x for x in found if x.startswith(last)]
 
 
-def _options(before: list[str]) -> list[str]:
-  from podrace.cli import COMMANDS
-
+def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
   name, *rest = before
-  found = [o.name for o in COMMANDS[name].COMMAND.options] + ['--help']
+  found = [o.name for o in commands[name].COMMAND.options] + ['--help']
   if name in TAKE_PRESETS:
     preset = rest[0] if rest and rest[0] in PRESETS else None
     agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None

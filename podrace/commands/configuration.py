@@ -1,10 +1,8 @@
-"""From a command's arguments to a configuration, for train, act and bench; and run directories."""
+"""From a command's arguments to a configuration, for train, act and bench."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import datetime
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,17 +10,18 @@ from typing import Any
 
 from podrace import defaults, own_code
 from podrace.agents import AGENTS
-from podrace.commands.options import Options, whole_number
+from podrace.commands.options import Options
 from podrace.config import (
   Config,
-  agent_class,
   agent_name,
+  default_agent,
   flag,
   needs_sebulba,
   unknown,
   unknown_agent,
 )
 from podrace.errors import UsageError
+from podrace.fields import whole_number
 from podrace.presets import PRESETS
 
 
@@ -90,18 +89,6 @@ def base_config(
   return config
 
 
-def default_agent(name: str) -> Any:
-  """An agent with its class' defaults; raises UsageError if it is none that has them."""
-  cls = agent_class(name)
-  if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-    raise UsageError(f'{name} is no agent: it is no dataclass; see docs/own.md')
-  if not getattr(cls, '__dataclass_params__').frozen:  # noqa: B009 (which mypy does not know)
-    raise UsageError(f'{name} must be frozen: @dataclasses.dataclass(frozen=True)')
-  if needed := [f.name for f in dataclasses.fields(cls) if f.init and _has_no_default(f)]:
-    raise UsageError(f'{name} needs defaults for its fields: {", ".join(needed)}')
-  return cls()
-
-
 def settled(base: Config, env: str, args: list[str], prog: str = 'podrace train') -> Config:
   """`base` with the defaults of its agent in that kind of environment, and then with the flags.
 
@@ -118,10 +105,6 @@ def configured(preset: str | None, options: Options, prog: str, sebulba: bool = 
   base = dataclasses.replace(base, architecture='sebulba') if sebulba else implied(base, rest)
   config = parse(base, rest, prog)
   return settled(base, config.env, rest, prog) if is_open(preset, None, agent, rest) else config
-
-
-def _has_no_default(field: dataclasses.Field[Any]) -> bool:
-  return field.default is field.default_factory is dataclasses.MISSING
 
 
 def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Config:
@@ -215,49 +198,3 @@ def value_of(flag: str, args: Sequence[str]) -> str | None:
     if name == flag:
       found = value if equals else next(iter(args[i + 1 : i + 2]), None)
   return found
-
-
-def new_run_dir(name: str) -> Path:
-  """A directory for a new run: runs/NAME-DATE-TIME."""
-  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
-  path = Path('runs') / f'{name}-{now}'
-  n = 1
-  while path.exists():
-    n += 1
-    path = Path('runs') / f'{name}-{now}-{n}'
-  return path
-
-
-@contextlib.contextmanager
-def reserved(name: str) -> Iterator[Path]:
-  """Makes a new run's directory, so that no other run takes it; removes it if it stays empty."""
-  with contextlib.ExitStack() as stack:
-    runs = Path('runs')
-    try:
-      if not runs.exists():
-        runs.mkdir(exist_ok=True)
-        stack.callback(_remove_empty, runs)
-      while True:
-        path = new_run_dir(name)
-        with contextlib.suppress(FileExistsError):  # another run was quicker
-          path.mkdir()
-          break
-    except OSError as e:
-      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
-    stack.callback(_remove_empty, path)
-    yield path
-
-
-@contextlib.contextmanager
-def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
-  """The directory of a run: the one that is given, or else a new one, named after a preset or an environment."""
-  if given is not None:
-    yield Path(given)
-    return
-  with reserved(name.replace(':', '-').replace('/', '-')) as path:
-    yield path
-
-
-def _remove_empty(path: Path) -> None:
-  with contextlib.suppress(OSError):  # it isn't
-    path.rmdir()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import textwrap
@@ -12,6 +11,7 @@ from typing import Any
 
 from podrace.config import unknown
 from podrace.errors import UsageError
+from podrace.fields import whole_number
 
 WIDTH = 100
 
@@ -176,12 +176,3 @@ class Options:
     if not (math.isfinite(value) and value >= 0):
       raise UsageError(f'{name} takes a number of at least 0, not {self.text(name)!r}')
     return value
-
-
-def whole_number(text: str) -> str:
-  """1e7 and 1_000_000 as integers are written; any other text as it is."""
-  with contextlib.suppress(ValueError, OverflowError):
-    value = float(text)
-    if value == int(value) and not text.lstrip('-').isdigit():
-      return str(int(value))
-  return text

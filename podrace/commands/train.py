@@ -20,6 +20,7 @@ from podrace.errors import UsageError
 from podrace.output import Lasting
 from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
+from podrace.runs import new_run_dir, run_directory
 
 AGENT = Option(
   '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'
@@ -87,8 +88,8 @@ def run(args: list[str]) -> int:
   name = preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # the others take the same
-      run_dir = configuration.new_run_dir(name)
-    run_dir = stack.enter_context(configuration.run_directory(run_dir, name))
+      run_dir = new_run_dir(name)
+    run_dir = stack.enter_context(run_directory(run_dir, name))
     stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.envs.base import Dynamics
+from podrace.envs.base import Dynamics, infos
 from podrace.envs.registry import UnknownName
 from podrace.envs.spaces import over
 from podrace.types import LAST, Array, TimeStep
@@ -118,3 +118,6 @@ class TimeLimit:
     time = state.time + 1
     step_type = jnp.where(time >= self.steps, jnp.int8(LAST), timestep.step_type)
     return LimitedState(inner, time), timestep._replace(step_type=step_type)
+
+  def infos(self, state: LimitedState) -> dict[str, Array]:
+    return infos(self.dynamics, state.inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +19,8 @@ class Dynamics(Protocol):
   """What an adapter writes: an environment that never resets itself.
 
   `step` returns MID or LAST (see `transition`) and is not called on a finished state whose
-  result anybody uses. Wrap it in `NextStepReset` to make it an `Environment`.
+  result anybody uses. Wrap it in `NextStepReset` to make it an `Environment`. It may have `infos`,
+  as an `Environment` may.
   """
 
   @property
@@ -53,6 +55,12 @@ def select(condition: Array, on_true: Any, on_false: Any) -> Any:
     return jnp.where(c, x, y)
 
   return jax.tree.map(leaf, on_true, on_false)
+
+
+def infos(env: Any, state: Any) -> dict[str, Array]:
+  """What an Environment or Dynamics says of the episode that ends in `state`; {} if it says nothing."""
+  method = getattr(env, 'infos', None)
+  return {name: jnp.asarray(x, jnp.float32) for name, x in method(state).items()} if method else {}
 
 
 class ResetState(NamedTuple):
@@ -100,15 +108,19 @@ class NextStepReset:
     inner, timestep = select(state.last, fresh, stepped)
     return ResetState(inner, timestep.last), timestep
 
+  def infos(self, state: ResetState) -> dict[str, Array]:
+    return infos(self.dynamics, state.inner)
+
 
 REFILL = 0x5EED  # makes the key of a refill another than those that an environment splits off
 
 
 class Batch(NamedTuple):
-  """B environments on one device, as two pure functions."""
+  """B environments on one device, as pure functions."""
 
   reset: Any  # key -> (state, TimeStep [B])
   step: Any  # state, action [B], keys [B] -> (state, TimeStep [B])
+  infos: Any  # state -> {name: [B] f32}, of the episodes that end in that state
 
 
 class PooledState(NamedTuple):
@@ -136,9 +148,10 @@ def batch(env: Environment, num_envs: int) -> Batch:
   def reset(key: Array) -> tuple[Any, TimeStep]:
     return jax.vmap(env.reset)(jax.random.split(key, num_envs))
 
+  each_infos = jax.vmap(functools.partial(infos, env))
   if isinstance(env, NextStepReset):
-    return Batch(reset, _conditional(env.dynamics))
-  return Batch(reset, jax.vmap(env.step))
+    return Batch(reset, _conditional(env.dynamics), each_infos)
+  return Batch(reset, jax.vmap(env.step), each_infos)
 
 
 @jax.custom_batching.custom_vmap
@@ -209,4 +222,4 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
     used = jnp.where(enough, used - chunk, used)
     return PooledState(inner, timestep.last, pool, oldest, used), timestep
 
-  return Batch(reset, step)
+  return Batch(reset, step, lambda state: jax.vmap(functools.partial(infos, dynamics))(state.inner))

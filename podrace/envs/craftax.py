@@ -23,7 +23,10 @@ from podrace.envs.registry import Value, read_options
 from podrace.types import Array, Environment, TimeStep
 
 _NEVER = 2**31 - 1
-PIXELS = {'craftax_classic': 64, 'craftax': 64}  # of a block; the library has textures of few sizes
+PIXELS = {
+  'craftax.craftax_classic': 64,
+  'craftax.craftax': 64,
+}  # of a block; the library has textures of few sizes
 
 
 @foreign
@@ -68,8 +71,17 @@ class Craftax:
     observation = to_space(self.observation_space, observation)
     return strong(state), transition(observation, reward, dead, False)
 
+  def infos(self, state: Any) -> dict[str, Array]:
+    """Achievements in percent, by the names of the library's own `info`."""
+    achievements = importlib.import_module(f'{self._package}.constants').Achievement
+    unlocked = 100.0 * state.achievements
+    return {f'Achievements/{a.name.lower()}': unlocked[a.value] for a in achievements}
+
+  @property
+  def _package(self) -> str:
+    return 'craftax.' + type(self.env).__module__.split('.')[1]
+
   def draw(self, state: Any) -> Array:
     """What a player sees, [H, W, 3]."""
-    kind = 'craftax_classic' if 'classic' in type(self.env).__module__ else 'craftax'
-    renderer = importlib.import_module(f'craftax.{kind}.renderer')
-    return renderer.make_craftax_pixel_renderer(PIXELS[kind])(state)
+    renderer = importlib.import_module(f'{self._package}.renderer')
+    return renderer.make_craftax_pixel_renderer(PIXELS[self._package])(state)

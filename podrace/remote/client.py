@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import zmq
 
-from podrace import __version__
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
@@ -35,6 +34,7 @@ from podrace.remote import security, wire
 from podrace.remote.dial import CUT, NOTHING_KNOWN, Connection
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
+from podrace.version import __version__
 
 HELLO_SECONDS = 1.0  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none

@@ -28,13 +28,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from podrace import __version__
 from podrace.envs.host.base import START_SECONDS, HostSpec, PoolArgs, groups_at_once
 from podrace.envs.spaces import tree
 from podrace.remote import wire
 from podrace.remote.hub import PEERS, Hub, Listen, Say, check_hello
 from podrace.remote.wire import WireError
 from podrace.types import FIRST, LAST, MID, Arrival, TimeStep
+from podrace.version import __version__
 
 ENVIRONMENTS = 65536  # of one client, at most
 WAITING = 16384  # groups without slots, of all clients

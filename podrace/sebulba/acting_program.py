@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -139,6 +140,11 @@ class ActingProgram:
     from podrace.envs.host.jax import JaxSteps
 
     return JaxSteps(self.spec.jax, self.envs_per_thread, self.unroll_length)
+
+  @property
+  def env_metrics(self) -> Callable[[], dict[str, float]] | None:
+    """What environments say of themselves, for the log; None if they say nothing."""
+    return self.spec.metrics if self.spec.jax is None else self.jax_steps.infos.means
 
   @functools.cached_property
   def example(self) -> TimeStep:

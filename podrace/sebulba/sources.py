@@ -128,7 +128,7 @@ class ActorSource:
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
     found, self._statistics = self._statistics.over_processes(), Statistics()
-    metrics = self.acting.spec.metrics
+    metrics = self.acting.env_metrics
     return Totals(**found.episodes), found.metrics() | (metrics() if metrics else {})
 
   def shares_by_thread(self) -> list[dict[str, float]]:

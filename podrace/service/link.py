@@ -21,7 +21,6 @@ from typing import Any
 
 import zmq
 
-from podrace import __version__
 from podrace.remote import security
 from podrace.remote.dial import CUT, NOTHING_KNOWN, Connection
 from podrace.remote.wire import (
@@ -34,6 +33,7 @@ from podrace.remote.wire import (
   unpack,
 )
 from podrace.service import wire
+from podrace.version import __version__
 
 HELLO_SECONDS = 0.5  # between attempts to get a session
 REMIND = 30.0  # seconds between messages that there is none

@@ -19,10 +19,10 @@ from typing import Any
 
 import zmq
 
-from podrace import __version__
 from podrace.remote.hub import PEERS, TICK, Hub, Listen, Say, check_hello
 from podrace.remote.wire import HEADER_BYTES, WireError, fields, label, pack, plain, plain_reasons
 from podrace.service import wire
+from podrace.version import __version__
 
 BACKLOG = 64  # messages that one client has not read
 

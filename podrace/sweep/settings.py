@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from podrace.commands.options import whole_number
 from podrace.errors import UsageError
+from podrace.fields import whole_number
 
 Setting = dict[str, Any]  # of each varied field, by its option without dashes
 

@@ -2,7 +2,7 @@
 
 A checkpoint is a directory: `chunks.bin`, the chunks one after the other as they are kept; an .npz of plain
 arrays (never pickle) for the chunks and for each table; and `manifest.json` with everything else and
-a SHA-256 of each file and of itself. It is written beside its place, synced, then renamed into it.
+a SHA-256 of each file and of itself. It is written next to its place, synced, then renamed into it.
 
 Traffic is held up only while references and a few arrays are copied: well below 0.1 s for each
 million items (`save` returns how long it was, and benchmarks/tables.py measures it).

@@ -4,7 +4,7 @@ A chunk belongs to all accounts (tables, writers) that hold it, and is gone when
 One lock guards all accounts of a store and its tables; packing, unpacking and copying are done outside of
 it, which is safe as rows never change once they are written.
 
-Which codec: measured in benchmarks/tables.py, and told in docs/tables.md.
+Which codec: measured in benchmarks/tables.py, and stated in docs/tables.md.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ChunkStore:
   """What the tables on it share: chunks, the lock, keys, a cache of unpacked chunks.
 
   `cache_bytes` bounds the unpacked copies of packed chunks that are kept, of which some rows were asked for,
-  or all while there was room; beside them there are, unpacked,
+  or all while there was room; next to them there are, unpacked,
   the chunks that writers are filling and those that would not shrink.
   """
 

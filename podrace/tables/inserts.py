@@ -105,7 +105,7 @@ class Inserts:
       return True
 
   def refuse_all(self, error: Closed) -> None:
-    """Drops the items that wait, of which each one's writer is told; under the lock."""
+    """Drops the items that wait, and lets the writer of each know; under the lock."""
     while self._desk.inserts:
       pending = self._desk.inserts.popleft()
       self._finish(pending)

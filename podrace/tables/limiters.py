@@ -54,13 +54,13 @@ class RateLimiter:
     if self.min_diff > self.samples_per_insert * self.min_size:
       raise ValueError(
         f'{self.name} deadlocks: {self.min_size} items allow sampling only from '
-        f'{self.samples_per_insert * self.min_size:g} samples owed, and min_diff={self.min_diff:g}'
+        f'{self.samples_per_insert * self.min_size:g} samples on, and min_diff={self.min_diff:g}'
       )
 
   def may_sample(self, counts: Counts, n: int = 1) -> bool:
     """The first rule."""
-    owed = counts.inserts * self.samples_per_insert - counts.samples - n
-    return counts.size >= self.min_size and owed >= self.min_diff
+    balance = counts.inserts * self.samples_per_insert - counts.samples - n
+    return counts.size >= self.min_size and balance >= self.min_diff
 
   def may_insert(self, counts: Counts, n: int = 1) -> bool:
     """The second rule."""
@@ -72,9 +72,9 @@ class RateLimiter:
     """The largest n <= most that may be sampled now, if nothing is deleted in between."""
     if counts.size < self.min_size:
       return 0
-    owed = counts.inserts * self.samples_per_insert - counts.samples - self.min_diff
-    n = most if owed >= most else max(0, math.floor(owed))
-    # `owed` has been rounded, perhaps otherwise than in the rule, which decides.
+    balance = counts.inserts * self.samples_per_insert - counts.samples - self.min_diff
+    n = most if balance >= most else max(0, math.floor(balance))
+    # `balance` has been rounded, perhaps otherwise than in the rule, which decides.
     while n and not self.may_sample(counts, n):
       n -= 1
     while n < most and self.may_sample(counts, n + 1):
@@ -89,11 +89,11 @@ class RateLimiter:
         f'{self.min_size} items are needed and {counts.size} are there '
         f'(insert {self.min_size - counts.size} more)'
       )
-    owed = counts.inserts * self.samples_per_insert - counts.samples - 1
-    if owed < self.min_diff:
-      more = math.ceil((self.min_diff - owed) / self.samples_per_insert)
+    balance = counts.inserts * self.samples_per_insert - counts.samples - 1
+    if balance < self.min_diff:
+      more = math.ceil((self.min_diff - balance) / self.samples_per_insert)
       reasons.append(
-        f'inserts * samples_per_insert - samples would fall to {owed:g}, below '
+        f'inserts * samples_per_insert - samples would fall to {balance:g}, below '
         f'{self.min_diff:g} (insert {more} more)'
       )
     return self._report(counts, reasons)
@@ -101,11 +101,11 @@ class RateLimiter:
   def why_no_insert(self, counts: Counts) -> str:
     """What keeps the next insert waiting, in numbers, and what would end the wait."""
     reasons = []
-    owed = (counts.inserts + 1) * self.samples_per_insert - counts.samples
-    if not self.may_insert(counts) and owed > self.max_diff:
+    balance = (counts.inserts + 1) * self.samples_per_insert - counts.samples
+    if not self.may_insert(counts) and balance > self.max_diff:
       reasons.append(
-        f'inserts * samples_per_insert - samples would rise to {owed:g}, above '
-        f'{self.max_diff:g} (sample {math.ceil(owed - self.max_diff)} more)'
+        f'inserts * samples_per_insert - samples would rise to {balance:g}, above '
+        f'{self.max_diff:g} (sample {math.ceil(balance - self.max_diff)} more)'
       )
     return self._report(counts, reasons)
 
@@ -137,8 +137,8 @@ def sample_to_insert_ratio(
   low, high = error if isinstance(error, tuple) else (middle - error, middle + error)
   if not high - low >= 2 * max(1.0, samples_per_insert):
     raise ValueError(
-      f'{name} may deadlock: the bounds {low:g} and {high:g} must be at least '
-      f'{2 * max(1.0, samples_per_insert):g} apart (twice the larger of 1 and samples_per_insert)'
+      f'{name} may deadlock: the bounds {low:g} and {high:g} must differ by at least '
+      f'{2 * max(1.0, samples_per_insert):g} (twice the larger of 1 and samples_per_insert)'
     )
   return RateLimiter(name, samples_per_insert, min_size, low, high)
 

@@ -1,7 +1,7 @@
 """A table: items over shared chunks, what to sample and to remove next, and how fast.
 
 The semantics are Reverb's (Cassirer et al. 2021, arXiv 2102.04736); docs/tables.md has its names
-beside ours. Everything here may be called from any thread.
+next to ours. Everything here may be called from any thread.
 """
 
 from __future__ import annotations
@@ -243,8 +243,8 @@ class Table:
   def close(self) -> None:
     """Every call that waits, and every later insert and sample, raises Closed.
 
-    Items that waited for the limiter are dropped, which each of their writers is told once, by its next
-    calls; those in the table stay, and can be saved.
+    Items that waited for the limiter are dropped, and the next call of each of their writers raises that
+    once; those in the table stay, and can be saved.
     """
     with self.store.lock:
       self.desk.closed = True

@@ -1,4 +1,4 @@
-"""Nested dicts, tuples, lists and named tuples of arrays, taken apart and put together. Without JAX.
+"""Nested dicts, tuples, lists and named tuples of arrays: to flat lists and back. Without JAX.
 
 A structure is a tuple (kind, names, children) that compares by value; a leaf's is `LEAF`.
 """
@@ -14,20 +14,20 @@ SEQUENCE = (tuple, list)
 
 def structure_of(tree: Any) -> tuple[Any, ...]:
   """The nesting of a tree."""
-  return take_apart(tree, [])
+  return flatten(tree, [])
 
 
-def take_apart(tree: Any, into: list[Any]) -> tuple[Any, ...]:
+def flatten(tree: Any, into: list[Any]) -> tuple[Any, ...]:
   """The nesting of a tree, whose leaves are appended in their order."""
   if isinstance(tree, dict):
     children = []
     for name, x in tree.items():
       if not isinstance(name, str):
         raise ValueError(f'names must be strings, not {list(tree)}')
-      children.append(take_apart(x, into))
+      children.append(flatten(x, into))
     return ('dict', tuple(tree), tuple(children))
   if isinstance(tree, SEQUENCE):
-    parts = tuple([take_apart(x, into) for x in tree])
+    parts = tuple([flatten(x, into) for x in tree])
     fields = getattr(tree, '_fields', None)
     return (type(tree), fields, parts) if fields else (type(tree).__name__, (), parts)
   into.append(tree)
@@ -37,7 +37,7 @@ def take_apart(tree: Any, into: list[Any]) -> tuple[Any, ...]:
 def leaves(tree: Any) -> list[Any]:
   """All leaves, in the structure's order."""
   found: list[Any] = []
-  take_apart(tree, found)
+  flatten(tree, found)
   return found
 
 

@@ -64,10 +64,10 @@ class InFlight:
     self.waiting: dict[Pending, None] = {}  # the oldest first
     self.fewer = Condition(lock)  # type: ignore[arg-type]
     self.cancels = 0  # so many times has waiting for one of them been cancelled
-    self.refusals: list[Exception] = []  # of some of them, which its writer was not told yet
+    self.refusals: list[Exception] = []  # of some of them, which its writer has still to raise
 
   def refuse(self, error: Exception) -> None:
-    """Has the writer told, by one of its next calls; once of what is the same. Under the lock."""
+    """One of the next calls of the writer raises it; the same one only once. Under the lock."""
     if str(error) not in map(str, self.refusals):
       self.refusals.append(error)
 
@@ -204,7 +204,7 @@ class Wait:
     return self._count_cancels() != self._before
 
   def seconds(self, now: float, report_after: float) -> float:
-    """How long to wait until there is something to be told or raised."""
+    """How long to wait until there is something to report or to raise."""
     if not self._interval:
       self._interval, self._next = report_after, self.begun + report_after
     return min(self.deadline, self._next) - now

@@ -328,7 +328,7 @@ class Writer:
         signature = self._signatures[None] = self._signature(self._structure, every)
       return signature, parts
     slices: list[Slice] = []
-    known: list[Any] = [trees.take_apart(trajectory, slices)]
+    known: list[Any] = [trees.flatten(trajectory, slices)]
     found: list[Part] = []
     for s in slices:
       if type(s) is not Slice:

@@ -34,6 +34,7 @@ from processes import (
 
 import podrace as podrace_
 from podrace import cli
+from podrace import runs as directories
 from podrace.agents import AGENTS
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -367,9 +368,9 @@ def test_runs_of_one_second_have_directories_of_their_own(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(configuration, 'datetime', SimpleNamespace(datetime=Noon))
+  monkeypatch.setattr(directories, 'datetime', SimpleNamespace(datetime=Noon))
   with contextlib.ExitStack() as stack:
-    found = [stack.enter_context(configuration.reserved('catch')) for _ in range(3)]
+    found = [stack.enter_context(directories.reserved('catch')) for _ in range(3)]
     names = [f'catch-20200101-120000{x}' for x in ('', '-2', '-3')]
     assert found == [Path('runs') / n for n in names] and all(p.is_dir() for p in found)
     (found[1] / 'config.json').touch()
@@ -381,9 +382,9 @@ def test_a_directory_that_another_run_was_quicker_to_take(
 ) -> None:
   monkeypatch.chdir(tmp_path)
   names = iter(['one', 'two'])
-  monkeypatch.setattr(configuration, 'new_run_dir', lambda name: Path('runs') / next(names))
+  monkeypatch.setattr(directories, 'new_run_dir', lambda name: Path('runs') / next(names))
   (tmp_path / 'runs' / 'one').mkdir(parents=True)
-  with configuration.reserved('catch') as path:
+  with directories.reserved('catch') as path:
     assert path == Path('runs') / 'two'
 
 
@@ -617,7 +618,7 @@ BAD = [
   (['train', '--agent', 'json:JSONDecoder'], 'json:JSONDecoder is no agent: it is no dataclass'),
   (['train', '--agent', 'podrace.envs.host.base:PoolArgs'],
    'podrace.envs.host.base:PoolArgs needs defaults for its fields: num_envs, batch_size'),
-  (['train', '--agent', 'podrace.run:Clock'], 'podrace.run:Clock must be frozen'),
+  (['train', '--agent', 'podrace.log:Clock'], 'podrace.run:Clock must be frozen'),
   (['train', '--agent', 'podrace.replay:Buffer'],
    'podrace.replay.buffer:Buffer is no agent: it has no init and no initial_state and no act'),
   (['train', '--agent.discount', '99'], 'discount must be within [0, 1], not 99'),

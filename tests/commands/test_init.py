@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from test_runs import called
 
 from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
-from podrace.commands.completion import words
+from podrace.commands import completion
 from podrace.commands.init import names
 from podrace.presets import PRESETS
 
@@ -76,6 +77,7 @@ def test_names(given: str, name: str, file: str) -> None:
 
 
 def test_words_that_complete() -> None:
+  words = functools.partial(completion.words, commands=COMMANDS)
   assert words(['']) == list(COMMANDS) and words(['ev']) == ['eval']
   assert words(['train', '']) == list(PRESETS) and words(['train', 'cart']) == ['cartpole']
   assert words(['train', 'cartpole', '--agent', '']) == list(AGENTS)

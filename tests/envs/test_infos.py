@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from gymnasium import spaces
 from processes import as_users_have_it, lines  # noqa: F401 (a fixture)
 
-from podrace import run
+from podrace import envs, run
 from podrace.agents.impala import Impala
 from podrace.config import Config
+from podrace.envs.adapt import TimeLimit
+from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import BYTES, FIELDS, MOST, Adder, Infos, numbers
 from podrace.networks import ActorCritic
+from podrace.types import TimeStep
 
 TELLING = 'gymnasium:host_envs:Telling-v0'
 
@@ -88,6 +95,59 @@ def test_they_are_in_the_metrics_of_a_run(tmp_path: Path) -> None:
   run.train(config, tmp_path / 'run', quiet=True)
   for line in lines(tmp_path / 'run'):
     assert line['info_inner/lives'] == 3.0 and line['info_speed'] > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Saying:
+  """Episodes of 5 steps, which says how they end: 3 x their number, and what the state has of them."""
+
+  observation_space = spaces.Box(0, 9, (1,), np.float32)
+  action_space = spaces.Discrete(2)
+
+  def reset(self, key: jax.Array) -> tuple[Any, TimeStep]:
+    return jnp.int32(0), restart(jnp.zeros(1))
+
+  def step(self, state: Any, action: Any, key: jax.Array) -> tuple[Any, TimeStep]:
+    state = state + 1
+    return state, transition(jnp.full(1, state, jnp.float32), 1.0, state >= 5, False)
+
+  def infos(self, state: Any) -> dict[str, Any]:
+    return {'time': state, 'inner/tripled': 3 * state}
+
+
+def saying(fresh_fraction: float = 1.0, steps: int = 1_000) -> NextStepReset:
+  return NextStepReset(TimeLimit(Saying(), steps), fresh_fraction)
+
+
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+@pytest.mark.parametrize('fresh', [1.0, 0.5])
+def test_environments_in_jax_say_how_episodes_end(
+  architecture: str, fresh: float, tmp_path: Path
+) -> None:
+  network = ActorCritic(hidden=(16,), initializer='lecun')
+  config = Config(agent=Impala(network=network), env=f'python:test_infos.saying,fresh_fraction={fresh}',
+                  architecture=architecture, num_envs=4, unroll_length=8, total_steps=640, devices=1,
+                  log_every=320)  # fmt: skip
+  run.train(config, tmp_path / 'run', quiet=True)
+  assert len(lines(tmp_path / 'run')) == 2
+  for line in lines(tmp_path / 'run'):
+    assert (line['info_time'], line['info_inner/tripled']) == (5.0, 15.0)
+
+
+def test_a_truncated_episode_says_how_it_ends() -> None:
+  env = saying(steps=3)
+  state, timestep = env.reset(jax.random.key(0))
+  for _ in range(3):
+    state, timestep = env.step(state, jnp.int32(0), jax.random.key(1))
+  assert timestep.last and env.infos(state) == {'time': 3.0, 'inner/tripled': 9.0}
+
+
+@pytest.mark.parametrize('name', ['Craftax-Classic-Symbolic-v1', 'Craftax-Symbolic-v1'])
+def test_achievements(name: str) -> None:
+  env = envs.make(f'craftax:{name}')
+  state, _ = jax.eval_shape(env.reset, jax.random.key(0))
+  found = jax.eval_shape(env.infos, state)
+  assert 'Achievements/collect_wood' in found and 20 < len(found) <= MOST
 
 
 @pytest.mark.parametrize('name', ['info_a', 'info_'])

@@ -1,4 +1,4 @@
-"""Numbers that environments tell in `info`: summed where they step, read for the log. Imports no JAX.
+"""Numbers that environments say in `info`: summed where they step, read for the log. Imports no JAX.
 
 A worker adds to sums in the memory that it shares with the run; the run reads them when it writes a line, without
 a word to the worker. A line has the mean of each number over the steps since the line before.
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 NAMES, SUMS, COUNTS = 'info_names', 'info_sums', 'info_counts'
-MOST = 32  # names of a worker; those that come later are left out
-BYTES = 2048  # of its names
+MOST = 128  # names of a worker; those that come later are left out
+BYTES = 8192  # of its names
 FIELDS: list[tuple[str, str, list[int]]] = [
   (NAMES, '|u1', [BYTES]),
   (SUMS, '<f8', [MOST]),
@@ -26,6 +26,13 @@ FIELDS: list[tuple[str, str, list[int]]] = [
 Rows = Mapping[
   str, np.ndarray
 ]  # the arrays [num_envs, ...] of FIELDS, of which a worker uses one row
+
+
+def no_rows(num_rows: int) -> dict[str, np.ndarray]:
+  """Rows in which there is nothing yet."""
+  return {name: np.zeros((num_rows, *shape), dtype) for name, dtype, shape in FIELDS}
+
+
 Totals = dict[str, tuple[float, float]]  # by name: sum, count
 
 

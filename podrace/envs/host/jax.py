@@ -11,6 +11,7 @@ import numpy as np
 from podrace.envs.base import batch
 from podrace.envs.contract import out_of_order
 from podrace.envs.host.base import HostError, everyone
+from podrace.envs.host.infos import Adder, Infos, no_rows
 from podrace.topology import host_device
 from podrace.types import FIRST, LAST, Array, Arrival, Environment, TimeStep
 
@@ -27,9 +28,11 @@ class JaxSteps:
     )
 
     def step(state: Any, action: Any, keys: Array, t: Array) -> Any:
-      return many.step(state, action, jax.random.wrap_key_data(keys[t]))
+      state, timestep = many.step(state, action, jax.random.wrap_key_data(keys[t]))
+      return state, timestep, many.infos(state)
 
     self.step = jax.jit(step)
+    self.infos = Infos()
 
 
 class JaxPool:
@@ -52,6 +55,10 @@ class JaxPool:
     self._waiting: TimeStep | None = None
     self._last: np.ndarray | None = None  # [num_envs] bool: the step before was LAST; None: unknown
     self._keys: Any = None
+    self._said: dict[str, Array] = {}  # by environments, of the episodes that end
+    self._rows = no_rows(1)
+    self._adder = Adder(self._rows, 0)
+    steps.infos.open(self._rows)
 
   def reset(self) -> None:
     key = jax.device_put(self._reset_key, self._device)
@@ -67,7 +74,9 @@ class JaxPool:
     if self._keys is None or t == 0:
       self._keys = self._do.split(jax.device_put(self._unroll_key(unroll), self._device))
     action = jax.device_put(action, self._device)
-    self.state, self._waiting = self._do.step(self.state, action, self._keys, np.int32(t))
+    self.state, self._waiting, self._said = self._do.step(
+      self.state, action, self._keys, np.int32(t)
+    )
     self.steps += 1
 
   def recv(self) -> Arrival:
@@ -78,10 +87,14 @@ class JaxPool:
     if self._last is not None and np.count_nonzero(self._last != (timestep.step_type == FIRST)):
       raise HostError(out_of_order(self._do.env))
     self._last = ended
+    if self._said and ended.any():
+      said = {name: np.asarray(x) for name, x in self._said.items()}
+      for i in np.flatnonzero(ended):
+        self._adder.add({name: x[i] for name, x in said.items()})
     return Arrival(self._ids, timestep, timestep.reward, ended, self._zeros)
 
   def kill(self) -> None:
     pass
 
   def close(self) -> None:
-    pass
+    self._do.infos.close(self._rows)
