@@ -128,10 +128,15 @@ class Muesli:
       raise ValueError(
         f'sampled_actions must be 0, for all actions, or at least 2, not {self.sampled_actions}'
       )
-    if getattr(self.network, 'action_space', None) is None:
-      return
-    if not isinstance(self.network.distribution, distributions.Categorical):
-      raise ValueError(f'muesli needs a Discrete action space, not {self.network.action_space}')
+    self._check_actions()
+
+  def _check_actions(self) -> None:
+    """The space is known once the network is bound."""
+    from gymnasium import spaces
+
+    space = getattr(self.network, 'action_space', None)
+    if space is not None and not isinstance(space, spaces.Discrete):
+      raise ValueError(f'muesli needs a Discrete action space, not {space}')
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: a window for each unroll, with the steps behind it that the model needs.
