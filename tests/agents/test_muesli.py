@@ -31,7 +31,7 @@ from podrace.networks import LearnedModel
 from podrace.types import LAST, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow
-BATCH, ROOTS, U = 8, 3, 2
+BATCH, ROOTS, U = 8, 3, 3
 L = ROOTS + U
 VECTOR, THREE = spaces.Box(-1, 1, (F,)), spaces.Discrete(A)
 MASKED = spaces.Dict(x=VECTOR, action_mask=spaces.MultiBinary(A))
