@@ -45,8 +45,11 @@ STATED = {  # what each preset is to reach, greedily
   'ppo-pong': 18.0,
   'dqn-pong': 18.0,
   'r2d2-pong': 18.0,
+  'muesli-catch': 1.0,
+  'muesli-cartpole': 490.0,
+  'muesli-minatar': 20.0,
 }
-HOURS = ('pong', 'ppo-pong', 'dqn-pong', 'r2d2-pong')
+HOURS = ('pong', 'ppo-pong', 'dqn-pong', 'r2d2-pong', 'muesli-minatar')
 # What is scored besides presets: a preset with other settings.
 VARIANTS = {'rainbow-minatar-asterix': ('rainbow-minatar', '--env', 'gymnax:Asterix-MinAtar')}
 

@@ -102,6 +102,16 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
     CONVOLUTIONS | _buffer(batch_size=8, min_size=20_000, samples_per_insert=0.1)
     | {'sequence': 40, 'learning_rate': 3e-4, 'adam_epsilon': 1e-5, 'target_period': 150},
   ),
+  ('muesli', 'vector'): Defaults(32, 16, {'learning_rate': 1e-3, 'discount': 0.99}),
+  ('muesli', 'grid'): Defaults(
+    64, 16,
+    {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000, 'network.hidden': (128,), 'network.latent': 128},
+  ),
+  ('muesli', 'pixels'): Defaults(
+    16, 20,
+    CONVOLUTIONS
+    | {'batch_size': 16, 'min_size': 20_000, 'discount': 0.99, 'network.latent': 256, 'network.dynamics_hidden': (256,)},
+  ),
   ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
   ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
   ('muzero', 'vector'): Defaults(

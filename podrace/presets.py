@@ -463,6 +463,67 @@ def muzero_tictactoe() -> Config:
   )
 
 
+def muesli_catch() -> Config:
+  """Muesli on Catch: return 1."""
+  from podrace.agents.muesli import Muesli
+  from podrace.networks import LearnedModel
+
+  network = LearnedModel(
+    hidden=(64,),
+    latent=32,
+    dynamics_hidden=(64,),
+    head_hidden=(32,),
+    bins=21,
+    v_min=-2.0,
+    v_max=2.0,
+  )
+  return Config(
+    agent=Muesli(network, capacity=20_000, unroll=3, learning_rate=1e-3, anneal_learning_rate=True),
+    env='podrace:catch',
+    num_envs=32,
+    unroll_length=8,
+    total_steps=150_000,
+  )
+
+
+def muesli_cartpole() -> Config:
+  """Muesli on CartPole."""
+  from podrace.agents.muesli import Muesli
+  from podrace.networks import LearnedModel
+
+  return Config(
+    agent=Muesli(
+      LearnedModel(v_min=-1.0, v_max=110.0),
+      learning_rate=1e-3,
+      anneal_learning_rate=True,
+      discount=0.99,
+    ),
+    env='gymnax:CartPole-v1',
+    num_envs=32,
+    unroll_length=16,
+    total_steps=500_000,
+  )
+
+
+def muesli_minatar() -> Config:
+  """Muesli on MinAtar Breakout; give another game by --env."""
+  from podrace.agents.muesli import Muesli
+  from podrace.networks import LearnedModel
+
+  network = LearnedModel(
+    hidden=(128,), latent=128, dynamics_hidden=(128,), head_hidden=(64,), v_min=-1.0, v_max=110.0
+  )
+  return Config(
+    agent=Muesli(
+      network, capacity=200_000, learning_rate=1e-3, anneal_learning_rate=True, discount=0.99
+    ),
+    env='gymnax:Breakout-MinAtar',
+    num_envs=64,
+    unroll_length=16,
+    total_steps=3_000_000,
+  )
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
   'catch': catch,
   'cartpole': cartpole,
@@ -486,4 +547,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'muzero-cartpole': muzero_cartpole,
   'muzero-pendulum': muzero_pendulum,
   'muzero-tictactoe': muzero_tictactoe,
+  'muesli-catch': muesli_catch,
+  'muesli-cartpole': muesli_cartpole,
+  'muesli-minatar': muesli_minatar,
 }

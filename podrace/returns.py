@@ -74,6 +74,18 @@ def vtrace(
   return VTrace(target, jnp.minimum(clip_pg_rho, rho_tm1) * (q - v_tm1))
 
 
+def retrace(r_t: Array, discount_t: Array, c_t: Array, q_t: Array, v_t: Array) -> Array:
+  """Retrace's estimates of Q_{t-1}, of the actions that were taken (Munos et al. 2016, arXiv 1606.02647, eq. 4).
+
+  `q_t` is the value of the action taken at t, `v_t` the expectation over the target policy's, and `c_t` the trace,
+  lambda min(1, pi / mu) of that action; 0 where timestep t is LAST. The last step bootstraps from v_t.
+
+  Shapes: all [T] f32.
+  """
+  c_t = jnp.concatenate([c_t[:-1], jnp.zeros_like(c_t[-1:])])
+  return discounted_sum(r_t + discount_t * (v_t - c_t * q_t), discount_t * c_t)
+
+
 class NStep(NamedTuple):
   """One transition over several steps, [] each."""
 

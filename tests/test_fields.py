@@ -18,6 +18,7 @@ from podrace.agents import AGENTS
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
@@ -162,8 +163,26 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     ),
   ],
+  'muesli': [
+    (dict(unroll=1), dict(network=(LearnedModel, dict()))),
+    (
+      dict(unroll=1, sampled_actions=2, anneal_learning_rate=True),
+      dict(network=(LearnedModel, dict(core='gru', core_size=4))),
+    ),
+    (
+      dict(unroll=1),
+      dict(network=(LearnedModel, dict(blocks=1, channels=2, observation_space=IMAGE))),
+    ),
+  ],
 }
-REPLAY_CLASSES = {'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero}
+REPLAY_CLASSES = {
+  'dqn': DQN,
+  'r2d2': R2D2,
+  'sac': SAC,
+  'd4pg': D4PG,
+  'muzero': MuZero,
+  'muesli': Muesli,
+}
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
@@ -172,6 +191,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'sac': {'critic': BODY, 'buffer': RANKING},
   'd4pg': {'critic': BODY, 'buffer': RANKING},
   'muzero': {},
+  'muesli': {},
 }
 
 

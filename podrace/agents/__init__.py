@@ -13,6 +13,7 @@ AGENTS = {  # what the command line calls them -> module, class
   'sac': ('podrace.agents.sac', 'SAC'),
   'd4pg': ('podrace.agents.d4pg', 'D4PG'),
   'muzero': ('podrace.agents.muzero', 'MuZero'),
+  'muesli': ('podrace.agents.muesli', 'Muesli'),
 }
 
 RELATED = {  # other names of algorithms -> the nearest of ours
@@ -32,7 +33,7 @@ def agents_for(space: Any) -> list[str]:
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):
-    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero']
+    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli']
   if not isinstance(space, spaces.Box):
     return ['impala', 'ppo', 'muzero']
   return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']

@@ -27,6 +27,7 @@ from podrace import topology
 from podrace.agents import AGENTS as NAMES
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
+from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
@@ -53,8 +54,9 @@ AGENTS = {
   'muzero': MuZero(
     LearnedModel(**TINY_MODEL), RANKED, simulations=3, unroll=2, n_step=2, target_period=3
   ),
+  'muesli': Muesli(LearnedModel(**TINY_MODEL), capacity=512, batch_size=24, min_size=64, unroll=2),
 }
-ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero'), 'podrace:catch')
+ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero', 'muesli'), 'podrace:catch')
 
 
 def env_of(name: str) -> str:
@@ -95,7 +97,14 @@ def test_every_agent_is_here_or_there() -> None:
 
 @pytest.mark.parametrize(
   'name',
-  ['dqn', 'sac', 'muzero', pytest.param('r2d2', marks=SLOW), pytest.param('d4pg', marks=SLOW)],
+  [
+    'dqn',
+    'sac',
+    'muzero',
+    'muesli',
+    pytest.param('r2d2', marks=SLOW),
+    pytest.param('d4pg', marks=SLOW),
+  ],
 )
 def test_the_same_under_both_architectures(name: str) -> None:
   """To float rounding, replay included; another action or another sample would show as 1e-3.
@@ -350,7 +359,7 @@ def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @SLOW
-@pytest.mark.parametrize('name', ['dqn', 'r2d2', 'muzero'])
+@pytest.mark.parametrize('name', ['dqn', 'r2d2', 'muzero', 'muesli'])
 def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
   both = jnp.concatenate([keys(0), keys(1)])
   with jax.debug_key_reuse(False):

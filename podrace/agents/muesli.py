@@ -1,0 +1,395 @@
+"""Muesli: a policy gradient regularised by one step of a learned model (Hessel et al. 2021, arXiv 2104.06159).
+
+It acts by its policy, without a search. The model, unrolled as MuZero's, says how good each action is, and the policy
+stays close to CMPO's: the prior times exp(clip(advantage)) (section 4.1). Values are learned from Retrace (Munos et al.
+2016, arXiv 1606.02647) over the model's action values. Advantages are divided by a moving average of their size
+(section 4.5). What targets are made of is a network that follows by a moving average, the prior.
+
+Against the paper: the policy gradient has no beta-LOO baseline; an advantage is divided by the size that was known
+before its batch, so that one all-reduce is enough, and counts as 0 in the first gradient of a run; the target of a value
+is E q + lambda rho (G - q), the value that Retrace bootstraps from, with E over the prior's actions; the losses of
+K unrolled steps are weighted 1/K, as MuZero's; there is no weight decay unless it is set. Past the end of an episode
+value and reward are 0 and the policy is masked; past a time limit all is masked. Actions are discrete.
+
+A window begins with each unroll. New ones are drawn by a priority such that each is learned from once while it is new
+and replay_share / (1 - replay_share) times more from replay, which makes `replay_share` of a batch in the long run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import lax
+
+from podrace import distributions, returns
+from podrace.agents import check
+from podrace.fields import check_types
+from podrace.learner import sgd
+from podrace.networks import LearnedModel, merge_time, split_time
+from podrace.networks.planning import decode, number_loss, scale_gradient
+from podrace.replay import Buffer, windows
+from podrace.topology import AXIS
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Replay,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+)
+
+
+class Rest(NamedTuple):
+  """What else is learned."""
+
+  target: Any  # the network that targets are made by
+  opt_state: Any
+  square: Array  # [] f32 moving average of squared advantages, which begins as 0
+  weight: Array  # [] f32 the share of it that is not this 0
+
+
+class Extras(NamedTuple):
+  """What learning wants to know of each action, [B]."""
+
+  log_prob: Array  # f32 under the acting policy
+
+
+class Targets(NamedTuple):
+  """What the target network makes of the states of windows, [L, B, ...]."""
+
+  policy: Array  # [L, B, A] f32 CMPO's; sampled ones add up to 1 on average only
+  value: Array  # f32
+  advantage: Array  # f32 of the actions that were taken, as they are
+
+
+class Goals(NamedTuple):
+  """What the model should say, after 0 to U actions from each of N states: [U + 1, N, ...]."""
+
+  targets: Targets
+  reward: Array  # f32 of the action before; unused where there is none
+  policy_mask: Array  # f32
+  value_mask: Array
+  reward_mask: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Muesli:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  network: LearnedModel = LearnedModel()
+  capacity: int = 100_000  # environment steps that replay keeps, of all environments
+  batch_size: int = 32  # windows in one gradient, over all devices; each is as long as an unroll
+  min_size: int = 1_000  # environment steps before learning begins
+  replay_share: float = 0.75  # of a batch: a window is learned from 1 / (1 - replay_share) times
+  unroll: int = 5  # actions that the model is unrolled for
+  learning_rate: float = 3e-4
+  anneal_learning_rate: bool = False  # linearly to 0 over the run
+  adam_epsilon: float = 1e-8
+  weight_decay: float = 0.0
+  max_update: float = 1.0  # of each parameter's step, before the learning rate
+  discount: float = 0.995
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # Retrace's
+  target_rate: float = 0.1  # of the target network's moving average
+  clip_advantage: float = 1.0  # CMPO's
+  sampled_actions: int = 0  # of the prior, to estimate CMPO's policy from; 0: all actions
+  advantage_decay: float = 0.99  # of the moving average that advantages are divided by
+  advantage_epsilon: float = 1e-12  # added to their variance
+  policy_cost: float = 3.0  # of the policy gradient
+  cmpo_cost: float = 1.0
+  reward_cost: float = 1.0
+  value_cost: float = 0.25
+  model_cost: float = 1.0  # of the policies that the model is to foresee
+  greedy: bool = False  # act by the mode, for evaluation
+  total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
+  total_envs: Annotated[int, tyro.conf.Suppress] = 0
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    for name in ('unroll', 'batch_size'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    check(self, 0, 1, 'discount', 'lambda_', 'target_rate', 'advantage_decay')
+    rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_update', 'advantage_epsilon')
+    costs = ('policy_cost', 'cmpo_cost', 'reward_cost', 'value_cost', 'model_cost')
+    check(self, 0, math.inf, *rates, *costs, 'clip_advantage')
+    if not 0 <= self.replay_share < 1:
+      raise ValueError(
+        f'replay_share must be at least 0 and less than 1, not {self.replay_share}: it needs something new'
+      )
+    if self.sampled_actions < 0 or self.sampled_actions == 1:
+      raise ValueError(
+        f'sampled_actions must be 0, for all actions, or at least 2, not {self.sampled_actions}'
+      )
+    self._check_actions()
+
+  def _check_actions(self) -> None:
+    """The space is known once the network is bound."""
+    from gymnasium import spaces
+
+    space = getattr(self.network, 'action_space', None)
+    if space is not None and not isinstance(space, spaces.Discrete):
+      raise ValueError(f'muesli needs a Discrete action space, not {space}')
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """What is learned from: a window for each unroll, with the steps behind it that the model needs.
+
+    After it was learned from, a window's priority is 1. A new one's is such that the new windows of one unroll of all
+    environments are (1 - replay_share) of all priority, once replay is full.
+    """
+    fresh = 1 - self.replay_share
+    buffer = Buffer(
+      self.capacity, self.batch_size, self.min_size, 1 / (fresh * unroll_length),
+      priority_exponent=1.0, importance_exponent=0.0,
+    )  # fmt: skip
+    others = self.replay_share * num_envs * unroll_length
+    priority = max(1.0, fresh * self.capacity / others) if others else 1e6
+
+    def initial_priority(window: Trajectory) -> Array:
+      return jnp.full_like(window.timesteps.reward[0], priority)
+
+    return windows(
+      buffer, unroll_length + self.unroll, num_envs, unroll_length,
+      keep_state=True, stack=stack, initial_priority=initial_priority,
+    )  # fmt: skip
+
+  def init(self, key: Array) -> TrainState:
+    network = self.network.init(key)
+    opt_state = self.optimiser().init(network)
+    return TrainState(network, Rest(network, opt_state, jnp.float32(0), jnp.float32(0)))
+
+  def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    return TrainState(params, train.rest._replace(target=params))
+
+  def initial_state(self, env_id: Array) -> Any:
+    return self.network.initial_state(env_id.shape[0])
+
+  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    one = jax.tree.map(lambda x: x[None], timestep)
+    hidden, state = self.network.represent(params, state, one)
+    said = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
+    logits, kind = forbid(said.policy, timestep.observation), self.network.distribution
+    x = kind.mode(logits) if self.greedy else kind.sample(logits, key)
+    return ActorOutput(kind.to_action(x), Extras(kind.log_prob(logits, x))), state
+
+  # --- learning
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    rest, window = train.rest, sample.trajectory
+    own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
+    known = rest.weight > 0
+    variance = rest.square / jnp.where(known, rest.weight, 1.0)
+    scale = jnp.where(known, lax.rsqrt(variance + self.advantage_epsilon), 0.0)
+    targets = self.targets(rest.target, window, scale, own_key)
+    goals = self.goals(jax.tree.map(lambda x: x[:-1], window.timesteps), targets)
+    mask, advantage = goals.policy_mask[0], goals.targets.advantage[0]
+    sums = jnp.mean(mask * jnp.square(advantage)), jnp.mean(mask)
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      total, metrics = self.losses(network, window, goals, scale)
+      return total, (dict(loss=total, **metrics), sums)
+
+    network, opt_state, (metrics, (square, valid)) = sgd(
+      loss, self.optimiser(), train.params, rest.opt_state
+    )
+    metrics['advantage_std'] = jnp.sqrt(variance)
+    new = Rest(
+      optax.incremental_update(network, rest.target, self.target_rate),
+      opt_state,
+      self.moved(rest.square, square / jnp.maximum(valid, 1e-6)),
+      self.moved(rest.weight, jnp.float32(1)),
+    )
+    return TrainState(network, new), jnp.ones_like(sample.weight), metrics
+
+  def moved(self, average: Array, x: Array) -> Array:
+    """The moving average of advantages, one batch later."""
+    return self.advantage_decay * average + (1 - self.advantage_decay) * x
+
+  def targets(self, target: Any, window: Trajectory, scale: Array, key: Array) -> Targets:
+    """What the target network makes of a window; advantages times `scale` have a variance of 1."""
+    t, outputs = window.timesteps, window.outputs
+    hidden, _ = self.network.represent(target, window.agent_state, t)
+    hidden, length = merge_time(hidden), t.reward.shape[0]
+    said = self.network.predict(target, hidden)
+    prior, v = forbid(said.policy, merge_time(t.observation)), self.numbers(said.value)
+    # What would be done in the last state nobody knows; its value is bootstrapped from, and no more.
+    action, log_prob = (
+      merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
+    )
+    candidates, share, q = self.action_values(target, hidden, prior, key)
+    q_taken = self.one_step(target, hidden, action)
+    advantage = scale * (q - v[:, None])
+    ratio = jnp.exp(self.network.distribution.log_prob(prior, action) - log_prob)
+    expected, q_taken, v, ratio = split_time((jnp.sum(share * q, -1), q_taken, v, ratio), length)
+    c = jnp.where(t.last, 0.0, self.lambda_ * jnp.minimum(1.0, ratio))
+    retrace = jax.vmap(returns.retrace, in_axes=1, out_axes=1)
+    g = retrace(t.reward[1:], self.discount * t.discount[1:], c[1:], q_taken[1:], expected[1:])
+    value = expected[:-1] + c[:-1] * (g - q_taken[:-1])
+    policy = split_time(self.cmpo(prior, candidates, advantage), length)
+    return Targets(policy[:-1], value, g - v[:-1])
+
+  def numbers(self, outputs: Array) -> Array:
+    return decode(outputs, self.network.support)
+
+  def one_step(self, target: Any, hidden: Any, action: Array) -> Array:
+    """The values [N] of actions [N], by one step of the model: reward, and the value behind it."""
+    hidden, reward = self.network.dynamics(target, hidden, action)
+    value = self.network.predict(target, hidden).value
+    return self.numbers(reward) + self.discount * self.numbers(value)
+
+  def action_values(
+    self, target: Any, hidden: Any, prior: Array, key: Array
+  ) -> tuple[Array, Array, Array]:
+    """Candidate actions [N, C], each one's share of the prior, and its value."""
+    n, num_actions = prior.shape
+    if self.sampled_actions:
+      many = jnp.repeat(prior[:, None], self.sampled_actions, axis=1)
+      candidates = self.network.distribution.sample(many, key)
+      share = jnp.full(candidates.shape, 1 / self.sampled_actions)
+    else:
+      candidates = jnp.broadcast_to(jnp.arange(num_actions)[None], (n, num_actions))
+      share = jax.nn.softmax(prior)
+    each = jax.vmap(lambda a: self.one_step(target, hidden, a), in_axes=1, out_axes=1)
+    return candidates, share, each(candidates)
+
+  def cmpo(self, prior: Array, candidates: Array, advantage: Array) -> Array:
+    """CMPO's policy [N, A] from logits [N, A] of the prior, and normalised advantages [N, C]."""
+    if not self.sampled_actions:
+      return cmpo(prior, advantage, self.clip_advantage)
+    weights = jax.vmap(sampled_cmpo, in_axes=(0, None))(advantage, self.clip_advantage)
+    code = jax.nn.one_hot(candidates, prior.shape[-1])
+    return jnp.sum(code * weights[..., None], axis=1)
+
+  def goals(self, t: TimeStep, targets: Targets) -> Goals:
+    """What the model should say. The only rule about episode ends is here.
+
+    Behind a termination, value and reward are 0 and there is no policy; behind a truncation there is nothing. A
+    state that is LAST is not unrolled from.
+    """
+    last = self.spread(t.last)
+    passed = jnp.cumsum(last, axis=0) - last > 0  # an episode's end lies before
+    cut = jnp.cumsum(self.spread(t.last & (t.discount > 0)) & ~passed, axis=0) > 0
+    cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
+    valid, within = ~last[:1], ~passed & ~last
+    masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
+    spread: Targets = jax.tree.map(self.spread, targets)
+    spread = spread._replace(value=jnp.where(within, spread.value, 0.0))
+    return Goals(spread, jnp.where(passed, 0.0, self.spread(t.reward)), *masks)
+
+  def spread(self, x: Array) -> Array:
+    """Of L states [L, B, ...], those after 0 to U actions from each of the first L - U: [U + 1, N, ...]."""
+    roots = x.shape[0] - self.unroll
+    return jnp.stack([merge_time(x[k : k + roots]) for k in range(self.unroll + 1)])
+
+  def losses(
+    self, network: Any, window: Trajectory, goals: Goals, scale: Array
+  ) -> tuple[Array, dict[str, Array]]:
+    """The loss of a batch, a mean over states with those that are masked counting as 0, and metrics."""
+    policy, value, reward = self.imagined(network, window)
+    share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
+
+    def mean(weight: Array, each: Array) -> Array:
+      return jnp.mean(jnp.sum(weight * each, axis=0))
+
+    def of_numbers(outputs: Array, x: Array) -> Array:
+      each = number_loss(merge_time(outputs), x.reshape(-1), self.network.support)
+      return split_time(each, x.shape[0])
+
+    log_p = jax.nn.log_softmax(policy)
+    cross = -jnp.sum(goals.targets.policy * log_p, axis=-1)
+    gradient, rho = self.policy_gradient(policy[0], window, scale * goals.targets.advantage[0])
+    mask = goals.policy_mask
+    parts = dict(
+      policy_loss=jnp.mean(mask[0] * gradient),
+      cmpo_loss=jnp.mean(mask[0] * cross[0]),
+      model_loss=mean((share * mask)[1:], cross[1:]),
+      value_loss=mean(share * goals.value_mask, of_numbers(value, goals.targets.value)),
+      reward_loss=mean((share * goals.reward_mask)[1:], of_numbers(reward, goals.reward[1:])),
+    )
+    costs = self.policy_cost, self.cmpo_cost, self.model_cost, self.value_cost, self.reward_cost
+    total = sum((c * x for c, x in zip(costs, parts.values(), strict=True)), jnp.float32(0))
+    entropy = -jnp.sum(jnp.exp(log_p[0]) * log_p[0], axis=-1)
+    return total, parts | dict(
+      entropy=jnp.mean(mask[0] * entropy),
+      rho=jnp.mean(mask[0] * rho),
+      value=jnp.mean(self.numbers(value[0])),
+    )
+
+  def imagined(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
+    """The model's policies and values [U + 1, N, ...], and rewards [U, N, bins] of the actions.
+
+    The gradient into a hidden state is halved at each action (Schrittwieser et al. 2020, appendix G).
+    """
+    action = self.spread(window.outputs.action)[:-1]
+    roots = window.outputs.action.shape[0] - self.unroll
+    t = jax.tree.map(lambda x: x[:roots], window.timesteps)
+    root = merge_time(self.network.represent(network, window.agent_state, t)[0])
+
+    def step(hidden: Any, action: Any) -> Any:
+      hidden, reward = self.network.dynamics(network, scale_gradient(hidden, 0.5), action)
+      return hidden, (hidden, reward)
+
+    _, (hidden, reward) = lax.scan(step, root, action)
+    hidden = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), root, hidden)
+    said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
+    first = forbid(said.policy[0], merge_time(t.observation))
+    return jnp.concatenate([first[None], said.policy[1:]]), said.value, reward
+
+  def policy_gradient(
+    self, policy: Array, window: Trajectory, advantage: Array
+  ) -> tuple[Array, Array]:
+    """A loss [N] whose gradient is the policy gradient, and its importance ratios, within [0, 1]."""
+    action, before = (
+      self.spread(x)[0] for x in (window.outputs.action, window.outputs.extras.log_prob)
+    )
+    log_prob = self.network.distribution.log_prob(policy, action)
+    rho = lax.stop_gradient(jnp.minimum(1.0, jnp.exp(log_prob - before)))
+    return -rho * advantage * log_prob, rho
+
+  def optimiser(self) -> optax.GradientTransformation:
+    rate: Any = self.learning_rate
+    if self.anneal_learning_rate:
+      windows = self.total_updates * self.total_envs / (1 - self.replay_share)
+      rate = optax.linear_schedule(rate, 0.0, math.ceil(windows / self.batch_size))
+    return optax.flatten(
+      optax.chain(
+        optax.scale_by_adam(eps=self.adam_epsilon),
+        optax.clip(self.max_update),
+        optax.add_decayed_weights(self.weight_decay),
+        optax.scale_by_learning_rate(rate),
+      )
+    )
+
+
+def forbid(policy: Array, observation: Any) -> Array:
+  """Logits [B, A] without the actions that an observation's `action_mask` forbids."""
+  mask = observation.get('action_mask') if isinstance(observation, dict) else None
+  if mask is None:
+    return policy
+  return jnp.where(mask.reshape(policy.shape) > 0, policy, distributions.MASKED)
+
+
+def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
+  """CMPO's policy [..., A]: the prior of these logits [..., A] times exp of the clipped advantages.
+
+  Its total variation from the prior is at most tanh(limit / 2) (section 4.1).
+  """
+  return jax.nn.softmax(prior + jnp.clip(advantage, -limit, limit))
+
+
+def sampled_cmpo(advantage: Array, limit: float) -> Array:
+  """Weights [C] of C actions drawn from the prior, for one state; of many, they make CMPO's policy.
+
+  Each has a normaliser of the others, and of 1 in its own place, so as not to depend on it (section 4.2).
+  """
+  size = jnp.exp(jnp.clip(advantage, -limit, limit))
+  return size / (1.0 + jnp.sum(size) - size)
