@@ -19,11 +19,8 @@ def catch() -> Config:
   network = ActorCritic(initializer='lecun', activation='relu')
   return Config(
     agent=Impala(network=network, learning_rate=1e-3),
-    env='podrace:catch',
-    num_envs=64,
-    unroll_length=16,
-    total_steps=2_000_000,
-  )
+    env='podrace:catch', num_envs=64, unroll_length=16, total_steps=2_000_000,
+  )  # fmt: skip
 
 
 def cartpole() -> Config:
@@ -32,11 +29,8 @@ def cartpole() -> Config:
 
   return Config(
     agent=PPO(learning_rate=1e-3, entropy_cost=0.0, normalize_rewards=True),
-    env='gymnax:CartPole-v1',
-    num_envs=64,
-    unroll_length=32,
-    total_steps=600_000,
-  )
+    env='gymnax:CartPole-v1', num_envs=64, unroll_length=32, total_steps=600_000,
+  )  # fmt: skip
 
 
 def minatar_breakout() -> Config:
@@ -48,11 +42,8 @@ def minatar_breakout() -> Config:
   network = ActorCritic(torso='mlp', shared=False, activation='relu')
   return Config(
     agent=PPO(network=network, learning_rate=5e-3, minibatches=8),
-    env='gymnax:Breakout-MinAtar',
-    num_envs=64,
-    unroll_length=128,
-    total_steps=10_000_000,
-  )
+    env='gymnax:Breakout-MinAtar', num_envs=64, unroll_length=128, total_steps=10_000_000,
+  )  # fmt: skip
 
 
 def memory() -> Config:
@@ -65,11 +56,8 @@ def memory() -> Config:
   )
   return Config(
     agent=Impala(network=network, learning_rate=2e-3),
-    env='podrace:memory,length=20',
-    num_envs=64,
-    unroll_length=22,
-    total_steps=3_000_000,
-  )
+    env='podrace:memory,length=20', num_envs=64, unroll_length=22, total_steps=3_000_000,
+  )  # fmt: skip
 
 
 def brax_inverted_pendulum() -> Config:
@@ -84,11 +72,8 @@ def brax_inverted_pendulum() -> Config:
       normalize_rewards=True,
       entropy_cost=0.0,
     ),
-    env='brax:inverted_pendulum',
-    num_envs=64,
-    unroll_length=64,
-    total_steps=1_000_000,
-  )
+    env='brax:inverted_pendulum', num_envs=64, unroll_length=64, total_steps=1_000_000,
+  )  # fmt: skip
 
 
 def snake() -> Config:
@@ -99,11 +84,8 @@ def snake() -> Config:
   network = ActorCritic(torso='grid', hidden=(64,), activation='relu')
   return Config(
     agent=PPO(network=network, learning_rate=1e-3, epochs=2, minibatches=8),
-    env='jumanji:Snake-v1',
-    num_envs=64,
-    unroll_length=128,
-    total_steps=2_000_000,
-  )
+    env='jumanji:Snake-v1', num_envs=64, unroll_length=128, total_steps=2_000_000,
+  )  # fmt: skip
 
 
 def pong() -> Config:
@@ -159,11 +141,8 @@ def dqn_cartpole() -> Config:
       epsilon=0.02,
       epsilon_steps=5_000,
     ),
-    env='gymnax:CartPole-v1',
-    num_envs=16,
-    unroll_length=4,
-    total_steps=500_000,
-  )
+    env='gymnax:CartPole-v1', num_envs=16, unroll_length=4, total_steps=500_000,
+  )  # fmt: skip
 
 
 def rainbow_minatar() -> Config:
@@ -191,11 +170,8 @@ def rainbow_minatar() -> Config:
       epsilon=0.0,
       epsilon_steps=1,
     ),
-    env='gymnax:Breakout-MinAtar',
-    num_envs=16,
-    unroll_length=4,
-    total_steps=1_000_000,
-  )
+    env='gymnax:Breakout-MinAtar', num_envs=16, unroll_length=4, total_steps=1_000_000,
+  )  # fmt: skip
 
 
 def r2d2_memory() -> Config:
@@ -213,10 +189,7 @@ def r2d2_memory() -> Config:
       network, buffer, sequence=22, burn_in=11, learning_rate=1e-3, adam_epsilon=1e-5,
       target_period=200,
     ),
-    env='podrace:memory,length=20',
-    num_envs=64,
-    unroll_length=11,
-    total_steps=400_000,
+    env='podrace:memory,length=20', num_envs=64, unroll_length=11, total_steps=400_000,
   )  # fmt: skip
 
 
@@ -235,11 +208,8 @@ def sac_pendulum() -> Config:
       critic_learning_rate=1e-3,
       temperature_learning_rate=1e-3,
     ),
-    env='gymnax:Pendulum-v1',
-    num_envs=8,
-    unroll_length=8,
-    total_steps=60_000,
-  )
+    env='gymnax:Pendulum-v1', num_envs=8, unroll_length=8, total_steps=60_000,
+  )  # fmt: skip
 
 
 def sac_brax() -> Config:
@@ -257,11 +227,8 @@ def sac_brax() -> Config:
       critic_learning_rate=1e-3,
       temperature_learning_rate=1e-3,
     ),
-    env='brax:inverted_pendulum',
-    num_envs=64,
-    unroll_length=4,
-    total_steps=200_000,
-  )
+    env='brax:inverted_pendulum', num_envs=64, unroll_length=4, total_steps=200_000,
+  )  # fmt: skip
 
 
 def d4pg_pendulum() -> Config:
@@ -281,11 +248,8 @@ def d4pg_pendulum() -> Config:
       critic_learning_rate=1e-3,
       n_step=3,
     ),
-    env='gymnax:Pendulum-v1',
-    num_envs=8,
-    unroll_length=8,
-    total_steps=60_000,
-  )
+    env='gymnax:Pendulum-v1', num_envs=8, unroll_length=8, total_steps=60_000,
+  )  # fmt: skip
 
 
 def dqn_pong() -> Config:
@@ -387,11 +351,8 @@ def muzero_catch() -> Config:
   )  # fmt: skip
   return Config(
     agent=MuZero(network, buffer, simulations=8, unroll=3, learning_rate=2e-3),
-    env='podrace:catch',
-    num_envs=32,
-    unroll_length=4,
-    total_steps=60_000,
-  )
+    env='podrace:catch', num_envs=32, unroll_length=4, total_steps=60_000,
+  )  # fmt: skip
 
 
 def muzero_cartpole() -> Config:
@@ -409,11 +370,8 @@ def muzero_cartpole() -> Config:
   )  # fmt: skip
   return Config(
     agent=MuZero(network, buffer, simulations=16, n_step=20, discount=0.99),
-    env='gymnax:CartPole-v1',
-    num_envs=16,
-    unroll_length=4,
-    total_steps=50_000,
-  )
+    env='gymnax:CartPole-v1', num_envs=16, unroll_length=4, total_steps=50_000,
+  )  # fmt: skip
 
 
 def muzero_pendulum() -> Config:
@@ -431,10 +389,7 @@ def muzero_pendulum() -> Config:
       network, buffer, simulations=12, sampled_actions=12, n_step=3, bootstrap='target',
       target_period=100, discount=0.97, entropy_cost=0.01,
     ),
-    env='gymnax:Pendulum-v1',
-    num_envs=8,
-    unroll_length=8,
-    total_steps=20_000,
+    env='gymnax:Pendulum-v1', num_envs=8, unroll_length=8, total_steps=20_000,
   )  # fmt: skip
 
 
@@ -456,11 +411,8 @@ def muzero_tictactoe() -> Config:
     agent=MuZero(
       network, buffer, simulations=16, unroll=4, n_step=5, discount=1.0, value_scale=0.5
     ),
-    env='pgx:tic_tac_toe',
-    num_envs=32,
-    unroll_length=4,
-    total_steps=150_000,
-  )
+    env='pgx:tic_tac_toe', num_envs=32, unroll_length=4, total_steps=150_000,
+  )  # fmt: skip
 
 
 def muesli_catch() -> Config:
@@ -479,11 +431,8 @@ def muesli_catch() -> Config:
   )
   return Config(
     agent=Muesli(network, capacity=20_000, unroll=3, learning_rate=1e-3, anneal_learning_rate=True),
-    env='podrace:catch',
-    num_envs=32,
-    unroll_length=8,
-    total_steps=150_000,
-  )
+    env='podrace:catch', num_envs=32, unroll_length=8, total_steps=150_000,
+  )  # fmt: skip
 
 
 def muesli_cartpole() -> Config:
@@ -498,11 +447,8 @@ def muesli_cartpole() -> Config:
       anneal_learning_rate=True,
       discount=0.99,
     ),
-    env='gymnax:CartPole-v1',
-    num_envs=32,
-    unroll_length=16,
-    total_steps=500_000,
-  )
+    env='gymnax:CartPole-v1', num_envs=32, unroll_length=16, total_steps=500_000,
+  )  # fmt: skip
 
 
 def muesli_minatar() -> Config:
@@ -517,11 +463,8 @@ def muesli_minatar() -> Config:
     agent=Muesli(
       network, capacity=200_000, learning_rate=1e-3, anneal_learning_rate=True, discount=0.99
     ),
-    env='gymnax:Breakout-MinAtar',
-    num_envs=64,
-    unroll_length=16,
-    total_steps=3_000_000,
-  )
+    env='gymnax:Breakout-MinAtar', num_envs=64, unroll_length=16, total_steps=3_000_000,
+  )  # fmt: skip
 
 
 PRESETS: dict[str, Callable[[], Config]] = {
