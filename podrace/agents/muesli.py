@@ -18,6 +18,7 @@ and replay_share / (1 - replay_share) times more from replay, which makes `repla
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Annotated, Any, NamedTuple
 
@@ -190,7 +191,7 @@ class Muesli:
     variance = rest.square / jnp.where(known, rest.weight, 1.0)
     scale = jnp.where(known, lax.rsqrt(variance + self.advantage_epsilon), 0.0)
     targets = self.targets(rest.target, window, scale, own_key)
-    goals = self.goals(jax.tree.map(lambda x: x[:-1], window.timesteps), targets)
+    goals = goals_of(jax.tree.map(lambda x: x[:-1], window.timesteps), targets, self.unroll)
     mask, advantage = goals.policy_mask[0], goals.targets.advantage[0]
     sums = jnp.mean(mask * jnp.square(advantage)), jnp.mean(mask)
 
@@ -269,27 +270,6 @@ class Muesli:
     code = jax.nn.one_hot(candidates, prior.shape[-1])
     return jnp.sum(code * weights[..., None], axis=1)
 
-  def goals(self, t: TimeStep, targets: Targets) -> Goals:
-    """What the model should say. The only rule about episode ends is here.
-
-    Behind a termination, value and reward are 0 and there is no policy; behind a truncation there is nothing. A
-    state that is LAST is not unrolled from.
-    """
-    last = self.spread(t.last)
-    passed = jnp.cumsum(last, axis=0) - last > 0  # an episode's end lies before
-    cut = jnp.cumsum(self.spread(t.last & (t.discount > 0)) & ~passed, axis=0) > 0
-    cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
-    valid, within = ~last[:1], ~passed & ~last
-    masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
-    spread: Targets = jax.tree.map(self.spread, targets)
-    spread = spread._replace(value=jnp.where(within, spread.value, 0.0))
-    return Goals(spread, jnp.where(passed, 0.0, self.spread(t.reward)), *masks)
-
-  def spread(self, x: Array) -> Array:
-    """Of L states [L, B, ...], those after 0 to U actions from each of the first L - U: [U + 1, N, ...]."""
-    roots = x.shape[0] - self.unroll
-    return jnp.stack([merge_time(x[k : k + roots]) for k in range(self.unroll + 1)])
-
   def losses(
     self, network: Any, window: Trajectory, goals: Goals, scale: Array
   ) -> tuple[Array, dict[str, Array]]:
@@ -329,7 +309,7 @@ class Muesli:
 
     The gradient into a hidden state is halved at each action (Schrittwieser et al. 2020, appendix G).
     """
-    action = self.spread(window.outputs.action)[:-1]
+    action = spread(window.outputs.action, self.unroll)[:-1]
     roots = window.outputs.action.shape[0] - self.unroll
     t = jax.tree.map(lambda x: x[:roots], window.timesteps)
     root = merge_time(self.network.represent(network, window.agent_state, t)[0])
@@ -349,7 +329,7 @@ class Muesli:
   ) -> tuple[Array, Array]:
     """A loss [N] whose gradient is the policy gradient, and its importance ratios, within [0, 1]."""
     action, before = (
-      self.spread(x)[0] for x in (window.outputs.action, window.outputs.extras.log_prob)
+      spread(x, self.unroll)[0] for x in (window.outputs.action, window.outputs.extras.log_prob)
     )
     log_prob = self.network.distribution.log_prob(policy, action)
     rho = lax.stop_gradient(jnp.minimum(1.0, jnp.exp(log_prob - before)))
@@ -368,6 +348,30 @@ class Muesli:
         optax.scale_by_learning_rate(rate),
       )
     )
+
+
+def goals_of(t: TimeStep, targets: Targets, unroll: int) -> Goals:
+  """What the model should say. The only rule about episode ends is here.
+
+  Behind a termination, value and reward are 0 and there is no policy; behind a truncation there is nothing. A
+  state that is LAST is not unrolled from.
+  """
+  wide = functools.partial(spread, unroll=unroll)
+  last = wide(t.last)
+  passed = jnp.cumsum(last, axis=0) - last > 0  # an episode's end lies before
+  cut = jnp.cumsum(wide(t.last & (t.discount > 0)) & ~passed, axis=0) > 0
+  cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
+  valid, within = ~last[:1], ~passed & ~last
+  masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
+  found: Targets = jax.tree.map(wide, targets)
+  found = found._replace(value=jnp.where(within, found.value, 0.0))
+  return Goals(found, jnp.where(passed, 0.0, wide(t.reward)), *masks)
+
+
+def spread(x: Array, unroll: int) -> Array:
+  """Of L states [L, B, ...], those after 0 to U actions from each of the first L - U: [U + 1, N, ...]."""
+  roots = x.shape[0] - unroll
+  return jnp.stack([merge_time(x[k : k + roots]) for k in range(unroll + 1)])
 
 
 def forbid(policy: Array, observation: Any) -> Array:
