@@ -113,31 +113,7 @@ class Muesli:
   total_envs: Annotated[int, tyro.conf.Suppress] = 0
 
   def __post_init__(self) -> None:
-    check_types(self)
-    for name in ('unroll', 'batch_size'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    check(self, 0, 1, 'discount', 'lambda_', 'target_rate', 'advantage_decay')
-    rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_update', 'advantage_epsilon')
-    costs = ('policy_cost', 'cmpo_cost', 'reward_cost', 'value_cost', 'model_cost')
-    check(self, 0, math.inf, *rates, *costs, 'clip_advantage')
-    if not 0 <= self.replay_share < 1:
-      raise ValueError(
-        f'replay_share must be at least 0 and less than 1, not {self.replay_share}: it needs something new'
-      )
-    if self.sampled_actions < 0 or self.sampled_actions == 1:
-      raise ValueError(
-        f'sampled_actions must be 0, for all actions, or at least 2, not {self.sampled_actions}'
-      )
-    self._check_actions()
-
-  def _check_actions(self) -> None:
-    """The space is known once the network is bound."""
-    from gymnasium import spaces
-
-    space = getattr(self.network, 'action_space', None)
-    if space is not None and not isinstance(space, spaces.Discrete):
-      raise ValueError(f'muesli needs a Discrete action space, not {space}')
+    check_settings(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: a window for each unroll, with the steps behind it that the model needs.
@@ -397,3 +373,28 @@ def sampled_cmpo(advantage: Array, limit: float) -> Array:
   """
   size = jnp.exp(jnp.clip(advantage, -limit, limit))
   return size / (1.0 + jnp.sum(size) - size)
+
+
+def check_settings(agent: Muesli) -> None:
+  """Raises ValueError for the first setting that cannot be."""
+  from gymnasium import spaces
+
+  check_types(agent)
+  for name in ('unroll', 'batch_size'):
+    if getattr(agent, name) < 1:
+      raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
+  check(agent, 0, 1, 'discount', 'lambda_', 'target_rate', 'advantage_decay')
+  rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_update', 'advantage_epsilon')
+  costs = ('policy_cost', 'cmpo_cost', 'reward_cost', 'value_cost', 'model_cost')
+  check(agent, 0, math.inf, *rates, *costs, 'clip_advantage')
+  if not 0 <= agent.replay_share < 1:
+    raise ValueError(
+      f'replay_share must be at least 0 and less than 1, not {agent.replay_share}: it needs something new'
+    )
+  if agent.sampled_actions < 0 or agent.sampled_actions == 1:
+    raise ValueError(
+      f'sampled_actions must be 0, for all actions, or at least 2, not {agent.sampled_actions}'
+    )
+  space = getattr(agent.network, 'action_space', None)  # known once the network is bound
+  if space is not None and not isinstance(space, spaces.Discrete):
+    raise ValueError(f'muesli needs a Discrete action space, not {space}')

@@ -111,24 +111,7 @@ class MuZero:
   check_vma = False  # mctx does not trace under it
 
   def __post_init__(self) -> None:
-    check_types(self)
-    for name in ('unroll', 'n_step', 'sequence', 'target_period', 'considered_actions'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    check(self, 0, 1, 'discount', 'reanalyse', 'dirichlet_fraction')
-    counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'burn_in')
-    rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
-    costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
-    check(self, 0, math.inf, *counts, *rates, *costs, 'temperature', 'value_scale')
-    for name in ('dirichlet_alpha', 'sampled_temperature'):
-      if getattr(self, name) <= 0:
-        raise ValueError(f'{name} must be more than 0, not {getattr(self, name)}')
-    if self.consistency and not getattr(self.network, 'projection', 0):
-      raise ValueError(f'consistency {self.consistency} needs network.projection above 0')
-    if self.sampled_actions < 0 or self.sampled_actions == 1:
-      raise ValueError(
-        f'sampled_actions must be 0, for all actions, or at least 2, not {self.sampled_actions}'
-      )
+    check_settings(self)
 
   @property
   def num_candidates(self) -> int:
@@ -262,20 +245,13 @@ class MuZero:
     fresh = split_time(found, self.positions)
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
 
-  def value_targets(self, timesteps: TimeStep, value: Array) -> Array:
-    """n-step targets [positions - 1, B] from timesteps and searches' values [positions, B]."""
-    t = jax.tree.map(lambda x: x[1 : self.positions], timesteps._replace(observation=()))
-    one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
-    going = 1.0 - t.last.astype(jnp.float32)
-    return one(t.reward, self.discount * t.discount, going, value[1:], self.n_step)
-
   def goals(self, timesteps: TimeStep, plans: Plan) -> Goals:
     """What the model should say; timesteps are those behind the burn-in.
 
     The only rule about episode ends is here. Behind a termination, value and reward are 0 and there is no policy;
     behind a truncation there is nothing. A state that is LAST is not unrolled from.
     """
-    value = self.value_targets(timesteps, plans.value)
+    value = value_targets(self, timesteps, plans.value)
     last = self.spread(timesteps.last)
     passed = jnp.cumsum(last, axis=0) - last > 0  # an episode's end lies before
     cut = jnp.cumsum(self.spread(timesteps.last & (timesteps.discount > 0)) & ~passed, axis=0) > 0
@@ -301,7 +277,7 @@ class MuZero:
     roots = self.sequence + (self.unroll if self.consistency else 0)
     observed = self.represent(network, window, roots)
     root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
-    hidden, reward = self.imagine(network, root, self.behind(window.outputs.extras.sample))
+    hidden, reward = imagine(self, network, root, self.behind(window.outputs.extras.sample))
     said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
     share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
     support = self.network.support
@@ -309,7 +285,7 @@ class MuZero:
     def of_numbers(outputs: Array, x: Array) -> Array:
       return split_time(number_loss(merge_time(outputs), x.reshape(-1), support), x.shape[0])
 
-    policy, entropy = self.policy_losses(said.policy, goals.plan)
+    policy, entropy = policy_losses(self, said.policy, goals.plan)
     policy = jnp.sum(share * goals.policy_mask * (policy - self.entropy_cost * entropy), axis=0)
     value = jnp.sum(share * goals.value_mask * of_numbers(said.value, goals.value), axis=0)
     rewards = goals.reward_mask[1:] * of_numbers(reward, goals.reward[1:])
@@ -327,54 +303,16 @@ class MuZero:
     if support is not None:
       metrics['outside_support'] = jnp.mean(outside(goals.value[0], support))
     if self.consistency:
-      distance = self.consistency_losses(network, hidden, jax.tree.map(self.spread, observed))
+      distance = consistency_losses(self, network, hidden, jax.tree.map(self.spread, observed))
       distance = jnp.sum((share * goals.reward_mask)[1:] * distance, axis=0)
       metrics['consistency_loss'] = jnp.mean(distance)
       total += self.consistency * distance
     return total, now, metrics
 
-  def imagine(self, network: Any, root: Any, sample: Any) -> tuple[Any, Array]:
-    """Hidden states after 0 to U actions [U + 1, N, ...], and rewards of the actions [U, N, bins].
-
-    The gradient into a hidden state is halved at each action (the paper's appendix G).
-    """
-
-    def step(hidden: Any, action: Any) -> Any:
-      hidden, reward = self.network.dynamics(network, scale_gradient(hidden, 0.5), action)
-      return hidden, (hidden, reward)
-
-    actions = jax.tree.map(lambda x: self.spread(x)[:-1], sample)
-    _, (hidden, reward) = lax.scan(step, root, actions)
-    both = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), root, hidden)
-    return both, reward
-
-  def policy_losses(self, policy: Array, plans: Plan) -> tuple[Array, Array]:
-    """Cross-entropies [U + 1, N] of policies [U + 1, N, P] with plans, and an estimate of their entropies."""
-    kind = self.network.distribution
-    if not self.num_candidates:
-      log_p = jax.nn.log_softmax(policy)
-      return -jnp.sum(plans.weights * log_p, axis=-1), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    wide = jnp.repeat(policy[:, :, None], self.num_candidates, axis=2)
-    log_p = kind.log_prob(wide, plans.candidates)
-    return -jnp.sum(plans.weights * log_p, axis=-1), kind.entropy(policy, jax.random.key(0))
-
-  def consistency_losses(self, network: Any, hidden: Any, observed: Any) -> Array:
-    """How far imagined hidden states are from observed ones [U, N]: 1 less the cosine of their projections."""
-
-    def project(x: Any, online: bool) -> Array:
-      found = self.network.project(network, merge_time(x), online)
-      return split_time(
-        found / (jnp.linalg.norm(found, axis=-1, keepdims=True) + 1e-5), self.unroll
-      )
-
-    imagined = project(jax.tree.map(lambda x: x[1:], hidden), True)
-    real = project(lax.stop_gradient(jax.tree.map(lambda x: x[1:], observed)), False)
-    return 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
-
   def initial_priority(self, window: Trajectory) -> Array:
     """The priority [B] of new windows: how far the searches' values are from their targets."""
     timesteps, value = self.behind((window.timesteps, window.outputs.extras.plan.value))
-    target = self.value_targets(timesteps, value)[: self.sequence]
+    target = value_targets(self, timesteps, value)[: self.sequence]
     valid = 1.0 - timesteps.last[: self.sequence].astype(jnp.float32)
     return jnp.mean(valid * (jnp.abs(value[: self.sequence] - target) + 1e-6), axis=0)
 
@@ -387,3 +325,72 @@ def outside(value: Array, support: Array) -> Array:
   """Where targets [N] are more or less than the support can hold: 1, else 0."""
   x = returns.rescale(value)
   return ((x < support[0] - 1e-4) | (x > support[-1] + 1e-4)).astype(jnp.float32)
+
+
+def value_targets(agent: Any, timesteps: TimeStep, value: Array) -> Array:
+  """n-step targets [positions - 1, B] from timesteps and searches' values [positions, B]."""
+  t = jax.tree.map(lambda x: x[1 : agent.positions], timesteps._replace(observation=()))
+  one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
+  going = 1.0 - t.last.astype(jnp.float32)
+  return one(t.reward, agent.discount * t.discount, going, value[1:], agent.n_step)
+
+
+def imagine(agent: Any, network: Any, root: Any, sample: Any) -> tuple[Any, Array]:
+  """Hidden states after 0 to U actions [U + 1, N, ...], and rewards of the actions [U, N, bins].
+
+  The gradient into a hidden state is halved at each action (the paper's appendix G).
+  """
+
+  def step(hidden: Any, action: Any) -> Any:
+    hidden, reward = agent.network.dynamics(network, scale_gradient(hidden, 0.5), action)
+    return hidden, (hidden, reward)
+
+  actions = jax.tree.map(lambda x: agent.spread(x)[:-1], sample)
+  _, (hidden, reward) = lax.scan(step, root, actions)
+  both = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), root, hidden)
+  return both, reward
+
+
+def policy_losses(agent: Any, policy: Array, plans: Plan) -> tuple[Array, Array]:
+  """Cross-entropies [U + 1, N] of policies [U + 1, N, P] with plans, and an estimate of their entropies."""
+  kind = agent.network.distribution
+  if not agent.num_candidates:
+    log_p = jax.nn.log_softmax(policy)
+    return -jnp.sum(plans.weights * log_p, axis=-1), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+  wide = jnp.repeat(policy[:, :, None], agent.num_candidates, axis=2)
+  log_p = kind.log_prob(wide, plans.candidates)
+  return -jnp.sum(plans.weights * log_p, axis=-1), kind.entropy(policy, jax.random.key(0))
+
+
+def consistency_losses(agent: Any, network: Any, hidden: Any, observed: Any) -> Array:
+  """How far imagined hidden states are from observed ones [U, N]: 1 less the cosine of their projections."""
+
+  def project(x: Any, online: bool) -> Array:
+    found = agent.network.project(network, merge_time(x), online)
+    return split_time(found / (jnp.linalg.norm(found, axis=-1, keepdims=True) + 1e-5), agent.unroll)
+
+  imagined = project(jax.tree.map(lambda x: x[1:], hidden), True)
+  real = project(lax.stop_gradient(jax.tree.map(lambda x: x[1:], observed)), False)
+  return 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
+
+
+def check_settings(agent: MuZero) -> None:
+  """Raises ValueError for the first setting that cannot be."""
+  check_types(agent)
+  for name in ('unroll', 'n_step', 'sequence', 'target_period', 'considered_actions'):
+    if getattr(agent, name) < 1:
+      raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
+  check(agent, 0, 1, 'discount', 'reanalyse', 'dirichlet_fraction')
+  counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'burn_in')
+  rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
+  costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
+  check(agent, 0, math.inf, *counts, *rates, *costs, 'temperature', 'value_scale')
+  for name in ('dirichlet_alpha', 'sampled_temperature'):
+    if getattr(agent, name) <= 0:
+      raise ValueError(f'{name} must be more than 0, not {getattr(agent, name)}')
+  if agent.consistency and not getattr(agent.network, 'projection', 0):
+    raise ValueError(f'consistency {agent.consistency} needs network.projection above 0')
+  if agent.sampled_actions < 0 or agent.sampled_actions == 1:
+    raise ValueError(
+      f'sampled_actions must be 0, for all actions, or at least 2, not {agent.sampled_actions}'
+    )
