@@ -162,8 +162,9 @@ def outputs_of(name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
   assert all(not c.outputs and c.execution_count is None for c in cells)
   monkeypatch.setenv('PYTHONPATH', str(EXAMPLES.parent))
   monkeypatch.delenv('JAX_NUM_CPU_DEVICES')
+  monkeypatch.delenv('MPLBACKEND', raising=False)  # envpool sets it where it is imported
   where = {'metadata': {'path': str(folder)}}
-  nbclient.NotebookClient(notebook, kernel_name='python3', resources=where).execute()
+  nbclient.NotebookClient(notebook, kernel_name='python3', resources=where, timeout=300).execute()
   return [output for c in cells for output in c.outputs]
 
 
