@@ -186,6 +186,7 @@ SLOW = {
   'impala-gru',
   'two-seeds',
   'pooled-resets',
+  'planning',
   'planning-sebulba-on-the-host',
   'two-devices',
   'sebulba-lag-0',
