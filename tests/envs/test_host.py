@@ -268,16 +268,21 @@ def test_episode_counts_are_saved_exactly() -> None:
   'name', ['ale:pong', 'envpool:CartPole-v1', 'gymnasium:host_envs:Sequence-v0']
 )
 def test_some_at_a_time(name: str) -> None:
-  """With a batch of 2 of 4, each environment still has a stream of its own."""
+  """With a batch of 2 of 4, each environment still has a stream of its own.
+
+  How evenly is the library's affair: where a core is short, a thread may stand still for 200 batches.
+  """
   opens = np.ones(4, bool)
   seen = np.zeros(4, int)
-  for arrival in arrivals(name, 200, batch=2, threads=4):
+  for count, arrival in enumerate(arrivals(name, 100_000, batch=2, threads=4)):
+    if count >= 200 and seen.min() > 0:
+      break
     ids = arrival.env_id
     assert len(ids) == len(set(ids.tolist())) == 2
     np.testing.assert_array_equal(arrival.timestep.step_type == FIRST, opens[ids])
     opens[ids] = arrival.timestep.step_type == LAST
     seen[ids] += 1
-  assert seen.min() > 0  # how evenly is the library's affair
+  assert seen.min() > 0
 
 
 @pytest.mark.parametrize(
