@@ -159,9 +159,9 @@ class _Acting:
     a = options.addresses
     i, n = options.share
     spec = host.make(config.env)
+    agent = bind_run(config, spec)
     if spec.try_out is not None:
       spec.try_out(config.env_deadline)
-    agent = bind_run(config, spec)
     devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
     windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
     self._program = ActingProgram(

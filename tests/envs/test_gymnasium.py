@@ -12,10 +12,12 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 from podrace import cli
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostError, PoolArgs
+from podrace.envs.host.gymnasium import _some_action
 from podrace.envs.registry import UnknownName
 from podrace.errors import UsageError
 
@@ -189,6 +191,16 @@ def test_the_command_line_ends_before_it_starts_workers(
   assert told.startswith(f'podrace: {STEP} failed:\n') and len(told.splitlines()) < 9
 
 
+def test_processes_with_environments_for_a_learner_try_them_before_they_connect(
+  write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+  write((RETURNS, '1'))
+  with pytest.raises(SystemExit) as end:
+    cli.main(['envs', '--connect', 'tcp://127.0.0.1:1', '--env', NAME])
+  assert end.value.code == 2
+  assert f'{STEP} returned 1, expected (' in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
   'change',
   [
@@ -229,6 +241,25 @@ def test_environments_that_allow_few_actions_are_given_one() -> None:
     spec = host.make(f'gymnasium:host_envs:{name}')
     assert spec.try_out is not None
     spec.try_out(30)
+
+
+@pytest.mark.parametrize(
+  ('space', 'mask', 'action'),
+  [
+    (spaces.Discrete(3), [0, 0, 1], 2),
+    (spaces.Discrete(3), None, 0),
+    (spaces.MultiDiscrete([2, 3]), [0, 1, 0, 0, 1], [1, 2]),
+    (spaces.MultiDiscrete([2, 3]), None, [0, 0]),
+    (spaces.MultiBinary(2), None, [0, 0]),
+    (spaces.Box(1, 2, (2,)), None, [1, 1]),
+    (spaces.Box(-np.inf, np.inf, ()), None, 0),
+  ],
+)
+def test_the_action_of_a_trial(space: Any, mask: list[int] | None, action: Any) -> None:
+  observation = None if mask is None else dict(action_mask=np.array([mask], np.int8))
+  found = _some_action(space, observation)
+  assert found.shape == (1, *space.shape) and found.dtype == space.dtype
+  np.testing.assert_array_equal(found[0], action)
 
 
 def test_gymnasiums_own_are_not_tried() -> None:

@@ -103,8 +103,9 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
 def _try_out(spec: HostSpec, pool: Workers, methods: Mapping[str, str]) -> None:
   """Resets and steps a pool of one environment; raises UsageError if that goes wrong."""
-  check, name = Checker(spec, 1), 'reset'
+  name = 'reset'
   try:
+    check = Checker(spec, 1)
     pool.reset()
     arrival = pool.recv()
     check(arrival)
@@ -122,10 +123,14 @@ def _try_out(spec: HostSpec, pool: Workers, methods: Mapping[str, str]) -> None:
 def _some_action(space: Any, observation: Any) -> np.ndarray:
   """An action for one environment, [1, ...]: 0 or what is nearest; one that a mask allows."""
   mask = observation.get('action_mask') if isinstance(observation, dict) else None
-  if mask is not None and isinstance(space, spaces.Discrete):
-    return np.argmax(mask.reshape(1, -1), axis=1).astype(space.dtype)
-  low, high = action_bounds(space)
-  return np.broadcast_to(np.clip(0, low, high), (1, *space.shape)).astype(space.dtype)
+  if mask is not None and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    counts = np.ravel(space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n)
+    parts = np.split(mask.ravel(), np.cumsum(counts)[:-1])
+    chosen = np.array([np.argmax(x) for x in parts], space.dtype)
+  else:
+    low, high = action_bounds(space)
+    chosen = np.broadcast_to(np.clip(0, low, high), space.shape).astype(space.dtype)
+  return chosen.reshape(1, *space.shape)
 
 
 def _space(space: Any) -> Any:
@@ -289,10 +294,10 @@ class Worker:
         break
       text += more
     try:
-      message, told = json.loads(text[8:])
+      message, shown = json.loads(text[8:])
     except ValueError:
       return None, text[8:].decode(errors='replace')
-    return message, told
+    return message, shown
 
   def kill(self) -> None:
     """Kills the process and what it started, which is in its group, and waits for it."""

@@ -1,7 +1,7 @@
 """What is looked at in an environment of Gymnasium, and who is named if it is wrong. Imports no JAX.
 
-Wrappers take apart what an environment returns, so that it is not seen around them: in the trial before a
-run each layer is watched.
+Wrappers unpack what an environment returns, so that it is not seen around them: in the trial before a run
+each layer is watched.
 """
 
 from __future__ import annotations
