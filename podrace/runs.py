@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import UsageError
+from podrace.errors import RunError, UsageError
 from podrace.files import write_whole
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
@@ -74,7 +74,7 @@ def look(path: Path) -> Run:
   if isinstance(record, str):
     return Run(path, BROKEN, record, age_s=age, size=size_of(str(path)))
   summary, end = (_object(path / name) for name in ('summary.json', END))
-  total = record['total_steps']
+  total = steps_of(record)
   state, why = FINISHED, ''
   if is_running(path):
     state = RUNNING
@@ -90,7 +90,7 @@ def look(path: Path) -> Run:
     agent=record['agent']['name'],
     env=record['env'],
     architecture=record['architecture'],
-    step=max(line.get('step', 0), summary.get('step', 0)),
+    step=max(line.get('step', 0), summary.get('step', 0), *saved_steps(path), 0),
     total_steps=total,
     episode_return=done.get('episode_return'),
     steps_per_s=done.get('steps_per_s'),
@@ -99,8 +99,28 @@ def look(path: Path) -> Run:
   )
 
 
+def steps_of(record: dict[str, Any]) -> int:
+  """The steps that a run has, in whole updates."""
+  update = record.get('num_envs', 1) * record.get('unroll_length', 1)
+  total: int = -(-record['total_steps'] // update) * update
+  return total
+
+
+def saved_steps(path: Path) -> list[int]:
+  """The steps of a run's checkpoints."""
+  with contextlib.suppress(OSError):
+    return [int(name) for name in os.listdir(path / 'checkpoints') if name.isdigit()]
+  return []
+
+
 def _record(path: Path) -> dict[str, Any] | str:
   """What config.json holds that is shown, or what is wrong with it."""
+  try:
+    json.loads((path / 'config.json').read_bytes())
+  except ValueError as e:
+    return f'config.json is not JSON: {e}'
+  except OSError as e:
+    return f'config.json cannot be read: {e.strerror}'
   found = _object(path / 'config.json')
   expected = {'env': str, 'architecture': str, 'total_steps': int, 'agent': dict}
   for name, kind in expected.items():
@@ -225,9 +245,21 @@ def noting_end(
     note(STOPPED, 'SIGINT: ended at once')
     raise
   except Exception as e:
-    lines = [x for x in str(e).splitlines() if x.strip()]
-    note(FAILED, lines[-1].strip() if lines else repr(e))
+    note(FAILED, reason(e))
     raise
+
+
+def reason(error: Exception) -> str:
+  """In a line why a run failed: the first cause, where one error led to another."""
+  while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+    error = error.__cause__
+  lines = [x for x in str(error).splitlines() if x.strip()]
+  if not lines:
+    return repr(error)
+  text, kind = lines[-1].strip(), type(error).__name__
+  return (
+    text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
+  )
 
 
 # --- directories of new runs

@@ -19,7 +19,7 @@ from processes import Podrace, cache, podrace, until
 from podrace import cli, runs
 from podrace.commands import follow
 from podrace.commands.runs import age, size
-from podrace.errors import UsageError
+from podrace.errors import RunError, UsageError
 from podrace.process import lock
 from podrace.stop import Stopped
 
@@ -104,7 +104,7 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300))
   for error, expected in (
     (Stopped(signal.SIGTERM), ('stopped', 'SIGTERM')),
-    (ValueError('Traceback\n  the disk is full\n\n'), ('failed', 'the disk is full')),
+    (ValueError('Traceback\n  the disk is full\n\n'), ('failed', 'ValueError: the disk is full')),
     (ValueError(), ('failed', 'ValueError()')),
   ):
     with pytest.raises(type(error)), runs.noting_end(path, Stopped):
@@ -121,6 +121,23 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
   with runs.noting_end(path, Stopped):
     pass
   assert not (path / 'end.json').exists()
+
+
+def test_the_reason_is_the_first_cause(tmp_path: Path) -> None:
+  path = make(tmp_path / 'a', line(300))
+  with pytest.raises(RunError), runs.noting_end(path, Stopped):
+    try:
+      raise ZeroDivisionError('of my own')
+    except ZeroDivisionError as e:
+      raise RunError('Traceback ...\nthe run failed; the run is saved at step 300') from e
+  assert runs.look(path).why == 'ZeroDivisionError: of my own'
+
+
+def test_steps_are_those_of_whole_updates_and_of_the_newest_checkpoint(tmp_path: Path) -> None:
+  path = make(tmp_path / 'a', line(300))
+  (path / 'config.json').write_text(json.dumps(CONFIG | {'num_envs': 64, 'unroll_length': 5}))
+  (path / 'checkpoints' / '640').mkdir(parents=True)
+  assert (runs.look(path).step, runs.look(path).total_steps) == (640, 1280)
 
 
 def test_the_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,8 @@ def run(args: list[str]) -> int:
 
   spaces = settings.parse(options.every('--vary'))
   config = configuration.configured(preset, options, 'podrace sweep')
+  for sample in settings.samples(spaces):  # before anything is written
+    configuration.parse(config, sample, 'podrace sweep')
   folder = options.path('--dir') or Path('sweeps') / (preset or config.env.partition(':')[2])
   given = [*([preset] if preset else []), *options.arguments]
   if '--agent' in options:
