@@ -182,7 +182,7 @@ def draw_aggregate(
 def summarised(tasks: list[np.ndarray]) -> dict[str, Any]:
   """The aggregates of one algorithm's scores, with intervals."""
   scores = np.concatenate(tasks)
-  found: dict[str, Any] = {'tasks': len(tasks), 'runs': len(scores)}
+  found: dict[str, Any] = {'tasks': len(tasks), 'curves': len(scores)}
   for name, center in curves.CENTERS.items():
     found[name] = float(center(scores))
     found[f'{name}_interval'] = list(curves.interval(tasks, center))

@@ -71,6 +71,14 @@ def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
   assert [c.y.tolist() for c in group.curves] == [[1, 2, 3], [5, 6]]
 
 
+def test_runs_and_curves_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  make(tmp_path / 'a', [(10, [1.0, 2.0, 3.0]), (20, [2.0, 5.0, 1.0])])
+  make(tmp_path / 'b', [(10, 1.0), (20, 2.0)], name='dqn')
+  _, out, _ = called(capsys, 'plot', str(tmp_path), '--out', str(tmp_path / 'x.png'))
+  found = json.loads(out.splitlines()[-1])
+  assert (found['runs'], found['curves']) == (2, 4)
+
+
 def test_positions(tmp_path: Path) -> None:
   a = make(tmp_path / 'a', [(10, 1.0), (20, 2.0)])
   for x, expected in (('steps', [10, 20]), ('wall', [1, 2]), ('gradient-steps', [3, 6])):
@@ -175,7 +183,8 @@ def test_a_picture_of_curves(
   code, printed, err = called(capsys, 'plot', str(tmp_path), '--out', str(out), '--center', 'iqm')
   assert code == 0 and f'{tmp_path / "b"} is not finished: it ends at 50 (of 100 steps)' in err
   found = json.loads(printed.splitlines()[-1])
-  assert found['runs'] == 4 and [g['curves'] for g in found['groups']] == [3, 1]
+  assert (found['runs'], found['curves']) == (4, 4)
+  assert [g['curves'] for g in found['groups']] == [3, 1]
   assert found['groups'][0]['final'] == [95.0, 96.0, 97.0]
   if suffix == 'png':
     image = np.asarray(Image.open(out).convert('RGB')).reshape(-1, 3)

@@ -53,7 +53,9 @@ def run(args: list[str]) -> int:
   if not groups:
     raise UsageError(f'there is nothing to plot under {", ".join(options.arguments)}')
   _name_unfinished(groups)
-  found: dict[str, Any] = {'out': str(out), 'runs': sum(len(g.curves) for g in groups)}
+  found: dict[str, Any] = {'out': str(out)}
+  found['runs'] = len({c.run for g in groups for c in g.curves})
+  found['curves'] = sum(len(g.curves) for g in groups)
   if '--aggregate' in options:
     from podrace import scores
 
