@@ -14,6 +14,7 @@ from test_runs import called
 
 from podrace import curves, plot, scores
 from podrace.errors import UsageError
+from podrace.labels import labels
 
 
 def make(
@@ -53,15 +54,8 @@ def test_runs_are_grouped_whatever_their_seeds(tmp_path: Path) -> None:
     [[1.0], [3.0]],
     [[2.0]],
   ]
-  assert curves.labels(groups) == ['learning-rate 0.001', 'learning-rate 0.0001']
-  assert curves.labels(groups[:1]) == ['ppo']
-
-
-def test_agents_are_told_apart_by_their_names(tmp_path: Path) -> None:
-  a = make(tmp_path / 'a', [(10, 1.0)])
-  b = make(tmp_path / 'b', [(10, 2.0)], name='dqn', n_step=3)
-  groups, _ = curves.read([a, b], 'episode_return', 'steps')
-  assert curves.labels(groups) == ['ppo', 'dqn']
+  assert labels(groups) == ['learning-rate 0.001', 'learning-rate 0.0001']
+  assert labels(groups[:1]) == ['ppo']
 
 
 def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def run(args: list[str]) -> int:
   _check('--x', x, ('steps', 'wall', 'gradient-steps'))
   _check('--center', center, ('mean', 'median', 'iqm'))
   from podrace import curves, plot
+  from podrace.labels import labels
 
   plot.check_out(out)
   paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
@@ -69,7 +70,7 @@ def run(args: list[str]) -> int:
         'curves': len(g.curves),
         'final': [curves.final(c) for c in g.curves],
       }
-      for g, label in zip(groups, curves.labels(groups), strict=True)
+      for g, label in zip(groups, labels(groups), strict=True)
     ]
   print(json.dumps(found))
   return 0
