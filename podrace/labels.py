@@ -1,4 +1,4 @@
-"""Labels of groups of curves: the agent, and what else it takes to tell the lines of a panel apart."""
+"""Labels of groups of curves: the agent, and the settings that distinguish the lines of a panel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def labels(groups: Sequence[Group]) -> list[str]:
   """A short label for each group; groups of one environment never share one.
 
   It begins with the agent, unless there is but one. Then comes what differs between groups of that agent in the
-  same environment: all of it where that fits, else as much as tells them apart, with an ellipsis for the rest.
+  same environment: all of it where that fits, else as much as distinguishes them, with an ellipsis for the rest.
   What still is equal has a number.
   """
   agents = [agent_label(g.config) for g in groups]
@@ -47,7 +47,7 @@ def agent_label(config: dict[str, Any]) -> str:
 
 
 def differences(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
-  """Paths of settings in which groups differ: those that tell them all apart, and the others.
+  """Paths of settings in which groups differ: those that distinguish all of them, and the others.
 
   The first ones are chosen greedily: each separates as many pairs as any that is left.
   """
