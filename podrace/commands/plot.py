@@ -11,6 +11,8 @@ from podrace.errors import UsageError
 from podrace.output import tell
 from podrace.runs import find
 
+X = ('steps', 'wall', 'gradient-steps')
+CENTERS = ('mean', 'median', 'iqm')
 COMMAND = Command(
   'plot',
   'RUN... [OPTIONS]',
@@ -19,13 +21,13 @@ COMMAND = Command(
   (
     Option('--out', 'FILE', 'a .png, .svg or .pdf', 'curves.png'),
     Option('--metric', 'NAME', 'any key of metrics.jsonl', 'episode_return'),
-    Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps'),
-    Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean'),
+    Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps', X),
+    Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean', CENTERS),
     Option('--aggregate', '', 'the scores of all tasks instead: interquartile mean, median and performance '
       'profile; how likely one configuration is better than another; and of the games of Atari-5 the median of 57 that '
       'they predict. A score is the mean over the last tenth of a run'),
     Option('--normalise', 'NAME', 'of --aggregate: human (Atari, random play 0 and a human 1), or '
-      'minmax (of each task, over the runs that are given); human where all tasks are Atari games, else minmax'),
+      'minmax (of each task, over the runs that are given); human where all tasks are Atari games, else minmax', choices=('human', 'minmax')),
   ),
   """
 The band is a 95% bootstrap interval over the curves of a configuration (stratified by task with --aggregate). Runs
@@ -41,8 +43,8 @@ def run(args: list[str]) -> int:
     raise UsageError('plot needs runs, or directories of runs: podrace plot RUN...')
   out = Path(options.text('--out'))
   x, center = options.text('--x'), options.text('--center')
-  _check('--x', x, ('steps', 'wall', 'gradient-steps'))
-  _check('--center', center, ('mean', 'median', 'iqm'))
+  _check('--x', x, X)
+  _check('--center', center, CENTERS)
   from podrace import curves, plot
   from podrace.labels import labels
 

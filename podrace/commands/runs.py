@@ -15,7 +15,7 @@ COMMAND = Command(
   'the runs under DIR, runs/ if it is not given; the one that wrote last comes last',
   (
     Option('--json', '', 'one JSON list, with all that is known of each'),
-    Option('--state', 'NAME', f'those alone that are {", ".join(STATES[:-1])} or {STATES[-1]}'),
+    Option('--state', 'NAME', f'those alone that are {", ".join(STATES[:-1])} or {STATES[-1]}', choices=STATES),
   ),
   """
 A run is `killed` if it ended without a word: SIGKILL, out of memory, a power cut. `broken` is one whose config.json
