@@ -216,12 +216,12 @@ def _rendering(name: str, options: Any) -> tuple[Any, str]:
       return env, ''
     except (ImportError, gymnasium.error.DependencyNotInstalled) as e:
       raise UsageError(f"gymnasium:{name} can't be drawn: {e}") from e
-    except (TypeError, ValueError, AttributeError, NotImplementedError, gymnasium.error.Error):
+    except (TypeError, ValueError, AttributeError, NotImplementedError, gymnasium.error.Error) as e:
+      why = 'its class has no render_mode and render() for rgb_array'
       if env is not None:
+        why = f'it renders no rgb_array ({type(e).__name__}: {str(e).partition(chr(10))[0]})'
         env.close()
-    return gymnasium.make(name, **options), (
-      'its class has no render_mode and render() for rgb_array: this is what the agent sees'
-    )
+    return gymnasium.make(name, **options), f'{why}: this is what the agent sees'
 
 
 def _picture(env: Any) -> np.ndarray:
