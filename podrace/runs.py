@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from podrace.agents import AGENTS
 from podrace.errors import RunError, UsageError
 from podrace.files import write_whole
+from podrace.own_code import CLASS
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
 KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
 BROKEN = 'broken'  # its config.json can't be read
+STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN)
 END = 'end.json'  # how the run's last life ended, where it did not finish
+VARIED = 'podrace.agents.varied:Varied'  # the agent of a sweep in one program
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
 
 
@@ -31,7 +35,8 @@ class Run:
   path: Path
   state: str
   why: str = ''  # it stopped or failed; '' if that is not known
-  agent: str = ''
+  agent: str = ''  # of a sweep in one program, the agent that is varied
+  sweep: bool = False  # it has several settings of its agent
   env: str = ''
   architecture: str = ''
   step: int = 0  # environment steps done, of each seed
@@ -83,11 +88,13 @@ def look(path: Path) -> Run:
   elif summary.get('step', 0) < total:
     state, why = end.get('state', KILLED), end.get('why', '')
   done = summary if state == FINISHED else line
+  agent, sweep = agent_of(record['agent'])
   return Run(
     path,
     state,
     why,
-    agent=record['agent']['name'],
+    agent=agent,
+    sweep=sweep,
     env=record['env'],
     architecture=record['architecture'],
     step=max(line.get('step', 0), summary.get('step', 0), *saved_steps(path), 0),
@@ -127,6 +134,16 @@ def _record(path: Path) -> dict[str, Any] | str:
     if not isinstance(found.get(name), kind):
       return f'config.json is not the record of a run: no {name}'
   return found if isinstance(found['agent'].get('name'), str) else 'config.json names no agent'
+
+
+def agent_of(record: dict[str, Any]) -> tuple[str, bool]:
+  """The name of a recorded agent, and whether it is a sweep of that one."""
+  inner = record.get('agent')
+  if record['name'] != VARIED or not isinstance(inner, dict):
+    return record['name'], False
+  where = str(inner.get(CLASS, ''))
+  names = [name for name, known in AGENTS.items() if ':'.join(known) == where]
+  return (names[0] if names else where or VARIED), True
 
 
 def _object(path: Path) -> dict[str, Any]:

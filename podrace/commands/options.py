@@ -24,6 +24,7 @@ class Option:
   value: str  # follows it, as its help calls it; '' if nothing does
   help: str
   default: Any = None
+  choices: tuple[str, ...] = ()  # all values that it takes, where they have names
 
   @property
   def text(self) -> str:
