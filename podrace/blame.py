@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
-from podrace.errors import RunError, UsageError
+from podrace.errors import UsageError
 
 MOST_LINES = 12  # of the message of somebody else's exception
 MOST_LETTERS = 200  # of a description
 TRACEBACK = 'PODRACE_TRACEBACK=1 shows the whole traceback'
+
+
+class Failed(UsageError):
+  """A function of the user's raised an exception."""
 
 
 def inner(owner: Any) -> Any:
@@ -77,29 +82,36 @@ def refuse(owner: Any, name: str, came: str, expected: str) -> NoReturn:
   raise UsageError(f'{label(owner, name)} returned {came}, expected {expected}')
 
 
+def out_of_space(agent: Any, space: Any, action: Any = None) -> str:
+  """What to say of an agent whose action is not in the space."""
+  came = 'an action' if action is None else f'the action {action}'
+  advice = ''
+  if hasattr(space, 'low'):  # a Box
+    advice = ': clip or squash it, as `to_action` of podrace.distributions does'
+  return f'{label(agent, "act")} returned {came}, expected one in {space}{advice}'
+
+
 def calling(owner: Any, name: str, given: str, *args: Any) -> Any:
   """What the user's function returns; `given` says what it was called with.
 
   Raises:
-    RunError: if it fails, with those lines of the traceback that are the user's.
+    Failed: if it fails, with those lines of the traceback that are the user's.
   """
   try:
     return getattr(owner, name)(*args)
-  except (UsageError, RunError):
+  except UsageError:
     raise
   except Exception as e:
     raise failed(owner, name, given, e) from e
 
 
-def failed(owner: Any, name: str, given: str, error: Exception) -> RunError:
+def failed(owner: Any, name: str, given: str, error: Exception) -> Failed:
   """The error for an exception of the user's function."""
   frames = _of_the_user(owner, error)
   where = ''.join(traceback.format_list(frames))
   lines = ''.join(traceback.format_exception_only(error)).strip().splitlines()
   what = '\n'.join(lines[:MOST_LINES] + (['...'] if len(lines) > MOST_LINES else []))
-  return RunError(
-    f'{label(owner, name)} failed:\n{where}{what}\nIt was given {given}.\n{TRACEBACK}.'
-  )
+  return Failed(f'{label(owner, name)} failed:\n{where}{what}\nIt was given {given}.\n{TRACEBACK}.')
 
 
 def _of_the_user(owner: Any, error: Exception) -> list[traceback.FrameSummary]:
@@ -140,3 +152,10 @@ def first_difference(came: Any, expected: Any) -> tuple[str, str] | None:
     if (x.shape, x.dtype) != (y.shape, y.dtype):
       return f'{path.lstrip(".")} {describe(x)}'.strip(), describe(y)
   return None
+
+
+def check_arrays(owner: Any, name: str, found: Any, expected: str) -> None:
+  """Refuses what is no array in what a function returned."""
+  for path, x in leaves(found):
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float):
+      refuse(owner, name, f'{path.lstrip(".")} {describe(x)}'.strip(), expected)

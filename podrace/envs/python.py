@@ -31,6 +31,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
       f'python:{name} is an environment of Gymnasium, and python: takes those written in JAX; register it in your '
       f'module and name it gymnasium:{module}:ID'
     )
+  if isinstance(env, type):
+    raise UnknownName(f'python:{name} returned the class {env.__name__}; write {env.__name__}()')
   needed = ('reset', 'step', 'observation_space', 'action_space')
   if lacks := [n for n in needed if not hasattr(env, n)]:
     raise UnknownName(f'python:{name} returned a {type(env).__name__}, without {", ".join(lacks)}')
