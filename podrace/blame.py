@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 
 from podrace.errors import UsageError
+from podrace.imports import is_the_users, short
 
 MOST_LINES = 12  # of the message of somebody else's exception
 MOST_LETTERS = 200  # of a description
@@ -48,13 +48,7 @@ def _place(owner: Any, name: str) -> str:
     path, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
   except (AttributeError, OSError, TypeError):  # it has no source, as what is made by `eval`
     return ''
-  return f' ({_short(path or "")}:{line})'
-
-
-def _short(path: str) -> str:
-  """The path from here, if it is below."""
-  found, here = Path(path), Path.cwd()
-  return str(found.relative_to(here) if found.is_relative_to(here) else found)
+  return f' ({short(path or "")}:{line})'
 
 
 def describe(x: Any) -> str:
@@ -86,7 +80,7 @@ def out_of_space(agent: Any, space: Any, action: Any = None) -> str:
   """What to say of an agent whose action is not in the space."""
   came = 'an action' if action is None else f'the action {action}'
   advice = ''
-  if hasattr(space, 'low'):  # a Box
+  if hasattr(space, 'low') and 'nan' not in str(action):  # a Box
     advice = ': clip or squash it, as `to_action` of podrace.distributions does'
   return f'{label(agent, "act")} returned {came}, expected one in {space}{advice}'
 
@@ -116,21 +110,16 @@ def failed(owner: Any, name: str, given: str, error: Exception) -> Failed:
 
 def _of_the_user(owner: Any, error: Exception) -> list[traceback.FrameSummary]:
   """Frames that are neither podrace's nor a library's, but for those of the file of the owner."""
-  paths = sysconfig.get_paths()
-  libraries = [Path(paths[k]) for k in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
-  libraries += [Path(__file__).parent, Path(jax.__file__).parent]
+  jax_ = Path(jax.__file__).parent
   try:
     own = inspect.getsourcefile(type(inner(owner)))
   except TypeError:
     own = None
 
-  def is_the_users(frame: traceback.FrameSummary) -> bool:
-    path = Path(frame.filename)
-    return frame.filename == own or (
-      path.exists() and not any(path.is_relative_to(p) for p in libraries)
-    )
+  def of_the_user(file: str) -> bool:
+    return file == own or (is_the_users(file) and not Path(file).is_relative_to(jax_))
 
-  return [f for f in traceback.extract_tb(error.__traceback__) if is_the_users(f)]
+  return [f for f in traceback.extract_tb(error.__traceback__) if of_the_user(f.filename)]
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -147,11 +136,29 @@ def same_structure(x: Any, y: Any) -> bool:
 def first_difference(came: Any, expected: Any) -> tuple[str, str] | None:
   """Where the types of two trees differ: what came, and what was expected; None if nowhere."""
   if not same_structure(came, expected):
+    if missing := _absent(expected, came):
+      return f'in which {", ".join(missing)} is missing', 'one that has it'
+    if added := _absent(came, expected):
+      return f'with {", ".join(added)}', 'one without it'
     return describe(came), describe(expected)
   for (path, x), (_, y) in zip(leaves(came), leaves(expected), strict=True):
     if (x.shape, x.dtype) != (y.shape, y.dtype):
       return f'{path.lstrip(".")} {describe(x)}'.strip(), describe(y)
   return None
+
+
+def _absent(tree: Any, other: Any) -> list[str]:
+  """The outermost parts of a tree that another one has not, at most three."""
+  paths, others = ([p for p, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (tree, other))
+  known = {path[:n] for path in others for n in range(len(path) + 1)}
+  lost = [
+    p[:n]
+    for p in paths
+    for n in range(1, len(p) + 1)
+    if p[:n] not in known and p[: n - 1] in known | {()}
+  ]
+  found = [jax.tree_util.keystr(p).lstrip('.') for p in dict.fromkeys(lost)]
+  return found[:3]
 
 
 def check_arrays(owner: Any, name: str, found: Any, expected: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,16 @@ from podrace.blame import (
   describe,
   first_difference,
   is_ours,
+  label,
   leaves,
   refuse,
   same_structure,
 )
 from podrace.check_env import batch_type, check_environment, key_type
 from podrace.envs.host.base import HostSpec
-from podrace.hooks import checks_vma, networks
+from podrace.errors import UsageError
+from podrace.hooks import checks_vma, learns_from_replay, networks
+from podrace.replay.buffer import Buffer
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import (
   ActorOutput,
@@ -40,6 +44,8 @@ from podrace.types import (
   Trajectory,
 )
 
+log = logging.getLogger('podrace')
+
 
 def check_run(
   agent: Any, env: Any, replay: Replay, mesh: Mesh, num_envs: int, unroll_length: int
@@ -49,9 +55,21 @@ def check_run(
   Raises:
     UsageError: if a function fails, or returns something else than it should.
   """
+  _check_buffer(agent)
   check_environment(env.jax if isinstance(env, HostSpec) else env)
   if not (is_ours(agent) and all(is_ours(x) for x in _parts(agent))):
     _Agent(agent, env, mesh, num_envs // mesh.size, unroll_length).check(replay)
+
+
+def _check_buffer(agent: Any) -> None:
+  """Refuses a buffer that nothing is put into."""
+  for field in dataclasses.fields(agent):
+    if isinstance(getattr(agent, field.name), Buffer) and not learns_from_replay(agent):
+      cls = type(agent)
+      raise UsageError(
+        f'{cls.__module__}.{cls.__qualname__} has the Buffer `{field.name}` and no method memory(self, num_envs, '
+        'unroll_length, stack), so it would learn from the newest trajectory only: see docs/own.md'
+      )
 
 
 def _parts(agent: Any) -> list[Any]:
@@ -189,8 +207,16 @@ class _Agent:
       Trajectory(*map(whole, TRAJECTORY_SPECS, sample.trajectory)),
       *(whole(flat, x) for x in sample[1:]),
     )
+    unchanged = []
+
+    def learned(train: Any, sample: Any, key: Any) -> Any:
+      found = self._learn(train, sample, key)
+      before, after = jax.tree.leaves(train.params), jax.tree.leaves(found[0].params)
+      unchanged.append(bool(before) and all(x is y for x, y in zip(before, after, strict=True)))
+      return found
+
     learn = jax.shard_map(
-      self._learn,
+      learned,
       mesh=self.mesh,
       in_specs=(P(), specs, P()),
       out_specs=(P(), flat, P()),
@@ -205,6 +231,10 @@ class _Agent:
           'end with the same parameters: set check_vma = False in the class, see docs/own.md.'
         ) from e
       raise
+    if all(unchanged):
+      log.warning(
+        '%s returns the params that it was given: nothing is learned', label(self.agent, 'learn')
+      )
 
   def _check_devices(self, train: Any, sample: Any) -> None:
     """Whether all devices end alike: what `vmap` finds to depend on a device's sample is not averaged."""

@@ -757,7 +757,7 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback(
   )
   args = ['train', '--agent', 'own:Agent', *TINY, '--run-dir', str(tmp_path / 'run')]
   done = command(*args)
-  assert done.returncode == 1
+  assert done.returncode == 2
   assert 'own.py", line 6, in learn' in done.stderr
   assert 'ValueError: too many values to unpack (expected 2)' in done.stderr
 

@@ -46,6 +46,8 @@ from podrace.envs.host.base import (
 from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.registry import UnknownName, Value, atari, full_name, nearest, refused
 from podrace.envs.spaces import convert, leaves, tree
+from podrace.errors import UsageError
+from podrace.imports import imported
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
@@ -62,10 +64,15 @@ log = logging.getLogger('podrace.envs')
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   """An environment by Gymnasium's id, `MODULE:ID` to import one's own; options go to its maker."""
+  module = name.rpartition(':')[0]
+  try:
+    if module:
+      imported(f'no environment gymnasium:{name}', module)
+  except UsageError as error:
+    raise UnknownName(str(error)) from error
   try:
     probe = gymnasium.make(name, **dict[str, Any](options))
   except gymnasium.error.UnregisteredEnv as error:
-    module = name.rpartition(':')[0]
     if game := atari(name):
       raise UnknownName(f'gymnasium has no environment {name!r}; here it is {game}') from error
     hint = nearest(name, [f'{module}:{x}' if module else x for x in gymnasium.registry])
