@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import random
 from typing import Any
 
 import jax
@@ -28,6 +30,8 @@ from podrace.envs.spaces import bounds, over, values
 from podrace.envs.spaces import leaves as leaves_of
 from podrace.errors import UsageError
 from podrace.types import FIRST, LAST, MID, TimeStep
+
+log = logging.getLogger('podrace')
 
 STEPS, NUM_ENVS = 100, 8  # of an environment, at random
 ROUNDING = 1e-4  # by how much of a bound an observation may be beyond it
@@ -65,13 +69,13 @@ def _check_types(env: Any, wrapped: bool) -> None:
   """Checks what `reset` and `step` return, and that they agree about the state; `wrapped`: in NextStepReset."""
 
   def reset(key: Any) -> Any:
-    found = calling(env, 'reset', 'a key', key)
+    found = _tracing(env, 'reset', 'a key', key)
     _check_pair(env, 'reset', found, wrapped)
     return found
 
   def step(state: Any, action: Any, key: Any) -> Any:
     given = f'the state of one environment, the action {describe(action)}, a key'
-    found = calling(env, 'step', given, state, action, key)
+    found = _tracing(env, 'step', given, state, action, key)
     _check_pair(env, 'step', found, wrapped)
     return found
 
@@ -84,6 +88,24 @@ def _check_types(env: Any, wrapped: bool) -> None:
   if different := first_difference(after, before):
     refuse(env, 'step', f'the state {different[0]}', f'{different[1]}, as `reset` returns it')
   _check_infos(env, before)
+
+
+def _tracing(env: Any, name: str, given: str, *args: Any) -> Any:
+  """As `calling`; warns of random numbers that are drawn once, when the function is traced."""
+  before = _global_generators()
+  found = calling(env, name, given, *args)
+  if _global_generators() != before:
+    log.warning(
+      '%s draws from np.random or random: that happens once, when it is traced, so all episodes get the '
+      'same number. Draw from its key, as jax.random.uniform(key)', label(env, name)
+    )  # fmt: skip
+  return found
+
+
+def _global_generators() -> Any:
+  """The states of the generators that numpy and Python have for everybody."""
+  state: Any = np.random.get_state()
+  return state[1].tobytes(), state[2:], random.getstate()
 
 
 def _check_infos(env: Any, state: Any) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
+import random
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from gymnasium import spaces
 
@@ -103,3 +106,18 @@ def test_what_floats_are_rounded_by_is_in_the_space() -> None:
 def test_a_class_in_the_place_of_its_object() -> None:
   with pytest.raises(UnknownName, match=r'got the class Steps; write NextStepReset\(Steps\(\)\)'):
     NextStepReset(Steps)  # type: ignore[arg-type]
+
+
+class Frozen(Steps):
+  def reset(self, key: Any) -> Any:
+    v = jnp.float32(np.random.uniform() + random.random())
+    return State(v, jnp.int32(0)), restart(jnp.ones(3))
+
+
+def test_random_numbers_that_are_drawn_once(caplog: pytest.LogCaptureFixture) -> None:
+  with caplog.at_level(logging.WARNING, 'podrace'):
+    check_env.check_environment(NextStepReset(Steps()))
+    assert not caplog.records
+    check_env.check_environment(NextStepReset(Frozen()))
+  (said,) = (r.getMessage() for r in caplog.records)
+  assert 'Frozen.reset (' in said and 'draws from np.random or random: that happens once' in said
