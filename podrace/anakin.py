@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology
 from podrace.actor import ActorState, actor_on_mesh, pooled
-from podrace.check import check_faults, count_faults, faults
 from podrace.checkpoint import Extra
 from podrace.envs.base import batch
+from podrace.faults import check_faults, count_faults, faults, first_outside
 from podrace.hooks import gradient_steps, init_members
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
 from podrace.types import Agent, Array, Environment, Replay, TrainState
@@ -120,7 +120,7 @@ class Anakin:
     unroll = self._actor[1]
     learn = learner(self.agent, self.replay, self.mesh)
     actor, trajectory = unroll(state.train.params, state.actor, act_key)
-    actor = actor._replace(faults=actor.faults | faults(self.env.action_space, trajectory))
+    actor = actor._replace(faults=faults(actor.faults, self.env.action_space, trajectory))
     train, memory, metrics, count = learn(
       state.train, state.memory, trajectory, learn_key, state.update
     )
@@ -197,9 +197,20 @@ class AnakinDriver:
     return jax.device_get(summary), state
 
   def health(self, state: Any) -> tuple[Any, Any]:
+    agent, env = self._program.agent, self._program.env
     broken, finite, counts = jax.device_get(self._health(state))
-    check_faults(counts, self._program.agent, self._program.env)
+    check_faults(counts, agent, env, lambda: self._action_outside(state))
     return broken, finite
+
+  def _action_outside(self, state: Any) -> Any:
+    """An action that is out of the space, if the agent's answer to the newest timesteps has one."""
+    if jax.process_count() > 1:
+      return None
+    agent, seeds = self._program.agent, self._program.seeds
+    one = jax.tree.map(lambda x: x[0] if seeds > 1 else x, (state.train.params, state.actor))
+    params, actor = jax.tree.map(jnp.asarray, jax.device_get(one))
+    output, _ = jax.jit(agent.act)(params, actor.agent_state, actor.timestep, jax.random.key(0))
+    return first_outside(self._program.env.action_space, np.asarray(output.action))
 
   def statistics(self) -> dict[str, Any]:
     return {}

@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import inspect
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from podrace.errors import RunError, UsageError
+import numpy as np
+
+from podrace.errors import UsageError
+from podrace.imports import is_the_users, short
 
 MOST_LINES = 12  # of the message of somebody else's exception
 MOST_LETTERS = 200  # of a description
 TRACEBACK = 'PODRACE_TRACEBACK=1 shows the whole traceback'
+
+
+class Failed(UsageError):
+  """A function of the user's raised an exception."""
 
 
 def inner(owner: Any) -> Any:
@@ -45,13 +51,7 @@ def _place(owner: Any, name: str) -> str:
     path, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
   except (AttributeError, OSError, TypeError):  # it has no source, as what is made by `eval`
     return ''
-  return f' ({_short(path or "")}:{line})'
-
-
-def _short(path: str) -> str:
-  """The path from here, if it is below."""
-  found, here = Path(path), Path.cwd()
-  return str(found.relative_to(here) if found.is_relative_to(here) else found)
+  return f' ({short(path or "")}:{line})'
 
 
 def describe(x: Any) -> str:
@@ -79,24 +79,33 @@ def refuse(owner: Any, name: str, came: str, expected: str) -> NoReturn:
   raise UsageError(f'{label(owner, name)} returned {came}, expected {expected}')
 
 
+def out_of_space(agent: Any, space: Any, action: Any = None) -> str:
+  """What to say of an agent whose action is not in the space."""
+  came = 'an action' if action is None else f'the action {action}'
+  advice = ''
+  if hasattr(space, 'low') and 'nan' not in str(action):  # a Box
+    advice = ': clip or squash it, as `to_action` of podrace.distributions does'
+  return f'{label(agent, "act")} returned {came}, expected one in {space}{advice}'
+
+
 def calling(owner: Any, name: str, given: str, *args: Any) -> Any:
   """What the user's function returns; `given` says what it was called with.
 
   Raises:
-    RunError: if it fails, with those lines of the traceback that are the user's.
+    Failed: if it fails, with those lines of the traceback that are the user's.
   """
   try:
     return getattr(owner, name)(*args)
-  except (UsageError, RunError):
+  except UsageError:
     raise
   except Exception as e:
     raise failed(owner, name, given, e) from e
 
 
-def failed(owner: Any, name: str, given: str, error: BaseException) -> RunError:
+def failed(owner: Any, name: str, given: str, error: BaseException) -> Failed:
   """The error for an exception of the user's function."""
   frames = of_the_user(owner, error)
-  return RunError(
+  return Failed(
     f'{label(owner, name)} failed:\n{_account(frames, error)}\nIt was given {given}.\n{TRACEBACK}.'
   )
 
@@ -109,19 +118,6 @@ def not_made(name: str, error: Exception) -> UsageError:
   return UsageError(f'{name} cannot be made:\n{_account(frames, error)}\n{TRACEBACK}.')
 
 
-def not_imported(module: str, error: Exception) -> UsageError:
-  """The error for an exception while the user's module is imported, from its line: `penv.py:4: ...`."""
-  frames, what = of_the_user(None, error), f'{type(error).__name__}: {error}'
-  place = (frames[-1].filename, frames[-1].lineno) if frames else None
-  text = ''.join(traceback.format_list(frames))
-  if isinstance(error, SyntaxError) and error.filename:
-    place, what = (error.filename, error.lineno), f'{type(error).__name__}: {error.msg}'
-    text += ''.join(traceback.format_exception_only(error)[:-1])
-  if place is None:
-    return UsageError(f'module {module!r} cannot be imported: {what}')
-  return UsageError(f'{_short(place[0])}:{place[1]}: {what}\n{text}{TRACEBACK}.')
-
-
 def _account(frames: list[traceback.FrameSummary], error: BaseException) -> str:
   """These lines of a traceback, and the exception."""
   where = ''.join(traceback.format_list(frames))
@@ -131,24 +127,20 @@ def _account(frames: list[traceback.FrameSummary], error: BaseException) -> str:
 
 def of_the_user(owner: Any, error: BaseException | None) -> list[traceback.FrameSummary]:
   """Frames that are neither podrace's nor a library's, but for those of the file of the owner."""
-  paths = sysconfig.get_paths()
-  libraries = [Path(paths[k]) for k in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
-  libraries += [Path(__file__).parent]
   files = (getattr(sys.modules.get(name), '__file__', None) for name in ('jax', 'gymnasium'))
-  libraries += [Path(file).parent for file in files if file]
+  libraries = [Path(file).parent for file in files if file]
   try:
     own = inspect.getsourcefile(type(inner(owner)))
   except TypeError:
     own = None
 
-  def is_the_users(frame: traceback.FrameSummary) -> bool:
-    path = Path(frame.filename)
-    return frame.filename == own or (
-      path.exists() and not any(path.is_relative_to(p) for p in libraries)
+  def is_ours(file: str) -> bool:
+    return file == own or (
+      is_the_users(file) and not any(Path(file).is_relative_to(p) for p in libraries)
     )
 
   found = traceback.extract_tb(None if error is None else error.__traceback__)
-  return [f for f in found if is_the_users(f)]
+  return [f for f in found if is_ours(f.filename)]
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -169,8 +161,37 @@ def same_structure(x: Any, y: Any) -> bool:
 def first_difference(came: Any, expected: Any) -> tuple[str, str] | None:
   """Where the types of two trees differ: what came, and what was expected; None if nowhere."""
   if not same_structure(came, expected):
+    if missing := _absent(expected, came):
+      return f'in which {", ".join(missing)} is missing', 'one that has it'
+    if added := _absent(came, expected):
+      return f'with {", ".join(added)}', 'one without it'
     return describe(came), describe(expected)
   for (path, x), (_, y) in zip(leaves(came), leaves(expected), strict=True):
     if (x.shape, x.dtype) != (y.shape, y.dtype):
       return f'{path.lstrip(".")} {describe(x)}'.strip(), describe(y)
   return None
+
+
+def _absent(tree: Any, other: Any) -> list[str]:
+  """The outermost parts of a tree that another one has not, at most three."""
+  import jax
+
+  paths, others = ([p for p, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (tree, other))
+  known = {path[:n] for path in others for n in range(len(path) + 1)}
+  lost = [
+    p[:n]
+    for p in paths
+    for n in range(1, len(p) + 1)
+    if p[:n] not in known and p[: n - 1] in known | {()}
+  ]
+  found = [jax.tree_util.keystr(p).lstrip('.') for p in dict.fromkeys(lost)]
+  return found[:3]
+
+
+def check_arrays(owner: Any, name: str, found: Any, expected: str) -> None:
+  """Refuses what is no array in what a function returned."""
+  import jax
+
+  for path, x in leaves(found):
+    if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float):
+      refuse(owner, name, f'{path.lstrip(".")} {describe(x)}'.strip(), expected)

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
-from podrace import hooks, own_code
+from podrace import hooks, imports, own_code
 from podrace.agents import AGENTS, RELATED, agents_for
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError
@@ -228,6 +228,10 @@ def unknown_agent(came: str) -> UsageError:
     return UsageError(
       f"unknown agent '{came}': the nearest here is {' or '.join(near)}; MODULE:CLASS names your own"
     )
+  module, _, name = came.rpartition('.')
+  if module:
+    hint = f'{module}:{name}' if name != 'py' else f'{module}:CLASS'
+    raise UsageError(f'unknown agent {came!r}: your own is named MODULE:CLASS; write {hint}')
   return unknown('agent', came, AGENTS)
 
 
@@ -237,14 +241,17 @@ def unknown_agent(came: str) -> UsageError:
 def agent_class(name: str) -> Any:
   """The class of an agent: one of ours by its name, anybody's by `module:Class`."""
   module, _, attribute = name.partition(':')
-  if not attribute:
-    if name not in AGENTS:
-      raise unknown_agent(name)
-    module, attribute = AGENTS[name]
-  try:
-    return getattr(importlib.import_module(module), attribute)
-  except (ImportError, AttributeError) as e:
-    raise UsageError(f'no agent {name!r}: {e}') from e
+  if module.endswith('.py'):
+    module = module.removesuffix('.py').replace('/', '.')
+    raise UsageError(
+      f'no agent {name!r}: your own is named MODULE:CLASS; write {module}:{attribute}'
+    )
+  if attribute:
+    return imports.attribute(f'no agent {name!r}', module, attribute)
+  if name not in AGENTS:
+    raise unknown_agent(name)
+  module, attribute = AGENTS[name]
+  return getattr(importlib.import_module(module), attribute)
 
 
 def default_agent(name: str) -> Any:
@@ -411,4 +418,45 @@ def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> A
   if lacks or not dataclasses.is_dataclass(agent):
     what = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
     raise UsageError(f'{agent_name(agent)} is no agent: it {what}; see docs/own.md')
+  for field, value in _untyped(agent):
+    if hasattr(value, 'bind'):
+      raise UsageError(f'{agent_name(agent)}: {no_field(field, value)}')
   return hooks.bind(agent, env, total_updates, total_envs)
+
+
+def _untyped(agent: Any) -> Iterator[tuple[str, Any]]:
+  """What the user's classes of an agent have that is no field, as it has no type."""
+  fields = {f.name for f in dataclasses.fields(agent)}
+  for cls in type(agent).__mro__:
+    if cls is not object and not cls.__module__.startswith('podrace.'):
+      yield from ((k, v) for k, v in vars(cls).items() if k not in fields and not k.startswith('_'))
+
+
+def no_field(name: str, value: Any) -> str:
+  """What to say of a setting that has no type."""
+  kind = type(value).__name__
+  simple = isinstance(value, bool | int | float | str)
+  what = '' if simple else 'has bind but '
+  return f'`{name}` {what}{"has " * simple}no type, so it is no field: write `{name}: {kind} = {value if simple else "..."}`'
+
+
+def check_agent_options(agent: Any, args: Iterable[str]) -> None:
+  """Raises UsageError for an --agent.FIELD that is none."""
+  for arg in args:
+    name = arg.partition('=')[0].replace('_', '-')
+    if name.startswith('--agent.'):
+      _check_option(agent, name)
+
+
+def _check_option(agent: Any, name: str) -> None:
+  settings, prefix = agent, '--agent.'
+  for part in name.removeprefix(prefix).split('.'):
+    fields = {flag(f.name): f.name for f in dataclasses.fields(settings)}
+    if part not in fields:
+      plain = dict(_untyped(settings)).get(part.replace('-', '_'))
+      if isinstance(plain, bool | int | float | str):
+        raise UsageError(f'{agent_name(settings)}: {no_field(part.replace("-", "_"), plain)}')
+      raise unknown(f'option of {agent_name(agent)}', name, [prefix + f for f in fields])
+    settings, prefix = getattr(settings, fields[part]), f'{prefix}{part}.'
+    if not dataclasses.is_dataclass(settings):
+      return

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from podrace import envs
-from podrace.check import check_environment
+from podrace.check_env import check_environment
 from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, bind_run
 from podrace.envs.base import batch
@@ -213,7 +213,7 @@ def _host_round(
   max_steps: int,
 ) -> np.ndarray:
   n = pool.num_envs
-  check = Checker(spec, n)
+  check = Checker(spec, n, agent)
   state = jax.jit(agent.initial_state)(jnp.asarray(env_id))  # each array its own: it is donated
   total, done, run_id = np.zeros(n), np.zeros(n, bool), np.zeros(n, np.int64)
   pool.reset()

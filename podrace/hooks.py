@@ -45,11 +45,25 @@ def learns_from_replay(agent: Any) -> bool:
 def memory(agent: Any, env: Any, num_envs: int, unroll_length: int) -> Replay:
   """What a bound agent learns from: its own replay, or else the newest trajectory."""
   if learns_from_replay(agent):
-    replay: Replay = agent.memory(num_envs, unroll_length, getattr(env, 'frame_stack', 0))
-    return replay
+    return _memory(agent, num_envs, unroll_length, getattr(env, 'frame_stack', 0))
   from podrace.replay.on_policy import on_policy
 
   return on_policy()
+
+
+def _memory(agent: Any, num_envs: int, unroll_length: int, stack: int) -> Replay:
+  from podrace.blame import calling, describe, is_ours, refuse
+  from podrace.types import Replay
+
+  sizes = (num_envs, unroll_length, stack)
+  if is_ours(agent):
+    ours: Replay = agent.memory(*sizes)
+    return ours
+  given = f'num_envs {num_envs}, unroll_length {unroll_length}, stack {stack}'
+  found = calling(agent, 'memory', given, *sizes)
+  if not isinstance(found, Replay):
+    refuse(agent, 'memory', describe(found), 'a Replay, as podrace.replay.windows(...) makes it')
+  return found
 
 
 def can_be_greedy(agent: Any) -> bool:
@@ -124,9 +138,22 @@ def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:
   if inner is not None:
     return dataclasses.replace(agent, agent=bind(inner, env, total_updates, total_envs))
   bound = {
-    name: network.bind(env.observation_space, env.action_space)
+    name: _bound(network, env.observation_space, env.action_space)
     for name, network in networks(agent).items()
   }
   fields = {f.name for f in dataclasses.fields(agent)}
   sizes = dict(zip(SIZES, (total_updates, total_envs), strict=True))
   return dataclasses.replace(agent, **bound, **{k: v for k, v in sizes.items() if k in fields})
+
+
+def _bound(network: Any, observation_space: Any, action_space: Any) -> Any:
+  """The network for these spaces."""
+  from podrace.blame import calling, is_ours, refuse
+
+  if is_ours(network):
+    return network.bind(observation_space, action_space)
+  given = f'the spaces {observation_space} and {action_space}'
+  found = calling(network, 'bind', given, observation_space, action_space)
+  if found is None:
+    refuse(network, 'bind', 'None', 'the network for these spaces: dataclasses.replace(self, ...)')
+  return found

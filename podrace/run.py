@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from podrace import hooks, metrics
 from podrace.architecture import Architecture
+from podrace.blame import label
 from podrace.build import build, make_server
 from podrace.callbacks import Callback, Callbacks
 from podrace.checkpoint import CheckpointError
@@ -95,6 +96,7 @@ def train(
     program = build(config, server, addresses, run_dir)
     if config.init_from and read_record(run_dir) is None:
       check_start(config)
+    warn_if_too_short(config, program, warn)
     # Now that it can be a run: what is refused leaves no directory.
     try:
       run_dir.mkdir(parents=True, exist_ok=True)
@@ -116,6 +118,19 @@ def train(
     run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
     with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():
       return run.go(stack)
+
+
+def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str], None]) -> None:
+  """Says that a run ends before there is enough in its replay to learn from."""
+  if program.windows is None:
+    return
+  schedule = program.windows.schedule
+  if schedule.ready >= config.total_updates:
+    warn(
+      f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it begins to learn at '
+      f'step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at step '
+      f'{config.total_updates * config.steps_per_update:,} (--total-steps)'
+    )
 
 
 def finished(
@@ -362,7 +377,12 @@ class _Run:
     if self.saves.saved >= 0:
       self.saves.checkpoints.wait()  # so that it is there
       kept = f'the last good checkpoint is step {self.saves.saved:,}'
-    raise RunError(f'{what}; {kept}, in {self.run_dir / "checkpoints"}')
+    learn = label(hooks.innermost(self.config.agent), 'learn')
+    raise RunError(
+      f'{what}; {kept}, in {self.run_dir / "checkpoints"}\n'
+      f'What is learned is made by {learn}. A lower learning rate often helps; else look for a logarithm, a root '
+      'or a division at 0 there: jax.debug.print shows values from within it.'
+    )
 
   def updates_done(self, state: Any) -> int:
     return int(np.atleast_1d(jax.device_get(state.update))[0])

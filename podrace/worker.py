@@ -76,7 +76,7 @@ class Worker:
     """The traceback of what the work raised; '' if it has not failed."""
     return '' if self._failure is None else ''.join(traceback.format_exception(self._failure))
 
-  def message(self, plain: type[Exception]) -> str:
+  def message(self, *plain: type[Exception]) -> str:
     """As `failure`; of what is `plain` the message only, unless PODRACE_TRACEBACK is set."""
     if isinstance(self._failure, plain) and not os.environ.get('PODRACE_TRACEBACK'):
       return str(self._failure)

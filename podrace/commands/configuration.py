@@ -14,6 +14,7 @@ from podrace.commands.options import Options
 from podrace.config import (
   Config,
   agent_name,
+  check_agent_options,
   default_agent,
   flag,
   needs_sebulba,
@@ -116,6 +117,7 @@ def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Confi
   fields = [(n, types[n], dataclasses.field(default=getattr(config, n))) for n in names]
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
   values = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
+  check_agent_options(config.agent, values)
   found = tyro.cli(typed, args=values, prog=prog, config=(tyro.conf.FlagConversionOff,))
   return Config(**{n: getattr(found, n) for n in names})
 

@@ -149,5 +149,10 @@ def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> N
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
   print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
   print(f'run directory: {run_dir}', file=out)
+  if value is None:
+    print(
+      'No episode ended. If that is not meant, give the environment a time limit: truncate after so many steps.',
+      file=out,
+    )
   allow = own_code.options(modules)
   print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)

@@ -37,14 +37,26 @@ def restart(observation: Any) -> TimeStep:
 
 
 def transition(observation: Any, reward: Any, terminated: Any, truncated: Any) -> TimeStep:
-  """The TimeStep after an action. Where both flags are set, termination wins (discount 0)."""
-  terminated, truncated = jnp.asarray(terminated, bool), jnp.asarray(truncated, bool)
+  """The TimeStep after an action. Where both flags are set, termination wins (discount 0).
+
+  Raises:
+    TypeError: if a flag is not bool.
+  """
+  terminated, truncated = _flag('terminated', terminated), _flag('truncated', truncated)
   return TimeStep(
     observation=observation,
     reward=jnp.asarray(reward, jnp.float32),
     discount=jnp.where(terminated, 0.0, 1.0).astype(jnp.float32),
     step_type=jnp.where(terminated | truncated, LAST, MID).astype(jnp.int8),
   )
+
+
+def _flag(name: str, x: Any) -> Array:
+  x = jnp.asarray(x)
+  if x.dtype != bool:
+    came = f'{name} of type {x.dtype}{list(x.shape)}'
+    raise TypeError(f'transition was given {came}, expected bool, such as {name}=distance > 4.5')
+  return x
 
 
 def select(condition: Array, on_true: Any, on_false: Any) -> Any:
@@ -84,6 +96,9 @@ class NextStepReset:
   fresh_fraction: float = 1.0
 
   def __post_init__(self) -> None:
+    if isinstance(self.dynamics, type):
+      name = self.dynamics.__name__
+      raise UnknownName(f'NextStepReset got the class {name}; write NextStepReset({name}())')
     if not 0 < self.fresh_fraction <= 1:
       raise UnknownName(
         f'fresh_fraction is a share, above 0 and at most 1, not {self.fresh_fraction}'

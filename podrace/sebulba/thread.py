@@ -11,6 +11,7 @@ import numpy as np
 
 from podrace.envs.host.answers import AnswerTimer
 from podrace.envs.host.base import Checker, HostError, everyone
+from podrace.errors import RunError, UsageError
 from podrace.sebulba.any_order import AnyOrder
 from podrace.sebulba.inference import Inference
 from podrace.sebulba.lockstep import Lockstep
@@ -48,7 +49,7 @@ class ActorThread:
     self.index, self.device, self.pool, self._pipe = index, device, pool, pipe
     self._snapshot = snapshot
     self._ids, self._length = everyone(pool.num_envs), acting.unroll_length
-    self._check = Checker(acting.spec, pool.num_envs)
+    self._check = Checker(acting.spec, pool.num_envs, acting.agent)
     self._timer = AnswerTimer(pool.num_envs)
     self._inference = Inference(acting, index, device, unroll_key, number)
     self._shipping = Shipping(acting, index, device, pool, pipe, number)
@@ -70,9 +71,9 @@ class ActorThread:
       self.pool.kill()
 
   def check(self) -> None:
-    """Raises ActorFailed if it has failed."""
+    """Raises ActorFailed if it has failed; where the message is for the user it has no traceback."""
     if self.worker is not None and self.worker.failed:
-      raise ActorFailed(self.worker.message(HostError))
+      raise ActorFailed(self.worker.message(HostError, RunError, UsageError))
 
   def _main(self) -> None:
     with contextlib.suppress(Closed), jax.default_device(self.device):

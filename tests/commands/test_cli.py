@@ -757,7 +757,7 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback(
   )
   args = ['train', '--agent', 'own:Agent', *TINY, '--run-dir', str(tmp_path / 'run')]
   done = command(*args)
-  assert done.returncode == 1
+  assert done.returncode == 2
   assert 'own.py", line 6, in learn' in done.stderr
   assert 'ValueError: too many values to unpack (expected 2)' in done.stderr
 
@@ -843,3 +843,13 @@ def test_a_fault_of_ours_keeps_its_traceback(run: Command, monkeypatch: pytest.M
   monkeypatch.setenv('PODRACE_TRACEBACK', '1')
   with pytest.raises(ValueError, match='unknown command'):
     cli.main(['lits'])
+
+
+def test_a_run_without_an_end_of_an_episode_says_what_to_do(
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  from podrace.commands.train import _report
+
+  for value, expected in ((None, True), (1.0, False)):
+    _report(Path('run'), {'episode_return': value, 'steps_per_s': 1.0, 'step': 64}, [])
+    assert ('No episode ended' in capsys.readouterr().out) == expected

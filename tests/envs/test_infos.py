@@ -17,7 +17,7 @@ from processes import as_users_have_it, lines  # noqa: F401 (a fixture)
 
 from podrace import envs, run
 from podrace.agents.impala import Impala
-from podrace.check import check_environment
+from podrace.check_env import check_environment
 from podrace.config import Config
 from podrace.envs.adapt import TimeLimit
 from podrace.envs.base import NextStepReset, batch, restart, transition

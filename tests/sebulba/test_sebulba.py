@@ -554,7 +554,7 @@ def test_an_action_outside_of_the_space_is_told() -> None:
       output, state = super().act(params, state, timestep, key)
       return output._replace(action=output.action + 7), state
 
-  told = pytest.raises(ActorFailed, match=r'podrace:catch: the agent chose action \[.*Discrete\(3')
+  told = pytest.raises(ActorFailed, match=r'Wild.act \(.* returned the action \d+, .*Discrete\(3')
   with Running(sebulba(Wild(network=SMALL))) as run, told:
     run.advance(5)
 

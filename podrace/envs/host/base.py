@@ -15,6 +15,7 @@ import numpy as np
 from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName
 from podrace.envs.spaces import bounds, convert, leaves, values
+from podrace.errors import RunError
 from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
 
 log = logging.getLogger('podrace.envs')
@@ -246,8 +247,9 @@ class Checker:
   all pools of a HostSpec together.
   """
 
-  def __init__(self, spec: HostSpec, num_envs: int) -> None:
+  def __init__(self, spec: HostSpec, num_envs: int, agent: Any = None) -> None:
     self._name, self._num_envs, self._action_space = spec.name, num_envs, spec.action_space
+    self._agent = agent
     self._space, self._leaves = spec.observation_space, list(leaves(spec.observation_space))
     self._low, self._high = action_bounds(spec.action_space)
     self._limits = {field: limits for field, x in self._leaves if (limits := wide_bounds(x))}
@@ -294,11 +296,13 @@ class Checker:
       )  # fmt: skip
 
   def action(self, x: np.ndarray) -> None:
-    """Raises HostError where an agent's actions [b, ...] are not in the action space."""
+    """Raises RunError where an agent's actions [b, ...] are not in the action space."""
     fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
     if np.count_nonzero(fits) != x.size:
-      message = f'the agent chose action {x[~fits][:3].tolist()}, not in {self._action_space}'
-      raise HostError(f'{self._name}: {message}')
+      from podrace.blame import out_of_space
+
+      row = x[np.argwhere(~fits)[0, 0]]
+      raise RunError(out_of_space(self._agent, self._action_space, row.tolist()))
 
 
 def wide_bounds(space: Any) -> tuple[Any, Any] | None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import gymnasium
 
-from podrace.blame import not_imported, not_made
+from podrace.blame import not_made
 from podrace.envs.registry import UnknownName, Value, atari, nearest, refused
+from podrace.imports import imported
 
 
 def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
@@ -21,7 +21,7 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
   module, _, env_id = name.rpartition(':')
   before = set(gymnasium.registry)
   if module:
-    _import(name, module)
+    imported(f'no environment gymnasium:{name}', module)
   try:
     return gymnasium.make(name, **dict[str, Any](options))
   except gymnasium.error.UnregisteredEnv as error:
@@ -40,18 +40,6 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
     if options and isinstance(error, ValueError | AssertionError | LookupError | ArithmeticError):
       raise refused(f'gymnasium:{name}', options, error) from error
     raise not_made(f'gymnasium:{name}', error) from error
-
-
-def _import(name: str, module: str) -> None:
-  """Imports a module that registers environments, before Gymnasium does, which hides where it fails."""
-  try:
-    importlib.import_module(module)
-  except ModuleNotFoundError as error:
-    if error.name is None or not f'{module}.'.startswith(f'{error.name}.'):
-      raise not_imported(module, error) from error  # it imports another one, which is missing
-    raise UnknownName(f'gymnasium:{name}: no module {error.name!r}, here or installed') from error
-  except Exception as error:
-    raise not_imported(module, error) from error
 
 
 def _of_module(module: str, env_id: str, before: Iterable[str]) -> str:
