@@ -19,7 +19,9 @@ from podrace.commands.init import names
 from podrace.presets import PRESETS
 
 
-@pytest.mark.parametrize('kind', ['agent', 'env', 'network'])
+@pytest.mark.parametrize(
+  'kind', ['agent', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('env', 'network'))]
+)
 def test_what_it_writes_trains(
   kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
