@@ -76,7 +76,9 @@ def train(anakin: Anakin, budget: Budget) -> tuple[float, int]:
 # --- learning ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('devices', [1, 2, 8])
+@pytest.mark.parametrize(
+  'devices', [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize('name', AGENTS)
 def test_learns_catch(name: str, devices: int) -> None:
   mean_return, episodes = train(on_catch(name, devices), CATCH[name])
@@ -103,7 +105,7 @@ SLOW = pytest.mark.slow
     ('impala', 'gru'),
     pytest.param('impala', 'lstm', marks=SLOW),
     pytest.param('ppo', 'gru', marks=SLOW),
-    ('ppo', 'lstm'),
+    pytest.param('ppo', 'lstm', marks=SLOW),
   ],
 )
 def test_recurrent_agents_remember(name: str, core: str) -> None:
@@ -123,7 +125,7 @@ def test_feed_forward_agents_cannot(name: str) -> None:
 # --- what it depends on -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('devices', [1, 8])
+@pytest.mark.parametrize('devices', [1, pytest.param(8, marks=SLOW)])
 @pytest.mark.parametrize('name', AGENTS)
 def test_grouping_updates_into_calls_changes_nothing(name: str, devices: int) -> None:
   """10 updates, 3 + 7, and ten times 1: equal to the bit, in everything."""

@@ -301,7 +301,9 @@ def test_infinite_metrics_are_null() -> None:
 EVALUATED = SMALL | dict(eval_every=1_920, eval_episodes=7)
 
 
-@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+@pytest.mark.parametrize(
+  'architecture', ['anakin', pytest.param('sebulba', marks=pytest.mark.slow)]
+)
 def test_evaluations_are_those_of_podrace_eval_and_change_nothing(
   architecture: Any, tmp_path: Path
 ) -> None:

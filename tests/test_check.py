@@ -246,7 +246,9 @@ class Switches(Steps):
     return State(state.time + 1), transition(jnp.array([2, 0]), reward, False, over)
 
 
-@pytest.mark.parametrize('architecture', ARCHITECTURES)
+@pytest.mark.parametrize(
+  'architecture', ['anakin', pytest.param('sebulba', marks=pytest.mark.slow)]
+)
 def test_switches_and_choices_of_gymnasiums_types(architecture: str, tmp_path: Path) -> None:
   contract.check(wrapped('Switches'), jax.random.key(0), steps=40)
   settings = config(architecture, Impala(network=NETWORK, learning_rate=0.02))
@@ -465,7 +467,10 @@ class Bold(Good):
 
 
 @pytest.mark.parametrize('architecture', ARCHITECTURES)
-@pytest.mark.parametrize('action', [2.0, -1.5, math.nan])
+@pytest.mark.parametrize(
+  'action',
+  [2.0, pytest.param(-1.5, marks=pytest.mark.slow), pytest.param(math.nan, marks=pytest.mark.slow)],
+)
 def test_actions_out_of_their_space_are_refused(
   action: float, architecture: str, tmp_path: Path
 ) -> None:

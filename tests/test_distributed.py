@@ -137,6 +137,7 @@ def listening(pid: int) -> list[str]:
 LOOPBACK = {'0100007F', '0000000000000000FFFF00000100007F', '00000000000000000000000001000000'}
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path: Path, pair) -> None:
   """Stopped by a signal to one of them, and resumed; the same parameters as in one process."""
   run_dir = tmp_path / 'two'

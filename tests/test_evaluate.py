@@ -87,6 +87,7 @@ def test_an_episode_that_does_not_end() -> None:
     evaluator(Idle(), NextStepReset(Endless()), 3, max_steps=2000)((), jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_the_limit_of_steps_is_exact() -> None:
   env, key = NextStepReset(Lengths()), jax.random.key(0)  # 8 steps at most
   assert evaluator(Idle(), env, 100, max_steps=8)((), key).max() == 8
@@ -193,6 +194,7 @@ def test_greedy_and_sampled_are_both_said(trained: Path) -> None:
   assert '\n' not in line and '20 episodes each, step 2,560' in line
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_and_left(trained: Path) -> None:
   before, newest = checkpoints(trained)
   file = max(
@@ -226,6 +228,7 @@ def test_parameters_that_were_changed_on_disk_are_not_evaluated(
   assert result['damaged_checkpoints_skipped'] == [newest]
 
 
+@pytest.mark.slow
 def test_statistics_of_training_are_used(trained: Path) -> None:
   config = record.load_config(trained)
   agent = bind(config.agent, make(config.env))
@@ -261,6 +264,7 @@ def test_what_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
     evaluate(tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_parameters_may_be_scalars(tmp_path: Path) -> None:
   """As DQN's epsilon is."""
   buffer = Buffer(capacity=512, batch_size=8, min_size=32, samples_per_insert=4.0)
@@ -313,7 +317,9 @@ def test_atari_is_scored_unclipped() -> None:
   np.testing.assert_array_equal(returns, evaluated((), 0))
 
 
-@pytest.mark.parametrize('core', ['none', 'gru', 'lstm'])
+@pytest.mark.parametrize(
+  'core', ['none', *(pytest.param(core, marks=pytest.mark.slow) for core in ('gru', 'lstm'))]
+)
 def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
   core: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

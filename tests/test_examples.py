@@ -40,13 +40,16 @@ def load(name: str) -> Any:
 
 
 @pytest.mark.usefixtures('compile_quickly')
-@pytest.mark.parametrize('network', ['EquinoxNetwork', 'NnxNetwork'])
+@pytest.mark.parametrize(
+  'network', ['EquinoxNetwork', pytest.param('NnxNetwork', marks=pytest.mark.slow)]
+)
 def test_own_network(network: str) -> None:
   """Over 500 episodes of about 1 each: the standard error is below 0.02."""
   example = load('own_network')
   assert example.train(getattr(example, network)) > 0.9
 
 
+@pytest.mark.slow
 def test_the_whole_of_sebulba_learns_catch(capsys: pytest.CaptureFixture[str]) -> None:
   """Random play has -0.6 or so; the lag is what the file says."""
   assert load('sebulba').main(250) > 0.8
@@ -186,6 +189,7 @@ def test_the_notebook_that_trains_and_looks(
   assert "'right'" in found  # where nothing else catches the ball
 
 
+@pytest.mark.slow
 def test_the_notebook_of_callbacks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
   found = text(outputs_of('callbacks.ipynb', tmp_path, monkeypatch))
   assert 'an interruption' in found and 'resuming at step' in found

@@ -66,6 +66,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'sac': (SAC(), VECTOR, BOX),
   'd4pg': (D4PG(), VECTOR, BOX),
 }  # fmt: skip
+# A core and what is normalised, a mask, a convolution, values, a continuous action.
+FAST = {'ppo, gru, normalised', 'ppo, masked', 'ppo, grid', 'dqn', 'sac'}
 STEPS, BATCH = 6, 16
 
 
@@ -104,7 +106,9 @@ def observations(space: Any, steps: int, batch: int) -> list[Any]:
 
 
 @pytest.mark.parametrize('runtime', RUNTIMES)
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize(
+  'name', [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
   agent, env, params = made(name, tmp_path / 'policy')
   policy = load_policy(tmp_path / 'policy', runtime)
@@ -236,7 +240,10 @@ class Contrary(PPO):
     return output._replace(action=2 - output.action), state
 
 
-@pytest.mark.parametrize(('kind', 'core'), [(Plain, 'none'), (Plain, 'gru'), (Contrary, 'none')])
+@pytest.mark.parametrize(
+  ('kind', 'core'),
+  [pytest.param(Plain, 'none', marks=pytest.mark.slow), (Plain, 'gru'), (Contrary, 'none')],
+)
 def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_path: Path) -> None:
   CASES['own'] = (kind(network=ActorCritic(hidden=(8,), core=core, core_size=4)), VECTOR, THREE)
   try:

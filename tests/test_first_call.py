@@ -103,9 +103,15 @@ cli.main(sys.argv[2:])
 
 
 @pytest.mark.parametrize(
-  ('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=['SIGTERM', 'SIGINT']
+  ('signum', 'code'),
+  [
+    pytest.param(signal.SIGTERM, 143, id='SIGTERM'),
+    pytest.param(signal.SIGINT, 130, id='SIGINT', marks=pytest.mark.slow),
+  ],
 )
-@pytest.mark.parametrize('what', ['initialisation', 'a call of the program'])
+@pytest.mark.parametrize(
+  'what', [pytest.param('initialisation', marks=pytest.mark.slow), 'a call of the program']
+)
 def test_a_signal_ends_what_hangs_and_a_warning_says_where_it_stands(
   what: str, signum: int, code: int, tmp_path: Path
 ) -> None:
@@ -179,6 +185,7 @@ def hits(output: str) -> int:
   return int(re.findall(r'^hits (\d+)$', output, re.M)[0])
 
 
+@pytest.mark.slow
 def test_programs_are_kept_and_compute_the_same(tmp_path: Path) -> None:
   first = train(tmp_path, 'first')
   (kept,) = (tmp_path / 'home' / 'podrace' / 'programs').iterdir()

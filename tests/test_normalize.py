@@ -79,7 +79,7 @@ def test_however_it_is_divided_over_batches(cuts: list[int]) -> None:
   assert_numpys(see(normalize.init(example()), *batches), x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('devices', [1, 2, 8])
+@pytest.mark.parametrize('devices', [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_however_it_is_divided_over_devices(devices: int) -> None:
   first, second = data(), data()
   statistics = see_on_devices(devices)(normalize.init(example()), first)
@@ -89,7 +89,9 @@ def test_however_it_is_divided_over_devices(devices: int) -> None:
 
 
 @pytest.mark.parametrize('devices', [1, 8])
-@pytest.mark.parametrize('batches', [1, 2, 50])
+@pytest.mark.parametrize(
+  'batches', [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 50]
+)
 def test_a_large_offset_keeps_its_precision(devices: int, batches: int) -> None:
   """Mean 1e4 and deviation 1: of E[x^2] - E[x]^2 no digit would be left in float32."""
   x = RNG.normal(1e4, 1, (batches, 64, 16)).astype(np.float32)

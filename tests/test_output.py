@@ -33,8 +33,8 @@ def shell(line: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]
   'line',
   [
     'podrace >&- 2>&-',
-    'podrace 2>&-',
-    'podrace 2>&1 | true; exit ${PIPESTATUS[0]}',
+    pytest.param('podrace 2>&-', marks=pytest.mark.slow),
+    pytest.param('podrace 2>&1 | true; exit ${PIPESTATUS[0]}', marks=pytest.mark.slow),
     'podrace 2>&1 >/dev/full | head -1; exit ${PIPESTATUS[0]}',
   ],
 )
@@ -65,7 +65,9 @@ def make():
 """
 
 
-@pytest.mark.parametrize('name', ['SIGINT', 'SIGTERM', 'SIGHUP'])
+@pytest.mark.parametrize(
+  'name', ['SIGINT', *(pytest.param(n, marks=pytest.mark.slow) for n in ('SIGTERM', 'SIGHUP'))]
+)
 def test_a_signal_while_importing_is_not_lost(name: str, tmp_path: Path) -> None:
   (tmp_path / 'swallows.py').write_text(MODULE.replace('signal.SIG)', f'signal.{name})'))
   args = [*TRAIN, '--env', 'python:swallows.make', '--run-dir', str(tmp_path / 'run')]

@@ -57,7 +57,10 @@ NAMES: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize(
+  'name',
+  [n if n in ('agent', 'python') else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
+)
 def test_code_of_its_own_is_refused_and_not_run(name: str, tmp_path: Path) -> None:
   """By the command, in the directory that the code is in, as both commands that read a run."""
   (tmp_path / 'mine.py').write_text(FLAG + AGENT)
@@ -88,6 +91,7 @@ def test_a_module_allows_what_is_within_it() -> None:
     assert own_code.refused(found, [other])
 
 
+@pytest.mark.slow
 def test_a_library_in_the_working_directory_is_not_imported(tmp_path: Path) -> None:
   """Nor by the processes of its environments, nor by `python -m`."""
   for name in ('jax', 'numpy', 'gymnasium', 'flax', 'orbax', 'tyro', 'rich'):

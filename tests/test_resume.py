@@ -190,6 +190,8 @@ SLOW = {
   'planning-sebulba-on-the-host',
   'two-devices',
   'sebulba-lag-0',
+  'sebulba-lag-1',
+  'replay',
   'replay-sebulba',
   'replay-on-the-host',
   'replay-on-the-host-lag-1',
@@ -244,6 +246,7 @@ def test_killed_while_writing_checkpoints(
   assert_same_run(lives.run_dir, undisturbed[case])
 
 
+@pytest.mark.slow
 def test_killed_while_writing_metrics(
   tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:
@@ -266,16 +269,19 @@ def test_killed_while_writing_metrics(
 
 SOON = 60.0  # seconds; a matter of less than one on an idle machine
 TERM, INT, HUP = (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)
-MOMENTS = {'compiling': TERM, 'compiled in': INT, '\nstep ': TERM, 'checkpoint': INT}
+MOMENTS = ('compiling', 'compiled in', '\nstep ', 'checkpoint')
 
 
 @pytest.mark.parametrize(
   ('signum', 'code', 'moment'),
-  [(*kind, moment) for moment, kind in MOMENTS.items()]
-  + [(*HUP, '\nstep ')]
+  [(*TERM, '\nstep '), (*INT, 'checkpoint')]
   + [
-    pytest.param(*(INT if kind == TERM else TERM), moment, marks=pytest.mark.slow)
-    for moment, kind in MOMENTS.items()
+    pytest.param(*kind, moment, marks=pytest.mark.slow)
+    for kind, moment in [
+      *((kind, moment) for kind in (TERM, INT) for moment in MOMENTS),
+      (HUP, '\nstep '),
+    ]
+    if (kind, moment) not in ((TERM, '\nstep '), (INT, 'checkpoint'))
   ],
 )
 def test_signals_save_first(
@@ -360,7 +366,10 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return folder
 
 
-@pytest.mark.parametrize('seconds', [1e-9, 0.01, 5.0])
+@pytest.mark.parametrize(
+  'seconds',
+  [1e-9, pytest.param(0.01, marks=pytest.mark.slow), pytest.param(5.0, marks=pytest.mark.slow)],
+)
 def test_what_is_computed_does_not_depend_on_the_clock(
   seconds: float, here: Here, half: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,7 +413,17 @@ def largest(folder: Path) -> Path:
   return max(every_file(folder), key=lambda p: p.stat().st_size)
 
 
-@pytest.mark.parametrize('damage', [truncate, flip, flip_meta, delete, empty_meta, delete_types])
+@pytest.mark.parametrize(
+  'damage',
+  [
+    truncate,
+    flip,
+    *(
+      pytest.param(damage, marks=pytest.mark.slow)
+      for damage in (flip_meta, delete, empty_meta, delete_types)
+    ),
+  ],
+)
 def test_the_one_before_a_damaged_checkpoint_is_used(damage, here: Here, half: Path) -> None:
   run_dir = here.folder / 'half'
   shutil.copytree(half / 'half', run_dir)
@@ -503,6 +522,7 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
     subprocess.run(['umount', '-l', folder], check=True)
 
 
+@pytest.mark.slow
 def test_full_disk(
   request: pytest.FixtureRequest, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:

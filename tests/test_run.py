@@ -154,7 +154,15 @@ def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
     run.train(CONFIG, tmp_path, quiet=True)
 
 
-@pytest.mark.parametrize('damaged', [b'', b'\0' * 40, b'{"step": 32', b'\xff\xfe'])
+@pytest.mark.parametrize(
+  'damaged',
+  [
+    b'',
+    pytest.param(b'\0' * 40, marks=pytest.mark.slow),
+    b'{"step": 32',
+    pytest.param(b'\xff\xfe', marks=pytest.mark.slow),
+  ],
+)
 def test_a_damaged_summary_is_written_again(
   damaged: bytes, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,7 +195,9 @@ def contents(folder: Path) -> dict[str, bytes]:
   return {str(p.relative_to(folder)): p.read_bytes() for p in every_file(folder)}
 
 
-@pytest.mark.parametrize('step', [960, 3200])  # between checkpoints, and at the end
+@pytest.mark.parametrize(  # between checkpoints, and at the end
+  'step', [960, pytest.param(3200, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize('replaced', [True, False])
 def test_a_directory_that_is_removed_or_replaced_ends_the_run(
   step: int, replaced: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -369,7 +379,7 @@ REMEMBERS = DQN(
       'host', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25', marks=pytest.mark.slow
     ),
     pytest.param('host', dict(capacity=500), 'capacity 400 -> 500', marks=pytest.mark.slow),
-    ('host', dict(n_step=1), 'steps of a window 2 -> 1'),
+    pytest.param('host', dict(n_step=1), 'steps of a window 2 -> 1', marks=pytest.mark.slow),
   ],
 )
 def test_override_cannot_change_what_replay_holds(
@@ -474,7 +484,7 @@ class Sick(PPO):
 
 
 @pytest.mark.parametrize('sick', ['loss', 'parameter'])
-@pytest.mark.parametrize('seeds', [1, 2])
+@pytest.mark.parametrize('seeds', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: Path) -> None:
   config = change(agent=Sick(network=SMALL, sick=sick, minibatches=1, epochs=1), seeds=seeds)
   with pytest.raises(errors.RunError) as e:
@@ -581,7 +591,9 @@ def fail(count: Any) -> None:
     raise ZeroDivisionError('the learner broke')
 
 
-@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+@pytest.mark.parametrize(
+  'architecture', ['anakin', pytest.param('sebulba', marks=pytest.mark.slow)]
+)
 def test_a_failure_of_the_learner_is_told_with_its_traceback(
   architecture: str, tmp_path: Path
 ) -> None:

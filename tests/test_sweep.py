@@ -111,6 +111,7 @@ def test_random_settings_fill_their_ranges() -> None:
 # --- one program ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_setting_is_what_it_is_alone(tmp_path: Path, several_seeds: None) -> None:
   """Two settings of two seeds: returns of all lines, and parameters up to rounding."""
   config = podrace.configure('cartpole', **SMALL, seeds=2)
@@ -281,6 +282,7 @@ def test_a_population_of_what_is_no_program_is_refused(
 # --- processes ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweep_in_processes_goes_on_after_a_kill(
   tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

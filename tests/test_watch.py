@@ -136,14 +136,14 @@ def test_a_run_in_an_environment_without_a_picture_is_filmed(
   assert len(film) == 11 and not np.array_equal(film[0][watch.BAR :], film[-1][watch.BAR :])
 
 
-DRAWN = [
-  'ale:breakout', 'ale:ms_pacman,episodic_life=true', 'gymnasium:CartPole-v1', 'gymnasium:FrozenLake-v1',
-  'gymnax:Breakout-MinAtar', 'gymnax:CartPole-v1', 'podrace:catch', 'navix:Navix-Empty-8x8-v0',
+DRAWN = ['ale:breakout', 'gymnasium:CartPole-v1', 'gymnax:Breakout-MinAtar', 'podrace:catch']
+SLOW = [
+  'ale:ms_pacman,episodic_life=true', 'gymnasium:FrozenLake-v1', 'gymnax:CartPole-v1', 'navix:Navix-Empty-8x8-v0',
   'craftax:Craftax-Classic-Symbolic-v1', 'jumanji:Snake-v1', 'gymnax:Pendulum-v1', 'gymnax:Acrobot-v1',
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize('name', DRAWN)
+@pytest.mark.parametrize('name', [*DRAWN, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
 def test_environments_draw_themselves(name: str) -> None:
   frames, _ = played(name, 6)
   shapes = {(f.shape, f.dtype.name) for f in frames}

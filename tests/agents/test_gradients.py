@@ -322,6 +322,16 @@ def compare(gradient: dict[str, np.ndarray], reference: dict[str, np.ndarray]) -
     np.testing.assert_allclose(gradient[path], expected, rtol=2e-5, atol=ATOL, err_msg=path)
 
 
+def some_fast(cases: dict[str, Any], *fast: str) -> list[Any]:
+  """Parameters by their names; those that are not `fast` run in `make test-all` only."""
+  return [
+    pytest.param(
+      *(x if isinstance(x, tuple) else [x]), id=k, marks=() if k in fast else pytest.mark.slow
+    )
+    for k, x in cases.items()
+  ]
+
+
 PPOS = {
   'whole batch': dict(epochs=1, minibatches=1),
   'second minibatch': dict(epochs=1, minibatches=2),
@@ -332,7 +342,7 @@ PPOS = {
 
 
 @pytest.mark.parametrize('space', SPACES)
-@pytest.mark.parametrize('settings', PPOS.values(), ids=PPOS)
+@pytest.mark.parametrize('settings', some_fast(PPOS, 'second epoch, clipped value'))
 def test_ppo(settings: dict[str, Any], space: str) -> None:
   compare_ppo(RecordingPPO(**settings), space)
 
@@ -351,7 +361,7 @@ IMPALAS = {
 
 
 @pytest.mark.parametrize('space', SPACES)
-@pytest.mark.parametrize('settings', IMPALAS.values(), ids=IMPALAS)
+@pytest.mark.parametrize('settings', some_fast(IMPALAS, 'clips'))
 def test_impala(settings: dict[str, Any], space: str) -> None:
   compare_impala(RecordingImpala(**settings), space)
 
@@ -446,7 +456,10 @@ IMPALA_MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize(('where', 'name', 'mutant'), PPO_MUTATIONS.values(), ids=PPO_MUTATIONS)
+@pytest.mark.parametrize(
+  ('where', 'name', 'mutant'),
+  some_fast(PPO_MUTATIONS, 'truncation as termination', 'advantage not normalised'),
+)
 def test_a_mutation_of_ppo_is_noticed(
   where: Any, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,7 +470,8 @@ def test_a_mutation_of_ppo_is_noticed(
 
 
 @pytest.mark.parametrize(
-  ('where', 'name', 'mutant'), IMPALA_MUTATIONS.values(), ids=IMPALA_MUTATIONS
+  ('where', 'name', 'mutant'),
+  some_fast(IMPALA_MUTATIONS, 'leak past LAST', 'ratios ignored'),
 )
 def test_a_mutation_of_impala_is_noticed(
   where: Any, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch
@@ -479,7 +493,7 @@ PPO_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize('settings', PPO_SETTINGS.values(), ids=PPO_SETTINGS)
+@pytest.mark.parametrize('settings', some_fast(PPO_SETTINGS, 'value clipped', 'lambda'))
 def test_another_setting_of_ppo_is_noticed(settings: dict[str, Any]) -> None:
   truth = RecordingPPO(epochs=2, minibatches=1)
   with pytest.raises(AssertionError, match='Not equal to tolerance'):
@@ -494,7 +508,7 @@ IMPALA_SETTINGS = {
 }
 
 
-@pytest.mark.parametrize('settings', IMPALA_SETTINGS.values(), ids=IMPALA_SETTINGS)
+@pytest.mark.parametrize('settings', some_fast(IMPALA_SETTINGS, 'clip of rho', 'lambda'))
 def test_another_setting_of_impala_is_noticed(settings: dict[str, Any]) -> None:
   truth = RecordingImpala()
   with pytest.raises(AssertionError, match='Not equal to tolerance'):

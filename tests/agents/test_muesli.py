@@ -292,7 +292,9 @@ RULES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize(
+  'rule', [r if r in ('truncation', 'absorbing') else pytest.param(r, marks=SLOW) for r in RULES]
+)
 def test_the_reference_differs_without_a_rule(rule: str) -> None:
   """So that the test above can fail: by fifty times its tolerance and more."""
   assert difference(whole_reference()[1], reference(recording(), window_of(), rule)[1]) > 1.5e-4
@@ -436,7 +438,9 @@ def test_a_batch_is_learned_from_alike_on_several_devices() -> None:
 # --- what replay gives ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('share', [0.0, 0.5, 0.75])
+@pytest.mark.parametrize(
+  'share', [pytest.param(0.0, marks=SLOW), pytest.param(0.5, marks=SLOW), 0.75]
+)
 def test_a_share_of_a_batch_is_from_replay(share: float) -> None:
   """In the long run; every window is learned from as often, and nearly all while they are new."""
   envs, length, capacity = 8, 4, 2048

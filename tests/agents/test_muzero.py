@@ -252,7 +252,9 @@ def test_gradients(bins: int, sequence: int) -> None:
     assert priority[b] == pytest.approx(np.mean(errors), abs=1e-4)
 
 
-@pytest.mark.parametrize('rule', RULES)
+@pytest.mark.parametrize(
+  'rule', [r if r in ('absorbing', 'truncation') else pytest.param(r, marks=SLOW) for r in RULES]
+)
 def test_the_reference_differs_without_a_rule(rule: str) -> None:
   """So that the test above can fail: by a hundred times its tolerance and more."""
   agent = recording()
@@ -311,9 +313,9 @@ BOARD = spaces.Dict(
   ('settings', 'observation', 'hidden'),
   [
     (dict(), spaces.Box(-1, 1, (3,)), (64,)),
-    (dict(torso='grid', latent=7), spaces.Box(0, 1, (10, 10, 4)), (7,)),
-    (dict(torso='impala'), IMAGE, (64,)),
-    (dict(blocks=2, channels=8), IMAGE, (4, 4, 8)),
+    pytest.param(dict(torso='grid', latent=7), spaces.Box(0, 1, (10, 10, 4)), (7,), marks=SLOW),
+    pytest.param(dict(torso='impala'), IMAGE, (64,), marks=SLOW),
+    pytest.param(dict(blocks=2, channels=8), IMAGE, (4, 4, 8), marks=SLOW),
     (dict(blocks=1, channels=8), BOARD, (3, 4, 8)),
     (dict(core='gru', core_size=6, projection=5), spaces.Box(-1, 1, (3,)), (64,)),
   ],

@@ -99,9 +99,9 @@ def test_every_agent_is_here_or_there() -> None:
   'name',
   [
     'dqn',
-    'sac',
     'muzero',
-    'muesli',
+    pytest.param('sac', marks=SLOW),
+    pytest.param('muesli', marks=SLOW),
     pytest.param('r2d2', marks=SLOW),
     pytest.param('d4pg', marks=SLOW),
   ],
@@ -123,7 +123,7 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-  'name', [pytest.param(n, marks=SLOW) if n in ('r2d2', 'd4pg') else n for n in AGENTS]
+  'name', [n if n in ('dqn', 'sac') else pytest.param(n, marks=SLOW) for n in AGENTS]
 )
 def test_collectives_and_copies(name: str) -> None:
   """One all-reduce for each gradient step, on four devices; nothing of what replay keeps is copied."""
@@ -160,7 +160,7 @@ QUANTILES = QNetwork(hidden=(32,), head='quantile', num_atoms=16)
   [
     (CATCH.network, 1),
     pytest.param(CATCH.network, 8, marks=SLOW),
-    (RAINBOW, 1),
+    pytest.param(RAINBOW, 1, marks=SLOW),
     pytest.param(QUANTILES, 1, marks=SLOW),
   ],
 )
@@ -203,17 +203,8 @@ def assert_learns(program: Any, updates: int, more: int, least: int, above: floa
     assert min(others) > above, (first, others)
 
 
-@pytest.mark.parametrize(
-  ('devices', 'lag'),
-  [
-    (1, '1'),
-    *(
-      pytest.param(devices, lag, marks=SLOW)
-      for devices, lag in itertools.product([1, 8], ['0', '1', 'async'])
-      if (devices, lag) != (1, '1')
-    ),
-  ],
-)
+@SLOW
+@pytest.mark.parametrize(('devices', 'lag'), itertools.product([1, 8], ['0', '1', 'async']))
 def test_dqn_learns_catch_under_sebulba(devices: int, lag: str) -> None:
   program = sebulba(CATCH, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
   assert_learns(program, 350, 80, least=900, above=0.9)
@@ -385,6 +376,7 @@ def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(found[0], other)
 
 
+@SLOW
 def test_streams_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
   """Whoever is faster, with lag async: every row of replay follows the one before."""
   jittery(monkeypatch, 5)

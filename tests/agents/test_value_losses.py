@@ -283,8 +283,8 @@ def q_values(network: QNetwork, params: Any, timesteps: TimeStep, state: Any = (
 
 
 @pytest.mark.parametrize('double', [True, False])
-@pytest.mark.parametrize('dueling', [True, False])
-@pytest.mark.parametrize('n', [1, 3])
+@pytest.mark.parametrize('dueling', [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n', [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_dqn(n: int, dueling: bool, double: bool) -> None:
   """Errors, priorities and loss, written out for each window."""
   network = QNetwork(hidden=(8,), dueling=dueling).bind(VECTOR, spaces.Discrete(4))
@@ -335,8 +335,8 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
   assert_close(new.rest.target, follows if n == 1 else target)
 
 
-@pytest.mark.parametrize('noisy', [False, True])
-@pytest.mark.parametrize('double', [True, False])
+@pytest.mark.parametrize('noisy', [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize('double', [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('head', ['categorical', 'quantile'])
 def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   """Loss and priorities of C51 and of quantiles against rlax, each network with noise of its own."""
@@ -437,7 +437,7 @@ def priority_of(agent: R2D2, error: np.ndarray) -> np.ndarray:
   return agent.max_share * size.max(0) + (1 - agent.max_share) * size.mean(0)
 
 
-@pytest.mark.parametrize('burn_in', [0, 3])
+@pytest.mark.parametrize('burn_in', [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_r2d2_against_numpy(burn_in: int) -> None:
   """Loss, priorities, and what the burn-in is for, with truncated and terminated episodes."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5, dueling=True)
@@ -509,7 +509,7 @@ def test_r2d2_s_burn_in_has_no_gradient() -> None:
   assert any(np.abs(x).max() > 1e-2 for x in jax.tree.leaves(expected))
 
 
-@pytest.mark.parametrize('n_step', [1, 5])
+@pytest.mark.parametrize('n_step', [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_r2d2_initial_priority_is_that_of_learning(n_step: int) -> None:
   """With the same parameters everywhere, but for the last step, whose value acting had not seen."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))

@@ -429,6 +429,7 @@ def test_changed_configuration(run: Command, finished: Path, tmp_path: Path, cac
   assert podrace(args[:-3], tmp_path / 'log', cache=cache)[0] == 0  # finished, and says so
 
 
+@pytest.mark.slow
 def test_only_the_run_directory_is_needed_to_resume(tmp_path: Path, cache: Path) -> None:
   args = ['train', 'catch', *TINY, '--total-steps', '1000000', '--log-every', '320',
           '--checkpoint-every', '3200', '--run-dir', str(tmp_path / 'run')]  # fmt: skip

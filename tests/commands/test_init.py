@@ -20,7 +20,9 @@ from podrace.envs.registry import LIBRARIES
 from podrace.presets import PRESETS
 
 
-@pytest.mark.parametrize('kind', ['agent', 'env', 'network'])
+@pytest.mark.parametrize(
+  'kind', ['agent', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('env', 'network'))]
+)
 def test_what_it_writes_trains(
   kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,6 +107,7 @@ def places(tmp_path: Path, cache: Path) -> Any:
     process.kill()
 
 
+@pytest.mark.slow
 def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   server, learner = places.serve(), places.learn(14_000)
   one, two = places.act('0/2'), places.act('1/2')
@@ -143,6 +144,7 @@ def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
   assert server.wait() == 143
 
 
+@pytest.mark.slow
 def test_impala_learns_from_a_queue_of_unrolls(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,6 +489,7 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   assert server.wait() == 143
 
 
+@pytest.mark.slow
 def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
   nobody = places.act('0/1', '--give-up-after', '0.5')
   assert nobody.wait() == 1

@@ -19,19 +19,12 @@ from podrace.types import LAST, TimeStep
 
 NUM_ENVS, STEPS = 8, 60
 
-FAST = (
-  'podrace:catch',
+FAST = (  # one or two of each library
   'podrace:catch,rows=4,columns=3',
-  'podrace:maze,size=4',
   'podrace:memory,length=3',
   'gymnax:CartPole-v1,max_steps_in_episode=15',
   'gymnax:Pendulum-v1,max_steps_in_episode=20',
-  'gymnax:MountainCar-v0,max_steps_in_episode=20',
-  'gymnax:MountainCarContinuous-v0,max_steps_in_episode=20',
-  'gymnax:Acrobot-v1,max_steps_in_episode=20',
-  'gymnax:Breakout-MinAtar,max_steps_in_episode=20',
-  'gymnax:FrozenLake-misc',
-  'brax:inverted_pendulum,backend=spring,episode_length=20',
+  'brax:fast,episode_length=20',
   'jumanji:Snake-v1,time_limit=20',
   'navix:Navix-DoorKey-5x5-v0,max_steps=20',
   'pgx:tic_tac_toe',
@@ -67,12 +60,13 @@ REST = tuple(
   for name in (limited(library, n) for n in all_names)
   if name not in FAST
 )
+OTHERS = ('podrace:maze,size=4', 'gymnax:FrozenLake-misc')  # with other options than in REST
 OBSERVATIONS = tuple(
   f'navix:Navix-DoorKey-5x5-v0,max_steps=20,observation={kind}'
   for kind in navix.OBSERVATIONS
   if kind != 'symbolic'  # the default
 )
-CASES = [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in (*REST, *OBSERVATIONS))]
+CASES = [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in (*REST, *OTHERS, *OBSERVATIONS))]
 DETERMINISTIC = ('brax:fast', 'gymnax:DiscountingChain-bsuite', 'gymnax:SimpleBandit-bsuite')
 
 

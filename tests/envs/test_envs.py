@@ -107,6 +107,7 @@ def test_memory_by_hand() -> None:
   assert cues == {-1, 1}
 
 
+@pytest.mark.slow
 def test_memory_best_policy_always_wins_and_blind_ones_are_even() -> None:
   env = NextStepReset(Memory(length=5))
 
@@ -160,7 +161,21 @@ ENDS = (
 )
 
 
-@pytest.mark.parametrize(('name', 'action', 'step', 'discount'), ENDS, ids=[e[0] for e in ENDS])
+FAST_ENDS = {  # one or two of each library
+  'gymnax:CartPole-v1,max_steps_in_episode=5',
+  'gymnax:CartPole-v1',
+  'gymnax:Breakout-MinAtar,max_steps_in_episode=3',
+  'gymnax:DeepSea-bsuite',
+  'brax:inverted_pendulum,backend=spring,episode_length=3',
+  'jumanji:Snake-v1',
+  'navix:Navix-Empty-5x5-v0,max_steps=3',
+}
+
+
+@pytest.mark.parametrize(
+  ('name', 'action', 'step', 'discount'),
+  [pytest.param(*e, id=e[0], marks=() if e[0] in FAST_ENDS else pytest.mark.slow) for e in ENDS],
+)
 def test_how_episodes_end(name: str, action: Any, step: int | None, discount: float) -> None:
   env = podrace.envs.make(name)
   length, ended_with = first_end(play(env, [action] * (step or 200)))
@@ -389,7 +404,14 @@ def test_several_seeds_pay_for_resets_only_when_needed(fraction: float) -> None:
   jax.tree.map(np.testing.assert_array_equal, together(seeds[None]), alone)
 
 
-@pytest.mark.parametrize('name', ['podrace:catch', 'gymnax:CartPole-v1', 'jumanji:Snake-v1'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'podrace:catch',
+    pytest.param('gymnax:CartPole-v1', marks=pytest.mark.slow),
+    pytest.param('jumanji:Snake-v1', marks=pytest.mark.slow),
+  ],
+)
 @pytest.mark.parametrize('fraction', [1.0, 0.25])
 def test_under_shard_map(name: str, fraction: float) -> None:
   env = dataclasses.replace(podrace.envs.make(name), fresh_fraction=fraction)

@@ -122,7 +122,7 @@ def saying(fresh_fraction: float = 1.0, steps: int = 1_000) -> NextStepReset:
 
 
 @pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
-@pytest.mark.parametrize('fresh', [1.0, 0.5])
+@pytest.mark.parametrize('fresh', [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 def test_environments_in_jax_say_how_episodes_end(
   architecture: str, fresh: float, tmp_path: Path
 ) -> None:

@@ -40,8 +40,11 @@ def goes_on(learner: Learner) -> None:
 
 @pytest.mark.parametrize(
   'directions',
-  [('up', 'down'), ('up',), ('down',)],
-  ids=['both', 'to the learner', 'to the client'],
+  [
+    pytest.param(('up', 'down'), id='both'),
+    pytest.param(('up',), id='to the learner', marks=pytest.mark.slow),
+    pytest.param(('down',), id='to the client', marks=pytest.mark.slow),
+  ],
 )
 def test_a_cut_is_noticed_and_outlived(directions: tuple[str, ...], tmp_path: Path) -> None:
   with between(tmp_path) as (learner, proxy, envs):

@@ -114,7 +114,7 @@ def assert_pieces_of_lives(pieces: list[Any], per_thread: int) -> None:
     seen.add(key)
 
 
-@pytest.mark.parametrize('threads', [1, 2])
+@pytest.mark.parametrize('threads', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stragglers_and_the_dead_hold_nobody_up(threads: int) -> None:
   """One environment of eight is ten times slower than the others, and one never comes."""
   with Running(
@@ -148,7 +148,9 @@ def test_a_thread_without_environments_does_not_hold_up_the_other() -> None:
   assert {p[2] // 8 for p in pieces[-8 * 10 :]} == {0}
 
 
-@pytest.mark.parametrize('max_lag', [1, 2, 4])
+@pytest.mark.parametrize(
+  'max_lag', [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_deaths_lose_partial_unrolls_only_and_lag_is_bounded(max_lag: int) -> None:
   with Running(
     program([1, 1, 0.5, 0.3, 1, 0.2, 1, 0.05], 0.02, max_lag=max_lag, num_envs=16, threads=2)
@@ -208,7 +210,13 @@ def test_whatever_comes_together_nothing_is_compiled_in_the_run() -> None:
       client.join()
 
 
-@pytest.mark.parametrize('agent', [AGENTS['ppo'], RECURRENT['impala']], ids=['ppo', 'recurrent'])
+@pytest.mark.parametrize(
+  'agent',
+  [
+    pytest.param(AGENTS['ppo'], id='ppo'),
+    pytest.param(RECURRENT['impala'], id='recurrent', marks=pytest.mark.slow),
+  ],
+)
 def test_every_agent_learns_from_them(agent: Any) -> None:
   seeds = itertools.count()
   spec = host.HostSpec(

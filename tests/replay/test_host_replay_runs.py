@@ -37,9 +37,8 @@ def remembering(*args: Any, **kwargs: Any) -> Sebulba:
   return sebulba(*args, **kwargs, host_replay=True)
 
 
-@pytest.mark.parametrize(
-  ('lag', 'learners'), [('0', '1'), pytest.param('async', '1,2', marks=SLOW)]
-)
+@SLOW
+@pytest.mark.parametrize(('lag', 'learners'), [('0', '1'), ('async', '1,2')])
 def test_dqn_learns_catch(lag: str, learners: str) -> None:
   with Running(remembering(CATCH, 'podrace:catch', '0', learners, 2, 32, 4, lag)) as run:
     run.driver.read_log(run.advance(110))
@@ -89,7 +88,8 @@ def test_every_agent_learns_from_it(name: str) -> None:
   assert any(changed)
 
 
-@pytest.mark.parametrize('name', ['dqn', pytest.param('r2d2', marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize('name', ['dqn', 'r2d2'])
 def test_timing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """With lag 1, whoever is faster; nor does it matter that there was another run before."""
   program = remembering(AGENTS[name], 'podrace:catch', '0,1', '2', 2, lag='1')
@@ -163,6 +163,7 @@ DQN = ['--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8', '--unro
        '--agent.buffer.priority-exponent', '0.5']  # fmt: skip
 
 
+@SLOW
 def test_seed_with_replay(tmp_path: Path, cache: Path) -> None:
   """Environments in another process, a value-based agent; one more life of the learner."""
   from peers import Envs
@@ -244,7 +245,11 @@ def test_learning_goes_on_while_replay_is_written(
 
 
 @pytest.mark.parametrize(
-  'place', ['tables.Table.update_priorities', 'replay.host.HostReplay.metrics']
+  'place',
+  [
+    'tables.Table.update_priorities',
+    pytest.param('replay.host.HostReplay.metrics', marks=SLOW),
+  ],
 )
 def test_failing_replay_ends_the_run(
   place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -18,7 +18,17 @@ def filled(priorities: np.ndarray) -> sum_tree.Tree:
   )
 
 
-@pytest.mark.parametrize('size', [1, 63, 64, 65, 4096, 5000])
+@pytest.mark.parametrize(
+  'size',
+  [
+    1,
+    pytest.param(63, marks=pytest.mark.slow),
+    pytest.param(64, marks=pytest.mark.slow),
+    65,
+    pytest.param(4096, marks=pytest.mark.slow),
+    5000,
+  ],
+)
 def test_finds_what_the_cumulated_priorities_say(size: int) -> None:
   rng = np.random.default_rng(size)
   priorities = rng.integers(0, 5, size).astype(np.float32)  # whole numbers: no rounding

@@ -111,7 +111,15 @@ def settings(**changes: Any) -> Buffer:
 
 
 @pytest.mark.parametrize('exponent', [0.0, 1.0])
-@pytest.mark.parametrize(('length', 'keep_state'), [(1, False), (3, False), (6, True), (4, True)])
+@pytest.mark.parametrize(
+  ('length', 'keep_state'),
+  [
+    pytest.param(1, False, marks=pytest.mark.slow),
+    (3, False),
+    pytest.param(6, True, marks=pytest.mark.slow),
+    (4, True),
+  ],
+)
 def test_windows_are_those_of_a_plain_list(length: int, keep_state: bool, exponent: float) -> None:
   """Through several turns of the ring: all the windows that there are, and no others."""
   world = World(length)
@@ -151,7 +159,14 @@ def test_windows_are_those_of_a_plain_list(length: int, keep_state: bool, expone
       assert len(valid) * period >= 60 - B * (length + 2 * T)
 
 
-@pytest.mark.parametrize('kinds', [('zeros',), ('repeated',), ('zeros', 'repeated', 'continued')])
+@pytest.mark.parametrize(
+  'kinds',
+  [
+    pytest.param(('zeros',), marks=pytest.mark.slow),
+    pytest.param(('repeated',), marks=pytest.mark.slow),
+    ('zeros', 'repeated', 'continued'),
+  ],
+)
 def test_stacks_of_frames_are_put_together_again(kinds: tuple[str, ...]) -> None:
   """Bit for bit, whatever an environment shows before an episode; each frame is kept once."""
   world = World(3, stack=4, kinds=kinds)
@@ -185,7 +200,7 @@ def test_the_agent_s_state_is_kept_only_where_it_is_asked_for(keep_state: bool) 
   assert len(jax.tree.leaves(memory.agent_state)) == keep_state
 
 
-@pytest.mark.parametrize('exponent', [0.0, 1.0])
+@pytest.mark.parametrize('exponent', [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize(('length', 'keep_state'), [(3, False), (4, True)])
 def test_the_smallest_ring_has_room_for_what_stacks_look_back_on(
   length: int, keep_state: bool, exponent: float
@@ -207,7 +222,11 @@ def test_the_smallest_ring_has_room_for_what_stacks_look_back_on(
 
 @pytest.mark.parametrize(
   ('name', 'actions'),
-  [('ale:pong', 6), ('ale:breakout,episodic_life=true', 4), ('envpool:Breakout-v5', 4)],
+  [
+    pytest.param('ale:pong', 6, marks=pytest.mark.slow),
+    ('ale:breakout,episodic_life=true', 4),
+    pytest.param('envpool:Breakout-v5', 4, marks=pytest.mark.slow),
+  ],
 )
 def test_stacks_of_real_games_are_put_together_again(name: str, actions: int) -> None:
   from podrace.envs.host import base
@@ -250,6 +269,7 @@ def test_bytes_of_an_atari_transition() -> None:
   assert size / steps <= 7200
 
 
+@pytest.mark.slow
 def test_prioritised_sampling() -> None:
   """In proportion to the exponent's power, with the paper's weights; new ones at the highest."""
   world = World(0)
@@ -297,7 +317,12 @@ def test_the_importance_exponent_rises_to_1() -> None:
 
 
 @pytest.mark.parametrize(
-  ('unroll', 'length', 'keep'), [(100, 3, False), (16, 1, False), (8, 20, True)]
+  ('unroll', 'length', 'keep'),
+  [
+    (100, 3, False),
+    pytest.param(16, 1, False, marks=pytest.mark.slow),
+    pytest.param(8, 20, True, marks=pytest.mark.slow),
+  ],
 )
 def test_sums_of_priorities_stay_sums(unroll: int, length: int, keep: bool) -> None:
   """Each node of the tree, after several turns of a ring of many nodes."""
@@ -326,8 +351,20 @@ def test_sums_of_priorities_stay_sums(unroll: int, length: int, keep: bool) -> N
   assert B * valid * 0.9 < there <= B * (valid + 1)
 
 
-@pytest.mark.parametrize('ratio', [0.3, 1.0, 1.5, 8.0, 7.77])
-@pytest.mark.parametrize('min_size', [1, 12, 50, 100])
+@pytest.mark.parametrize(
+  'ratio',
+  [
+    0.3,
+    pytest.param(1.0, marks=pytest.mark.slow),
+    pytest.param(1.5, marks=pytest.mark.slow),
+    pytest.param(8.0, marks=pytest.mark.slow),
+    7.77,
+  ],
+)
+@pytest.mark.parametrize(
+  'min_size',
+  [1, pytest.param(12, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.slow), 100],
+)
 def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
   buffer = settings(batch_size=32, samples_per_insert=ratio, min_size=min_size, capacity=1000)
   replay = windows(buffer, 3, B, T)

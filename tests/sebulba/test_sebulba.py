@@ -179,8 +179,8 @@ ALL = {**AGENTS, **{f'{k}, recurrent': v for k, v in RECURRENT.items()}}
   ('name', 'threads'),
   [
     ('impala', 1),
-    ('ppo', 2),
-    ('impala, recurrent', 2),
+    pytest.param('ppo', 2, marks=pytest.mark.slow),
+    pytest.param('impala, recurrent', 2, marks=pytest.mark.slow),
     pytest.param('ppo, recurrent', 1, marks=pytest.mark.slow),
     pytest.param('impala', 2, marks=pytest.mark.slow),
     pytest.param('ppo', 1, marks=pytest.mark.slow),
@@ -288,14 +288,17 @@ def test_a_version_that_is_gone_is_not_replaced() -> None:
     pipe.params(0, 6, device)
 
 
-@pytest.mark.parametrize('max_lag', [1, 2, 3, 5])
+@pytest.mark.parametrize(
+  'max_lag',
+  [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)],
+)
 def test_async_lag_is_bounded(max_lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
   jittery(monkeypatch, max_lag)
   _, most = lags(sebulba(AGENTS['impala'], lag='async', max_lag=max_lag, threads=4), 40)
   assert most <= max_lag
 
 
-@pytest.mark.parametrize('lag', ['1', 'async'])
+@pytest.mark.parametrize('lag', [pytest.param('1', marks=pytest.mark.slow), 'async'])
 def test_waiting_for_the_learner_is_told_as_waiting(
   lag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,7 +384,9 @@ def test_learns_catch(name: str, devices: int, lag: str) -> None:
   assert told['return_sum'] / told['episodes'] > 0.9
 
 
-@pytest.mark.parametrize(('ends', 'value'), [('Truncated', 10.0), ('Terminated', 2.26)])
+@pytest.mark.parametrize(
+  ('ends', 'value'), [('Truncated', 10.0), pytest.param('Terminated', 2.26, marks=SLOW)]
+)
 @pytest.mark.parametrize('name', ['impala', pytest.param('ppo', marks=pytest.mark.slow)])
 def test_time_limits_are_bootstrapped(name: str, ends: str, value: float) -> None:
   """A reward of 1 for ever is worth 1 / (1 - 0.9); for 4 steps at most 2.26, the mean of the

@@ -79,6 +79,7 @@ def numbered(unroll: Any) -> np.ndarray:
 # --- 50 kills --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
   """Every unroll that is learned from is a piece of one life of one environment, without a gap.
 
@@ -218,6 +219,7 @@ def unrolls_of(batch_size: int, seed: int) -> dict[tuple[int, int], Any]:
   return found
 
 
+@pytest.mark.slow
 def test_out_of_order_gives_the_same_unrolls() -> None:
   lockstep = unrolls_of(8, 0)
   assert len(lockstep) == 96
@@ -258,7 +260,7 @@ def test_lag_is_told_of_every_unroll_in_any_order() -> None:
   assert told['host']['policy_lag_max'] == np.max(lags) <= 8
 
 
-@pytest.mark.parametrize('batch_size', [2, 8])
+@pytest.mark.parametrize('batch_size', [pytest.param(2, marks=pytest.mark.slow), 8])
 def test_acting_goes_on_while_an_update_is_computed(batch_size: int) -> None:
   """The learner's device ends no update before environments have been acted for."""
   permits, came = threading.Semaphore(0), threading.Semaphore(0)
@@ -365,10 +367,10 @@ ANY_ORDER = ['--lag', 'async', '--env-batch-size', '2']
 @pytest.mark.parametrize(
   ('env', 'order', 'resumed'),
   [
-    ('ale:pong', [], False),
+    pytest.param('ale:pong', [], False, marks=pytest.mark.slow),
     ('ale:pong', ANY_ORDER, True),
-    ('envpool:CartPole-v1', [], True),
-    ('envpool:CartPole-v1', ANY_ORDER, False),
+    pytest.param('envpool:CartPole-v1', [], True, marks=pytest.mark.slow),
+    pytest.param('envpool:CartPole-v1', ANY_ORDER, False, marks=pytest.mark.slow),
   ],
 )
 def test_environments_in_c_are_learned_from(
@@ -424,7 +426,10 @@ def test_a_hang_in_c_ends_the_run_with_a_checkpoint(env: str, tmp_path: Path, ca
   assert saved > 0 and f'the run is saved at step {saved}' in one.output
 
 
-@pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+  ('signum', 'code'),
+  [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+)
 def test_signals_save_while_actors_are_busy(
   signum: int, code: int, tmp_path: Path, cache: Path
 ) -> None:
