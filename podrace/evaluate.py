@@ -305,7 +305,7 @@ def elsewhere(config: Config, env: str) -> Any:
     ours, theirs = (getattr(x, f'{kind}_space') for x in (own, other))
     if ours == theirs:
       continue
-    shown = [isinstance(x, spaces.Dict) and STATE in x for x in (ours, theirs)]
+    shown = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (ours, theirs)]
     advice = (
       f'; give --env {env},state=true' if shown == [True, False] else f': {theirs}, not {ours}'
     )

@@ -10,6 +10,7 @@ what comes after a move is worth as much less as it is worth to the other player
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from podrace.types import Array, Environment, TimeStep
 
 AGENT = 0  # pgx's number of the player that learns
 OPPONENTS = ('random', 'mcts', 'self')
+EXPLORATION = 4.0  # of mcts: with the paper's 1.25 one unlucky rollout can end a move's chances
 Move = Callable[[Any, Any, Array], Array]  # from a state, what its player sees, and a key
 
 
@@ -103,7 +105,8 @@ def mcts(env: Env, rollouts: int) -> Move:
     root = mctx.RootFnOutput(prior_logits=logits, value=jnp.zeros(1), embedding=one)
     found = mctx.muzero_policy(
       (), raw(key), root, expand, rollouts, invalid_actions=~one.legal_action_mask,
-      dirichlet_fraction=0.0, temperature=0.0,
+      qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
+      dirichlet_fraction=0.0, temperature=0.0, pb_c_init=EXPLORATION,
     )  # fmt: skip
     return found.action[0]
 
