@@ -6,6 +6,7 @@ ifndef RUN_DIR
 RUN_DIR := runs/minatar-breakout-$(shell date +%Y%m%d-%H%M%S)
 endif
 WORKERS ?= 2
+STEPS ?= 4_000_000
 
 .PHONY: setup train test test-all lint format docs bench bench-gpu clean
 
@@ -18,7 +19,7 @@ setup: .venv/ready
 	touch $@
 
 train: setup
-	$(BIN)/podrace train minatar-breakout --total-steps 4_000_000 --run-dir $(RUN_DIR)
+	$(BIN)/podrace train minatar-breakout --total-steps $(STEPS) --run-dir $(RUN_DIR)
 	@echo
 	@echo "run directory:    $(RUN_DIR)"
 	@echo "try next:         $(BIN)/podrace eval $(RUN_DIR) --episodes 100"

@@ -105,7 +105,11 @@ def main() -> None:
   parser.add_argument('--port', type=int, default=8000, help='0 takes a free one')
   parser.add_argument('--clients', type=int, default=1000, help='whose states are kept')
   args = parser.parse_args()
-  Handler.policy, Handler.states = podrace.load_policy(args.policy), States(args.clients)
+  try:
+    Handler.policy = podrace.load_policy(args.policy)
+  except ValueError as e:
+    parser.error(str(e))
+  Handler.states = States(args.clients)
   with http.server.ThreadingHTTPServer(('127.0.0.1', args.port), Handler) as server:
     print(f'serving {args.policy} at http://127.0.0.1:{server.server_port}', flush=True)
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,15 +1,17 @@
-"""Errors about code that is the user's: which function, in which file and line, what came of it."""
+"""Errors about code that is the user's: which function, in which file and line, what came of it.
+
+Processes that step environments use it, which have no JAX: it is imported where it is needed.
+"""
 
 from __future__ import annotations
 
 import inspect
+import sys
 import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
-
-import jax
 
 from podrace.errors import RunError, UsageError
 
@@ -91,22 +93,49 @@ def calling(owner: Any, name: str, given: str, *args: Any) -> Any:
     raise failed(owner, name, given, e) from e
 
 
-def failed(owner: Any, name: str, given: str, error: Exception) -> RunError:
+def failed(owner: Any, name: str, given: str, error: BaseException) -> RunError:
   """The error for an exception of the user's function."""
-  frames = _of_the_user(owner, error)
-  where = ''.join(traceback.format_list(frames))
-  lines = ''.join(traceback.format_exception_only(error)).strip().splitlines()
-  what = '\n'.join(lines[:MOST_LINES] + (['...'] if len(lines) > MOST_LINES else []))
+  frames = of_the_user(owner, error)
   return RunError(
-    f'{label(owner, name)} failed:\n{where}{what}\nIt was given {given}.\n{TRACEBACK}.'
+    f'{label(owner, name)} failed:\n{_account(frames, error)}\nIt was given {given}.\n{TRACEBACK}.'
   )
 
 
-def _of_the_user(owner: Any, error: Exception) -> list[traceback.FrameSummary]:
+def not_made(name: str, error: Exception) -> UsageError:
+  """The error for an exception while something of the user's is made."""
+  frames = of_the_user(None, error) or of_the_user(None, error.__cause__)
+  if not frames:
+    return UsageError(f'{name}: {error}')
+  return UsageError(f'{name} cannot be made:\n{_account(frames, error)}\n{TRACEBACK}.')
+
+
+def not_imported(module: str, error: Exception) -> UsageError:
+  """The error for an exception while the user's module is imported, from its line: `penv.py:4: ...`."""
+  frames, what = of_the_user(None, error), f'{type(error).__name__}: {error}'
+  place = (frames[-1].filename, frames[-1].lineno) if frames else None
+  text = ''.join(traceback.format_list(frames))
+  if isinstance(error, SyntaxError) and error.filename:
+    place, what = (error.filename, error.lineno), f'{type(error).__name__}: {error.msg}'
+    text += ''.join(traceback.format_exception_only(error)[:-1])
+  if place is None:
+    return UsageError(f'module {module!r} cannot be imported: {what}')
+  return UsageError(f'{_short(place[0])}:{place[1]}: {what}\n{text}{TRACEBACK}.')
+
+
+def _account(frames: list[traceback.FrameSummary], error: BaseException) -> str:
+  """These lines of a traceback, and the exception."""
+  where = ''.join(traceback.format_list(frames))
+  lines = ''.join(traceback.format_exception_only(error)).strip().splitlines()
+  return where + '\n'.join(lines[:MOST_LINES] + (['...'] if len(lines) > MOST_LINES else []))
+
+
+def of_the_user(owner: Any, error: BaseException | None) -> list[traceback.FrameSummary]:
   """Frames that are neither podrace's nor a library's, but for those of the file of the owner."""
   paths = sysconfig.get_paths()
   libraries = [Path(paths[k]) for k in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
-  libraries += [Path(__file__).parent, Path(jax.__file__).parent]
+  libraries += [Path(__file__).parent]
+  files = (getattr(sys.modules.get(name), '__file__', None) for name in ('jax', 'gymnasium'))
+  libraries += [Path(file).parent for file in files if file]
   try:
     own = inspect.getsourcefile(type(inner(owner)))
   except TypeError:
@@ -118,16 +147,21 @@ def _of_the_user(owner: Any, error: Exception) -> list[traceback.FrameSummary]:
       path.exists() and not any(path.is_relative_to(p) for p in libraries)
     )
 
-  return [f for f in traceback.extract_tb(error.__traceback__) if is_the_users(f)]
+  found = traceback.extract_tb(None if error is None else error.__traceback__)
+  return [f for f in found if is_the_users(f)]
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
   """(path, array) of each leaf, the path as `.params['w']`."""
+  import jax
+
   return [(jax.tree_util.keystr(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def same_structure(x: Any, y: Any) -> bool:
   """Whether two trees are alike but for their leaves."""
+  import jax
+
   a, b = (str(jax.tree.structure(tree)) for tree in (x, y))
   return a == b
 

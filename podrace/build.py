@@ -136,6 +136,8 @@ def sebulba(
     agent, spec, topology.actors, destinations, num_envs, unroll_length, in_turn=in_turn, **acting
   )
   if check:  # once the sizes fit, and before the agent is traced for anything else
+    if spec.try_out is not None:
+      spec.try_out(program.deadline)
     check_run(agent, spec, replay, mesh, num_envs, unroll_length)
   example = example_trajectory(agent, spec, num_envs, unroll_length)
   previous, actors = program.lag == '1', ActorSource(program, mesh)

@@ -14,7 +14,14 @@ from podrace.types import TrainState
 
 
 class EndTraining(Exception):
-  """Raised by a callback: the run saves, and is finished. Its text is the reason, in summary.json."""
+  """Raised by a callback: the run saves, and is finished. Its text is the reason, in summary.json.
+
+  `metrics` are what the callback would have returned for this line.
+  """
+
+  def __init__(self, reason: str = '', metrics: Mapping[str, float] | None = None) -> None:
+    super().__init__(reason)
+    self.metrics = metrics or {}
 
 
 class Callback(Protocol):
@@ -62,7 +69,7 @@ class Callbacks:
         added = callback({**line, **found}) or {}
       except EndTraining as e:
         self.ended = self.ended or str(e) or 'a callback ended it'
-        continue
+        added = e.metrics
       for name, value in added.items():
         if name in line or name in found or is_reserved(name):
           raise UsageError(f'a callback reports {name}, which is there already; take another name')

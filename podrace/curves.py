@@ -15,7 +15,6 @@ from typing import Any, Literal
 import numpy as np
 
 from podrace import metrics
-from podrace.config import option
 from podrace.errors import UsageError
 
 Floats = np.ndarray
@@ -108,31 +107,6 @@ def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
     return np.cumsum([line['gradient_steps'] for line in lines]).astype(float)
   key = {'steps': 'step', 'wall': 'wall_s'}[x]
   return np.array([line[key] for line in lines], float)
-
-
-def labels(groups: Sequence[Group]) -> list[str]:
-  """What distinguishes groups, shortest first; of a single one, its agent."""
-  paths = sorted({p for g in groups for p in g.config}, key=lambda p: (p != 'agent.name', p))
-  differs = [
-    p for p in paths if p != 'env' and len({json.dumps(g.config.get(p)) for g in groups}) > 1
-  ]
-  name = 'agent.name'
-  if (
-    name in differs
-  ):  # then what is of one agent alone says nothing more, unless it distinguishes two
-    by_name = {json.dumps([g.config.get(name), g.env]) for g in groups}
-    if len(by_name) == len(groups):
-      differs = [name]
-  found = []
-  for g in groups:
-    parts = [str(g.config.get(name, ''))] if name in differs or not differs else []
-    parts += [
-      f'{option(p).removeprefix("--").removeprefix("agent.")} {g.config[p]}'
-      for p in differs
-      if p != name and p in g.config
-    ]
-    found.append(', '.join(parts) or 'default')
-  return found
 
 
 # --- statistics ---------------------------------------------------------------------------------

@@ -23,12 +23,13 @@ from podrace.evaluate import evaluable, newest_params
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import _scale, channels_first, is_pixels
-from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION
+from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION, Policy, numpy_step
 from podrace.record import load_config
-from podrace.types import TimeStep
+from podrace.types import FIRST, MID, TimeStep
 from podrace.version import __version__
 
 OURS = (ActorCritic, QNetwork, Actor)  # networks that podrace.policy has in NumPy
+SAMPLES = 256  # observations that an agent of somebody's own is compared in
 PLATFORMS = ('cpu', 'cuda', 'tpu')
 
 
@@ -79,6 +80,12 @@ def write(
     'network': _network(agent, env.observation_space),
     'state': [{'shape': list(x.shape[1:]), 'dtype': str(x.dtype)} for x in jax.tree.leaves(state)],
   }
+  if (
+    about['network']
+    and ':' in about['agent']
+    and not _acts_alike(about, arrays, agent, env, params)
+  ):
+    about['network'] = None
   draft = folder.with_name(f'.{folder.name}.draft')
   shutil.rmtree(draft, ignore_errors=True)
   draft.mkdir(parents=True)
@@ -97,6 +104,51 @@ def write(
   (draft / POLICY).write_text(json.dumps(about, indent=2) + '\n')
   draft.rename(folder)
   return about
+
+
+def _acts_alike(
+  about: dict[str, Any], arrays: dict[str, np.ndarray], agent: Any, env: Any, params: Any
+) -> bool:
+  """Whether an agent of somebody's own does what is best by its network, in SAMPLES observations and what follows."""
+  space = env.observation_space
+  space.seed(0)
+  policy = Policy(about, numpy_step(about, arrays))
+  ids, state, theirs = jnp.arange(SAMPLES, dtype=jnp.int32), None, None
+  for step_type in (FIRST, MID):
+    seen = jax.tree.map(
+      lambda *x: np.stack(x), *[over(_sampled, space, space.sample()) for _ in ids]
+    )
+    theirs = agent.initial_state(ids) if theirs is None else theirs
+    reward = jnp.zeros(SAMPLES)
+    timestep = TimeStep(seen, reward, reward + 1, jnp.full(SAMPLES, step_type, jnp.int8))
+    output, theirs = agent.act(params, theirs, timestep, jax.random.key(0))
+    try:
+      found, state = policy.act_many(seen, state)
+    except (
+      KeyError,
+      ValueError,
+      TypeError,
+      IndexError,
+    ):  # parameters by other names, a state of its own
+      return False
+    if (
+      found.shape != output.action.shape
+      or np.mean(_differ(found, np.asarray(output.action))) > 0.01
+    ):
+      return False
+  return True
+
+
+def _sampled(space: Any, x: Any) -> np.ndarray:
+  """An observation's part as JAX has it; of a mask, all is allowed."""
+  x = np.asarray(x, _dtype(space))
+  return np.ones_like(x) if x.dtype == np.bool_ else x
+
+
+def _differ(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+  if np.issubdtype(x.dtype, np.floating):
+    return np.abs(x - y) > 1e-3 * (1 + np.abs(y))
+  return x != y
 
 
 def named(params: Any) -> dict[str, np.ndarray]:
@@ -179,9 +231,9 @@ def _acting_network(agent: Any) -> Any:
 
 
 def _network(agent: Any, space: Any) -> dict[str, Any] | None:
-  """What the NumPy runner has to know; None for a network or an agent that is not podrace's own."""
+  """What the NumPy runner has to know; None for a network that is not podrace's own."""
   network = _acting_network(agent)
-  if type(network) not in OURS or ':' in agent_name(agent):
+  if type(network) not in OURS:
     return None
   actor = isinstance(network, Actor)
   q = isinstance(network, QNetwork)

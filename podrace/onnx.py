@@ -21,7 +21,10 @@ BATCH = 'batch'
 def why_not(about: dict[str, Any]) -> str:
   """Why a policy has no ONNX graph; '' if it can have one."""
   if about['network'] is None:
-    return f'{about["agent"]} has a network of its own, and podrace writes only its own as ONNX'
+    return (
+      f"{about['agent']} has a network of its own, or does not take its network's best action; only the best actions "
+      "of podrace's networks are written as ONNX"
+    )
   spec = importlib.util.find_spec('onnx')
   if spec is None or spec.loader is None:  # none, or a directory of that name
     return "it needs the extra onnx: pip install 'podrace[onnx]'"

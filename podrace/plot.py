@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 from podrace import curves
 from podrace.curves import Band, Group
 from podrace.errors import UsageError
+from podrace.labels import labels
 
 # Okabe and Ito's colours: those who are colour-blind can distinguish them. Dashes help in black and white.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
@@ -22,6 +25,7 @@ X_LABELS = {
 }
 NAMES = {'episode_return': 'episode return', 'episode_length': 'episode length (steps)'}
 NAMES |= {'steps_per_s': 'environment steps per second'}
+LEGEND_LINE = 0.15  # inches of a line of a legend
 FORMATS = ('.png', '.svg', '.pdf')
 
 
@@ -40,12 +44,14 @@ def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Pa
   by_env: dict[str, list[Group]] = {}
   for group in groups:
     by_env.setdefault(group.env, []).append(group)
-  names = dict(zip(map(id, groups), curves.labels(groups), strict=True))
+  names = dict(zip(map(id, groups), labels(groups), strict=True))
   styles = {label: style(i) for i, label in enumerate(dict.fromkeys(names.values()))}
+  at_ends = all(_fit_at_ends([names[id(g)] for g in those]) for those in by_env.values())
   columns = min(len(by_env), 3)
   rows = -(-len(by_env) // columns)
-  figure, axes = _figure(rows, columns, 4.6, 3.2)
-  several = False
+  sizes = [0 if at_ends else len(those) for those in by_env.values()]
+  lines = sum(max(sizes[i : i + columns]) for i in range(0, len(sizes), columns))
+  figure, axes = _figure(rows, columns, 4.6, 3.2, extra=lines * LEGEND_LINE)
   for axis, (env, those) in zip(axes, by_env.items(), strict=False):
     ends = []
     for group in those:
@@ -55,21 +61,24 @@ def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Pa
       axis.fill_between(
         found.x, found.low, found.high, color=styles[label]['color'], alpha=0.18, linewidth=0
       )
-      several = several or len(group.curves) > 1
-      ends.append((found, f'{label} (n={len(group.curves)})', styles[label]['color']))
-    _label_ends(axis, ends)
-    axis.set_title(env, fontsize=10)
+      text = _text(f'{label} (n={len(group.curves)})')
+      ends.append((found, text, styles[label]['color']))
+    if at_ends:
+      _label_ends(axis, ends)
+    else:
+      _legend_below(axis, axis.lines, [text for _, text, _ in ends])
+    axis.set_title(_text(textwrap.fill(env, 52)), fontsize=10)
     axis.set_xlabel(X_LABELS[x], fontsize=9)
-    axis.set_ylabel(NAMES.get(metric, metric), fontsize=9)
+    axis.set_ylabel(_text(NAMES.get(metric, metric)), fontsize=9)
     _plain(axis)
   what = {'mean': 'mean', 'median': 'median', 'iqm': 'interquartile mean'}[center]
+  several = any(len(g.curves) > 1 for g in groups)
   note = (
     f'line: {what} over n curves; band: 95% bootstrap interval'
     if several
     else 'one curve each: no interval'
   )
-  figure.supxlabel(note, fontsize=7.5, color='#555555', x=0.01, ha='left')
-  _save(figure, out)
+  _save(figure, out, note)
 
 
 def draw_sweep(trials: Sequence[dict[str, Any]], logs: dict[str, bool], out: Path) -> None:
@@ -101,14 +110,7 @@ def draw_sweep(trials: Sequence[dict[str, Any]], logs: dict[str, bool], out: Pat
     axis.set_xlabel(name, fontsize=9)
     axis.set_ylabel('episode return', fontsize=9)
     _plain(axis)
-  figure.supxlabel(
-    'a dot: a seed of a setting; ringed: the best setting',
-    fontsize=7.5,
-    color='#555555',
-    x=0.01,
-    ha='left',
-  )
-  _save(figure, out)
+  _save(figure, out, 'a dot: a seed of a setting; ringed: the best setting')
 
 
 def style(i: int) -> dict[str, Any]:
@@ -116,12 +118,21 @@ def style(i: int) -> dict[str, Any]:
   return dict(color=COLOURS[i % len(COLOURS)], linestyle=DASHES[i // len(COLOURS) % len(DASHES)])
 
 
+def _fit_at_ends(names: Sequence[str]) -> bool:
+  """Whether there is room for the names at the ends of their lines, within the panel."""
+  return len(names) <= 6 and max(map(len, names)) <= 12
+
+
+def _legend_below(axis: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
+  """A name a line, under the panel: wide names make the picture higher, never wider."""
+  axis.legend(
+    handles, names, fontsize=7, frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.2),
+    borderaxespad=0, handlelength=3,
+  )  # fmt: skip
+
+
 def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
-  """A name at the end of each line, moved where they would overlap; in a legend where they are many."""
-  if len(ends) > 6 or max(len(text) for _, text, _ in ends) > 34:
-    handles = [axis.lines[i] for i in range(len(ends))]
-    axis.legend(handles, [text for _, text, _ in ends], fontsize=7, frameon=False)
-    return
+  """A name at the end of each line, moved where they would overlap."""
   low, high = axis.get_ylim()
   gap = (high - low) * 0.07
   order = sorted(range(len(ends)), key=lambda i: ends[i][0].center[-1])
@@ -148,8 +159,11 @@ def draw_aggregate(
     unit: of the scores, in words.
   """
   found = {name: summarised(tasks) for name, tasks in scores.items()}
-  figure, axes = _figure(1, 3, 4.2, 3.2)
   order = list(scores)
+  outside = max(map(len, order)) > 12 or len(order) > 4
+  figure, axes = _figure(
+    1, 3, 4.2, 3.2, extra=max(0.3 * (len(order) - 6), LEGEND_LINE * len(order) * outside, 0)
+  )
   for axis, what in zip(axes[:2], ('iqm', 'median'), strict=True):
     for i, name in enumerate(order):
       value, (low, high) = found[name][what], found[name][f'{what}_interval']
@@ -157,42 +171,45 @@ def draw_aggregate(
         [low, high], [i, i], linewidth=7, alpha=0.35, solid_capstyle='butt', color=style(i)['color']
       )
       axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=style(i)['color'])
-    axis.set_yticks(range(len(order)), order if axis is axes[0] else [''] * len(order), fontsize=8)
+    ticks = [_text(textwrap.fill(name, 24)) if axis is axes[0] else '' for name in order]
+    axis.set_yticks(range(len(order)), ticks, fontsize=8)
     axis.set_ylim(len(order) - 0.3, -0.7)  # the first one at the top
     axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[what], fontsize=10)
     axis.set_xlabel('normalised score', fontsize=9)
     _plain(axis)
   every = np.concatenate([x for tasks in scores.values() for x in tasks])
   thresholds = np.linspace(every.min(), every.max(), 200)
-  for i, (name, tasks) in enumerate(scores.items()):
-    axes[2].plot(
-      thresholds, curves.profile(tasks, thresholds), label=name, linewidth=1.6, **style(i)
-    )
+  for i, tasks in enumerate(scores.values()):
+    axes[2].plot(thresholds, curves.profile(tasks, thresholds), linewidth=1.6, **style(i))
   axes[2].set_title('performance profile', fontsize=10)
   axes[2].set_xlabel('normalised score', fontsize=9)
   axes[2].set_ylabel('share of runs above', fontsize=9)
-  axes[2].legend(fontsize=7.5, frameon=False)
+  if outside:
+    _legend_below(axes[2], axes[2].lines, list(map(_text, order)))
+  else:
+    axes[2].legend(axes[2].lines, list(map(_text, order)), fontsize=7.5, frameon=False)
   _plain(axes[2])
-  note = f'{unit}; bars: 95% stratified bootstrap intervals'
-  figure.supxlabel(note, fontsize=7.5, color='#555555', x=0.01, ha='left')
-  _save(figure, out)
+  _save(figure, out, f'{unit}; bars: 95% stratified bootstrap intervals')
   return found
 
 
 def summarised(tasks: list[np.ndarray]) -> dict[str, Any]:
   """The aggregates of one algorithm's scores, with intervals."""
   scores = np.concatenate(tasks)
-  found: dict[str, Any] = {'tasks': len(tasks), 'runs': len(scores)}
+  found: dict[str, Any] = {'tasks': len(tasks), 'curves': len(scores)}
   for name, center in curves.CENTERS.items():
     found[name] = float(center(scores))
     found[f'{name}_interval'] = list(curves.interval(tasks, center))
   return found
 
 
-def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
+def _figure(
+  rows: int, columns: int, width: float, height: float, extra: float = 0.0
+) -> tuple[Any, list[Any]]:
+  """A figure of panels of that size in inches, and `extra` inches higher; no panel is visible yet."""
   from matplotlib.figure import Figure
 
-  figure = Figure(figsize=(width * columns, height * rows), layout='constrained')
+  figure = Figure(figsize=(width * columns, height * rows + extra), layout='constrained')
   axes = list(figure.subplots(rows, columns, squeeze=False).flat)
   for axis in axes:
     axis.set_visible(False)
@@ -212,8 +229,18 @@ def _plain(axis: Any) -> None:
     axis.xaxis.set_major_formatter(EngFormatter(sep=''))
 
 
-def _save(figure: Any, out: Path) -> None:
-  try:
-    figure.savefig(out, dpi=150, bbox_inches='tight')
-  except OSError as e:
-    raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e
+def _text(words: str) -> str:
+  """Words as they are, for matplotlib: it reads formulas between dollars, and leaves out what begins with _."""
+  words = words.replace('$', r'\$')
+  return f' {words}' if words.startswith('_') else words
+
+
+def _save(figure: Any, out: Path, note: str) -> None:
+  """Writes the figure, with a note at its foot; its size is as planned, whatever is in it."""
+  figure.supxlabel(note, fontsize=7.5, color='#555555', x=0.01, ha='left')
+  with warnings.catch_warnings():
+    warnings.filterwarnings('ignore', 'Glyph')  # its font lacks a letter of a name
+    try:
+      figure.savefig(out, dpi=150)
+    except OSError as e:
+      raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e

@@ -45,7 +45,8 @@ def load_policy(folder: Path | str, runtime: str = 'numpy') -> Policy:
   files = {name: _verified(folder / name, digest) for name, digest in about['sha256'].items()}
   if runtime != 'jax' and about['network'] is None:
     raise PolicyError(
-      f"{about['agent']} has a network of its own, which only JAX can run: take runtime='jax'"
+      f"{about['agent']} has a network of its own, or does not take its network's best action, so only JAX can run "
+      "it: take runtime='jax'"
     )
   if runtime == 'onnx':
     return Policy(about, _onnx_step(about, _needed(files, GRAPH, folder)))
@@ -54,7 +55,7 @@ def load_policy(folder: Path | str, runtime: str = 'numpy') -> Policy:
   params = load(_needed(files, PARAMS, folder))
   if runtime == 'jax':
     return Policy(about, _jax_step(about, params, _needed(files, PROGRAM, folder)))
-  return Policy(about, _numpy_step(about, params))
+  return Policy(about, numpy_step(about, params))
 
 
 def _description(folder: Path) -> dict[str, Any]:
@@ -135,7 +136,7 @@ class Policy:
 # --- runtimes -------------------------------------------------------------------------------------
 
 
-def _numpy_step(about: dict[str, Any], params: Params) -> Step:
+def numpy_step(about: dict[str, Any], params: Params) -> Step:
   network = Network(about, params, Numpy())
 
   def step(arrays: list[np.ndarray], state: Any, size: int) -> tuple[np.ndarray, Any]:

@@ -32,10 +32,10 @@ from podrace.record import (
   read_summary,
   write_json,
 )
-from podrace.runs import noting_end
+from podrace.runs import last_line, noting_end
 from podrace.saves import Saves
 from podrace.stop import GRACE_SECONDS, Stop, Stopped
-from podrace.warm_start import warm_started
+from podrace.warm_start import check_start, warm_started
 
 if TYPE_CHECKING:
   from podrace.distributed.handshake import Addresses
@@ -93,6 +93,8 @@ def train(
     stack.callback(terminal.close)
     server = make_server(config, listen)
     program = build(config, server, addresses, run_dir)
+    if config.init_from and read_record(run_dir) is None:
+      check_start(config)
     # Now that it can be a run: what is refused leaves no directory.
     try:
       run_dir.mkdir(parents=True, exist_ok=True)
@@ -251,6 +253,11 @@ class _Run:
     """The state that the run goes on from, and its notes; None if it begins."""
     found = self.saves.restore()
     if found is None:
+      line, _ = last_line(self.run_dir / 'metrics.jsonl')
+      if self.leader and line.get('step', 0):
+        self.warn(
+          f'{self.run_dir} has no checkpoint, though its metrics reach step {line["step"]:,}: it begins again at step 0'
+        )
       return None
     state, notes = found
     self.statistics = notes['statistics']

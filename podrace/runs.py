@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import UsageError
+from podrace.agents import AGENTS
+from podrace.errors import RunError, UsageError
 from podrace.files import write_whole
+from podrace.own_code import CLASS
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
 KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
 BROKEN = 'broken'  # its config.json can't be read
+STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN)
 END = 'end.json'  # how the run's last life ended, where it did not finish
+VARIED = 'podrace.agents.varied:Varied'  # the agent of a sweep in one program
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
 
 
@@ -31,7 +35,8 @@ class Run:
   path: Path
   state: str
   why: str = ''  # it stopped or failed; '' if that is not known
-  agent: str = ''
+  agent: str = ''  # of a sweep in one program, the agent that is varied
+  sweep: bool = False  # it has several settings of its agent
   env: str = ''
   architecture: str = ''
   step: int = 0  # environment steps done, of each seed
@@ -74,7 +79,7 @@ def look(path: Path) -> Run:
   if isinstance(record, str):
     return Run(path, BROKEN, record, age_s=age, size=size_of(str(path)))
   summary, end = (_object(path / name) for name in ('summary.json', END))
-  total = record['total_steps']
+  total = steps_of(record)
   state, why = FINISHED, ''
   if is_running(path):
     state = RUNNING
@@ -83,14 +88,16 @@ def look(path: Path) -> Run:
   elif summary.get('step', 0) < total:
     state, why = end.get('state', KILLED), end.get('why', '')
   done = summary if state == FINISHED else line
+  agent, sweep = agent_of(record['agent'])
   return Run(
     path,
     state,
     why,
-    agent=record['agent']['name'],
+    agent=agent,
+    sweep=sweep,
     env=record['env'],
     architecture=record['architecture'],
-    step=max(line.get('step', 0), summary.get('step', 0)),
+    step=max(line.get('step', 0), summary.get('step', 0), *saved_steps(path), 0),
     total_steps=total,
     episode_return=done.get('episode_return'),
     steps_per_s=done.get('steps_per_s'),
@@ -99,14 +106,44 @@ def look(path: Path) -> Run:
   )
 
 
+def steps_of(record: dict[str, Any]) -> int:
+  """The steps that a run has, in whole updates."""
+  update = record.get('num_envs', 1) * record.get('unroll_length', 1)
+  total: int = -(-record['total_steps'] // update) * update
+  return total
+
+
+def saved_steps(path: Path) -> list[int]:
+  """The steps of a run's checkpoints."""
+  with contextlib.suppress(OSError):
+    return [int(name) for name in os.listdir(path / 'checkpoints') if name.isdigit()]
+  return []
+
+
 def _record(path: Path) -> dict[str, Any] | str:
   """What config.json holds that is shown, or what is wrong with it."""
+  try:
+    json.loads((path / 'config.json').read_bytes())
+  except ValueError as e:
+    return f'config.json is not JSON: {e}'
+  except OSError as e:
+    return f'config.json cannot be read: {e.strerror}'
   found = _object(path / 'config.json')
   expected = {'env': str, 'architecture': str, 'total_steps': int, 'agent': dict}
   for name, kind in expected.items():
     if not isinstance(found.get(name), kind):
       return f'config.json is not the record of a run: no {name}'
   return found if isinstance(found['agent'].get('name'), str) else 'config.json names no agent'
+
+
+def agent_of(record: dict[str, Any]) -> tuple[str, bool]:
+  """The name of a recorded agent, and whether it is a sweep of that one."""
+  inner = record.get('agent')
+  if record['name'] != VARIED or not isinstance(inner, dict):
+    return record['name'], False
+  where = str(inner.get(CLASS, ''))
+  names = [name for name, known in AGENTS.items() if ':'.join(known) == where]
+  return (names[0] if names else where or VARIED), True
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -225,9 +262,21 @@ def noting_end(
     note(STOPPED, 'SIGINT: ended at once')
     raise
   except Exception as e:
-    lines = [x for x in str(e).splitlines() if x.strip()]
-    note(FAILED, lines[-1].strip() if lines else repr(e))
+    note(FAILED, reason(e))
     raise
+
+
+def reason(error: Exception) -> str:
+  """In a line why a run failed: the first cause, where one error led to another."""
+  while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+    error = error.__cause__
+  lines = [x for x in str(error).splitlines() if x.strip()]
+  if not lines:
+    return repr(error)
+  text, kind = lines[-1].strip(), type(error).__name__
+  return (
+    text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
+  )
 
 
 # --- directories of new runs

@@ -13,7 +13,7 @@ import jax
 from podrace.architecture import Architecture
 from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config
-from podrace.errors import RunError
+from podrace.errors import RunError, UsageError
 from podrace.fit import Fit
 from podrace.record import machine
 from podrace.replay.host import ReplayFailed
@@ -82,7 +82,7 @@ class Saves:
       yield
     except Stopped:
       raise
-    except (ActorFailed, ReplayFailed, RunError) as e:
+    except (ActorFailed, ReplayFailed, RunError, UsageError) as e:
       raise RunError(f'{e}\n{self._at_failure(update, state)}') from e
     except Exception as e:
       what = 'the run failed'

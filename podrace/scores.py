@@ -14,6 +14,7 @@ import numpy as np
 from podrace import curves, plot
 from podrace.curves import Group
 from podrace.errors import UsageError
+from podrace.labels import labels
 
 # Random play's and a professional human's score in each of 57 Atari games, with up to 30 no-ops at the start and at
 # most 108,000 frames: the table of Wang et al. 2016 (arXiv 1511.06581), as dqn_zoo has it.
@@ -79,7 +80,7 @@ def aggregate(groups: Sequence[Group], normalise: str, out: Path) -> dict[str, A
   without_env = [
     dataclasses.replace(g, config={k: v for k, v in g.config.items() if k != 'env'}) for g in groups
   ]
-  names = curves.labels(without_env)
+  names = labels(without_env)
   found: dict[str, dict[str, np.ndarray]] = {}
   for g, name in zip(groups, names, strict=True):
     of_group = np.array([curves.final(c) for c in g.curves])

@@ -1,12 +1,12 @@
 """One environment that can be looked at: it acts as a pool of one, and draws itself.
 
 What is drawn: Atari in colour, by a second game with the same seed and the same actions; Gymnasium's `rgb_array`;
-of environments in JAX what their libraries draw of a state, else the observation: images and grids as they
-are, vectors as bars.
+of environments in JAX what their libraries draw of a state. Where there is none of it, the observation is drawn.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,20 +17,16 @@ from podrace.envs import registry
 from podrace.envs.adapt import LimitedState
 from podrace.envs.base import PooledState, ResetState, batch
 from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
-from podrace.envs.spaces import over, values
+from podrace.envs.spaces import over
 from podrace.errors import RunError, UsageError
+from podrace.pictures import Numbers, draw, enlarged, to_image
 from podrace.types import LAST, TimeStep
-
-SMALLEST = 256  # pixels of the longer side; smaller pictures are enlarged by whole factors
-# Of the channels of a grid, as in podrace.plot: those who are colour-blind can distinguish them.
-PALETTE = np.array(
-  [(0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233), (240, 228, 66), (255, 255, 255)],
-  np.uint8,
-)  # fmt: skip
 
 
 class Stage(Protocol):
   """One environment and its picture."""
+
+  note: str  # why it is the observation that is drawn; '' if the environment draws itself
 
   def reset(self, seed: int) -> TimeStep:
     """The FIRST of a new episode, [1, ...]."""
@@ -40,8 +36,8 @@ class Stage(Protocol):
     """The next timestep [1, ...], the reward as the environment has it, and whether the whole game is over."""
     ...
 
-  def frame(self) -> np.ndarray:
-    """The picture now, [H, W, 3] u8."""
+  def frame(self) -> np.ndarray | Numbers:
+    """The picture now, [H, W, 3] u8; or the observation, if there is no image in it."""
     ...
 
   def close(self) -> None: ...
@@ -73,6 +69,9 @@ class JaxStage:
     self._reset, self._step = jax.jit(both.reset), jax.jit(both.step)
     self._space = env.observation_space
     self._drawing = drawing(env)
+    self.note = (
+      '' if self._drawing else 'it draws no picture of itself: this is what the agent sees'
+    )
     self._state: Any = None
     self._timestep: Any = None
 
@@ -87,7 +86,7 @@ class JaxStage:
     self._timestep = timestep
     return timestep, float(timestep.reward[0]), bool(timestep.step_type[0] == LAST)
 
-  def frame(self) -> np.ndarray:
+  def frame(self) -> np.ndarray | Numbers:
     if self._drawing is not None:
       return enlarged(to_image(self._drawing(first(self._state))))
     return draw(self._space, jax.tree.map(np.asarray, first(self._timestep.observation)))
@@ -98,6 +97,8 @@ class JaxStage:
 
 class PoolStage:
   """A pool of one environment on the host."""
+
+  note = ''
 
   def __init__(self, spec: HostSpec) -> None:
     self._spec = spec
@@ -159,29 +160,24 @@ class AtariStage(PoolStage):
 
 
 class GymnasiumStage:
-  """A Gymnasium environment in this process, with `render_mode='rgb_array'`."""
+  """A Gymnasium environment in this process, with `render_mode='rgb_array'` if it has that."""
 
   def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
-    import gymnasium
-
-    given = dict(options) | {'render_mode': 'rgb_array'}
-    try:
-      self._env: Any = gymnasium.make(name, **given)
-    except (TypeError, ValueError, ImportError, gymnasium.error.Error) as e:
-      raise UsageError(f"gymnasium:{name} can't be drawn: {e}") from e
+    self._env, self.note = _rendering(name, options)
     self._space, self._stepper = spec.observation_space, Stepper(1)
+    self._observation: Any = None
 
   def reset(self, seed: int) -> TimeStep:
-    observation, _ = self._env.reset(seed=seed)
+    self._observation, _ = self._env.reset(seed=seed)
     self._stepper.reset()
-    return self._timestep(observation, 0.0, False, False)
+    return self._timestep(self._observation, 0.0, False, False)
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
     from podrace.envs.host.worker import actions_for
 
     (one,) = actions_for(self._env.action_space, np.asarray(action))
-    observation, reward, terminated, truncated, _ = self._env.step(one)
-    timestep = self._timestep(observation, reward, terminated, truncated)
+    self._observation, reward, terminated, truncated, _ = self._env.step(one)
+    timestep = self._timestep(self._observation, reward, terminated, truncated)
     return timestep, float(reward), bool(terminated or truncated)
 
   def _timestep(self, x: Any, reward: float, terminated: bool, truncated: bool) -> TimeStep:
@@ -193,11 +189,51 @@ class GymnasiumStage:
       everyone(1), over(one, self._space, x), np.array([reward], np.float32), *flags
     )
 
-  def frame(self) -> np.ndarray:
+  def frame(self) -> np.ndarray | Numbers:
+    if self.note:
+      return draw(self._space, self._observation)
     return to_image(self._env.render())
 
   def close(self) -> None:
     self._env.close()
+
+
+def _rendering(name: str, options: Any) -> tuple[Any, str]:
+  """An environment that renders, and ''; or one that can't, and why.
+
+  Raises:
+    UsageError: if what it renders with is not installed.
+  """
+  import gymnasium
+
+  with warnings.catch_warnings():  # of a mode that it doesn't have, with a path of the library
+    warnings.simplefilter('ignore')
+    env: Any = None
+    try:
+      env = gymnasium.make(name, **(dict(options) | {'render_mode': 'rgb_array'}))
+      env.reset(seed=0)
+      to_image(_picture(env))
+      return env, ''
+    except (ImportError, gymnasium.error.DependencyNotInstalled) as e:
+      raise UsageError(f"gymnasium:{name} can't be drawn: {e}") from e
+    except (TypeError, ValueError, AttributeError, NotImplementedError, gymnasium.error.Error) as e:
+      why = 'its class has no render_mode and render() for rgb_array'
+      if env is not None:
+        why = f'it renders no rgb_array ({type(e).__name__}: {str(e).partition(chr(10))[0]})'
+        env.close()
+    return gymnasium.make(name, **options), f'{why}: this is what the agent sees'
+
+
+def _picture(env: Any) -> np.ndarray:
+  """What an environment renders.
+
+  Raises:
+    ValueError: if that is no image.
+  """
+  found = np.asarray(env.render())
+  if found.ndim != 3 or found.dtype.kind not in 'uif':
+    raise ValueError(f'render() returned {found.dtype} {found.shape}')
+  return found
 
 
 def first(tree: Any) -> Any:
@@ -205,9 +241,6 @@ def first(tree: Any) -> Any:
   if isinstance(tree, PooledState):
     tree = tree.inner
   return jax.tree.map(lambda x: x[0], tree)
-
-
-# --- pictures -----------------------------------------------------------------------------------
 
 
 def drawing(env: Any) -> Callable[[Any], Any] | None:
@@ -224,54 +257,3 @@ def drawing(env: Any) -> Callable[[Any], Any] | None:
     return draws(state)
 
   return of_state
-
-
-def to_image(x: Any) -> np.ndarray:
-  """Any image, with 0 to 1 or 0 to 255, as [H, W, 3] u8."""
-  x = np.asarray(x)
-  if x.dtype != np.uint8:
-    most = 1 if x.max(initial=0) <= 1 else 255
-    x = np.clip(x * (255 / most), 0, 255).astype(np.uint8)
-  x = x[..., None] if x.ndim == 2 else x
-  return np.repeat(x, 3, axis=-1) if x.shape[-1] == 1 else x[..., :3]
-
-
-def draw(space: Any, observation: Any) -> np.ndarray:
-  """A picture of an observation: of its first part that has two axes or more, else bars of all numbers."""
-  parts = [np.asarray(x) for x in values(space, observation)]
-  for x in parts:
-    if x.ndim == 3 and x.shape[0] < min(x.shape[1:]) and x.dtype == np.uint8:
-      return enlarged(to_image(x[-1]))  # frames that are stacked: the newest
-    if x.ndim == 3 and x.dtype == np.uint8 and x.shape[-1] in (1, 3):
-      return enlarged(to_image(x))
-    if x.ndim == 3:
-      return enlarged(grid(x))
-    if x.ndim == 2:
-      return enlarged(to_image(x.astype(np.float32) / max(float(np.abs(x).max(initial=0)), 1e-9)))
-  return bars(np.concatenate([np.ravel(x).astype(np.float32) for x in parts]))
-
-
-def grid(x: np.ndarray) -> np.ndarray:
-  """[H, W, C] of which each channel has a colour; the last one that is set in a cell is shown."""
-  picture = np.full((*x.shape[:2], 3), 24, np.uint8)
-  for channel in range(x.shape[-1]):
-    picture[x[..., channel] > 0] = PALETTE[channel % len(PALETTE)]
-  return picture
-
-
-def bars(x: np.ndarray, height: int = 128) -> np.ndarray:
-  """A bar for each number, up or down from the middle, by a scale that leaves large ones in the picture."""
-  width = max(4, SMALLEST // max(len(x), 1))
-  picture = np.full((height, width * len(x), 3), 30, np.uint8)
-  middle = height // 2
-  for i, value in enumerate(np.tanh(np.nan_to_num(x))):
-    end = middle - round(float(value) * (middle - 2))
-    low, high = sorted((middle, end))
-    picture[low : high + 1, i * width + 1 : (i + 1) * width - 1] = PALETTE[5]
-  return picture
-
-
-def enlarged(picture: np.ndarray) -> np.ndarray:
-  """By a whole factor, so that its longer side has SMALLEST pixels or more."""
-  factor = -(-SMALLEST // max(picture.shape[:2]))
-  return picture.repeat(factor, 0).repeat(factor, 1) if factor > 1 else picture

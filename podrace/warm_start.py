@@ -14,10 +14,8 @@ from podrace.evaluate import evaluable, newest_params
 from podrace.record import load_config
 
 
-def warm_started(config: Config, state: Any) -> Any:
-  """A run's new state with the parameters of the newest checkpoint of `config.init_from`.
-
-  Those of a run of one seed go to all seeds.
+def check_start(config: Config) -> Any:
+  """The parameters [seeds or 1, ...] that a run begins with, of the newest checkpoint of `config.init_from`.
 
   Raises:
     UsageError: if there is no such run or no checkpoint, or if the parameters have other shapes.
@@ -28,16 +26,25 @@ def warm_started(config: Config, state: Any) -> Any:
     raise UsageError(
       f'--init-from {source} has {theirs.seeds} seeds, this run {config.seeds}: it takes one of 1 seed, or of as many'
     )
-  agent, _ = evaluable(theirs)
-  _, params, _ = newest_params(theirs, agent, source)
-  several = config.seeds > 1
-  if several and theirs.seeds == 1:
-    params = jax.tree.map(lambda x: jax.numpy.broadcast_to(x, (config.seeds, *x.shape)), params)
-  _check(source, params, state.train.params)
+  params = newest_params(theirs, evaluable(theirs)[0], source)[1]
+  if theirs.seeds == 1:
+    params = jax.tree.map(lambda x: x[None], params)
+  expected = jax.eval_shape(evaluable(config)[0].init, jax.random.key(0)).params
+  _check(source, jax.tree.map(lambda x: x[0], params), expected)
+  return params
+
+
+def warm_started(config: Config, state: Any) -> Any:
+  """A run's new state with the parameters of `check_start`; those of a run of one seed go to all seeds."""
+  several, params = config.seeds > 1, check_start(config)
+
+  def of_all(x: Any) -> Any:
+    return jax.numpy.broadcast_to(x, (config.seeds, *x.shape[1:])) if several else x[0]
 
   def start(train: Any, params: Any) -> Any:
     return hooks.warm_start(config.agent, train, params)
 
+  params = jax.tree.map(of_all, params)
   train = (jax.vmap(start) if several else start)(state.train, params)
   placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), train, state.train)
   return state._replace(train=placed)

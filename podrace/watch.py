@@ -20,6 +20,8 @@ from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params, spread
 from podrace.hooks import can_be_greedy, greedily
+from podrace.output import tell
+from podrace.pictures import Numbers, numbers
 from podrace.record import load_config
 from podrace.stages import Stage
 
@@ -120,17 +122,26 @@ def episode(
   max_steps: int,
   show: Callable[[np.ndarray], None],
 ) -> tuple[float, int]:
-  """Plays one episode and shows each of its frames; its return and its steps."""
+  """Plays one episode and shows each of its frames, those of numbers at its end; its return and its steps."""
   timestep = stage.reset(seed)
   key, total, over = jax.random.key(seed), 0.0, False
+  waiting: list[tuple[Numbers, str]] = []  # their bars are on the scale of the whole episode
   for step in range(max_steps + 1):
     words = f'step {step}   return {total:g}' + ('   end' if over else '')
-    show(with_words(stage.frame(), words))
+    frame = stage.frame()
+    if isinstance(frame, Numbers):
+      waiting.append((frame, words))
+    else:
+      show(with_words(frame, words))
     if over or step == max_steps:
       break
     action, state = act(timestep, state, jax.random.fold_in(key, step))
     timestep, reward, over = stage.step(action)
     total += reward
+  if waiting:
+    drawn = numbers([x for x, _ in waiting])
+    for picture, (_, words) in zip(drawn, waiting, strict=True):
+      show(with_words(picture, words))
   return total, step
 
 
@@ -163,15 +174,17 @@ def watch(
   step, params, _ = newest_params(config, agent, run_dir)
   if show is None:
     folder = out or run_dir / 'videos'
-    return film(config, params, folder, step, episodes, seed, sampled, max_steps, fps)
-  with _on_stage(config, params, sampled) as (stage, act, begin):
+    return film(config, params, folder, step, episodes, seed, sampled, max_steps, fps, tell)
+  with _on_stage(config, params, sampled, tell) as (stage, act, begin):
     for i in range(episodes):
       episode(stage, act, begin(), seed + i, max_steps, show)
   return {'step': step, 'episodes': episodes}
 
 
 @contextlib.contextmanager
-def _on_stage(config: Config, params: Any, sampled: bool) -> Iterator[tuple[Stage, Any, Any]]:
+def _on_stage(
+  config: Config, params: Any, sampled: bool, say: Callable[[str], None] | None
+) -> Iterator[tuple[Stage, Any, Any]]:
   """The environment of a run, drawn; how its agent acts there; and the state of acting that it begins with."""
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
@@ -186,6 +199,8 @@ def _on_stage(config: Config, params: Any, sampled: bool) -> Iterator[tuple[Stag
     return jax.tree.map(np.asarray, output.action), state
 
   stage = stages.make(config.env, env)
+  if stage.note and say is not None:
+    say(f'podrace watch: {config.env}: {stage.note}')
   try:
     yield stage, act, lambda: agent.initial_state(ids)
   finally:
@@ -202,8 +217,12 @@ def film(
   sampled: bool = False,
   max_steps: int = 5_000,
   fps: int = 30,
+  say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
   """Films episodes of a run's parameters at `step`, and keeps the best and the median one in `folder`.
+
+  Args:
+    say: gets a line, where it is the observation that is drawn.
 
   Raises:
     UsageError: if the environment can't be drawn, or the folder is a link.
@@ -213,7 +232,7 @@ def film(
   folder.mkdir(parents=True, exist_ok=True)
   with (
     tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft,
-    _on_stage(config, params, sampled) as (stage, act, begin),
+    _on_stage(config, params, sampled, say) as (stage, act, begin),
   ):
     found = [
       _film(stage, act, begin(), Path(draft), i, seed + i, max_steps, fps) for i in range(episodes)

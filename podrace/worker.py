@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -74,6 +75,12 @@ class Worker:
   def failure(self) -> str:
     """The traceback of what the work raised; '' if it has not failed."""
     return '' if self._failure is None else ''.join(traceback.format_exception(self._failure))
+
+  def message(self, plain: type[Exception]) -> str:
+    """As `failure`; of what is `plain` the message only, unless PODRACE_TRACEBACK is set."""
+    if isinstance(self._failure, plain) and not os.environ.get('PODRACE_TRACEBACK'):
+      return str(self._failure)
+    return self.failure
 
   def check(self) -> None:
     """Raises what the work raised, if it has failed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -46,7 +47,7 @@ class Counting:
     if self.lines == self.fail_at:
       raise ZeroDivisionError('of my own')
     if self.lines == self.end_at:
-      raise podrace.EndTraining('enough')
+      raise podrace.EndTraining('enough', {'my_lines': self.lines})
     return {'my_lines': self.lines}
 
   def state(self) -> Any:
@@ -141,7 +142,7 @@ def test_configure_refuses(preset: str, settings: Any, message: str) -> None:
 def test_a_callback_reports_metrics_and_ends_the_run(tmp_path: Path) -> None:
   config = podrace.configure('catch', **SMALL)
   result = podrace.train(config, tmp_path / 'run', [Counting(end_at=4)], quiet=True)
-  assert [line.get('my_lines') for line in result.metrics] == [1, 2, 3, None]
+  assert [line.get('my_lines') for line in result.metrics] == [1, 2, 3, 4]
   assert result.summary['ended'] == 'enough' and result.summary['step'] == 4 * 640
   seen = runs.look(tmp_path / 'run')
   assert (seen.state, seen.why) == ('finished', 'enough')
@@ -408,6 +409,21 @@ def test_a_warm_start_with_other_shapes_is_refused(tmp_path: Path) -> None:
   missing = dataclasses.replace(config, init_from=str(tmp_path / 'none'))
   with pytest.raises(UsageError, match='is not a run directory'):
     podrace.train(missing, tmp_path / 'three', quiet=True)
+  assert not (tmp_path / 'two').exists() and not (tmp_path / 'three').exists()
+
+
+def test_a_run_whose_checkpoints_are_gone_says_so(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  config = podrace.configure('catch', **SMALL)
+  first = podrace.train(config, tmp_path / 'run', quiet=True)
+  (tmp_path / 'run' / 'summary.json').unlink()
+  for path in (tmp_path / 'run' / 'checkpoints').iterdir():
+    shutil.rmtree(path)
+  again = podrace.train(config, tmp_path / 'run', quiet=True)
+  said = capsys.readouterr().err
+  assert 'has no checkpoint, though its metrics reach step 6,400: it begins again at step 0' in said
+  assert again.summary['params_sha256'] == first.summary['params_sha256']
 
 
 def test_what_importing_podrace_imports() -> None:

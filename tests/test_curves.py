@@ -14,6 +14,7 @@ from test_runs import called
 
 from podrace import curves, plot, scores
 from podrace.errors import UsageError
+from podrace.labels import labels
 
 
 def make(
@@ -53,15 +54,8 @@ def test_runs_are_grouped_whatever_their_seeds(tmp_path: Path) -> None:
     [[1.0], [3.0]],
     [[2.0]],
   ]
-  assert curves.labels(groups) == ['learning-rate 0.001', 'learning-rate 0.0001']
-  assert curves.labels(groups[:1]) == ['ppo']
-
-
-def test_agents_are_told_apart_by_their_names(tmp_path: Path) -> None:
-  a = make(tmp_path / 'a', [(10, 1.0)])
-  b = make(tmp_path / 'b', [(10, 2.0)], name='dqn', n_step=3)
-  groups, _ = curves.read([a, b], 'episode_return', 'steps')
-  assert curves.labels(groups) == ['ppo', 'dqn']
+  assert labels(groups) == ['learning-rate 0.001', 'learning-rate 0.0001']
+  assert labels(groups[:1]) == ['ppo']
 
 
 def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
@@ -69,6 +63,14 @@ def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
   ((group,), _) = curves.read([a], 'episode_return', 'steps')
   assert [c.x.tolist() for c in group.curves] == [[10, 20, 30], [20, 30]]
   assert [c.y.tolist() for c in group.curves] == [[1, 2, 3], [5, 6]]
+
+
+def test_runs_and_curves_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  make(tmp_path / 'a', [(10, [1.0, 2.0, 3.0]), (20, [2.0, 5.0, 1.0])])
+  make(tmp_path / 'b', [(10, 1.0), (20, 2.0)], name='dqn')
+  _, out, _ = called(capsys, 'plot', str(tmp_path), '--out', str(tmp_path / 'x.png'))
+  found = json.loads(out.splitlines()[-1])
+  assert (found['runs'], found['curves']) == (2, 4)
 
 
 def test_positions(tmp_path: Path) -> None:
@@ -175,7 +177,8 @@ def test_a_picture_of_curves(
   code, printed, err = called(capsys, 'plot', str(tmp_path), '--out', str(out), '--center', 'iqm')
   assert code == 0 and f'{tmp_path / "b"} is not finished: it ends at 50 (of 100 steps)' in err
   found = json.loads(printed.splitlines()[-1])
-  assert found['runs'] == 4 and [g['curves'] for g in found['groups']] == [3, 1]
+  assert (found['runs'], found['curves']) == (4, 4)
+  assert [g['curves'] for g in found['groups']] == [3, 1]
   assert found['groups'][0]['final'] == [95.0, 96.0, 97.0]
   if suffix == 'png':
     image = np.asarray(Image.open(out).convert('RGB')).reshape(-1, 3)

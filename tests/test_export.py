@@ -218,10 +218,45 @@ def test_without_the_packages_of_onnx(tmp_path: Path, monkeypatch: pytest.Monkey
     load_policy(tmp_path / 'without', 'onnx')
 
 
-def test_a_network_of_ones_own_has_the_program_of_jax_alone(tmp_path: Path) -> None:
-  class Own(ActorCritic):
-    pass
+class Own(ActorCritic):
+  """A network of somebody's own."""
 
+
+@dataclasses.dataclass(frozen=True)
+class Plain(PPO):
+  """An agent of somebody's own, with podrace's network, of which it takes the best action."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrary(PPO):
+  """As `Plain`, but not the best action."""
+
+  def act(self, params: Any, state: Any, timestep: Any, key: Any) -> Any:
+    output, state = super().act(params, state, timestep, key)
+    return output._replace(action=2 - output.action), state
+
+
+@pytest.mark.parametrize(('kind', 'core'), [(Plain, 'none'), (Plain, 'gru'), (Contrary, 'none')])
+def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_path: Path) -> None:
+  CASES['own'] = (kind(network=ActorCritic(hidden=(8,), core=core, core_size=4)), VECTOR, THREE)
+  try:
+    made('own', tmp_path / 'policy')
+  finally:
+    del CASES['own']
+  if kind is Contrary:
+    with pytest.raises(PolicyError, match="does not take its network's best action"):
+      load_policy(tmp_path / 'policy')
+    return
+  seen = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
+  actions = [
+    load_policy(tmp_path / 'policy', r).act_many(seen)[0] for r in ('numpy', 'onnx', 'jax')
+  ]
+  np.testing.assert_array_equal(actions[0], actions[1])
+  np.testing.assert_array_equal(actions[0], actions[2])
+  assert len(set(actions[0].tolist())) > 1
+
+
+def test_a_network_of_ones_own_has_the_program_of_jax_alone(tmp_path: Path) -> None:
   CASES['own'] = (PPO(network=Own()), VECTOR, THREE)
   try:
     made('own', tmp_path / 'policy')
@@ -229,7 +264,7 @@ def test_a_network_of_ones_own_has_the_program_of_jax_alone(tmp_path: Path) -> N
     del CASES['own']
   assert not (tmp_path / 'policy' / 'policy.onnx').exists()
   for runtime in ('numpy', 'onnx'):
-    with pytest.raises(PolicyError, match='a network of its own, which only JAX can run'):
+    with pytest.raises(PolicyError, match=r'a network of its own, or .* only JAX can run'):
       load_policy(tmp_path / 'policy', runtime)
   load_policy(tmp_path / 'policy', 'jax').act(np.zeros(5))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -18,6 +19,7 @@ from children import until
 import podrace
 from podrace import cli, report
 from podrace.errors import UsageError
+from podrace.plot import COLOURS
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>'
 
@@ -43,15 +45,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return folder
 
 
-@pytest.fixture(scope='module')
-def page(runs: Path) -> Iterator[Any]:
-  """The report in Chromium; nothing may be asked of a network."""
+@contextlib.contextmanager
+def opened(out: Path) -> Iterator[Any]:
+  """A page in Chromium, with what it said, and what it asked of a network."""
   from playwright.sync_api import sync_playwright
 
   path = shutil.which('chromium')
   assert path, 'this test needs a browser: apt-get install chromium'
-  out = runs.parent / 'report.html'
-  report.write(sorted(p for p in runs.iterdir()), out)
   with sync_playwright() as p:
     browser = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
     found = browser.new_page(viewport={'width': 1200, 'height': 900})
@@ -62,6 +62,76 @@ def page(runs: Path) -> Iterator[Any]:
     found.goto(out.as_uri())
     yield found
     browser.close()
+
+
+@pytest.fixture(scope='module')
+def page(runs: Path) -> Iterator[Any]:
+  """The report in Chromium; nothing may be asked of a network."""
+  out = runs.parent / 'report.html'
+  report.write(sorted(p for p in runs.iterdir()), out)
+  with opened(out) as found:
+    yield found
+
+
+def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
+  """Catch and two others: nobody can compare their returns. Colours are a run's in all panels."""
+  envs = {'catch': 'podrace:catch', 'pong': 'ale:pong', 'own': 'python:m.f,x=<b>'}
+  for name, env in envs.items():
+    shutil.copytree(runs / 'a', tmp_path / name)
+    record = json.loads((tmp_path / name / 'config.json').read_text())
+    (tmp_path / name / 'config.json').write_text(json.dumps({**record, 'env': env}))
+  paths = [tmp_path / 'catch', runs / 'b', tmp_path / 'own']
+  report.write(paths, tmp_path / 'r.html')
+  with opened(tmp_path / 'r.html') as page:
+    assert page.said == []
+    panels = page.locator('.panel')
+    titles = page.locator('.panel h3').all_text_contents()
+    assert titles[:5] == [
+      'Return: podrace:catch', 'Return: python:m.f,x=<b>', 'Evaluations, greedy: podrace:catch',
+      'Any metric: podrace:catch', 'Any metric: python:m.f,x=<b>',
+    ]  # fmt: skip
+    assert [panels.nth(i).locator('path').count() for i in range(5)] == [2, 1, 1, 2, 1]
+    legends = [panels.nth(i).locator('.legend .entry').all_text_contents() for i in range(3)]
+    assert legends == [['catch', 'b'], ['own'], ['b']]
+    colours = [panels.nth(1).locator('path').get_attribute('stroke')]
+    colours += [p.get_attribute('stroke') for p in panels.nth(0).locator('path').all()]
+    assert len(set(colours)) == 3
+    page.get_by_label('metric', exact=True).select_option('entropy')
+    assert all('entropy' in panels.nth(i).locator('svg').inner_html() for i in (3, 4))
+    page.locator('.controls button').nth(2).click()
+    assert panels.nth(1).locator('.readout').inner_text() == 'its runs are hidden'
+    assert panels.nth(1).locator('path').count() == 0 and panels.nth(0).locator('path').count() == 2
+    page.locator('.controls button').nth(2).click()
+    assert panels.nth(1).locator('.readout').inner_text() == ''
+    head = page.locator('#scores th[scope=col]').all_text_contents()
+    assert head == ['run', 'return, last tenth', 'last evaluation']
+    page.set_viewport_size({'width': 360, 'height': 700})
+    assert page.evaluate('document.documentElement.scrollWidth <= innerWidth')
+  report.write([tmp_path / 'catch', tmp_path / 'pong'], tmp_path / 'r.html')
+  with opened(tmp_path / 'r.html') as page:
+    cells = page.locator('#scores tr').nth(2).locator('td').all_text_contents()
+    assert cells[-2] == 'random play -20.7, human 14.6' and float(cells[-1]) > 0.5
+    assert page.locator('#scores tr').nth(1).locator('td').nth(2).inner_text() == 'none known'
+
+
+def test_actor_threads_have_a_legend_in_colours_of_their_own(page: Any) -> None:
+  panel = page.locator('.panel').filter(has_text='Actor threads: b')
+  assert panel.locator('.legend .entry').all_text_contents() == [
+    'env', 'inference', 'transfer', 'waiting',
+  ]  # fmt: skip
+  assert panel.locator('.legend').is_visible()
+  strokes = [p.get_attribute('stroke') for p in panel.locator('path').all()]
+  assert len({x.lower() for x in strokes} - {x.lower() for x in COLOURS}) == 4
+
+
+def test_large_numbers_are_written_alike(page: Any, runs: Path) -> None:
+  """As `podrace runs` has them: 50,364 and 492,915; not 50360 and 492,915."""
+  rows = page.locator('#runs tbody tr')
+  cells = rows.nth(2).locator('td.number').all_text_contents()
+  summary = json.loads((runs / 'b/summary.json').read_text())
+  assert f'{summary["steps_per_s"]:,.0f}' in cells and '20,480' in cells
+  for text in page.locator('td.number').all_text_contents():
+    assert re.fullmatch(r'-?(\d{1,3}(,\d{3})*|\d{1,3}\.\d+|\d\.\d+e-\d+)|–', text), text
 
 
 def test_the_page_has_its_charts_and_no_error(page: Any) -> None:
@@ -86,7 +156,7 @@ def test_the_pointer_shows_values(page: Any, runs: Path) -> None:
   page.mouse.move(box['x'] + box['width'] - 16, box['y'] + 50)
   text = panel.locator('.readout').inner_text()
   last = json.loads((runs / 'a/metrics.jsonl').read_text().splitlines()[-1])
-  assert 'environment steps 20480' in text
+  assert 'environment steps 20,480' in text
   assert 'a ' + f'{float(format(last["episode_return"], ".4g")):g}' in text
   page.mouse.move(5, 5)
   assert panel.locator('.readout').inner_text() == ''
@@ -96,11 +166,11 @@ def test_the_keyboard_shows_values(page: Any) -> None:
   panel = page.locator('.panel').first
   panel.locator('svg').focus()
   page.keyboard.press('Home')
-  assert 'environment steps 2048' in panel.locator('.readout').inner_text()
+  assert 'environment steps 2,048' in panel.locator('.readout').inner_text()
   page.keyboard.press('ArrowRight')
-  assert 'environment steps 4096' in panel.locator('.readout').inner_text()
+  assert 'environment steps 4,096' in panel.locator('.readout').inner_text()
   page.keyboard.press('End')
-  assert 'environment steps 20480' in panel.locator('.readout').inner_text()
+  assert 'environment steps 20,480' in panel.locator('.readout').inner_text()
   page.keyboard.press('Escape')
   assert panel.locator('.readout').inner_text() == ''
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,9 +18,11 @@ import pytest
 from processes import Podrace, cache, podrace, until
 
 from podrace import cli, runs
+from podrace.agents.varied import Varied
 from podrace.commands import follow
 from podrace.commands.runs import age, size
-from podrace.errors import UsageError
+from podrace.config import agent_name
+from podrace.errors import RunError, UsageError
 from podrace.process import lock
 from podrace.stop import Stopped
 
@@ -104,7 +107,7 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300))
   for error, expected in (
     (Stopped(signal.SIGTERM), ('stopped', 'SIGTERM')),
-    (ValueError('Traceback\n  the disk is full\n\n'), ('failed', 'the disk is full')),
+    (ValueError('Traceback\n  the disk is full\n\n'), ('failed', 'ValueError: the disk is full')),
     (ValueError(), ('failed', 'ValueError()')),
   ):
     with pytest.raises(type(error)), runs.noting_end(path, Stopped):
@@ -123,6 +126,23 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
   assert not (path / 'end.json').exists()
 
 
+def test_the_reason_is_the_first_cause(tmp_path: Path) -> None:
+  path = make(tmp_path / 'a', line(300))
+  with pytest.raises(RunError), runs.noting_end(path, Stopped):
+    try:
+      raise ZeroDivisionError('of my own')
+    except ZeroDivisionError as e:
+      raise RunError('Traceback ...\nthe run failed; the run is saved at step 300') from e
+  assert runs.look(path).why == 'ZeroDivisionError: of my own'
+
+
+def test_steps_are_those_of_whole_updates_and_of_the_newest_checkpoint(tmp_path: Path) -> None:
+  path = make(tmp_path / 'a', line(300))
+  (path / 'config.json').write_text(json.dumps(CONFIG | {'num_envs': 64, 'unroll_length': 5}))
+  (path / 'checkpoints' / '640').mkdir(parents=True)
+  assert (runs.look(path).step, runs.look(path).total_steps) == (640, 1280)
+
+
 def test_the_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   make(tmp_path / 'a', line(500, 1234.5))
   make(tmp_path / 'b', line(250, -0.5), end={'state': 'failed', 'why': 'x' * 100})
@@ -136,6 +156,37 @@ def test_the_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
   (only,) = json.loads(out)
   assert only['path'] == str(tmp_path / 'b') and only['why'] == 'x' * 100
   assert only['step'] == 250 and only['size'] > 0
+
+
+def test_a_sweep_in_one_program_has_the_name_of_its_agent(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  def swept(name: str, inner: str) -> None:
+    path = make(tmp_path / name, line(500, 1.0))
+    agent = {'name': agent_name(Varied(None, ('a',), (1.0,))), 'agent': {'class': inner}}
+    (path / 'config.json').write_text(json.dumps({**CONFIG, 'agent': agent}))
+
+  swept('a', 'podrace.agents.impala:Impala')
+  swept('b', 'mine:Own')
+  make(tmp_path / 'c', line(500, 1.0))
+  _, out, _ = called(capsys, 'runs', str(tmp_path))
+  a, b, c = sorted(out.splitlines()[1:])
+  assert '  impala (sweep)  ' in a and '  mine:Own (sweep)  ' in b and '  ppo  ' in c
+  found = json.loads(called(capsys, 'runs', str(tmp_path), '--json')[1])
+  assert {(r['agent'], r['sweep']) for r in found} == {
+    ('impala', True), ('mine:Own', True), ('ppo', False),
+  }  # fmt: skip
+
+
+def test_states_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  make(tmp_path / 'a', line(500, 1.0))
+  code, _, err = called(capsys, 'runs', str(tmp_path), '--state', 'foo')
+  six = 'running, finished, stopped, failed, killed or broken'
+  assert code == 2 and f"--state is {six}, not 'foo'" in err
+  assert called(capsys, 'runs', str(tmp_path), '--state', 'stopped')[:2] == (
+    0, f'no stopped run under {tmp_path}\n',
+  )  # fmt: skip
+  assert called(capsys, 'runs', str(tmp_path), '--state', 'killed')[1].count('killed') == 1
 
 
 def test_what_runs_refuses(
@@ -216,6 +267,17 @@ def test_follow_prints_each_line_once(tmp_path: Path, capsys: pytest.CaptureFixt
   assert called(capsys, 'follow', str(tmp_path))[0] == 2
   shown = follow.shown(runs.look(a), [line(100, 0.5), line(200, 1.5)], ['episode_return', 'none'])
   assert '20%' in shown and '▁█' in shown and 'none' not in shown
+
+
+@pytest.mark.parametrize('columns', [40, 80, 200])
+def test_follow_wraps_no_curve(tmp_path: Path, columns: int) -> None:
+  lines = [line(4 * i, i - 31_234.5, loss=float(i)) for i in range(250)]
+  a = make(tmp_path / 'a', *lines)
+  names = ['episode_return', 'steps_per_s', 'loss']
+  seen = dataclasses.replace(runs.look(a), state=runs.RUNNING)
+  _, *rows = follow.shown(seen, lines, names, columns).splitlines()
+  assert max(map(len, rows)) <= columns and rows[-3].endswith('  -30,986')
+  assert max(map(len, rows)) == min(columns, 14 + 2 + follow.WIDTH + 2 + len('-30,986'))
 
 
 def test_a_real_run_is_followed_to_its_end(tmp_path: Path, cache: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from podrace.errors import UsageError
 from podrace.evaluate import evaluate
 from podrace.export import export
 from podrace.runs import is_running
-from podrace.sweep import settings, together
+from podrace.sweep import processes, settings, together
 from podrace.sweep.settings import Choices, Range
 from podrace.types import TrainState
 
@@ -308,11 +310,11 @@ def test_a_sweep_in_processes_goes_on_after_a_kill(
 
 
 def test_trials_that_fail_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-  args = ['catch', '--vary', 'agent.network.activation=tanh,tan', *OPTIONS, '--devices', '1']
+  args = ['catch', '--vary', 'env=podrace:catch,podrace:cach', *OPTIONS, '--devices', '1']
   sweep(tmp_path, capsys, *args)
   rows = json.loads((tmp_path / 'sweep/results.json').read_text())
   assert [r['state'] for r in rows] == ['finished', 'failed, exit code 2']
-  assert "'tan'" in (Path(rows[1]['run']) / 'output.txt').read_text()
+  assert "'cach'" in (Path(rows[1]['run']) / 'output.txt').read_text()
 
 
 def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +346,11 @@ def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     ),
     (['catch', '--vary', 'x=1', '--prune'], '--prune is for --method tpe'),
     (['catch', '--vary', 'x=1', '--run-dir', 'y'], 'a sweep has --dir'),
-    (['catch', '--vary', 'agent.x=1'], 'Impala has no field x'),
+    (['catch', '--vary', 'agent.x=1'], '--agent.x'),
+    (['catch', '--vary', 'agent.learning-rate=1,a'], "'a'"),
+    (['catch', '--vary', 'agent.network.activation=tanh,tan'], "'tan'"),
+    (['catch', '--vary', 'agent.discount=0.9,2'], 'discount must be'),
+    (['catch', '--vary', 'agent.discount=0.9..0.99', '--method', 'grid'], 'is a range'),
   ],
 )
 def test_what_a_sweep_refuses(
@@ -352,3 +358,29 @@ def test_what_a_sweep_refuses(
 ) -> None:
   _, said = sweep(tmp_path, capsys, *args, code=2)
   assert message in said
+  assert not (tmp_path / 'sweep').exists(), 'what is refused leaves nothing'
+
+
+def test_a_sweep_waits_for_what_a_killed_one_left_behind(tmp_path: Path) -> None:
+  """An orphan trains on in a directory; when it has ended, the sweep goes on there."""
+  path = tmp_path / '0000'
+  path.mkdir()
+  orphan = subprocess.Popen(
+    [sys.executable, '-c', 'import sys\nfrom pathlib import Path\nfrom podrace.process import lock\n'
+     'f = lock(Path(sys.argv[1])); print("held", flush=True); sys.stdin.read()\n'
+     '(Path(sys.argv[1]) / "summary.json").write_text("{}")', str(path)],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  assert orphan.stdin and orphan.stdout and orphan.stdout.readline() == 'held\n'
+  said: list[str] = []
+  codes: list[int] = []
+
+  def say(text: str) -> None:
+    said.append(text)
+    assert orphan.stdin
+    orphan.stdin.close()  # it ends now, and not before
+
+  processes.carry_out([(path, ['train'])], 1, lambda path, code: codes.append(code), say=say)
+  orphan.wait()
+  orphan.stdout.close()
+  assert codes == [0] and len(said) == 1 and 'is still training' in said[0]

@@ -8,14 +8,29 @@ from typing import Any
 from podrace.agents import AGENTS
 from podrace.commands import help, init, train
 from podrace.commands.options import Command
+from podrace.envs import registry
 from podrace.errors import UsageError
 from podrace.presets import PRESETS
 
 SHELLS = {
   'bash': """\
 _podrace() {
-  local IFS=$'\\n' word=${COMP_WORDS[COMP_CWORD]}
-  COMPREPLY=($(compgen -W "$(podrace completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)" -- "$word"))
+  local IFS=$'\\n' word i cut
+  local -a typed=()
+  for ((i = 1; i <= COMP_CWORD; i++)); do  # bash splits at : and =, which are parts of words here
+    word=${COMP_WORDS[i]}
+    if ((i > 1)) && [[ $word == [:=]* || ${COMP_WORDS[i-1]} == [:=] ]]; then
+      typed[${#typed[@]}-1]+=$word
+    else
+      typed+=("$word")
+    fi
+  done
+  word=${typed[${#typed[@]}-1]}
+  COMPREPLY=($(compgen -W "$(podrace completion words "${typed[@]}" 2>/dev/null)" -- "$word"))
+  cut=${word%"${word##*[:=]}"}  # what stands before the last of them is there already
+  COMPREPLY=("${COMPREPLY[@]#"$cut"}")
+  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *: ]] && compopt -o nospace 2>/dev/null
+  return 0
 }
 complete -o default -F _podrace podrace
 """,
@@ -34,7 +49,7 @@ complete -c podrace -a '(podrace completion words (commandline -opc)[2..] (comma
 COMMAND = Command(
   'completion',
   'bash|zsh|fish',
-  "prints a shell's completion of commands, options, presets and agents",
+  "prints a shell's completion of commands, options, their values, presets, agents and environments",
   notes="""
 bash:  podrace completion bash >> ~/.bashrc
 zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
@@ -58,10 +73,13 @@ def run(args: list[str]) -> int:
 def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
   """What the last of the typed arguments, which may be empty, can become; none where a path is to come."""
   *before, last = typed
+  if before and last.startswith('--') and '=' in last:
+    name, _, value = last.partition('=')
+    return [f'{name}={x}' for x in words([*before, name, value], commands)]
   if not before:
     found = list(commands)
-  elif before[-1] == '--agent':
-    found = list(AGENTS)
+  elif values := _values(before, commands):
+    found = values
   elif before[0] in commands and last.startswith('-'):
     found = _options(before, commands)
   elif before[0] in TAKE_PRESETS and len(before) == 1:
@@ -74,12 +92,46 @@ def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
 
 
 def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
+  name = before[0]
+  found = {o.name for o in commands[name].COMMAND.options} | {'--help'} | set(_fields(before))
+  return sorted(found - (NOT_OF_A_SWEEP if name == 'sweep' else set()))
+
+
+def _values(before: list[str], commands: Mapping[str, Any]) -> list[str]:
+  """What the option can be that stands last; none if it is no option, or takes values without names."""
+  name, option = before[0], before[-1]
+  if name not in commands or not option.startswith('--'):
+    return []
+  if option == '--agent':
+    return list(AGENTS)
+  if option == '--env':
+    return _environments(on_host_only=name == 'envs')
+  declared = {o.name: o.choices for o in commands[name].COMMAND.options}
+  return list(declared.get(option) or _fields(before).get(option, ()))
+
+
+def _environments(on_host_only: bool) -> list[str]:
+  """Names of environments; of libraries whose environments have no list here, the library."""
+  found = [f'{library}:' for library in registry.HOST_LIBRARIES]
+  if on_host_only:
+    return found
+  inside = registry.names().items()
+  return [f'{library}:{n}' for library, names in inside for n in names or ('',)] + found
+
+
+def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
+  """The settings of a run that a command takes as options, by its help; and their values, where they have names."""
   name, *rest = before
-  found = [o.name for o in commands[name].COMMAND.options] + ['--help']
-  if name in TAKE_PRESETS:
-    preset = rest[0] if rest and rest[0] in PRESETS else None
-    agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None
-    agent = agent if agent in AGENTS else None
-    text = help.train_help(train.COMMAND.options, agent, preset, everything=not (agent or preset))
-    found += [line.split()[0] for line in text.splitlines() if line.startswith('  --')]
-  return sorted(set(found) - (NOT_OF_A_SWEEP if name == 'sweep' else set()))
+  if name not in TAKE_PRESETS:
+    return {}
+  preset = rest[0] if rest and rest[0] in PRESETS else None
+  agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None
+  agent = agent if agent in AGENTS else None
+  text = help.train_help(train.COMMAND.options, agent, preset, everything=not (agent or preset))
+  found: dict[str, tuple[str, ...]] = {}
+  for line in text.splitlines():
+    if line.startswith('  --'):
+      option, kind, *_ = [*line.split(), '']
+      choices = tuple(kind.split('|')) if '|' in kind else ()
+      found[option] = ('True', 'False') if kind == 'bool' else choices or found.get(option, ())
+  return found

@@ -27,7 +27,7 @@ COMMAND = Command(
   'Where the output is no terminal it prints each line of metrics once, as text.',
 )
 BLOCKS = '▁▂▃▄▅▆▇█'
-WIDTH = 60  # of a curve
+WIDTH = 60  # of a curve, where the terminal has room for it
 
 
 def run(args: list[str]) -> int:
@@ -53,7 +53,7 @@ def _live(path: Path, names: list[str], every: float, once: bool) -> None:
   console = Console()
   with Live(console=console, auto_refresh=False) as live:
     for seen, lines in _looks(path, every, once):
-      live.update(Text(shown(seen, lines, names)), refresh=True)
+      live.update(Text(shown(seen, lines, names, console.width)), refresh=True)
 
 
 def _plain(path: Path, names: list[str], every: float, once: bool) -> None:
@@ -91,15 +91,17 @@ def title(seen: runs.Run) -> str:
   return f'{seen.path}: {seen.agent} in {seen.env}, {seen.state}{why}, {done}'
 
 
-def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str]) -> str:
-  """The whole of what a terminal shows."""
+def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns: int = 80) -> str:
+  """The whole of what a terminal of so many columns shows; curves are as wide as it has room for."""
   part = min(seen.step / seen.total_steps, 1) if seen.total_steps else 0
-  bar = '█' * round(part * WIDTH)
   left = (seen.total_steps - seen.step) / seen.steps_per_s if seen.steps_per_s else 0
+  words = f' {part:.0%}' + (
+    f', {metrics.duration(left)} left' if seen.state == runs.RUNNING else ''
+  )
+  room = max(1, min(WIDTH, columns - len(words)))
   head = [
     title(seen),
-    f'{bar:░<{WIDTH}} {part:.0%}'
-    + (f', {metrics.duration(left)} left' if seen.state == runs.RUNNING else ''),
+    f'{"█" * round(part * room):░<{room}}{words}',
     f'last line {age(seen.age_s)} ago, {size(seen.size)}',
     '',
   ]
@@ -107,7 +109,9 @@ def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str]) -> str:
   for name in names:
     values = [line[name] for line in lines if isinstance(line.get(name), int | float)]
     if values:
-      head.append(f'{name:{width}}  {sparkline(values)}  {value_text(values[-1])}')
+      last = value_text(values[-1])
+      room = max(1, min(WIDTH, columns - width - len(last) - 4))
+      head.append(f'{name:{width}}  {sparkline(values, room)}  {last}')
   return '\n'.join(head)
 
 

@@ -24,6 +24,7 @@ class Option:
   value: str  # follows it, as its help calls it; '' if nothing does
   help: str
   default: Any = None
+  choices: tuple[str, ...] = ()  # all values that it takes, where they have names
 
   @property
   def text(self) -> str:
@@ -162,7 +163,7 @@ class Options:
       return self._takes[name].default
     text = whole_number(self.text(name))
     if not (text.isascii() and text.isdigit()):
-      raise UsageError(f'{name} takes a whole number, not {self.text(name)!r}')
+      raise UsageError(f'{name} takes a whole number of at least 0, not {self.text(name)!r}')
     return int(text)
 
   def number(self, name: str) -> float:

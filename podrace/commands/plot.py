@@ -11,6 +11,8 @@ from podrace.errors import UsageError
 from podrace.output import tell
 from podrace.runs import find
 
+X = ('steps', 'wall', 'gradient-steps')
+CENTERS = ('mean', 'median', 'iqm')
 COMMAND = Command(
   'plot',
   'RUN... [OPTIONS]',
@@ -19,13 +21,13 @@ COMMAND = Command(
   (
     Option('--out', 'FILE', 'a .png, .svg or .pdf', 'curves.png'),
     Option('--metric', 'NAME', 'any key of metrics.jsonl', 'episode_return'),
-    Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps'),
-    Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean'),
+    Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps', X),
+    Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean', CENTERS),
     Option('--aggregate', '', 'the scores of all tasks instead: interquartile mean, median and performance '
       'profile; how likely one configuration is better than another; and of the games of Atari-5 the median of 57 that '
       'they predict. A score is the mean over the last tenth of a run'),
     Option('--normalise', 'NAME', 'of --aggregate: human (Atari, random play 0 and a human 1), or '
-      'minmax (of each task, over the runs that are given); human where all tasks are Atari games, else minmax'),
+      'minmax (of each task, over the runs that are given); human where all tasks are Atari games, else minmax', choices=('human', 'minmax')),
   ),
   """
 The band is a 95% bootstrap interval over the curves of a configuration (stratified by task with --aggregate). Runs
@@ -41,9 +43,10 @@ def run(args: list[str]) -> int:
     raise UsageError('plot needs runs, or directories of runs: podrace plot RUN...')
   out = Path(options.text('--out'))
   x, center = options.text('--x'), options.text('--center')
-  _check('--x', x, ('steps', 'wall', 'gradient-steps'))
-  _check('--center', center, ('mean', 'median', 'iqm'))
+  _check('--x', x, X)
+  _check('--center', center, CENTERS)
   from podrace import curves, plot
+  from podrace.labels import labels
 
   plot.check_out(out)
   paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
@@ -53,7 +56,9 @@ def run(args: list[str]) -> int:
   if not groups:
     raise UsageError(f'there is nothing to plot under {", ".join(options.arguments)}')
   _name_unfinished(groups)
-  found: dict[str, Any] = {'out': str(out), 'runs': sum(len(g.curves) for g in groups)}
+  found: dict[str, Any] = {'out': str(out)}
+  found['runs'] = len({c.run for g in groups for c in g.curves})
+  found['curves'] = sum(len(g.curves) for g in groups)
   if '--aggregate' in options:
     from podrace import scores
 
@@ -67,7 +72,7 @@ def run(args: list[str]) -> int:
         'curves': len(g.curves),
         'final': [curves.final(c) for c in g.curves],
       }
-      for g, label in zip(groups, curves.labels(groups), strict=True)
+      for g, label in zip(groups, labels(groups), strict=True)
     ]
   print(json.dumps(found))
   return 0

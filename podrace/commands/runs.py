@@ -7,7 +7,7 @@ from pathlib import Path
 
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.runs import Run, find, look
+from podrace.runs import STATES, Run, find, look
 
 COMMAND = Command(
   'runs',
@@ -15,7 +15,7 @@ COMMAND = Command(
   'the runs under DIR, runs/ if it is not given; the one that wrote last comes last',
   (
     Option('--json', '', 'one JSON list, with all that is known of each'),
-    Option('--state', 'NAME', 'those alone that are running, finished, stopped, failed, killed or broken'),
+    Option('--state', 'NAME', f'those alone that are {", ".join(STATES[:-1])} or {STATES[-1]}', choices=STATES),
   ),
   """
 A run is `killed` if it ended without a word: SIGKILL, out of memory, a power cut. `broken` is one whose config.json
@@ -32,16 +32,19 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   if len(options.arguments) > 1:
     raise UsageError(f'runs takes one directory, not {" ".join(options.arguments)}')
+  state = options.text('--state')
+  if '--state' in options and state not in STATES:
+    raise UsageError(f'--state is {", ".join(STATES[:-1])} or {STATES[-1]}, not {state!r}')
   root = Path((options.arguments or ['runs'])[0])
   if not options.arguments and not root.exists():
     raise UsageError('there is no runs/ here: name the directory')
   found = sorted((look(path) for path in find(root)), key=lambda r: (-r.age_s, r.path))
-  if '--state' in options:
-    found = [r for r in found if r.state == options.text('--state')]
+  if state:
+    found = [r for r in found if r.state == state]
   if '--json' in options:
     print(json.dumps([r.as_json() for r in found]))
   elif not found:
-    print(f'no run under {root}')
+    print(f'no {state} run under {root}' if state else f'no run under {root}')
   else:
     print(table([HEAD, *(row(r) for r in found)]))
   return 0
@@ -53,7 +56,7 @@ def row(r: Run) -> tuple[str, ...]:
   returned = '' if r.episode_return is None else f'{r.episode_return:,.2f}'
   return (
     str(r.path),
-    r.agent,
+    f'{r.agent} (sweep)' if r.sweep else r.agent,
     r.env,
     f'{r.step:,}',
     f'{min(r.step / r.total_steps, 1):.0%}' if r.total_steps else '',

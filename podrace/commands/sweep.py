@@ -23,7 +23,7 @@ COMMAND = Command(
     Option('--vary', 'FIELD=VALUES', 'an option of `podrace train` and its values: agent.learning-rate=1e-4,1e-3 '
       '(these), =1e-4..1e-2 (a range), =log:1e-4..1e-2 (likewise, in logarithms); may be repeated'),
     Option('--method', 'NAME', 'grid (all combinations), random, tpe (Optuna proposes the next), or pbt '
-      '(population-based training: the worst take over from the best as they learn)', 'grid'),
+      '(population-based training: the worst take over from the best as they learn)', 'grid', METHODS),
     Option('--trials', 'N', 'how many settings; of a grid, all', 16),
     Option('--prune', '', 'of tpe: ends trials that do badly early (Optuna, successive halving)'),
     Option('--every', 'STEPS', 'of pbt: steps between its changes; 0: a twentieth of the run', 0),
@@ -58,6 +58,8 @@ def run(args: list[str]) -> int:
 
   spaces = settings.parse(options.every('--vary'))
   config = configuration.configured(preset, options, 'podrace sweep')
+  for sample in settings.samples(spaces):  # before anything is written
+    configuration.parse(config, sample, 'podrace sweep')
   folder = options.path('--dir') or Path('sweeps') / (preset or config.env.partition(':')[2])
   given = [*([preset] if preset else []), *options.arguments]
   if '--agent' in options:

@@ -28,8 +28,8 @@ COMMAND = Command(
     ALLOW_CODE,
   ),
   """
-Environments: ale:, gymnasium: (those with rgb_array), and all that are in JAX. Those that don't draw themselves are
-shown as the agent sees them. The last line printed is JSON.
+Environments: ale:, gymnasium: and all that are in JAX. Those that don't draw themselves (gymnasium: without rgb_array)
+are shown as the agent sees them. The last line printed is JSON.
 """,
 )  # fmt: skip
 

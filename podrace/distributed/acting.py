@@ -160,6 +160,8 @@ class _Acting:
     i, n = options.share
     spec = host.make(config.env)
     agent = bind_run(config, spec)
+    if spec.try_out is not None:
+      spec.try_out(config.env_deadline)
     devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
     windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
     self._program = ActingProgram(

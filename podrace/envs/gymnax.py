@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from gymnax.environments.spaces import Discrete
 
+from podrace.envs import drawings
 from podrace.envs.adapt import box, discrete, foreign, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.registry import UnknownName, Value, at_least, read_options, refused
@@ -38,6 +39,8 @@ _BOUNDS_TOO_NARROW = (
   'MetaMaze-misc',
   'GaussianBandit-misc',
 )  # observations leave the box that gymnax declares
+
+DRAWINGS = {'CartPole-v1': drawings.cart_pole, 'Pendulum-v1': drawings.pendulum}
 
 
 @foreign
@@ -113,3 +116,9 @@ class Gymnax:
       terminated, truncated = terminated | truncated, False
     observation = to_space(self.observation_space, observation)
     return strong(state), transition(observation, reward, terminated, truncated)
+
+  @property
+  def draw(self) -> Callable[[Any], np.ndarray] | None:
+    """A picture of a state, of those that have one."""
+    drawing = DRAWINGS.get(self.name)
+    return None if drawing is None else lambda state: drawing(state, self.params)

@@ -26,7 +26,7 @@ function number(x) {
   if (x === null || x === undefined) return '–'
   if (typeof x !== 'number') return String(x)
   const size = Math.abs(x)
-  if (size >= 1e5) return x.toLocaleString('en', { maximumFractionDigits: 0 })
+  if (size >= 1e3) return x.toLocaleString('en', { maximumFractionDigits: 0 })
   return size && size < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)))
 }
 
@@ -48,18 +48,23 @@ function table(head, rows) {
 }
 
 function kind(cell) {
-  if (typeof cell === 'number') return { class: 'number' }
+  if (typeof cell === 'number' || cell === null) return { class: 'number' }
   return typeof cell === 'string' && cell.length > 40 ? { class: 'long' } : {}
 }
 
-function named(i) {
+const DASHES = ['', '6 3', '2 2', '7 3 2 3'], BORDERS = ['solid', 'dashed', 'dotted', 'double']
+
+// A name with its line.
+function entry(name, colour, dash) {
   const swatch = make('span', { class: 'swatch', 'aria-hidden': 'true' })
-  swatch.style.background = colour(i)
-  return make('span', {}, swatch, data.runs[i].name)
+  swatch.style.borderTopStyle = BORDERS[DASHES.indexOf(dash)]
+  swatch.style.borderTopColor = colour
+  return make('span', { class: 'entry' }, swatch, name)
 }
 
+function named(i) { return entry(data.runs[i].name, colour(i), dash(i)) }
 function colour(i) { return COLOURS[i % COLOURS.length] }
-function dash(i) { return ['', '6 3', '2 2', '7 3 2 3'][Math.floor(i / COLOURS.length) % 4] }
+function dash(i) { return DASHES[Math.floor(i / COLOURS.length) % DASHES.length] }
 
 // --- charts ---------------------------------------------------------------------------------
 
@@ -72,12 +77,13 @@ function ticks(low, high, count) {
   return found
 }
 
-// series: () => [{name, colour, dash, points: [[x, y], ...]}]
-function chart(parent, title, xLabel, yLabel, series) {
+// series: () => [{name, colour, dash, points: [[x, y], ...]}], none if their runs are hidden
+function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
   const svg = make('svg', { tabindex: 0, role: 'img' })
   const readout = make('div', { class: 'readout', role: 'status', 'aria-live': 'polite' })
   const hidden = make('details', {}, make('summary', {}, 'as a table'))
-  const panel = make('div', { class: 'panel' }, make('h3', {}, title), svg, readout, hidden)
+  const legend = make('div', { class: 'legend' })
+  const panel = make('div', { class: 'panel' }, make('h3', {}, title), ...(hasLegend ? [legend] : []), svg, readout, hidden)
   parent.append(panel)
   let at = null, lines = [], xs = [], scaleX = x => x, scaleY = y => y, bottom = 0, width = 0
   const M = { left: 62, right: 14, top: 8, bottom: 38 }
@@ -85,12 +91,20 @@ function chart(parent, title, xLabel, yLabel, series) {
   function draw() {
     width = Math.max(260, panel.clientWidth - 26)
     const height = Math.min(300, Math.max(190, width * .55))
-    lines = series().filter(s => s.points.length)
+    const every = series()
+    lines = every.filter(s => s.points.length)
+    legend.replaceChildren(...lines.map(s => entry(s.name, s.colour, s.dash)))
     svg.replaceChildren()
     svg.setAttribute('viewBox', `0 0 ${width} ${height}`)
     svg.setAttribute('aria-label', `${title}: ${yLabel()} over ${xLabel()}, ${lines.map(s => s.name).join(', ')}`)
     const points = lines.flatMap(s => s.points)
-    if (!points.length) { readout.textContent = 'nothing was recorded'; return }
+    xs = []
+    if (!points.length) {
+      readout.textContent = every.length ? 'nothing was recorded' : 'its runs are hidden'
+      hidden.replaceChildren(make('summary', {}, 'as a table'))
+      return
+    }
+    readout.textContent = ''
     xs = [...new Set(points.map(p => p[0]))].sort((a, b) => a - b)
     let low = Math.min(...points.map(p => p[1])), high = Math.max(...points.map(p => p[1]))
     if (low === high) { low -= Math.abs(low) * .1 || 1; high += Math.abs(high) * .1 || 1 }
@@ -170,9 +184,21 @@ function points(run, metric, axis) {
 const AXES = { step: 'environment steps', wall_s: 'wall time (s)', gradient_steps_total: 'gradient steps' }
 let axis = 'step'
 
-function byRun(metric) {
-  return () => data.runs.flatMap((run, i) => shown.has(i)
-    ? [{ name: run.name, colour: colour(i), dash: dash(i), points: points(run, metric, axis) }] : [])
+// The lines of the runs that are shown; of those in one environment, if it is given.
+function linesOf(pointsOf, env) {
+  return () => data.runs.flatMap((run, i) => shown.has(i) && (env === undefined || run.env === env)
+    ? [{ name: run.name, colour: colour(i), dash: dash(i), points: pointsOf(run) }] : [])
+}
+
+function byRun(metric) { return linesOf(run => points(run, metric, axis)) }
+
+const ENVS = [...new Set(data.runs.map(run => run.env))]
+
+// A chart for each environment in which a run has something to show.
+function charts(parent, title, xLabel, yLabel, pointsOf, applies = () => true) {
+  const several = ENVS.length > 1
+  return ENVS.filter(env => data.runs.some(run => run.env === env && applies(run))).map(env =>
+    chart(parent, several ? `${title}: ${env}` : title, xLabel, yLabel, linesOf(pointsOf, env), several))
 }
 
 // --- the page -------------------------------------------------------------------------------
@@ -181,7 +207,7 @@ document.getElementById('made').textContent = `${data.runs.length} run${data.run
 
 const runs = section('runs', 'Runs')
 runs.append(table(['run', 'state', 'agent', 'environment', 'architecture', 'steps', 'of', 'return', 'steps/s', 'wall time (s)', 'machine'],
-  data.runs.map((r, i) => ({ cells: [named(i), r.why ? `${r.state}: ${r.why}` : r.state, r.agent, r.env, r.architecture,
+  data.runs.map((r, i) => ({ cells: [named(i), r.why ? `${r.state}: ${r.why}` : r.state, r.sweep ? `${r.agent} (sweep)` : r.agent, r.env, r.architecture,
     r.step, r.total_steps, r.episode_return, r.steps_per_s, r.wall_s, r.machine] }))))
 for (const text of data.left_out) runs.append(make('p', { class: 'note' }, `left out: ${text}`))
 
@@ -203,20 +229,18 @@ if (data.runs.length > 1) {
 const panels = make('div', { class: 'panels' })
 curves.append(controls, make('p', { class: 'note' }, 'Point at a chart for values, or focus it and use the arrow keys, Home, End and Escape.'), panels)
 const has = metric => data.runs.some(run => (run.metrics[metric] || []).some(x => x !== null))
-chart(panels, 'Return', () => AXES[axis], () => 'episode return', byRun('episode_return'))
-if (data.runs.some(run => run.evaluations.step.length)) {
-  chart(panels, 'Evaluations, greedy', () => 'environment steps', () => 'episode return', () => data.runs.flatMap((run, i) =>
-    shown.has(i) ? [{ name: run.name, colour: colour(i), dash: dash(i),
-      points: run.evaluations.step.map((x, k) => [x, run.evaluations.mean[k]]).filter(p => p[1] !== null) }] : []))
-}
+charts(panels, 'Return', () => AXES[axis], () => 'episode return', run => points(run, 'episode_return', axis))
+charts(panels, 'Evaluations, greedy', () => 'environment steps', () => 'episode return',
+  run => run.evaluations.step.map((x, k) => [x, run.evaluations.mean[k]]).filter(p => p[1] !== null),
+  run => run.evaluations.step.length)
 const all = [...new Set(data.runs.flatMap(run => Object.keys(run.metrics)))]
   .filter(name => !['step', 'wall_s', 'gradient_steps_total', 'episode_return'].includes(name) && has(name)).sort()
 const pick = make('select', { 'aria-label': 'metric' }, ...all.map(name => make('option', { value: name }, name)))
 if (all.includes('loss')) pick.value = 'loss'
 if (all.length) {
   controls.append(make('label', {}, 'any metric ', pick))
-  const draw = chart(panels, 'Any metric', () => AXES[axis], () => pick.value, () => byRun(pick.value)())
-  pick.addEventListener('change', draw)
+  const draws = charts(panels, 'Any metric', () => AXES[axis], () => pick.value, run => points(run, pick.value, axis))
+  pick.addEventListener('change', () => draws.forEach(draw => draw()))
 }
 
 const speed = section('speed', 'Throughput, and where time went')
@@ -224,19 +248,21 @@ const speeds = make('div', { class: 'panels' })
 speed.append(speeds)
 chart(speeds, 'Speed', () => AXES[axis], () => 'steps/s', byRun('steps_per_s'))
 const SHARES = ['actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting']
+const SHARE_COLOURS = ['#8c6bd8', '#98981f', '#c23b5a', '#7d8790'] // none of a run's
 data.runs.forEach((run, i) => {
   if (!SHARES.some(name => name in run.metrics)) return
   chart(speeds, `Actor threads: ${run.name}`, () => AXES[axis], () => 'share of time', () => SHARES.map((name, k) => ({
-    name: name.replace('actor_', ''), colour: colour(k), dash: '', points: points(run, name, axis) })))
+    name: name.replace('actor_', ''), colour: SHARE_COLOURS[k], dash: DASHES[k], points: points(run, name, axis) })), true)
 })
 if (has('policy_lag_mean')) chart(speeds, 'Lag of the acting policy', () => AXES[axis], () => 'updates', byRun('policy_lag_mean'))
 speed.append(table(['run', 'compilation (s)', 'wall time (s)', 'steps/s of the run', 'best line (steps/s)'],
   data.runs.map((r, i) => ({ cells: [named(i), r.compile_s, r.wall_s, r.steps_per_s, Math.max(0, ...(r.metrics.steps_per_s || [0]))] }))))
 
 const scores = section('scores', 'Scores')
-scores.append(table(['run', 'return, last tenth', 'last evaluation', 'anchors', 'human-normalised'],
+const isAnchored = data.runs.some(run => run.anchors) // no other environments have them
+scores.append(table(['run', 'return, last tenth', 'last evaluation', ...(isAnchored ? ['anchors', 'human-normalised'] : [])],
   data.runs.map((r, i) => ({ cells: [named(i), r.score, r.evaluations.mean.length ? r.evaluations.mean[r.evaluations.mean.length - 1] : null,
-    r.anchors || 'none known', r.normalised] }))))
+    ...(isAnchored ? [r.anchors || 'none known', r.normalised] : [])] }))))
 
 const faults = section('faults', 'Faults survived')
 faults.append(table(['run', 'environments restarted', 'steps lost with them', 'damaged checkpoints', 'how it ended'],

@@ -152,8 +152,9 @@ class Group:
       while (action := self._actions.get()) is not None:
         pool.send(ids, action)
         self._send(pool.recv(), ids)
-    except BaseException:
-      self._tell(Outgoing(self, [], traceback.format_exc()))
+    except BaseException as e:
+      plain = isinstance(e, host.HostError) and not os.environ.get('PODRACE_TRACEBACK')
+      self._tell(Outgoing(self, [], str(e) if plain else traceback.format_exc()))
     finally:
       if pool is not None:
         pool.close()
@@ -509,7 +510,10 @@ def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
 
 def run(options: Options) -> int:
   """`podrace envs`: the exit code."""
-  client = Client(options, make_spec(options.env))
+  spec = make_spec(options.env)
+  if spec.try_out is not None:
+    spec.try_out(options.deadline)
+  client = Client(options, spec)
 
   def on_signal(signum: int, frame: Any) -> None:
     client.signum = signum

@@ -374,6 +374,7 @@ class Server(Hub):
       comes_and_goes=True,
       metrics=self.metrics,
       finished=self.finished,
+      try_out=None,
     )
 
   def __enter__(self) -> Server:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from podrace.envs.host.answers import AnswerTimer
-from podrace.envs.host.base import Checker, everyone
+from podrace.envs.host.base import Checker, HostError, everyone
 from podrace.sebulba.any_order import AnyOrder
 from podrace.sebulba.inference import Inference
 from podrace.sebulba.lockstep import Lockstep
@@ -72,7 +72,7 @@ class ActorThread:
   def check(self) -> None:
     """Raises ActorFailed if it has failed."""
     if self.worker is not None and self.worker.failed:
-      raise ActorFailed(self.worker.failure)
+      raise ActorFailed(self.worker.message(HostError))
 
   def _main(self) -> None:
     with contextlib.suppress(Closed), jax.default_device(self.device):

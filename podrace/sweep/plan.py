@@ -56,8 +56,7 @@ def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
   """
   if sweep.method == 'tpe':
     _check_optuna()
-  begin(sweep)
-  if sweep.method == 'tpe':
+    begin(sweep)
     found = _proposed(sweep, say)
   else:
     seed = sweep.config.seed
@@ -108,9 +107,10 @@ def _all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Tria
       raise UsageError(f'--method pbt is one program, and these settings cannot be: {why}')
     if len(tried) < 2 or sweep.config.seeds > 1:
       raise UsageError('--method pbt needs at least 2 --trials, each of one seed')
+  begin(sweep)
   if why:
     say(f'a process for each of {len(tried)} settings: {why}')
-    return _in_processes(sweep, tried)
+    return _in_processes(sweep, tried, say)
   say(f'{len(tried)} settings in one program')
   config, population = sweep.config, None
   if sweep.method == 'pbt':
@@ -134,11 +134,15 @@ def _mean(returns: list[float | None]) -> float | None:
   return sum(known) / len(known) if known else None
 
 
-def _in_processes(sweep: Sweep, tried: list[Setting]) -> Trials:
+def _in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
   paths = {sweep.folder / f'{i:04d}': setting for i, setting in enumerate(tried)}
   found: Trials = []
   commands = ((p, processes.arguments(sweep.given, s)) for p, s in paths.items())
-  processes.carry_out(commands, sweep.jobs, lambda p, code: found.append(_trial(p, paths[p], code)))
+
+  def ended(path: Path, code: int) -> None:
+    found.append(_trial(path, paths[path], code))
+
+  processes.carry_out(commands, sweep.jobs, ended, say=say)
   return found
 
 
@@ -212,7 +216,7 @@ def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
     study.tell(asked[path], trial['score'] if state is TrialState.COMPLETE else None, state)
 
   say(f'{sweep.trials} settings, {sweep.jobs} at a time; Optuna proposes them')
-  processes.carry_out(commands(), sweep.jobs, ended, line)
+  processes.carry_out(commands(), sweep.jobs, ended, line, say)
   for frozen in study.get_trials():
     path = sweep.folder / f'{frozen.number:04d}'
     code = 0 if frozen.state is TrialState.PRUNED else 1

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import RunError
 from podrace.metrics import Line
 from podrace.runs import is_running
 from podrace.stop import Stop, Stopped
@@ -84,8 +83,11 @@ def carry_out(
   jobs: int,
   ended: Callable[[Path, int], None],
   line: Callable[[Path, Line], bool] = lambda path, line: False,
+  say: Callable[[str], None] = print,
 ) -> None:
   """Runs trials, `jobs` at a time; those that are finished are not run again.
+
+  One that another process still trains in is waited for: a sweep that was killed leaves its trials behind.
 
   Args:
     trials: run directory and command of each; the next one is asked for when there is room.
@@ -93,25 +95,29 @@ def carry_out(
     line: called with each new line of metrics; whether the trial is to end.
 
   Raises:
-    RunError: if another process trains in one of the directories.
     Stopped: on a signal; the trials have saved then.
   """
   going: list[Trial] = []
   waiting = iter(trials)
+  orphan: tuple[Path, list[str]] | None = None
   with Stop() as stop, contextlib.ExitStack() as stack:
     stack.callback(_stop, going)
     while True:
       if stop.signum:
         raise Stopped(stop.signum)
-      while len(going) < jobs and (found := next(waiting, None)) is not None:
+      while len(going) < jobs and (found := orphan or next(waiting, None)) is not None:
         path, command = found
         if is_running(path):
-          raise RunError(f'{path} is in use by another process; end it first')
+          if orphan is None:
+            say(f'waits for {path}, which is still training: the sweep before was killed')
+          orphan = found
+          break
+        orphan = None
         if summary_of(path) is not None:
           ended(path, 0)
         else:
           going.append(Trial(command, path))
-      if not going:
+      if not going and orphan is None:
         return
       for trial in list(going):
         code = trial.code

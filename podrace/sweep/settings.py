@@ -93,6 +93,16 @@ def value_of(text: str) -> Any:
   return text
 
 
+def samples(spaces: Spaces) -> list[list[str]]:
+  """Options of `podrace train` that have each value of each field, of a range its two ends, at least once."""
+  columns = []
+  for name, space in spaces.items():
+    values = [str(space.at(u)) for u in (0.0, 1.0)] if isinstance(space, Range) else space.values
+    columns.append([[f'--{name}', *value.split()] for value in values])
+  most = max(map(len, columns))
+  return [[x for column in columns for x in column[i % len(column)]] for i in range(most)]
+
+
 def grid(spaces: Spaces) -> list[Setting]:
   """All combinations of choices.
 

@@ -479,7 +479,7 @@ def test_devices(run: Command) -> None:
   ('args', 'message'),
   [
     (['--actor-devices', '0,9'], '9'),
-    (['--devices', 'many'], "--devices takes a whole number, not 'many'"),
+    (['--devices', 'many'], "--devices takes a whole number of at least 0, not 'many'"),
     (['--actors', '0'], "unknown option '--actors'"),
   ],
 )
@@ -609,7 +609,7 @@ BAD = [
   (['eval'], 'eval takes one run directory'),
   (['eval', '/nowhere'], '/nowhere is not a run directory'),
   (['eval', '/nowhere', '--episodes', '0'], '--episodes must be at least 1, not 0'),
-  (['eval', '/nowhere', '--episodes', 'x'], "--episodes takes a whole number, not 'x'"),
+  (['eval', '/nowhere', '--episodes', 'x'], "--episodes takes a whole number of at least 0, not 'x'"),
   (['eval', '/nowhere', '--episode', '3'], 'did you mean --episodes'),
   (['list', 'presets'], 'list takes no arguments'),
   (['train', '--override=false'], "--override takes no value, not 'false'"),

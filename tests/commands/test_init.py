@@ -16,6 +16,7 @@ from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
 from podrace.commands import completion
 from podrace.commands.init import names
+from podrace.envs.registry import LIBRARIES
 from podrace.presets import PRESETS
 
 
@@ -93,18 +94,50 @@ def test_words_that_complete() -> None:
   assert words(['eval', '--ep']) == ['--episodes'] and words(['eval', 'runs/']) == []
 
 
+def test_values_that_complete() -> None:
+  words = functools.partial(completion.words, commands=COMMANDS)
+  assert words(['train', '--architecture', 's']) == ['sebulba']
+  assert words(['train', '--architecture=s']) == ['--architecture=sebulba']
+  assert words(['sweep', '--method', 't']) == ['tpe'] and words(['plot', 'a', '--x', 'w']) == [
+    'wall'
+  ]
+  assert words(['plot', '--center', 'm']) == ['mean', 'median']
+  assert words(['plot', '--normalise', '']) == ['human', 'minmax']
+  assert words(['runs', '--state', 'f']) == ['finished', 'failed']
+  assert words(['train', 'cartpole', '--agent', 's']) == ['sac']
+  assert words(['train', '--env', 'gymnax:Cart']) == ['gymnax:CartPole-v1']
+  assert words(['train', '--env', 'po']) == ['podrace:catch', 'podrace:maze', 'podrace:memory']
+  assert words(['sweep', '--env', 'gymnasium']) == ['gymnasium:']
+  assert words(['envs', '--env', '']) == ['ale:', 'envpool:', 'gymnasium:']
+  assert words(['train', '--agent.optimizer', '']) == ['adam', 'rmsprop']
+  assert words(['train', 'catch', '--agent.network.core', 'g']) == ['gru']
+  assert words(['train', 'r2d2-memory', '--agent.network.core', 'l']) == ['lstm']
+  assert words(['train', 'catch', '--eval-video', '']) == ['True', 'False']
+  assert words(['train', '--total-steps', '']) == [] and words(['train', '--lag', 'a']) == ['async']
+  assert words(['eval', 'run', '--episodes', '']) == [] == words(['plot', '--out', 'x'])
+
+
 @pytest.mark.skipif(shutil.which('bash') is None, reason='there is no bash')
 def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   _, script, _ = called(capsys, 'completion', 'bash')
   (tmp_path / 'podrace').write_text(f'#!/bin/sh\nexec {sys.executable} -m podrace "$@"\n')
   (tmp_path / 'podrace').chmod(0o755)
-  typed = (
-    f'{script}\nCOMP_WORDS=(podrace train cart); COMP_CWORD=2; _podrace; echo "${{COMPREPLY[@]}}"'
+  asked = {  # as bash splits them -> what it is to write in the place of the last part
+    'train cart': 'cartpole',
+    'train --env gymnax : Cart': 'CartPole-v1',
+    'train --env jumanji :': ' '.join(LIBRARIES['jumanji'].names),
+    'train --architecture = s': 'sebulba',
+    'plot --x w': 'wall',
+    'eval nothing-here': '',
+  }
+  typed = script + ''.join(
+    f'COMP_WORDS=(podrace {x}); COMP_CWORD={len(x.split())}; _podrace; echo "${{COMPREPLY[*]}}"\n'
+    for x in asked
   )
   env = environment()
   env['PATH'] = f'{tmp_path}:{env["PATH"]}'
   done = subprocess.run(['bash', '-c', typed], env=env, capture_output=True, text=True, check=True)
-  assert done.stdout.split() == ['cartpole']
+  assert done.stdout.splitlines() == list(asked.values())
   for shell in ('zsh', 'fish'):
     assert 'podrace completion words' in called(capsys, 'completion', shell)[1]
   assert called(capsys, 'completion', 'tcsh')[0] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,6 +16,8 @@ from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName
 from podrace.envs.spaces import bounds, convert, leaves, values
 from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
+
+log = logging.getLogger('podrace.envs')
 
 
 class HostError(Exception):
@@ -46,6 +49,9 @@ class HostSpec:
   comes_and_goes: bool = False  # any number of a pool's environments may be there, in any order
   metrics: Callable[[], dict[str, float]] | None = None  # of its own, for the log
   finished: Callable[[], None] | None = None  # tells whoever has them that the run is complete
+  # Resets and steps one of them, within so many seconds; raises UsageError if that goes wrong.
+  try_out: Callable[[float], None] | None = None
+  outside: set[str] = dataclasses.field(default_factory=set, compare=False)  # see Checker
 
 
 def make(name: str) -> HostSpec:
@@ -230,13 +236,22 @@ class Stepper:
 # --- checks -------------------------------------------------------------------------------------
 
 
+BOUNDED = 1000  # arrivals, of which is looked whether they are within their Boxes
+
+
 class Checker:
-  """Compares what arrives, and is sent, with what was declared; says what of which is wrong."""
+  """Compares what arrives, and is sent, with what was declared; says what of which is wrong.
+
+  Observations outside of their Box are learned from as they are. It is said once of each part, of
+  all pools of a HostSpec together.
+  """
 
   def __init__(self, spec: HostSpec, num_envs: int) -> None:
     self._name, self._num_envs, self._action_space = spec.name, num_envs, spec.action_space
     self._space, self._leaves = spec.observation_space, list(leaves(spec.observation_space))
     self._low, self._high = action_bounds(spec.action_space)
+    self._limits = {field: limits for field, x in self._leaves if (limits := wide_bounds(x))}
+    self._outside, self._count = spec.outside, 0
 
   def __call__(self, arrival: Arrival) -> None:
     ids = arrival.env_id
@@ -252,6 +267,9 @@ class Checker:
         raise HostError(f'{self._name}: {field} is {x.dtype}, declared {space.dtype}')
       if x.dtype.kind == 'f':
         self._finite(field, x, ids)
+      if self._count < BOUNDED and field in self._limits:
+        self._within(field, space, x, ids)
+    self._count += 1
     self._finite('reward', arrival.timestep.reward, ids)
     if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
       self._finite('reward', arrival.score, ids)
@@ -264,12 +282,44 @@ class Checker:
         f'{self._name}: {field} of environment {ids[rows].tolist()} is NaN or infinite'
       )
 
+  def _within(self, field: str, space: Any, x: np.ndarray, ids: np.ndarray) -> None:
+    low, high = self._limits[field]
+    outside = (x < low) | (x > high)
+    if np.count_nonzero(outside) and field not in self._outside:
+      self._outside.add(field)
+      where = tuple(np.argwhere(outside)[0].tolist())
+      log.warning(
+        '%s: %s of environment %d has %g, outside of %s; it is learned from as it is',
+        self._name, field, ids[where[0]], x[where], space,
+      )  # fmt: skip
+
   def action(self, x: np.ndarray) -> None:
     """Raises HostError where an agent's actions [b, ...] are not in the action space."""
     fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
     if np.count_nonzero(fits) != x.size:
       message = f'the agent chose action {x[~fits][:3].tolist()}, not in {self._action_space}'
       raise HostError(f'{self._name}: {message}')
+
+
+def wide_bounds(space: Any) -> tuple[Any, Any] | None:
+  """What is clearly outside of a Box is below the first or above the second; None if nothing can be.
+
+  A hundredth of the range is left for what is rounded; where one side has no bound, a thousandth of the other.
+  """
+  if not hasattr(space, 'low'):
+    return None
+  low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+  if space.dtype.kind in 'iu':
+    limits = np.iinfo(space.dtype)
+    return None if np.all((low == limits.min) & (high == limits.max)) else (low, high)
+  if not np.count_nonzero(np.isfinite(low) | np.isfinite(high)):
+    return None
+  with np.errstate(invalid='ignore'):
+    both = np.isfinite(low) & np.isfinite(high)
+    near_low, near_high = (
+      np.where(both, (high - low) / 100, abs(x) / 1000 + 1e-6) for x in (low, high)
+    )
+    return low - near_low, high + near_high
 
 
 def action_bounds(space: Any) -> tuple[Any, Any]:

@@ -2,12 +2,14 @@
 
 A worker that dies, or takes longer than the deadline, is ended and replaced; its environments
 begin again under new run ids. An exception of an environment is the user's to see, and ends the run.
+Before a run one of the environments is reset and stepped once, unless it is Gymnasium's own.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -24,31 +26,36 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from podrace.blame import label as label_of
+from podrace.envs.host import registered, trial
 from podrace.envs.host import worker as w
 from podrace.envs.host.base import (
   EVERY,
   LOOK_SECONDS,
   START_SECONDS,
+  Checker,
   Clock,
   HostError,
   HostSpec,
   PoolArgs,
   Stepper,
+  action_bounds,
   choices,
   everyone,
   narrow,
   rows_of,
 )
 from podrace.envs.host.infos import FIELDS, Infos
-from podrace.envs.registry import UnknownName, Value, atari, full_name, nearest, refused
+from podrace.envs.registry import UnknownName, Value, full_name
 from podrace.envs.spaces import convert, leaves, tree
+from podrace.errors import UsageError
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
+RESTARTS_BEFORE = 2  # any environment has answered a step
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
 
 # Not by -m, which would look for libraries in the working directory first.
@@ -60,22 +67,13 @@ START = (
 log = logging.getLogger('podrace.envs')
 
 
+class EnvironmentFailed(HostError):
+  """An environment raised an exception, or returned something else than it should; see `worker`."""
+
+
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   """An environment by Gymnasium's id, `MODULE:ID` to import one's own; options go to its maker."""
-  try:
-    probe = gymnasium.make(name, **dict[str, Any](options))
-  except gymnasium.error.UnregisteredEnv as error:
-    module = name.rpartition(':')[0]
-    if game := atari(name):
-      raise UnknownName(f'gymnasium has no environment {name!r}; here it is {game}') from error
-    hint = nearest(name, [f'{module}:{x}' if module else x for x in gymnasium.registry])
-    raise UnknownName(f'gymnasium has no environment {name!r}{hint}') from error
-  except (gymnasium.error.Error, ImportError, TypeError) as error:
-    raise UnknownName(f'gymnasium:{name}: {error}') from error
-  except (ValueError, AssertionError, LookupError, ArithmeticError) as error:
-    if not options:  # a fault of its own, which its author wants to see
-      raise
-    raise refused(f'gymnasium:{name}', options, error) from error
+  probe = registered.make(name, options)
   observation_space, action_space = (
     convert(_space, x) for x in (probe.observation_space, probe.action_space)
   )
@@ -83,13 +81,56 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   fields = _fields(label, observation_space, action_space)
   probe.close()
   infos = Infos()
-  return HostSpec(
+  spec = HostSpec(
     name=label,
     observation_space=observation_space,
     action_space=action_space,
     make=lambda args: Workers(name, label, dict(options), fields, observation_space, args, infos),
     metrics=infos.means,
   )
+  whose = trial.owner(probe)
+  if trial.is_gymnasiums(whose):
+    return spec
+  methods = {m: label_of(whose, m) for m in ('reset', 'step')}
+
+  def try_out(deadline: float) -> None:
+    args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, deadline)
+    pool = Workers(name, label, dict(options), fields, observation_space, args, trial=True)
+    _try_out(spec, pool, methods)
+
+  return dataclasses.replace(spec, try_out=try_out)
+
+
+def _try_out(spec: HostSpec, pool: Workers, methods: Mapping[str, str]) -> None:
+  """Resets and steps a pool of one environment; raises UsageError if that goes wrong."""
+  name = 'reset'
+  try:
+    check = Checker(spec, 1)
+    pool.reset()
+    arrival = pool.recv()
+    check(arrival)
+    name = 'step'
+    pool.send(arrival.env_id, _some_action(spec.action_space, arrival.timestep.observation))
+    check(pool.recv())
+  except EnvironmentFailed as error:
+    raise UsageError(str(error)) from error
+  except HostError as error:
+    raise UsageError(f'{methods[name]}, tried out once before the run: {error}') from error
+  finally:
+    pool.close()
+
+
+def _some_action(space: Any, observation: Any) -> np.ndarray:
+  """An action for one environment, [1, ...]: 0 or what is nearest; one that a mask allows."""
+  mask = observation.get('action_mask') if isinstance(observation, dict) else None
+  if mask is not None and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+    counts = np.ravel(space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n)
+    parts = np.split(mask.ravel(), np.cumsum(counts)[:-1])
+    chosen = np.array([np.argmax(x) for x in parts], space.dtype)
+  else:
+    low, high = action_bounds(space)
+    chosen = np.broadcast_to(np.clip(0, low, high), space.shape).astype(space.dtype)
+  return chosen.reshape(1, *space.shape)
 
 
 def _space(space: Any) -> Any:
@@ -200,6 +241,7 @@ class Worker:
     self.ids = np.arange(first, first + count, dtype=np.int32)
     self.asked: float | None = None  # when, by the pool's clock; None: it owes no answer
     self.limit = START_SECONDS
+    self.begun = False  # its process has reset its environments
     self.lives = 0
 
   def start(self, settings: dict[str, Any], memory: int, now: float) -> None:
@@ -227,6 +269,7 @@ class Worker:
     os.close(ask_read)
     os.close(answer_write)
     self.lives += 1
+    self.begun = False
     self.go(now, START_SECONDS)
 
   def go(self, now: float, limit: float) -> None:
@@ -241,8 +284,8 @@ class Worker:
     assert self.asked is not None
     return self.asked + self.limit
 
-  def failure(self) -> str:
-    """The traceback that it answers with, or what there is of it in TELL_SECONDS."""
+  def failure(self) -> tuple[str | None, str]:
+    """What it answers with: a message for the user, and the traceback or what there is of it in TELL_SECONDS."""
     text, end = b'', time.monotonic() + TELL_SECONDS
     while len(text) < 8 or len(text) < 8 + int.from_bytes(text[:8]):
       if not _readable([self.answer], max(end - time.monotonic(), 0)):
@@ -250,7 +293,11 @@ class Worker:
       if not (more := os.read(self.answer, 65536)):
         break
       text += more
-    return text[8:].decode(errors='replace')
+    try:
+      message, shown = json.loads(text[8:])
+    except ValueError:
+      return None, text[8:].decode(errors='replace')
+    return message, shown
 
   def kill(self) -> None:
     """Kills the process and what it started, which is in its group, and waits for it."""
@@ -278,7 +325,9 @@ class Workers:
     observation_space: Any,
     args: PoolArgs,
     infos: Infos | None = None,
+    trial: bool = False,
   ) -> None:
+    self._trial = trial
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._label, self._space, self._deadline = label, observation_space, args.deadline
     count = _count(args)
@@ -294,13 +343,14 @@ class Workers:
     self._infos = infos or Infos()
     self._infos.open(self._arrays)
     self._shared_settings = dict(
-      name=name, label=label, options=options, fields=fields, bytes=length,
-      num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(),
+      name=name, options=options, fields=fields, bytes=length,
+      num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(), trial=trial,
     )  # fmt: skip
     self._stepper, self._clock = Stepper(args.num_envs), Clock()
     self._run_id = np.zeros(args.num_envs, np.int64)
     self._ready: list[Worker] = []
     self._restarts = Restarts()
+    self._stepped = False  # some environment has
     self._starting = threading.Lock()
     self._closing = False  # no process is started any more
 
@@ -358,8 +408,10 @@ class Workers:
       if answer == w.DONE:
         worker.asked = None
         self._ready.append(worker)
+        self._stepped |= worker.begun
+        worker.begun = True
       elif answer == w.FAILED:
-        raise HostError(f'{self._label} failed in its worker:\n{worker.failure()}')
+        raise self._failed(*worker.failure())
       else:
         worker.kill()  # it may have closed its pipe and live on; if not, its exit code stays
         self._ended(worker, worker.process.returncode)
@@ -371,18 +423,30 @@ class Workers:
         elif now >= worker.due:
           self._restart(worker, f'it did not answer for {worker.limit:g} s')
 
+  def _failed(self, message: str | None, traceback: str) -> HostError:
+    if message is None or os.environ.get('PODRACE_TRACEBACK'):
+      return EnvironmentFailed(f'{self._label} failed in its worker:\n{traceback}')
+    return EnvironmentFailed(message)
+
   def _ended(self, worker: Worker, code: int) -> None:
     reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
     self._restart(worker, f'its process ended by {reason}')
 
   def _restart(self, worker: Worker, reason: str) -> None:
     assert worker.asked is not None
+    if self._trial:
+      raise HostError(reason)
     whose = f'{self._label}, {threading.current_thread().name}'
     if (count := self._restarts.add(self._clock.look() - worker.asked)) > RESTARTS:
       raise HostError(
         f'{whose}: its workers had to be restarted more than {RESTARTS} times in {WINDOW / 60:.0f} '
         'minutes (in which the time that those that hung were waited for is not counted); the last '
         f'reason: {reason}'
+      )
+    if count > RESTARTS_BEFORE and not self._stepped:
+      raise HostError(
+        f'{whose}: no environment has answered its first step, and {RESTARTS_BEFORE} workers were restarted; '
+        f'the last reason: {reason}'
       )
     last = worker.first + worker.count - 1
     log.warning(

@@ -1,8 +1,8 @@
 """A process that steps Gymnasium environments in memory it shares with the run. Imports no JAX.
 
 One byte on a pipe has it step (or, at first, reset) all its environments, and answers
-with one byte when the results are in the memory; an exception is answered by the length of its
-traceback in 8 bytes, and the traceback.
+with one byte when the results are in the memory; an exception is answered by a length in 8 bytes,
+and as much JSON: a message for the user, or none, and the traceback.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from podrace.blame import describe, refuse
 from podrace.envs.host.infos import Adder
+from podrace.envs.host.trial import fault, owner, tried
 from podrace.envs.spaces import leaves, values
+from podrace.errors import RunError, UsageError
 from podrace.process import tell_of_faults
 
 GO, DONE, FAILED = b'g', b'd', b'f'
@@ -48,33 +51,41 @@ def size(fields: list[Field], n: int) -> int:
   return sum(-(-b // 64) * 64 for b in each)
 
 
+class Unfit(ValueError):
+  """What came, and what was expected, of a part of an observation."""
+
+
 class Leaf:
   """One array of the observations [n, ...] of a worker's environments, in shared memory."""
 
-  def __init__(self, env: str, name: str, space: Any, target: np.ndarray, start: int) -> None:
-    self._env, self._name, self._space, self._start = env, name, space, start
+  def __init__(self, name: str, space: Any, target: np.ndarray) -> None:
+    self._name, self._space = name, space
     self._shape, self._target = space.shape, target.dtype
     self._rows = [target[i, ...] for i in range(len(target))]
     self._fits: Any = None  # the last type that was seen to fit
     self._wide = False  # it has integers that the memory's has not
 
-  def write(self, i: int, x: Any) -> None:
-    """Writes what environment i observes; raises ValueError if it is not as declared."""
-    x = np.asarray(x)
+  def write(self, i: int, came: Any) -> None:
+    """Writes what environment i observes; raises Unfit if it is not as declared."""
+    try:
+      x = np.asarray(came)
+    except (TypeError, ValueError) as error:  # lists of several lengths
+      raise self._unfit(describe(came)) from error
     if x.shape != self._shape:
-      raise ValueError(f'{self._of(i)} has shape {x.shape}, declared {self._shape}')
+      raise self._unfit(describe(came if x.dtype.kind == 'O' else x))
     if x.dtype is not self._fits:
       rounds = x.dtype.kind in 'biu' and self._target.kind == 'f'  # though NumPy finds it alike
       if rounds or not np.can_cast(x.dtype, self._target, 'same_kind'):
-        raise ValueError(f'{self._of(i)} is {x.dtype}, declared {self._space.dtype}')
+        raise self._unfit(describe(came if x.dtype.kind == 'O' else x))
       self._fits = x.dtype
       self._wide = x.dtype.kind in 'iu' and not np.can_cast(x.dtype, self._target)
     self._rows[i][...] = x
     if self._wide and np.count_nonzero(self._rows[i] != x):
-      raise ValueError(f'{self._of(i)} is {x}, which {self._target} has not')
+      raise Unfit(f'{self._name} {x}', f'integers that {self._target} has')
 
-  def _of(self, i: int) -> str:
-    return f'{self._env}: {self._name} of environment {self._start + i}'
+  def _unfit(self, came: str) -> Unfit:
+    declared = f'{self._space.dtype}{list(self._shape)}'
+    return Unfit(f'{self._name} {came}', f'{declared}, as the space declares')
 
 
 class Environments:
@@ -87,26 +98,34 @@ class Environments:
   def __init__(
     self,
     name: str,
-    label: str,
     options: dict[str, Any],
     seeds: list[int],
     into: dict[str, np.ndarray],
     start: int,
+    trial: bool = False,
   ) -> None:
-    self._label, self._start = label, start
+    self._start = start
     envs = [gymnasium.make(name, **options) for _ in seeds]
+    self._owners = [owner(e) for e in envs]
+    if trial:
+      envs = [tried(e) for e in envs]
     self._steps, self._resets = [e.step for e in envs], [e.reset for e in envs]
     self._seeds: list[int | None] = list(seeds)  # for the first reset only
     self._over = [True] * len(seeds)
     self._into = {k: x[start : start + len(seeds)] for k, x in into.items()}
     self._space, self._action_space = envs[0].observation_space, envs[0].action_space
-    self._leaves = [Leaf(label, n, s, self._into[n], start) for n, s in leaves(self._space)]
+    self._leaves = [Leaf(n, s, self._into[n]) for n, s in leaves(self._space)]
     tree = isinstance(self._space, spaces.Dict | spaces.Tuple)
     self._write = self._write_tree if tree else self._leaves[0].write
     self._infos = Adder(into, start)
 
   def step(self) -> None:
-    """Steps all of them; those whose episode is over ignore the action and begin a new one."""
+    """Steps all of them; those whose episode is over ignore the action and begin a new one.
+
+    Raises:
+      UsageError: if one returns something else than it should.
+      RunError: if one fails.
+    """
     steps, over, write = self._steps, self._over, self._write
     rewards: list[Any] = []
     terminations: list[Any] = []
@@ -122,29 +141,56 @@ class Environments:
           observation, reward, terminated, truncated, info = steps[i](action)
           if info:
             self._infos.add(info)
-      except Exception as error:
-        error.add_note(f'in environment {self._start + i}')
-        raise
+      except (Exception, SystemExit) as error:
+        given = f'seed {self._seeds[i]}' if over[i] else f'the action {describe(action)}'
+        given = f'{given}, in environment {self._start + i}'
+        raise fault(self._owners[i], self._name(i), given, error) from error
       rewards.append(reward)
       terminations.append(terminated)
       truncations.append(truncated)
-      write(i, observation)
-    self._put(REWARD, rewards)
-    self._put(TERMINATED, terminations)
-    self._put(TRUNCATED, truncations)
+      try:
+        write(i, observation)
+      except Unfit as error:
+        refuse(self._owners[i], self._name(i), *error.args)
+    self._put(REWARD, rewards, 'biuf', 'a number')
+    self._put(TERMINATED, terminations, 'b', 'True or False')
+    self._put(TRUNCATED, truncations, 'b', 'True or False')
     self._over = (self._into[TERMINATED] | self._into[TRUNCATED]).tolist()
 
+  def _name(self, i: int) -> str:
+    """Of the function that environment i was called by."""
+    return 'reset' if self._over[i] else 'step'
+
   def _write_tree(self, i: int, observation: Any) -> None:
-    for leaf, x in zip(self._leaves, values(self._space, observation), strict=True):
+    try:
+      parts = list(values(self._space, observation))
+    except (TypeError, ValueError, LookupError) as error:
+      raise Unfit(f'the observation {describe(observation)}', f'one of {self._space}') from error
+    for leaf, x in zip(self._leaves, parts, strict=True):
       leaf.write(i, x)
 
-  def _put(self, field: str, numbers: list[Any]) -> None:
+  def _put(self, field: str, came: list[Any], kinds: str, expected: str) -> None:
+    """Writes one number of each environment, of one of NumPy's kinds."""
+    into = self._into[field]
     try:
-      self._into[field][:] = numbers
-    except (TypeError, ValueError) as error:
-      kinds = ((x, np.asarray(x)) for x in numbers)
-      wrong = next((x for x, y in kinds if y.ndim or y.dtype.kind not in 'biuf'), numbers)
-      raise ValueError(f'{self._label}: {field} is {wrong!r}, which is no number') from error
+      x = np.asarray(came)
+    except (TypeError, ValueError):  # arrays of several shapes
+      x = np.empty(0)
+    if x.shape != into.shape or x.dtype.kind not in kinds:
+      for i, one in enumerate(came):
+        if not is_scalar(one, kinds):
+          refuse(self._owners[i], self._name(i), f'{field} {describe(one)}', expected)
+    into[:] = came if x.shape != into.shape else x
+
+
+def is_scalar(x: Any, kinds: str) -> bool:
+  """Whether it is a number, or an array of shape (), of one of NumPy's kinds; 1 and 0 may be flags."""
+  try:
+    y = np.asarray(x)
+  except (TypeError, ValueError):
+    return False
+  flag = kinds == 'b' and y.dtype.kind in 'iu' and y.ndim == 0 and int(y) in (0, 1)
+  return y.ndim == 0 and (y.dtype.kind in kinds or flag)
 
 
 def actions_for(space: Any, x: np.ndarray) -> list[Any]:
@@ -186,6 +232,7 @@ def main() -> None:
   """What the process runs; its settings are JSON on the command line."""
   outlive_signals()
   tell_of_faults()
+  gymnasium.logger.min_level = gymnasium.logger.ERROR  # each would warn of the same
   settings = json.loads(sys.argv[1])
   end_with(settings['parent'])
   memory = mmap.mmap(settings['memory'], settings['bytes'])
@@ -194,17 +241,18 @@ def main() -> None:
   try:
     environments = Environments(
       settings['name'],
-      settings['label'],
       settings['options'],
       settings['seeds'],
       into,
       settings['start'],
+      settings['trial'],
     )
     while os.read(ask, 1) == GO:  # else the run is gone
       environments.step()
       tell(answer, DONE)
-  except BaseException:
-    text = traceback.format_exc().encode()
+  except BaseException as error:
+    message = str(error) if isinstance(error, UsageError | RunError) else None
+    text = json.dumps([message, traceback.format_exc()]).encode()
     tell(answer, FAILED + len(text).to_bytes(8) + text)
 
 

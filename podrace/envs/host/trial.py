@@ -1,0 +1,97 @@
+"""What is looked at in an environment of Gymnasium, and who is named if it is wrong. Imports no JAX.
+
+Wrappers unpack what an environment returns, so that it is not seen around them: in the trial before a run
+each layer is watched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+
+from podrace.blame import describe, failed, label, of_the_user, refuse
+from podrace.errors import RunError, UsageError
+
+RETURNS = {
+  'reset': '(observation, info)',
+  'step': '(observation, reward, terminated, truncated, info)',
+}
+
+
+def is_gymnasiums(env: Any) -> bool:
+  """Whether Gymnasium brought it."""
+  return type(env).__module__.partition('.')[0] == 'gymnasium'
+
+
+def owner(env: Any) -> Any:
+  """Whose `reset` and `step` are to be named: the outermost layer that is not Gymnasium's own."""
+  while isinstance(env, gymnasium.Wrapper) and is_gymnasiums(env):
+    env = env.env
+  return env
+
+
+def fault(of: Any, name: str, given: str, error: BaseException) -> UsageError | RunError:
+  """The error for an exception in a function of an environment, or in the wrappers around it."""
+  if isinstance(error, UsageError):
+    return error
+  unpacks = isinstance(error, ValueError | TypeError) and 'unpack' in str(error)
+  if unpacks and not of_the_user(of, error):
+    return UsageError(f'{label(of, name)} returned what is not {RETURNS[name]}: {error}')
+  return failed(of, name, given, error)
+
+
+def tried(env: Any) -> Any:
+  """The environment, made so that what each of its layers returns is looked at; not Gymnasium's wrappers."""
+  if not isinstance(env, gymnasium.Wrapper):
+    return Tried(env)
+  env.env = tried(env.env)
+  return env if is_gymnasiums(env) else Tried(env)
+
+
+class Tried:
+  """An environment, of which is looked at whether it returns what Gymnasium asks for."""
+
+  _env: Any
+
+  def __init__(self, env: Any) -> None:
+    object.__setattr__(self, '_env', env)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._env, name)
+
+  def __setattr__(self, name: str, value: Any) -> None:
+    setattr(self._env, name, value)
+
+  def reset(self, **given: Any) -> Any:
+    self._check_takes(given)
+    return self._checked('reset', self._env.reset(**given))
+
+  def step(self, action: Any) -> Any:
+    return self._checked('step', self._env.step(action))
+
+  def _check_takes(self, given: Mapping[str, Any]) -> None:
+    try:
+      signature = inspect.signature(self._env.reset)
+    except (TypeError, ValueError):  # it is not of Python
+      return
+    try:
+      signature.bind(**given)
+    except TypeError as error:
+      raise UsageError(
+        f'{label(self._env, "reset")} takes {signature}, expected (self, *, seed=None, '
+        f'options=None): {error}'
+      ) from error
+
+  def _checked(self, name: str, came: Any) -> Any:
+    expected = RETURNS[name]
+    count = expected.count(',') + 1
+    if not isinstance(came, tuple):
+      refuse(self._env, name, describe(came), expected)
+    if len(came) != count:
+      refuse(self._env, name, f'a tuple of {len(came)}', expected)
+    if not isinstance(came[-1], Mapping):
+      refuse(self._env, name, f'the info {describe(came[-1])}', 'a dict')
+    return came

@@ -1,0 +1,391 @@
+"""What is said of wrong Gymnasium environments of one's own, before a run and in it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from podrace import cli
+from podrace.envs.host import base as host
+from podrace.envs.host.base import HostError, PoolArgs
+from podrace.envs.host.gymnasium import _some_action
+from podrace.envs.registry import UnknownName
+from podrace.errors import UsageError
+
+DOCK = """\
+import gymnasium, numpy as np
+class Dock(gymnasium.Env):
+  observation_space = gymnasium.spaces.Box(-5.0, 5.0, (2,), np.float32)
+  action_space = gymnasium.spaces.Discrete(3)
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    self.x = self.np_random.uniform(-2, 2)
+    self.time = 0
+    return self.observe(), {}
+  def observe(self):
+    return np.array([self.x, 0], np.float32)
+  def step(self, action):
+    self.time += 1
+    return self.observe(), 1.0, self.x > 4.5, False, {}
+gymnasium.register('Dock-v0', entry_point=Dock, max_episode_steps=40)
+"""
+NAME = 'gymnasium:dock:Dock-v0'
+STEP, RESET = 'dock.Dock.step (dock.py:12)', 'dock.Dock.reset (dock.py:5)'
+RETURNS = 'self.observe(), 1.0, self.x > 4.5, False, {}'
+OBSERVES = 'np.array([self.x, 0], np.float32)'
+IN_STEP = 'self.time += 1'
+
+Change = tuple[str, str]
+Write = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+  """Writes dock.py, with changes, where it is imported."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+
+  def changed(*changes: Change) -> None:
+    text = DOCK
+    for before, after in changes:
+      assert before in text
+      text = text.replace(before, after)
+    (tmp_path / 'dock.py').write_text(text)
+
+  yield changed
+  sys.modules.pop('dock', None)
+  gymnasium.registry.pop('Dock-v0', None)
+
+
+def tried(deadline: float = 30.0) -> str:
+  """What is said in the trial before a run."""
+  spec = host.make(NAME)
+  assert spec.try_out is not None
+  with pytest.raises(UsageError) as told:
+    spec.try_out(deadline)
+  return str(told.value)
+
+
+def played(steps: int = 20, deadline: float = 30.0, threads: int = 1) -> list[Any]:
+  """What a pool without a trial gives."""
+  spec = host.make(NAME)
+  check, found = host.Checker(spec, 2), []
+  pool: Any = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), threads, deadline))
+  try:
+    pool.reset()
+    for _ in range(steps):
+      found.append(pool.recv())
+      check(found[-1])
+      pool.send(np.arange(2), np.zeros(2, np.int32))
+  finally:
+    pool.close()
+  return found
+
+
+# --- before a run ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (
+      (RETURNS, 'self.observe(), 1.0, False, {}'),
+      f'{STEP} returned a tuple of 4, expected (observation, reward, terminated, truncated, info)',
+    ),
+    (
+      (RETURNS, 'None'),
+      f'{STEP} returned None, expected (observation, reward, terminated, truncated, info)',
+    ),
+    (
+      ('return self.observe(), {}', 'return self.observe()'),
+      f'{RESET} returned float32[2], expected (observation, info)',
+    ),
+    (
+      ('self, *, seed=None, options=None):\n    super().reset(seed=seed)', 'self):'),
+      f'{RESET} takes (), expected (self, *, seed=None, options=None): got an unexpected keyword '
+      "argument 'seed'",
+    ),
+    (
+      (OBSERVES, 'dict(x=self.x)'),
+      f"{RESET} returned observation {{'x': ",
+    ),
+    (
+      (OBSERVES, 'np.array([self.x, 0, 0], np.float32)'),
+      f'{RESET} returned observation float32[3], expected float32[2], as the space declares',
+    ),
+    (
+      (OBSERVES, 'np.array([1, 0])'),
+      f'{RESET} returned observation int64[2], expected float32[2], as the space declares',
+    ),
+    (
+      (OBSERVES, '[[1.0], [1.0, 2.0]]'),
+      f'{RESET} returned observation [[1.0], [1.0, 2.0]], expected float32[2], as the space declares',
+    ),
+    ((' 1.0,', ' None,'), f'{STEP} returned reward None, expected a number'),
+    ((' 1.0,', ' "1.0",'), f"{STEP} returned reward '1.0', expected a number"),
+    ((' 1.0,', ' np.ones(2),'), f'{STEP} returned reward float64[2], expected a number'),
+    (('self.x > 4.5', '0.17'), f'{STEP} returned terminated 0.17, expected True or False'),
+    (('False, {}', '"no", {}'), f"{STEP} returned truncated 'no', expected True or False"),
+    (('False, {}', 'None, {}'), f'{STEP} returned truncated None, expected True or False'),
+    (('False, {}', 'False, []'), f'{STEP} returned the info [], expected a dict'),
+    (
+      (' 1.0,', ' np.nan,'),
+      f'{STEP}, tried out once before the run: {NAME}: reward of environment [0] is NaN or infinite',
+    ),
+  ],
+)
+def test_a_trial_names_what_is_returned_and_what_is_expected(
+  change: Change, message: str, write: Write
+) -> None:
+  write(change)
+  told = tried()
+  assert told.startswith(message) and '\n' not in told
+
+
+@pytest.mark.parametrize(
+  ('change', 'head', 'line'),
+  [
+    ((IN_STEP, '1 / 0'), f'{STEP} failed', 'line 13, in step'),
+    (('super().reset(seed=seed)', '1 / 0'), f'{RESET} failed', 'line 6, in reset'),
+  ],
+)
+def test_exceptions_are_told_with_the_users_lines_only(
+  change: Change, head: str, line: str, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  write(change)
+  told = tried()
+  assert told.startswith(head) and line in told and 'ZeroDivisionError: division by zero' in told
+  assert told.count('  File "') == 1 and 'It was given ' in told
+  monkeypatch.setenv('PODRACE_TRACEBACK', '1')
+  assert 'gymnasium/wrappers' in tried()
+
+
+def test_a_trial_ends_by_the_deadline(write: Write) -> None:
+  write((IN_STEP, 'import time; time.sleep(1000)'))
+  assert tried(0.5) == f'{STEP}, tried out once before the run: it did not answer for 0.5 s'
+
+
+def test_a_trial_survives_what_ends_its_process(write: Write) -> None:
+  write((IN_STEP, 'import os; os._exit(3)'))
+  assert tried() == f'{STEP}, tried out once before the run: its process ended by exit code 3'
+
+
+def test_the_command_line_ends_before_it_starts_workers(
+  write: Write, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  write((IN_STEP, 'raise ValueError("boom")'))
+  args = ['--agent', 'impala', '--env', NAME, '--num-envs', '24', '--total-steps', '1000']
+  with pytest.raises(SystemExit) as end:
+    cli.main(['train', *args, '--run-dir', str(tmp_path / 'run'), '--quiet'])
+  told = capfd.readouterr().err
+  assert end.value.code == 2
+  assert told.startswith(f'podrace: {STEP} failed:\n') and len(told.splitlines()) < 9
+
+
+def test_processes_with_environments_for_a_learner_try_them_before_they_connect(
+  write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+  write((RETURNS, '1'))
+  with pytest.raises(SystemExit) as end:
+    cli.main(['envs', '--connect', 'tcp://127.0.0.1:1', '--env', NAME])
+  assert end.value.code == 2
+  assert f'{STEP} returned 1, expected (' in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    (OBSERVES, 'np.array([self.x, 0])'),  # float64
+    (OBSERVES, '[self.x, 0.0]'),
+    (' 1.0,', ' np.float32(1),'),
+    (' 1.0,', ' 1,'),
+    (' 1.0,', ' np.array(1.0),'),
+    ('self.x > 4.5', 'np.array(False)'),
+    ('self.x > 4.5', '0'),
+    ('self, *, seed=None, options=None', 'self, **given'),
+  ],
+)
+def test_what_is_only_written_otherwise_is_good(change: Change, write: Write) -> None:
+  write(change, *([('seed=seed', 'seed=given["seed"]')] if 'given' in change[1] else []))
+  spec = host.make(NAME)
+  assert spec.try_out is not None
+  spec.try_out(30)
+  assert len(played(3)) == 3
+
+
+def test_wrappers_are_tried_as_well(write: Write) -> None:
+  """And named, where it is they who are wrong."""
+  wrapper = """class Around(gymnasium.Wrapper):
+  def step(self, action):
+    return self.env.step(action)[:4]
+gymnasium.register('Dock-v0', entry_point=lambda: Around(Dock()), max_episode_steps=40)"""
+  write(("gymnasium.register('Dock-v0', entry_point=Dock, max_episode_steps=40)", wrapper))
+  assert tried() == (
+    'dock.Around.step (dock.py:16) returned a tuple of 4, expected (observation, reward, terminated, '
+    'truncated, info)'
+  )
+
+
+def test_environments_that_allow_few_actions_are_given_one() -> None:
+  """As in a run, which looks at action_mask."""
+  for name in ('Masked-v0', 'Switches-v0', 'Trees-v0', 'Counts-v0'):
+    spec = host.make(f'gymnasium:host_envs:{name}')
+    assert spec.try_out is not None
+    spec.try_out(30)
+
+
+@pytest.mark.parametrize(
+  ('space', 'mask', 'action'),
+  [
+    (spaces.Discrete(3), [0, 0, 1], 2),
+    (spaces.Discrete(3), None, 0),
+    (spaces.MultiDiscrete([2, 3]), [0, 1, 0, 0, 1], [1, 2]),
+    (spaces.MultiDiscrete([2, 3]), None, [0, 0]),
+    (spaces.MultiBinary(2), None, [0, 0]),
+    (spaces.Box(1, 2, (2,)), None, [1, 1]),
+    (spaces.Box(-np.inf, np.inf, ()), None, 0),
+  ],
+)
+def test_the_action_of_a_trial(space: Any, mask: list[int] | None, action: Any) -> None:
+  observation = None if mask is None else dict(action_mask=np.array([mask], np.int8))
+  found = _some_action(space, observation)
+  assert found.shape == (1, *space.shape) and found.dtype == space.dtype
+  np.testing.assert_array_equal(found[0], action)
+
+
+def test_gymnasiums_own_are_not_tried() -> None:
+  """Which takes half a second."""
+  assert host.make('gymnasium:CartPole-v1').try_out is None
+  assert host.make('envpool:CartPole-v1').try_out is None
+
+
+# --- in a run --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('value', 'message'),
+  [
+    ('(self.observe(), 1.0, False, {})', 'returned what is not (observation, reward, terminated, '),
+    (
+      '(self.observe()[:1], 1.0, False, False, {})',
+      'returned observation float32[1], expected flo',
+    ),
+    ('(self.observe(), None, False, False, {})', 'returned reward None, expected a number'),
+    ('(self.observe(), 1.0, 0.2, False, {})', 'returned terminated 0.2, expected True or False'),
+    ('1 / 0', 'failed:\n  File "'),
+  ],
+)
+def test_what_is_wrong_later_is_named_as_well(value: str, message: str, write: Write) -> None:
+  write((f'return {RETURNS}', f'return {value} if self.time > 5 else ({RETURNS})'))
+  with pytest.raises(HostError) as told:
+    played()
+  assert str(told.value).startswith(f'{STEP} {message}')
+
+
+@pytest.mark.parametrize('what', ['import os; os._exit(3)', 'import time; time.sleep(1000)'])
+def test_workers_that_never_step_are_given_up_soon(what: str, write: Write) -> None:
+  write((IN_STEP, what))
+  start = time.monotonic()
+  with pytest.raises(HostError, match='no environment has answered its first step, and 2 workers'):
+    played(deadline=0.5, threads=2)
+  assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize(
+  ('change', 'times'),
+  [
+    ((OBSERVES, 'np.array([100 * self.x, 0], np.float32)'), 1),
+    ((OBSERVES, 'np.array([5.01, 0], np.float32)'), 0),
+    (('-5.0, 5.0', '-np.inf, np.inf'), 0),
+  ],
+)
+def test_observations_outside_of_their_box_are_told_once(
+  change: Change, times: int, write: Write, caplog: pytest.LogCaptureFixture
+) -> None:
+  write(change)
+  spec = host.make(NAME)
+  assert spec.try_out is not None
+  with caplog.at_level(logging.WARNING, 'podrace'):
+    spec.try_out(30)
+    check = host.Checker(spec, 2)
+    pool = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 1, 30.0))
+    try:
+      pool.reset()
+      check(pool.recv())
+    finally:
+      pool.close()
+  assert caplog.text.count('outside of Box(-5.0, 5.0, (2,), float32)') == times
+
+
+def test_gymnasiums_warnings_do_not_come_from_workers(
+  write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+  write((OBSERVES, 'np.array([100 * self.x, 0])'), ('self.x > 4.5', '0'))
+  spec = host.make(NAME)
+  assert spec.try_out is not None
+  spec.try_out(30)
+  played(3)
+  assert 'WARN' not in capfd.readouterr().err
+
+
+# --- names and modules -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    (
+      [('def step(self, action):', 'def step(self, action)')],
+      "dock.py:12: SyntaxError: expected ':'\n",
+    ),
+    ([('import gymnasium, numpy as np', 'import gymnasium')], "dock.py:3: NameError: name 'np' is"),
+    (
+      [('import gymnasium, numpy as np', 'import gymnasium, numpy as np, nomodule')],
+      "dock.py:1: ModuleNotFoundError: No module named 'nomodule'",
+    ),
+    (
+      [("gymnasium.register('Dock-v0', entry_point=Dock, max_episode_steps=40)", '')],
+      "gymnasium has no environment 'Dock-v0', and module 'dock' registers none",
+    ),
+    (
+      [("register('Dock-v0'", "register('Docks-v0'")],
+      "gymnasium has no environment 'dock:Dock-v0' (nearest: dock:Docks-v0)",
+    ),
+    (
+      [('def reset(', 'def __init__(self):\n    self.size = 1 / 0\n  def reset(')],
+      'gymnasium:dock:Dock-v0 cannot be made:\n  File "',
+    ),
+    (
+      [('observation_space =', 'obs_space =')],
+      'gymnasium:dock:Dock-v0: The environment must specify an observation space.',
+    ),
+    (
+      [('  def reset(', '  def __init__(self, size):\n    pass\n  def reset(')],
+      "gymnasium:dock:Dock-v0: Dock.__init__() missing 1 required positional argument: 'size'",
+    ),
+  ],
+)
+def test_what_is_wrong_with_a_module_is_told(
+  changes: list[Change], message: str, write: Write
+) -> None:
+  write(*changes)
+  with pytest.raises(ValueError) as told:
+    host.make(NAME)
+  gymnasium.registry.pop('Docks-v0', None)
+  assert str(told.value).startswith(message)
+  assert 'importlib' not in str(told.value) and 'site-packages' not in str(told.value)
+
+
+def test_an_id_alone_hints_at_ones_own_module() -> None:
+  with pytest.raises(UnknownName) as told:
+    host.make('gymnasium:Dock-v0')
+  assert 'one that your module registers is gymnasium:MODULE:Dock-v0' in str(told.value)
