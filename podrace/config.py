@@ -397,12 +397,20 @@ def bind_run(config: Config, env: Any) -> Any:
     UsageError: if it is one of ours that can't act there, or no agent.
     ValueError: if a network can't be built for those spaces.
   """
+  from podrace.envs.states import takes_turns
+
   name = agent_name(hooks.innermost(config.agent))
   fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:
     raise UsageError(
       f'{name} cannot act in {config.env}, whose action space is {env.action_space}: '
       f'take --agent {", ".join(fit[:-1])} or {fit[-1]}'
+    )
+  agent = hooks.innermost(config.agent)
+  if takes_turns(env) and 'environment' not in {f.name for f in dataclasses.fields(agent)}:
+    raise UsageError(
+      f'in {config.env} two players take turns, and {name} would take what is good for the other as its own; '
+      'take --agent muzero, or another opponent, as opponent=random'
     )
   return bind(config.agent, env, config.total_updates, config.num_envs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gymnasium import spaces
 from jax import lax
 
 from podrace import envs
@@ -21,6 +23,7 @@ from podrace.envs.base import batch
 from podrace.envs.host import base as host
 from podrace.envs.host.answers import AnswerTimer
 from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
+from podrace.envs.spaces import STATE
 from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import number
@@ -243,6 +246,7 @@ def evaluate(
   max_steps: int = 1_000_000,
   allow_code: Iterable[str] = (),
   change: Callable[[Config], Config] = lambda config: config,
+  env: str = '',
 ) -> dict[str, Any]:
   """Evaluates the newest good checkpoint of a run, in each way of `acting`, in as many episodes.
 
@@ -250,9 +254,10 @@ def evaluate(
   sampled_episode_return_mean.
 
   `allow_code` names modules of the run's own, as in `load_config`; `change` makes other settings of the recorded ones.
+  `env` names another environment to play in, with the same spaces; '' is the run's own.
 
   Raises:
-    UsageError: if there is no run or no checkpoint, or the run names other modules.
+    UsageError: if there is no run or no checkpoint, the run names other modules, or `env` has other spaces.
     RunError: if an environment fails, or does not end its episode.
   """
   for name, value, least, most in (
@@ -264,14 +269,16 @@ def evaluate(
       bound = f'at least {least}' if value < least else f'at most {most}'
       raise UsageError(f'{name} must be {bound}, not {value}')
   config = change(load_config(run_dir, allow_code))
-  agent, env = evaluable(config)
+  agent, made = evaluable(config)
+  if env:
+    made = elsewhere(config, env)
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
   step, params, skipped = newest_params(config, agent, run_dir)
   result: dict[str, Any] = {}
   for way in acting:
     actor = greedily(agent) if way == GREEDY else agent
-    by_seed = returns_of(config, actor, env, episodes, max_steps)(params, seed)
+    by_seed = returns_of(config, actor, made, episodes, max_steps)(params, seed)
     prefix = '' if way == acting[0] else f'{way}_'
     result |= {f'{prefix}{name}': x for name, x in described(by_seed).items()}
   result['step'] = step
@@ -282,13 +289,43 @@ def evaluate(
 
 def evaluable(config: Config) -> tuple[Any, Any]:
   """The agent of a run, bound, and its environment, in JAX or a HostSpec; both checked."""
-  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
+  env = _made(config)
   agent = bind_run(config, env)
+  return agent, _checked(env)
+
+
+def elsewhere(config: Config, env: str) -> Any:
+  """Another environment than a run's own, for the agent that was bound to that one.
+
+  Raises:
+    UsageError: if it has other spaces.
+  """
+  own, other = _made(config), _made(dataclasses.replace(config, env=env))
+  for kind in ('observation', 'action'):
+    ours, theirs = (getattr(x, f'{kind}_space') for x in (own, other))
+    if ours == theirs:
+      continue
+    shown = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (ours, theirs)]
+    advice = (
+      f'; give --env {env},state=true' if shown == [True, False] else f': {theirs}, not {ours}'
+    )
+    raise UsageError(
+      f'--env {env} has another {kind} space than {config.env}, where the agent has learned{advice}'
+    )
+  return _checked(other)
+
+
+def _made(config: Config) -> Any:
+  return host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
+
+
+def _checked(env: Any) -> Any:
+  """The environment itself, of a HostSpec that has one in JAX."""
   if isinstance(env, HostSpec) and env.jax is not None:
     env = env.jax
   if not isinstance(env, HostSpec):
     check_environment(env)
-  return agent, env
+  return env
 
 
 def described(by_seed: list[np.ndarray]) -> dict[str, Any]:

@@ -8,6 +8,8 @@ The four are `podrace.types.Agent`. The others:
   `podrace eval --sample` can evaluate it.
 - fields with `bind(observation_space, action_space)`, such as networks: they are bound before the run begins.
 - `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
+- `environment: Any = None`, a field: it is set to the `Environment`, or None of one that is not in JAX. For agents
+  that try out actions by its rules.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
   `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
@@ -29,8 +31,13 @@ if TYPE_CHECKING:
   from podrace.types import Replay, TrainState
 
 FUNCTIONS = ('init', 'initial_state', 'act', 'learn')
-SIZES = ('total_updates', 'total_envs')  # of the run
-BOUND = ('observation_space', 'action_space', *SIZES)  # fields that a run sets; no record has them
+BOUND = (
+  'observation_space',
+  'action_space',
+  'environment',
+  'total_updates',
+  'total_envs',
+)  # fields that a run sets; no record has them
 
 
 def lacks(agent: Any) -> list[str]:
@@ -142,8 +149,9 @@ def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:
     for name, network in networks(agent).items()
   }
   fields = {f.name for f in dataclasses.fields(agent)}
-  sizes = dict(zip(SIZES, (total_updates, total_envs), strict=True))
-  return dataclasses.replace(agent, **bound, **{k: v for k, v in sizes.items() if k in fields})
+  pure = getattr(env, 'jax', None) if hasattr(env, 'jax') else env  # a HostSpec has its own
+  of_run = dict(total_updates=total_updates, total_envs=total_envs, environment=pure)
+  return dataclasses.replace(agent, **bound, **{k: v for k, v in of_run.items() if k in fields})
 
 
 def _bound(network: Any, observation_space: Any, action_space: Any) -> Any:

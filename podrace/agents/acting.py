@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from podrace import normalize
+from podrace.envs.spaces import UNSEEN
 from podrace.networks import body
 from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
@@ -54,7 +55,7 @@ def observe(params: Params, timestep: TimeStep) -> TimeStep:
 
 
 def floats(observation: Any) -> list[Array]:
-  """What is normalised of an observation: the floats, but of an `action_mask`; not pixels or indices."""
+  """What is normalised of an observation: the floats, but of an `action_mask` or a state; not pixels or indices."""
   return [
     x for path, x in jax.tree_util.tree_leaves_with_path(observation) if _is_normalised(path, x)
   ]
@@ -69,8 +70,8 @@ def with_floats(observation: Any, floats: list[Array]) -> Any:
 
 
 def _is_normalised(path: Any, x: Array) -> bool:
-  mask = path[:1] == (jax.tree_util.DictKey('action_mask'),)
-  return jnp.issubdtype(x.dtype, jnp.floating) and not mask
+  unseen = path[:1] in [(jax.tree_util.DictKey(name),) for name in UNSEEN]
+  return jnp.issubdtype(x.dtype, jnp.floating) and not unseen
 
 
 def initial_state(agent: Any, env_id: Array) -> PolicyState:

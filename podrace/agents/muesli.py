@@ -28,8 +28,9 @@ import optax
 import tyro
 from jax import lax
 
-from podrace import distributions, returns
+from podrace import returns
 from podrace.agents import check
+from podrace.agents.searching import masked
 from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import LearnedModel, merge_time, split_time
@@ -152,7 +153,7 @@ class Muesli:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params, state, one)
     said = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
-    logits, kind = forbid(said.policy, timestep.observation), self.network.distribution
+    logits, kind = masked(said.policy, timestep.observation), self.network.distribution
     x = kind.mode(logits) if self.greedy else kind.sample(logits, key)
     return ActorOutput(kind.to_action(x), Extras(kind.log_prob(logits, x))), state
 
@@ -197,7 +198,7 @@ class Muesli:
     hidden, _ = self.network.represent(target, window.agent_state, t)
     hidden, length = merge_time(hidden), t.reward.shape[0]
     said = self.network.predict(target, hidden)
-    prior, v = forbid(said.policy, merge_time(t.observation)), self.numbers(said.value)
+    prior, v = masked(said.policy, merge_time(t.observation)), self.numbers(said.value)
     # What would be done in the last state nobody knows; its value is bootstrapped from, and no more.
     action, log_prob = (
       merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
@@ -297,7 +298,7 @@ class Muesli:
     _, (hidden, reward) = lax.scan(step, root, action)
     hidden = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), root, hidden)
     said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
-    first = forbid(said.policy[0], merge_time(t.observation))
+    first = masked(said.policy[0], merge_time(t.observation))
     return jnp.concatenate([first[None], said.policy[1:]]), said.value, reward
 
   def policy_gradient(
@@ -348,14 +349,6 @@ def spread(x: Array, unroll: int) -> Array:
   """Of L states [L, B, ...], those after 0 to U actions from each of the first L - U: [U + 1, N, ...]."""
   roots = x.shape[0] - unroll
   return jnp.stack([merge_time(x[k : k + roots]) for k in range(unroll + 1)])
-
-
-def forbid(policy: Array, observation: Any) -> Array:
-  """Logits [B, A] without the actions that an observation's `action_mask` forbids."""
-  mask = observation.get('action_mask') if isinstance(observation, dict) else None
-  if mask is None:
-    return policy
-  return jnp.where(mask.reshape(policy.shape) > 0, policy, distributions.MASKED)
 
 
 def cmpo(prior: Array, advantage: Array, limit: float) -> Array:

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+import tyro
 from jax import lax
 
 from podrace import distributions, returns
 from podrace.agents import check, valuing
-from podrace.agents.searching import Params, Plan, action_mask, plan, predict
+from podrace.agents.searching import Params, Plan, plan, predict
+from podrace.envs.states import rules, takes_turns
 from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import LearnedModel, merge_time, split_time
@@ -77,6 +79,8 @@ class MuZero:
 
   network: LearnedModel = LearnedModel()
   buffer: Buffer = Buffer(batch_size=128, priority_exponent=1.0, importance_exponent=1.0)
+  model: Literal['learned', 'rules'] = 'learned'
+  # ^ what is searched in: the network's, or the environment itself (AlphaZero); needs --env LIB:NAME,state=true
   search: Literal['gumbel', 'puct'] = 'gumbel'
   simulations: int = 16  # of each search; 0: it acts by the policy's prior
   max_depth: int = 0  # of the tree; 0: no limit
@@ -101,12 +105,13 @@ class MuZero:
   adam_epsilon: float = 1e-5
   weight_decay: float = 1e-4
   max_grad_norm: float = 5.0
-  discount: float = 0.997
+  discount: float = 0.997  # below 0: two players take turns, and one's gain is the other's loss
   value_cost: float = 1.0  # the paper of Reanalyse has 0.25
   reward_cost: float = 1.0
   entropy_cost: float = 0.0
   consistency: float = 0.0  # weight of that loss; needs network.projection
   greedy: bool = False  # for evaluation: no noise
+  environment: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
 
   check_vma = False  # mctx does not trace under it
 
@@ -130,6 +135,11 @@ class MuZero:
         f'simulations {self.simulations}: training needs a search to learn from, so simulations must be at least 1; '
         'or give reanalyse 1 and reanalyse_simulations of at least 1, to act without a search'
       )
+    if self.model == 'rules' and rules(self.environment) is None:
+      raise ValueError(
+        'model rules tries out actions in the environment itself, whose state has to be in its observations: give '
+        '--env LIB:NAME,state=true'
+      )
     if self.recurrent and unroll_length > self.sequence:
       raise ValueError(
         f'an unroll of {unroll_length} steps is longer than a sequence of {self.sequence}, and with a core one begins '
@@ -149,7 +159,12 @@ class MuZero:
   @property
   def positions(self) -> int:
     """Steps of a window behind the burn-in, of whose searches something is learned."""
-    return self.sequence + self.unroll + self.n_step
+    return self.sequence + self.ahead + self.n_step
+
+  @property
+  def ahead(self) -> int:
+    """Actions that the model is unrolled for; the true rules are not learned."""
+    return 0 if self.model == 'rules' else self.unroll
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)
@@ -168,8 +183,8 @@ class MuZero:
   ) -> tuple[ActorOutput, Any]:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params.network, state, one)
-    hidden, mask = jax.tree.map(lambda x: x[0], hidden), action_mask(timestep.observation)
-    x, found = plan(self, params, hidden, mask, key, self.simulations)
+    hidden = jax.tree.map(lambda x: x[0], hidden)
+    x, found = plan(self, params, hidden, timestep.observation, key, self.simulations)
     return ActorOutput(self.network.distribution.to_action(x), Extras(x, found)), state
 
   # --- learning
@@ -237,11 +252,10 @@ class MuZero:
     )
     hidden = merge_time(self.represent(target, picked, self.positions))
     observation = self.behind(picked.timesteps.observation)
-    mask = action_mask(merge_time(jax.tree.map(lambda x: x[: self.positions], observation)))
+    observation = merge_time(jax.tree.map(lambda x: x[: self.positions], observation))
     params = Params(target, steps - steps % self.target_period)
-    _, found = plan(
-      self, params, hidden, mask, search_key, self.reanalyse_simulations or self.simulations
-    )
+    simulations = self.reanalyse_simulations or self.simulations
+    _, found = plan(self, params, hidden, observation, search_key, simulations)
     fresh = split_time(found, self.positions)
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
 
@@ -267,19 +281,19 @@ class MuZero:
 
   def spread(self, x: Array) -> Array:
     """Of positions [P, B, ...], those after 0 to U actions from each state: [U + 1, sequence * B, ...]."""
-    steps = [merge_time(x[k : k + self.sequence]) for k in range(self.unroll + 1)]
+    steps = [merge_time(x[k : k + self.sequence]) for k in range(self.ahead + 1)]
     return jnp.stack(steps)
 
   def losses(
     self, network: Any, window: Trajectory, goals: Goals
   ) -> tuple[Array, Array, dict[str, Array]]:
     """The loss [N] of each state, the value [N] there, and metrics."""
-    roots = self.sequence + (self.unroll if self.consistency else 0)
+    roots = self.sequence + (self.ahead if self.consistency else 0)
     observed = self.represent(network, window, roots)
     root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
     hidden, reward = imagine(self, network, root, self.behind(window.outputs.extras.sample))
-    said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
-    share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
+    said = split_time(self.network.predict(network, merge_time(hidden)), self.ahead + 1)
+    share = jnp.ones(self.ahead + 1).at[1:].set(1 / self.unroll)[:, None]
     support = self.network.support
 
     def of_numbers(outputs: Array, x: Array) -> Array:
@@ -288,8 +302,10 @@ class MuZero:
     policy, entropy = policy_losses(self, said.policy, goals.plan)
     policy = jnp.sum(share * goals.policy_mask * (policy - self.entropy_cost * entropy), axis=0)
     value = jnp.sum(share * goals.value_mask * of_numbers(said.value, goals.value), axis=0)
-    rewards = goals.reward_mask[1:] * of_numbers(reward, goals.reward[1:])
-    rewards = jnp.sum(share[1:] * rewards, axis=0)
+    rewards = jnp.zeros_like(value)
+    if self.ahead:
+      each = goals.reward_mask[1:] * of_numbers(reward, goals.reward[1:])
+      rewards = jnp.sum(share[1:] * each, axis=0)
     total = policy + self.value_cost * value + self.reward_cost * rewards
     now = decode(said.value[0], support)
     metrics = dict(
@@ -367,7 +383,7 @@ def consistency_losses(agent: Any, network: Any, hidden: Any, observed: Any) -> 
 
   def project(x: Any, online: bool) -> Array:
     found = agent.network.project(network, merge_time(x), online)
-    return split_time(found / (jnp.linalg.norm(found, axis=-1, keepdims=True) + 1e-5), agent.unroll)
+    return split_time(found / (jnp.linalg.norm(found, axis=-1, keepdims=True) + 1e-5), agent.ahead)
 
   imagined = project(jax.tree.map(lambda x: x[1:], hidden), True)
   real = project(lax.stop_gradient(jax.tree.map(lambda x: x[1:], observed)), False)
@@ -380,7 +396,8 @@ def check_settings(agent: MuZero) -> None:
   for name in ('unroll', 'n_step', 'sequence', 'target_period', 'considered_actions'):
     if getattr(agent, name) < 1:
       raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
-  check(agent, 0, 1, 'discount', 'reanalyse', 'dirichlet_fraction')
+  check(agent, -1, 1, 'discount')
+  check(agent, 0, 1, 'reanalyse', 'dirichlet_fraction')
   counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'burn_in')
   rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
   costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
@@ -390,7 +407,28 @@ def check_settings(agent: MuZero) -> None:
       raise ValueError(f'{name} must be more than 0, not {getattr(agent, name)}')
   if agent.consistency and not getattr(agent.network, 'projection', 0):
     raise ValueError(f'consistency {agent.consistency} needs network.projection above 0')
+  if agent.model == 'rules' and agent.consistency:
+    raise ValueError(f'consistency {agent.consistency} is for a learned model, not for the rules')
+  if agent.environment is not None:
+    check_environment(agent)
   if agent.sampled_actions < 0 or agent.sampled_actions == 1:
     raise ValueError(
       f'sampled_actions must be 0, for all actions, or at least 2, not {agent.sampled_actions}'
     )
+
+
+def check_environment(agent: MuZero) -> None:
+  """Raises ValueError where the settings do not fit the environment that was bound."""
+  turns, discount = takes_turns(agent.environment), agent.discount
+  if turns and discount > 0:
+    raise ValueError(
+      f'discount {discount}: two players take turns in this environment, so what is good for one of them is bad for '
+      f'the other; give --agent.discount -{discount:g}'
+    )
+  if discount < 0 and not turns:
+    raise ValueError(
+      f'discount {discount} is for two players that take turns, as in pgx:tic_tac_toe,opponent=self; here it must be '
+      'at least 0'
+    )
+  if agent.model == 'rules' and agent.recurrent:
+    raise ValueError(f'model rules has no core {agent.network.core!r}: it knows the state')

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import mctx
 
 from podrace import distributions
+from podrace.envs.spaces import MASK
 from podrace.networks import inside_loops
 from podrace.networks.planning import decode
 from podrace.types import Array
@@ -36,29 +37,32 @@ class Plan(NamedTuple):
   steps: Array  # [B] i32 gradient steps that its network had had
 
 
-def action_mask(observation: Any) -> Array | None:
-  """The mask of an observation that has one."""
-  return observation.get('action_mask') if isinstance(observation, dict) else None
+def masked(policy: Array, observation: Any) -> Array:
+  """A policy [B, P] without the choices that an observation forbids, if it has a mask."""
+  if not isinstance(observation, dict) or MASK not in observation:
+    return policy
+  return jnp.where(observation[MASK].reshape(policy.shape) > 0, policy, distributions.MASKED)
 
 
 def plan(
-  agent: Any, params: Params, hidden: Any, mask: Array | None, key: Array, simulations: int
+  agent: Any, params: Params, hidden: Any, observation: Any, key: Array, simulations: int
 ) -> tuple[Any, Plan]:
   """Raw samples [B, ...] to act by, and what a search from hidden states [B, ...] found.
 
-  `mask` [B, P] is 0 for choices that the environment forbids at the root; below it nobody knows, but the policy has
-  learned from what was allowed. With no simulations it is the policy's prior.
+  `observation` [B, ...] may have a mask of what is allowed at the root. Below it the rules know that, a learned model
+  does not; but its policy has learned from what was allowed. With no simulations it is the policy's prior.
   """
   draw_key, search_key = jax.random.split(key)
   policy, value = predict(agent, params.network, hidden)
-  if mask is not None:
-    policy = jnp.where(mask.reshape(policy.shape) > 0, policy, distributions.MASKED)
+  policy = masked(policy, observation)
   candidates, logits = draw(agent, policy, draw_key)
   steps = jnp.broadcast_to(params.steps, value.shape)
   if not simulations:
     kind = agent.network.distribution
     x = kind.mode(policy) if agent.greedy else kind.sample(policy, search_key)
     return x, Plan(jax.nn.softmax(logits), candidates, value, steps)
+  if agent.model == 'rules':
+    hidden = jax.vmap(agent.environment.dynamics.state_of)(observation)
   root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=(hidden, candidates))
   with jax.numpy_rank_promotion('allow'), inside_loops():
     found = _search(agent, params.network, root, search_key, simulations)
@@ -100,16 +104,35 @@ def expand(
 ) -> tuple[mctx.RecurrentFnOutput, Any]:
   """mctx's recurrent function: the state behind an arm [B] of each node."""
   hidden, candidates = embedding
-  hidden, reward = agent.network.dynamics(network, hidden, chosen(agent, candidates, arm))
-  policy, value = predict(agent, network, hidden)
-  candidates, logits = draw(agent, policy, key)
+  draw_key, step_key = jax.random.split(key)
+  action = chosen(agent, candidates, arm)
+  if agent.model == 'rules':
+    hidden, reward, going, policy, value = by_rules(agent, network, hidden, action, step_key)
+  else:
+    hidden, outputs = agent.network.dynamics(network, hidden, action)
+    policy, value = predict(agent, network, hidden)
+    reward, going = decode(outputs, agent.network.support), jnp.ones_like(value)
+  candidates, logits = draw(agent, policy, draw_key)
   output = mctx.RecurrentFnOutput(
-    reward=decode(reward, agent.network.support),
-    discount=jnp.full_like(value, agent.discount),
-    prior_logits=logits,
-    value=value,
+    reward=reward, discount=agent.discount * going, prior_logits=logits, value=value
   )
   return output, (hidden, candidates)
+
+
+def by_rules(
+  agent: Any, network: Any, state: Any, action: Any, key: Array
+) -> tuple[Any, Array, Array, Array, Array]:
+  """The environment's states behind actions [B] in others [B], rewards, what goes on there, policy and value.
+
+  What happens by chance is drawn once for each node of the tree.
+  """
+  keys = jax.random.split(key, action.shape[0])
+  x = agent.network.distribution.to_action(action)
+  state, timestep = jax.vmap(agent.environment.dynamics.step)(state, x, keys)
+  one = jax.tree.map(lambda x: x[None], timestep)
+  hidden, _ = agent.network.represent(network, (), one)
+  policy, value = predict(agent, network, jax.tree.map(lambda x: x[0], hidden))
+  return state, timestep.reward, timestep.discount, masked(policy, timestep.observation), value
 
 
 def predict(agent: Any, network: Any, hidden: Any) -> tuple[Array, Array]:

@@ -19,6 +19,7 @@ COMMAND = Command(
   'sampled, as in training',
   (
     Option('--episodes', 'N', 'how many, of each seed and way of acting', 100),
+    Option('--env', 'LIB:NAME', 'play there and not where the agent has learned: another opponent, other levels'),
     Option('--seed', 'S', 'of the evaluation', 0),
     Option('--greedy', '', 'greedily alone'),
     Option('--sample', '', 'sampled alone; where environments explore each by a rate of its own, with '
@@ -57,6 +58,7 @@ def run(args: list[str]) -> int:
   result = evaluate.evaluate(
     run_dir, episodes, seed, acting, most, allowed,
     change=lambda config: parse(config, settings, 'podrace eval') if settings else config,
+    env=options.text('--env'),
   )  # fmt: skip
   tell(evaluate.summarised(result, acting))
   print(json.dumps(result))

@@ -188,7 +188,7 @@ LIBRARIES: Mapping[str, Library] = {
   'pgx': Library(
     module='podrace.envs.pgx',
     extra='pgx',
-    description='board games for two, against an opponent: opponent=random',
+    description='board games for two, against an opponent: opponent=random, mcts, self, or a run',
     names=('tic_tac_toe', 'connect_four', 'animal_shogi', 'gardner_chess', 'go_9x9'),
   ),
   'python': Library(
@@ -241,8 +241,9 @@ def make(name: str) -> Environment:
       f'{key} has no environment {env!r}{nearest(env, library.names)}; '
       f"'podrace list' names its {len(library.names)}"
     )
+  shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
   try:
-    return importlib.import_module(library.module).make(env, options)
+    made = importlib.import_module(library.module).make(env, options)
   except ImportError as error:
     if not library.extra:
       raise
@@ -250,6 +251,14 @@ def make(name: str) -> Environment:
       f"environment '{key}:{env}' needs the extra {library.extra!r}: "
       f"pip install 'podrace[{library.extra}]' ({error})"
     ) from error
+  if shows_state['state']:
+    from podrace.envs.states import with_state
+
+    return with_state(name, made)
+  return made
+
+
+SHOWN: dict[str, Value] = {'state': False}  # an option of all environments in JAX
 
 
 def parse(name: str) -> tuple[str, str, dict[str, Value]]:

@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+MASK = 'action_mask'  # an entry of observations: which choices are allowed
+STATE = 'podrace_state'  # likewise: the environment's state
+UNSEEN = (MASK, STATE)  # by networks' layers
+
 
 def _parts(space: Any) -> list[Any] | None:
   """Keys of a Dict, or of a dict of spaces; indices of a Tuple; None of what holds arrays."""

@@ -13,7 +13,7 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.envs.spaces import over
+from podrace.envs.spaces import MASK, UNSEEN, over
 from podrace.fields import check_types
 from podrace.networks.initializers import INITIALIZERS
 from podrace.networks.observations import PIXELS, as_floats, image_sides, images_in, zeros_of
@@ -103,22 +103,20 @@ class Body:
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
     """Observations [B, ...] as floats, but pixels as bytes; and the action mask if there is one."""
-    mask = None
-    if isinstance(observation, dict) and 'action_mask' in observation:
+    mask, space = None, self.observation_space
+    if isinstance(observation, dict) and MASK in observation:
       if not isinstance(
         self.distribution, distributions.Categorical | distributions.MultiCategorical
       ):
         raise ValueError(f'action_mask in the observation, but the actions are {self.action_space}')
-      observation = dict(observation)
-      mask = observation.pop('action_mask')
+      mask = observation[MASK]
       if math.prod(mask.shape[1:]) != self.distribution.size:
         raise ValueError(
           f"the observation's action_mask has shape {mask.shape[1:]}; "
           f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
         )
-      space = {k: v for k, v in self.observation_space.items() if k != 'action_mask'}
-    else:
-      space = self.observation_space
+    if isinstance(observation, dict):
+      space = {k: v for k, v in space.items() if k not in UNSEEN}
     return over(as_floats, space, observation), mask
 
   def example(self) -> TimeStep:

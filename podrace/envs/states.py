@@ -1,0 +1,112 @@
+"""Environments that show their state, so that an agent can try out actions by the true rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import gymnasium
+import jax
+import numpy as np
+
+from podrace.envs.adapt import box
+from podrace.envs.base import Dynamics, NextStepReset, infos
+from podrace.envs.registry import UnknownName
+from podrace.envs.spaces import STATE
+from podrace.types import Array, Environment, TimeStep
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WithState:
+  """Dynamics whose observations have the state as well, as a tuple of arrays.
+
+  An observation that is no dict becomes the entry `observation` of one.
+  """
+
+  dynamics: Dynamics
+
+  @functools.cached_property
+  def observation_space(self) -> gymnasium.spaces.Dict:
+    inner = self.dynamics.observation_space
+    parts = dict(inner) if isinstance(inner, gymnasium.spaces.Dict) else {'observation': inner}
+    state = gymnasium.spaces.Tuple([_any_value(x) for x in jax.tree.leaves(self._shapes)])
+    return gymnasium.spaces.Dict({**parts, STATE: state})
+
+  @property
+  def action_space(self) -> gymnasium.Space:
+    return self.dynamics.action_space
+
+  @functools.cached_property
+  def _shapes(self) -> Any:
+    return jax.eval_shape(lambda key: self.dynamics.reset(key)[0], jax.random.key(0))
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    return self._shown(*self.dynamics.reset(key))
+
+  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
+    return self._shown(*self.dynamics.step(state, action, key))
+
+  def state_of(self, observation: Any) -> Any:
+    """The state that an observation shows."""
+    shapes, treedef = jax.tree.flatten(self._shapes)
+    arrays = map(_from_plain, shapes, observation[STATE])
+    return jax.tree.unflatten(treedef, arrays)
+
+  def _shown(self, state: Any, timestep: TimeStep) -> tuple[Any, TimeStep]:
+    observation = timestep.observation
+    parts = observation if isinstance(observation, dict) else {'observation': observation}
+    shown = tuple(_plain(x) for x in jax.tree.leaves(state))
+    return state, timestep._replace(observation={**parts, STATE: shown})
+
+  def infos(self, state: Any) -> dict[str, Array]:
+    return infos(self.dynamics, state)
+
+
+def with_state(name: str, env: Environment) -> Environment:
+  """The environment called `name`, with its state in its observations.
+
+  Raises:
+    UnknownName: if it makes its resets itself, so that nothing is known of its rules.
+  """
+  if not isinstance(env, NextStepReset):
+    raise UnknownName(f'{name}: state=true needs an environment that is wrapped in NextStepReset')
+  return dataclasses.replace(env, dynamics=WithState(env.dynamics))
+
+
+def rules(env: Any) -> WithState | None:
+  """The rules of an environment that shows its state; None if it does not."""
+  dynamics = getattr(env, 'dynamics', None)
+  return dynamics if isinstance(dynamics, WithState) else None
+
+
+def takes_turns(env: Any) -> bool:
+  """Whether two players take turns in it, so that a reward is of whoever moved."""
+  while env is not None:
+    if getattr(env, 'takes_turns', False):
+      return True
+    env = getattr(env, 'jax', None) or getattr(env, 'dynamics', None)  # a HostSpec has its own
+  return False
+
+
+def _is_key(x: Any) -> bool:
+  return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def _plain(x: Array) -> Array:
+  return jax.random.key_data(x) if _is_key(x) else x
+
+
+def _from_plain(shape: Any, x: Array) -> Array:
+  return jax.random.wrap_key_data(x) if _is_key(shape) else x
+
+
+def _any_value(shape: Any) -> gymnasium.Space:
+  """A Box of everything that an array of that shape and dtype can hold."""
+  plain = jax.eval_shape(_plain, shape)
+  if plain.dtype == np.bool_:
+    return box(False, True, plain.shape, plain.dtype)
+  if np.issubdtype(plain.dtype, np.integer):
+    bounds = np.iinfo(plain.dtype)
+    return box(bounds.min, bounds.max, plain.shape, plain.dtype)
+  return box(-np.inf, np.inf, plain.shape, plain.dtype)
