@@ -130,23 +130,7 @@ class MuZero:
     Raises:
       ValueError: if nothing searches, or sequences would leave out a part of every unroll.
     """
-    if self.simulations < 1 and (self.reanalyse < 1 or self.reanalyse_simulations < 1):
-      raise ValueError(
-        f'simulations {self.simulations}: training needs a search to learn from, so simulations must be at least 1; '
-        'or give reanalyse 1 and reanalyse_simulations of at least 1, to act without a search'
-      )
-    if self.model == 'rules' and rules(self.environment) is None:
-      raise ValueError(
-        'model rules tries out actions in the environment itself, whose state has to be in its observations: give '
-        '--env LIB:NAME,state=true'
-      )
-    if self.recurrent and unroll_length > self.sequence:
-      raise ValueError(
-        f'an unroll of {unroll_length} steps is longer than a sequence of {self.sequence}, and with a core one begins '
-        f'with each unroll, so the rest would never be learned from; give --agent.sequence {unroll_length}'
-      )
-    if self.burn_in and not self.recurrent:
-      raise ValueError(f'burn_in {self.burn_in} is for a network with a core; this one has none')
+    check_memory(self, unroll_length)
     return windows(
       self.buffer, self.burn_in + self.positions, num_envs, unroll_length,
       keep_state=self.recurrent, stack=stack, initial_priority=self.initial_priority,
@@ -415,6 +399,27 @@ def check_settings(agent: MuZero) -> None:
     raise ValueError(
       f'sampled_actions must be 0, for all actions, or at least 2, not {agent.sampled_actions}'
     )
+
+
+def check_memory(agent: MuZero, unroll_length: int) -> None:
+  """Raises ValueError if nothing would be learned, or only from a part, of unrolls of that length."""
+  if agent.simulations < 1 and (agent.reanalyse < 1 or agent.reanalyse_simulations < 1):
+    raise ValueError(
+      f'simulations {agent.simulations}: training needs a search to learn from, so simulations must be at least 1; '
+      'or give reanalyse 1 and reanalyse_simulations of at least 1, to act without a search'
+    )
+  if agent.model == 'rules' and rules(agent.environment) is None:
+    raise ValueError(
+      'model rules tries out actions in the environment itself, whose state has to be in its observations: give '
+      '--env LIB:NAME,state=true'
+    )
+  if agent.recurrent and unroll_length > agent.sequence:
+    raise ValueError(
+      f'an unroll of {unroll_length} steps is longer than a sequence of {agent.sequence}, and with a core one begins '
+      f'with each unroll, so the rest would never be learned from; give --agent.sequence {unroll_length}'
+    )
+  if agent.burn_in and not agent.recurrent:
+    raise ValueError(f'burn_in {agent.burn_in} is for a network with a core; this one has none')
 
 
 def check_environment(agent: MuZero) -> None:

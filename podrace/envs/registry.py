@@ -252,9 +252,8 @@ def make(name: str) -> Environment:
       f"pip install 'podrace[{library.extra}]' ({error})"
     ) from error
   if shows_state['state']:
-    from podrace.envs.states import with_state
-
-    return with_state(name, made)
+    shown: Environment = importlib.import_module('podrace.envs.states').with_state(name, made)
+    return shown
   return made
 
 
