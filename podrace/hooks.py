@@ -10,6 +10,8 @@ The four are `podrace.types.Agent`. The others:
 - `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
 - `environment: Any = None`, a field: it is set to the `Environment`, or None of one that is not in JAX. For agents
   that try out actions by its rules.
+- `advice(line) -> str`: what to tell the user of a line of metrics, such as a setting that does not fit; '' if all is
+  well. The first one of a run is told.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
   `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
@@ -122,6 +124,12 @@ def warm_start(agent: Any, train: TrainState, params: Any) -> TrainState:
     found: TrainState = agent.warm_start(train, params)
     return found
   return train._replace(params=params)
+
+
+def advice(agent: Any, line: dict[str, Any]) -> str:
+  """What the agent has to say to the user of a line of metrics; '' if nothing."""
+  inner = innermost(agent)
+  return inner.advice(line) if hasattr(inner, 'advice') else ''
 
 
 def checks_vma(agent: Any) -> bool:

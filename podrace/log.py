@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from podrace import metrics
+from podrace import hooks, metrics
 from podrace.callbacks import Callbacks
 from podrace.config import Config
 from podrace.record import described
@@ -43,8 +44,10 @@ class Log:
     callbacks: Callbacks,
     sink_names: tuple[str, ...],
     terminal: metrics.Progress | None,  # None: no progress is shown
+    warn: Callable[[str], None],
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
+    self.warn, self.advised = warn, False
     self.sink_names, self.terminal = sink_names, terminal
     self.clock = Clock()
     self.since_line = Clock()  # what the current line of metrics is about
@@ -118,6 +121,9 @@ class Log:
     except Exception as e:  # raised below: a checkpoint of this update needs the line
       failure = e
     self.lines.write(line)
+    if not self.advised and (advice := hooks.advice(self.config.agent, line)):
+      self.advised = True
+      self.warn(advice)
     with saving:
       if failure is not None:
         raise failure

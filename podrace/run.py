@@ -199,7 +199,7 @@ class _Run:
     callbacks: Callbacks,
   ) -> None:
     self.callbacks = callbacks
-    self.log = Log(config, run_dir, callbacks, sinks, None if quiet else terminal)
+    self.log = Log(config, run_dir, callbacks, sinks, None if quiet else terminal, warn)
     self.evaluations: Evaluations | None = None
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
     self.is_ours = is_ours

@@ -34,6 +34,7 @@ from podrace.networks import LearnedModel, Prediction
 from podrace.networks.planning import decode, encode, scale_hidden
 from podrace.networks.protocol import unroll_merged
 from podrace.replay import Buffer
+from podrace.run import train
 from podrace.types import LAST, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow
@@ -592,6 +593,24 @@ def test_bad_input_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
     'simulations 0: training needs a search to learn from, so simulations must be at least 1'
     in said
   )
+
+
+def test_returns_that_do_not_fit_are_told(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  network = LearnedModel(
+    hidden=(8,), latent=4, dynamics_hidden=(8,), head_hidden=(8,), bins=5, v_min=-0.1, v_max=0.1
+  )
+  agent = MuZero(network, Buffer(1_000, 16, 200, 1.0), simulations=2, unroll=1)
+  config = Config(
+    agent=agent, env='podrace:catch', num_envs=8, unroll_length=4, total_steps=2_000, devices=1
+  )
+  train(config, tmp_path / 'run', quiet=True)
+  said = capsys.readouterr().err
+  assert (
+    said.count('of the targets of values are below -0.1 or above 0.1, where the atoms end') == 1
+  )
+  assert agent.advice({'outside_support': 0.0}) == agent.advice({}) == ''
 
 
 # --- it learns ---------------------------------------------------------------------------------------------
