@@ -172,12 +172,10 @@ class MuZero:
     return ActorOutput(self.network.distribution.to_action(x), Extras(x, found)), state
 
   def advice(self, line: dict[str, Any]) -> str:
-    share = line.get('outside_support') or 0.0
-    if share < 0.01:
+    share, support = line.get('outside_support') or 0.0, self.network.support
+    if share < 0.01 or support is None:
       return ''
-    low, high = (
-      float(returns.unscale(x)) for x in (self.network.support[0], self.network.support[-1])
-    )
+    low, high = (float(returns.unscale(x)) for x in (support[0], support[-1]))
     return (
       f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the atoms end, and are cut '
       'off there: widen --agent.network.v-min or --agent.network.v-max'
