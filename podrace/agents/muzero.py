@@ -172,14 +172,7 @@ class MuZero:
     return ActorOutput(self.network.distribution.to_action(x), Extras(x, found)), state
 
   def advice(self, line: dict[str, Any]) -> str:
-    share, support = line.get('outside_support') or 0.0, self.network.support
-    if share < 0.01 or support is None:
-      return ''
-    low, high = (float(returns.unscale(x)) for x in (support[0], support[-1]))
-    return (
-      f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the atoms end, and are cut '
-      'off there: widen --agent.network.v-min or --agent.network.v-max'
-    )
+    return unfit(line.get('outside_support') or 0.0, self.network.support)
 
   # --- learning
 
@@ -329,6 +322,17 @@ class MuZero:
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
     return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+
+
+def unfit(share: float, support: Array | None) -> str:
+  """What to tell the user if a share of 1% and more of the targets is outside of the support; else ''."""
+  if share < 0.01 or support is None:
+    return ''
+  low, high = (float(returns.unscale(x)) for x in (support[0], support[-1]))
+  return (
+    f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the atoms end, and are cut '
+    'off there: widen --agent.network.v-min or --agent.network.v-max'
+  )
 
 
 def outside(value: Array, support: Array) -> Array:
