@@ -193,7 +193,7 @@ def test_hostile_names_are_text(page: Any) -> None:
   assert page.evaluate('window.hurt') is None
   assert page.locator('img').count() == 0
   assert HOSTILE in page.locator('#configuration').inner_text()
-  assert 'broken: config.json is not the record of a run' in page.locator('#runs').inner_text()
+  assert 'broken: config.json is not JSON' in page.locator('#runs').inner_text()
 
 
 def test_a_phone_and_the_dark(page: Any) -> None:

@@ -380,9 +380,10 @@ def table(seed: int = 0) -> tuple[Table, np.ndarray]:
 def searched(agent: MuZero, simulations: int, hidden: Any, mask: Any = None, seed: int = 3) -> Any:
   params = Params({}, jnp.int32(0))
   search = jax.jit(
-    lambda h, m, k: searching.plan(agent, params, h, m, k, simulations), compiler_options=quick
+    lambda h, o, k: searching.plan(agent, params, h, o, k, simulations), compiler_options=quick
   )
-  return jax.device_get(search(hidden, mask, jax.random.key(seed)))
+  observation = () if mask is None else {'action_mask': mask}
+  return jax.device_get(search(hidden, observation, jax.random.key(seed)))
 
 
 def test_more_simulations_come_nearer_to_value_iteration() -> None:

@@ -9,6 +9,7 @@ import gymnasium
 
 from podrace.blame import not_made
 from podrace.envs.registry import UnknownName, Value, atari, nearest, refused
+from podrace.errors import UsageError
 from podrace.imports import imported
 
 
@@ -21,7 +22,10 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
   module, _, env_id = name.rpartition(':')
   before = set(gymnasium.registry)
   if module:
-    imported(f'no environment gymnasium:{name}', module)
+    try:
+      imported(f'no environment gymnasium:{name}', module)
+    except UsageError as error:
+      raise UnknownName(str(error)) from error
   try:
     return gymnasium.make(name, **dict[str, Any](options))
   except gymnasium.error.UnregisteredEnv as error:
