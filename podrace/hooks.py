@@ -10,8 +10,8 @@ The four are `podrace.types.Agent`. The others:
 - `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
 - `environment: Any = None`, a field: it is set to the `Environment`, or None of one that is not in JAX. For agents
   that try out actions by its rules.
-- `advice(line) -> str`: what to tell the user of a line of metrics, such as a setting that does not fit; '' if all is
-  well. The first one of a run is told.
+- `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does not fit; '' if all
+  is well. A run prints the first one.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
   `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
@@ -127,7 +127,7 @@ def warm_start(agent: Any, train: TrainState, params: Any) -> TrainState:
 
 
 def advice(agent: Any, line: dict[str, Any]) -> str:
-  """What the agent has to say to the user of a line of metrics; '' if nothing."""
+  """The agent's message for the user about a line of metrics; '' if all is well."""
   inner = innermost(agent)
   return inner.advice(line) if hasattr(inner, 'advice') else ''
 
