@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
