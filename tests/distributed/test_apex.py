@@ -130,6 +130,26 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   assert {x['acting_processes'] for x in told} >= {1, 2}
 
 
+@pytest.mark.slow
+def test_an_agent_that_plans_learns_in_other_processes(places: Places) -> None:
+  ends = ['--connect-replay', places.replay]
+  server = places.serve()
+  learner = places.start(
+    'train', 'muzero-catch', '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service', *ends,
+    '--listen', places.parameters, '--total-steps', '40_000', '--run-dir', str(places.run_dir),
+  )  # fmt: skip
+  actors = [
+    places.start('act', 'muzero-catch', *ends, '--params', places.parameters, '--share', share)
+    for share in ('0/2', '1/2')
+  ]
+  assert learner.wait() == 0, learner.output
+  assert [actor.wait() for actor in actors] == [0, 0]
+  server.signal(signal.SIGTERM)
+  assert server.wait() == 143
+  returns = [x['episode_return'] for x in places.told()[-10:] if x['episodes']]
+  assert np.mean(returns) > 0.8, returns  # at random -0.6
+
+
 def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
   """As few as those before anything is learned: without acting processes there are none of them either."""
   server, learner = places.serve(), places.learn(384)

@@ -163,13 +163,20 @@ DQN = ['--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8', '--unro
        '--agent.buffer.priority-exponent', '0.5']  # fmt: skip
 
 
+MUZERO = ['--architecture', 'sebulba', '--agent', 'muzero', '--num-envs', '8', '--unroll-length', '8',
+          '--agent.network.hidden', '16', '--agent.simulations', '4', '--agent.unroll', '2',
+          '--actor-threads', '2', '--agent.buffer.min-size', '500', '--agent.buffer.batch-size', '16',
+          '--agent.buffer.samples-per-insert', '1', '--agent.buffer.capacity', '4096']  # fmt: skip
+
+
 @SLOW
-def test_seed_with_replay(tmp_path: Path, cache: Path) -> None:
-  """Environments in another process, a value-based agent; one more life of the learner."""
+@pytest.mark.parametrize('agent', [DQN, MUZERO], ids=['dqn', 'muzero'])
+def test_seed_with_replay(agent: list[str], tmp_path: Path, cache: Path) -> None:
+  """Environments in another process, an agent with replay."""
   from peers import Envs
 
   address, env, run_dir = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1', tmp_path / 'run'
-  args = ['train', 'catch', '--env', env, *DQN, '--envs', 'remote', '--replay', 'host', '--listen',
+  args = ['train', 'catch', '--env', env, *agent, '--envs', 'remote', '--replay', 'host', '--listen',
           address, '--total-steps', '8000', '--log-every', '640', '--run-dir', str(run_dir)]  # fmt: skip
   one = Podrace(args, tmp_path / 'learner.txt', 1, cache)
   clients = [Envs(address, tmp_path / f'{i}', '--num-envs', '4', env=env) for i in range(2)]
