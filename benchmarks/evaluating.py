@@ -25,7 +25,9 @@ def main() -> None:
   parser.add_argument('--seconds', type=float, default=30.0)
   args = parser.parse_args()
   found: dict[str, Any] = {}
-  episodes = 20  # fewer than by default, each of 500 steps at most; a run has at least four evaluations
+  episodes = (
+    20  # fewer than by default, each of 500 steps at most; a run has at least four evaluations
+  )
   for name in ('sebulba', 'anakin'):
     config = podrace.configure('cartpole', architecture=name)
     probe = _train(config)
