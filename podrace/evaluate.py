@@ -66,6 +66,36 @@ def evaluator(
     RunError: if an episode is still going after `max_steps`.
   """
   n, every = min(episodes, AT_ONCE), spread(episodes, num_envs or episodes)
+  begin, chunk = _episodes(agent, env, n, max_steps)
+
+  def some(params: Any, env_id: np.ndarray, key: Array) -> np.ndarray:
+    """Of at most n environments; those that are there to fill up don't count."""
+    counts = np.arange(n) < len(env_id)
+    begin_key, run_key = jax.random.split(key)
+    t, carry = jnp.int32(0), begin(jnp.asarray(np.resize(env_id, n)), counts, begin_key)
+    while not np.all(carry[-1]):
+      if t >= max_steps:
+        raise RunError(
+          f'{int(np.sum(~carry[-1]))} of {len(env_id)} episodes have not ended in {t} steps'
+        )
+      t, carry = chunk(params, carry, t, run_key)
+    return np.asarray(carry[-2], np.float64)[counts]
+
+  def evaluate(params: Any, key: Array) -> np.ndarray:
+    return np.concatenate(
+      [
+        some(params, every[start : start + n], jax.random.fold_in(key, start))
+        for start in range(0, episodes, n)
+      ]
+    )
+
+  return evaluate
+
+
+def _episodes(
+  agent: Agent, env: Environment, n: int, max_steps: int
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """Compiled: the beginning of n episodes, and up to CHUNK steps of those that go on."""
   both = batch(env, n)
 
   @jax.jit
@@ -93,28 +123,7 @@ def evaluator(
 
     return lax.while_loop(going, body, body((t, carry)))
 
-  def some(params: Any, env_id: np.ndarray, key: Array) -> np.ndarray:
-    """Of at most n environments; those that are there to fill up don't count."""
-    counts = np.arange(n) < len(env_id)
-    begin_key, run_key = jax.random.split(key)
-    t, carry = jnp.int32(0), begin(jnp.asarray(np.resize(env_id, n)), counts, begin_key)
-    while not np.all(carry[-1]):
-      if t >= max_steps:
-        raise RunError(
-          f'{int(np.sum(~carry[-1]))} of {len(env_id)} episodes have not ended in {t} steps'
-        )
-      t, carry = chunk(params, carry, t, run_key)
-    return np.asarray(carry[-2], np.float64)[counts]
-
-  def evaluate(params: Any, key: Array) -> np.ndarray:
-    return np.concatenate(
-      [
-        some(params, every[start : start + n], jax.random.fold_in(key, start))
-        for start in range(0, episodes, n)
-      ]
-    )
-
-  return evaluate
+  return begin, chunk
 
 
 def host_evaluator(
@@ -271,7 +280,7 @@ def evaluate(
   config = change(load_config(run_dir, allow_code))
   agent, made = evaluable(config)
   if env:
-    made = elsewhere(config, env)
+    made = elsewhere(config, made, env)
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
   step, params, skipped = newest_params(config, agent, run_dir)
@@ -294,13 +303,13 @@ def evaluable(config: Config) -> tuple[Any, Any]:
   return agent, _checked(env)
 
 
-def elsewhere(config: Config, env: str) -> Any:
-  """Another environment than a run's own, for the agent that was bound to that one.
+def elsewhere(config: Config, own: Any, env: str) -> Any:
+  """Another environment than a run's `own`, for the agent that was bound to that one.
 
   Raises:
     UsageError: if it has other spaces.
   """
-  own, other = _made(config), _made(dataclasses.replace(config, env=env))
+  other = _checked(_made(dataclasses.replace(config, env=env)))
   for kind in ('observation', 'action'):
     ours, theirs = (getattr(x, f'{kind}_space') for x in (own, other))
     if ours == theirs:
@@ -312,7 +321,7 @@ def elsewhere(config: Config, env: str) -> Any:
     raise UsageError(
       f'--env {env} has another {kind} space than {config.env}, where the agent has learned{advice}'
     )
-  return _checked(other)
+  return other
 
 
 def _made(config: Config) -> Any:

@@ -104,7 +104,7 @@ class Log:
     """Writes a line of metrics; returns the state, as callbacks change it.
 
     Args:
-      saving: within it sinks and callbacks may fail: it saves `state` then.
+      saving: within it sinks, callbacks and the agent's advice may fail: it saves `state` then.
     """
     line: metrics.Line = {
       'step': step,
@@ -121,12 +121,12 @@ class Log:
     except Exception as e:  # raised below: a checkpoint of this update needs the line
       failure = e
     self.lines.write(line)
-    if not self.advised and (advice := hooks.advice(self.config.agent, line)):
-      self.advised = True
-      self.warn(advice)
     with saving:
       if failure is not None:
         raise failure
+      if not self.advised and (advice := hooks.advice(self.config.agent, line)):
+        self.advised = True
+        self.warn(advice)
       for sink in self.sinks:
         sink.write(line)
       return self._transformed(state, line)

@@ -123,12 +123,13 @@ def saved_steps(path: Path) -> list[int]:
 def _record(path: Path) -> dict[str, Any] | str:
   """What config.json holds that is shown, or what is wrong with it."""
   try:
-    json.loads((path / 'config.json').read_bytes())
+    found = json.loads((path / 'config.json').read_bytes())
   except ValueError as e:
     return f'config.json is not JSON: {e}'
   except OSError as e:
     return f'config.json cannot be read: {e.strerror}'
-  found = _object(path / 'config.json')
+  if not isinstance(found, dict):
+    return 'config.json is not the record of a run: no object'
   expected = {'env': str, 'architecture': str, 'total_steps': int, 'agent': dict}
   for name, kind in expected.items():
     if not isinstance(found.get(name), kind):

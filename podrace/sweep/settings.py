@@ -94,13 +94,19 @@ def value_of(text: str) -> Any:
 
 
 def samples(spaces: Spaces) -> list[list[str]]:
-  """Options of `podrace train` that have each value of each field, of a range its two ends, at least once."""
-  columns = []
-  for name, space in spaces.items():
-    values = [str(space.at(u)) for u in (0.0, 1.0)] if isinstance(space, Range) else space.values
-    columns.append([[f'--{name}', *value.split()] for value in values])
+  """Options of `podrace train` that have each value of each field at least once, and of numbers the least and the most."""
+  columns = [[[f'--{name}', *v.split()] for v in _extremes(s)] for name, s in spaces.items()]
   most = max(map(len, columns))
   return [[x for column in columns for x in column[i % len(column)]] for i in range(most)]
+
+
+def _extremes(space: Space) -> Sequence[str]:
+  if isinstance(space, Range):
+    return str(space.at(0.0)), str(space.at(1.0))
+  numbers = [value_of(v) for v in space.values]
+  if not all(isinstance(x, int | float) for x in numbers):
+    return space.values
+  return min(space.values, key=value_of), max(space.values, key=value_of)
 
 
 def grid(spaces: Spaces) -> list[Setting]:
