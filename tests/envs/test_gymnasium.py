@@ -170,7 +170,7 @@ def test_exceptions_are_told_with_the_users_lines_only(
 
 
 def test_a_trial_ends_by_the_deadline(write: Write) -> None:
-  write((IN_STEP, 'import time; time.sleep(1000)'))
+  write((IN_STEP, 'import signal; signal.pause()'))
   assert tried(0.5) == f'{STEP}, tried out once before the run: it did not answer for 0.5 s'
 
 
@@ -291,7 +291,7 @@ def test_what_is_wrong_later_is_named_as_well(value: str, message: str, write: W
   assert str(told.value).startswith(f'{STEP} {message}')
 
 
-@pytest.mark.parametrize('what', ['import os; os._exit(3)', 'import time; time.sleep(1000)'])
+@pytest.mark.parametrize('what', ['import os; os._exit(3)', 'import signal; signal.pause()'])
 def test_workers_that_never_step_are_given_up_soon(what: str, write: Write) -> None:
   write((IN_STEP, what))
   start = time.monotonic()

@@ -23,12 +23,12 @@ class Proxy:
     self.up = self.down = True  # towards the learner; towards the client
     self.delay = 0.0
     self._pairs: list[tuple[socket.socket, socket.socket]] = []
-    self._stop = False
+    self._stop = threading.Event()
     self._threads = [threading.Thread(target=self._accept, daemon=True)]
     self._threads[0].start()
 
   def _accept(self) -> None:
-    while not self._stop:
+    while not self._stop.is_set():
       if not select.select([self._listener], [], [], 0.05)[0]:
         continue
       near, _ = self._listener.accept()
@@ -73,7 +73,7 @@ class Proxy:
     self._passing[name].append(passing)
     held: list[tuple[float, bytes]] = []
     with contextlib.suppress(OSError, ValueError):
-      while not self._stop and not (ended and not held):
+      while not self._stop.is_set() and not (ended and not held):
         if passes.wait(0.01) and not ended and select.select([a], [], [], 0.01)[0]:
           with passing:
             if not passes.is_set():
@@ -87,7 +87,7 @@ class Proxy:
         while held and held[0][0] <= time.monotonic():
           b.sendall(held.pop(0)[1])
         if ended and held:
-          time.sleep(0.01)
+          self._stop.wait(max(0.0, held[0][0] - time.monotonic()))  # until the next is due
     for s in (a, b):
       with contextlib.suppress(OSError):
         s.shutdown(socket.SHUT_RDWR)
@@ -114,7 +114,7 @@ class Proxy:
     return count
 
   def close(self) -> None:
-    self._stop = True
+    self._stop.set()
     for thread in self._threads:
       thread.join(10)
     self.reset()
