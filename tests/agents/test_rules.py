@@ -143,12 +143,17 @@ def test_a_reset_of_its_own_hides_the_rules() -> None:
 # --- search by the rules ---------------------------------------------------------------------------------------
 
 
-def searcher(simulations: int, env: str = SELF, **settings: Any) -> Any:
+def searcher(simulations: int, env: str = SELF, says: float = 0.0, **settings: Any) -> Any:
   """What an untrained network's search by the rules does at a timestep: the weights of its plan, and the value."""
   settings = dict(simulations=simulations, discount=-1.0, model='rules', value_scale=1.0) | settings
   made = podrace.envs.make(env)
   agent = greedily(bind(MuZero(TINY, **settings), made, 1, 1))
-  params = Params(agent.network.init(jax.random.key(0)), jnp.int32(0))
+
+  def moved(path: Any, x: Any) -> Any:  # the bias of the value, which is `says` then
+    return x + says if 'value_head' in jax.tree_util.keystr(path) and x.shape == (1,) else x
+
+  network = jax.tree_util.tree_map_with_path(moved, agent.network.init(jax.random.key(0)))
+  params = Params(network, jnp.int32(0))
 
   @jax.jit
   def act(timestep: TimeStep) -> Any:
@@ -192,7 +197,7 @@ def test_nothing_comes_after_the_end() -> None:
   """Of one move that is left, the search's value is that move's reward, however long it searches."""
   _, timestep = after(game(), [0, 4, 8, 1, 7, 6, 2, 5])
   for simulations in (1, 20):
-    output = searcher(simulations)(timestep)
+    output = searcher(simulations, says=0.7)(timestep)
     assert int(output.action[0]) == 3
     assert abs(float(output.extras.plan.value[0])) < 1e-5
 
