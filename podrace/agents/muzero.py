@@ -84,6 +84,9 @@ class MuZero:
   search: Literal['gumbel', 'puct'] = 'gumbel'
   simulations: int = 16  # of each search; 0: it acts by the policy's prior
   max_depth: int = 0  # of the tree; 0: no limit
+  acts: Literal['search', 'prior'] = 'search'
+  # ^ what draws the actions: the search, or the policy's prior, and the search is only learned from
+  target_depth: int = 0  # of a second tree, to learn from instead; 0: the one that acts
   considered_actions: int = 16  # gumbel: at the root, the most
   value_scale: float = 0.1  # gumbel: of values against the prior; 1 for board games
   dirichlet_alpha: float = 0.3  # puct: noise at the root
@@ -168,8 +171,19 @@ class MuZero:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params.network, state, one)
     hidden = jax.tree.map(lambda x: x[0], hidden)
-    x, found = plan(self, params, hidden, timestep.observation, key, self.simulations)
+    x, found = self.searched(params, hidden, timestep.observation, key)
     return ActorOutput(self.network.distribution.to_action(x), Extras(x, found)), state
+
+  def searched(self, params: Params, hidden: Any, observation: Any, key: Array) -> tuple[Any, Plan]:
+    """Raw samples [B, ...] to act by, and the plans to learn from (Hamrick et al. 2021, arXiv 2011.04021)."""
+    key, act_key, target_key = jax.random.split(key, 3)
+    x, found = plan(self, params, hidden, observation, key, self.simulations)
+    if self.acts == 'prior':
+      x, _ = plan(self, params, hidden, observation, act_key, 0)
+    if self.target_depth:
+      shallow = dataclasses.replace(self, max_depth=self.target_depth)
+      _, found = plan(shallow, params, hidden, observation, target_key, self.simulations)
+    return x, found
 
   def advice(self, line: dict[str, Any]) -> str:
     return unfit(line.get('outside_support') or 0.0, self.network.support)
@@ -396,7 +410,7 @@ def check_settings(agent: MuZero) -> None:
       raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
   check(agent, -1, 1, 'discount')
   check(agent, 0, 1, 'reanalyse', 'dirichlet_fraction')
-  counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'burn_in')
+  counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'target_depth', 'burn_in')
   rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
   costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
   check(agent, 0, math.inf, *counts, *rates, *costs, 'temperature', 'value_scale')

@@ -424,6 +424,30 @@ def test_depth_is_limited() -> None:
   np.testing.assert_allclose(plan.value, np.max(model.reward, axis=1), atol=0.02)
 
 
+def test_what_acts_and_what_is_learned_from() -> None:
+  """The prior may act, and another tree may be learned from; what is not asked for stays as it was."""
+  model, q = table()
+  deep = MuZero(model, simulations=60, discount=DISCOUNT, greedy=True, value_scale=100.0)  # type: ignore[arg-type]
+  found = {}
+  for name, change in (
+    ('both', {}),
+    ('prior', {'acts': 'prior'}),
+    ('shallow', {'target_depth': 1}),
+  ):
+    agent = dataclasses.replace(deep, **change)
+    search = jax.jit(
+      lambda h, k, agent=agent: agent.searched(Params({}, jnp.int32(0)), h, None, k),
+      compiler_options=quick,
+    )
+    found[name] = jax.device_get(search(jnp.arange(STATES), jax.random.key(3)))
+  lost = {name: np.max(q.max(1) - q[np.arange(STATES), x]) for name, (x, _) in found.items()}
+  assert lost['both'] == lost['shallow'] < 0.2 < lost['prior'], lost
+  np.testing.assert_array_equal(found['prior'][0], np.full(STATES, 1))  # the prior's best
+  jax.tree.map(np.testing.assert_array_equal, found['prior'][1], found['both'][1])
+  np.testing.assert_allclose(found['shallow'][1].value, np.max(model.reward, axis=1), atol=0.02)
+  assert np.abs(found['both'][1].value - np.max(model.reward, axis=1)).max() > 0.2
+
+
 @pytest.mark.parametrize(
   ('search', 'simulations', 'sampled', 'greedy'),
   [('gumbel', 4, 0, True), ('puct', 4, 0, False), ('puct', 0, 0, False), ('gumbel', 4, 2, False)],
