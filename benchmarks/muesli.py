@@ -12,21 +12,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from common import RESULTS, origin, record
+from seeds import train
 
-from podrace import hooks, topology
-from podrace.anakin import Anakin
-from podrace.config import Config, bind
-from podrace.envs import make
+from podrace.config import Config
 from podrace.presets import PRESETS
 
-SEEDS, POINTS = 3, 20
+SEEDS = 3
 STEPS = {'catch': 80_000, 'cartpole': 200_000}
 
 
@@ -60,36 +55,7 @@ def other(env: str) -> Config:
 
 def run(case: str) -> dict[str, Any]:
   """Trains three seeds; their curves, and the last tenth's return of each."""
-  c = config(case)
-  env = make(c.env)
-  updates = c.total_steps // (c.num_envs * c.unroll_length)
-  agent = bind(c.agent, env, updates, c.num_envs)
-  replay = hooks.memory(agent, env, c.num_envs, c.unroll_length)
-  program = Anakin(agent, env, replay, topology.learner_mesh(1), c.num_envs, c.unroll_length, SEEDS)
-  begin = time.perf_counter()
-  state = program.init(jnp.stack([jax.random.key(i) for i in range(SEEDS)]))
-  step = program.run.lower(state, jnp.int32(1)).compile()
-  compile_s = time.perf_counter() - begin
-  curve, done = [], 0
-  begin = time.perf_counter()
-  for i in range(1, POINTS + 1):
-    until = updates * i // POINTS
-    state = step(state, jnp.int32(until - done))
-    log, state = program.read_log(state)
-    done = until
-    curve.append(dict(
-      step=done * c.num_envs * c.unroll_length,
-      returns=(np.asarray(log['return_sum']) / np.maximum(log['episodes'], 1)).tolist(),
-      episodes=np.asarray(log['episodes']).tolist(),
-    ))  # fmt: skip
-  seconds = time.perf_counter() - begin
-  last = curve[-POINTS // 10 :]
-  episodes = np.sum([p['episodes'] for p in last], axis=0)
-  sums = np.sum([np.multiply(p['returns'], p['episodes']) for p in last], axis=0)
-  return dict(
-    origin=origin(), steps=curve[-1]['step'], returns=(sums / np.maximum(episodes, 1)).tolist(),
-    seconds=seconds, compile_s=compile_s, curve=curve,
-  )  # fmt: skip
+  return dict(origin=origin(), **train(config(case), SEEDS).numbers)
 
 
 AGENTS = ('muesli', 'without CMPO', 'without the model loss', 'impala', 'ppo')
