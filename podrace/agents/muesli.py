@@ -31,10 +31,11 @@ from jax import lax
 from podrace import returns
 from podrace.agents import check
 from podrace.agents.searching import masked
+from podrace.agents.unrolled import ends, imagine, spread
 from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import LearnedModel, merge_time, split_time
-from podrace.networks.planning import decode, number_loss, scale_gradient
+from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
 from podrace.types import (
@@ -282,21 +283,12 @@ class Muesli:
     )
 
   def imagined(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
-    """The model's policies and values [U + 1, N, ...], and rewards [U, N, bins] of the actions.
-
-    The gradient into a hidden state is halved at each action (Schrittwieser et al. 2020, appendix G).
-    """
-    action = spread(window.outputs.action, self.unroll)[:-1]
+    """The model's policies and values [U + 1, N, ...], and rewards [U, N, bins] of the actions."""
     roots = window.outputs.action.shape[0] - self.unroll
+    action = spread(window.outputs.action, roots, self.unroll)[:-1]
     t = jax.tree.map(lambda x: x[:roots], window.timesteps)
     root = merge_time(self.network.represent(network, window.agent_state, t)[0])
-
-    def step(hidden: Any, action: Any) -> Any:
-      hidden, reward = self.network.dynamics(network, scale_gradient(hidden, 0.5), action)
-      return hidden, (hidden, reward)
-
-    _, (hidden, reward) = lax.scan(step, root, action)
-    hidden = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), root, hidden)
+    hidden, reward = imagine(self.network, network, root, action)
     said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
     first = masked(said.policy[0], merge_time(t.observation))
     return jnp.concatenate([first[None], said.policy[1:]]), said.value, reward
@@ -305,9 +297,9 @@ class Muesli:
     self, policy: Array, window: Trajectory, advantage: Array
   ) -> tuple[Array, Array]:
     """A loss [N] whose gradient is the policy gradient, and its importance ratios, within [0, 1]."""
-    action, before = (
-      spread(x, self.unroll)[0] for x in (window.outputs.action, window.outputs.extras.log_prob)
-    )
+    roots = window.outputs.action.shape[0] - self.unroll
+    outputs = window.outputs
+    action, before = (merge_time(x[:roots]) for x in (outputs.action, outputs.extras.log_prob))
     log_prob = self.network.distribution.log_prob(policy, action)
     rho = lax.stop_gradient(jnp.minimum(1.0, jnp.exp(log_prob - before)))
     return -rho * advantage * log_prob, rho
@@ -328,27 +320,13 @@ class Muesli:
 
 
 def goals_of(t: TimeStep, targets: Targets, unroll: int) -> Goals:
-  """What the model should say. The only rule about episode ends is here.
-
-  Behind a termination, value and reward are 0 and there is no policy; behind a truncation there is nothing. A
-  state that is LAST is not unrolled from.
-  """
-  wide = functools.partial(spread, unroll=unroll)
-  last = wide(t.last)
-  passed = jnp.cumsum(last, axis=0) - last > 0  # an episode's end lies before
-  cut = jnp.cumsum(wide(t.last & (t.discount > 0)) & ~passed, axis=0) > 0
-  cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
-  valid, within = ~last[:1], ~passed & ~last
-  masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
-  found: Targets = jax.tree.map(wide, targets)
-  found = found._replace(value=jnp.where(within, found.value, 0.0))
-  return Goals(found, jnp.where(passed, 0.0, wide(t.reward)), *masks)
-
-
-def spread(x: Array, unroll: int) -> Array:
-  """Of L states [L, B, ...], those after 0 to U actions from each of the first L - U: [U + 1, N, ...]."""
-  roots = x.shape[0] - unroll
-  return jnp.stack([merge_time(x[k : k + roots]) for k in range(unroll + 1)])
+  """What the model should say, of timesteps [L, B] and their targets."""
+  roots = t.reward.shape[0] - unroll
+  wide = functools.partial(spread, roots=roots, actions=unroll)
+  end, found = ends(t, roots, unroll), jax.tree.map(wide, targets)
+  found = found._replace(value=jnp.where(end.within, found.value, 0.0))
+  reward = jnp.where(end.passed, 0.0, wide(t.reward))
+  return Goals(found, reward, end.policy_mask, end.value_mask, end.reward_mask)
 
 
 def cmpo(prior: Array, advantage: Array, limit: float) -> Array:

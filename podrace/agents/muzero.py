@@ -26,12 +26,13 @@ from jax import lax
 
 from podrace import distributions, returns
 from podrace.agents import check, valuing
-from podrace.agents.searching import Params, Plan, plan, predict
+from podrace.agents.searching import Params, Plan, by_chance, plan, predict
+from podrace.agents.unrolled import ends, imagine, spread
 from podrace.envs.states import rules, takes_turns
 from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import LearnedModel, merge_time, split_time
-from podrace.networks.planning import decode, number_loss, scale_gradient
+from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
 from podrace.types import (
@@ -86,6 +87,7 @@ class MuZero:
   max_depth: int = 0  # of the tree; 0: no limit
   acts: Literal['search', 'prior'] = 'search'
   # ^ what draws the actions: the search, or the policy's prior, and the search is only learned from
+  epsilon: float = 0.0  # share of actions by chance, of those that are allowed
   target_depth: int = 0  # of a second tree, to learn from instead; 0: the one that acts
   considered_actions: int = 16  # gumbel: at the root, the most
   value_scale: float = 0.1  # gumbel: of values against the prior; 1 for board games
@@ -171,15 +173,17 @@ class MuZero:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params.network, state, one)
     hidden = jax.tree.map(lambda x: x[0], hidden)
-    x, found = self.searched(params, hidden, timestep.observation, key)
+    x, found = self.choose(params, hidden, timestep.observation, key)
     return ActorOutput(self.network.distribution.to_action(x), Extras(x, found)), state
 
-  def searched(self, params: Params, hidden: Any, observation: Any, key: Array) -> tuple[Any, Plan]:
+  def choose(self, params: Params, hidden: Any, observation: Any, key: Array) -> tuple[Any, Plan]:
     """Raw samples [B, ...] to act by, and the plans to learn from (Hamrick et al. 2021, arXiv 2011.04021)."""
-    key, act_key, target_key = jax.random.split(key, 3)
+    key, act_key, random_key, target_key = jax.random.split(key, 4)
     x, found = plan(self, params, hidden, observation, key, self.simulations)
     if self.acts == 'prior':
       x, _ = plan(self, params, hidden, observation, act_key, 0)
+    if self.epsilon and not self.greedy:
+      x = by_chance(self, x, observation, random_key)
     if self.target_depth:
       shallow = dataclasses.replace(self, max_depth=self.target_depth)
       _, found = plan(shallow, params, hidden, observation, target_key, self.simulations)
@@ -261,29 +265,26 @@ class MuZero:
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
 
   def goals(self, timesteps: TimeStep, plans: Plan) -> Goals:
-    """What the model should say; timesteps are those behind the burn-in.
-
-    The only rule about episode ends is here. Behind a termination, value and reward are 0 and there is no policy;
-    behind a truncation there is nothing. A state that is LAST is not unrolled from.
-    """
+    """What the model should say; timesteps are those behind the burn-in."""
     value = value_targets(self, timesteps, plans.value)
-    last = self.spread(timesteps.last)
-    passed = jnp.cumsum(last, axis=0) - last > 0  # an episode's end lies before
-    cut = jnp.cumsum(self.spread(timesteps.last & (timesteps.discount > 0)) & ~passed, axis=0) > 0
-    cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
-    valid, within = ~last[:1], ~passed & ~last
-    masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
+    end = ends(timesteps, self.sequence, self.ahead)
     return Goals(
       jax.tree.map(self.spread, plans),
-      jnp.where(within, self.spread(value), 0.0),
-      jnp.where(passed, 0.0, self.spread(timesteps.reward)),
-      *masks,
+      jnp.where(end.within, self.spread(value), 0.0),
+      jnp.where(end.passed, 0.0, self.spread(timesteps.reward)),
+      end.policy_mask,
+      end.value_mask,
+      end.reward_mask,
     )
 
   def spread(self, x: Array) -> Array:
     """Of positions [P, B, ...], those after 0 to U actions from each state: [U + 1, sequence * B, ...]."""
-    steps = [merge_time(x[k : k + self.sequence]) for k in range(self.ahead + 1)]
-    return jnp.stack(steps)
+    return spread(x, self.sequence, self.ahead)
+
+  def imagine(self, network: Any, root: Any, samples: Any) -> tuple[Any, Array]:
+    """What the model makes of hidden states [N, ...] and the raw samples [P, B, ...] of a window."""
+    actions = jax.tree.map(lambda x: self.spread(x)[:-1], samples)
+    return imagine(self.network, network, root, actions)
 
   def losses(
     self, network: Any, window: Trajectory, goals: Goals
@@ -292,7 +293,7 @@ class MuZero:
     roots = self.sequence + (self.ahead if self.consistency else 0)
     observed = self.represent(network, window, roots)
     root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
-    hidden, reward = imagine(self, network, root, self.behind(window.outputs.extras.sample))
+    hidden, reward = self.imagine(network, root, self.behind(window.outputs.extras.sample))
     said = split_time(self.network.predict(network, merge_time(hidden)), self.ahead + 1)
     share = jnp.ones(self.ahead + 1).at[1:].set(1 / self.unroll)[:, None]
     support = self.network.support
@@ -363,22 +364,6 @@ def value_targets(agent: Any, timesteps: TimeStep, value: Array) -> Array:
   return one(t.reward, agent.discount * t.discount, going, value[1:], agent.n_step)
 
 
-def imagine(agent: Any, network: Any, root: Any, sample: Any) -> tuple[Any, Array]:
-  """Hidden states after 0 to U actions [U + 1, N, ...], and rewards of the actions [U, N, bins].
-
-  The gradient into a hidden state is halved at each action (the paper's appendix G).
-  """
-
-  def step(hidden: Any, action: Any) -> Any:
-    hidden, reward = agent.network.dynamics(network, scale_gradient(hidden, 0.5), action)
-    return hidden, (hidden, reward)
-
-  actions = jax.tree.map(lambda x: agent.spread(x)[:-1], sample)
-  _, (hidden, reward) = lax.scan(step, root, actions)
-  both = jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), root, hidden)
-  return both, reward
-
-
 def policy_losses(agent: Any, policy: Array, plans: Plan) -> tuple[Array, Array]:
   """Cross-entropies [U + 1, N] of policies [U + 1, N, P] with plans, and an estimate of their entropies."""
   kind = agent.network.distribution
@@ -409,7 +394,7 @@ def check_settings(agent: MuZero) -> None:
     if getattr(agent, name) < 1:
       raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
   check(agent, -1, 1, 'discount')
-  check(agent, 0, 1, 'reanalyse', 'dirichlet_fraction')
+  check(agent, 0, 1, 'reanalyse', 'dirichlet_fraction', 'epsilon')
   counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'target_depth', 'burn_in')
   rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
   costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')

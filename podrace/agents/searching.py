@@ -162,6 +162,15 @@ def draw(agent: Any, policy: Array, key: Array) -> tuple[Any, Array]:
   return x, jnp.where(earlier, distributions.MASKED, logits)
 
 
+def by_chance(agent: Any, x: Any, observation: Any, key: Array) -> Any:
+  """Raw samples [B, ...], of which a share of `epsilon` is uniform over what is allowed, or a Normal's."""
+  kind, n = agent.network.distribution, x.shape[0]
+  draw_key, pick_key = jax.random.split(key)
+  other = kind.sample(masked(jnp.zeros((n, kind.size)), observation), draw_key)
+  picked = jax.random.bernoulli(pick_key, agent.epsilon, (n,))
+  return jnp.where(picked.reshape((n,) + (1,) * (x.ndim - 1)), other, x)
+
+
 def flattened(agent: Any, policy: Array) -> Array:
   """The policy [B, P] at `sampled_temperature`."""
   kind, t = agent.network.distribution, agent.sampled_temperature

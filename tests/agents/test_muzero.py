@@ -436,7 +436,7 @@ def test_what_acts_and_what_is_learned_from() -> None:
   ):
     agent = dataclasses.replace(deep, **change)
     search = jax.jit(
-      lambda h, k, agent=agent: agent.searched(Params({}, jnp.int32(0)), h, None, k),
+      lambda h, k, agent=agent: agent.choose(Params({}, jnp.int32(0)), h, None, k),
       compiler_options=quick,
     )
     found[name] = jax.device_get(search(jnp.arange(STATES), jax.random.key(3)))
@@ -446,6 +446,26 @@ def test_what_acts_and_what_is_learned_from() -> None:
   jax.tree.map(np.testing.assert_array_equal, found['prior'][1], found['both'][1])
   np.testing.assert_allclose(found['shallow'][1].value, np.max(model.reward, axis=1), atol=0.02)
   assert np.abs(found['both'][1].value - np.max(model.reward, axis=1)).max() > 0.2
+
+
+def test_actions_by_chance() -> None:
+  """A share of them, uniform over what is allowed; none in evaluation."""
+  model, _ = table()
+  agent = MuZero(model, simulations=4, discount=DISCOUNT, epsilon=0.4)  # type: ignore[arg-type]
+  mask = jnp.tile(jnp.array([[True, False, True]]), (4000, 1))
+
+  def actions(agent: MuZero) -> Any:
+    choose = jax.jit(lambda h, m, k: agent.choose(Params({}, jnp.int32(0)), h, m, k)[0])
+    return np.asarray(choose(jnp.zeros(4000, jnp.int32), {'action_mask': mask}, jax.random.key(0)))
+
+  greedy = actions(greedily(dataclasses.replace(agent, epsilon=0.0)))
+  assert len(set(greedy.tolist())) == 1
+  np.testing.assert_array_equal(actions(greedily(agent)), greedy)
+  noisy = actions(
+    dataclasses.replace(agent, value_scale=1e4)
+  )  # the search itself is as good as sure
+  assert not (noisy == 1).any()
+  assert abs(np.mean(noisy != greedy) - 0.2) < 0.03
 
 
 @pytest.mark.parametrize(
