@@ -98,7 +98,9 @@ class MuZero:
   # ^ candidates drawn from the policy in each state; 0: all actions, or 16 where they can't be counted
   sampled_temperature: float = 1.0  # of the policy that they are drawn from
   unroll: int = 5  # actions that the model is unrolled for
-  n_step: int = 10  # rewards before a search's value is bootstrapped from
+  n_step: int = (
+    10  # rewards before a search's value is bootstrapped from; 0: it is the target itself
+  )
   bootstrap: Literal['search', 'target'] = 'search'
   # ^ whose value: the search's of acting, or the target network's, which is newer
   sequence: int = 1  # states of a window that are unrolled from; with a core at least unroll_length
@@ -331,8 +333,9 @@ class MuZero:
     """The priority [B] of new windows: how far the searches' values are from their targets."""
     timesteps, value = self.behind((window.timesteps, window.outputs.extras.plan.value))
     target = value_targets(self, timesteps, value)[: self.sequence]
+    error = jnp.abs(value[: self.sequence] - target) if self.n_step else 1.0
     valid = 1.0 - timesteps.last[: self.sequence].astype(jnp.float32)
-    return jnp.mean(valid * (jnp.abs(value[: self.sequence] - target) + 1e-6), axis=0)
+    return jnp.mean(valid * (error + 1e-6), axis=0)
 
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
@@ -357,7 +360,12 @@ def outside(value: Array, support: Array) -> Array:
 
 
 def value_targets(agent: Any, timesteps: TimeStep, value: Array) -> Array:
-  """n-step targets [positions - 1, B] from timesteps and searches' values [positions, B]."""
+  """n-step targets [positions - 1, B] from timesteps and searches' values [positions, B]; these, if n is 0.
+
+  With 0 a target does not depend on what was done (Wang et al. 2024, EfficientZero V2, arXiv 2403.00564, has both).
+  """
+  if not agent.n_step:
+    return value
   t = jax.tree.map(lambda x: x[1 : agent.positions], timesteps._replace(observation=()))
   one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
   going = 1.0 - t.last.astype(jnp.float32)
@@ -390,12 +398,19 @@ def consistency_losses(agent: Any, network: Any, hidden: Any, observed: Any) -> 
 def check_settings(agent: MuZero) -> None:
   """Raises ValueError for the first setting that cannot be."""
   check_types(agent)
-  for name in ('unroll', 'n_step', 'sequence', 'target_period', 'considered_actions'):
+  for name in ('unroll', 'sequence', 'target_period', 'considered_actions'):
     if getattr(agent, name) < 1:
       raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
   check(agent, -1, 1, 'discount')
   check(agent, 0, 1, 'reanalyse', 'dirichlet_fraction', 'epsilon')
-  counts = ('simulations', 'reanalyse_simulations', 'max_depth', 'target_depth', 'burn_in')
+  counts = (
+    'simulations',
+    'reanalyse_simulations',
+    'max_depth',
+    'target_depth',
+    'burn_in',
+    'n_step',
+  )
   rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
   costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
   check(agent, 0, math.inf, *counts, *rates, *costs, 'temperature', 'value_scale')
@@ -404,6 +419,11 @@ def check_settings(agent: MuZero) -> None:
       raise ValueError(f'{name} must be more than 0, not {getattr(agent, name)}')
   if agent.consistency and not getattr(agent.network, 'projection', 0):
     raise ValueError(f'consistency {agent.consistency} needs network.projection above 0')
+  if not agent.n_step and agent.bootstrap == 'target':
+    raise ValueError(
+      "n_step 0 takes the value of the search as the target, and bootstrap target the target network's: give "
+      '--agent.bootstrap search, or an n_step of at least 1'
+    )
   if agent.model == 'rules' and agent.consistency:
     raise ValueError(f'consistency {agent.consistency} is for a learned model, not for the rules')
   if agent.environment is not None:

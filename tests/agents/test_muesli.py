@@ -539,7 +539,7 @@ def test_it_learns_catch(devices: int) -> None:
 )
 def test_its_settings_learn_catch(settings: Any) -> None:
   agent = dataclasses.replace(CATCH, **settings)
-  updates = 600 if 'replay_share' in settings else 300
+  updates = {'replay_share': 600, 'policy_cost': 900}.get(next(iter(settings)), 300)
   assert_learns(anakin(agent, 'podrace:catch', 1, 32, 8), updates, 40, least=500, above=0.8)
 
 
