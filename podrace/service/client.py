@@ -648,9 +648,7 @@ class Part:
 class Drawing:
   """A sample that has been asked for."""
 
-  def __init__(
-    self, table: RemoteTable, n: int, least: int, deadline: float, peek: bool
-  ) -> None:
+  def __init__(self, table: RemoteTable, n: int, least: int, deadline: float, peek: bool) -> None:
     self._table, self._least, self._deadline, self._peek = table, least, deadline, peek
     self._changed = table._connections[0].changed
     self._begun = time.monotonic()

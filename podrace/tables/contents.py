@@ -214,7 +214,7 @@ class Contents:
   def _give(
     self, draws: Draws, slots: np.ndarray, probabilities: np.ndarray, times: list[int]
   ) -> None:
-    draws.items.extend([self.items[slot] for slot in slots.tolist()])  # type: ignore[misc]
+    draws.items.extend([self.items[slot] for slot in slots.tolist()])
     size = np.full(len(slots), len(self.slots))
     draws.columns.append((probabilities, size, self._priorities[slots], np.array(times)))
 
