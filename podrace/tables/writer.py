@@ -307,10 +307,12 @@ class Writer:
     """
     if not table.takes_from(self._store):
       raise ValueError(f'table {table.name!r} is on another store than the writer')
+    if (key := operator.index(key)) < 1:
+      raise ValueError(f'{key=} must be above 0')
     signature, parts = self._parts(trajectory, None)
     deadline = deadline_of(timeout)
     self._wait(max(0, self._max_in_flight - 1), deadline)
-    item = Item(operator.index(key), 0.0, signature, parts, amends=True)
+    item = Item(key, 0.0, signature, parts, amends=True)
     self._submit(table, item, deadline)
 
   def _submit(self, table: Table, item: Item, deadline: float) -> None:
