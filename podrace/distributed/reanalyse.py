@@ -32,6 +32,7 @@ from podrace.hooks import can_refresh, memory, searches
 from podrace.replay.layout import Columns, Layout, named
 from podrace.sebulba import example_trajectory
 from podrace.service.parameters import REANALYSING
+from podrace.service.wire import MOST_ITEMS
 from podrace.types import Array
 from podrace.worker import Worker
 
@@ -47,6 +48,10 @@ class Options:
   addresses: Addresses
   batch_size: int = 0  # windows that are refreshed together; 0: as many as the learner's batch has
   patience: Patience = Patience()
+
+  def __post_init__(self) -> None:
+    if self.batch_size > MOST_ITEMS:
+      raise UsageError(f'--batch-size must be at most {MOST_ITEMS}, not {self.batch_size}')
 
 
 def check_options(config: Config, args: Sequence[str]) -> None:
