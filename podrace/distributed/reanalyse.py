@@ -93,7 +93,7 @@ class Reanalysing:
     self._layout, self._space = Layout(windows, example), spec.action_space
     self._batch_size = options.batch_size or windows.buffer.batch_size
     self._rate = Rate(searches(agent, windows.length))
-    self._refresh = jax.jit(Refresh(agent, self._layout))
+    self._refresh: Any = jax.jit(Refresh(agent, self._layout))
     self._key = jax.random.key(int.from_bytes(os.urandom(4), 'little'))
     self._addresses, self._give_up = options.addresses, options.patience.give_up or None
     self._newest = Newest(options.addresses, config, agent, options.patience, REANALYSING)
@@ -109,6 +109,7 @@ class Reanalysing:
       client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
       table = replay_table(client, self._layout, self._space, self._newest.run)
+      self._compile()
       watcher = Worker('parameters', self._watch, lambda: self._hang_up(client))
       stack.callback(lambda: log.info('%s', self._rate))
       log.info('reanalysing %d windows at a time', self._batch_size)
@@ -117,6 +118,15 @@ class Reanalysing:
       except tables.Closed:
         watcher.check()  # it closed what is waited for
         raise
+
+  def _compile(self) -> None:
+    """Before the first windows are there, so that none of them is old when it comes back."""
+    shapes = {
+      k: jax.ShapeDtypeStruct((self._batch_size, *x.shape[1:]), x.dtype)
+      for k, x in self._layout.batch().items()
+      if k != 'weight'
+    }
+    self._refresh = self._refresh.lower(self._params, shapes, self._key).compile()
 
   def _work(self, table: Any, targets: Targets, watcher: Worker) -> None:
     """Refreshes batch after batch, and writes each while the next one is being searched."""
@@ -193,7 +203,7 @@ class Rate:
 
   def __init__(self, searches: int) -> None:
     self._searches, self._windows = searches, 0
-    self._first = 0  # windows of the first batch, for which it was compiled
+    self._first = 0  # windows of the first batch, with which the clock begins
     self._begun = self._told = time.monotonic()
 
   def add(self, windows: int) -> None:

@@ -302,15 +302,37 @@ def start(places: Places, command: str, *args: str) -> Any:
 LEARNER = ['--architecture', 'sebulba', '--lag', 'async', '--replay', 'service', '--log-every', '64']
 
 
+def reanalysed(places: Places) -> float:
+  """The newest share."""
+  return (places.told() or [{}])[-1].get('reanalysed') or 0.0  # None before anything is learned
+
+
 def test_a_run_learns_from_fresh_targets(places: Places) -> None:
-  """All ends: one reanalysing process is killed, one is told to end, one stays until the run is complete."""
+  """Four commands, until the run is complete."""
+  server, learner = places.serve(), start(places, 'train', *LEARNER, '--total-steps', '3_200')
+  refresher = start(places, 'reanalyse')
+  refresher.says('reanalysing 16 windows at a time')
+  actor = start(places, 'act')
+  assert [learner.wait(), actor.wait(), refresher.wait()] == [0, 0, 0], learner.output
+  told = places.told()
+  assert 0 < told[-1]['reanalysed'] <= 1 and told[-1]['target_age'] >= 0
+  assert told[-1]['acting_processes'] == told[-1]['reanalysing_processes'] == 1
+  refresher.says('the run is complete')
+  assert 'windows/s' in refresher.output and 'searches/s' in refresher.output
+  server.signal(signal.SIGTERM)
+  assert server.wait() == 143
+
+
+@pytest.mark.slow
+def test_reanalysing_processes_come_and_go(places: Places) -> None:
+  """One is killed, one is told to end, one stays until the run is complete, while the learner comes and goes."""
   server = places.serve()
   learner = start(places, 'train', *LEARNER, '--total-steps', '1_000_000')
   actor = start(places, 'act')
   places.step_from(256)
-  assert {x['reanalysed'] for x in places.told()} == {0.0}
+  assert not any(x['reanalysed'] for x in places.told())
   first = start(places, 'reanalyse', '--batch-size', '8')
-  until(lambda: places.told()[-1]['reanalysed'] > 0)
+  until(lambda: reanalysed(places))
   assert places.told()[-1]['acting_processes'] == places.told()[-1]['reanalysing_processes'] == 1
   first.kill()
   second, third = start(places, 'reanalyse'), start(places, 'reanalyse', '--quiet')
@@ -319,7 +341,7 @@ def test_a_run_learns_from_fresh_targets(places: Places) -> None:
   second.signal(signal.SIGTERM)
   assert second.wait() == 143, second.output
   until(lambda: places.told()[-1]['reanalysing_processes'] == 1)
-  until(lambda: places.told()[-1]['reanalysed'] > 0)
+  until(lambda: reanalysed(places))
   learner.signal(signal.SIGTERM)
   assert learner.wait() == 143, learner.output
   steps = str(checkpoints(places.run_dir)[-1] + 640)
