@@ -50,7 +50,10 @@ def tiny(**changes: Any) -> Config:
     hidden=(8,), latent=4, dynamics_hidden=(8,), head_hidden=(8,), bins=5, v_min=-2.0, v_max=2.0
   )
   buffer = Buffer(
-    capacity=512, batch_size=16, min_size=64, samples_per_insert=4.0  # uniform: all are drawn
+    capacity=512,
+    batch_size=16,
+    min_size=64,
+    samples_per_insert=4.0,  # uniform: all are drawn
   )
   agent = MuZero(network, buffer, simulations=2, unroll=1, n_step=2)
   return Config(
@@ -98,18 +101,19 @@ def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
 
 def test_states_behind_a_burn_in_are_refreshed_from_where_they_begin() -> None:
   """A recurrent state comes from the window's own, through the burn-in."""
-  config = tiny(network=dataclasses.replace(tiny().agent.network, core='gru'), sequence=4, burn_in=2)
+  config = tiny(
+    network=dataclasses.replace(tiny().agent.network, core='gru'), sequence=4, burn_in=2
+  )
   agent = bound(config)
   rng, length, batch = np.random.default_rng(0), agent.burn_in + agent.positions, 3
   spec = host.make(config.env)
   example = example_trajectory(agent, spec, batch, length)
-  window = jax.tree.map(
-    lambda x: jnp.asarray(rng.integers(0, 2, x.shape).astype(x.dtype)), example
-  )
+  window = jax.tree.map(lambda x: jnp.asarray(rng.integers(0, 2, x.shape).astype(x.dtype)), example)
   within = jnp.ones_like(window.timesteps.step_type)  # no state is forgotten
   window = window._replace(timesteps=window.timesteps._replace(step_type=within))
   network = jax.tree.map(  # a new one values all states alike
-    lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), agent.init(jax.random.key(0)).params.network
+    lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype),
+    agent.init(jax.random.key(0)).params.network,
   )
   params, key = Params(network, jnp.int32(9)), jax.random.key(1)
   refresh = jax.jit(agent.refresh, compiler_options=quick)
@@ -180,9 +184,7 @@ class Learner:
     self.start(acting_process._Acting(self.config, acting_process.Options(self.addresses)))
 
   def reanalyse(self, **options: Any) -> None:
-    self.start(
-      reanalyse.Reanalysing(self.config, reanalyse.Options(self.addresses, **options))
-    )
+    self.start(reanalyse.Reanalysing(self.config, reanalyse.Options(self.addresses, **options)))
 
   def end(self, version: int, count: int) -> None:
     """The run is complete, which ends that many processes."""
@@ -237,7 +239,9 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
       for name in window:
         equal = np.array_equal(window[name], before[key][name])
         assert equal or of_plan(name), name
-    assert any((after[k]['extras/plan/value'] != before[k]['extras/plan/value']).any() for k in after)
+    assert any(
+      (after[k]['extras/plan/value'] != before[k]['extras/plan/value']).any() for k in after
+    )
     learner.publish(9)
     until(lambda: fresh(9))  # with the newest
     learner.end(10, 2)
@@ -299,7 +303,16 @@ def start(places: Places, command: str, *args: str) -> Any:
   )
 
 
-LEARNER = ['--architecture', 'sebulba', '--lag', 'async', '--replay', 'service', '--log-every', '64']
+LEARNER = [
+  '--architecture',
+  'sebulba',
+  '--lag',
+  'async',
+  '--replay',
+  'service',
+  '--log-every',
+  '64',
+]
 
 
 def reanalysed(places: Places) -> float:

@@ -35,9 +35,7 @@ def test_a_peek_is_no_sample_for_the_limiter() -> None:
 
 
 def test_a_peek_lets_nothing_in_and_takes_nothing_out() -> None:
-  table = make(
-    sampler=tables.fifo(), rate_limiter=tables.queue(2), max_size=2, max_times_sampled=1
-  )
+  table = make(sampler=tables.fifo(), rate_limiter=tables.queue(2), max_size=2, max_times_sampled=1)
   writer = tables.Writer(table.store, history=1, max_in_flight=9)
   for i in range(3):
     writer.append(np.int64(i))
