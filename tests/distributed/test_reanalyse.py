@@ -148,6 +148,28 @@ def test_what_is_written_are_the_columns_that_an_agent_changes() -> None:
     assert (x.shape, x.dtype) == (data[name].shape, data[name].dtype)
 
 
+def test_each_window_gets_its_own_targets() -> None:
+  with ReplayServer('tcp://127.0.0.1:*') as server, service.connect(server.address) as client:
+    table = client.table(
+      'it', sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1),
+      max_size=100,
+    )  # fmt: skip
+    writer, keys = client.writer(history=3), []
+    for i in range(4):
+      for t in range(3):
+        writer.append({'x': np.int32(10 * i + t), 'y': np.float32(0)})
+      keys.append(writer.create_item(table, 1.0, num_steps=3))
+    writer.close(timeout=30)
+    wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
+    targets = reanalyse.Targets(client, table, 3)
+    targets.write(np.array(keys), {'y': jnp.asarray(wanted)})
+    until(lambda: contents(server.tables['it'])[keys[3]]['y'].any())
+    found = contents(server.tables['it'])
+    for i, key in enumerate(keys):
+      np.testing.assert_array_equal(found[key]['y'], wanted[i])
+      np.testing.assert_array_equal(found[key]['x'], 10 * i + np.arange(3))
+
+
 # --- one process, with the service and the parameters in this one -------------------------------------
 
 
