@@ -1,4 +1,4 @@
-"""podrace reanalyse: newer targets for what is in a replay service."""
+"""podrace reanalyse: newer targets for the contents of a replay service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podrace.process import log_to_stderr
 COMMAND = Command(
   'reanalyse',
   '[PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]',
-  'searches again, with newer parameters, what is in the replay of a learner elsewhere, which is `podrace train '
+  'searches the states in a replay service again, with newer parameters of the learner, which is `podrace train '
   '[PRESET] --connect-replay ... --listen ADDRESS`',
   (
     shared.CONNECT_REPLAY,

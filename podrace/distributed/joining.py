@@ -1,4 +1,4 @@
-"""What processes that work for a learner elsewhere have in common: options, its parameters, how they end."""
+"""Shared by the processes that work for a learner elsewhere: options, its parameters, their end."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ class Newest:
 
   Args:
     addresses: where the learner publishes them.
-    config: what this process was given, to be compared with the learner's.
-    agent: whose parameters they are.
+    config: of this process, to be compared with the learner's.
+    agent: makes parameters of the same shapes.
     patience: how long to do without newer ones.
     role: of this process, as the learner counts it.
   """
@@ -130,7 +130,7 @@ class Newest:
       a.parameters, a.keys, a.insecure, patience.max_staleness, role
     )
     self.run = ''  # the name of the learner's, once it is known
-    self.version = -1  # of what was returned last
+    self.version = -1  # of the last ones that were returned
 
   @property
   def is_stale(self) -> bool:

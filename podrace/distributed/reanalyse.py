@@ -1,4 +1,4 @@
-"""`podrace reanalyse`: a process that refreshes the targets of what is in replay, by newer parameters.
+"""`podrace reanalyse`: a process that refreshes the targets in replay, by newer parameters.
 
 Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294) in processes of its own. Windows are read from the replay
 service, searched anew with the learner's newest parameters, and their targets are written back by key. The
@@ -37,13 +37,13 @@ from podrace.types import Array
 from podrace.worker import Worker
 
 PREFETCH = 2  # batches that are asked for ahead of time
-TELL = 60.0  # seconds between lines about the rate
+LOG_EVERY = 60.0  # seconds between lines about the rate
 log = logging.getLogger('podrace.distributed')
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What `podrace reanalyse` is asked for, besides the run's config."""
+  """Of `podrace reanalyse`, besides the run's config."""
 
   addresses: Addresses
   batch_size: int = 0  # windows that are refreshed together; 0: as many as the learner's batch has
@@ -100,7 +100,7 @@ class Reanalysing:
     self._params: Any = None
 
   def run(self) -> None:
-    """Until the run is complete, or there is something wrong: raises what it is."""
+    """Works until the run is complete, or something is wrong; either ends with an exception."""
     with contextlib.ExitStack() as stack:
       stack.callback(self._newest.close)
       self._params = self._newest.get()
@@ -116,7 +116,7 @@ class Reanalysing:
       try:
         self._work(table, Targets(client, table, self._layout.windows.length), watcher)
       except tables.Closed:
-        watcher.check()  # it closed what is waited for
+        watcher.check()  # it closed the client
         raise
 
   def _compile(self) -> None:
@@ -175,7 +175,7 @@ class Targets:
 
   Args:
     client: of the service.
-    table: whose items they are.
+    table: has the items.
     length: rows of each column of a window.
   """
 
@@ -204,15 +204,15 @@ class Rate:
   def __init__(self, searches: int) -> None:
     self._searches, self._windows = searches, 0
     self._first = 0  # windows of the first batch, with which the clock begins
-    self._begun = self._told = time.monotonic()
+    self._begun = self._logged = time.monotonic()
 
   def add(self, windows: int) -> None:
     """So many more have been written."""
     if not self._windows:
       self._begun, self._first = time.monotonic(), windows
     self._windows += windows
-    if time.monotonic() - self._told > TELL:
-      self._told = time.monotonic()
+    if time.monotonic() - self._logged > LOG_EVERY:
+      self._logged = time.monotonic()
       log.info('%s', self)
 
   def __str__(self) -> str:

@@ -946,7 +946,7 @@ class Client:
     max_in_flight: int = 1024,
     delay: float = 0.5,
   ) -> list[Writer]:
-    """A writer for each server, in the order of `RemoteTable.shard_of`; to amend what was sampled."""
+    """A writer for each server, in the order of `RemoteTable.shard_of`; to amend items that were sampled."""
     return [
       _writer(connection, history, rows_per_chunk, max_in_flight, delay)
       for connection in self.connections

@@ -32,7 +32,7 @@ from podrace.tables.waiting import Closed
 
 PIECE_BYTES = 2**20
 AHEAD = 4  # pieces that are asked for ahead of time
-ACTING, REANALYSING = 'act', 'reanalyse'  # what clients do with parameters
+ACTING, REANALYSING = 'act', 'reanalyse'  # roles of clients
 MOST_LEAVES, MOST_BYTES = 4096, 2**36
 KEPT = 4  # versions besides the newest two, for who is still reading them
 READING_SECONDS = 60.0  # since somebody last asked for a piece
@@ -232,7 +232,7 @@ class Parameters(Link):
 
   Args:
     max_staleness: seconds; `get` waits while it is more. None for no bound.
-    role: what this client does with them, as the publisher counts its clients.
+    role: of this client, as the publisher counts its clients.
 
   Raises:
     SecurityError: see podrace.remote.security.

@@ -765,7 +765,7 @@ class ReplayServer(Router):
         self._ack(stream.peer, 0, '', numbers, [], [])
 
   def _serve(self, table: Table, readers: collections.deque[Request]) -> None:
-    """Answers requests in their order, until one must wait; those of who does not read are passed over."""
+    """Answers requests in their order, until one must wait; passes over clients that do not read."""
     while readers:
       request = readers[0]
       if self._serves_not(request):

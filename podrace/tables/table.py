@@ -278,7 +278,7 @@ class Table:
     self.inserts.admit()
 
   def why_no_peek(self) -> str:
-    """What keeps a sampler waiting that only peeks."""
+    """Why a sampler that only peeks waits."""
     return f'there is no item; {len(self.desk.inserts)} inserts wait as well'
 
   def why_no_sample(self) -> str:

@@ -174,7 +174,7 @@ def test_each_window_gets_its_own_targets() -> None:
 
 
 class Learner:
-  """What a learner publishes, without one."""
+  """Publishes parameters as a learner does."""
 
   def __init__(self, folder: Path, config: Config) -> None:
     self.addresses = handshake.Addresses((f'ipc://{folder}/replay',), f'ipc://{folder}/parameters')

@@ -1,4 +1,4 @@
-"""What a refreshing process needs of a table: to look without being counted, and to amend what is still there."""
+"""Peeks, which count as no samples, and amendments of items that are still there."""
 
 from __future__ import annotations
 
