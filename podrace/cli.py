@@ -24,6 +24,7 @@ from podrace.commands import (
   keys,
   names,
   plot,
+  reanalyse,
   replay,
   report,
   rm,
@@ -54,6 +55,7 @@ podrace: reinforcement learning at scale in JAX
   podrace rm RUN...                   delete runs
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
+  podrace reanalyse [PRESET] ...      newer targets for the contents of a replay service
   podrace replay --listen ADDRESS ... replay tables as a service
   podrace keys new DIR                keys for learners, services and those who connect to them
   podrace top ADDRESS                 what the clients of a learner or a service do
@@ -80,6 +82,7 @@ MODULES = (
   envs,
   replay,
   act,
+  reanalyse,
   keys,
   top,
   names,
@@ -94,6 +97,7 @@ LASTING = (
   'train',
   'sweep',
   'act',
+  'reanalyse',
   'envs',
   'replay',
 )  # commands that go on if nobody reads their output

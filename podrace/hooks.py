@@ -13,6 +13,9 @@ The four are `podrace.types.Agent`. The others:
 - `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does not fit; '' if all
   is well. A run prints the first one.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
+- `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer targets in their
+  `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be refreshed.
+- `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's length.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
   `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
 - `agent`, a field: of an agent that wraps another one. That is bound, and made greedy, in its place.
@@ -116,6 +119,15 @@ def init_members(agent: Any, keys: Any) -> Any:
 def gradient_steps(agent: Any) -> int:
   """Gradient steps in each call of `learn`."""
   return getattr(agent, 'gradient_steps', 1)
+
+
+def can_refresh(agent: Any) -> bool:
+  return hasattr(agent, 'refresh') and learns_from_replay(agent)
+
+
+def searches(agent: Any, length: int) -> int:
+  """Searches of each window of that length that the agent refreshes."""
+  return getattr(agent, 'searches', length)
 
 
 def warm_start(agent: Any, train: TrainState, params: Any) -> TrainState:

@@ -20,6 +20,7 @@ from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Tra
 RESERVED = frozenset({
   'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'gradient_steps', 'env_restarts', 'dropped_steps',
   'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
+  'reanalysing_processes',
 })  # fmt: skip
 RESERVED_PREFIXES = ('episode_', 'info_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
 

@@ -71,6 +71,7 @@ DOORS = {  # command -> what it calls when it begins its work
   'sweep': 'podrace.sweep.plan.carry_out',
   'bench': 'podrace.bench.bench_sebulba',
   'act': 'podrace.distributed.acting.act',
+  'reanalyse': 'podrace.distributed.reanalyse.reanalyse',
   'envs': 'podrace.remote.client.run',
   'replay': 'podrace.service.server.run',
   'top': 'podrace.remote.top.run',

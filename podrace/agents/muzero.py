@@ -216,8 +216,6 @@ class MuZero:
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), before.network, rest.opt_state, keep=True
     )
-    if self.reanalyse:
-      metrics['reanalysed'] = jnp.float32(self.reanalysed(sample.weight.size) / sample.weight.size)
     metrics['target_age'] = before.steps.astype(jnp.float32) - metrics['target_age']
     params = Params(network, before.steps + 1)
     target = valuing.follow(rest.target, network, params.steps, self.target_period, 1.0)
@@ -235,6 +233,11 @@ class MuZero:
       _, state = self.network.represent(lax.stop_gradient(network), state, early)
     late = jax.tree.map(lambda x: x[:length], self.behind(timesteps))
     return self.network.represent(network, state, late)[0]
+
+  @property
+  def searches(self) -> int:
+    """Of each window that is refreshed."""
+    return self.positions
 
   def reanalysed(self, batch: int) -> int:
     """How many of a batch."""
@@ -257,14 +260,26 @@ class MuZero:
       *jax.tree.map(lambda x: x[:, rows], (window.timesteps, window.outputs)),
       *jax.tree.map(lambda x: x[rows], (window.agent_state, window.env_id)),
     )
-    hidden = merge_time(self.represent(target, picked, self.positions))
-    observation = self.behind(picked.timesteps.observation)
-    observation = merge_time(jax.tree.map(lambda x: x[: self.positions], observation))
     params = Params(target, steps - steps % self.target_period)
-    simulations = self.reanalyse_simulations or self.simulations
-    _, found = plan(self, params, hidden, observation, search_key, simulations)
-    fresh = split_time(found, self.positions)
+    fresh = self.searched(params, picked, search_key)
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
+
+  def searched(self, params: Params, window: Trajectory, key: Array) -> Plan:
+    """The plans [positions, B, ...] of new searches in a window's states."""
+    hidden = merge_time(self.represent(params.network, window, self.positions))
+    observation = self.behind(window.timesteps.observation)
+    observation = merge_time(jax.tree.map(lambda x: x[: self.positions], observation))
+    simulations = self.reanalyse_simulations or self.simulations
+    _, found = plan(self, params, hidden, observation, key, simulations)
+    found = found._replace(reanalysed=jnp.ones_like(found.reanalysed))
+    return split_time(found, self.positions)
+
+  def refresh(self, params: Params, window: Trajectory, key: Array) -> Trajectory:
+    """The window with the plans of new searches; those of the burn-in stay, as nothing learns from them."""
+    extras, behind = window.outputs.extras, slice(self.burn_in, self.burn_in + self.positions)
+    fresh = self.searched(params, window, key)
+    plans = jax.tree.map(lambda old, new: old.at[behind].set(new), extras.plan, fresh)
+    return window._replace(outputs=window.outputs._replace(extras=extras._replace(plan=plans)))
 
   def goals(self, timesteps: TimeStep, plans: Plan) -> Goals:
     """What the model should say; timesteps are those behind the burn-in."""
@@ -319,6 +334,7 @@ class MuZero:
       value=jnp.mean(now),
       entropy=jnp.mean(goals.policy_mask[0] * entropy[0]),
       target_age=jnp.mean(goals.plan.steps[0].astype(jnp.float32)),
+      reanalysed=jnp.mean(goals.plan.reanalysed[0].astype(jnp.float32)),
     )
     if support is not None:
       metrics['outside_support'] = jnp.mean(outside(goals.value[0], support))

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
   candidates: Any  # [B, K, ...] raw samples; () where they are all actions
   value: Array  # [B] f32 of the state
   steps: Array  # [B] i32 gradient steps that its network had had
+  reanalysed: Array  # [B] bool: searched later than it was acted, by Reanalyse
 
 
 def masked(policy: Array, observation: Any) -> Array:
@@ -57,10 +58,11 @@ def plan(
   policy = masked(policy, observation)
   candidates, logits = draw(agent, policy, draw_key)
   steps = jnp.broadcast_to(params.steps, value.shape)
+  acted = jnp.zeros(value.shape, bool)
   if not simulations:
     kind = agent.network.distribution
     x = kind.mode(policy) if agent.greedy else kind.sample(policy, search_key)
-    return x, Plan(jax.nn.softmax(logits), candidates, value, steps)
+    return x, Plan(jax.nn.softmax(logits), candidates, value, steps, acted)
   if agent.model == 'rules':
     hidden = jax.vmap(agent.environment.dynamics.state_of)(observation)
   root = mctx.RootFnOutput(prior_logits=logits, value=value, embedding=(hidden, candidates))
@@ -68,7 +70,7 @@ def plan(
     found = _search(agent, params.network, root, search_key, simulations)
     value = _root_value(agent, found)
   x = chosen(agent, candidates, found.action)
-  return x, Plan(found.action_weights, candidates, value, steps)
+  return x, Plan(found.action_weights, candidates, value, steps, acted)
 
 
 def _search(

@@ -18,11 +18,11 @@ COMMAND = Command(
   'environments and inference for a learner elsewhere, which is `podrace train [PRESET] '
   '--connect-replay ... --listen ADDRESS`',
   (
-    Option('--connect-replay', 'ADDRESSES', 'where `podrace replay` listens; several shards with commas'),
-    Option('--params', 'ADDRESS', 'where the learner listens'),
+    shared.CONNECT_REPLAY,
+    shared.PARAMS,
     Option('--share', 'I/N', 'acts in the I-th of N equal parts of all --num-envs', '0/1'),
-    Option('--max-staleness', 'S', 'seconds that parameters may be out of date; then it waits', 60),
-    Option('--give-up-after', 'S', 'end if there is no learner for S seconds more (default: wait for it)', 0),
+    shared.MAX_STALENESS,
+    shared.GIVE_UP_AFTER,
     shared.CLIENT_KEYS,
     shared.CLIENT_INSECURE,
     shared.QUIET,
@@ -54,16 +54,15 @@ def run(args: list[str]) -> int:
 
   remote.require()
   config = configuration.configured(preset, options, 'podrace act')
-  from podrace.distributed import acting
+  from podrace.distributed import acting, handshake, joining
 
   acting.check_options(config, options.arguments)
   settings = acting.Options(
-    acting.Addresses(
+    handshake.Addresses(
       tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
     ),
     (int(part), int(parts)),
-    max_staleness=options.number('--max-staleness'),
-    give_up=options.number('--give-up-after'),
+    joining.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
   )
   with log_to_stderr('podrace act', '--quiet' in options):
     if '--no-compile-cache' not in options:

@@ -58,7 +58,7 @@ fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 )
 # Options of one run, or of one process of it.
 NOT_OF_A_SWEEP = {'--run-dir', '--override', '--coordinator', '--num-processes', '--process-id'}
-TAKE_PRESETS = ('train', 'act', 'bench', 'sweep')
+TAKE_PRESETS = ('train', 'act', 'reanalyse', 'bench', 'sweep')
 FIRST = {'init': tuple(init.KINDS), 'completion': tuple(SHELLS)}  # arguments of other commands
 
 

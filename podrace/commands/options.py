@@ -52,6 +52,16 @@ CLIENT_KEYS = Option(
   '--keys', 'DIR', 'with server.public, client.public and client.secret: `podrace keys new`'
 )
 CLIENT_INSECURE = Option('--insecure', '', 'no keys, beyond this machine: nothing is encrypted')
+CONNECT_REPLAY = Option(
+  '--connect-replay', 'ADDRESSES', 'where `podrace replay` listens; several shards with commas'
+)
+PARAMS = Option('--params', 'ADDRESS', 'where the learner listens')
+MAX_STALENESS = Option(
+  '--max-staleness', 'S', 'seconds that parameters may be out of date; then it waits', 60
+)
+GIVE_UP_AFTER = Option(
+  '--give-up-after', 'S', 'end if there is no learner for S seconds more (default: wait for it)', 0
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
-import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -15,31 +13,15 @@ import jax
 import numpy as np
 
 from podrace import service, tables
-from podrace.config import (
-  Config,
-  agent_name,
-  bind_run,
-  flag,
-  validate,
-)
+from podrace.config import Config, agent_name, bind_run, validate
+from podrace.distributed import joining
 from podrace.distributed.experience import episodes_table, replay_table, timed, unrolls_table
-from podrace.distributed.handshake import (
-  COMMON,
-  FINISHED,
-  RECORD,
-  RUN,
-  Addresses,
-  from_leaves,
-  other_run,
-  record,
-)
+from podrace.distributed.handshake import COMMON, Addresses
+from podrace.distributed.joining import Newest, Patience
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.errors import RunError, UsageError
 from podrace.hooks import learns_from_replay, memory
-from podrace.process import on_signals
-from podrace.remote import security
-from podrace.remote.wire import plain
 from podrace.replay.layout import Layout, named
 from podrace.replay.streams import Streams
 from podrace.sebulba import (
@@ -49,12 +31,12 @@ from podrace.sebulba import (
   Unroll,
   example_trajectory,
 )
+from podrace.service.parameters import ACTING
 from podrace.topology import split_devices
 from podrace.worker import Worker
 
 log = logging.getLogger('podrace.distributed')
 VERSIONS = 10_000  # of which an acting process knows the learner's numbers
-ACTING = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}  # as all acting processes
 HEEDED = (
   *COMMON,
   'actor_devices',
@@ -72,8 +54,7 @@ class Options:
 
   addresses: Addresses
   share: tuple[int, int] = (0, 1)  # which of how many equal parts of all environments
-  max_staleness: float = 60.0  # seconds that parameters may be out of date
-  give_up: float = 0.0  # seconds without a learner, after them, until it ends; 0: never
+  patience: Patience = Patience()
 
   def __post_init__(self) -> None:
     i, n = self.share
@@ -81,38 +62,15 @@ class Options:
       raise UsageError(f'--share {i}/{n}: of {n} parts there is none; the whole is 0/1')
     if not 0 <= i < n:
       raise UsageError(f'--share {i}/{n}: the parts of {n} are 0/{n} to {n - 1}/{n}')
-    if not 0 < self.max_staleness < math.inf:
-      raise UsageError(f'--max-staleness must be more than 0, not {self.max_staleness}')
-    if not 0 <= self.give_up < math.inf:
-      raise UsageError(f'--give-up-after must be 0 or more, not {self.give_up}')
-
-
-class _Signalled(BaseException):
-  """Ends whatever is waited for."""
-
-
-class _Finished(Exception):
-  """The run is complete."""
 
 
 def check_options(config: Config, args: list[str]) -> None:
   """Raises UsageError for options of `train` in `args` that an acting process would not heed."""
-  fields = {f.name for f in dataclasses.fields(Config)}
-  given = [a.partition('=')[0].removeprefix('--').replace('-', '_') for a in args if a[:2] == '--']
-  for name in given:
-    if name in ACTING:
-      if (value := getattr(config, name)) != ACTING[name]:
-        raise UsageError(
-          f'--{name} {value}: podrace act always has --{name} {ACTING[name]}; leave it out'
-        )
-    elif name == 'max_lag' and learns_from_replay(config.agent):
-      raise UsageError(
-        f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
-      )
-    elif name in fields and name not in HEEDED:
-      raise UsageError(
-        f'--{flag(name)} is for podrace train only: nothing of podrace act depends on it; leave it out'
-      )
+  if 'max_lag' in joining.given_options(args) and learns_from_replay(config.agent):
+    raise UsageError(
+      f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
+    )
+  joining.check_options('act', config, args, HEEDED)
 
 
 def act(config: Config, options: Options) -> int:
@@ -122,41 +80,22 @@ def act(config: Config, options: Options) -> int:
     UsageError: if the config can't be; if the learner's run is another one: both sides are named.
     RunError: if a thread or its environments fail.
   """
-  config = dataclasses.replace(config, **ACTING)  # type: ignore[arg-type]  # whatever the preset is for
+  config = joining.fixed(config)
   validate(config)
-  a = options.addresses
-  security.check_address(a.parameters, a.keys, a.insecure, '--params')
-  for address in a.replay:
-    security.check_address(address, a.keys, a.insecure, '--connect-replay')
+  joining.check_addresses(options.addresses)
   n = options.share[1]
   if config.num_envs % n:
     raise UsageError(f'--num-envs {config.num_envs} does not divide into {n} shares')
-  found = 0
-
-  def on_signal(signum: int, frame: Any) -> None:
-    nonlocal found
-    if not found:
-      found = signum
-      raise _Signalled
-
-  with contextlib.suppress(_Signalled), on_signals(on_signal):
-    try:
-      _Acting(config, options).run()
-    except _Finished:
-      log.info('the run is complete')
-    except TimeoutError as e:
-      log.error('giving up: %s', e)
-      return 1
-    except ActorFailed as e:
-      raise RunError(f'{config.env}: {e}') from e
-  return 128 + found if found else 0
+  try:
+    return joining.until_the_end(lambda: _Acting(config, options).run())
+  except ActorFailed as e:
+    raise RunError(f'{config.env}: {e}') from e
 
 
 class _Acting:
   """One acting process."""
 
   def __init__(self, config: Config, options: Options) -> None:
-    a = options.addresses
     i, n = options.share
     spec = host.make(config.env)
     agent = bind_run(config, spec)
@@ -183,20 +122,15 @@ class _Acting:
     )
     self._example = example_trajectory(agent, spec, config.num_envs // n, config.unroll_length)
     self._layout = Layout(windows, self._example) if windows else None
-    self._record, self._max_staleness = record(config), options.max_staleness
-    self._give_up = options.give_up or None
-    log.info('waiting for parameters of %s', a.parameters)
-    self._reader = service.Parameters(a.parameters, a.keys, a.insecure, options.max_staleness)
-    self._addresses = a
+    self._addresses, self._give_up = options.addresses, options.patience.give_up or None
+    self._newest = Newest(options.addresses, config, agent, options.patience, ACTING)
     self._num_envs = config.num_envs  # of all acting processes
-    self._run = ''  # the name of the learner's, once it is known
-    self._held = -1  # version of the parameters that are acted with
     self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
 
   def run(self) -> None:
     with contextlib.ExitStack() as stack:
-      stack.callback(self._reader.close)
-      params = self._parameters(self._reader.get(self._give_up))
+      stack.callback(self._newest.close)
+      params = self._newest.get()
       a, program = self._addresses, self._program
       log.info('connecting to the replay service at %s', ', '.join(a.replay))
       client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
@@ -208,7 +142,7 @@ class _Acting:
       watcher = Worker('parameters', lambda: self._watch(actors), lambda: self._hang_up(client))
       log.info('acting in %d environments', program.num_envs)
       try:
-        self._write(watcher, actors, write, _Teller(client, self._run))
+        self._write(watcher, actors, write, _Teller(client, self._newest.run))
       except tables.Closed:
         watcher.check()  # it closed what is written to
         raise
@@ -217,7 +151,7 @@ class _Acting:
     """Writes unrolls as windows, for agents with replay."""
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
-    table = replay_table(client, layout, self._program.spec.action_space, self._run)
+    table = replay_table(client, layout, self._program.spec.action_space, self._newest.run)
     streams = Streams(
       layout, table,
       lambda history: client.writer(history, max_in_flight=in_flight),
@@ -232,7 +166,7 @@ class _Acting:
   def _unrolls(self, client: service.Client) -> Callable[[Unroll], None]:
     """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
     example, space = self._example, self._program.spec.action_space
-    table = unrolls_table(client, self._num_envs, example, space, self._run)
+    table = unrolls_table(client, self._num_envs, example, space, self._newest.run)
     writer = client.writer(1)
     source, number = np.int64(int.from_bytes(os.urandom(7), 'little')), 0
 
@@ -253,7 +187,7 @@ class _Acting:
 
   def _start(self, params: Any) -> Actors:
     key, actor_key = jax.random.split(jax.random.key(self._program.seed))
-    self._versions[0] = self._held
+    self._versions[0] = self._newest.version
     return Actors(self._program, {0: params}, key, actor_key)
 
   def _write(
@@ -262,11 +196,11 @@ class _Acting:
     """Writes what is acted, until the watcher fails and closes what it is written to."""
 
     def is_stale() -> bool:
-      return watcher.failed or self._reader.staleness > self._max_staleness
+      return watcher.failed or self._newest.is_stale
 
     while True:
       watcher.check()
-      self._reader.get()  # waits while what is held is too old to act with
+      self._newest.wait_while_stale()
       for unroll in actors.take(0, is_stale) or ():
         write(unroll)
         teller.add(unroll.totals)
@@ -274,47 +208,21 @@ class _Acting:
   def _watch(self, actors: Actors) -> None:
     """Has the actors act with each new version, until there will be none: it raises why."""
     version = 0
-    while True:
-      found = self._reader.get(self._give_up)
-      if found.version != self._held:
-        version += 1
-        params = self._parameters(found)
-        self._versions[version] = found.version
-        self._versions.pop(version - VERSIONS, None)
-        actors.publish(version, params)
-      with self._reader.changed:
-        if self._reader.version == self._held:
-          self._reader.changed.wait(1.0)
+
+    def act_with(params: Any) -> None:
+      nonlocal version
+      version += 1
+      self._versions[version] = self._newest.version
+      self._versions.pop(version - VERSIONS, None)
+      actors.publish(version, params)
+
+    self._newest.follow(act_with)
 
   def _hang_up(self, client: service.Client) -> None:
     try:
       client.close()
     finally:
-      self._reader.close()
-
-  def _parameters(self, found: service.Published) -> Any:
-    """Those of a version, on a device.
-
-    Raises:
-      UsageError: if they are of another run.
-      _Finished: if the run is complete.
-    """
-    leaves = dict(found.leaves)
-    theirs = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
-    run = theirs.pop(RUN, '')
-    if different := other_run(theirs, self._record):
-      raise UsageError('\n  '.join(['the learner has another run:', *different]))
-    if self._run not in ('', run):
-      raise UsageError(
-        f'the learner at {self._addresses.parameters} has run {plain(run)!r} now, this process acts for run '
-        f'{self._run!r}: start it again to act for the other'
-      )
-    self._run = run
-    if leaves.pop(FINISHED, None) is not None:
-      raise _Finished
-    self._held = found.version
-    shapes = jax.eval_shape(lambda key: self._program.agent.init(key).params, jax.random.key(0))
-    return jax.tree.map(jax.numpy.asarray, from_leaves(shapes, leaves))
+      self._newest.close()
 
 
 class _Teller:

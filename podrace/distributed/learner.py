@@ -41,6 +41,7 @@ from podrace.sebulba import (
   LearningProgram,
   State,
 )
+from podrace.service.parameters import ACTING, REANALYSING
 from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
@@ -139,7 +140,7 @@ class DistributedSource:
     """Logs that no process acts, while there is nothing to learn from: at once, then now and then."""
     assert self._publisher is not None
     now = time.monotonic()
-    if self._publisher.peers:
+    if self._publisher.clients(ACTING):
       self._reminded = -math.inf
     elif now - self._reminded > REMIND:
       self._reminded = now
@@ -205,7 +206,8 @@ class DistributedSource:
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     lag = {'policy_lag_mean': lags.mean(), 'policy_lag_max': lags.max()} if len(lags) else {}
     return episodes, {
-      'acting_processes': len(self._publisher.peers),
+      'acting_processes': self._publisher.clients(ACTING),
+      'reanalysing_processes': self._publisher.clients(REANALYSING),
       **{k: float(x) for k, x in lag.items()},
       **self._feed.metrics(),
     }

@@ -364,7 +364,8 @@ class Connection(Link):
       known = self._known.get(id(item.signature))
       signature = known[0] if known else self._declare_signature(item.signature, new)
       table = self._declare('tables', sending.table.name, sending.table.name, new)
-      items.append((sending.number, item.key, item.priority, table, signature))
+      key = -item.key if item.amends else item.key
+      items.append((sending.number, key, item.priority, table, signature))
       sending.store.complete(item)
       for leaf, part in zip(item.signature.leaves, item.parts, strict=True):
         needed, offset = pieces_of(part)
@@ -472,35 +473,42 @@ class RemoteTable:
 
   # --- sampling
 
-  def sample(self, n: int, at_least: int | None = None, timeout: float | None = None) -> Samples:
+  def sample(
+    self, n: int, at_least: int | None = None, timeout: float | None = None, peek: bool = False
+  ) -> Samples:
     """As podrace.tables.Table.sample. While no server is there it waits for one, too.
 
     Raises:
       RateLimited: if fewer than `at_least` could be sampled in that time.
       Closed: if the client is.
     """
-    drawing = self._draw(n, at_least, timeout)
+    drawing = self._draw(n, at_least, timeout, peek)
     drawing.wait()
     return drawing.read()
 
   def sampler(
-    self, n: int, prefetch: int = 2, at_least: int | None = None, timeout: float | None = None
+    self,
+    n: int,
+    prefetch: int = 2,
+    at_least: int | None = None,
+    timeout: float | None = None,
+    peek: bool = False,
   ) -> Sampler:
     """Batches of n items, `prefetch` of which are asked for ahead of time.
 
-    What was sampled ahead and not taken when it is closed counts as sampled.
+    What was sampled ahead and not taken when it is closed counts as sampled, unless it was a peek.
     """
     if prefetch < 1:
       raise ValueError(f'{prefetch=} must be at least 1')
-    return Sampler(lambda: self._draw(n, at_least, timeout), prefetch)
+    return Sampler(lambda: self._draw(n, at_least, timeout, peek), prefetch)
 
-  def _draw(self, n: int, at_least: int | None, timeout: float | None) -> Drawing:
+  def _draw(self, n: int, at_least: int | None, timeout: float | None, peek: bool) -> Drawing:
     least = n if at_least is None else at_least
     if not 1 <= least <= n <= wire.MOST_ITEMS:
       raise ValueError(
         f'table {self.name!r}: {at_least=} of {n=}, expected 1 <= at_least <= n <= {wire.MOST_ITEMS}'
       )
-    return Drawing(self, n, least, deadline_of(timeout))
+    return Drawing(self, n, least, deadline_of(timeout), peek)
 
   def remember(self, keys: np.ndarray, home: Connection) -> None:
     """Which server keys are at; those of some samples ago are forgotten."""
@@ -509,6 +517,17 @@ class RemoteTable:
     self._homes.update(zip(keys.tolist(), itertools.repeat(home)))
 
   # --- by key
+
+  def shard_of(self, key: int) -> int:
+    """The number of the server from which a key was sampled lately.
+
+    Raises:
+      KeyError: if there are several, and it was sampled too long ago.
+    """
+    if len(self._connections) == 1:
+      return 0
+    home = self._homes.get(key) or self._older[key]
+    return list(self._connections).index(home)
 
   def update_priorities(
     self, keys: Sequence[int] | np.ndarray, priorities: Sequence[float] | np.ndarray
@@ -629,8 +648,8 @@ class Part:
 class Drawing:
   """A sample that has been asked for."""
 
-  def __init__(self, table: RemoteTable, n: int, least: int, deadline: float) -> None:
-    self._table, self._least, self._deadline = table, least, deadline
+  def __init__(self, table: RemoteTable, n: int, least: int, deadline: float, peek: bool) -> None:
+    self._table, self._least, self._deadline, self._peek = table, least, deadline, peek
     self._changed = table._connections[0].changed
     self._begun = time.monotonic()
     self._late = ''  # who has not said in time that it won't be
@@ -650,7 +669,7 @@ class Drawing:
     ]
 
   def _ask_one(self, connection: Connection, n: int, least: int) -> Asked:
-    return connection.ask(wire.SAMPLE, self._table.name, n, least, end=self._deadline)
+    return connection.ask(wire.SAMPLE, self._table.name, n, least, self._peek, end=self._deadline)
 
   def cancel(self) -> None:
     """It is of no more use."""
@@ -916,11 +935,22 @@ class Client:
       delay: seconds for which an item waits until its chunks are full. What is sent
         before that is packed in smaller pieces.
     """
-    if max_in_flight < 1:
-      raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')
     live = [c for c in self.connections if c.session is not None] or self.connections
     connection = live[next(self._writers) % len(live)]
-    return Writer(connection.store(delay), history, rows_per_chunk, max_in_flight)
+    return _writer(connection, history, rows_per_chunk, max_in_flight, delay)
+
+  def writers(
+    self,
+    history: int,
+    rows_per_chunk: int | None = None,
+    max_in_flight: int = 1024,
+    delay: float = 0.5,
+  ) -> list[Writer]:
+    """A writer for each server, in the order of `RemoteTable.shard_of`; to amend items that were sampled."""
+    return [
+      _writer(connection, history, rows_per_chunk, max_in_flight, delay)
+      for connection in self.connections
+    ]
 
   def checkpoint(self, timeout: float | None = None) -> list[str]:
     """Has each server write a checkpoint; their paths there, when they are written."""
@@ -952,6 +982,14 @@ class Client:
 
   def __exit__(self, *exc: object) -> None:
     self.close()
+
+
+def _writer(
+  connection: Connection, history: int, rows: int | None, max_in_flight: int, delay: float
+) -> Writer:
+  if max_in_flight < 1:
+    raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')
+  return Writer(connection.store(delay), history, rows, max_in_flight)
 
 
 def connect(

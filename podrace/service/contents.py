@@ -92,13 +92,19 @@ class Contents:
     except (TypeError, WireError) as e:
       raise ValueError(f'contents that are no columns: {e}') from None
     self.signature = Signature(('dict', names, (trees.LEAF,) * len(names)), leaves)
+    self._by_leaf = {column.leaf: column for column in self._columns}
     self.unpacked = 0
 
   def check(self, item: Item) -> None:
     """Raises ValueError for an item of this signature that is not as it must be."""
-    if item.signature.leaves != self.signature.leaves:
+    if item.amends:
+      columns = [self._by_leaf.get(leaf) for leaf in item.signature.leaves]
+    else:
+      columns = list(self._columns) if item.signature.leaves == self.signature.leaves else [None]
+    if None in columns:
       return  # which the table says
-    for column, (chunks, _, rows) in zip(self._columns, item.parts, strict=True):
+    for column, (chunks, _, rows) in zip(columns, item.parts, strict=True):
+      assert column is not None
       if rows != column.rows or len(chunks) > rows:
         raise ValueError(
           f'{rows} rows in {len(chunks)} chunks of {column.leaf}, expected {column.rows} rows'

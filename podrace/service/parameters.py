@@ -32,6 +32,7 @@ from podrace.tables.waiting import Closed
 
 PIECE_BYTES = 2**20
 AHEAD = 4  # pieces that are asked for ahead of time
+ACTING, REANALYSING = 'act', 'reanalyse'  # roles of clients
 MOST_LEAVES, MOST_BYTES = 4096, 2**36
 KEPT = 4  # versions besides the newest two, for who is still reading them
 READING_SECONDS = 60.0  # since somebody last asked for a piece
@@ -81,7 +82,8 @@ def digest(told: list[Any], data: Any) -> str:
 class _Reader:
   """What the publisher knows of a client."""
 
-  def __init__(self) -> None:
+  def __init__(self, role: Any) -> None:
+    self.role = role
     self.versions = self.bytes = 0  # that it was sent
     self.reading: _Version | None = None
     self.asked_at = 0.0
@@ -132,6 +134,11 @@ class Publisher(Router):
     self._versions = [*self._versions[-1:], new]
     self.call(self._tell)
 
+  def clients(self, role: str) -> int:
+    """How many clients there are that said to be this; those that say nothing act."""
+    readers = [peer.state for peer in list(self.peers.values())]
+    return sum(reader is not None and reader.role == role for reader in readers)
+
   def close(self) -> None:
     """Ends it; clients wait for another one at its address."""
     self.stop()
@@ -160,7 +167,7 @@ class Publisher(Router):
       self.send(peer.address, wire.NEWEST, peer.session, newest.version, told)
 
   def welcome(self, peer: Peer, told: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    peer.state = _Reader()
+    peer.state = _Reader(told.get('role', ACTING))
     self.call(lambda: self._tell_one(peer))
     return {}, []
 
@@ -225,6 +232,7 @@ class Parameters(Link):
 
   Args:
     max_staleness: seconds; `get` waits while it is more. None for no bound.
+    role: of this client, as the publisher counts its clients.
 
   Raises:
     SecurityError: see podrace.remote.security.
@@ -238,12 +246,13 @@ class Parameters(Link):
     keys: Path | None = None,
     insecure: bool = False,
     max_staleness: float | None = None,
+    role: str = ACTING,
   ) -> None:
     if max_staleness is not None and not max_staleness > 0:
       raise ValueError(f'{max_staleness=} must be positive')
     keys = None if keys is None else Path(keys)
     super().__init__(address, keys, insecure, threading.Condition())
-    self._max_staleness = max_staleness
+    self._max_staleness, self._role = max_staleness, role
     if max_staleness is not None:
       self.ping_every = max_staleness / 3
     self._held: Published | None = None
@@ -307,6 +316,9 @@ class Parameters(Link):
     return f'{what} ({"connected" if self.session is not None else self.why})'
 
   # --- the thread
+
+  def hello(self) -> dict[str, Any]:
+    return {'role': self._role}
 
   def lost(self) -> None:
     self._fetch = self._next = None

@@ -120,9 +120,11 @@ class Reading:
 class Request:
   """A sample that a client waits for."""
 
-  def __init__(self, peer: Peer, number: int, table: Table, n: int, least: int, end: float) -> None:
-    self.peer, self.number, self.table, self.n, self.least, self.end = (
-      peer, number, table, n, least, end,
+  def __init__(
+    self, peer: Peer, number: int, table: Table, n: int, least: int, peek: bool, end: float
+  ) -> None:
+    self.peer, self.number, self.table, self.n, self.least, self.peek, self.end = (
+      peer, number, table, n, least, peek, end,
     )  # fmt: skip
     self.draws = Draws([], [])
     self.since = time.monotonic()
@@ -195,6 +197,7 @@ class ReplayServer(Router):
     self._flight = InFlight(self.store.lock)  # of all clients, who do the waiting themselves
     self._signature_numbers = itertools.count(1)
     self._readers: dict[str, collections.deque[Request]] = {}
+    self._peekers: dict[str, collections.deque[Request]] = {}
     self._deadlines: list[tuple[float, int, Request]] = []
     self._order = itertools.count()
     self._touched: set[str] = set()
@@ -224,7 +227,8 @@ class ReplayServer(Router):
       Contents(told[wire.CONTENTS])  # which can raise, before anything is made
     table = wire.make_table(name, self.store, told)
     self.tables[name], self.settings[name] = table, dict(told)
-    self._held[name], self._readers[name] = collections.deque(), collections.deque()
+    self._held[name] = collections.deque()
+    self._readers[name], self._peekers[name] = collections.deque(), collections.deque()
     self._held_accounts[name] = Account()
     self._expect(name)
     return table
@@ -622,8 +626,8 @@ class ReplayServer(Router):
     if len(told) and (int(told['table'].max()) >= len(stream.tables)
                       or int(told['signature'].max()) >= len(stream.signatures)):  # fmt: skip
       raise WireError('an item of a table or signature that was not declared')
-    if len(told) and (told['key'] < 1).any():
-      raise WireError('an item without a key above 0')
+    if len(told) and (told['key'] == 0).any():
+      raise WireError('an item without a key')
     needed = sum(len(stream.signatures[s].leaves) for s in told['signature'].tolist())
     if needed != len(parts):
       raise WireError(f'{len(parts)} parts, expected {needed}')
@@ -648,7 +652,7 @@ class ReplayServer(Router):
       table = stream.tables[table_number]
       if not groups or groups[-1][0] is not table:
         groups.append((table, []))
-      groups[-1][1].append((number, Item(key, priority, signature, own)))
+      groups[-1][1].append((number, Item(abs(key), priority, signature, own, amends=key < 0)))
     stream.number = newest
     stream.missing -= found
     stream.unheard = unheard - found
@@ -685,8 +689,8 @@ class ReplayServer(Router):
   # --- sampling ------------------------------------------------------------------------------------
 
   def _sample(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
-    _, number, name, n, least, seconds, received = fields(
-      header, int, int, str, int, int, float, int
+    _, number, name, n, least, peek, seconds, received = fields(
+      header, int, int, str, int, int, bool, float, int
     )
     wire.check_frames(frames, 0, 0)
     reading: Reading = peer.state.reading
@@ -696,13 +700,14 @@ class ReplayServer(Router):
       raise WireError(f'sample {number}, which waits, or is one too many')
     self._read(reading, received)
     end = math.inf if seconds < 0 else time.monotonic() + seconds
-    request = Request(peer, number, self.tables[name], n, least, end)
+    request = Request(peer, number, self.tables[name], n, least, peek, end)
     reading.waiting[number] = request
-    self._readers[name].append(request)
-    request.table.readers(1)
+    self._queue(request).append(request)
+    request.table.readers(1, peek)
     if end < math.inf:
       heapq.heappush(self._deadlines, (end, next(self._order), request))
-      if len(self._deadlines) > 1000 + 2 * sum(map(len, self._readers.values())):
+      waiting = sum(map(len, (*self._readers.values(), *self._peekers.values())))
+      if len(self._deadlines) > 1000 + 2 * waiting:
         self._deadlines = [d for d in self._deadlines if not d[2].over]
         heapq.heapify(self._deadlines)
     self._touched.add(name)
@@ -732,7 +737,9 @@ class ReplayServer(Router):
       if not request.over:
         waited = f'timed out after {now - request.since:.3g} s'
         what = f'sample from table {request.table.name!r}'
-        self._answer(request, f'{what} {waited}: {request.table.why_no_sample()}')
+        table = request.table
+        why = table.why_no_peek() if request.peek else table.why_no_sample()
+        self._answer(request, f'{what} {waited}: {why}')
     if self.checkpoint_every and now - self._saved_at > self.checkpoint_every:
       self._save()
     self._save_for_clients()
@@ -744,20 +751,8 @@ class ReplayServer(Router):
 
   def _settle(self, name: str) -> None:
     """Serves who waits for a table, in their order, then tells whose items have gone in."""
-    table, readers = self.tables[name], self._readers[name]
-    while readers:
-      request = readers[0]
-      if self._serves_not(request):
-        if len(readers) == 1:
-          break
-        readers.rotate(-1)
-        if all(map(self._serves_not, readers)):
-          break
-        continue
-      table.draw(request.draws, request.n)
-      if len(request.draws.items) < request.least:
-        break
-      self._answer(request, '')
+    self._serve(self.tables[name], self._readers[name])
+    self._serve(self.tables[name], self._peekers[name])
     held = self._held[name]
     admitted: dict[Stream, list[int]] = {}
     while held and held[0][0].done:
@@ -769,14 +764,34 @@ class ReplayServer(Router):
       if stream.peer is not None:
         self._ack(stream.peer, 0, '', numbers, [], [])
 
+  def _serve(self, table: Table, readers: collections.deque[Request]) -> None:
+    """Answers requests in their order, until one must wait; passes over clients that do not read."""
+    while readers:
+      request = readers[0]
+      if self._serves_not(request):
+        if len(readers) == 1:
+          break
+        readers.rotate(-1)
+        if all(map(self._serves_not, readers)):
+          break
+        continue
+      table.draw(request.draws, request.n, request.peek)
+      if len(request.draws.items) < request.least:
+        break
+      self._answer(request, '')
+
   def _serves_not(self, request: Request) -> bool:
     """Whether it does not read what it has asked for: nothing is drawn for it."""
     return request.peer.state.reading.full or self.is_cut(request.peer)
 
   def _forget(self, request: Request) -> None:
     request.over = True
-    request.table.readers(-1)
-    self._readers[request.table.name].remove(request)
+    request.table.readers(-1, request.peek)
+    self._queue(request).remove(request)
+
+  def _queue(self, request: Request) -> collections.deque[Request]:
+    """Where it waits: a peek does not wait for the limiter, nor for samples that do."""
+    return (self._peekers if request.peek else self._readers)[request.table.name]
 
   def _answer(self, request: Request, reason: str) -> None:
     """Sends what was drawn, and why it is not more."""

@@ -22,7 +22,7 @@ from podrace.tables.items import Draws, Leaf, Samples, Signature
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 
-VERSION = 1
+VERSION = 2
 REPLAY, PARAMETERS = 'podrace replay', 'podrace parameters'
 
 # What a client says, and what a service says: the first element of each header.

@@ -66,7 +66,9 @@ class Contents:
     """Raises ValueError for an item unlike the others, or too large."""
     if not NEW <= item.key < END_OF_KEYS:
       raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
-    if item.signature is not self.signature:
+    if item.amends:
+      self._check_columns(item.signature)
+    elif item.signature is not self.signature:
       self._check_signature(item.signature)
     if self.max_bytes is not None:
       chunks = {chunk for part in item.parts for chunk in part[0]}
@@ -88,6 +90,15 @@ class Contents:
         f'got ({", ".join(map(str, signature.leaves))})'
       )
     self.signature = signature  # after a restore, with the caller's own types of named tuples
+
+  def _check_columns(self, signature: Signature) -> None:
+    """Raises ValueError for columns that are not the table's; without items nothing is amended."""
+    known = self.signature.leaves if self.signature else signature.leaves
+    if other := [leaf for leaf in signature.leaves if leaf not in known]:
+      raise ValueError(
+        f'table {self.name!r}: items are ({", ".join(map(str, known))}), and have no '
+        f'({", ".join(map(str, other))})'
+      )
 
   # --- in and out
 
@@ -116,13 +127,28 @@ class Contents:
   def replace(self, item: Item) -> None:
     """An item in the place of the one of its key."""
     slot = self.slots[item.key]
+    self._exchange(slot, item)
+    self._set_priorities(np.array([slot]), np.array([item.priority]))
+    self._shrink()
+
+  def amend(self, item: Item) -> None:
+    """Other rows for some columns of the item of this key; all else of it stays."""
+    slot = self.slots[item.key]
+    old = self.items[slot]
+    assert old is not None
+    names = [leaf.name for leaf in item.signature.leaves]
+    new = dict(zip(names, item.parts, strict=True))
+    leaves = zip(old.signature.leaves, old.parts, strict=True)
+    parts = tuple([new.get(leaf.name, part) for leaf, part in leaves])
+    self._exchange(slot, Item(item.key, old.priority, old.signature, parts))
+    self._shrink()
+
+  def _exchange(self, slot: int, item: Item) -> None:
     old = self.items[slot]
     assert old is not None
     self.hold(item, self.account)
     self.drop(old, self.account)
     self.items[slot] = item
-    self._set_priorities(np.array([slot]), np.array([item.priority]))
-    self._shrink()
 
   def _shrink(self) -> None:
     while len(self.slots) > self.max_size or (
@@ -175,12 +201,22 @@ class Contents:
     for slot in chosen:
       times[slot] = count = times[slot] + 1
       sampled.append(count)
-    draws.items.extend([self.items[slot] for slot in chosen])
-    size = np.full(n, len(self.slots))
-    draws.columns.append((probabilities, size, self._priorities[slots], np.array(sampled)))
+    self._give(draws, slots, probabilities, sampled)
     self.counts.samples += n
     if self.max_times_sampled and sampled[0] >= self.max_times_sampled:  # then n is 1
       self._remove(chosen[0])
+
+  def peek(self, draws: Draws, n: int) -> None:
+    """n more items, of which nothing is counted."""
+    slots, probabilities = self.next_sampled.draw(n, self._rng)
+    self._give(draws, slots, probabilities, [self._times[slot] for slot in slots.tolist()])
+
+  def _give(
+    self, draws: Draws, slots: np.ndarray, probabilities: np.ndarray, times: list[int]
+  ) -> None:
+    draws.items.extend([self.items[slot] for slot in slots.tolist()])
+    size = np.full(len(slots), len(self.slots))
+    draws.columns.append((probabilities, size, self._priorities[slots], np.array(times)))
 
   def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> int:
     """Sets priorities [n] of keys [n]; of a key given twice, the last. How many keys were there."""

@@ -22,7 +22,8 @@ class Inserts:
     """Inserts an item now, or leaves it waiting for the limiter and says so.
 
     An item whose key is known replaces the one of that key: its data and its priority, not its place
-    in the order nor its times sampled. That is no insert for the limiter, and never waits.
+    in the order nor its times sampled. That is no insert for the limiter, and never waits. One that amends
+    replaces only the rows of its columns; it is dropped if the key is not there.
 
     Raises:
       ValueError: if it isn't like the table's other items, or can't fit into max_bytes.
@@ -49,6 +50,11 @@ class Inserts:
     contents, store = self._contents, self._contents.store
     self._desk.check_open()
     contents.check(item)
+    if item.amends:
+      if item.key in contents.slots:
+        contents.amend(item)
+        self.admit()  # as below
+      return None
     if item.key == NEW:
       item.key = store.next_key
     if item.key >= store.next_key:
@@ -79,7 +85,9 @@ class Inserts:
       else:
         break
       self._finish(desk.inserts.popleft())
-    if desk.samplers and self._limiter.may_sample(contents.counts):
+    if desk.samplers and (
+      self._limiter.may_sample(contents.counts) or (desk.peekers and contents.slots)
+    ):
       desk.readable.notify_all()
 
   def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:

@@ -37,15 +37,21 @@ class Signature(NamedTuple):
 class Item:
   """Rows of some columns, under a key."""
 
-  __slots__ = ('__weakref__', 'key', 'parts', 'priority', 'signature')
+  __slots__ = ('__weakref__', 'amends', 'key', 'parts', 'priority', 'signature')
 
   def __init__(
-    self, key: int, priority: float, signature: Signature, parts: tuple[Part, ...]
+    self,
+    key: int,
+    priority: float,
+    signature: Signature,
+    parts: tuple[Part, ...],
+    amends: bool = False,
   ) -> None:
     self.key = key
     self.priority = priority  # when it was made
     self.signature = signature
     self.parts = parts  # one for each leaf
+    self.amends = amends  # they take the place of those of the item of this key, if it is there
 
 
 class Samples(NamedTuple):
@@ -57,7 +63,7 @@ class Samples(NamedTuple):
   probability: np.ndarray  # [n] f64
   table_size: np.ndarray  # [n] i64
   priority: np.ndarray  # [n] f64
-  times_sampled: np.ndarray  # [n] i64, this time included
+  times_sampled: np.ndarray  # [n] i64, this time included unless it was a peek
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,13 +102,17 @@ class Table:
 
   # --- sampling ---------------------------------------------------------------------------------
 
-  def sample(self, n: int, at_least: int | None = None, timeout: float | None = None) -> Samples:
+  def sample(
+    self, n: int, at_least: int | None = None, timeout: float | None = None, peek: bool = False
+  ) -> Samples:
     """n items, drawn one after the other with replacement, as the limiter permits.
 
     Args:
       n: how many, at most.
       at_least: with how many to be content if more would mean to wait; all n by default.
       timeout: seconds; None waits for as long as the table is open.
+      peek: these are no samples for the limiter, nor for the items' times sampled. It waits only while there
+        is no item.
 
     Raises:
       RateLimited: if fewer than `at_least` could be sampled in that time.
@@ -122,7 +126,7 @@ class Table:
       raise ValueError(f'table {self.name!r}: {at_least=} of {n=}, expected 1 <= at_least <= n')
     draws = Draws([], [])
     try:
-      self._take(draws, n, least, deadline_of(timeout))
+      self._take(draws, n, least, deadline_of(timeout), peek)
     except (RateLimited, Cancelled, Closed) as e:
       if draws.items:
         e.taken = self._read(draws)
@@ -133,31 +137,36 @@ class Table:
     signature = self.contents.signature or draws.items[0].signature
     return draws.read(self.store, signature.structure)
 
-  def _take(self, draws: Draws, n: int, least: int, deadline: float) -> None:
+  def _take(self, draws: Draws, n: int, least: int, deadline: float, peek: bool) -> None:
     with self.desk.sampling:
       wait = None
       while True:
-        self._draw_now(draws, n)
+        self._draw_now(draws, n, peek)
         if len(draws.items) >= least:
           return
         wait = wait or Wait(deadline, lambda: self._cancels)
-        self.desk.samplers += 1
+        self.desk.wait_more(1, peek)
         try:
-          wait.on(self.desk, self.desk.readable, 'sample from', self.why_no_sample)
+          why = self.why_no_peek if peek else self.why_no_sample
+          wait.on(self.desk, self.desk.readable, 'sample from', why)
         finally:
-          self.desk.samplers -= 1
+          self.desk.wait_more(-1, peek)
 
-  def draw(self, draws: Draws, n: int) -> None:
+  def draw(self, draws: Draws, n: int, peek: bool = False) -> None:
     """Draws what the limiter permits now, until `draws` has n items; never waits.
 
     Raises:
       Closed: if the table is.
     """
     with self.desk.sampling:
-      self._draw_now(draws, n)
+      self._draw_now(draws, n, peek)
 
-  def _draw_now(self, draws: Draws, n: int) -> None:
+  def _draw_now(self, draws: Draws, n: int, peek: bool) -> None:
     self.desk.check_open()
+    if peek:
+      if self.contents.slots:
+        self.contents.peek(draws, n - len(draws.items))
+      return
     while self._draw(draws, n - len(draws.items)) and self.desk.inserts:
       self.inserts.admit()  # what has come in may be sampled as well
 
@@ -224,10 +233,10 @@ class Table:
         seconds=desk.clock.split(),
       )
 
-  def readers(self, more: int) -> None:
+  def readers(self, more: int, peek: bool = False) -> None:
     """So many more samplers wait, which use `draw`, or less."""
     with self.desk.running:
-      self.desk.samplers += more
+      self.desk.wait_more(more, peek)
 
   def cancel(self) -> None:
     """Every call that waits now, to insert or to sample, raises Cancelled; later ones wait as ever.
@@ -267,6 +276,10 @@ class Table:
     """Takes over what `snapshot` gave, with items over this store's chunks; under the lock."""
     self.contents.load(state)
     self.inserts.admit()
+
+  def why_no_peek(self) -> str:
+    """Why a sampler that only peeks waits."""
+    return f'there is no item; {len(self.desk.inserts)} inserts wait as well'
 
   def why_no_sample(self) -> str:
     """What keeps a sampler waiting."""

@@ -141,12 +141,18 @@ class Desk:
       raise ValueError(f'table {name!r}: {report_after=} must be positive')
     self.name, self.lock, self.closed = name, lock, False
     self.inserts: deque[Pending] = deque()  # items that the limiter holds back, the oldest first
-    self.samplers = 0  # calls that wait for the limiter
+    self.samplers = 0  # calls that wait for the limiter, or for an item
+    self.peekers = 0  # those of them that wait for an item only
     self.readable = Condition(lock)  # type: ignore[arg-type]
     self.report_after, self._report = report_after, report
     self.clock = Clock()
     self.running, self.sampling = Working(self, RUNNING), Working(self, SAMPLING)
     self.inserting = Working(self, INSERTING)
+
+  def wait_more(self, more: int, peek: bool) -> None:
+    """So many more calls wait to sample, or less."""
+    self.samplers += more
+    self.peekers += more * peek
 
   def check_open(self) -> None:
     """Raises Closed if the table is."""

@@ -285,6 +285,38 @@ class Writer:
     deadline = deadline_of(timeout)
     self._wait(max(0, self._max_in_flight - 1), deadline)
     item = Item(key or NEW, priority, signature, parts)
+    self._submit(table, item, deadline)
+    return item.key
+
+  def amend_item(
+    self, table: Table, key: int, trajectory: Any, *, timeout: float | None = None
+  ) -> None:
+    """Replaces rows of an item, if it is still in the table; else nothing happens.
+
+    Its priority, its place in the order and its times sampled stay. It is no insert for the limiter.
+
+    Args:
+      table: of the writer's store.
+      key: of the item.
+      trajectory: a dict of slices of `history`, by column of the item; other columns stay as they are.
+      timeout: as of `create_item`.
+
+    Raises:
+      ValueError: for columns that the table's items do not have; and as `create_item`.
+      RateLimited, Cancelled, Closed: as `create_item`.
+    """
+    if not table.takes_from(self._store):
+      raise ValueError(f'table {table.name!r} is on another store than the writer')
+    if (key := operator.index(key)) < 1:
+      raise ValueError(f'{key=} must be above 0')
+    signature, parts = self._parts(trajectory, None)
+    deadline = deadline_of(timeout)
+    self._wait(max(0, self._max_in_flight - 1), deadline)
+    item = Item(key, 0.0, signature, parts, amends=True)
+    self._submit(table, item, deadline)
+
+  def _submit(self, table: Table, item: Item, deadline: float) -> None:
+    """Hands an item to its table; waits for it if none may be in flight."""
     cancels = self._in_flight.cancels  # from here on it can be seen to wait, and be cancelled
     pending = table.submit(item, self._in_flight)
     if pending is not None and self._max_in_flight == 0:
@@ -294,7 +326,6 @@ class Writer:
         # It may have been let in just now: then it is made, whatever had become of the wait.
         if pending.table.withdraw(pending) or not isinstance(e, RateLimited | Cancelled):
           raise
-    return item.key
 
   def read(self, trajectory: Any) -> Any:
     """The rows of slices of the history, nested as they are; [L, ...], as samples would have them."""

@@ -133,7 +133,8 @@ def window_of(agent: MuZero, batch: int = BATCH) -> Trajectory:
   weights = rng.dirichlet(np.ones(A), (length, batch)).astype(np.float32)
   value = rng.normal(size=(length, batch)).astype(np.float32)
   age = np.full((length, batch), 7, np.int32)
-  return streams.trajectory(steps, action, Extras(action, Plan(weights, (), value, age)), ())
+  plan = Plan(weights, (), value, age, np.zeros((length, batch), bool))
+  return streams.trajectory(steps, action, Extras(action, plan), ())
 
 
 def learned(agent: MuZero, window: Trajectory, weight: np.ndarray, seed: int = 0) -> Any:

@@ -33,7 +33,7 @@ from podrace.commands import act, configuration
 from podrace.commands.options import Options
 from podrace.config import Config
 from podrace.distributed import acting as acting_process
-from podrace.distributed import experience, feed, handshake
+from podrace.distributed import experience, feed, handshake, joining
 from podrace.distributed import learner as distributed_learner
 from podrace.distributed.feed import Feed
 from podrace.distributed.handshake import from_leaves, to_leaves
@@ -44,6 +44,7 @@ from podrace.presets import PRESETS
 from podrace.remote import security
 from podrace.replay.layout import named
 from podrace.replay.streams import Streams
+from podrace.service import parameters
 from podrace.service.server import ReplayServer
 from podrace.types import ActorOutput, TimeStep, Trajectory
 
@@ -194,7 +195,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
     run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     for actor in actors:
       actor.join(120)
-    assert [type(e) for e in ended] == [acting_process._Finished] * 2, ended
+    assert [type(e) for e in ended] == [joining.Finished] * 2, ended
     table = server.tables['unrolls']
   told = lines(tmp_path / 'run')
   returns = [x['episode_return'] for x in told if x['episodes']]  # told a little later than made
@@ -241,7 +242,7 @@ def test_what_was_learned_before_the_service_failed_is_saved(
     with pytest.raises(errors.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
       run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     assert checkpoints(tmp_path / 'run')[-1] == 512
-    acting._reader.close()
+    acting._newest.close()
     actor.join(120)
 
 
@@ -387,7 +388,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     publish(3, 'two-2')
     thread.join(120)
     assert len(ended) == 1 and isinstance(ended[0], UsageError), ended
-    assert "has run 'two-2' now, this process acts for run 'one-1'" in str(ended[0])
+    assert "has run 'two-2' now, this process works for run 'one-1'" in str(ended[0])
 
 
 def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
@@ -703,7 +704,10 @@ def test_who_waits_for_acting_processes_says_so_now_and_then(
   learner: Any = object.__new__(distributed_learner.DistributedSource)
   learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
   learner._addresses = handshake.Addresses(('ipc:///a',), 'tcp://127.0.0.1:*')
-  learner._publisher = SimpleNamespace(peers={}, address='tcp://127.0.0.1:7')
+  acting = 0
+  learner._publisher = SimpleNamespace(
+    clients=lambda role: acting * (role == parameters.ACTING), address='tcp://127.0.0.1:7'
+  )
   now = 100.0
   monkeypatch.setattr(distributed_learner.time, 'monotonic', lambda: now)
 
@@ -716,10 +720,10 @@ def test_who_waits_for_acting_processes_says_so_now_and_then(
   assert times() == 1 and times() == 1
   now += 31
   assert times() == 2
-  learner._publisher.peers = {b'one': 0}
+  acting = 1
   now += 31
   assert times() == 2
-  learner._publisher.peers = {}
+  acting = 0
   assert times() == 3
 
 

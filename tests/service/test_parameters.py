@@ -100,7 +100,7 @@ def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
       publisher.publish(version, leaves(version, 200_000))  # two pieces
       reader = context.socket(zmq.DEALER)
       reader.connect(publisher.address)
-      told = {'name': wire.PARAMETERS, 'version': 1, 'nonce': 1, 'host': 'raw', 'podrace': '0',
+      told = {'name': wire.PARAMETERS, 'version': wire.VERSION, 'nonce': 1, 'host': 'raw', 'podrace': '0',
               'pid': 1}  # fmt: skip
       reader.send(pack(wire.HELLO, told))
       session = unpack(reader.recv_multipart()[0])[1]

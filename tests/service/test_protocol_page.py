@@ -53,7 +53,7 @@ def _headers() -> dict[str, list[list[str]]]:
 HEADERS = _headers()
 GIVEN: dict[str, Any] = {
   'number': 1, 'name': 'it', 'settings': {}, 'message': 1, 'reason': 'enough', 'table': 'it', 'n': 1,
-  'at_least': 1, 'seconds': 0.0, 'received': 0, 'version': 1, 'start': 0,
+  'at_least': 1, 'peek': False, 'seconds': 0.0, 'received': 0, 'version': 1, 'start': 0,
 }  # fmt: skip
 KEYS = [np.arange(1, 4, dtype='<i8').tobytes(), np.ones(3, '<f8').tobytes()]
 FRAMES = {'INSERT': insert(1)[1], 'UPDATE': KEYS, 'DELETE': KEYS[:1]}
@@ -160,12 +160,12 @@ def test_what_a_service_says_has_the_fields_and_frames_of_the_page(
     raw.say(wire.DECLARE, raw.session, told)
     more, frames = insert(1)
     raw.say(wire.INSERT, raw.session, *more, frames=frames)
-    raw.say(wire.SAMPLE, raw.session, 1, 'it', 1, 1, -1.0, 0)
+    raw.say(wire.SAMPLE, raw.session, 1, 'it', 1, 1, False, -1.0, 0)
     raw.say(wire.INFO, raw.session, 2, 'it')
     raw.say(wire.PING, raw.session)
     raw.say(wire.ASK)
     hear(raw, 'ACK', 'SIGNATURE', 'SAMPLES', 'ANSWER', 'PONG', 'REPORT')
-    raw.say(wire.SAMPLE, raw.session, 3, 'it', 1, 1, -1.0, 9)
+    raw.say(wire.SAMPLE, raw.session, 3, 'it', 1, 1, False, -1.0, 9)
     hear(raw, 'GONE')
     other = Raw(context, replay.address)
     other.say(wire.HELLO, {**HELLO, 'stream': 8, 'version': 99})

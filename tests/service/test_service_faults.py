@@ -110,7 +110,9 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> N
     writer.close(timeout=60)
     connection = client.connections[0]
     ping, connection.ping = connection.ping, lambda: (0,)  # type: ignore[method-assign]
-    asked = [connection.ask(wire.SAMPLE, 'it', 1, 1) for _ in range(400)]  # none says what it has
+    asked = [
+      connection.ask(wire.SAMPLE, 'it', 1, 1, False) for _ in range(400)
+    ]  # none says what it has
     most = min(wire.MOST_UNREAD, wire.MOST_BYTES // (8 * numbers))
     until(lambda: sum(a.done for a in asked) >= most)
     peer = next(iter(server.peers.values()))

@@ -665,8 +665,8 @@ def documents(session: int) -> list[Document]:
     ([wire.TABLE, session, 1, 'it', settings], [], None),
     ([wire.DECLARE, session, told], [], None),
     ([wire.INSERT, session, *more], frames, 3),
-    ([wire.SAMPLE, session, 2, 'it', 3, 1, 0.0, 0], [], None),
-    ([wire.SAMPLE, session, 3, 'it', 60_000, 60_000, -1.0, 0], [], None),
+    ([wire.SAMPLE, session, 2, 'it', 3, 1, True, 0.0, 0], [], None),
+    ([wire.SAMPLE, session, 3, 'it', 60_000, 60_000, False, -1.0, 0], [], None),
     ([wire.CANCEL, session, 3], [], None),
     ([wire.UPDATE, session, 4, 'it', checksum(keys)], keys, 4),
     ([wire.DELETE, session, 5, 'it', checksum(keys[:1])], keys[:1], 4),
@@ -738,7 +738,7 @@ def wrong(rng: random.Random, session: int) -> list[bytes]:
         header[3] = checksum(frames)
   elif kind == wire.SAMPLE:
     n = rng.choice([0, 1, 3, 2**17])
-    header = [kind, session, number, rng.choice(['it', 'none']), n, 1, rng.choice([-1.0, 0.0, 1e9]), rng.randrange(2)]  # fmt: skip
+    header = [kind, session, number, rng.choice(['it', 'none']), n, 1, number % 2 == 0, rng.choice([-1.0, 0.0, 1e9]), rng.randrange(2)]  # fmt: skip
   elif kind == wire.DECLARE:
     header = [kind, session, rng.choice([{'tables': ['x']}, {'specs': [['<f4', [2**31, 2]]]}, {'specs': [['O', []]]}, {'signatures': [[['leaf', [], []], []]]}, {'signatures': [5]}, {'a': 1}])]  # fmt: skip
   elif kind == wire.TABLE:

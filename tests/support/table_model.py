@@ -28,7 +28,7 @@ class Limits:
 
 
 def removals(table: Any) -> deque[list[int]]:
-  """For each item that comes in or replaces one, the keys that the table's remover chooses for it.
+  """For each item that comes in, or replaces or amends one, the keys that the table's remover chooses for it.
 
   In the order in which it does: randomness is followed, and so are the bytes that chunks turn out to have.
   """
@@ -53,6 +53,7 @@ def removals(table: Any) -> deque[list[int]]:
   table.contents.next_removed.draw = recorded
   contents.insert = counted(contents.insert)
   contents.replace = counted(contents.replace)
+  contents.amend = counted(contents.amend)
   return chosen
 
 
@@ -113,6 +114,12 @@ class Model:
     self.entries[key].payload = payload
     self.shrink()
 
+  def amend(self, key: int, payload: Any) -> None:
+    if key in self.entries:
+      self.entries[key].payload = payload
+      self.shrink()
+    self.admit()
+
   def shrink(self) -> None:
     for gone in self.removed.popleft():
       allowed = self.probabilities(self.remover)
@@ -143,6 +150,12 @@ class Model:
     if key in self.entries:
       del self.entries[key]
       self.deletes += 1
+
+  def peek(self, key: int) -> tuple[float, int, float, int, Any]:
+    """As `sample`, of a key that was only looked at."""
+    entry = self.entries[key]
+    probability = self.probabilities(self.sampler)[key]
+    return probability, len(self.entries), entry.priority, entry.times, entry.payload
 
   def sample(self, key: int) -> tuple[float, int, float, int, Any]:
     """(probability, table size, priority, times sampled, payload) of a key that was sampled."""

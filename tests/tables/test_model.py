@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ OPERATIONS = st.lists(
     st.tuples(st.just('insert'), PRIORITIES, st.integers(1, 3)),
     st.tuples(st.just('insert'), PRIORITIES, st.integers(1, 3)),
     st.tuples(st.just('insert known'), PRIORITIES, st.integers(0, 9)),
+    st.tuples(st.just('amend'), st.integers(0, 9), st.integers(1, 3)),
+    st.tuples(st.just('peek'), st.integers(1, 4)),
     st.tuples(st.just('sample'), st.integers(1, 4)),
     st.tuples(st.just('sample together'), st.integers(1, 4)),
     st.tuples(st.just('update'), st.lists(st.tuples(st.integers(0, 9), PRIORITIES), max_size=4)),
@@ -112,7 +115,7 @@ class Pair:
     """Whether an item of so many steps can't be in the table, which then refuses it."""
     _, parts = self.writer._parts(None, length)
     needed = sum(chunk.nbytes for chunk in {c for chunks, _, _ in parts for c in chunks})
-    if self.table.contents.max_bytes is None or needed <= self.table.contents.max_bytes:
+    if self.host.contents.max_bytes is None or needed <= self.host.contents.max_bytes:
       return False
     with pytest.raises(ValueError, match=f'needs chunks of {needed} bytes, and max_bytes is'):
       self.writer.create_item(self.table, 1.0, num_steps=length)
@@ -126,6 +129,28 @@ class Pair:
       return
     self.writer.create_item(self.table, priority, num_steps=1, key=key)
     self.model.insert(key, priority, payload)
+
+  def amend(self, which: int, length: int) -> None:
+    if not self.keys:
+      return
+    payload, key = self.write(length), self.keys[-1 - which % len(self.keys)]
+    if self.too_large(length):
+      return
+    self.writer.amend_item(self.table, key, {'x': self.writer.history['x'][-length:]})
+    self.arrived()
+    self.model.amend(key, payload)
+
+  def arrived(self) -> None:
+    """Returns when what was written is in the table, or waits there."""
+
+  def peek(self, n: int) -> None:
+    if not self.model.entries:
+      with pytest.raises(tables.RateLimited, match='there is no item'):
+        self.table.sample(n, timeout=0, peek=True)
+      return
+    sample = self.table.sample(n, timeout=0, peek=True)
+    assert len(sample.key) == n
+    self.compare(sample, self.model.peek)
 
   def sample(self, times: int) -> None:
     for _ in range(times):
@@ -143,9 +168,9 @@ class Pair:
     self.compare(sample)
     assert len(sample.key) == n or not self.model.may_sample()
 
-  def compare(self, sample: tables.Samples, model: Model | None = None) -> None:
+  def compare(self, sample: tables.Samples, said: Callable[[int], Any] | None = None) -> None:
     for i, key in enumerate(sample.key.tolist()):
-      probability, size, priority, times, payload = (model or self.model).sample(key)
+      probability, size, priority, times, payload = (said or self.model.sample)(key)
       assert sample.probability[i] == pytest.approx(probability)
       assert sample.table_size[i] == size
       assert sample.priority[i] == priority
@@ -234,7 +259,7 @@ class TwoTables(Pair):
   def sample(self, times: int) -> None:
     super().sample(times)
     if self.copies.entries:
-      self.compare(self.other.sample(times, timeout=0), self.copies)
+      self.compare(self.other.sample(times, timeout=0), self.copies.sample)
 
   def check(self) -> None:
     super().check()

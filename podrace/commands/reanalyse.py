@@ -1,0 +1,66 @@
+"""podrace reanalyse: newer targets for the contents of a replay service."""
+
+from __future__ import annotations
+
+import logging
+
+from podrace import compile_cache
+from podrace.commands import configuration
+from podrace.commands import options as shared
+from podrace.commands.options import Command, Option, Options
+from podrace.commands.train import AGENT
+from podrace.errors import UsageError
+from podrace.process import log_to_stderr
+
+COMMAND = Command(
+  'reanalyse',
+  '[PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]',
+  'searches the states in a replay service again, with newer parameters of the learner, which is `podrace train '
+  '[PRESET] --connect-replay ... --listen ADDRESS`',
+  (
+    shared.CONNECT_REPLAY,
+    shared.PARAMS,
+    Option('--batch-size', 'N', "windows that are refreshed together (default: the agent's buffer.batch_size)"),
+    shared.MAX_STALENESS,
+    shared.GIVE_UP_AFTER,
+    shared.CLIENT_KEYS,
+    shared.CLIENT_INSECURE,
+    shared.QUIET,
+    shared.NO_COMPILE_CACHE,
+    AGENT,
+  ),
+  """
+Besides, --agent.FIELD, --env, --num-envs and --unroll-length. These and --agent must be the learner's.
+
+Start as many as you like, and stop them at any time. Each waits for the processes that it needs, and comes
+back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
+""",
+  others_pass=True,
+)  # fmt: skip
+
+
+def run(args: list[str]) -> int:
+  """Reanalyses."""
+  preset = configuration.take_preset(args)
+  options = Options(args, COMMAND)
+  replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
+  if '--batch-size' in options and not options.whole('--batch-size'):
+    raise UsageError('--batch-size must be at least 1, not 0')
+  from podrace import remote
+
+  remote.require()
+  config = configuration.configured(preset, options, 'podrace reanalyse')
+  from podrace.distributed import handshake, joining, reanalyse
+
+  reanalyse.check_options(config, options.arguments)
+  settings = reanalyse.Options(
+    handshake.Addresses(
+      tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
+    ),
+    options.whole('--batch-size') or 0,
+    joining.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
+  )
+  with log_to_stderr('podrace reanalyse', '--quiet' in options):
+    if '--no-compile-cache' not in options:
+      compile_cache.enable(logging.getLogger('podrace').info)
+    return reanalyse.reanalyse(config, settings)
