@@ -40,6 +40,7 @@ class Common:
   keep: int = 3  # how many checkpoints
   eval_every: int = 0  # steps between evaluations into eval.jsonl, while training goes on; 0: none
   eval_episodes: int = 32  # of each evaluation, and each seed
+  eval_env: str = ''  # where they play: another opponent, or unseen levels; '': where it trains
   eval_video: bool = False  # films an episode of each, into videos/
   init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
 
@@ -155,8 +156,11 @@ def _check_common(config: Config) -> None:
       if name == 'total_updates':
         what = f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
       raise UsageError(f'{what} must be less than 2^31, not {getattr(config, name)}')
-  if config.eval_every == 0 and (config.eval_video or config.eval_episodes != Config.eval_episodes):
-    raise UsageError('--eval-episodes and --eval-video are for --eval-every, which is not given')
+  given = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
+  if config.eval_every == 0 and given:
+    raise UsageError(
+      '--eval-env, --eval-episodes and --eval-video are for --eval-every, which is not given'
+    )
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
 

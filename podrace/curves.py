@@ -21,7 +21,8 @@ Floats = np.ndarray
 X = Literal['steps', 'wall', 'gradient-steps']
 # What may differ between runs of one group.
 NOT_OF_GROUP = (
-  'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes', 'eval_video', 'version',
+  'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes', 'eval_env',
+  'eval_video', 'version',
 )  # fmt: skip
 RESAMPLES = 2000
 GRID = 200  # points of a group's curve

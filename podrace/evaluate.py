@@ -303,7 +303,17 @@ def evaluable(config: Config) -> tuple[Any, Any]:
   return agent, _checked(env)
 
 
-def elsewhere(config: Config, own: Any, env: str) -> Any:
+def evaluated(config: Config) -> tuple[Any, Any]:
+  """As `evaluable`, with the environment of `--eval-env`, if there is one.
+
+  Raises:
+    UsageError: if that has other spaces.
+  """
+  agent, own = evaluable(config)
+  return agent, elsewhere(config, own, config.eval_env, '--eval-env') if config.eval_env else own
+
+
+def elsewhere(config: Config, own: Any, env: str, option: str = '--env') -> Any:
   """Another environment than a run's `own`, for the agent that was bound to that one.
 
   Raises:
@@ -316,10 +326,10 @@ def elsewhere(config: Config, own: Any, env: str) -> Any:
       continue
     shown = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (ours, theirs)]
     advice = (
-      f'; give --env {env},state=true' if shown == [True, False] else f': {theirs}, not {ours}'
+      f'; give {option} {env},state=true' if shown == [True, False] else f': {theirs}, not {ours}'
     )
     raise UsageError(
-      f'--env {env} has another {kind} space than {config.env}, where the agent has learned{advice}'
+      f'{option} {env} has another {kind} space than {config.env}, where the agent has learned{advice}'
     )
   return other
 

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from podrace.config import Config
-from podrace.evaluate import described, evaluable, returns_of
+from podrace.evaluate import described, evaluated, returns_of
 from podrace.files import write_whole
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import JsonLines, read
@@ -132,7 +132,8 @@ class Evaluations:
   def _film(self, step: int, params: Any) -> None:
     from podrace.watch import film
 
-    film(self._config, params, self._run_dir / 'videos', step, episodes=1, seed=self._config.seed)
+    config, folder = self._config, self._run_dir / 'videos'
+    film(config, params, folder, step, episodes=1, seed=config.seed, env=config.eval_env)
 
 
 def _read(path: Path) -> list[np.ndarray]:
@@ -144,7 +145,7 @@ def _read(path: Path) -> list[np.ndarray]:
 
 def _evaluator(config: Config) -> Callable[[Any], dict[str, Any]]:
   """From parameters to what a line has of their returns. As `podrace eval`, with the run's seed."""
-  agent, env = evaluable(config)
+  agent, env = evaluated(config)
   if can_be_greedy(agent):
     agent = greedily(agent)
   returns = returns_of(config, agent, env, config.eval_episodes)

@@ -394,24 +394,29 @@ def muzero_pendulum() -> Config:
 
 
 def muzero_tictactoe() -> Config:
-  """MuZero on tic-tac-toe, against an opponent that plays at random."""
+  """MuZero's search by the rules of tic-tac-toe, against itself: it never loses."""
+  return _board_game('tic_tac_toe', 400_000, torso='mlp', hidden=(256,), head_hidden=(64,))
+
+
+def muzero_connect_four() -> Config:
+  """MuZero's search by the rules of Connect Four, against itself."""
+  return _board_game('connect_four', 2_000_000, torso='grid', hidden=(256,), head_hidden=(128,))
+
+
+def _board_game(name: str, total_steps: int, **network: Any) -> Config:
+  """A game of pgx by its rules. Some moves are by chance, and what is learned does not depend on them."""
   from podrace.agents.muzero import MuZero
   from podrace.networks import LearnedModel
   from podrace.replay import Buffer
 
-  network = LearnedModel(
-    torso='mlp', hidden=(128,), dynamics_hidden=(128,), head_hidden=(64,), bins=21, v_min=-2.0,
-    v_max=2.0,
-  )  # fmt: skip
-  buffer = Buffer(
-    batch_size=128, min_size=2_000, samples_per_insert=8.0, priority_exponent=0.6,
-    importance_exponent=0.4,
-  )  # fmt: skip
+  buffer = Buffer(batch_size=256, min_size=2_000, samples_per_insert=4.0)
   return Config(
     agent=MuZero(
-      network, buffer, simulations=16, unroll=4, n_step=5, discount=1.0, value_scale=0.5
+      LearnedModel(bins=21, v_min=-2.0, v_max=2.0, **network), buffer, model='rules', simulations=32, value_scale=1.0,
+      epsilon=0.3, n_step=0, discount=-1.0,
     ),
-    env='pgx:tic_tac_toe', num_envs=32, unroll_length=4, total_steps=150_000,
+    env=f'pgx:{name},opponent=self,state=true', num_envs=64, unroll_length=4, total_steps=total_steps,
+    eval_every=total_steps // 20, eval_episodes=100, eval_env=f'pgx:{name},opponent=mcts,state=true',
   )  # fmt: skip
 
 
@@ -490,6 +495,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'muzero-cartpole': muzero_cartpole,
   'muzero-pendulum': muzero_pendulum,
   'muzero-tictactoe': muzero_tictactoe,
+  'muzero-connect-four': muzero_connect_four,
   'muesli-catch': muesli_catch,
   'muesli-cartpole': muesli_cartpole,
   'muesli-minatar': muesli_minatar,

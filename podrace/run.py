@@ -21,6 +21,7 @@ from podrace.callbacks import Callback, Callbacks
 from podrace.checkpoint import CheckpointError
 from podrace.config import Config, to_json, validate
 from podrace.errors import RunError, UsageError
+from podrace.evaluate import evaluated
 from podrace.evaluations import Evaluations
 from podrace.log import Log
 from podrace.record import (
@@ -96,6 +97,8 @@ def train(
     program = build(config, server, addresses, run_dir)
     if config.init_from and read_record(run_dir) is None:
       check_start(config)
+    if config.eval_env and leader:
+      evaluated(config)
     warn_if_too_short(config, program, warn)
     # Now that it can be a run: what is refused leaves no directory.
     try:

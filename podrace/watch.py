@@ -183,11 +183,17 @@ def watch(
 
 @contextlib.contextmanager
 def _on_stage(
-  config: Config, params: Any, sampled: bool, say: Callable[[str], None] | None
+  config: Config,
+  params: Any,
+  sampled: bool,
+  say: Callable[[str], None] | None,
+  elsewhere: str = '',
 ) -> Iterator[tuple[Stage, Any, Any]]:
-  """The environment of a run, drawn; how its agent acts there; and the state of acting that it begins with."""
+  """The environment of a run, or another one, drawn; how its agent acts there; and the state of acting at first."""
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
+  if elsewhere:
+    env = host.make(elsewhere) if config.architecture == 'sebulba' else envs.make(elsewhere)
   if not sampled and can_be_greedy(agent):
     agent = greedily(agent)
   if config.seeds > 1:  # the first one's
@@ -198,9 +204,9 @@ def _on_stage(
     output, state = jitted(params, state, timestep, key)
     return jax.tree.map(np.asarray, output.action), state
 
-  stage = stages.make(config.env, env)
+  stage = stages.make(elsewhere or config.env, env)
   if stage.note and say is not None:
-    say(f'podrace watch: {config.env}: {stage.note}')
+    say(f'podrace watch: {elsewhere or config.env}: {stage.note}')
   try:
     yield stage, act, lambda: agent.initial_state(ids)
   finally:
@@ -218,11 +224,13 @@ def film(
   max_steps: int = 5_000,
   fps: int = 30,
   say: Callable[[str], None] | None = None,
+  env: str = '',
 ) -> dict[str, Any]:
   """Films episodes of a run's parameters at `step`, and keeps the best and the median one in `folder`.
 
   Args:
     say: gets a line, where it is the observation that is drawn.
+    env: another environment than the run's, with the same spaces.
 
   Raises:
     UsageError: if the environment can't be drawn, or the folder is a link.
@@ -232,7 +240,7 @@ def film(
   folder.mkdir(parents=True, exist_ok=True)
   with (
     tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft,
-    _on_stage(config, params, sampled, say) as (stage, act, begin),
+    _on_stage(config, params, sampled, say, env) as (stage, act, begin),
   ):
     found = [
       _film(stage, act, begin(), Path(draft), i, seed + i, max_steps, fps) for i in range(episodes)

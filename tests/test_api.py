@@ -24,6 +24,7 @@ from podrace.callbacks import Callbacks
 from podrace.config import Config
 from podrace.defaults import with_defaults
 from podrace.errors import RunError, UsageError
+from podrace.evaluate import evaluate
 
 SMALL = dict(num_envs=8, unroll_length=8, total_steps=6_400, log_every=640, devices=1)
 
@@ -359,6 +360,29 @@ def test_evaluations_are_filmed(tmp_path: Path) -> None:
   config = podrace.configure('catch', **EVALUATED | dict(eval_every=6_400), eval_video=True)
   podrace.train(config, tmp_path / 'run', quiet=True)
   assert (tmp_path / 'run/videos/6400-best.mp4').stat().st_size > 500
+
+
+def test_evaluations_in_another_environment(tmp_path: Path) -> None:
+  """They are what `podrace eval --env` says; one with other spaces is found before there is a directory."""
+  config = podrace.configure(
+    env='podrace:maze,size=5,levels=1', agent='ppo', total_steps=4_096, num_envs=16, unroll_length=16, eval_every=4_096,
+    eval_episodes=8, eval_env='podrace:maze,size=5,unseen=true',
+  )  # fmt: skip
+  result = podrace.train(config, tmp_path / 'run', quiet=True)
+  here, there = (
+    evaluate(tmp_path / 'run', 8, 0, ['greedy'], env=env)['episode_return_mean']
+    for env in ('', config.eval_env)
+  )
+  assert result.evaluations[-1]['episode_return_mean'] == there != here
+  for env, message in (
+    ('podrace:maze,size=7', '--eval-env podrace:maze,size=7 has another observation space'),
+    ('podrace:maze,unsen=true', 'unsen'),
+  ):
+    with pytest.raises(UsageError, match=message):
+      podrace.train(dataclasses.replace(config, eval_env=env), tmp_path / 'other', quiet=True)
+  assert not (tmp_path / 'other').exists()
+  with pytest.raises(UsageError, match=r'--eval-env, .* are for --eval-every'):
+    podrace.train(dataclasses.replace(config, eval_every=0), tmp_path / 'other', quiet=True)
 
 
 # --- a warm start ---------------------------------------------------------------------------------
