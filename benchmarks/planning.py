@@ -54,7 +54,8 @@ def cartpole() -> Config:
 
 
 def tictactoe() -> Config:
-  return PRESETS['muzero-tictactoe']()
+  """The preset, in fewer steps; its model and its opponent vary."""
+  return dataclasses.replace(PRESETS['muzero-tictactoe'](), total_steps=200_000, eval_every=0)
 
 
 TASKS = {'maze': maze, 'cartpole': cartpole}
@@ -68,9 +69,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
   **{f'{n} simulations': {'simulations': n} for n in (2, 4, 8, 32, 64)},
 }
 OPPONENTS = {
-  'learned against random': {},
-  'learned against itself': {'env': 'pgx:tic_tac_toe,opponent=self'},
-  'rules against itself': {'env': 'pgx:tic_tac_toe,opponent=self,state=true'},
+  'rules against itself': 'pgx:tic_tac_toe,opponent=self,state=true',
+  'learned against itself': 'pgx:tic_tac_toe,opponent=self',
+  'rules against random': 'pgx:tic_tac_toe,state=true',
+  'learned against random': 'pgx:tic_tac_toe',
 }
 CASES = [f'{task}, {variant}' for task in TASKS for variant in VARIANTS]
 CASES += [f'tictactoe, {variant}' for variant in OPPONENTS]
@@ -85,13 +87,11 @@ def config(case: str) -> Config:
   return dataclasses.replace(found, agent=dataclasses.replace(found.agent, **VARIANTS[variant]))
 
 
-def against(c: Config, changes: dict[str, Any]) -> Config:
-  """The same settings, against another opponent."""
-  if not changes:
-    return c
-  model = 'rules' if 'state=true' in changes['env'] else 'learned'
-  agent = dataclasses.replace(c.agent, discount=-1.0, model=model)
-  return dataclasses.replace(c, agent=agent, **changes)
+def against(c: Config, env: str) -> Config:
+  """The same settings with a learned model or the rules, against itself or another."""
+  model, discount = 'rules' if 'state=true' in env else 'learned', -1.0 if 'self' in env else 1.0
+  agent = dataclasses.replace(c.agent, discount=discount, model=model)
+  return dataclasses.replace(c, agent=agent, env=env)
 
 
 def tests(case: str, env: str) -> dict[str, str]:

@@ -40,8 +40,10 @@ def ends(t: TimeStep, roots: int, actions: int) -> Ends:
   cut = jnp.cumsum(truncated & ~passed, axis=0) > 0
   cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
   valid, within = ~last[:1], ~passed & ~last
-  masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
-  return Ends(*masks, within, passed)
+  policy, value, reward = (
+    x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before)
+  )
+  return Ends(policy, value, reward, within, passed)
 
 
 def imagine(model: Model, network: Any, root: Any, actions: Any) -> tuple[Any, Array]:
