@@ -40,7 +40,8 @@ STATED = {  # what each preset is to reach, greedily
   'muzero-catch': 1.0,
   'muzero-cartpole': 490.0,
   'muzero-pendulum': -180.0,
-  'muzero-tictactoe': 0.85,
+  'muzero-tictactoe': 0.9,
+  'muzero-connect-four': 0.6,
   'pong': 18.0,
   'ppo-pong': 18.0,
   'dqn-pong': 18.0,
@@ -66,16 +67,22 @@ def score(preset: str, resume: bool) -> dict[str, object]:
   if not resume:
     shutil.rmtree(run_dir, ignore_errors=True)
   podrace('train', *VARIANTS.get(preset, (preset,)), '--run-dir', str(run_dir))
+  there = json.loads((run_dir / 'config.json').read_text())['eval_env']  # against another opponent
+  where = ('--env', there) if there else ()
   greedy = json.loads(
-    podrace('eval', str(run_dir), '--episodes', '100', '--greedy').splitlines()[-1]
+    podrace('eval', str(run_dir), '--episodes', '100', '--greedy', *where).splitlines()[-1]
   )
   summary = json.loads((run_dir / 'summary.json').read_text())
   lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
+  curve = [[x['step'], x['episode_return']] for x in lines if x['episodes']]
+  if there:
+    evaluated = [json.loads(x) for x in (run_dir / 'eval.jsonl').read_text().splitlines()]
+    curve = [[x['step'], x['episode_return_mean']] for x in evaluated]
   return {
     'origin': origin(),
     'greedy': greedy,
     'summary': summary,
-    'curve': [[x['step'], x['episode_return']] for x in lines if x['episodes']],
+    'curve': curve,
   }
 
 

@@ -396,16 +396,18 @@ def muzero_pendulum() -> Config:
 
 def muzero_tictactoe() -> Config:
   """MuZero's search by the rules of tic-tac-toe, against itself: it never loses."""
-  return _board_game('tic_tac_toe', 400_000, torso='mlp', hidden=(256,), head_hidden=(64,))
+  network = dict(torso='mlp', hidden=(256,), head_hidden=(64,))
+  return _board_game('tic_tac_toe', 400_000, 'random', **network)
 
 
 def muzero_connect_four() -> Config:
-  """MuZero's search by the rules of Connect Four, against itself."""
-  return _board_game('connect_four', 2_000_000, torso='grid', hidden=(256,), head_hidden=(128,))
+  """MuZero's search by the rules of Connect Four, against itself: it beats a tree search of 100 rollouts."""
+  network = dict(torso='grid', hidden=(256,), head_hidden=(128,))
+  return _board_game('connect_four', 2_000_000, 'mcts', **network)
 
 
-def _board_game(name: str, total_steps: int, **network: Any) -> Config:
-  """A game of pgx by its rules. Some moves are by chance, and what is learned does not depend on them."""
+def _board_game(name: str, total_steps: int, opponent: str, **network: Any) -> Config:
+  """A game of pgx; evaluated against an opponent. Some moves are by chance; no target depends on them."""
   from podrace.agents.muzero import MuZero
   from podrace.networks import LearnedModel
   from podrace.replay import Buffer
@@ -417,7 +419,7 @@ def _board_game(name: str, total_steps: int, **network: Any) -> Config:
       epsilon=0.3, n_step=0, discount=-1.0,
     ),
     env=f'pgx:{name},opponent=self,state=true', num_envs=64, unroll_length=4, total_steps=total_steps,
-    eval_every=total_steps // 20, eval_episodes=100, eval_env=f'pgx:{name},opponent=mcts,state=true',
+    eval_every=total_steps // 20, eval_episodes=100, eval_env=f'pgx:{name},opponent={opponent},state=true',
   )  # fmt: skip
 
 
