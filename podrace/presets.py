@@ -396,30 +396,37 @@ def muzero_pendulum() -> Config:
 
 def muzero_tictactoe() -> Config:
   """MuZero's search by the rules of tic-tac-toe, against itself: it never loses."""
-  network = dict(torso='mlp', hidden=(256,), head_hidden=(64,))
-  return _board_game('tic_tac_toe', 400_000, 'random', **network)
-
-
-def muzero_connect_four() -> Config:
-  """MuZero's search by the rules of Connect Four, against itself: it beats a tree search of 100 rollouts."""
-  network = dict(torso='grid', hidden=(256,), head_hidden=(128,))
-  return _board_game('connect_four', 2_000_000, 'mcts', **network)
-
-
-def _board_game(name: str, total_steps: int, opponent: str, **network: Any) -> Config:
-  """A game of pgx; evaluated against an opponent. Some moves are by chance; no target depends on them."""
   from podrace.agents.muzero import MuZero
   from podrace.networks import LearnedModel
   from podrace.replay import Buffer
 
+  network = LearnedModel(hidden=(256,), head_hidden=(64,), bins=21, v_min=-2.0, v_max=2.0)
   buffer = Buffer(batch_size=256, min_size=2_000, samples_per_insert=4.0)
   return Config(
     agent=MuZero(
-      LearnedModel(bins=21, v_min=-2.0, v_max=2.0, **network), buffer, model='rules', simulations=32, value_scale=1.0,
-      epsilon=0.3, n_step=0, discount=-1.0,
-    ),
-    env=f'pgx:{name},opponent=self,state=true', num_envs=64, unroll_length=4, total_steps=total_steps,
-    eval_every=total_steps // 20, eval_episodes=100, eval_env=f'pgx:{name},opponent={opponent},state=true',
+      network, buffer, model='rules', simulations=32, value_scale=1.0, epsilon=0.3, n_step=0, discount=-1.0
+    ),  # some moves are by chance; no target depends on them
+    env='pgx:tic_tac_toe,opponent=self,state=true', num_envs=64, unroll_length=4, total_steps=400_000,
+    eval_every=20_000, eval_episodes=100, eval_env='pgx:tic_tac_toe,opponent=random,state=true',
+  )  # fmt: skip
+
+
+def muzero_connect_four() -> Config:
+  """MuZero's search by the rules of Connect Four, against itself: it beats a tree search of 100 rollouts."""
+  from podrace.agents.muzero import MuZero
+  from podrace.networks import LearnedModel
+  from podrace.replay import Buffer
+
+  network = LearnedModel(
+    torso='grid', hidden=(256,), head_hidden=(128,), bins=21, v_min=-2.0, v_max=2.0
+  )
+  buffer = Buffer(batch_size=256, min_size=2_000, samples_per_insert=4.0)
+  return Config(
+    agent=MuZero(
+      network, buffer, model='rules', simulations=32, value_scale=1.0, epsilon=0.3, n_step=0, discount=-1.0
+    ),  # some moves are by chance; no target depends on them
+    env='pgx:connect_four,opponent=self,state=true', num_envs=64, unroll_length=4, total_steps=2_000_000,
+    eval_every=100_000, eval_episodes=100, eval_env='pgx:connect_four,opponent=mcts,state=true',
   )  # fmt: skip
 
 

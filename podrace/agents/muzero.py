@@ -98,9 +98,7 @@ class MuZero:
   # ^ candidates drawn from the policy in each state; 0: all actions, or 16 where they can't be counted
   sampled_temperature: float = 1.0  # of the policy that they are drawn from
   unroll: int = 5  # actions that the model is unrolled for
-  n_step: int = (
-    10  # rewards before a search's value is bootstrapped from; 0: it is the target itself
-  )
+  n_step: int = 10  # rewards before a search's value is bootstrapped from; 0: the target is it
   bootstrap: Literal['search', 'target'] = 'search'
   # ^ whose value: the search's of acting, or the target network's, which is newer
   sequence: int = 1  # states of a window that are unrolled from; with a core at least unroll_length
