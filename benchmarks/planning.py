@@ -140,7 +140,7 @@ def draw(known: dict[str, Any]) -> None:
 
   panels = [('maze', 'seen'), ('maze', 'unseen'), ('cartpole', 'same'), ('tictactoe', 'mcts')]
   with matplotlib.rc_context({'svg.hashsalt': 'podrace', 'font.size': 9}):
-    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4.2), layout='constrained')
+    figure, axes = plt.subplots(1, len(panels), figsize=(13, 4.8), layout='constrained')
     for axis, (task, test) in zip(axes, panels, strict=True):
       cases = [c for c in CASES if c in known and c.startswith(f'{task}, ')]
       for i, (n, color) in enumerate((('0', '#b0b0b0'), ('16', '#2166ac'), ('64', '#b2182b'))):
@@ -154,7 +154,9 @@ def draw(known: dict[str, Any]) -> None:
       axis.set_title(f'{task}, {test}' if test != 'same' else task, fontsize=10)
       axis.grid(axis='x', alpha=0.3)
       axis.spines[['top', 'right']].set_visible(False)
-    axes[0].legend(fontsize=8, title='played with', loc='best')
+    figure.legend(
+      *axes[0].get_legend_handles_labels(), title='played with', loc='outside lower center', ncols=3
+    )
     figure.savefig(ROOT / 'docs' / 'planning.svg', metadata={'Date': None})
 
 
