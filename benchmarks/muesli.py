@@ -1,4 +1,4 @@
-"""Muesli against IMPALA and PPO at equal steps, and without parts of itself: Catch and CartPole, three seeds each.
+"""Muesli against IMPALA and PPO at equal steps, and without parts of itself: Catch, CartPole, MinAtar, three seeds each.
 
     python benchmarks/muesli.py [CASE ...]
 
@@ -22,35 +22,42 @@ from podrace.config import Config
 from podrace.presets import PRESETS
 
 SEEDS = 3
-STEPS = {'catch': 80_000, 'cartpole': 200_000}
+STEPS = {'catch': 80_000, 'cartpole': 200_000, 'breakout': 1_000_000, 'asterix': 1_000_000}
+# Muesli's preset, a peer's, and the environment.
+PAIRS = {
+  'catch': ('muesli-catch', 'catch', 'podrace:catch'),
+  'cartpole': ('muesli-cartpole', 'cartpole', 'gymnax:CartPole-v1'),
+  'breakout': ('muesli-minatar', 'minatar-breakout', 'gymnax:Breakout-MinAtar'),
+  'asterix': ('muesli-minatar', 'minatar-breakout', 'gymnax:Asterix-MinAtar'),
+}
 
 
 def config(case: str) -> Config:
   """What is run, by name: ENV, AGENT."""
-  env, agent = case.split(', ')
-  muesli = PRESETS[f'muesli-{env}']()
+  task, agent = case.split(', ')
+  ours, peer, env = PAIRS[task]
   if agent in ('impala', 'ppo'):
-    preset = PRESETS[env]()
-    if agent not in type(preset.agent).__name__.lower():
-      preset = other(env)
-    return dataclasses.replace(preset, env=muesli.env, total_steps=STEPS[env])
+    config = PRESETS[peer]()
+    if agent not in type(config.agent).__name__.lower():
+      config = defaults(agent, env)
+    return dataclasses.replace(config, env=env, total_steps=STEPS[task])
+  muesli = PRESETS[ours]()
   part = {
     'muesli': {},
     'without CMPO': {'cmpo_cost': 0.0},
     'without the model loss': {'model_cost': 0.0},
   }
   without = dataclasses.replace(muesli.agent, **part[agent])
-  return dataclasses.replace(muesli, agent=without, total_steps=STEPS[env])
+  return dataclasses.replace(muesli, agent=without, env=env, total_steps=STEPS[task])
 
 
-def other(env: str) -> Config:
-  """The agent that has no preset of its own for an environment, with its defaults."""
+def defaults(agent: str, env: str) -> Config:
+  """An agent that has no preset for an environment, with its defaults for it."""
   from podrace.agents.impala import Impala
   from podrace.agents.ppo import PPO
   from podrace.defaults import with_defaults
 
-  name = PRESETS[env]().env
-  return with_defaults(Config(agent=PPO() if env == 'catch' else Impala(), env=name), name)
+  return with_defaults(Config(agent=PPO() if agent == 'ppo' else Impala(), env=env), env)
 
 
 def run(case: str) -> dict[str, Any]:
