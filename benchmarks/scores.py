@@ -78,12 +78,21 @@ def score(preset: str, resume: bool) -> dict[str, object]:
   if there:
     evaluated = [json.loads(x) for x in (run_dir / 'eval.jsonl').read_text().splitlines()]
     curve = [[x['step'], x['episode_return_mean']] for x in evaluated]
-  return {
-    'origin': origin(),
-    'greedy': greedy,
-    'summary': summary,
-    'curve': curve,
-  }
+  found = {'origin': origin(), 'greedy': greedy, 'summary': summary, 'curve': curve}
+  return found | {'games': games(run_dir, there)} if there else found
+
+
+def games(run_dir: Path, env: str) -> dict[str, float]:
+  """Mean results of 400 games, by the opponent and how the agent plays."""
+  found = {}
+  for opponent in ('random', 'mcts'):
+    for how, settings in (('search', ()), ('prior', ('--agent.simulations', '0'))):
+      other = f'{env.partition(",")[0]},opponent={opponent},state=true'
+      said = podrace(
+        'eval', str(run_dir), '--episodes', '400', '--greedy', '--env', other, *settings
+      )
+      found[f'{opponent}, {how}'] = json.loads(said.splitlines()[-1])['episode_return_mean']
+  return found
 
 
 def draw(scores: dict[str, dict]) -> None:

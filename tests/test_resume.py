@@ -46,6 +46,8 @@ REPLAY = ['--agent.buffer.capacity', '2048', '--agent.buffer.priority-exponent',
           '--agent.buffer.batch-size', '16']  # fmt: skip
 PLAN = ['--agent', 'muzero', '--agent.simulations', '3', '--agent.unroll', '2', '--agent.n-step', '2',
         '--agent.network.latent', '8', '--agent.reanalyse', '0.5']  # fmt: skip
+MUESLI = ['--agent', 'muesli', '--agent.unroll', '2', '--agent.network.latent', '8', '--agent.capacity', '2048',
+          '--agent.min-size', '500', '--agent.batch-size', '16']  # fmt: skip
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -87,6 +89,12 @@ CASES = {
   'planning': (1, [*PLAN, *SHORT, *REPLAY]),
   'planning-sebulba-on-the-host': (
     1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *PLAN, *SHORT, *REPLAY]
+  ),
+  'muesli-gru': (
+    1, [*MUESLI, '--agent.network.core', 'gru', '--agent.network.core-size', '8', *SHORT]
+  ),
+  'muesli-sebulba-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *MUESLI, *SHORT]
   ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
