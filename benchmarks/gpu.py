@@ -49,10 +49,11 @@ def muzero(num_envs: int, repeats: int, seconds: float) -> dict[str, Any]:
   """Steps/s of MuZero's training on MinAtar Breakout, once replay is full enough to learn from."""
   import podrace
   from podrace import envs
+  from podrace.config import bind
 
   config = podrace.configure(env='gymnax:Breakout-MinAtar', agent='muzero')
   env, length = envs.make(config.env), config.unroll_length
-  run = common.start(common.bind(config.agent, env, 0), env, num_envs, length)
+  run = common.start(bind(config.agent, env, 100, num_envs), env, num_envs, length)
   run.seconds(run.runner.replay.windows.schedule.ready + 1)
   updates = common.updates_for(run.seconds, seconds)
   rates = [updates * run.steps_per_update / run.seconds(updates) for _ in range(repeats)]
