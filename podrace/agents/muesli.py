@@ -6,8 +6,9 @@ stays close to CMPO's: the prior times exp(clip(advantage)) (section 4.1). Value
 (section 4.5). What targets are made of is a network that follows by a moving average, the prior.
 
 Against the paper: the policy gradient has no beta-LOO baseline; an advantage is divided by the size that was known
-before its batch, so that one all-reduce is enough, and counts as 0 in the first gradient of a run; the target of a value
-is E q + lambda rho (G - q), the value that Retrace bootstraps from, with E over the prior's actions; the losses of
+before its batch, so that one all-reduce is enough, and counts as 0 in the first gradient of a run; in the policy
+gradient it is divided by at least what its batch will make of that size; the target of a value is
+E q + lambda rho (G - q), the value that Retrace bootstraps from, with E over the prior's actions; the losses of
 K unrolled steps are weighted 1/K, as MuZero's; there is no weight decay unless it is set. Past the end of an episode
 value and reward are 0 and the policy is masked; past a time limit all is masked. Actions are discrete.
 
@@ -172,9 +173,10 @@ class Muesli:
     goals = goals_of(jax.tree.map(lambda x: x[:-1], window.timesteps), targets, self.unroll)
     mask, advantage = goals.policy_mask[0], goals.targets.advantage[0]
     sums = jnp.mean(mask * jnp.square(advantage)), jnp.mean(mask)
+    bounded = self.bounded(scale, sums[0] / jnp.maximum(sums[1], 1e-6))
 
     def loss(network: Any) -> tuple[Array, Any]:
-      total, metrics = self.losses(network, window, goals, scale)
+      total, metrics = self.losses(network, window, goals, bounded)
       return total, (dict(loss=total, **metrics), sums)
 
     network, opt_state, (metrics, (square, valid)) = sgd(
@@ -188,6 +190,16 @@ class Muesli:
       self.moved(rest.weight, jnp.float32(1)),
     )
     return TrainState(network, new), jnp.ones_like(sample.weight), metrics
+
+  def bounded(self, scale: Array, square: Array) -> Array:
+    """A scale that makes of advantages with this mean square no more than the average with them would.
+
+    Before the first reward advantages are the model's rounding. Multiplied by 1 / that, the first real ones would fill
+    Adam's second moment for tens of thousands of steps, in which nothing is learned.
+    """
+    return jnp.minimum(
+      scale, lax.rsqrt(self.moved(jnp.float32(0), square) + self.advantage_epsilon)
+    )
 
   def moved(self, average: Array, x: Array) -> Array:
     """The moving average of advantages, one batch later."""
