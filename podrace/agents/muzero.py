@@ -91,6 +91,7 @@ class MuZero:
   target_depth: int = 0  # of a second tree, to learn from instead; 0: the one that acts
   considered_actions: int = 16  # gumbel: at the root, the most
   value_scale: float = 0.1  # gumbel: of values against the prior; 1 for board games
+  rescale_values: bool = True  # gumbel: first to 0 to 1 among the actions of a state, however alike
   dirichlet_alpha: float = 0.3  # puct: noise at the root
   dirichlet_fraction: float = 0.25
   temperature: float = 1.0  # puct: of the visits that an action is drawn by

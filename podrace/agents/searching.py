@@ -89,7 +89,9 @@ def _search(
     transform = mctx.qtransform_completed_by_mix_value
     return mctx.gumbel_muzero_policy(
       **common,
-      qtransform=functools.partial(transform, value_scale=agent.value_scale),
+      qtransform=functools.partial(
+        transform, value_scale=agent.value_scale, rescale_values=agent.rescale_values
+      ),
       max_num_considered_actions=agent.considered_actions,
       gumbel_scale=0.0 if agent.greedy else 1.0,
     )
