@@ -417,6 +417,21 @@ def test_learning_from_searches_ends_where_value_iteration_ends() -> None:
   np.testing.assert_allclose(best, q.max(1), atol=1e-6)
 
 
+def test_values_that_are_nearly_alike() -> None:
+  """They leave the prior as it was, unless they are rescaled first."""
+  model, _ = table()
+  alike = tuple(tuple(1e-3 * x for x in row) for row in model.reward)
+  model, states = dataclasses.replace(model, reward=alike), jnp.arange(STATES)
+  prior = jax.nn.softmax(jnp.array([[0.0, 0.1, -0.1]]))
+  changed = {}
+  for rescale in (False, True):
+    agent = MuZero(model, rescale_values=rescale, greedy=True)  # type: ignore[arg-type]
+    _, plan = searched(agent, 8, states)
+    changed[rescale] = np.max(np.abs(plan.weights - prior), axis=1)
+  assert changed[False].max() < 0.01
+  assert changed[True].min() > 0.2
+
+
 def test_depth_is_limited() -> None:
   """To one step: the value of the root is then the best reward, as nothing has values."""
   model, _ = table()
