@@ -1,0 +1,126 @@
+"""The network of agents that learn by a rule: a policy, predictions without a meaning, and values of actions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from podrace import distributions
+from podrace.networks.body import Body
+from podrace.networks.cores import Core
+from podrace.networks.layers import Dense
+from podrace.networks.protocol import merge_time, split_time
+from podrace.networks.torsos import Mlp
+from podrace.types import Array, TimeStep
+
+
+class Predictions(NamedTuple):
+  """What the network says of timesteps [T, B]."""
+
+  policy: Array  # [T, B, A] f32 logits
+  y: Array  # [T, B, Y] f32 logits
+  z: Array  # [T, B, A, Y] f32 logits
+  q: Array  # [T, B, A, bins] f32 logits over `Predictor.support`
+  next_policy: Array  # [T, B, A, A] f32 logits of the policy one step later
+
+
+class _Predictor(nn.Module):
+  settings: Predictor
+
+  def setup(self) -> None:
+    s = self.settings
+    actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
+    self.torso = s.make_torso()
+    if s.core != 'none':
+      self.rnn = Core(s.core, s.core_size)
+    self.policy_head = Dense(actions, kernel_init=small)
+    self.y_head = Dense(s.predictions, kernel_init=small)
+    self.root = Dense(s.model_size, kernel_init=s.kernel_init)
+    self.model = Dense(4 * s.model_size, kernel_init=s.kernel_init)
+    self.code = self.param('code', s.kernel_init, (actions, 4 * s.model_size))
+    self.z_head, self.q_head = self._head(s.predictions), self._head(s.bins)
+    self.next_head = self._head(actions)
+
+  def _head(self, size: int) -> nn.Module:
+    s = self.settings
+    hidden = Mlp(s.head_hidden, s.activate, s.kernel_init)
+    return nn.Sequential([hidden, Dense(size, kernel_init=s.kernel_init)])
+
+  def __call__(self, state: Any, timesteps: TimeStep) -> tuple[Predictions, Any]:
+    length = timesteps.reward.shape[0]
+    observation, mask = self.settings.prepare(merge_time(timesteps.observation))
+    x = self.torso(observation)
+    if self.settings.core != 'none':
+      x, state = self.rnn(state, split_time(x, length), timesteps.first)
+      x = merge_time(x)
+    policy = self.policy_head(x)
+    if mask is not None:
+      policy = jnp.where(mask.reshape(policy.shape), policy, distributions.MASKED)
+    after = self.after_each_action(x)
+    n, actions, _ = after.shape
+    z, q, following = (
+      head(merge_time(after)).reshape(n, actions, -1)
+      for head in (self.z_head, self.q_head, self.next_head)
+    )
+    return split_time(Predictions(policy, self.y_head(x), z, q, following), length), state
+
+  def after_each_action(self, x: Array) -> Array:
+    """One LSTM step of a model for each action: [N, F] -> [N, A, model_size].
+
+    An action is one-hot, so that what it adds to the gates is a row of a matrix.
+    """
+    cell = self.root(x)
+    gates = self.model(jnp.tanh(cell))[:, None] + self.code[None]
+    i, f, g, o = jnp.split(gates, 4, axis=-1)
+    cell = nn.sigmoid(f + 1.0) * cell[:, None] + nn.sigmoid(i) * jnp.tanh(g)
+    return nn.sigmoid(o) * jnp.tanh(cell)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictor(Body):
+  """Torso, core, and heads; those of single actions are behind one step of a model (Oh et al. 2025)."""
+
+  hidden: tuple[int, ...] = (512, 512)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  predictions: int = 600  # numbers of y, and of z for each action: as many as the rule's
+  model_size: int = 128  # of the model's LSTM
+  head_hidden: tuple[int, ...] = (128,)  # layers before what is said of an action, each its own
+  bins: int = 601  # atoms of a value, evenly spaced in its rescaled form
+  max_value: float = 300.0  # the largest of them, in that form; the least is -max_value
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    sizes = (self.predictions, self.model_size, *self.head_hidden)
+    if min(sizes) < 1 or self.bins < 3:
+      raise ValueError(
+        f'sizes must be at least 1, bins at least 3: {self.predictions=} {self.model_size=} '
+        f'{self.head_hidden=} {self.bins=}'
+      )
+    if self.max_value <= 0:
+      raise ValueError(f'max_value must be more than 0, not {self.max_value}')
+
+  @property
+  def activate(self) -> Any:
+    return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
+
+  @property
+  def support(self) -> Array:
+    """[bins] rescaled returns (`returns.rescale`)."""
+    return jnp.linspace(-self.max_value, self.max_value, self.bins)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _Predictor(self)
+
+  def bind(self, observation_space: Any, action_space: Any) -> Any:
+    from gymnasium import spaces
+
+    if not isinstance(action_space, spaces.Discrete):
+      raise ValueError(f'a rule for discrete actions needs a Discrete action space, not {action_space}')
+    return super().bind(observation_space, action_space)
