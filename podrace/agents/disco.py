@@ -191,10 +191,12 @@ class Disco:
     goals = lax.stop_gradient(
       goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
     )
+    # The last state's is not known, nor is anything learned of it.
+    action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])
     weight = mask / jnp.maximum(valid, 1e-8)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      said, _ = self.network.unroll(network, window.agent_state, window.timesteps)
+      said = self.network.unroll_taken(network, window.agent_state, window.timesteps, action)
       total, metrics = self.losses(said, goals, found.q_target, weight, window)
       return total, (dict(loss=total, **metrics, value=jnp.mean(found.value)), summary)
 
@@ -244,17 +246,18 @@ class Disco:
   def losses(
     self, said: Predictions, goals: rules.Targets, q_target: Array, weight: Array, window: Trajectory
   ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a batch, a mean of each step's with these weights [T, B], and metrics."""
-    t, action = window.timesteps, window.outputs.action
+    """The loss of a batch, a mean of each step's with these weights [T, B], and metrics.
+
+    `said` is of the actions that were taken.
+    """
     now = jax.tree.map(lambda x: x[:-1], said)
-    z, q, following = (rules.chosen(x, action) for x in (now.z, now.q, now.next_policy))
-    value_loss = number_loss(merge_time(q), q_target.reshape(-1), self.network.support)
-    later = divergence(lax.stop_gradient(said.policy[1:]), following)
+    value_loss = number_loss(merge_time(now.q), q_target.reshape(-1), self.network.support)
+    later = divergence(lax.stop_gradient(said.policy[1:]), now.next_policy)
     parts = dict(
       policy_loss=divergence(goals.policy, now.policy),
       y_loss=divergence(goals.y, now.y),
-      z_loss=divergence(goals.z, z),
-      next_policy_loss=jnp.where(t.last[1:], 0.0, later),
+      z_loss=divergence(goals.z, now.z),
+      next_policy_loss=jnp.where(window.timesteps.last[1:], 0.0, later),
       value_loss=split_time(value_loss, q_target.shape[0]),
     )
     means = {name: jnp.mean(weight * x) for name, x in parts.items()}

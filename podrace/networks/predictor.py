@@ -13,7 +13,7 @@ from flax import linen as nn
 from podrace import distributions
 from podrace.networks.body import Body
 from podrace.networks.cores import Core
-from podrace.networks.layers import Dense
+from podrace.networks.layers import Dense, product
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.torsos import Mlp
 from podrace.types import Array, TimeStep
@@ -24,9 +24,9 @@ class Predictions(NamedTuple):
 
   policy: Array  # [T, B, A] f32 logits
   y: Array  # [T, B, Y] f32 logits
-  z: Array  # [T, B, A, Y] f32 logits
-  q: Array  # [T, B, A, bins] f32 logits over `Predictor.support`
-  next_policy: Array  # [T, B, A, A] f32 logits of the policy one step later
+  z: Array  # [T, B, A, Y] f32 logits of each action; [T, B, Y] of one
+  q: Array  # [T, B, A, bins] or [T, B, bins] f32 logits over `Predictor.support`
+  next_policy: Array  # [T, B, A, A] or [T, B, A] f32 logits of the policy one step later
 
 
 class _Predictor(nn.Module):
@@ -51,7 +51,9 @@ class _Predictor(nn.Module):
     hidden = Mlp(s.head_hidden, s.activate, s.kernel_init)
     return nn.Sequential([hidden, Dense(size, kernel_init=s.kernel_init)])
 
-  def __call__(self, state: Any, timesteps: TimeStep) -> tuple[Predictions, Any]:
+  def __call__(
+    self, state: Any, timesteps: TimeStep, action: Array | None = None
+  ) -> tuple[Predictions, Any]:
     length = timesteps.reward.shape[0]
     observation, mask = self.settings.prepare(merge_time(timesteps.observation))
     x = self.torso(observation)
@@ -61,24 +63,25 @@ class _Predictor(nn.Module):
     policy = self.policy_head(x)
     if mask is not None:
       policy = jnp.where(mask.reshape(policy.shape), policy, distributions.MASKED)
-    after = self.after_each_action(x)
-    n, actions, _ = after.shape
+    cell = self.root(x)
+    gates = self.model(jnp.tanh(cell))
+    if action is None:  # all: what one adds to the gates is a row of `code`
+      after = after_action(gates[:, None] + self.code[None], cell[:, None])
+    else:
+      code = jax.nn.one_hot(action.reshape(-1), self.code.shape[0])
+      after = after_action(gates + product(code, self.code), cell)
     z, q, following = (
-      head(merge_time(after)).reshape(n, actions, -1)
+      head(after.reshape(-1, after.shape[-1])).reshape(*after.shape[:-1], -1)
       for head in (self.z_head, self.q_head, self.next_head)
     )
     return split_time(Predictions(policy, self.y_head(x), z, q, following), length), state
 
-  def after_each_action(self, x: Array) -> Array:
-    """One LSTM step of a model for each action: [N, F] -> [N, A, model_size].
 
-    An action is one-hot, so that what it adds to the gates is a row of a matrix.
-    """
-    cell = self.root(x)
-    gates = self.model(jnp.tanh(cell))[:, None] + self.code[None]
-    i, f, g, o = jnp.split(gates, 4, axis=-1)
-    cell = nn.sigmoid(f + 1.0) * cell[:, None] + nn.sigmoid(i) * jnp.tanh(g)
-    return nn.sigmoid(o) * jnp.tanh(cell)
+def after_action(gates: Array, cell: Array) -> Array:
+  """The hidden state behind one LSTM step of the model, from gates [..., 4 M] and a cell [..., M]."""
+  i, f, g, o = jnp.split(gates, 4, axis=-1)
+  cell = nn.sigmoid(f + 1.0) * cell + nn.sigmoid(i) * jnp.tanh(g)
+  return nn.sigmoid(o) * jnp.tanh(cell)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +120,11 @@ class Predictor(Body):
   @functools.cached_property
   def module(self) -> nn.Module:
     return _Predictor(self)
+
+  def unroll_taken(self, params: Any, state: Any, timesteps: TimeStep, action: Array) -> Predictions:
+    """As `unroll`, but of actions [T, B] only: what is learned from, at a fraction of the cost."""
+    said: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
+    return said
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
     from gymnasium import spaces
