@@ -7,7 +7,8 @@
 
 It runs their `Agent.learner_step` as it is, with their settings. In the place of their network stands a table: the
 parameters are what is predicted in each timestep. So the numbers are of the rule, the targets, the losses, their
-gradients and the optimiser, and of nothing else. The inputs are in tests/support/disco_inputs.py. It needs nothing of
+gradients and the optimiser, and of nothing else, with
+double precision. The inputs are in tests/support/disco_inputs.py. It needs nothing of
 podrace, and no podrace process needs it: tests/agents/test_disco.py compares with what it has recorded.
 """
 
@@ -32,6 +33,8 @@ def main(checkout: str, weights: str, commit: str) -> None:
   import jax
   import numpy as np
 
+  # rlax turns atoms into values by a difference of nearly equal numbers, so f32 has but four digits of them.
+  jax.config.update('jax_enable_x64', True)
   # Under newer versions of JAX chex's own excludes what is traced, and their code asks for it.
   chex.Array = jax.Array | np.ndarray
   from disco_rl import agent as agents
@@ -46,7 +49,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
     agent_settings=settings,
     batch_axis_name=None,
   )
-  table = inputs.predictions()
+  table = jax.tree.map(np.float64, inputs.predictions())
   agent._network = types.PolicyNetwork(
     init=lambda *_: (table, {}), one_step=None, unroll=lambda params, state, *_: (params, state)
   )
@@ -54,11 +57,13 @@ def main(checkout: str, weights: str, commit: str) -> None:
   rule: dict[str, dict[str, np.ndarray]] = {}
   for name in flat.files:
     module, _, kind = name.rpartition('/')
-    rule.setdefault(module, {})[kind] = flat[name]
+    rule.setdefault(module, {})[kind] = np.float64(flat[name])
   state = agent.initial_learner_state(jax.random.PRNGKey(0))
+  state = jax.tree.map(lambda x: np.float64(x) if x.dtype == np.float32 else x, state)
   updates = []
   for update in range(inputs.UPDATES):
     t = inputs.trajectory(update)
+    t = {k: np.float64(x) if x.dtype == np.float32 else x for k, x in t.items()}
     rollout = types.ActorRollout(
       observations=np.zeros((inputs.T + 1, inputs.B, 1), np.float32),
       actions=t['action'],
@@ -86,7 +91,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
       'moments': [ema.moment1, ema.moment2, ema.decay_product],
     }
     updates.append(
-      {k: np.asarray(v, np.float32).ravel().tolist() for k, v in found.items()}
+      {k: inputs.rounded(np.asarray(v)) for k, v in found.items()}
       | {
         'mean_gradient': inputs.shown(state.opt_state[0].mu),
         'params': inputs.shown(state.params),
