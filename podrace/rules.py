@@ -35,9 +35,7 @@ Params = Mapping[str, Any]  # name in the file -> f32 array
 KNOWN = {  # sha256 -> what is released under it
   'dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa': 'Disco103',
 }
-SOURCE = (
-  'https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/weights/disco_103.npz'
-)
+SOURCE = 'https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/weights/disco_103.npz'
 HIDDEN = 'lstm/~/meta_lstm/~unroll'  # of the LSTM over the lifetime
 BASE = 23  # numbers that describe a step, without those that are pooled over the actions
 EACH = 9  # numbers that describe an action in a step
@@ -270,7 +268,11 @@ def targets(params: Params, state: State, inputs: Inputs) -> tuple[Targets, Arra
   y, z = dense(params, 'lstm/linear_2', x), dense(params, 'lstm/linear_3', x)
   found = Targets(policy_target(params, x, actions), y, z)
   rows, _ = describe(params, HIDDEN, inputs)
-  parts = [rows, dense(params, 'lstm/linear_1', x), embed(params, f'{HIDDEN}/mlp', jax.nn.softmax(y))]
+  parts = [
+    rows,
+    dense(params, 'lstm/linear_1', x),
+    embed(params, f'{HIDDEN}/mlp', jax.nn.softmax(y)),
+  ]
   summary = dense(params, f'{HIDDEN}/mlp_2/~/linear_0', jnp.concatenate(parts, axis=-1))
   return found, jnp.mean(summary, axis=(0, 1))
 

@@ -244,7 +244,12 @@ class Disco:
     )
 
   def losses(
-    self, said: Predictions, goals: rules.Targets, q_target: Array, weight: Array, window: Trajectory
+    self,
+    said: Predictions,
+    goals: rules.Targets,
+    q_target: Array,
+    weight: Array,
+    window: Trajectory,
   ) -> tuple[Array, dict[str, Array]]:
     """The loss of a batch, a mean of each step's with these weights [T, B], and metrics.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from podrace.networks.body import Body
 from podrace.networks.cores import Core
 from podrace.networks.layers import Dense, product
 from podrace.networks.protocol import merge_time, split_time
-from podrace.networks.torsos import Mlp
+from podrace.networks.torsos import Mlp, Torso
 from podrace.types import Array, TimeStep
 
 
@@ -35,14 +36,16 @@ class _Predictor(nn.Module):
   def setup(self) -> None:
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
-    self.torso = s.make_torso()
+    self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init)
+    self.features = [Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]]  # linear, as theirs
     if s.core != 'none':
       self.rnn = Core(s.core, s.core_size)
     self.policy_head = Dense(actions, kernel_init=small)
     self.y_head = Dense(s.predictions, kernel_init=small)
     self.root = Dense(s.model_size, kernel_init=s.kernel_init)
     self.model = Dense(4 * s.model_size, kernel_init=s.kernel_init)
-    self.code = self.param('code', s.kernel_init, (actions, 4 * s.model_size))
+    begin = nn.initializers.truncated_normal(1 / math.sqrt(actions + s.model_size))
+    self.code = self.param('code', begin, (actions, 4 * s.model_size))
     self.z_head, self.q_head = self._head(s.predictions), self._head(s.bins)
     self.next_head = self._head(actions)
 
@@ -57,6 +60,8 @@ class _Predictor(nn.Module):
     length = timesteps.reward.shape[0]
     observation, mask = self.settings.prepare(merge_time(timesteps.observation))
     x = self.torso(observation)
+    for layer in self.features:
+      x = layer(x)
     if self.settings.core != 'none':
       x, state = self.rnn(state, split_time(x, length), timesteps.first)
       x = merge_time(x)
@@ -121,7 +126,9 @@ class Predictor(Body):
   def module(self) -> nn.Module:
     return _Predictor(self)
 
-  def unroll_taken(self, params: Any, state: Any, timesteps: TimeStep, action: Array) -> Predictions:
+  def unroll_taken(
+    self, params: Any, state: Any, timesteps: TimeStep, action: Array
+  ) -> Predictions:
     """As `unroll`, but of actions [T, B] only: what is learned from, at a fraction of the cost."""
     said: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
     return said
@@ -130,5 +137,7 @@ class Predictor(Body):
     from gymnasium import spaces
 
     if not isinstance(action_space, spaces.Discrete):
-      raise ValueError(f'a rule for discrete actions needs a Discrete action space, not {action_space}')
+      raise ValueError(
+        f'a rule for discrete actions needs a Discrete action space, not {action_space}'
+      )
     return super().bind(observation_space, action_space)

@@ -13,7 +13,13 @@ T, B, A, Y, BINS = 5, 4, 3, 600, 601  # steps, streams, actions, predictions, at
 UPDATES = 3
 LEARNING_RATE = 0.01
 SHAPES = {'logits': (A,), 'y': (Y,), 'z': (A, Y), 'q': (A, BINS), 'aux_pi': (A, A)}
-SHOWN = {'logits': 1, 'y': 151, 'z': 401, 'q': 401, 'aux_pi': 7}  # every so many-th number is recorded
+SHOWN = {
+  'logits': 1,
+  'y': 151,
+  'z': 401,
+  'q': 401,
+  'aux_pi': 7,
+}  # every so many-th number is recorded
 LAST = [(2, 0), (4, 1), (1, 3), (5, 3)]  # timesteps and streams where an episode ends, of the first
 
 
@@ -47,9 +53,7 @@ def trajectory(update: int) -> dict[str, np.ndarray]:
 
 def shown(params: dict[str, np.ndarray]) -> dict[str, list[float]]:
   """Some of the numbers of each table."""
-  return {
-    k: rounded(np.asarray(params[k]).ravel()[::each]) for k, each in SHOWN.items()
-  }
+  return {k: rounded(np.asarray(params[k]).ravel()[::each]) for k, each in SHOWN.items()}
 
 
 def rounded(x: np.ndarray) -> list[float]:
