@@ -109,7 +109,11 @@ def share(return_sum: float, episodes: float) -> float:
 def summary(runs: list[dict[str, Any]], config: Config) -> dict[str, Any]:
   """The median over the seeds, at the updates that are spoken of."""
   at = {u: u // WINDOW - 1 for u in (60, 300, 360, 400, 500)}
-  median = {u: float(np.median([r['caught'][i] for r in runs])) for u, i in at.items() if i < len(runs[0]['caught'])}
+  median = {
+    u: float(np.median([r['caught'][i] for r in runs]))
+    for u, i in at.items()
+    if i < len(runs[0]['caught'])
+  }
   to_400 = [r['seconds'][at[400]] for r in runs]
   return dict(
     median_caught=median, seconds_to_update_400=to_400, steps_per_update=config.steps_per_update,

@@ -37,7 +37,9 @@ class _Predictor(nn.Module):
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
     self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init)
-    self.features = [Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]]  # linear, as theirs
+    self.features = [
+      Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]
+    ]  # linear, as theirs
     if s.core != 'none':
       self.rnn = Core(s.core, s.core_size)
     self.policy_head = Dense(actions, kernel_init=small)

@@ -25,7 +25,9 @@ from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory
 SLOW = pytest.mark.slow
 REFERENCE = Path(__file__).parents[1] / 'data' / 'disco_reference.json'
 SPACE = spaces.Box(-1, 1, (4,), np.float32)
-SMALL: dict[str, Any] = dict(hidden=(16,), model_size=8, head_hidden=(8,), predictions=12, bins=21, max_value=4.0)
+SMALL: dict[str, Any] = dict(
+  hidden=(16,), model_size=8, head_hidden=(8,), predictions=12, bins=21, max_value=4.0
+)
 
 
 def small(path: str = '', network: dict[str, Any] | None = None, **settings: Any) -> Disco:
@@ -155,7 +157,10 @@ def random_window(batch: int = 8, length: int = 6, mask: bool = False) -> Trajec
   shape = (length + 1, batch)
   step_type = rng.choice([1, 1, 1, 2], shape).astype(np.int8)
   step_type[1:][step_type[:-1] == 2] = 0
-  step_type[2, :2], step_type[3, :2] = 2, 0  # more ends on one half of the streams than on the other
+  step_type[2, :2], step_type[3, :2] = (
+    2,
+    0,
+  )  # more ends on one half of the streams than on the other
   observation: Any = rng.normal(size=(*shape, 4)).astype(np.float32)
   if mask:
     allowed = rng.random((*shape, 3)) < 0.5
@@ -165,7 +170,9 @@ def random_window(batch: int = 8, length: int = 6, mask: bool = False) -> Trajec
   steps = TimeStep(observation, rng.normal(size=shape).astype(np.float32), discount, step_type)
   action = rng.integers(0, 3, shape)[:-1].astype(np.int32)
   behaviour = rng.normal(size=(length, batch, 3)).astype(np.float32)
-  return Trajectory(steps, ActorOutput(action, Extras(behaviour)), (), np.arange(batch, dtype=np.int32))
+  return Trajectory(
+    steps, ActorOutput(action, Extras(behaviour)), (), np.arange(batch, dtype=np.int32)
+  )
 
 
 def bound(agent: Disco, space: Any = SPACE) -> Disco:
@@ -344,7 +351,7 @@ def files(folder: Path) -> dict[str, tuple[str, str]]:
   }
 
 
-KINDS = 'missing text single lacks more shape axes type objects nan'.split()
+KINDS = ['missing', 'text', 'single', 'lacks', 'more', 'shape', 'axes', 'type', 'objects', 'nan']
 
 
 @pytest.mark.parametrize('kind', KINDS)
