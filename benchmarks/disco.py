@@ -16,6 +16,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -54,8 +55,10 @@ def catch(rule: str, num_envs: int = 2, **settings: Any) -> Config:
   )  # fmt: skip
 
 
-def on_anakin(config: Config, devices: int = 1) -> dict[str, Any]:
-  """Seeds of a configuration, one after the other."""
+def on_anakin(
+  config: Config, devices: int = 1, note: Callable[[Any], None] = lambda found: None
+) -> dict[str, Any]:
+  """Seeds of a configuration, one after the other; `note` is given what is known after each."""
   env = make(config.env)
   agent = bind(config.agent, env, config.total_updates, config.num_envs)
   replay = agent.memory(config.num_envs, config.unroll_length)
@@ -73,7 +76,9 @@ def on_anakin(config: Config, devices: int = 1) -> dict[str, Any]:
       seconds.append(time.perf_counter() - began)
     runs.append(dict(seed=seed, caught=caught, seconds=seconds))
     print(seed, 'caught', np.round(caught, 2).tolist(), f'{seconds[-1]:.0f} s', flush=True)
-  return summary(runs, config) | dict(compile_s=compile_s, devices=devices)
+    found = summary(runs, config) | dict(compile_s=compile_s, devices=devices)
+    note(found)
+  return found
 
 
 def on_sebulba(config: Config) -> dict[str, Any]:
@@ -131,10 +136,10 @@ def against(rule: str, case: str) -> dict[str, Any]:
   return train(config, 3).numbers
 
 
-def run(rule: str, case: str) -> dict[str, Any]:
+def run(rule: str, case: str, note: Callable[[Any], None]) -> dict[str, Any]:
   found = dict(origin=origin(), machine=machine())
   if case == 'catch':
-    return found | on_anakin(catch(rule))
+    return found | on_anakin(catch(rule), note=lambda part: note(found | part))
   if case == 'catch, sebulba':
     return found | on_sebulba(catch(rule, architecture='sebulba', lag='0', actor_threads=1))
   if case == 'catch, 8 devices':
@@ -151,8 +156,13 @@ def main() -> None:
     sys.exit(f'no case {", ".join(sorted(unknown))}, only {"; ".join(CASES)}')
   path = RESULTS / 'disco.json'
   known = json.loads(path.read_text())['results'] if path.exists() else {}
+
+  def note(part: Any) -> None:
+    known[case] = part
+    record('disco', {name: known[name] for name in CASES if name in known})
+
   for case in names:
-    known[case] = run(rule, case)
+    known[case] = run(rule, case, note)
     print(case, known[case].get('median_caught') or np.round(known[case]['returns'], 2), flush=True)
     record('disco', {name: known[name] for name in CASES if name in known})
 

@@ -229,8 +229,9 @@ def _some(names: list[str]) -> str:
 
 def save(path: str | Path, params: Params) -> None:
   """Writes a rule as `load` reads it."""
+  arrays: Any = {name: np.asarray(x) for name, x in params.items()}
   with Path(path).open('wb') as file:
-    np.savez(file, **{name: np.asarray(x) for name, x in params.items()})
+    np.savez(file, **arrays)
 
 
 def init(key: Array, sizes: Sizes) -> dict[str, Array]:

@@ -15,11 +15,17 @@ import numpy as np
 import pytest
 import rule_files
 from gymnasium import spaces
+from jax.flatten_util import ravel_pytree
+from test_value_agents import anakin
 
 from podrace import distributions, rules, topology
-from podrace.agents.disco import Disco, Extras
+from podrace.agents.disco import Disco, Extras, divergence, inputs_of
+from podrace.config import bind
+from podrace.envs import make
+from podrace.errors import UsageError
 from podrace.learner import sample_learner
 from podrace.networks import Predictions, Predictor
+from podrace.networks.planning import decode
 from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow
@@ -55,14 +61,15 @@ def table() -> Predictions:
 
 
 def window_of(update: int) -> Trajectory:
-  t = inputs.trajectory(update)
+  t: Any = {k: jnp.asarray(x) for k, x in inputs.trajectory(update).items()}
   last, action = t['last'], t['action'][:-1]
-  zeros = np.zeros((*last.shape, 4), np.float32)
-  step_type = np.where(last, 2, 1).astype(np.int8)
-  step_type[1:][last[:-1]] = 0
-  steps = TimeStep(zeros, t['reward'], 1 - last.astype(np.float32), step_type)
+  first = jnp.concatenate([jnp.zeros_like(last[:1]), last[:-1]])
+  step_type = jnp.where(last, 2, jnp.where(first, 0, 1)).astype(jnp.int8)
+  steps = TimeStep(
+    jnp.zeros((*last.shape, 4)), t['reward'], 1 - last.astype(jnp.float32), step_type
+  )
   extras = Extras(t['behaviour'][:-1])
-  return Trajectory(steps, ActorOutput(action, extras), (), np.arange(inputs.B, dtype=np.int32))
+  return Trajectory(steps, ActorOutput(action, extras), (), jnp.arange(inputs.B))
 
 
 def by_stream(batch: Trajectory) -> Trajectory:
@@ -121,7 +128,7 @@ def test_the_update_is_that_of_the_released_code() -> None:
       ('target_params', train.rest.target),
       ('mean_gradient', mean),
     ):
-      shown = inputs.shown(dict(zip(inputs.SHAPES, tree, strict=True)))
+      shown = inputs.shown(dict(zip(inputs.SHAPES, map(np.asarray, tree), strict=True)))
       for key, numbers in expected[name].items():
         close(shown[key], numbers, f'{name} {key}', 1e-2 if name == 'mean_gradient' else 1.0)
 
@@ -129,13 +136,11 @@ def test_the_update_is_that_of_the_released_code() -> None:
 def unflattened(agent: Disco, train: TrainState) -> Predictions:
   """Adam's mean of the gradients, as a table."""
   (mean,) = (s.mu for s in train.rest.opt_state if hasattr(s, 'mu'))
-  found: Predictions = jax.flatten_util.ravel_pytree(train.params)[1](mean)
+  found: Predictions = ravel_pytree(train.params)[1](mean)
   return found
 
 
 def check_targets(agent: Disco, train: TrainState, window: Trajectory, expected: Any) -> None:
-  from podrace.agents.disco import inputs_of
-
   found = agent.estimates(train.params, train.rest.target, window)
   first, second = jnp.mean(found.advantage), jnp.mean(found.advantage**2)
   moments = agent.moved(train.rest.moments, first, second)
@@ -157,22 +162,26 @@ def random_window(batch: int = 8, length: int = 6, mask: bool = False) -> Trajec
   shape = (length + 1, batch)
   step_type = rng.choice([1, 1, 1, 2], shape).astype(np.int8)
   step_type[1:][step_type[:-1] == 2] = 0
-  step_type[2, :2], step_type[3, :2] = (
-    2,
-    0,
-  )  # more ends on one half of the streams than on the other
+  step_type[2, :2] = 2  # more ends on one half of the streams than on the other
+  step_type[3, :2] = 0
   observation: Any = rng.normal(size=(*shape, 4)).astype(np.float32)
   if mask:
     allowed = rng.random((*shape, 3)) < 0.5
     allowed[..., 0] |= ~allowed.any(-1)
     observation = dict(x=observation, action_mask=allowed.astype(np.int8))
   discount = np.where((step_type == 2) & (rng.random(shape) < 0.7), 0, 1).astype(np.float32)
-  steps = TimeStep(observation, rng.normal(size=shape).astype(np.float32), discount, step_type)
+  reward = rng.normal(size=shape).astype(np.float32)
   action = rng.integers(0, 3, shape)[:-1].astype(np.int32)
   behaviour = rng.normal(size=(length, batch, 3)).astype(np.float32)
-  return Trajectory(
-    steps, ActorOutput(action, Extras(behaviour)), (), np.arange(batch, dtype=np.int32)
+  steps, outputs, env_id = jax.tree.map(
+    jnp.asarray,
+    (
+      (observation, reward, discount, step_type),
+      (action, behaviour),
+      np.arange(batch, dtype=np.int32),
+    ),
   )
+  return Trajectory(TimeStep(*steps), ActorOutput(outputs[0], Extras(outputs[1])), (), env_id)
 
 
 def bound(agent: Disco, space: Any = SPACE) -> Disco:
@@ -209,8 +218,6 @@ def test_past_a_time_limit_a_value_is_bootstrapped_from() -> None:
 
 
 def value_of(agent: Disco, logits: Any) -> Any:
-  from podrace.networks.planning import decode
-
   return decode(logits, agent.network.support)
 
 
@@ -363,13 +370,13 @@ def test_what_is_no_rule_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_rule_of_another_size_or_content_is_refused(tmp_path: Path) -> None:
-  with pytest.raises(UsageError, match='needs --agent.network.predictions 12, not 30'):
+  with pytest.raises(UsageError, match=r'needs --agent.network.predictions 12, not 30'):
     small(network=dict(predictions=30)).memory(8, 4)
-  with pytest.raises(UsageError, match='needs --agent.lifetime 6, not 7'):
+  with pytest.raises(UsageError, match=r'needs --agent.lifetime 6, not 7'):
     small(lifetime=7).memory(8, 4)
-  with pytest.raises(UsageError, match='--agent.rule PATH.npz.*https://.*disco_103.npz'):
+  with pytest.raises(UsageError, match=r'--agent.rule PATH.npz.*https://.*disco_103.npz'):
     Disco().memory(8, 4)
-  with pytest.raises(UsageError, match='sha256 is [0-9a-f]{64}, expected 00$'):
+  with pytest.raises(UsageError, match=r'sha256 is [0-9a-f]{64}, expected 00$'):
     small(rule_sha256='00').memory(8, 4)
   path = rule_files.write(tmp_path / 'rule.npz')
   agent = small(str(path))
@@ -393,7 +400,7 @@ def test_it_is_for_discrete_actions() -> None:
   with pytest.raises(ValueError, match='needs a Discrete action space, not Box'):
     Predictor().bind(SPACE, SPACE)
   for settings in (dict(bins=2), dict(predictions=0), dict(max_value=0.0), dict(head_hidden=(0,))):
-    with pytest.raises(ValueError, match='at least|more than 0'):
+    with pytest.raises(ValueError, match=r'at least|more than 0'):
       Predictor(**settings)
 
 

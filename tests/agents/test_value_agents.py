@@ -48,7 +48,7 @@ TINY_MODEL: dict[str, Any] = dict(
 )
 SMALL = Buffer(capacity=512, batch_size=24, min_size=64, samples_per_insert=1.5)
 RANKED = dataclasses.replace(SMALL, priority_exponent=0.6)
-AGENTS = {
+AGENTS: dict[str, Any] = {
   'dqn': DQN(QNetwork(hidden=(16,), dueling=True), RANKED, n_step=2, target_period=3),
   'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
   'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
