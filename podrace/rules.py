@@ -6,7 +6,7 @@ backwards over the trajectory, as returns do; a second one goes one step with ea
 agent. What a rule says does not depend on the number of actions or on observations.
 
 Everything is a pure function of `params`, the arrays of the file under their names there, and of `state`.
-`targets` and `remember` are apart because a mean over devices belongs between them; `update` is both.
+`targets` and `remember` are two functions because a mean over devices belongs between them; `update` is both.
 
 The format is that of google-deepmind/disco_rl's released weights: an .npz of float32 arrays. Sizes may differ.
 """
@@ -50,7 +50,7 @@ class Predicted(NamedTuple):
 
 
 class Inputs(NamedTuple):
-  """What a rule is told of a trajectory of T steps."""
+  """What a rule looks at, of a trajectory of T steps."""
 
   online: Predicted
   target: Predicted  # by parameters that follow the online ones slowly
@@ -92,7 +92,7 @@ class Sizes:
   trajectory: int = 256  # of the LSTM over a trajectory
   lifetime: int = 128  # M, of the LSTM over the lifetime
   embedding: int = 16  # of a prediction, before it becomes one number
-  channels: int = 16  # of an action, before and after it is told about the others
+  channels: int = 16  # of an action, before the mean of all is added
   pooled: int = 2
   policy: int = 16  # of an action, before it becomes its target
   lifetime_embedding: int = 16  # the same, of what the LSTM over the lifetime is given
@@ -120,7 +120,7 @@ class Sizes:
       f'{HIDDEN}/mlp_2/~/linear_0': (lifetime_rows, self.summary),
       **_pooling(HIDDEN, self.lifetime_channels, self.lifetime_pooled),
     }
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name, shape in linear.items():
       found[f'{name}/b'], found[f'{name}/w'] = (shape[-1],), shape
     return found
@@ -189,9 +189,10 @@ def load(path: str, expected: str) -> dict[str, np.ndarray]:
       f'the rule {path} is another file than it was: its sha256 is {found}, expected {expected}'
     )
   try:
-    with np.load(path, allow_pickle=False) as file:
-      if not isinstance(file, np.lib.npyio.NpzFile):
-        raise ValueError('it holds one array')
+    opened = np.load(path, allow_pickle=False)
+    if isinstance(opened, np.ndarray):
+      raise ValueError('it holds one array')
+    with opened as file:
       params = {name: file[name] for name in file.files}
   except (ValueError, EOFError, OSError, zipfile.BadZipFile) as e:
     raise UsageError(f'{path} is no rule: an .npz of arrays is expected; {e}') from e

@@ -6,8 +6,8 @@ arXiv 1606.02647), and a further head foresees the policy one step later. What t
 lifetime, the moments of the advantages and the target network are part of the agent's state.
 
 Against google-deepmind/disco_rl: the moments of TD errors are left out, as nothing is learned from them; a mean over
-steps counts those of all devices together; past a time limit a value is bootstrapped from, while the rule is told
-that the episode ended; actions that an observation forbids are so in the target of the policy as well.
+steps counts those of all devices together; past a time limit a value is bootstrapped from, while for the rule
+the episode has ended; actions that an observation forbids are so in the target of the policy as well.
 
 There are two all-reduces in a gradient step, where other agents have one: the rule is given advantages that are
 divided by their size in this batch too, on all devices, so that is averaged first.
@@ -290,7 +290,7 @@ def observations(window: Trajectory) -> Any:
 def inputs_of(
   online: Predictions, target: Predictions, found: Estimates, window: Trajectory, moments: Moments
 ) -> rules.Inputs:
-  """What the rule is told."""
+  """What the rule looks at."""
   t, outputs = window.timesteps, window.outputs
   mean, variance = mean_and_variance(moments)
   scale = 1 / (jnp.sqrt(variance + 1e-12) + 1e-6)
