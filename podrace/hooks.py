@@ -12,6 +12,7 @@ The four are `podrace.types.Agent`. The others:
   that try out actions by its rules.
 - `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does not fit; '' if all
   is well. A run prints the first one.
+- `opening() -> str`: what a run says of it when it begins; without, nothing.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer targets in their
   `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be refreshed.
@@ -142,6 +143,12 @@ def advice(agent: Any, line: dict[str, Any]) -> str:
   """The agent's message for the user about a line of metrics; '' if all is well."""
   inner = innermost(agent)
   return inner.advice(line) if hasattr(inner, 'advice') else ''
+
+
+def opening(agent: Any) -> str:
+  """What a run says of the agent when it begins; '' for nothing."""
+  inner = innermost(agent)
+  return inner.opening() if hasattr(inner, 'opening') else ''
 
 
 def checks_vma(agent: Any) -> bool:

@@ -222,6 +222,8 @@ class _Run:
     started = time.perf_counter()
     # Several processes compile together: who leaves takes the others down.
     alone = 0.0 if jax.process_count() == 1 else GRACE_SECONDS
+    if opening := hooks.opening(config.agent):
+      self.say(opening)
     self.say(f'compiling {config.env} for {self.program.mesh.size} device(s) ...')
     stack.callback(self.program.close)
     self.stop.during(self.program.compile, 'compilation', self.warn, alone)

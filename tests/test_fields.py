@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+import rule_files
 from gymnasium import spaces
 
 import podrace
 from podrace import topology
 from podrace.agents import AGENTS
 from podrace.agents.d4pg import D4PG
+from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.muesli import Muesli
@@ -24,7 +26,7 @@ from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
-from podrace.networks import Actor, ActorCritic, Critic, LearnedModel, QNetwork
+from podrace.networks import Actor, ActorCritic, Critic, LearnedModel, Predictor, QNetwork
 from podrace.replay import Buffer, on_policy
 from podrace.types import TimeStep, Trajectory
 
@@ -174,6 +176,15 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       dict(network=(LearnedModel, dict(blocks=1, channels=2, observation_space=IMAGE))),
     ),
   ],
+  'disco': [
+    (
+      dict(rule=rule_files.small(), lifetime=rule_files.SIZES.lifetime),
+      dict(
+        network=(Predictor, dict(core=core, core_size=4, predictions=rule_files.SIZES.predictions))
+      ),
+    )
+    for core in ('none', 'gru')
+  ],
 }
 REPLAY_CLASSES = {
   'dqn': DQN,
@@ -182,6 +193,7 @@ REPLAY_CLASSES = {
   'd4pg': D4PG,
   'muzero': MuZero,
   'muesli': Muesli,
+  'disco': Disco,
 }
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
@@ -192,6 +204,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'd4pg': {'critic': BODY, 'buffer': RANKING},
   'muzero': {},
   'muesli': {},
+  'disco': {},
 }
 
 

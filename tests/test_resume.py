@@ -16,6 +16,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import rule_files
 from children import until
 from processes import (
   DEADLINE,
@@ -48,6 +49,9 @@ PLAN = ['--agent', 'muzero', '--agent.simulations', '3', '--agent.unroll', '2', 
         '--agent.network.latent', '8', '--agent.reanalyse', '0.5']  # fmt: skip
 MUESLI = ['--agent', 'muesli', '--agent.unroll', '2', '--agent.network.latent', '8', '--agent.capacity', '2048',
           '--agent.min-size', '500', '--agent.batch-size', '16']  # fmt: skip
+RULE = ['--agent', 'disco', '--agent.rule', rule_files.small(), '--agent.lifetime', '6', '--agent.network.predictions', '12',
+        '--agent.network.core', 'gru', '--agent.network.core-size', '8', '--agent.capacity', '2048',
+        '--agent.min-size', '500', '--agent.batch-size', '16', '--agent.replay-ratio', '3.7']  # fmt: skip
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -95,6 +99,10 @@ CASES = {
   ),
   'muesli-sebulba-on-the-host': (
     1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *MUESLI, *SHORT]
+  ),
+  'a-rule': (1, [*RULE, *SHORT]),
+  'a-rule-sebulba-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *RULE, *SHORT]
   ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']

@@ -14,6 +14,7 @@ AGENTS = {  # what the command line calls them -> module, class
   'd4pg': ('podrace.agents.d4pg', 'D4PG'),
   'muzero': ('podrace.agents.muzero', 'MuZero'),
   'muesli': ('podrace.agents.muesli', 'Muesli'),
+  'disco': ('podrace.agents.disco', 'Disco'),
 }
 
 RELATED = {  # other names of algorithms -> the nearest of ours
@@ -25,6 +26,7 @@ RELATED = {  # other names of algorithms -> the nearest of ours
   ),
   **dict.fromkeys(('drqn', 'ngu', 'agent57'), ('r2d2',)),
   **dict.fromkeys(('alphazero', 'efficientzero', 'gumbel-muzero', 'sampled-muzero'), ('muzero',)),
+  **dict.fromkeys(('discorl', 'disco-rl', 'disco103', 'disco-103'), ('disco',)),
 }
 
 
@@ -33,7 +35,7 @@ def agents_for(space: Any) -> list[str]:
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):
-    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli']
+    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco']
   if not isinstance(space, spaces.Box):
     return ['impala', 'ppo', 'muzero']
   return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']

@@ -169,6 +169,7 @@ PARTS = {  # fields of agents that have fields of their own -> class -> where, a
     'ActorCritic': ('networks/actor_critic.py', 'impala and ppo'),
     'QNetwork': ('networks/q_network.py', 'dqn and r2d2'),
     'LearnedModel': ('networks/planning.py', 'muzero and muesli'),
+    'Predictor': ('networks/predictor.py', 'disco'),
   },
   'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
   'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},

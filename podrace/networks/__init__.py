@@ -1,4 +1,4 @@
-"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor` and `Critic` ship.
+"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor`, `Critic` and `Predictor` ship.
 
 `Model` is what agents ask for that plan; `LearnedModel` ships.
 
@@ -11,6 +11,7 @@ from podrace.networks.continuous import Actor, Critic
 from podrace.networks.layers import inside_loops, outside_loops
 from podrace.networks.observations import image_sides
 from podrace.networks.planning import LearnedModel, Model, Prediction
+from podrace.networks.predictor import Predictions, Predictor
 from podrace.networks.protocol import (
   Network,
   PolicyValue,
@@ -31,6 +32,8 @@ __all__ = [
   'Network',
   'PolicyValue',
   'Prediction',
+  'Predictions',
+  'Predictor',
   'QNetwork',
   'image_sides',
   'inside_loops',

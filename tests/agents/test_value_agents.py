@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rule_files
 from test_sebulba import AGENTS as ON_POLICY
 from test_sebulba import (
   Learning,
@@ -26,6 +27,7 @@ from test_sebulba import (
 from podrace import topology
 from podrace.agents import AGENTS as NAMES
 from podrace.agents.d4pg import D4PG
+from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
@@ -36,7 +38,7 @@ from podrace.bench import combined_rate, learner_rate, memory
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
-from podrace.networks import Actor, Critic, LearnedModel, QNetwork
+from podrace.networks import Actor, Critic, LearnedModel, Predictor, QNetwork
 from podrace.replay import Buffer
 from podrace.topology import split_devices
 
@@ -46,7 +48,7 @@ TINY_MODEL: dict[str, Any] = dict(
 )
 SMALL = Buffer(capacity=512, batch_size=24, min_size=64, samples_per_insert=1.5)
 RANKED = dataclasses.replace(SMALL, priority_exponent=0.6)
-AGENTS = {
+AGENTS: dict[str, Any] = {
   'dqn': DQN(QNetwork(hidden=(16,), dueling=True), RANKED, n_step=2, target_period=3),
   'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
   'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
@@ -55,8 +57,23 @@ AGENTS = {
     LearnedModel(**TINY_MODEL), RANKED, simulations=3, unroll=2, n_step=2, target_period=3
   ),
   'muesli': Muesli(LearnedModel(**TINY_MODEL), capacity=512, batch_size=24, min_size=64, unroll=2),
+  'disco': Disco(
+    rule_files.small(),
+    lifetime=rule_files.SIZES.lifetime,
+    capacity=512,
+    batch_size=24,
+    min_size=64,
+    replay_ratio=6.0,
+    network=Predictor(
+      hidden=(16,),
+      model_size=8,
+      head_hidden=(8,),
+      predictions=rule_files.SIZES.predictions,
+      bins=21,
+    ),
+  ),
 }
-ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero', 'muesli'), 'podrace:catch')
+ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
 
 
 def env_of(name: str) -> str:
@@ -101,6 +118,7 @@ def test_every_agent_is_here_or_there() -> None:
     'dqn',
     'muzero',
     pytest.param('sac', marks=SLOW),
+    'disco',
     pytest.param('muesli', marks=SLOW),
     pytest.param('r2d2', marks=SLOW),
     pytest.param('d4pg', marks=SLOW),
@@ -123,13 +141,14 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-  'name', [n if n in ('dqn', 'sac') else pytest.param(n, marks=SLOW) for n in AGENTS]
+  'name', [n if n in ('dqn', 'sac', 'disco') else pytest.param(n, marks=SLOW) for n in AGENTS]
 )
 def test_collectives_and_copies(name: str) -> None:
-  """One all-reduce for each gradient step, on four devices; nothing of what replay keeps is copied."""
+  """One all-reduce for each gradient step, two for Disco, on four devices; nothing of what replay keeps is copied."""
   program = anakin(AGENTS[name], env_of(name), 4)
   text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
-  assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == 1
+  expected = 2 if name == 'disco' else 1  # its advantages are scaled by this batch's of all devices
+  assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == expected
   for other in ('all-gather', 'collective-permute', 'all-to-all', 'reduce-scatter'):
     assert f' {other}(' not in text and f' {other}-start(' not in text
   copied = {tuple(map(int, x.split(','))) for x in re.findall(r'\[([\d,]+)\]\S* copy\(', text)}
@@ -357,7 +376,7 @@ SEEDS_APART = AGENTS | {
 
 
 @SLOW
-@pytest.mark.parametrize('name', ['dqn', 'r2d2', 'muzero', 'muesli'])
+@pytest.mark.parametrize('name', ['dqn', 'r2d2', 'muzero', 'muesli', 'disco'])
 def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
   """Parameters to rounding; and the same actions in the same environments, so no random number is another one."""
   agent, both = SEEDS_APART[name], jnp.concatenate([keys(0), keys(1)])

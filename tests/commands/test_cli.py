@@ -589,10 +589,16 @@ BAD = [
   (['train', '--agent.network.torso', 'nature', '--env', 'gymnax:CartPole-v1'], 'needs an image'),
   (['train', '--agent', 'sac'],
    'sac cannot act in podrace:catch, whose action space is Discrete(3, dtype=int32): take --agent '
-   'impala, ppo, dqn, r2d2, muzero or muesli'),
+   'impala, ppo, dqn, r2d2, muzero, muesli or disco'),
   (['train', '--agent', 'dqn', '--env', 'gymnax:Pendulum-v1'],
    'dqn cannot act in gymnax:Pendulum-v1, whose action space is Box(-2.0, 2.0, (1,), float32): take '
    '--agent impala, ppo, sac, d4pg or muzero'),
+  (['train', '--agent', 'disco'], 'disco learns by a rule: give its file by --agent.rule PATH.npz'),
+  (['train', '--agent', 'disco', '--agent.rule', 'none.npz'], 'cannot read the rule none.npz: No such file'),
+  (['train', '--agent', 'disco', '--agent.rule', __file__], 'is no rule: an .npz of arrays is expected'),
+  (['train', '--agent', 'disco', '--agent.rule', __file__, '--agent.rule-sha256', '00'], 'expected 00'),
+  (['train', '--agent', 'disco', '--env', 'gymnax:Pendulum-v1', '--agent.rule', __file__],
+   'disco cannot act in gymnax:Pendulum-v1'),
   (['train', '--agent', 'r2d2', '--env', 'gymnasium:Pendulum-v1', '--architecture', 'sebulba'],
    'r2d2 cannot act in gymnasium:Pendulum-v1'),
   (['train', '--agent.network.squash', 'True'], 'needs a continuous action space'),

@@ -1,0 +1,336 @@
+"""Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature), given as a file.
+
+The rule, a network (`podrace.rules`), looks at a trajectory and says where the policy and two predictions, y and z,
+should move; the loss is a KL divergence to that. What an action is worth is learned from Retrace (Munos et al. 2016,
+arXiv 1606.02647), and a further head foresees the policy one step later. What the rule remembers of an agent's
+lifetime, the moments of the advantages and the target network are part of the agent's state.
+
+Against google-deepmind/disco_rl: the moments of TD errors are left out, as nothing is learned from them; a mean over
+steps counts those of all devices together; past a time limit a value is bootstrapped from, while for the rule
+the episode has ended; actions that an observation forbids are so in the target of the policy as well.
+
+There are two all-reduces in a gradient step, where other agents have one: the rule is given advantages that are
+divided by their size in this batch too, on all devices, so that is averaged first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from jax import lax
+
+from podrace import returns, rules
+from podrace.agents import check
+from podrace.agents.searching import masked
+from podrace.errors import UsageError
+from podrace.fields import check_types
+from podrace.learner import sgd
+from podrace.networks import Predictions, Predictor, merge_time, split_time
+from podrace.networks.planning import decode, number_loss
+from podrace.replay import Buffer, windows
+from podrace.topology import AXIS
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Replay,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+)
+
+
+class Moments(NamedTuple):
+  """Moving averages of advantages that begin as 0, [] f32 each."""
+
+  first: Array
+  second: Array
+  start: Array  # the share of them that is this 0
+
+
+class Rest(NamedTuple):
+  """What else is learned, and what the rule remembers."""
+
+  target: Any  # the network that targets are made by
+  opt_state: Any
+  memory: rules.State
+  moments: Moments
+
+
+class Extras(NamedTuple):
+  """What learning wants to know of each action."""
+
+  policy: Array  # [B, A] f32 logits that it was drawn by
+
+
+class Estimates(NamedTuple):
+  """What values say of a trajectory, by the target network and the online policy."""
+
+  value: Array  # [T+1, B] f32 by the online network
+  q_target: Array  # [T, B] f32 Retrace's, of the actions that were taken
+  advantage: Array  # [T, B] f32 of the same
+  q: Array  # [T, B, A] f32
+  advantages: Array  # [T, B, A] f32 of all actions
+
+
+@dataclasses.dataclass(frozen=True)
+class Disco:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  rule: str = ''  # the file of a rule, PATH.npz; see docs/discovery.md
+  rule_sha256: str = ''  # of that file; '': it is taken as it is found, and recorded
+  lifetime: int = 128  # numbers that the rule remembers of an agent's life: as many as the file has
+  network: Predictor = Predictor()
+  capacity: int = 100_000  # environment steps that replay keeps, of all environments
+  batch_size: int = 64  # windows in one gradient, over all devices; each is an unroll
+  min_size: int = 1_000  # environment steps before learning begins
+  replay_ratio: float = 8.0  # how often a window is learned from
+  learning_rate: float = 3e-4
+  adam_epsilon: float = 1e-8
+  max_update: float = 1.0  # of each parameter's step, before the learning rate
+  discount: float = 0.997
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # Retrace's
+  target_rate: float = 0.1  # of the target network's moving average
+  moments_decay: float = 0.99  # of the moving averages that advantages are scaled by
+  policy_cost: float = 1.0
+  y_cost: float = 1.0
+  z_cost: float = 1.0
+  next_policy_cost: float = 1.0  # of the policy one step later
+  value_cost: float = 0.2
+  greedy: bool = False  # act by the mode, for evaluation
+
+  def __post_init__(self) -> None:
+    check_settings(self)
+    if self.rule and not self.rule_sha256:
+      object.__setattr__(self, 'rule_sha256', rules.sha256(self.rule))
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """What is learned from: the unrolls of the past, all alike."""
+    self.params()
+    ratio = self.replay_ratio / unroll_length
+    buffer = Buffer(self.capacity, self.batch_size, self.min_size, ratio)
+    return windows(buffer, unroll_length, num_envs, unroll_length, keep_state=True, stack=stack)
+
+  def params(self) -> dict[str, np.ndarray]:
+    """The arrays of the rule.
+
+    Raises:
+      UsageError: if there is none, or not one that this agent can learn by.
+    """
+    if not self.rule:
+      raise UsageError(
+        'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released one, is at '
+        f'{rules.SOURCE}'
+      )
+    params = rules.load(self.rule, self.rule_sha256)
+    sizes = rules.sizes_of(params)
+    ours = {
+      '--agent.network.predictions': (self.network.predictions, sizes.predictions),
+      '--agent.lifetime': (self.lifetime, sizes.lifetime),
+    }
+    for option, (has, needed) in ours.items():
+      if has != needed:
+        raise UsageError(f'the rule {self.rule} needs {option} {needed}, not {has}')
+    return params
+
+  def opening(self) -> str:
+    """What a run says of it when it begins."""
+    name = rules.KNOWN.get(self.rule_sha256)
+    return f'learning by the rule {self.rule}, {name or "which is not a released one"} (sha256 {self.rule_sha256})'
+
+  def init(self, key: Array) -> TrainState:
+    network = self.network.init(key)
+    moments = Moments(jnp.float32(0), jnp.float32(0), jnp.float32(1))
+    memory = rules.initial_state(self.lifetime)
+    return TrainState(network, Rest(network, self.optimiser().init(network), memory, moments))
+
+  def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    return TrainState(params, train.rest._replace(target=params))
+
+  def initial_state(self, env_id: Array) -> Any:
+    return self.network.initial_state(env_id.shape[0])
+
+  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    said, state = self.network.step(params, state, timestep)
+    kind = self.network.distribution
+    x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
+    return ActorOutput(kind.to_action(x), Extras(said.policy)), state
+
+  # --- learning
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    train, metrics = self.learn_by(self.params(), train, sample.trajectory)
+    return train, jnp.ones_like(sample.weight), metrics
+
+  def learn_by(
+    self, rule: rules.Params, train: TrainState, window: Trajectory
+  ) -> tuple[TrainState, Metrics]:
+    """One gradient step by the rule of these parameters."""
+    rest = train.rest
+    online, target = (
+      self.network.unroll(params, window.agent_state, window.timesteps)[0]
+      for params in (train.params, rest.target)
+    )
+    found = self.estimates(online, target, window)
+    mask = 1.0 - window.timesteps.last[:-1]
+    sums = jnp.mean(found.advantage), jnp.mean(jnp.square(found.advantage)), jnp.mean(mask)
+    first, second, valid = lax.pmean(sums, AXIS)
+    moments = self.moved(rest.moments, first, second)
+    inputs = inputs_of(online, target, found, window, moments)
+    goals, summary = rules.targets(rule, rest.memory, inputs)
+    goals = lax.stop_gradient(
+      goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
+    )
+    # The last state's is not known, nor is anything learned of it.
+    action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])
+    weight = mask / jnp.maximum(valid, 1e-8)
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      said = self.network.unroll_taken(network, window.agent_state, window.timesteps, action)
+      total, metrics = self.losses(said, goals, found.q_target, weight, window)
+      return total, (dict(loss=total, **metrics, value=jnp.mean(found.value)), summary)
+
+    network, opt_state, (metrics, summary) = sgd(
+      loss, self.optimiser(), train.params, rest.opt_state
+    )
+    metrics['advantage_std'] = jnp.sqrt(mean_and_variance(moments)[1])
+    new = Rest(
+      optax.incremental_update(train.params, rest.target, self.target_rate),
+      opt_state,
+      rules.remember(rule, rest.memory, summary),
+      moments,
+    )
+    return TrainState(network, new), metrics
+
+  def estimates(self, online: Predictions, target: Predictions, window: Trajectory) -> Estimates:
+    """Retrace by the target network's values [T+1, B, A, bins], for the online policy."""
+    t, action = window.timesteps, window.outputs.action
+    pi, log_pi = jax.nn.softmax(online.policy), jax.nn.log_softmax(online.policy[:-1])
+    log_mu = jax.nn.log_softmax(window.outputs.extras.policy)
+    rho = jnp.exp(rules.chosen(log_pi - log_mu, action))
+    own_q, q = (decode(said.q, self.network.support) for said in (online, target))
+    value = jnp.sum(pi * q, axis=-1)
+    c = jnp.where(t.last[:-1], 0.0, self.lambda_ * jnp.minimum(1.0, rho))
+    q_taken = rules.chosen(q[:-1], action)
+    # Retrace's value and trace of an action belong to the step that it begins; the last one's is not looked at.
+    c_t, q_t = (jnp.concatenate([x[1:], jnp.zeros_like(x[:1])]) for x in (c, q_taken))
+    retrace = jax.vmap(returns.retrace, in_axes=1, out_axes=1)
+    q_target = retrace(t.reward[1:], self.discount * t.discount[1:], c_t, q_t, value[1:])
+    return Estimates(
+      value=jnp.sum(pi * own_q, axis=-1),
+      q_target=q_target,
+      advantage=q_target - value[:-1],
+      q=q[:-1],
+      advantages=(q - value[..., None])[:-1],
+    )
+
+  def moved(self, moments: Moments, first: Array, second: Array) -> Moments:
+    """The moving averages, one batch later."""
+    keep = self.moments_decay
+    return Moments(
+      keep * moments.first + (1 - keep) * first,
+      keep * moments.second + (1 - keep) * second,
+      keep * moments.start,
+    )
+
+  def losses(
+    self,
+    said: Predictions,
+    goals: rules.Targets,
+    q_target: Array,
+    weight: Array,
+    window: Trajectory,
+  ) -> tuple[Array, dict[str, Array]]:
+    """The loss of a batch, a mean of each step's with these weights [T, B], and metrics.
+
+    `said` is of the actions that were taken.
+    """
+    now = jax.tree.map(lambda x: x[:-1], said)
+    value_loss = number_loss(merge_time(now.q), q_target.reshape(-1), self.network.support)
+    later = divergence(lax.stop_gradient(said.policy[1:]), now.next_policy)
+    parts = dict(
+      policy_loss=divergence(goals.policy, now.policy),
+      y_loss=divergence(goals.y, now.y),
+      z_loss=divergence(goals.z, now.z),
+      next_policy_loss=jnp.where(window.timesteps.last[1:], 0.0, later),
+      value_loss=split_time(value_loss, q_target.shape[0]),
+    )
+    means = {name: jnp.mean(weight * x) for name, x in parts.items()}
+    costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
+    total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
+    log_p = jax.nn.log_softmax(now.policy)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    return total, means | dict(entropy=jnp.mean(weight * entropy))
+
+  def optimiser(self) -> optax.GradientTransformation:
+    return optax.flatten(
+      optax.chain(
+        optax.scale_by_adam(eps=self.adam_epsilon),
+        optax.clip(self.max_update),
+        optax.scale_by_learning_rate(self.learning_rate),
+      )
+    )
+
+
+def observations(window: Trajectory) -> Any:
+  """Of the T steps."""
+  return jax.tree.map(lambda x: x[:-1], window.timesteps.observation)
+
+
+def inputs_of(
+  online: Predictions, target: Predictions, found: Estimates, window: Trajectory, moments: Moments
+) -> rules.Inputs:
+  """What the rule looks at."""
+  t, outputs = window.timesteps, window.outputs
+  mean, variance = mean_and_variance(moments)
+  scale = 1 / (jnp.sqrt(variance + 1e-12) + 1e-6)
+  return rules.Inputs(
+    online=rules.Predicted(online.policy, online.y, online.z),
+    target=rules.Predicted(target.policy, target.y, target.z),
+    behaviour=outputs.extras.policy,
+    action=outputs.action,
+    reward=t.reward[1:],
+    last=t.last[1:],
+    value=found.value,
+    advantage=found.advantage,
+    scaled_advantage=(found.advantage - mean) * scale,
+    q=found.q,
+    advantages=found.advantages,
+    scaled_advantages=(found.advantages - mean) * scale,
+  )
+
+
+def mean_and_variance(moments: Moments) -> tuple[Array, Array]:
+  known = 1 / (1 - moments.start)
+  mean = known * moments.first
+  return mean, jnp.maximum(0.0, known * moments.second - jnp.square(mean))
+
+
+def divergence(p: Array, q: Array) -> Array:
+  """KL(p || q) [...] of two categorical distributions by their logits [..., N]."""
+  log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
+  return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def check_settings(agent: Disco) -> None:
+  """Raises ValueError for the first setting that cannot be."""
+  check_types(agent)
+  for name in ('lifetime', 'batch_size'):
+    if getattr(agent, name) < 1:
+      raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
+  check(agent, 0, 1, 'discount', 'lambda_', 'target_rate', 'moments_decay')
+  rates = ('learning_rate', 'adam_epsilon', 'max_update')
+  costs = ('policy_cost', 'y_cost', 'z_cost', 'next_policy_cost', 'value_cost')
+  check(agent, 0, math.inf, *rates, *costs)
+  if not 0 < agent.replay_ratio < math.inf:
+    raise ValueError(f'replay_ratio must be more than 0, not {agent.replay_ratio}')

@@ -1,0 +1,145 @@
+"""The network of agents that learn by a rule: a policy, predictions without a meaning, and values of actions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from podrace import distributions
+from podrace.networks.body import Body
+from podrace.networks.cores import Core
+from podrace.networks.layers import Dense, product
+from podrace.networks.protocol import merge_time, split_time
+from podrace.networks.torsos import Mlp, Torso
+from podrace.types import Array, TimeStep
+
+
+class Predictions(NamedTuple):
+  """What the network says of timesteps [T, B]."""
+
+  policy: Array  # [T, B, A] f32 logits
+  y: Array  # [T, B, Y] f32 logits
+  z: Array  # [T, B, A, Y] f32 logits of each action; [T, B, Y] of one
+  q: Array  # [T, B, A, bins] or [T, B, bins] f32 logits over `Predictor.support`
+  next_policy: Array  # [T, B, A, A] or [T, B, A] f32 logits of the policy one step later
+
+
+class _Predictor(nn.Module):
+  settings: Predictor
+
+  def setup(self) -> None:
+    s = self.settings
+    actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
+    self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init)
+    self.features = [
+      Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]
+    ]  # linear, as theirs
+    if s.core != 'none':
+      self.rnn = Core(s.core, s.core_size)
+    self.policy_head = Dense(actions, kernel_init=small)
+    self.y_head = Dense(s.predictions, kernel_init=small)
+    self.root = Dense(s.model_size, kernel_init=s.kernel_init)
+    self.model = Dense(4 * s.model_size, kernel_init=s.kernel_init)
+    begin = nn.initializers.truncated_normal(1 / math.sqrt(actions + s.model_size))
+    self.code = self.param('code', begin, (actions, 4 * s.model_size))
+    self.z_head, self.q_head = self._head(s.predictions), self._head(s.bins)
+    self.next_head = self._head(actions)
+
+  def _head(self, size: int) -> nn.Module:
+    s = self.settings
+    hidden = Mlp(s.head_hidden, s.activate, s.kernel_init)
+    return nn.Sequential([hidden, Dense(size, kernel_init=s.kernel_init)])
+
+  def __call__(
+    self, state: Any, timesteps: TimeStep, action: Array | None = None
+  ) -> tuple[Predictions, Any]:
+    length = timesteps.reward.shape[0]
+    observation, mask = self.settings.prepare(merge_time(timesteps.observation))
+    x = self.torso(observation)
+    for layer in self.features:
+      x = layer(x)
+    if self.settings.core != 'none':
+      x, state = self.rnn(state, split_time(x, length), timesteps.first)
+      x = merge_time(x)
+    policy = self.policy_head(x)
+    if mask is not None:
+      policy = jnp.where(mask.reshape(policy.shape), policy, distributions.MASKED)
+    cell = self.root(x)
+    gates = self.model(jnp.tanh(cell))
+    if action is None:  # all: what one adds to the gates is a row of `code`
+      after = after_action(gates[:, None] + self.code[None], cell[:, None])
+    else:
+      code = jax.nn.one_hot(action.reshape(-1), self.code.shape[0])
+      after = after_action(gates + product(code, self.code), cell)
+    z, q, following = (
+      head(after.reshape(-1, after.shape[-1])).reshape(*after.shape[:-1], -1)
+      for head in (self.z_head, self.q_head, self.next_head)
+    )
+    return split_time(Predictions(policy, self.y_head(x), z, q, following), length), state
+
+
+def after_action(gates: Array, cell: Array) -> Array:
+  """The hidden state behind one LSTM step of the model, from gates [..., 4 M] and a cell [..., M]."""
+  i, f, g, o = jnp.split(gates, 4, axis=-1)
+  cell = nn.sigmoid(f + 1.0) * cell + nn.sigmoid(i) * jnp.tanh(g)
+  return nn.sigmoid(o) * jnp.tanh(cell)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictor(Body):
+  """Torso, core, and heads; those of single actions are behind one step of a model (Oh et al. 2025)."""
+
+  hidden: tuple[int, ...] = (512, 512)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  predictions: int = 600  # numbers of y, and of z for each action: as many as the rule's
+  model_size: int = 128  # of the model's LSTM
+  head_hidden: tuple[int, ...] = (128,)  # layers before what is said of an action, each its own
+  bins: int = 601  # atoms of a value, evenly spaced in its rescaled form
+  max_value: float = 300.0  # the largest of them, in that form; the least is -max_value
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    sizes = (self.predictions, self.model_size, *self.head_hidden)
+    if min(sizes) < 1 or self.bins < 3:
+      raise ValueError(
+        f'sizes must be at least 1, bins at least 3: {self.predictions=} {self.model_size=} '
+        f'{self.head_hidden=} {self.bins=}'
+      )
+    if self.max_value <= 0:
+      raise ValueError(f'max_value must be more than 0, not {self.max_value}')
+
+  @property
+  def activate(self) -> Any:
+    return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
+
+  @property
+  def support(self) -> Array:
+    """[bins] rescaled returns (`returns.rescale`)."""
+    return jnp.linspace(-self.max_value, self.max_value, self.bins)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _Predictor(self)
+
+  def unroll_taken(
+    self, params: Any, state: Any, timesteps: TimeStep, action: Array
+  ) -> Predictions:
+    """As `unroll`, but of actions [T, B] only: what is learned from, at a fraction of the cost."""
+    said: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
+    return said
+
+  def bind(self, observation_space: Any, action_space: Any) -> Any:
+    from gymnasium import spaces
+
+    if not isinstance(action_space, spaces.Discrete):
+      raise ValueError(
+        f'a rule for discrete actions needs a Discrete action space, not {action_space}'
+      )
+    return super().bind(observation_space, action_space)
