@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @functools.cache
 def small() -> str:
-  """The file of an untrained rule of `SIZES`; its name is the same in every process of a run of tests."""
+  """The file of an untrained rule of `SIZES`, one for each process."""
   path = Path(tempfile.gettempdir()) / f'podrace-test-rule-{os.getuid()}-{os.getpid()}.npz'
   write(path)
   return str(path)
