@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rule_files
 
 import podrace.hooks
 from podrace.agents import AGENTS
@@ -118,6 +119,7 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
   known = set(sys.modules)
   stub(monkeypatch)
   (tmp_path / 'runs').mkdir()
+  rule_files.write(tmp_path / 'disco_103.npz')  # which the pages say how to download
   for module, index in MODULES.get(name_of(page), {}).items():
     (tmp_path / f'{module}.py').write_text(blocks(page, 'python')[index])
   for args in commands(page):
