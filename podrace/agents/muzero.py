@@ -202,7 +202,7 @@ class MuZero:
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other searches on each device
     window = sample.trajectory
     plans = self.refreshed(rest.target, before.steps, window, own_key)
-    goals = self.goals(self.behind(window.timesteps), plans)
+    goals = goals_of(self, self.behind(window.timesteps), plans)
     weight = jnp.tile(sample.weight, self.sequence)
 
     def loss(network: Any) -> tuple[Array, Any]:
@@ -255,12 +255,8 @@ class MuZero:
       return kept
     pick_key, search_key = jax.random.split(key)
     rows = jax.random.permutation(pick_key, batch)[:some]  # a batch may be sorted by stream
-    picked = Trajectory(
-      *jax.tree.map(lambda x: x[:, rows], (window.timesteps, window.outputs)),
-      *jax.tree.map(lambda x: x[rows], (window.agent_state, window.env_id)),
-    )
     params = Params(target, steps - steps % self.target_period)
-    fresh = self.searched(params, picked, search_key)
+    fresh = self.searched(params, streams(window, rows), search_key)
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
 
   def searched(self, params: Params, window: Trajectory, key: Array) -> Plan:
@@ -280,28 +276,6 @@ class MuZero:
     plans = jax.tree.map(lambda old, new: old.at[behind].set(new), extras.plan, fresh)
     return window._replace(outputs=window.outputs._replace(extras=extras._replace(plan=plans)))
 
-  def goals(self, timesteps: TimeStep, plans: Plan) -> Goals:
-    """What the model should say; timesteps are those behind the burn-in."""
-    value = value_targets(self, timesteps, plans.value)
-    end = ends(timesteps, self.sequence, self.ahead)
-    return Goals(
-      jax.tree.map(self.spread, plans),
-      jnp.where(end.within, self.spread(value), 0.0),
-      jnp.where(end.passed, 0.0, self.spread(timesteps.reward)),
-      end.policy_mask,
-      end.value_mask,
-      end.reward_mask,
-    )
-
-  def spread(self, x: Array) -> Array:
-    """Of positions [P, B, ...], those after 0 to U actions from each state: [U + 1, sequence * B, ...]."""
-    return spread(x, self.sequence, self.ahead)
-
-  def imagine(self, network: Any, root: Any, samples: Any) -> tuple[Any, Array]:
-    """What the model makes of hidden states [N, ...] and the raw samples [P, B, ...] of a window."""
-    actions = jax.tree.map(lambda x: self.spread(x)[:-1], samples)
-    return imagine(self.network, network, root, actions)
-
   def losses(
     self, network: Any, window: Trajectory, goals: Goals
   ) -> tuple[Array, Array, dict[str, Array]]:
@@ -309,20 +283,21 @@ class MuZero:
     roots = self.sequence + (self.ahead if self.consistency else 0)
     observed = self.represent(network, window, roots)
     root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
-    hidden, reward = self.imagine(network, root, self.behind(window.outputs.extras.sample))
+    samples = spread_all(self, self.behind(window.outputs.extras.sample))
+    actions = jax.tree.map(lambda x: x[:-1], samples)
+    hidden, reward = imagine(self.network, network, root, actions)
     said = split_time(self.network.predict(network, merge_time(hidden)), self.ahead + 1)
     share = jnp.ones(self.ahead + 1).at[1:].set(1 / self.unroll)[:, None]
     support = self.network.support
 
-    def of_numbers(outputs: Array, x: Array) -> Array:
-      return split_time(number_loss(merge_time(outputs), x.reshape(-1), support), x.shape[0])
-
     policy, entropy = policy_losses(self, said.policy, goals.plan)
     policy = jnp.sum(share * goals.policy_mask * (policy - self.entropy_cost * entropy), axis=0)
-    value = jnp.sum(share * goals.value_mask * of_numbers(said.value, goals.value), axis=0)
+    value = jnp.sum(
+      share * goals.value_mask * number_losses(said.value, goals.value, support), axis=0
+    )
     rewards = jnp.zeros_like(value)
     if self.ahead:
-      each = goals.reward_mask[1:] * of_numbers(reward, goals.reward[1:])
+      each = goals.reward_mask[1:] * number_losses(reward, goals.reward[1:], support)
       rewards = jnp.sum(share[1:] * each, axis=0)
     total = policy + self.value_cost * value + self.reward_cost * rewards
     now = decode(said.value[0], support)
@@ -338,7 +313,7 @@ class MuZero:
     if support is not None:
       metrics['outside_support'] = jnp.mean(outside(goals.value[0], support))
     if self.consistency:
-      distance = consistency_losses(self, network, hidden, jax.tree.map(self.spread, observed))
+      distance = consistency_losses(self, network, hidden, spread_all(self, observed))
       distance = jnp.sum((share * goals.reward_mask)[1:] * distance, axis=0)
       metrics['consistency_loss'] = jnp.mean(distance)
       total += self.consistency * distance
@@ -357,6 +332,34 @@ class MuZero:
     return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
 
 
+def streams(window: Trajectory, rows: Array) -> Trajectory:
+  """Some of a batch."""
+  return Trajectory(
+    *jax.tree.map(lambda x: x[:, rows], (window.timesteps, window.outputs)),
+    *jax.tree.map(lambda x: x[rows], (window.agent_state, window.env_id)),
+  )
+
+
+def spread_all(agent: MuZero, tree: Any) -> Any:
+  """Of positions [P, B, ...], those after 0 to U actions from each state: [U + 1, sequence * B, ...]."""
+  return jax.tree.map(lambda x: spread(x, agent.sequence, agent.ahead), tree)
+
+
+def goals_of(agent: MuZero, timesteps: TimeStep, plans: Plan) -> Goals:
+  """What the model should say; timesteps are those behind the burn-in."""
+  value = value_targets(agent, timesteps, plans.value)
+  plan, value, reward = spread_all(agent, (plans, value, timesteps.reward))
+  end = ends(timesteps, agent.sequence, agent.ahead)
+  return Goals(
+    plan,
+    jnp.where(end.within, value, 0.0),
+    jnp.where(end.passed, 0.0, reward),
+    end.policy_mask,
+    end.value_mask,
+    end.reward_mask,
+  )
+
+
 def unfit(share: float, support: Array | None) -> str:
   """What to tell the user if a share of 1% and more of the targets is outside of the support; else ''."""
   if share < 0.01 or support is None:
@@ -372,6 +375,11 @@ def outside(value: Array, support: Array) -> Array:
   """Where targets [N] are more or less than the support can hold: 1, else 0."""
   x = returns.rescale(value)
   return ((x < support[0] - 1e-4) | (x > support[-1] + 1e-4)).astype(jnp.float32)
+
+
+def number_losses(outputs: Array, x: Array, support: Array | None) -> Array:
+  """Of outputs [U, N, ...] and numbers [U, N]."""
+  return split_time(number_loss(merge_time(outputs), x.reshape(-1), support), x.shape[0])
 
 
 def value_targets(agent: Any, timesteps: TimeStep, value: Array) -> Array:

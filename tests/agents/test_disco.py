@@ -99,10 +99,10 @@ def reference() -> dict[str, Any]:
   return document
 
 
-def released_agent(cls: Any = Disco) -> Any:
+def released_agent() -> Disco:
   path = rule_files.released()
   network = Table(observation_space=SPACE, action_space=spaces.Discrete(inputs.A))
-  return cls(path, network=network, learning_rate=inputs.LEARNING_RATE)
+  return Disco(path, network=network, learning_rate=inputs.LEARNING_RATE)
 
 
 def test_the_update_is_that_of_the_released_code() -> None:
@@ -110,7 +110,7 @@ def test_the_update_is_that_of_the_released_code() -> None:
   agent, params = released_agent(), table()
   assert agent.rule_sha256 == reference()['weights_sha256']
   assert rules.KNOWN[agent.rule_sha256] == 'Disco103' and 'Disco103' in agent.opening()
-  rest = dataclasses.replace(agent).init(jax.random.key(0)).rest
+  rest = agent.init(jax.random.key(0)).rest
   train = TrainState(params, rest._replace(target=params, opt_state=agent.optimiser().init(params)))
   step = learning(agent)
   for update, expected in enumerate(reference()['updates']):
@@ -144,11 +144,11 @@ def check_targets(agent: Disco, train: TrainState, window: Trajectory, expected:
   found = agent.estimates(train.params, train.rest.target, window)
   first, second = jnp.mean(found.advantage), jnp.mean(found.advantage**2)
   moments = agent.moved(train.rest.moments, first, second)
-  told = inputs_of(train.params, train.rest.target, found, window, moments)
-  targets, _ = rules.update(agent.params(), train.rest.memory, told)
+  seen = inputs_of(train.params, train.rest.target, found, window, moments)
+  targets, _ = rules.update(agent.params(), train.rest.memory, seen)
   close(found.q_target, expected['q_targets'], 'q')
   close(found.advantage, expected['advantage'], 'advantage')
-  close(told.scaled_advantage, expected['scaled_advantage'], 'scaled advantage')
+  close(seen.scaled_advantage, expected['scaled_advantage'], 'scaled advantage')
   close(targets.policy, expected['pi_hat'], 'policy')
   close(targets.y[..., ::60], expected['y_hat'], 'y')
   close(targets.z[..., ::60], expected['z_hat'], 'z')
@@ -268,7 +268,7 @@ def test_a_rule_is_the_same_for_any_number_of_actions() -> None:
   """An order of the actions is an order of its targets, and it sees no further than the end of an episode."""
   params = rules.init(jax.random.key(0), rule_files.SIZES)
   state = rules.State(jnp.ones(6), jnp.ones(6))
-  t = told()
+  t = some_inputs()
   found, _ = rules.update(params, state, t)
   turned, _ = rules.update(params, state, rotated(t))
   np.testing.assert_allclose(turned.policy, jnp.roll(found.policy, 1, -1), rtol=1e-4, atol=1e-5)
@@ -279,7 +279,7 @@ def test_a_rule_is_the_same_for_any_number_of_actions() -> None:
   assert not np.allclose(rules.update(params, rules.initial_state(6), t)[0].y, found.y)
 
 
-def told() -> rules.Inputs:
+def some_inputs() -> rules.Inputs:
   keys = iter(jax.random.split(jax.random.key(1), 20))
 
   def some(*shape: int) -> Any:
@@ -364,9 +364,9 @@ KINDS = ['missing', 'text', 'single', 'lacks', 'more', 'shape', 'axes', 'type', 
 @pytest.mark.parametrize('kind', KINDS)
 def test_what_is_no_rule_is_refused(kind: str, tmp_path: Path) -> None:
   path, message = files(tmp_path)[kind]
-  with pytest.raises(UsageError, match=message) as told:
+  with pytest.raises(UsageError, match=message) as error:
     small(path).memory(8, 4)
-  assert '\n' not in str(told.value)
+  assert '\n' not in str(error.value)
 
 
 def test_a_rule_of_another_size_or_content_is_refused(tmp_path: Path) -> None:
@@ -418,5 +418,5 @@ def test_disco_103_learns_catch(devices: int) -> None:
   program = anakin(agent, 'podrace:catch,rows=8,columns=8', devices, num_envs, 29)
   state = program.run(program.init(jnp.stack([jax.random.key(0)])), jnp.int32(400))
   _, state = program.read_log(state)
-  told, _ = program.read_log(program.run(state, jnp.int32(40)))
-  assert float(told['return_sum'] / told['episodes']) > 0.95
+  log, _ = program.read_log(program.run(state, jnp.int32(40)))
+  assert float(log['return_sum'] / log['episodes']) > 0.95

@@ -103,11 +103,11 @@ def sample_of(batch: Any) -> Sample:
 SQUARE, KNOWN = 0.8, 0.4  # of the moving average: a variance of 2
 
 
-def learned(agent: Muesli, window: Trajectory, known: float = KNOWN) -> Any:
+def learned(agent: Muesli, window: Trajectory, known: float = KNOWN, square: Any = SQUARE) -> Any:
   """The state after `learn`, whose `opt_state` is the gradient, and the metrics."""
   online, target = networks(agent)
   rest = agent.init(jax.random.key(0)).rest
-  square = jnp.float32(SQUARE if known else 0)
+  square = jnp.float32(square if known else 0)
   rest = rest._replace(target=target, square=square, weight=jnp.float32(known))
   if isinstance(agent, Recording):
     rest = rest._replace(opt_state=jax.tree.map(jnp.zeros_like, online))
@@ -372,6 +372,13 @@ def test_the_first_rewards_are_not_divided_by_rounding() -> None:
   assert float(agent.bounded(jnp.float32(0.0), jnp.square(size))) == 0.0  # the first batch of all
   nothing = float(agent.bounded(jnp.float32(1e6), jnp.float32(0)))
   assert nothing == pytest.approx(1e6, rel=1e-4)
+  only = recording(cmpo_cost=0.0, model_cost=0.0, reward_cost=0.0, value_cost=0.0)
+  gradient = {
+    square: learned(only, window_of(), square=square)[0].rest.opt_state
+    for square in (SQUARE, 1e-12)
+  }
+  sizes = [float(optax.global_norm(x)) for x in gradient.values()]
+  assert sizes[0] < sizes[1] < 30 * sizes[0]  # and not a million times as large
 
 
 def test_the_target_network_follows() -> None:

@@ -370,7 +370,7 @@ def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> N
 
 # Before the first reward Muesli's advantages are rounding, and behind heads of zeros so are gradients; divided by their
 # own size, by its epsilons of 1e-12 and 1e-8, both become as large as real ones: parameters are then 2e-3 apart.
-SEEDS_APART = AGENTS | {
+OF_SEVERAL_SEEDS = AGENTS | {
   'muesli': dataclasses.replace(AGENTS['muesli'], min_size=128, adam_epsilon=1e-5)
 }
 
@@ -379,7 +379,7 @@ SEEDS_APART = AGENTS | {
 @pytest.mark.parametrize('name', ['dqn', 'r2d2', 'muzero', 'muesli', 'disco'])
 def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
   """Parameters to rounding; and the same actions in the same environments, so no random number is another one."""
-  agent, both = SEEDS_APART[name], jnp.concatenate([keys(0), keys(1)])
+  agent, both = OF_SEVERAL_SEEDS[name], jnp.concatenate([keys(0), keys(1)])
   with jax.debug_key_reuse(False):
     program = anakin(agent, env_of(name), seeds=2)
     together = program.run(program.init(both), jnp.int32(20))
