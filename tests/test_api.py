@@ -400,6 +400,7 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path: Path) -> None:
   assert warm.evaluate(200)['episode_return_mean'] > 0.3 > cold.evaluate(200)['episode_return_mean']
 
 
+@pytest.mark.slow
 def test_a_warm_start_of_all_seeds_and_of_target_networks(
   tmp_path: Path, several_seeds: None
 ) -> None:

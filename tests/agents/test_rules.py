@@ -288,6 +288,7 @@ def test_perfect_play_is_never_beaten() -> None:
   assert not returns_of(perfect, perfect, 64).any()
 
 
+@pytest.mark.slow
 def test_tree_search_with_rollouts_plays_well() -> None:
   move = mcts(game('pgx:tic_tac_toe').env, 60)
   assert returns_of(move, random_move, 64).mean() > 0.85

@@ -118,7 +118,7 @@ def test_every_agent_is_here_or_there() -> None:
     'dqn',
     'muzero',
     pytest.param('sac', marks=SLOW),
-    'disco',
+    pytest.param('disco', marks=SLOW),
     pytest.param('muesli', marks=SLOW),
     pytest.param('r2d2', marks=SLOW),
     pytest.param('d4pg', marks=SLOW),
