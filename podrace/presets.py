@@ -362,14 +362,14 @@ def muzero_cartpole() -> Config:
   from podrace.replay import Buffer
 
   network = LearnedModel(
-    hidden=(128,), dynamics_hidden=(128,), head_hidden=(64,), v_min=-150.0, v_max=150.0
+    hidden=(128,), dynamics_hidden=(128,), head_hidden=(64,), v_min=-1.0, v_max=110.0
   )
   buffer = Buffer(
     batch_size=128, min_size=2_000, samples_per_insert=16.0, priority_exponent=0.6,
     importance_exponent=0.4,
   )  # fmt: skip
   return Config(
-    agent=MuZero(network, buffer, simulations=16, n_step=20, discount=0.99),
+    agent=MuZero(network, buffer, simulations=16, n_step=20, bootstrap='target', discount=0.99),
     env='gymnax:CartPole-v1', num_envs=16, unroll_length=4, total_steps=50_000,
   )  # fmt: skip
 
