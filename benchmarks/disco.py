@@ -34,7 +34,7 @@ from podrace.envs import make
 from podrace.presets import PRESETS
 
 SEEDS = 5
-WINDOW, UPDATES = 20, 500
+WINDOW, UPDATES = 20, 1000
 T = 29
 OTHERS = {  # preset of PPO -> steps, learning rate of Disco
   'cartpole': (200_000, 1e-3),
@@ -112,16 +112,19 @@ def share(return_sum: float, episodes: float) -> float:
 
 
 def summary(runs: list[dict[str, Any]], config: Config) -> dict[str, Any]:
-  """The median over the seeds, at the updates that are spoken of."""
-  at = {u: u // WINDOW - 1 for u in (60, 300, 360, 400, 500)}
+  """The median over the seeds, at the updates that are spoken of; and when each has caught 95%."""
+  at = {u: u // WINDOW - 1 for u in (60, 300, 360, 400, 600, 800, 1000)}
   median = {
     u: float(np.median([r['caught'][i] for r in runs]))
     for u, i in at.items()
     if i < len(runs[0]['caught'])
   }
   to_400 = [r['seconds'][at[400]] for r in runs]
+  caught_95 = [
+    next((WINDOW * (i + 1) for i, x in enumerate(r['caught']) if x >= 0.95), None) for r in runs
+  ]
   return dict(
-    median_caught=median, seconds_to_update_400=to_400, steps_per_update=config.steps_per_update,
+    median_caught=median, updates_to_95_percent=caught_95, seconds_to_update_400=to_400, steps_per_update=config.steps_per_update,
     window=WINDOW, runs=runs,
   )  # fmt: skip
 
