@@ -456,10 +456,10 @@ def muesli_cartpole() -> Config:
 
   return Config(
     agent=Muesli(
-      LearnedModel(v_min=-1.0, v_max=110.0),
+      LearnedModel(v_min=-1.0, v_max=200.0),
       learning_rate=1e-3,
       anneal_learning_rate=True,
-      discount=0.99,
+      discount=0.995,
     ),
     env='gymnax:CartPole-v1', num_envs=32, unroll_length=16, total_steps=500_000,
   )  # fmt: skip
