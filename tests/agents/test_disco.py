@@ -410,7 +410,10 @@ def test_it_is_for_discrete_actions() -> None:
 @SLOW
 @pytest.mark.parametrize('devices', [1, 8])
 def test_disco_103_learns_catch(devices: int) -> None:
-  """The setting of the released notebook; fewer environments would not divide over 8 devices."""
+  """The setting of the released notebook, and the updates that its slowest seeds need.
+
+  Fewer than 8 environments would not divide over 8 devices.
+  """
   num_envs = max(2, devices)
   agent = Disco(
     rule_files.released(), learning_rate=1e-2, capacity=1024 * 29, min_size=64 * 29, replay_ratio=64 / num_envs
