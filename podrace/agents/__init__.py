@@ -16,6 +16,7 @@ AGENTS = {  # what the command line calls them -> module, class
   'muesli': ('podrace.agents.muesli', 'Muesli'),
   'disco': ('podrace.agents.disco', 'Disco'),
   'lpg': ('podrace.agents.lpg', 'LPG'),
+  'intrinsic': ('podrace.agents.intrinsic', 'Intrinsic'),
 }
 
 RELATED = {  # other names of algorithms -> the nearest of ours

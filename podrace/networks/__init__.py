@@ -10,6 +10,7 @@ examples/own_network.py.
 from podrace.networks.actor_critic import ActorCritic
 from podrace.networks.continuous import Actor, Critic
 from podrace.networks.layers import inside_loops, outside_loops
+from podrace.networks.lifetime import LifetimeNetwork, Policy
 from podrace.networks.observations import image_sides
 from podrace.networks.planning import LearnedModel, Model, Prediction
 from podrace.networks.policy_predictor import PolicyPrediction, PolicyPredictor
@@ -30,8 +31,10 @@ __all__ = [
   'ActorCritic',
   'Critic',
   'LearnedModel',
+  'LifetimeNetwork',
   'Model',
   'Network',
+  'Policy',
   'PolicyPrediction',
   'PolicyPredictor',
   'PolicyValue',
