@@ -20,6 +20,7 @@ from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.intrinsic import Intrinsic
 from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
@@ -32,6 +33,8 @@ from podrace.networks import (
   ActorCritic,
   Critic,
   LearnedModel,
+  LifetimeNetwork,
+  Policy,
   PolicyPredictor,
   Predictor,
   QNetwork,
@@ -194,7 +197,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
     )
     for core in ('none', 'gru')
   ],
-  'lpg': [  # without replay, and with a network of its own
+  'lpg': [  # without replay, as the next one, and with a network of its own
     (
       dict(rule=rule_files.small_lpg(), optimizer=optimizer),
       dict(
@@ -206,6 +209,22 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
     )
     for core, optimizer in (('none', 'adam'), ('gru', 'sgd'))
   ],
+  'intrinsic': [
+    (
+      dict(),
+      dict(
+        policy=(Policy, dict()), reward=(LifetimeNetwork, dict()), value=(LifetimeNetwork, dict())
+      ),
+    ),
+    (
+      dict(objective='episode'),
+      dict(
+        policy=(Policy, dict(hidden=(4,))),
+        reward=(LifetimeNetwork, dict(core='none')),
+        value=(LifetimeNetwork, dict(core='gru')),
+      ),
+    ),
+  ],
 }
 REPLAY_CLASSES = {
   'dqn': DQN,
@@ -216,6 +235,7 @@ REPLAY_CLASSES = {
   'muesli': Muesli,
   'disco': Disco,
   'lpg': LPG,
+  'intrinsic': Intrinsic,
 }
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
@@ -228,6 +248,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'muesli': {},
   'disco': {},
   'lpg': {},
+  'intrinsic': {},
 }
 
 
@@ -251,7 +272,8 @@ def test_every_field_is_read_with_replay(name: str) -> None:
         made[part] = recording(part_class, read[part])(
           **(({} if part == 'buffer' else bound) | values)
         )
-      agent = recording(cls, read['agent'])(**settings, **made, **envs, greedy=greedy)
+      acts = {'greedy': greedy} if name != 'intrinsic' else {}
+      agent = recording(cls, read['agent'])(**settings, **made, **envs, **acts)
       for names in read.values():
         names.clear()  # as above
       learn_with_replay(agent)
@@ -274,7 +296,7 @@ def learn_with_replay(agent: Any) -> None:
     init_key, act_key, learn_key = jax.random.split(key, 3)
     train = agent.init(init_key)
     state = agent.initial_state(jnp.arange(B))
-    network = getattr(agent, 'network', None) or agent.actor
+    network = next(getattr(agent, n) for n in ('network', 'actor', 'policy') if hasattr(agent, n))
     timestep = jax.tree.map(lambda x: jnp.repeat(x, B, axis=0), network.example())
     output, _ = agent.act(train.params, state, timestep, act_key)
     timesteps = jax.tree.map(lambda x: jnp.repeat(x[None], T + 1, axis=0), timestep)

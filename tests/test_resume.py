@@ -108,6 +108,10 @@ CASES = {
   ),
   'lpg-gru': (1, [*LPG, *TINY]),
   'lpg-sebulba': (1, ['--architecture', 'sebulba', '--lag', '1', *LPG, *SHORT]),
+  'intrinsic': (
+    2, ['--agent', 'intrinsic', '--env', 'podrace:random_abc,episodes=3,steps=5', '--devices', '2',
+        *TINY[:4], *HALF[6:]]
+  ),
   'lifetimes': (1, ['--env', 'podrace:nonstationary_abc,period=2,episodes=5', *TINY]),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']

@@ -26,8 +26,8 @@ class _Policy(nn.Module):
   def __call__(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
     s, length = self.settings, timesteps.reward.shape[0]
     observation, mask = s.prepare(merge_time(timesteps.observation))
-    small = nn.initializers.truncated_normal(0.01)
-    x = Dense(s.distribution.size, kernel_init=small)(s.make_torso()(observation))
+    x, small = s.make_torso()(observation), nn.initializers.truncated_normal(0.01)
+    x = x @ self.param('kernel', small, (x.shape[-1], s.distribution.size))
     if mask is not None:
       x = jnp.where(mask.reshape(x.shape), x, distributions.MASKED)
     return split_time(x, length), state
@@ -35,7 +35,10 @@ class _Policy(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Body):
-  """Logits [T, B, A] of discrete actions; without hidden layers a table of one-hot observations."""
+  """Logits [T, B, A] of discrete actions; without hidden layers a table of one-hot observations.
+
+  The last layer has no bias: a table's rows share nothing.
+  """
 
   hidden: tuple[int, ...] = ()
 
