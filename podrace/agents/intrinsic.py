@@ -6,12 +6,13 @@ is the reward: by the gradient, through the policies' updates in an unroll, of w
 a lifetime value function behind the unroll (equation 4). So a policy is state of acting, as a recurrent state is, and
 `learn` lives an unroll again, as data, to differentiate it.
 
-A policy learns by REINFORCE (Williams 1992) with traces: each intrinsic reward is given to the actions of the episode
-before it, discounted, and every `period` steps the sum becomes one step of gradient ascent.
+A policy learns by REINFORCE (Williams 1992) with traces: each intrinsic reward, less a moving average of them, is given
+to the actions of the episode before it, discounted; and every `period` steps the sum becomes one step of gradient
+ascent. Without that average a constant reward would drive policies, and be all that is learned.
 
 From the paper: the objective, the reward's inputs, the truncated meta-gradient with a bootstrapped value. Ours, as its
-appendix was not at hand: traces in the place of returns of whole episodes, the tanh that bounds the reward, sizes and
-rates. All policies of an environment begin as the same one.
+appendix was not at hand: traces in the place of returns of whole episodes, the average, the tanh that bounds the
+reward, sizes and rates. All policies of an environment begin as the same one.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class Params(NamedTuple):
 
 
 class Learner(NamedTuple):
-  """A policy that learns, [B, ...]: three trees of the policy's parameters, and a count."""
+  """A policy that learns, [B, ...]: three trees of the policy's parameters, and what is known of rewards."""
 
   policy: Any
   trace: Any  # of d log pi(a|s), of the episode so far
   gradient: Any  # since the last update
   steps: Array  # [B] i32 since the last update
+  mean: Array  # [B] f32 moving average of intrinsic rewards
+  rewards: Array  # [B] f32 how many there were
 
 
 class Life(NamedTuple):
@@ -73,9 +76,10 @@ class Intrinsic:
   value: LifetimeNetwork = LifetimeNetwork()
   episodes: int = 0  # of a lifetime; 0: as many as the environment has
   period: int = 8  # steps between a policy's updates
-  policy_learning_rate: float = 1.0  # of the policies, by gradient ascent
+  policy_learning_rate: float = 2.0  # of the policies, by gradient ascent
   policy_discount: float = 0.9  # of intrinsic rewards
-  policy_entropy_cost: float = 0.01
+  policy_entropy_cost: float = 0.05
+  policy_mean_rate: float = 0.02  # of the moving average that intrinsic rewards are less
   learning_rate: float = 1e-3  # of the reward
   value_learning_rate: float = 1e-3
   adam_epsilon: float = 1e-8
@@ -89,7 +93,7 @@ class Intrinsic:
 
   def __post_init__(self) -> None:
     check_types(self)
-    check(self, 0, 1, 'policy_discount', 'discount', 'lambda_')
+    check(self, 0, 1, 'policy_discount', 'policy_mean_rate', 'discount', 'lambda_')
     check(self, 0, math.inf, 'policy_learning_rate', 'policy_entropy_cost', 'learning_rate')
     check(self, 0, math.inf, 'value_learning_rate', 'adam_epsilon', 'max_grad_norm', 'episodes')
     check(self, 1, math.inf, 'period')
@@ -157,14 +161,17 @@ class Intrinsic:
     """The policies after intrinsic rewards [B] for what led to a timestep; updated, where that is due."""
     learner = select(begins, new_learner(life.beginning), life.learner)
     happened = 1.0 - timestep.first
-    gradient = plus(learner.gradient, learner.trace, happened * reward)
+    rewards = learner.rewards + happened
+    rate = jnp.maximum(self.policy_mean_rate, 1.0 / jnp.maximum(rewards, 1.0))
+    mean = learner.mean + happened * rate * (reward - learner.mean)
+    gradient = plus(learner.gradient, learner.trace, happened * (reward - mean))
     trace = jax.tree.map(lambda x: of_each(happened * self.policy_discount, x) * x, learner.trace)
     steps = learner.steps + ~timestep.first
     due = steps >= self.period
     rate = jnp.where(due, self.policy_learning_rate / self.period, 0.0)
     policy = plus(learner.policy, gradient, rate)
     gradient = jax.tree.map(lambda x: jnp.where(of_each(due, x), 0.0, x), gradient)
-    return Learner(policy, trace, gradient, jnp.where(due, 0, steps))
+    return Learner(policy, trace, gradient, jnp.where(due, 0, steps), mean, rewards)
 
   def acted(self, learner: Learner, timestep: TimeStep, action: Array) -> tuple[Learner, Any]:
     """The policies after they chose actions [B]; and [B] each, what is said of that."""
@@ -267,8 +274,8 @@ class Intrinsic:
 def new_learner(policy: Any) -> Learner:
   """Before its first step; `policy` [B, ...]."""
   zeros = jax.tree.map(jnp.zeros_like, policy)
-  steps = jnp.zeros(jax.tree.leaves(policy)[0].shape[0], jnp.int32)
-  return Learner(policy, zeros, zeros, steps)
+  none = jnp.zeros(jax.tree.leaves(policy)[0].shape[0])
+  return Learner(policy, zeros, zeros, none.astype(jnp.int32), none, none)
 
 
 def of_each(x: Array, like: Array) -> Array:

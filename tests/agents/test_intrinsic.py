@@ -31,7 +31,7 @@ SMALL = LifetimeNetwork(hidden=(6,), core_size=5)
 
 
 def agent(env: str = WORLD, **settings: Any) -> Intrinsic:
-  given = dict(reward=SMALL, value=SMALL, period=4, policy_learning_rate=3.0) | settings
+  given = dict(reward=SMALL, value=SMALL, period=4, policy_learning_rate=20.0) | settings
   found: Intrinsic = bind(Intrinsic(**given), make(env))  # type: ignore[arg-type]
   return found
 
@@ -109,18 +109,22 @@ def slow_log_probs(learning: Intrinsic, x: Trajectory, reward: np.ndarray, b: in
   beginning: Any = jax.tree.map(lambda y: np.asarray(y[b], np.float64), x.agent_state.beginning)
   weights = beginning['kernel']
   trace = gradient = np.zeros_like(weights)
-  steps = episodes = 0
+  steps = episodes = count = 0
+  mean = 0.0
   found = []
   for t in range(x.outputs.action.shape[0]):
     kind = int(x.timesteps.step_type[t, b])
     if kind == FIRST and episodes == 2:
       weights = beginning['kernel']
       trace = gradient = np.zeros_like(weights)
-      steps = episodes = 0
+      steps = episodes = count = 0
+      mean = 0.0
     if kind == FIRST:
       trace = np.zeros_like(weights)
     else:
-      gradient = gradient + reward[t, b] * trace
+      count += 1
+      mean += max(learning.policy_mean_rate, 1 / count) * (reward[t, b] - mean)
+      gradient = gradient + (reward[t, b] - mean) * trace
       trace = learning.policy_discount * trace
       steps += 1
     if steps == learning.period:
