@@ -84,6 +84,9 @@ class Intrinsic:
   value_learning_rate: float = 1e-3
   adam_epsilon: float = 1e-8
   max_grad_norm: float = 1.0  # of the reward, and of the value
+  reward_cost: float = (
+    1e-3  # of the reward's square before the tanh, which would get stuck where it is flat
+  )
   discount: float = 0.99  # of rewards, over the lifetime
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95
   # ^ mixes n-step returns of a lifetime, as in TD(lambda)
@@ -96,6 +99,7 @@ class Intrinsic:
     check(self, 0, 1, 'policy_discount', 'policy_mean_rate', 'discount', 'lambda_')
     check(self, 0, math.inf, 'policy_learning_rate', 'policy_entropy_cost', 'learning_rate')
     check(self, 0, math.inf, 'value_learning_rate', 'adam_epsilon', 'max_grad_norm', 'episodes')
+    check(self, 0, math.inf, 'reward_cost')
     check(self, 1, math.inf, 'period')
 
   @property
@@ -203,7 +207,7 @@ class Intrinsic:
 
   def loss(self, params: Params, trajectory: Trajectory) -> tuple[Array, Metrics]:
     """Equations 3 and 4 of the paper; a mean over [T, B], masked transitions counting as 0."""
-    begins, reward, value, log_prob, entropy = self.relive(params, trajectory)
+    begins, raw, value, log_prob, entropy = self.relive(params, trajectory)
     mask = 1.0 - trajectory.timesteps.last[:-1]
     advantage = self.advantages(trajectory.timesteps, begins, lax.stop_gradient(value))
     target = advantage + lax.stop_gradient(value[:-1])
@@ -212,15 +216,16 @@ class Intrinsic:
       policy_loss=-jnp.mean(mask * advantage * log_prob),
       value_loss=0.5 * jnp.mean(counts * jnp.square(target - value[:-1])),
       entropy=jnp.mean(mask * entropy),
-      intrinsic_reward=jnp.mean(reward),
-      intrinsic_square=jnp.mean(jnp.square(reward)),
+      intrinsic_reward=jnp.mean(jnp.tanh(raw)),
+      intrinsic_square=jnp.mean(jnp.square(jnp.tanh(raw))),
     )
-    return parts['policy_loss'] + parts['value_loss'], parts
+    total = parts['policy_loss'] + parts['value_loss']
+    return total + self.reward_cost * jnp.mean(jnp.square(raw)), parts
 
   def relive(self, params: Params, trajectory: Trajectory) -> tuple[Array, ...]:
     """An unroll once more, differentiable in the reward.
 
-    Where lifetimes begin, intrinsic rewards and values, all [T+1, B]; log-probabilities of the actions and entropies
+    Where lifetimes begin, intrinsic rewards before the tanh, and values, all [T+1, B]; log-probabilities of the actions and entropies
     of the policies, [T, B].
     """
     t, life, actions = trajectory.timesteps, trajectory.agent_state, trajectory.outputs.action
@@ -231,9 +236,8 @@ class Intrinsic:
 
     _, begins = lax.scan(count, life.episode, t)
     before = jnp.concatenate([life.action[None], actions])
-    reward, _ = self.reward.recall(params.reward, life.reward_state, t, before, begins)
+    raw, _ = self.reward.recall(params.reward, life.reward_state, t, before, begins)
     value, _ = self.value.recall(params.value, life.value_state, t, before, begins)
-    reward = jnp.tanh(reward)
 
     def step(life: Life, x: Any) -> tuple[Life, Any]:
       timestep, action, begins, reward = x
@@ -241,9 +245,9 @@ class Intrinsic:
       learner, said = self.acted(learner, timestep, action)
       return life._replace(learner=learner), said
 
-    acting = jax.tree.map(lambda x: x[:-1], (t, begins, reward))
+    acting = jax.tree.map(lambda x: x[:-1], (t, begins, jnp.tanh(raw)))
     _, (log_prob, entropy) = lax.scan(step, life, (acting[0], actions, *acting[1:]))
-    return begins, reward, value, log_prob, entropy
+    return begins, raw, value, log_prob, entropy
 
   def advantages(self, timesteps: TimeStep, begins: Array, value: Array) -> Array:
     """[T, B], over the lifetime: an episode's end takes no time, and only a lifetime's cuts."""

@@ -147,7 +147,8 @@ def slow_log_probs(learning: Intrinsic, x: Trajectory, reward: np.ndarray, b: in
 def test_policies_learn_by_reinforce_on_the_intrinsic_reward_alone() -> None:
   learning, params, (first, second) = lived(policy_entropy_cost=0.3)
   whole = joined(first, second)
-  _, reward, _, log_prob, _ = learning.relive(params, whole)
+  _, raw, _, log_prob, _ = learning.relive(params, whole)
+  reward = jnp.tanh(raw)
   assert np.abs(reward).max() > 0.05
   for b in range(B):
     expected = slow_log_probs(learning, whole, np.asarray(reward, np.float64), b)
@@ -259,6 +260,15 @@ def test_the_value_is_learned_by_its_own_loss_and_the_reward_by_the_other() -> N
   )
   assert not any(np.any(x) for x in jax.tree.leaves((policy.value, value.reward)))
   assert all(np.any(x) for x in jax.tree.leaves(value.value))
+
+
+def test_large_rewards_cost() -> None:
+  learning, params, (first, _) = lived()
+  raw = learning.relive(params, first)[1]
+  totals = [
+    float(dataclasses.replace(learning, reward_cost=c).loss(params, first)[0]) for c in (0.0, 0.5)
+  ]
+  np.testing.assert_allclose(totals[1] - totals[0], 0.5 * np.mean(np.square(raw)), rtol=1e-3)
 
 
 def test_what_is_done_at_last_is_ignored() -> None:
