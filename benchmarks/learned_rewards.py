@@ -3,6 +3,9 @@
     python benchmarks/learned_rewards.py [CASE ...] [--seeds N] [--updates N]
     python benchmarks/learned_rewards.py picture
 
+`NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from returns
+that end with the episode.
+
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
 other, and then keeps it as it is for 64 new lifetimes of policies that begin as nothing. Against it, in 64 lifetimes
 with the same tasks: the same policies with the reward of the world; with it and a bonus for places that were seldom
@@ -53,6 +56,7 @@ class Case:
   updates: int
   period: int = 0  # episodes between swaps
   settings: Any = dataclasses.field(default_factory=dict)
+  with_others: bool = True  # whether what it is compared with is run as well
 
   def env(self, episodes: int) -> Any:
     return make(f'podrace:{self.world},steps={self.steps},episodes={episodes}')
@@ -63,6 +67,15 @@ CASES = {
   'nonstationary_abc': Case('nonstationary_abc,period=40', 160, 20, 2000, period=40),
   'random_abc': Case('random_abc', 50, 20, 2000),
 }
+for _name in tuple(CASES):
+  for _what, _changed in (
+    ('without memory', dict(reward=LifetimeNetwork(core='none'))),
+    ('by episode', dict(objective='episode')),
+  ):
+    _case = CASES[_name]
+    CASES[f'{_name}, {_what}'] = dataclasses.replace(
+      _case, settings=_case.settings | _changed, with_others=False
+    )
 GRID = dict(
   policy_learning_rate=(1.0, 5.0, 20.0, 60.0),
   policy_entropy_cost=(0.001, 0.01, 0.05),
@@ -305,9 +318,13 @@ def run(name: str, seeds: int, updates: int) -> dict[str, Any]:
     every.append(lived)
     shows.append(shown(case, agent, params, x))
   whole = Lived(*(np.concatenate(y) for y in zip(*every, strict=True)))
-  sizes = dataclasses.asdict(case) | dict(updates=updates, environments=ENVS, unroll=UNROLL)
+  sizes = (
+    dataclasses.asdict(case)
+    | dict(settings=str(case.settings))
+    | dict(updates=updates, environments=ENVS, unroll=UNROLL)
+  )
   found = {'learned': summary(case, whole) | dict(seeds=learning, shows=shows)}
-  for other, (lived, told) in baselines(case).items():
+  for other, (lived, told) in baselines(case).items() if case.with_others else ():
     found[other] = summary(case, lived) | told
   return dict(sizes=sizes, **origin(), machine=machine(), agents=found)
 

@@ -303,6 +303,15 @@ def test_devices_learn_the_same_together() -> None:
 
 
 @pytest.mark.slow
+def test_one_all_reduce_and_nothing_else_between_devices() -> None:
+  program = Anakin(agent(), make(WORLD), on_policy(), topology.learner_mesh(4), 4, T)
+  text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
+  assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == 1
+  for other in ('all-gather', 'collective-permute', 'all-to-all', 'reduce-scatter'):
+    assert f' {other}(' not in text
+
+
+@pytest.mark.slow
 def test_a_reward_is_learned_that_makes_policies_find_the_best_object() -> None:
   """Policies that begin as nothing get 0.0 of an episode in Random ABC on average if they learn nothing."""
   env = make('podrace:random_abc,episodes=20')
