@@ -20,13 +20,25 @@ from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.intrinsic import Intrinsic
+from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
-from podrace.networks import Actor, ActorCritic, Critic, LearnedModel, Predictor, QNetwork
+from podrace.networks import (
+  Actor,
+  ActorCritic,
+  Critic,
+  LearnedModel,
+  LifetimeNetwork,
+  Policy,
+  PolicyPredictor,
+  Predictor,
+  QNetwork,
+)
 from podrace.replay import Buffer, on_policy
 from podrace.types import TimeStep, Trajectory
 
@@ -185,6 +197,34 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
     )
     for core in ('none', 'gru')
   ],
+  'lpg': [  # without replay, as the next one, and with a network of its own
+    (
+      dict(rule=rule_files.small_lpg(), optimizer=optimizer),
+      dict(
+        network=(
+          PolicyPredictor,
+          dict(core=core, core_size=4, predictions=rule_files.LPG.predictions),
+        )
+      ),
+    )
+    for core, optimizer in (('none', 'adam'), ('gru', 'sgd'))
+  ],
+  'intrinsic': [
+    (
+      dict(),
+      dict(
+        policy=(Policy, dict()), reward=(LifetimeNetwork, dict()), value=(LifetimeNetwork, dict())
+      ),
+    ),
+    (
+      dict(objective='episode'),
+      dict(
+        policy=(Policy, dict(hidden=(4,))),
+        reward=(LifetimeNetwork, dict(core='none')),
+        value=(LifetimeNetwork, dict(core='gru')),
+      ),
+    ),
+  ],
 }
 REPLAY_CLASSES = {
   'dqn': DQN,
@@ -194,6 +234,8 @@ REPLAY_CLASSES = {
   'muzero': MuZero,
   'muesli': Muesli,
   'disco': Disco,
+  'lpg': LPG,
+  'intrinsic': Intrinsic,
 }
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
@@ -205,6 +247,8 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'muzero': {},
   'muesli': {},
   'disco': {},
+  'lpg': {},
+  'intrinsic': {},
 }
 
 
@@ -228,7 +272,8 @@ def test_every_field_is_read_with_replay(name: str) -> None:
         made[part] = recording(part_class, read[part])(
           **(({} if part == 'buffer' else bound) | values)
         )
-      agent = recording(cls, read['agent'])(**settings, **made, **envs, greedy=greedy)
+      acts = {'greedy': greedy} if name != 'intrinsic' else {}
+      agent = recording(cls, read['agent'])(**settings, **made, **envs, **acts)
       for names in read.values():
         names.clear()  # as above
       learn_with_replay(agent)
@@ -244,14 +289,14 @@ def test_every_field_is_read_with_replay(name: str) -> None:
 
 
 def learn_with_replay(agent: Any) -> None:
-  replay = agent.memory(B, T)
+  replay = agent.memory(B, T) if hasattr(agent, 'memory') else on_policy()
   step = learner(agent, replay, topology.learner_mesh(1))
 
   def everything(key: Any) -> Any:
     init_key, act_key, learn_key = jax.random.split(key, 3)
     train = agent.init(init_key)
     state = agent.initial_state(jnp.arange(B))
-    network = getattr(agent, 'network', None) or agent.actor
+    network = next(getattr(agent, n) for n in ('network', 'actor', 'policy') if hasattr(agent, n))
     timestep = jax.tree.map(lambda x: jnp.repeat(x, B, axis=0), network.example())
     output, _ = agent.act(train.params, state, timestep, act_key)
     timesteps = jax.tree.map(lambda x: jnp.repeat(x[None], T + 1, axis=0), timestep)

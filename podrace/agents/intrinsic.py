@@ -1,0 +1,292 @@
+"""Learned intrinsic rewards (Zheng et al. 2020, arXiv 1912.05500): a reward that is learned over lifetimes.
+
+Each environment is a lifetime, with a policy of its own that begins as nothing and learns from the intrinsic reward
+alone. The reward is a recurrent network over the whole lifetime, across episodes. What is learned, and shared by all,
+is the reward: by the gradient, through the policies' updates in an unroll, of what the lifetimes give (equation 3), with
+a lifetime value function behind the unroll (equation 4). So a policy is state of acting, as a recurrent state is, and
+`learn` lives an unroll again, as data, to differentiate it.
+
+A policy learns by REINFORCE (Williams 1992) with traces: each intrinsic reward, less a moving average of them, is given
+to the actions of the episode before it, discounted; and every `period` steps the sum becomes one step of gradient
+ascent. Without that average a constant reward would drive policies, and be all that is learned.
+
+From the paper: the objective, the reward's inputs, the truncated meta-gradient with a bootstrapped value. Ours, as its
+appendix was not at hand: traces in the place of returns of whole episodes, the average, the tanh that bounds the
+reward, sizes and rates. All policies of an environment begin as the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import lax
+
+from podrace import returns
+from podrace.agents import check
+from podrace.envs.base import select
+from podrace.envs.lifetimes import Lifetimes
+from podrace.errors import UsageError
+from podrace.fields import check_types
+from podrace.learner import sgd
+from podrace.networks import LifetimeNetwork, Policy
+from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
+
+
+class Params(NamedTuple):
+  """What is learned over lifetimes, and shared by them."""
+
+  reward: Any
+  value: Any
+
+
+class Learner(NamedTuple):
+  """A policy that learns, [B, ...]: three trees of the policy's parameters, and what is known of rewards."""
+
+  policy: Any
+  trace: Any  # of d log pi(a|s), of the episode so far
+  gradient: Any  # since the last update
+  steps: Array  # [B] i32 since the last update
+  mean: Array  # [B] f32 moving average of intrinsic rewards
+  rewards: Array  # [B] f32 how many there were
+
+
+class Life(NamedTuple):
+  """What acting carries along: lifetimes [B, ...]."""
+
+  learner: Learner
+  beginning: Any  # the policy that each lifetime begins with
+  reward_state: Any
+  value_state: Any
+  action: Array  # [B] i32 the last one
+  episode: Array  # [B] i32 episodes of the lifetime that are over
+
+
+@dataclasses.dataclass(frozen=True)
+class Intrinsic:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  policy: Policy = Policy()
+  reward: LifetimeNetwork = LifetimeNetwork()
+  value: LifetimeNetwork = LifetimeNetwork()
+  episodes: int = 0  # of a lifetime; 0: as many as the environment has
+  period: int = 8  # steps between a policy's updates
+  policy_learning_rate: float = 2.0  # of the policies, by gradient ascent
+  policy_discount: float = 0.9  # of intrinsic rewards
+  policy_entropy_cost: float = 0.05
+  policy_mean_rate: float = 0.02  # of the moving average that intrinsic rewards are less
+  learning_rate: float = 1e-3  # of the reward
+  value_learning_rate: float = 1e-3
+  adam_epsilon: float = 1e-8
+  max_grad_norm: float = 1.0  # of the reward, and of the value
+  reward_cost: float = (
+    1e-3  # of the reward's square before the tanh, which would get stuck where it is flat
+  )
+  discount: float = 0.99  # of rewards, over the lifetime
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95
+  # ^ mixes n-step returns of a lifetime, as in TD(lambda)
+  objective: Literal['lifetime', 'episode'] = 'lifetime'
+  # ^ episode: returns end with the episode, to see what a lifetime is good for
+  environment: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check(self, 0, 1, 'policy_discount', 'policy_mean_rate', 'discount', 'lambda_')
+    check(self, 0, math.inf, 'policy_learning_rate', 'policy_entropy_cost', 'learning_rate')
+    check(self, 0, math.inf, 'value_learning_rate', 'adam_epsilon', 'max_grad_norm', 'episodes')
+    check(self, 0, math.inf, 'reward_cost')
+    check(self, 1, math.inf, 'period')
+
+  @property
+  def lifetime(self) -> int:
+    """Episodes of a lifetime; 0: it has no end.
+
+    Raises:
+      UsageError: if the environment's have another length.
+    """
+    env = self.environment
+    if not isinstance(env, Lifetimes):
+      return self.episodes
+    if self.episodes and self.episodes != env.episodes:
+      raise UsageError(
+        f'--agent.episodes {self.episodes}: the lifetimes of the environment have {env.episodes} episodes; leave it out'
+      )
+    return env.episodes
+
+  def init(self, key: Array) -> TrainState:
+    reward_key, value_key = jax.random.split(key)
+    params = Params(self.reward.init(reward_key), self.value.init(value_key))
+    return TrainState(params, self.optimiser().init(params))
+
+  def initial_state(self, env_id: Array) -> Life:
+    n = env_id.shape[0]
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(env_id)
+    policy = jax.vmap(self.policy.init)(keys)
+    zeros = jnp.zeros(n, jnp.int32)
+    states = self.reward.initial_state(n), self.value.initial_state(n)
+    return Life(new_learner(policy), policy, *states, zeros, zeros)
+
+  def act(
+    self, params: Params, state: Life, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, Life]:
+    begins, episode = self.counted(state.episode, timestep)
+    seen = jax.tree.map(lambda x: x[None], (timestep, state.action, begins))
+    reward, reward_state = self.reward.recall(params.reward, state.reward_state, *seen)
+    _, value_state = self.value.recall(params.value, state.value_state, *seen)
+    learner = self.rewarded(state, begins, timestep, jnp.tanh(reward[0]))
+    kind = self.policy.distribution
+    action = kind.sample(self.logits(learner.policy, timestep), key)
+    learner, _ = self.acted(learner, timestep, action)
+    life = Life(learner, state.beginning, reward_state, value_state, action, episode)
+    return ActorOutput(kind.to_action(action)), life
+
+  # --- a lifetime
+
+  def counted(self, episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
+    """Where a lifetime begins [B] bool, and how many of its episodes are over after a timestep."""
+    over = (episode >= self.lifetime) if self.lifetime else jnp.zeros_like(timestep.first)
+    begins = timestep.first & over
+    return begins, jnp.where(begins, 0, episode) + timestep.last
+
+  def logits(self, policy: Any, timestep: TimeStep) -> Array:
+    """[B, A] by the policy [B, ...] of each lifetime."""
+    return jax.vmap(self._logits)(policy, timestep)
+
+  def _logits(self, policy: Any, timestep: TimeStep) -> Array:
+    one: Array = self.policy.step(policy, (), jax.tree.map(lambda x: x[None], timestep))[0]
+    return one[0]
+
+  def rewarded(self, life: Life, begins: Array, timestep: TimeStep, reward: Array) -> Learner:
+    """The policies after intrinsic rewards [B] for what led to a timestep; updated, where that is due."""
+    learner = select(begins, new_learner(life.beginning), life.learner)
+    happened = 1.0 - timestep.first
+    rewards = learner.rewards + happened
+    rate = jnp.maximum(self.policy_mean_rate, 1.0 / jnp.maximum(rewards, 1.0))
+    mean = learner.mean + happened * rate * (reward - learner.mean)
+    gradient = plus(learner.gradient, learner.trace, happened * (reward - mean))
+    trace = jax.tree.map(lambda x: of_each(happened * self.policy_discount, x) * x, learner.trace)
+    steps = learner.steps + ~timestep.first
+    due = steps >= self.period
+    rate = jnp.where(due, self.policy_learning_rate / self.period, 0.0)
+    policy = plus(learner.policy, gradient, rate)
+    gradient = jax.tree.map(lambda x: jnp.where(of_each(due, x), 0.0, x), gradient)
+    return Learner(policy, trace, gradient, jnp.where(due, 0, steps), mean, rewards)
+
+  def acted(self, learner: Learner, timestep: TimeStep, action: Array) -> tuple[Learner, Any]:
+    """The policies after they chose actions [B]; and [B] each, what is said of that."""
+
+    def of_one(policy: Any, timestep: TimeStep, action: Array) -> Any:
+      logits = self._logits(policy, timestep)[None]
+      kind = self.policy.distribution
+      entropy = kind.entropy(logits, jax.random.key(0))[0]
+      return kind.log_prob(logits, action[None])[0], entropy
+
+    each = jax.vmap(jax.jacrev(of_one))(learner.policy, timestep, action)
+    said = jax.vmap(of_one)(learner.policy, timestep, action)
+    counts = 1.0 - timestep.last  # what is done at LAST is ignored
+    trace = plus(learner.trace, each[0], counts)
+    gradient = plus(learner.gradient, each[1], counts * self.policy_entropy_cost)
+    return learner._replace(trace=trace, gradient=gradient), said
+
+  # --- learning
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    def loss(params: Params) -> tuple[Array, Metrics]:
+      total, metrics = self.loss(params, sample.trajectory)
+      return total, dict(loss=total, **metrics)
+
+    params, opt_state, metrics = sgd(loss, self.optimiser(), train.params, train.rest)
+    return TrainState(params, opt_state), jnp.ones_like(sample.weight), metrics
+
+  def loss(self, params: Params, trajectory: Trajectory) -> tuple[Array, Metrics]:
+    """Equations 3 and 4 of the paper; a mean over [T, B], masked transitions counting as 0."""
+    begins, raw, value, log_prob, entropy = self.relive(params, trajectory)
+    mask = 1.0 - trajectory.timesteps.last[:-1]
+    advantage = self.advantages(trajectory.timesteps, begins, lax.stop_gradient(value))
+    target = advantage + lax.stop_gradient(value[:-1])
+    counts = jnp.ones_like(mask) if self.objective == 'lifetime' else mask
+    parts = dict(
+      policy_loss=-jnp.mean(mask * advantage * log_prob),
+      value_loss=0.5 * jnp.mean(counts * jnp.square(target - value[:-1])),
+      entropy=jnp.mean(mask * entropy),
+      intrinsic_reward=jnp.mean(jnp.tanh(raw)),
+      intrinsic_square=jnp.mean(jnp.square(jnp.tanh(raw))),
+    )
+    total = parts['policy_loss'] + parts['value_loss']
+    return total + self.reward_cost * jnp.mean(jnp.square(raw)), parts
+
+  def relive(self, params: Params, trajectory: Trajectory) -> tuple[Array, ...]:
+    """An unroll once more, differentiable in the reward.
+
+    Where lifetimes begin, intrinsic rewards before the tanh, and values, all [T+1, B]; log-probabilities of the actions and entropies
+    of the policies, [T, B].
+    """
+    t, life, actions = trajectory.timesteps, trajectory.agent_state, trajectory.outputs.action
+
+    def count(episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
+      begins, episode = self.counted(episode, timestep)
+      return episode, begins
+
+    _, begins = lax.scan(count, life.episode, t)
+    before = jnp.concatenate([life.action[None], actions])
+    raw, _ = self.reward.recall(params.reward, life.reward_state, t, before, begins)
+    value, _ = self.value.recall(params.value, life.value_state, t, before, begins)
+
+    def step(life: Life, x: Any) -> tuple[Life, Any]:
+      timestep, action, begins, reward = x
+      learner = self.rewarded(life, begins, timestep, reward)
+      learner, said = self.acted(learner, timestep, action)
+      return life._replace(learner=learner), said
+
+    acting = jax.tree.map(lambda x: x[:-1], (t, begins, jnp.tanh(raw)))
+    _, (log_prob, entropy) = lax.scan(step, life, (acting[0], actions, *acting[1:]))
+    return begins, raw, value, log_prob, entropy
+
+  def advantages(self, timesteps: TimeStep, begins: Array, value: Array) -> Array:
+    """[T, B], over the lifetime: an episode's end takes no time, and only a lifetime's cuts."""
+    before, after = (
+      jax.tree.map(lambda x, s=s: x[s], timesteps) for s in (slice(-1), slice(1, None))
+    )
+    if self.objective == 'lifetime':
+      discount = jnp.where(before.last, 1.0, self.discount) * (1.0 - begins[1:])
+      lambda_ = jnp.full_like(discount, self.lambda_)
+    else:
+      discount = self.discount * after.discount
+      lambda_ = jnp.where(after.last, 0.0, self.lambda_)
+    gae = jax.vmap(returns.gae, in_axes=1, out_axes=1)
+    found: Array = gae(after.reward, discount, lambda_, value[:-1], value[1:])
+    return found
+
+  def optimiser(self) -> optax.GradientTransformation:
+    rates = Params(self.learning_rate, self.value_learning_rate)._asdict()
+
+    def adam(rate: float) -> Any:
+      clip = optax.clip_by_global_norm(self.max_grad_norm)
+      return optax.flatten(optax.chain(clip, optax.adam(rate, eps=self.adam_epsilon)))
+
+    labels = Params(*Params._fields)
+    return optax.multi_transform({name: adam(rate) for name, rate in rates.items()}, labels)
+
+
+def new_learner(policy: Any) -> Learner:
+  """Before its first step; `policy` [B, ...]."""
+  zeros = jax.tree.map(jnp.zeros_like, policy)
+  none = jnp.zeros(jax.tree.leaves(policy)[0].shape[0])
+  return Learner(policy, zeros, zeros, none.astype(jnp.int32), none, none)
+
+
+def of_each(x: Array, like: Array) -> Array:
+  """Numbers [B] with the axes of what they are multiplied by, [B, ...]."""
+  return x.reshape(x.shape + (1,) * (like.ndim - 1))
+
+
+def plus(tree: Any, other: Any, scale: Array) -> Any:
+  """tree + scale * other, of trees [B, ...] and a scale [B]."""
+  return jax.tree.map(lambda x, y: x + of_each(scale, y) * y, tree, other)

@@ -1,0 +1,110 @@
+"""The networks of agents that learn over lifetimes: a policy for each, and what remembers one across episodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from podrace import distributions
+from podrace.networks.body import Body
+from podrace.networks.cores import Core
+from podrace.networks.layers import Dense
+from podrace.networks.predictor import check_discrete
+from podrace.networks.protocol import merge_time, split_time
+from podrace.types import Array, TimeStep
+
+
+class _Policy(nn.Module):
+  settings: Policy
+
+  @nn.compact
+  def __call__(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+    s, length = self.settings, timesteps.reward.shape[0]
+    observation, mask = s.prepare(merge_time(timesteps.observation))
+    x, small = s.make_torso()(observation), nn.initializers.truncated_normal(0.01)
+    x = x @ self.param('kernel', small, (x.shape[-1], s.distribution.size))
+    if mask is not None:
+      x = jnp.where(mask.reshape(x.shape), x, distributions.MASKED)
+    return split_time(x, length), state
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(Body):
+  """Logits [T, B, A] of discrete actions; without hidden layers a table of one-hot observations.
+
+  The last layer has no bias: a table's rows share nothing.
+  """
+
+  hidden: tuple[int, ...] = ()
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    if self.core != 'none':
+      raise ValueError(
+        f'the policy of a lifetime has no memory of its own, not the core {self.core!r}'
+      )
+
+  def bind(self, observation_space: Any, action_space: Any) -> Any:
+    check_discrete(action_space)
+    return super().bind(observation_space, action_space)
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _Policy(self)
+
+
+class _LifetimeNetwork(nn.Module):
+  settings: LifetimeNetwork
+
+  @nn.compact
+  def __call__(
+    self, state: Any, timesteps: TimeStep, action: Array | None = None, begins: Array | None = None
+  ) -> tuple[Array, Any]:
+    s, t = self.settings, timesteps
+    length = t.reward.shape[0]
+    code = jnp.zeros((*t.reward.shape, s.distribution.size))
+    if action is not None:  # what was done at FIRST was ignored
+      code = jax.nn.one_hot(action, s.distribution.size) * (1.0 - t.first)[..., None]
+    x = split_time(s.make_torso()(s.prepare(merge_time(t.observation))[0]), length)
+    numbers = jnp.stack([t.reward, 1.0 - t.discount, 1.0 * t.first, 1.0 * t.last], axis=-1)
+    x = jnp.concatenate([x, code, numbers], axis=-1)
+    if s.core != 'none':
+      first = jnp.zeros_like(t.first) if begins is None else begins
+      x, state = Core(s.core, s.core_size)(state, x, first)
+    small = nn.initializers.truncated_normal(0.01)
+    return split_time(Dense(1, kernel_init=small)(merge_time(x))[..., 0], length), state
+
+
+@dataclasses.dataclass(frozen=True)
+class LifetimeNetwork(Body):
+  """One number for each timestep [T, B], from all that came before it in a lifetime, across episodes.
+
+  It looks at the observation, the action that led to it, the reward, and whether the episode has ended; its core is
+  reset where a lifetime begins, and not where an episode does. Without a core it knows the newest step only.
+  """
+
+  hidden: tuple[int, ...] = (32,)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  core: Literal['none', 'gru', 'lstm'] = 'lstm'
+  core_size: int = 32
+
+  @functools.cached_property
+  def module(self) -> nn.Module:
+    return _LifetimeNetwork(self)
+
+  def recall(
+    self, params: Any, state: Any, timesteps: TimeStep, action: Array, begins: Array
+  ) -> tuple[Array, Any]:
+    """[T, B] f32, and the state after.
+
+    `action` [T, B] i32 is what was done before each timestep, `begins` [T, B] bool where a lifetime does.
+    """
+    found: tuple[Array, Any] = self.module.apply(
+      {'params': params}, state, timesteps, action, begins
+    )
+    return found
