@@ -51,7 +51,7 @@ class Impala:
   normalize_rewards: bool = False
   self_tuning: bool = False  # learn the settings of tuning.fields as well
   tuning: metagradient.Tuning = metagradient.Tuning(
-    ('discount', 'lambda', 'clip_mix', 'policy_cost', 'value_cost', 'entropy_cost')
+    fields=('discount', 'lambda', 'clip_mix', 'policy_cost', 'value_cost', 'entropy_cost')
   )
   greedy: bool = False  # act by the mode, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner

@@ -46,7 +46,7 @@ OUTER = 2**31 - 1  # folded into the key, for noise of the outer loss' own
 class Tuning:
   """How an agent's own settings are learned."""
 
-  fields: tuple[Name, ...] = ()  # which settings
+  fields: tuple[Name, ...] = ()  # discount, lambda, clip_mix, policy_cost, value_cost, entropy_cost
   learning_rate: float = 1e-3  # Adam's; 0: they stay as they are
   kl_cost: float = 1.0  # in the outer loss, of the divergence from the policy that acted
 
