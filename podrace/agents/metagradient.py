@@ -1,18 +1,18 @@
-"""Self-tuning: settings of an agent that are learned as well, by the gradient of an outer loss.
+"""Self-tuning: an agent learns some of its own settings too, by the gradient of an outer loss.
 
-Xu et al. 2018 (arXiv 1805.09801) and Zahavy et al. 2020 (STAC, arXiv 2002.12928). A metaparameter is a setting of the
-agent, such as its discount. Each update is made with the metaparameters' values; then the loss with the user's own
-settings, of the parameters after the update and on the same trajectory, is differentiated through the update, the
-optimiser's division by the gradients' size and its clipping among it. STAC learns on the same trajectory too; Xu et
-al. take the next one.
+Xu et al. 2018 (arXiv 1805.09801), Zahavy et al. 2020 (STAC, arXiv 2002.12928). A metaparameter is such a setting, as the
+discount. Each update is made with the metaparameters' values. The outer loss is the agent's loss with the user's own
+settings, for the parameters after the update and the same trajectory. It is differentiated through the update: the
+clipping of the gradient and the optimiser's division are part of that. Xu et al. take the next trajectory instead.
 
-A metaparameter is a sigmoid within its range, and begins as the user's setting. STAC's range ends at that setting; here
-a share may become anything between 0 and 1, and a cost anything between 0 and ten times the user's. The outer loss has
-STAC's regulariser, the KL divergence between the policies before and after; here before is the policy that acted, and the
-divergence is estimated from its actions. What is said of STAC is from memory.
+A metaparameter is a sigmoid within its range, and begins as the user's setting. In STAC that setting is the upper end of
+the range. Here a share, such as the discount, is between 0 and 1, and a cost between 0 and ten times the user's. The
+outer loss also has STAC's penalty, the KL divergence of the new policy from the old one. Here the old one is the policy
+that acted, and the divergence is estimated from its actions, so it costs no network. The remarks on STAC are from memory.
 
-An agent that can do this has the fields `self_tuning` and `tuning`, and besides an agent's functions
-`update(train, sample, key)`, its own `learn`, and `outer_loss(params, trajectory, key)`, which also reports `approx_kl`.
+An agent that tunes itself has the fields `self_tuning` and `tuning`, and two functions besides those of every agent:
+`update(train, sample, key)`, which is its `learn` without self-tuning, and `outer_loss(params, trajectory, key)`, whose
+metrics have `approx_kl`.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def learn(
 ) -> tuple[TrainState, Array, Metrics]:
   """`Agent.learn`: an update of the agent, and one of its metaparameters if it tunes itself.
 
-  There are three all-reduces where the update has one: its gradient, the gradient of the outer loss, and the
-  metaparameters' gradient, which are a few numbers.
+  There are three all-reduces where the update has one: of its gradient, of the outer loss' gradient on its way back
+  through that mean, and of the metaparameters' gradient, a few numbers.
   """
   if not agent.self_tuning:
     plain: tuple[TrainState, Array, Metrics] = agent.update(train, sample, key)
@@ -127,16 +127,16 @@ def learn(
     inner = with_values(agent, settings(agent, shift))
     after, priority, metrics = inner.update(TrainState(params, rest.rest), sample, key)
     moved = params._replace(network=varying(after.params.network))
-    loss, told = agent.outer_loss(moved, sample.trajectory, outer_key)
-    total = loss + agent.tuning.kl_cost * told['approx_kl']
+    loss, reported = agent.outer_loss(moved, sample.trajectory, outer_key)
+    total = loss + agent.tuning.kl_cost * reported['approx_kl']
     return total, (dict(outer_loss=total), (after, priority, metrics))
 
-  shift, opt_state, told, (after, priority, metrics) = sgd(
+  shift, opt_state, outer_metrics, (after, priority, metrics) = sgd(
     outer, optimiser(agent), rest.shift, rest.opt_state, keep=True
   )
   tuned = {f'tuned_{name.rstrip("_")}': x for name, x in settings(agent, rest.shift).items()}
   after = TrainState(after.params, Rest(shift, opt_state, after.rest))
-  return after, priority, metrics | told | tuned
+  return after, priority, metrics | outer_metrics | tuned
 
 
 def optimiser(agent: Any) -> optax.GradientTransformation:
