@@ -347,11 +347,11 @@ def check_collectives(
   minibatches' loop.
   """
   is_ppo = isinstance(agent, PPO)
+  if agent.normalize_observations and loops:  # how many elements there are is known from the start
+    found.remove(Collective('all-reduce', 0, 1))  # so that is sent once in a call of the program
   if agent.self_tuning:
     check_collectives_of_self_tuning(found, is_ppo, loops, seeds * network_size)
     return
-  if agent.normalize_observations and loops:  # how many elements there are is known from the start
-    found.remove(Collective('all-reduce', 0, 1))  # so that is sent once in a call of the program
   assert {c.kind for c in found} == {'all-reduce'}
   gradients = [c for c in found if c.size >= seeds * network_size]
   assert [c.depth for c in gradients] == [loops + is_ppo]
