@@ -29,8 +29,11 @@ class Trained:
   ]  # steps, returns of each seed in the last tenth, seconds, compile_s, curve
 
 
-def train(config: Config, seeds: int) -> Trained:
-  """Trains seeds 0 to `seeds` - 1; the return is that of the episodes in training."""
+def train(config: Config, seeds: int, metrics: str = '-') -> Trained:
+  """Trains seeds 0 to `seeds` - 1; the return is that of the episodes in training.
+
+  The curve has the metrics whose names begin with `metrics` as well.
+  """
   env = make(config.env)
   updates = config.total_steps // (config.num_envs * config.unroll_length)
   agent = bind(config.agent, env, updates, config.num_envs)
@@ -51,8 +54,9 @@ def train(config: Config, seeds: int) -> Trained:
     done = until
     episodes = np.atleast_1d(log['episodes'])
     returns = np.atleast_1d(log['return_sum']) / np.maximum(episodes, 1)
+    own = {k: np.asarray(x).tolist() for k, x in log['metrics'].items() if k.startswith(metrics)}
     curve.append(dict(
-      step=done * config.num_envs * config.unroll_length, returns=returns.tolist(), episodes=episodes.tolist(),
+      step=done * config.num_envs * config.unroll_length, returns=returns.tolist(), episodes=episodes.tolist(), **own,
     ))  # fmt: skip
   seconds = time.perf_counter() - begin
   last = curve[-POINTS // 10 :]

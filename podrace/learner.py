@@ -50,7 +50,7 @@ def sgd(
   """
   if keep and chunks is not None:
     raise ValueError('sgd keeps nothing of chunks, which are averaged: give it `keep` or `chunks`')
-  local = _varying(params)
+  local = varying(params)
   grad = jax.grad(loss, has_aux=True)
   grads, aux = grad(local) if chunks is None else _mean_over(chunks, lambda c: grad(local, c))
   aux, *kept = aux if keep else (aux,)
@@ -59,7 +59,7 @@ def sgd(
   return optax.apply_updates(params, updates), opt_state, aux, *kept
 
 
-def _varying(tree: Any) -> Any:
+def varying(tree: Any) -> Any:
   """The same, as something that differs between the devices of a mesh; under `vmap` it may already."""
   on_mesh = AXIS in jax.sharding.get_abstract_mesh().axis_names
   return lax.pcast(tree, AXIS, to='varying') if on_mesh else tree
@@ -72,7 +72,7 @@ def _mean_over(chunks: Any, f: Callable[[Any], Any]) -> Any:
   if count == 1:
     return f(first)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, first))
-  zeros = _varying(zeros)  # as what is added to them
+  zeros = varying(zeros)  # as what is added to them
   total, _ = lax.scan(lambda t, c: (jax.tree.map(jnp.add, t, f(c)), None), zeros, chunks)
   return jax.tree.map(lambda x: x / count, total)
 

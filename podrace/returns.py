@@ -57,21 +57,33 @@ def vtrace(
   rho_tm1: Array,
   clip_rho: float = 1.0,
   clip_pg_rho: float = 1.0,
+  clip_mix: float | Array = 1.0,
 ) -> VTrace:
   """V-trace targets and advantages (Espeholt et al. 2018, arXiv 1802.01561, eq. 1 and section 4.2).
 
   `rho_tm1` is pi(a|s) / mu(a|s), not clipped, of the action at t-1. Where `lambda_t` is 0 the
   policy gradient too bootstraps from v_t and not from the (foreign) target behind it.
 
-  Shapes: all [T] f32.
+  `clip_mix` is the share of the clipped weight in each weight; the rest is the weight that is not clipped. Less
+  than 1 is leaky V-trace (Zahavy et al. 2020, arXiv 2002.12928), with one share for all weights.
+
+  Shapes: all [T] f32, `clip_mix` [].
   """
-  td_error = jnp.minimum(clip_rho, rho_tm1) * (r_t + discount_t * v_t - v_tm1)
-  c_tm1 = jnp.minimum(1.0, rho_tm1)
+  td_error = clipped(rho_tm1, clip_rho, clip_mix) * (r_t + discount_t * v_t - v_tm1)
+  c_tm1 = clipped(rho_tm1, 1.0, clip_mix)
   error = discounted_sum(td_error, discount_t * lambda_t * c_tm1)
   target = error + v_tm1
   target_t = jnp.concatenate([target[1:], v_t[-1:]])  # v_{s+1}
   q = r_t + discount_t * (lambda_t * target_t + (1 - lambda_t) * v_t)
-  return VTrace(target, jnp.minimum(clip_pg_rho, rho_tm1) * (q - v_tm1))
+  return VTrace(target, clipped(rho_tm1, clip_pg_rho, clip_mix) * (q - v_tm1))
+
+
+def clipped(rho: Array, limit: float, mix: float | Array) -> Array:
+  """Importance weights [T] f32 of which the share `mix` is clipped."""
+  most = jnp.minimum(limit, rho)
+  if isinstance(mix, float | int) and mix == 1:
+    return most  # also where rho is infinite
+  return mix * most + (1 - mix) * rho
 
 
 def retrace(r_t: Array, discount_t: Array, c_t: Array, q_t: Array, v_t: Array) -> Array:

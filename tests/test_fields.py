@@ -108,6 +108,7 @@ USES = {
     (dict(minibatches=1, normalize_observations=True, normalize_rewards=True), dict(core='gru')),
     (dict(anneal_learning_rate=False, clip_value=0.1), dict(action_space=CONTINUOUS)),
     (dict(greedy=True, total_updates=10), dict(action_space=CONTINUOUS, squash=True)),
+    (dict(self_tuning=True, total_updates=10), dict()),
     (dict(total_updates=10), dict(observation_space=IMAGE, torso='grid')),
   ],
   'impala': [
@@ -115,6 +116,7 @@ USES = {
     (dict(optimizer='rmsprop', anneal_learning_rate=True, total_updates=10), dict(core='lstm')),
     (dict(normalize_observations=True, normalize_rewards=True), dict(action_space=CONTINUOUS)),
     (dict(greedy=True), dict(observation_space=IMAGE, torso='grid')),
+    (dict(self_tuning=True), dict()),
   ],
 }
 CLASSES = {'ppo': PPO, 'impala': Impala}
@@ -332,6 +334,7 @@ def test_a_field_that_is_not_read_is_found() -> None:
     'idle',
     'rmsprop_decay',
     'total_updates',
+    'tuning',
     'network.initial_log_std',
   }
 

@@ -154,6 +154,8 @@ AGENTS = {
   'impala, rmsprop': Impala(
     network(), optimizer='rmsprop', anneal_learning_rate=True, total_updates=9
   ),
+  'impala, self-tuning': Impala(network(core='gru'), self_tuning=True, **NORMALIZE),
+  'ppo, self-tuning': PPO(network(shared=False), total_updates=100, self_tuning=True),
 }
 
 
@@ -197,7 +199,11 @@ def learn(name: str, devices: int) -> Any:
   return jax.device_get((train, metrics))
 
 
-FAST = {'ppo', 'impala, normalised'}  # of the others, `make test-all` says as much
+FAST = {
+  'ppo',
+  'impala, normalised',
+  'impala, self-tuning',
+}  # of the others, `make test-all` says as much
 
 
 @pytest.mark.parametrize(
@@ -343,6 +349,9 @@ def check_collectives(
   is_ppo = isinstance(agent, PPO)
   if agent.normalize_observations and loops:  # how many elements there are is known from the start
     found.remove(Collective('all-reduce', 0, 1))  # so that is sent once in a call of the program
+  if agent.self_tuning:
+    check_collectives_of_self_tuning(found, is_ppo, loops, seeds * network_size)
+    return
   assert {c.kind for c in found} == {'all-reduce'}
   gradients = [c for c in found if c.size >= seeds * network_size]
   assert [c.depth for c in gradients] == [loops + is_ppo]
@@ -351,6 +360,24 @@ def check_collectives(
   rest = [c for c in found if c not in gradients]
   assert [c.depth for c in rest] == [loops] * (is_ppo and agent.normalize_advantages)
   assert all(4 * seeds <= c.size <= seeds * (4 + normalised) for c in rest)
+
+
+def check_collectives_of_self_tuning(
+  found: list[Collective], is_ppo: bool, loops: int, network_size: int
+) -> None:
+  """For each gradient one more of its size, and one of a few numbers for all metaparameters.
+
+  PPO, which has its gradients in a loop, has one outer gradient, and a sum back through its advantages, besides.
+  """
+  assert {c.kind for c in found} == {'all-reduce'}
+  gradients = [c for c in found if c.size >= network_size]
+  assert [c.depth for c in gradients] == [loops] * is_ppo + [loops + is_ppo] * 2
+  assert all(
+    c.size <= network_size + 66 for c in gradients
+  )  # and metrics, and 60 numbers of moments
+  rest = [c for c in found if c not in gradients]
+  assert len(rest) <= 1 + 4 * is_ppo
+  assert all(c.depth == loops and c.size <= 80 for c in rest)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +401,7 @@ RUNS = {
   'impala, recurrent, 3 seeds': (AGENTS['impala, recurrent'], 3),
 }
 SLOW_RUNS = {
+  'impala, self-tuning, 3 seeds': (AGENTS['impala, self-tuning'], 3),
   'ppo, normalised, 3 seeds': (AGENTS['ppo, normalised'], 3),
   'ppo, normalised': (AGENTS['ppo, normalised'], 1),
   'ppo, recurrent, 3 seeds': (AGENTS['ppo, recurrent'], 3),

@@ -57,6 +57,11 @@ LPG = ['--agent', 'lpg', '--agent.rule', rule_files.small_lpg(), '--agent.networ
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
+  'self-tuning': (1, ['--agent.self-tuning', 'True', '--seeds', '2', *SHORT]),
+  'self-tuning-sebulba': (
+    2, ['--architecture', 'sebulba', '--lag', '1', '--agent.self-tuning', 'True', '--agent.network.core', 'gru',
+        '--agent.network.core-size', '8', *SHORT, '--actor-devices', '0', '--learner-devices', '0,1']
+  ),
   'two-seeds': (1, ['--seeds', '2', *TINY]),
   'two-devices': (2, [*PPO, *TINY, '--devices', '2']),
   'sebulba-lag-0': (1, ['--architecture', 'sebulba', '--lag', '0', *PPO, *SHORT]),
@@ -209,6 +214,8 @@ def test_killed_while_compiling(tmp_path: Path, cache: Path) -> None:
 SLOW = {
   'replay-continuous',
   'impala-gru',
+  'self-tuning',
+  'self-tuning-sebulba',
   'two-seeds',
   'pooled-resets',
   'planning',

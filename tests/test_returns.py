@@ -83,8 +83,11 @@ def gae_by_episode(s: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def vtrace_by_episode(
-  s: dict[str, np.ndarray], clip_rho: float, clip_pg_rho: float
+  s: dict[str, np.ndarray], clip_rho: float, clip_pg_rho: float, clip_mix: float = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
+  def leaky(limit: float, ratio: float) -> float:
+    return clip_mix * min(limit, ratio) + (1 - clip_mix) * ratio
+
   targets, advantages = np.full(T, np.nan), np.full(T, np.nan)
   for episode in streams.episodes(s['types']):
     rewards, values = one_episode(s, episode)
@@ -95,15 +98,15 @@ def vtrace_by_episode(
       for j in range(k, n):
         trace = 1.0
         for i in range(k, j):
-          trace *= GAMMA * LAMBDA * min(1.0, ratios[i])
+          trace *= GAMMA * LAMBDA * leaky(1.0, ratios[i])
         td = rewards[j] + GAMMA * values[j + 1] - values[j]
-        target[k] += trace * min(clip_rho, ratios[j]) * td
+        target[k] += trace * leaky(clip_rho, ratios[j]) * td
     for k in range(n):
       behind = (
         values[k + 1] if k == n - 1 else LAMBDA * target[k + 1] + (1 - LAMBDA) * values[k + 1]
       )
       targets[episode[k]] = target[k]
-      advantages[episode[k]] = min(clip_pg_rho, ratios[k]) * (
+      advantages[episode[k]] = leaky(clip_pg_rho, ratios[k]) * (
         rewards[k] + GAMMA * behind - values[k]
       )
   return targets, advantages
@@ -177,17 +180,34 @@ def test_vtrace_is_rlaxs(s: dict[str, np.ndarray], clip_rho: float, clip_pg_rho:
   np.testing.assert_allclose(advantage, expected.pg_advantage, **TOLERANCE)
 
 
-@pytest.mark.parametrize(('clip_rho', 'clip_pg_rho'), [(1.0, 1.0), (2.0, 3.0), (0.5, 0.7)])
+@pytest.mark.parametrize(
+  ('clip_rho', 'clip_pg_rho', 'clip_mix'),
+  [(1.0, 1.0, 1.0), (2.0, 3.0, 1.0), (0.5, 0.7, 1.0), (0.5, 1.3, 0.6), (1.0, 1.0, 0.0)],
+)
 @hypothesis.settings(max_examples=50, deadline=None, derandomize=True)
 @hypothesis.given(s=stream())
 def test_vtrace_is_that_of_each_episode(
-  s: dict[str, np.ndarray], clip_rho: float, clip_pg_rho: float
+  s: dict[str, np.ndarray], clip_rho: float, clip_pg_rho: float, clip_mix: float
 ) -> None:
   ok = valid(s)
-  target, advantage = vtrace(*inputs(s), s['rho'], clip_rho, clip_pg_rho)
-  expected = vtrace_by_episode(s, clip_rho, clip_pg_rho)
-  np.testing.assert_allclose(target[ok], expected[0][ok], **TOLERANCE)
-  np.testing.assert_allclose(advantage[ok], expected[1][ok], **TOLERANCE)
+  target, advantage = vtrace(*inputs(s), s['rho'], clip_rho, clip_pg_rho, clip_mix)
+  expected = vtrace_by_episode(s, clip_rho, clip_pg_rho, clip_mix)
+  # without clipping, products of ratios are up to 4^T
+  tolerance = (
+    TOLERANCE
+    if clip_mix == 1
+    else dict(rtol=1e-4, atol=1e-5 * np.abs(expected).max(where=ok, initial=1))
+  )
+  np.testing.assert_allclose(target[ok], expected[0][ok], **tolerance)
+  np.testing.assert_allclose(advantage[ok], expected[1][ok], **tolerance)
+
+
+def test_an_infinite_ratio_is_clipped() -> None:
+  rho = np.float32([np.inf, 0.5, 1, 1, 1, 1])
+  target, advantage = returns.vtrace(
+    REWARD_T, DISCOUNT_T, NOT_LAST_T, VALUE[:-1], VALUE[1:], jnp.asarray(rho)
+  )
+  assert np.isfinite(target).all() and np.isfinite(advantage).all()
 
 
 @hypothesis.settings(max_examples=50, deadline=None, derandomize=True)

@@ -19,7 +19,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting, check
+from podrace.agents import acting, check, metagradient
 from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import ActorCritic
@@ -43,21 +43,29 @@ class Impala:
   # ^ mixes n-step targets, as in TD(lambda)
   clip_rho: float = 1.0  # of the importance weights in the targets
   clip_pg_rho: float = 1.0  # of those in the policy gradient
+  clip_mix: float = 1.0  # share of the clipped weight in each weight; less than 1: leaky V-trace
+  policy_cost: float = 1.0
   value_cost: float = 0.5
   entropy_cost: float = 0.01
   normalize_observations: bool = False
   normalize_rewards: bool = False
+  self_tuning: bool = False  # learn the settings of tuning.fields as well
+  tuning: metagradient.Tuning = metagradient.Tuning(
+    fields=('discount', 'lambda', 'clip_mix', 'policy_cost', 'value_cost', 'entropy_cost')
+  )
   greedy: bool = False  # act by the mode, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
     check_types(self)
-    check(self, 0, 1, 'discount', 'lambda_', 'rmsprop_decay')
+    check(self, 0, 1, 'discount', 'lambda_', 'rmsprop_decay', 'clip_mix')
     check(self, 0, math.inf, 'learning_rate', 'clip_rho', 'clip_pg_rho', 'max_grad_norm', 'epsilon')
+    metagradient.check_tuning(self)
 
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)
-    return TrainState(params, self.optimiser().init(params.network))
+    opt_state = self.optimiser().init(params.network)
+    return metagradient.init(self, TrainState(params, opt_state))
 
   def initial_state(self, env_id: Array) -> acting.PolicyState:
     return acting.initial_state(self, env_id)
@@ -70,6 +78,12 @@ class Impala:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    return metagradient.learn(self, train, sample, key)
+
+  def update(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    """One gradient step, with the settings as they are."""
     params, trajectory = train.params, sample.trajectory
 
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
@@ -102,25 +116,38 @@ class Impala:
     log_prob = policy.log_prob(logits, extras.sample)
     step = acting.transitions(trajectory, params, self.discount, self.lambda_)
     one_stream = functools.partial(
-      returns.vtrace, clip_rho=self.clip_rho, clip_pg_rho=self.clip_pg_rho
+      returns.vtrace,
+      clip_rho=self.clip_rho,
+      clip_pg_rho=self.clip_pg_rho,
+      clip_mix=self.clip_mix,
     )
     vtrace = jax.vmap(one_stream, in_axes=1, out_axes=1)
-    rho_tm1 = jnp.exp(log_prob - extras.log_prob)
-    estimate = vtrace(
-      *lax.stop_gradient((step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t, rho_tm1))
-    )
+    log_rho = log_prob - extras.log_prob
+    rho_tm1 = jnp.exp(log_rho)
+    # The targets are fixed for the network, but not for metaparameters.
+    fixed = lax.stop_gradient((v_tm1, v_t, rho_tm1))
+    estimate = vtrace(step.reward_t, step.discount_t, step.lambda_t, *fixed)
     policy_loss = -jnp.mean(step.mask * estimate.advantage * log_prob)
     value_loss = 0.5 * jnp.mean(step.mask * jnp.square(estimate.target - v_tm1))
     entropy = jnp.mean(step.mask * policy.entropy(logits, key))
-    total = policy_loss + self.value_cost * value_loss - self.entropy_cost * entropy
+    total = (
+      self.policy_cost * policy_loss + self.value_cost * value_loss - self.entropy_cost * entropy
+    )
     metrics = dict(
       loss=total,
       policy_loss=policy_loss,
       value_loss=value_loss,
       entropy=entropy,
       rho=jnp.mean(step.mask * rho_tm1),
+      approx_kl=jnp.mean(step.mask * (rho_tm1 - 1 - log_rho)),
     )
     return total, metrics
+
+  def outer_loss(
+    self, params: acting.Params, trajectory: Trajectory, key: Array
+  ) -> tuple[Array, Metrics]:
+    """Of self-tuning: that of all streams at once."""
+    return self.loss(params, trajectory, key)
 
   def optimiser(self) -> optax.GradientTransformation:
     rate: Any = self.learning_rate
@@ -129,8 +156,8 @@ class Impala:
     if self.optimizer == 'rmsprop':
       step = optax.rmsprop(rate, decay=self.rmsprop_decay, eps=self.epsilon)
     else:
-      step = optax.adam(rate, eps=self.epsilon)
-    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+      step = optax.adam(rate, eps=self.epsilon, eps_root=metagradient.eps_root(self))
+    return optax.flatten(optax.chain(metagradient.clip(self), step))
 
 
 def columns(trajectory: Trajectory, index: Array) -> Trajectory:

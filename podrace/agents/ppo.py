@@ -23,7 +23,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting, check
+from podrace.agents import acting, check, metagradient
 from podrace.fields import check_types
 from podrace.learner import sgd
 from podrace.networks import ActorCritic, merge_time
@@ -62,6 +62,10 @@ class PPO:
   normalize_advantages: bool = True
   normalize_observations: bool = False
   normalize_rewards: bool = False
+  self_tuning: bool = False  # learn the settings of tuning.fields as well
+  tuning: metagradient.Tuning = metagradient.Tuning(
+    fields=('discount', 'lambda', 'value_cost', 'entropy_cost')
+  )
   greedy: bool = False  # act by the mode, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
@@ -71,6 +75,7 @@ class PPO:
       raise ValueError(f'there must be at least 1 of each: {self.epochs=} {self.minibatches=}')
     check(self, 0, 1, 'discount', 'lambda_')
     check(self, 0, math.inf, 'learning_rate', 'clip', 'clip_value', 'max_grad_norm', 'adam_epsilon')
+    metagradient.check_tuning(self)
 
   @property
   def gradient_steps(self) -> int:
@@ -78,7 +83,8 @@ class PPO:
 
   def init(self, key: Array) -> TrainState:
     params = acting.init_params(self, key)
-    return TrainState(params, self.optimiser().init(params.network))
+    opt_state = self.optimiser().init(params.network)
+    return metagradient.init(self, TrainState(params, opt_state))
 
   def initial_state(self, env_id: Array) -> acting.PolicyState:
     return acting.initial_state(self, env_id)
@@ -91,6 +97,12 @@ class PPO:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    return metagradient.learn(self, train, sample, key)
+
+  def update(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    """All epochs, with the settings as they are."""
     params, trajectory = train.params, sample.trajectory
     batch = self.batch(params, trajectory)
     moments = acting.new_moments(params, trajectory)
@@ -176,6 +188,13 @@ class PPO:
     )
     return total, metrics
 
+  def outer_loss(
+    self, params: acting.Params, trajectory: Trajectory, key: Array
+  ) -> tuple[Array, Metrics]:
+    """Of self-tuning: that of the whole batch, with advantages and targets by these parameters."""
+    batch = lax.stop_gradient(self.batch(params, trajectory))
+    return self.loss(params, trajectory.agent_state.core, batch, key)
+
   def minibatch_indices(self, key: Array, trajectory: Trajectory) -> Array:
     """Which part of the batch each gradient step takes, [epochs * minibatches, size] i32.
 
@@ -218,7 +237,8 @@ class PPO:
       rate = optax.linear_schedule(self.learning_rate, 0.0, steps)
     return optax.flatten(
       optax.chain(
-        optax.clip_by_global_norm(self.max_grad_norm), optax.adam(rate, eps=self.adam_epsilon)
+        metagradient.clip(self),
+        optax.adam(rate, eps=self.adam_epsilon, eps_root=metagradient.eps_root(self)),
       )
     )
 

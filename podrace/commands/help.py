@@ -178,6 +178,7 @@ PARTS = {  # fields of agents that have fields of their own -> class -> where, a
   'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
   'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},
   'buffer': {'Buffer': ('replay/buffer.py', 'dqn, r2d2, sac, d4pg and muzero')},
+  'tuning': {'Tuning': ('agents/metagradient.py', 'impala and ppo, with --agent.self-tuning')},
 }
 
 FIXED = {  # fields with one value always

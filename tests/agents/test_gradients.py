@@ -241,6 +241,10 @@ def impala_loss(agent: Impala, c: Case, space: str) -> Callable[[Any], float]:
   old = Reference(c.params, space)
   observation, extras = c.trajectory.timesteps.observation, c.trajectory.outputs.extras
   target, advantage = {}, {}
+
+  def leaky(limit: float, ratio: float) -> float:
+    return agent.clip_mix * min(limit, ratio) + (1 - agent.clip_mix) * ratio
+
   for episode in episodes(c.trajectory.timesteps):
     v, n = values(old, c, episode), len(episode.rewards)
     ratios = [
@@ -250,8 +254,8 @@ def impala_loss(agent: Impala, c: Case, space: str) -> Callable[[Any], float]:
     corrected = list(v)
     for k in range(n):
       for j in range(k, n):
-        c_product = math.prod(agent.lambda_ * min(1.0, ratios[i]) for i in range(k, j))
-        td = min(agent.clip_rho, ratios[j]) * (
+        c_product = math.prod(agent.lambda_ * leaky(1.0, ratios[i]) for i in range(k, j))
+        td = leaky(agent.clip_rho, ratios[j]) * (
           episode.rewards[j] + agent.discount * v[j + 1] - v[j]
         )
         corrected[k] += agent.discount ** (j - k) * c_product * td
@@ -259,13 +263,13 @@ def impala_loss(agent: Impala, c: Case, space: str) -> Callable[[Any], float]:
       target[episode.where[k]] = corrected[k]
       behind = agent.lambda_ * corrected[k + 1] + (1 - agent.lambda_) * v[k + 1]
       q = episode.rewards[k] + agent.discount * behind
-      advantage[episode.where[k]] = min(agent.clip_pg_rho, ratios[k]) * (q - v[k])
+      advantage[episode.where[k]] = leaky(agent.clip_pg_rho, ratios[k]) * (q - v[k])
 
   def loss(params: Any) -> float:
     net, total = Reference(params, space), 0.0
     for w in target:
       log_prob, entropy = net.policy(observation[w], extras.sample[w])
-      total -= advantage[w] * log_prob + agent.entropy_cost * entropy
+      total -= agent.policy_cost * advantage[w] * log_prob + agent.entropy_cost * entropy
       total += agent.value_cost * 0.5 * (target[w] - net.value(observation[w])) ** 2
     return total / (T * B)
 
@@ -357,6 +361,7 @@ IMPALAS = {
   'default': dict(),
   'lambda': dict(lambda_=0.8),
   'clips': dict(clip_rho=1.3, clip_pg_rho=1.6, entropy_cost=0.1),
+  'leaky': dict(clip_rho=1.3, clip_mix=0.4, policy_cost=0.7),
 }
 
 
@@ -416,7 +421,10 @@ def no_clip_of_pg_rho(*args: Any, **clips: Any) -> Any:
   return VTRACE(*args, clip_rho=clips['clip_rho'], clip_pg_rho=math.inf)
 
 
-def no_clip_of_c(r_t, discount_t, lambda_t, v_tm1, v_t, rho, clip_rho, clip_pg_rho) -> Any:
+def no_clip_of_c(
+  r_t, discount_t, lambda_t, v_tm1, v_t, rho, clip_rho, clip_pg_rho, clip_mix
+) -> Any:
+  del clip_mix
   c = jnp.minimum(1.0, rho)
   estimate = VTRACE(r_t, discount_t, lambda_t * rho / c, v_tm1, v_t, rho, clip_rho, clip_pg_rho)
   behind = VTRACE(r_t, discount_t, lambda_t, v_tm1, v_t, rho, clip_rho, clip_pg_rho)
@@ -503,6 +511,8 @@ def test_another_setting_of_ppo_is_noticed(settings: dict[str, Any]) -> None:
 IMPALA_SETTINGS = {
   'clip of rho': dict(clip_rho=1.1),
   'clip of pg rho': dict(clip_pg_rho=1.1),
+  'share of the clipped': dict(clip_mix=0.5),
+  'cost of the policy': dict(policy_cost=1.1),
   'entropy subtracted': dict(entropy_cost=-0.01),
   'lambda': dict(lambda_=0.95),
 }

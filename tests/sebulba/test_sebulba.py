@@ -185,7 +185,12 @@ def anakin_params(agent: Any, env: str, updates: int, devices: int) -> tuple[Any
   return state.train.params, jax.device_get(summary)
 
 
-ALL = {**AGENTS, **{f'{k}, recurrent': v for k, v in RECURRENT.items()}}
+TUNING = dataclasses.replace(RECURRENT['impala'], self_tuning=True)
+ALL = {
+  **AGENTS,
+  **{f'{k}, recurrent': v for k, v in RECURRENT.items()},
+  'impala, recurrent, self-tuning': TUNING,
+}
 
 
 @pytest.mark.parametrize(
@@ -202,6 +207,7 @@ ALL = {**AGENTS, **{f'{k}, recurrent': v for k, v in RECURRENT.items()}}
     ('lpg', 1),
     ('intrinsic', 1),
     pytest.param('lpg, recurrent', 2, marks=pytest.mark.slow),
+    pytest.param('impala, recurrent, self-tuning', 2, marks=pytest.mark.slow),
   ],
 )
 def test_the_same_as_anakin(name: str, threads: int) -> None:
