@@ -26,6 +26,7 @@ SMALL = ActorCritic(hidden=(32,), initializer='lecun', activation='relu', core_s
 AGENTS = {
   'impala': Impala(SMALL, learning_rate=1e-2),
   'ppo': PPO(dataclasses.replace(SMALL, shared=False), learning_rate=5e-3),
+  'impala, self-tuning': Impala(SMALL, learning_rate=1e-2, self_tuning=True),
 }
 
 
@@ -50,6 +51,7 @@ class Budget(NamedTuple):
 
 
 CATCH = {'impala': Budget(32, 10, 300, 50), 'ppo': Budget(32, 20, 60, 15)}
+CATCH['impala, self-tuning'] = CATCH['impala']
 MEMORY = {'impala': Budget(32, 24, 220, 40), 'ppo': Budget(32, 24, 60, 15)}
 
 
@@ -73,13 +75,16 @@ def train(anakin: Anakin, budget: Budget) -> tuple[float, int]:
   return float(log['return_sum'] / log['episodes']), int(log['episodes'])
 
 
+SLOW = pytest.mark.slow
+MATRIX = [pytest.param(n, marks=SLOW if 'tuning' in n else ()) for n in AGENTS]
+
 # --- learning ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
   'devices', [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize('name', MATRIX)
 def test_learns_catch(name: str, devices: int) -> None:
   mean_return, episodes = train(on_catch(name, devices), CATCH[name])
   assert episodes >= 900  # a standard error of at most 0.033
@@ -94,9 +99,6 @@ def on_memory(name: str, core: str) -> tuple[float, int]:
     agent = dataclasses.replace(agent, minibatches=1 if core != 'none' else 4)
   mesh = topology.learner_mesh(1)
   return train(Anakin(agent, env, on_policy(), mesh, budget.num_envs, budget.unroll_length), budget)
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,7 @@ def test_feed_forward_agents_cannot(name: str) -> None:
 
 
 @pytest.mark.parametrize('devices', [1, pytest.param(8, marks=SLOW)])
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize('name', MATRIX)
 def test_grouping_updates_into_calls_changes_nothing(name: str, devices: int) -> None:
   """10 updates, 3 + 7, and ten times 1: equal to the bit, in everything."""
   anakin, ends = on_catch(name, devices), []

@@ -8,7 +8,8 @@ clipping of the gradient and the optimiser's division are part of that. Xu et al
 A metaparameter is a sigmoid within its range, and begins as the user's setting. In STAC that setting is the upper end of
 the range. Here a share, such as the discount, is between 0 and 1, and a cost between 0 and ten times the user's. The
 outer loss also has STAC's penalty, the KL divergence of the new policy from the old one. Here the old one is the policy
-that acted, and the divergence is estimated from its actions, so it costs no network. The remarks on STAC are from memory.
+that acted, and the divergence is estimated from its actions, without another pass through the network. The remarks on STAC are from
+memory.
 
 An agent that tunes itself has the fields `self_tuning` and `tuning`, and two functions besides those of every agent:
 `update(train, sample, key)`, which is its `learn` without self-tuning, and `outer_loss(params, trajectory, key)`, whose
@@ -88,15 +89,14 @@ def check_tuning(agent: Any) -> None:
 def settings(agent: Any, shift: dict[str, Array]) -> dict[str, Array]:
   """The values [] f32 of the metaparameters, by their fields of the agent.
 
-  top * sigmoid(inverse of that for the agent's own setting + shift), without logarithms: exact at a shift of 0.
+  top * sigmoid(inverse of that for the agent's own setting + shift), without logarithms: at a shift of 0 the setting.
   """
   found = {}
   for name, x in shift.items():
     own = getattr(agent, field_of(name))
-    if name in SHARES:
-      own, top = jnp.minimum(own, START if name != 'discount' else 1.0), 1.0
-    else:
-      top = COST_RANGE * own
+    top = 1.0 if name in SHARES else COST_RANGE * own
+    if name in ('lambda', 'clip_mix'):
+      own = jnp.where(own == 1, START, own)
     found[field_of(name)] = top * own / (own + (top - own) * jnp.exp(-x))
   return found
 

@@ -236,6 +236,9 @@ def test_a_share_of_1_begins_at_099() -> None:
   _, metrics = updates(agent, 1)
   assert metrics['tuned_lambda'] == metrics['tuned_clip_mix'] == pytest.approx(0.99)
   assert metrics['tuned_discount'] == pytest.approx(agent.discount)
+  near = dataclasses.replace(agent, lambda_=0.995)
+  shift = {name: jnp.zeros([]) for name in agent.tuning.fields}
+  assert float(metagradient.settings(near, shift)['lambda_']) == pytest.approx(0.995)
 
 
 @pytest.mark.parametrize('limit', [40.0, float('inf')])

@@ -166,8 +166,9 @@ def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('self_tuning', [False, True])
 def test_impala_learns_from_a_queue_of_unrolls(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  self_tuning: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """All of it in one process, with two acting ends."""
   monkeypatch.setattr(
@@ -175,7 +176,8 @@ def test_impala_learns_from_a_queue_of_unrolls(
   )  # however slow they are to see that it is over
   network = ActorCritic(hidden=(64,), initializer='lecun', activation='relu')
   config = Config(
-    Impala(network, learning_rate=1e-2), architecture='sebulba', num_envs=16, unroll_length=8,
+    Impala(network, learning_rate=1e-2, self_tuning=self_tuning),
+    architecture='sebulba', num_envs=16, unroll_length=8,
     total_steps=26_000, log_every=5_120, lag='async', replay='service', devices=1, actor_threads=1,
   )  # fmt: skip
   replay, parameters = f'ipc://{tmp_path}/replay', f'ipc://{tmp_path}/parameters'
@@ -198,6 +200,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
     assert [type(e) for e in ended] == [joining.Finished] * 2, ended
     table = server.tables['unrolls']
   told = lines(tmp_path / 'run')
+  assert ('tuned_discount' in told[-1]) == self_tuning
   returns = [x['episode_return'] for x in told if x['episodes']]  # told a little later than made
   assert np.mean(returns[-2:]) > 0.3, told
   updates = told[-1]['step'] // 128
