@@ -3,8 +3,8 @@
     python benchmarks/learned_rewards.py [CASE ...] [--seeds N] [--updates N]
     python benchmarks/learned_rewards.py picture
 
-`NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from returns
-that end with the episode.
+`NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from
+returns that end with the episode.
 
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
 other, and then keeps it as it is for 64 new lifetimes of policies that begin as nothing. Against it, in 64 lifetimes
@@ -13,7 +13,8 @@ visited, b / sqrt(n) (Strehl and Littman 2008); and an advantage actor-critic (I
 unrolls of 8 steps) with the reward of the world. These three have the settings, of a grid, that give the most in 64
 other lifetimes; the grids are in the result. The learned reward's policies have the settings that it was learned with,
 which were chosen by a few short runs. Intervals are of 95%, by the bootstrap over lifetimes; of several seeds, over the
-lifetimes of all. Writes benchmarks/results/learned_rewards.json after each case; what is not run keeps what the file has.
+lifetimes of all. Writes benchmarks/results/learned_rewards.json after each case; what is not run keeps what the file
+has.
 """
 
 from __future__ import annotations
