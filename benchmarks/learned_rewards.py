@@ -3,8 +3,8 @@
     python benchmarks/learned_rewards.py [CASE ...] [--seeds N] [--updates N]
     python benchmarks/learned_rewards.py picture
 
-`NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from returns
-that end with the episode.
+`NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from
+returns that end with the episode.
 
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
 other, and then keeps it as it is for 64 new lifetimes of policies that begin as nothing. Against it, in 64 lifetimes
@@ -13,7 +13,8 @@ visited, b / sqrt(n) (Strehl and Littman 2008); and an advantage actor-critic (I
 unrolls of 8 steps) with the reward of the world. These three have the settings, of a grid, that give the most in 64
 other lifetimes; the grids are in the result. The learned reward's policies have the settings that it was learned with,
 which were chosen by a few short runs. Intervals are of 95%, by the bootstrap over lifetimes; of several seeds, over the
-lifetimes of all. Writes benchmarks/results/learned_rewards.json after each case; what is not run keeps what the file has.
+lifetimes of all. Writes benchmarks/results/learned_rewards.json after each case; what is not run keeps what the file
+has.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from podrace.networks import ActorCritic, LifetimeNetwork
 from podrace.replay import on_policy
 from podrace.types import FIRST, LAST, Sample
 
-LIVES, ENVS, UNROLL, A2C_UNROLL = 64, 64, 64, 8
+LIVES, ENVS, A2C_UNROLL = 64, 64, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Case:
   steps: int  # of an episode, at most
   updates: int
   period: int = 0  # episodes between swaps
+  unroll: int = 64
   settings: Any = dataclasses.field(default_factory=dict)
   with_others: bool = True  # whether what it is compared with is run as well
 
@@ -64,7 +66,15 @@ class Case:
 
 CASES = {
   'empty_rooms': Case('empty_rooms,size=7', 50, 30, 2000),
-  'nonstationary_abc': Case('nonstationary_abc,period=40', 160, 20, 2000, period=40),
+  'nonstationary_abc': Case(
+    'nonstationary_abc,period=40',
+    160,
+    20,
+    2000,
+    period=40,
+    unroll=128,
+    settings=dict(policy_learning_rate=10.0, policy_entropy_cost=0.1),
+  ),
   'random_abc': Case('random_abc', 50, 20, 2000),
 }
 for _name in tuple(CASES):
@@ -126,18 +136,18 @@ def learned(case: Case, seed: int, updates: int) -> tuple[Any, Any, dict[str, An
   """A reward: (agent, parameters, how it was learned)."""
   env = case.env(case.episodes)
   agent = bind(Intrinsic(**case.settings), env)
-  program = Anakin(agent, env, on_policy(), topology.learner_mesh(1), ENVS, UNROLL)
+  program = Anakin(agent, env, on_policy(), topology.learner_mesh(1), ENVS, case.unroll)
   state = program.init(jnp.stack([jax.random.key(seed)]))
   began, run = time.process_time(), program.run.lower(program.shapes, jnp.int32(1)).compile()
   compiled, curve, chunk = time.process_time() - began, [], max(1, updates // 20)
   began = time.process_time()
   for done in range(chunk, updates + 1, chunk):
     log, state = program.read_log(run(state, jnp.int32(chunk)))
-    curve.append((done * ENVS * UNROLL, float(log['return_sum'] / log['episodes'])))
+    curve.append((done * ENVS * case.unroll, float(log['return_sum'] / log['episodes'])))
     print(seed, curve[-1], f'{time.process_time() - began:.0f} s of CPU', flush=True)
   told = dict(
     seed=seed, curve=curve, compile_cpu_s=compiled, cpu_s=time.process_time() - began,
-    steps=updates * ENVS * UNROLL, lifetimes=ENVS,
+    steps=updates * ENVS * case.unroll, lifetimes=ENVS,
   )  # fmt: skip
   return agent, state.train.params, told
 
@@ -321,7 +331,7 @@ def run(name: str, seeds: int, updates: int) -> dict[str, Any]:
   sizes = (
     dataclasses.asdict(case)
     | dict(settings=str(case.settings))
-    | dict(updates=updates, environments=ENVS, unroll=UNROLL)
+    | dict(updates=updates, environments=ENVS)
   )
   found = {'learned': summary(case, whole) | dict(seeds=learning, shows=shows)}
   for other, (lived, told) in baselines(case).items() if case.with_others else ():

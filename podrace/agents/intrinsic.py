@@ -2,8 +2,8 @@
 
 Each environment is a lifetime, with a policy of its own that begins as nothing and learns from the intrinsic reward
 alone. The reward is a recurrent network over the whole lifetime, across episodes. What is learned, and shared by all,
-is the reward: by the gradient, through the policies' updates in an unroll, of what the lifetimes give (equation 3), with
-a lifetime value function behind the unroll (equation 4). So a policy is state of acting, as a recurrent state is, and
+is the reward: by the gradient, through the policies' updates in an unroll, of what the lifetimes give (equation 3),
+with a lifetime value function behind the unroll (equation 4). So a policy is state of acting, as a recurrent state is, and
 `learn` lives an unroll again, as data, to differentiate it.
 
 A policy learns by REINFORCE (Williams 1992) with traces: each intrinsic reward, less a moving average of them, is given
@@ -84,9 +84,7 @@ class Intrinsic:
   value_learning_rate: float = 1e-3
   adam_epsilon: float = 1e-8
   max_grad_norm: float = 1.0  # of the reward, and of the value
-  reward_cost: float = (
-    1e-3  # of the reward's square before the tanh, which would get stuck where it is flat
-  )
+  reward_cost: float = 1e-3  # of squared rewards before the tanh: they got stuck at its ends
   discount: float = 0.99  # of rewards, over the lifetime
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95
   # ^ mixes n-step returns of a lifetime, as in TD(lambda)
@@ -225,19 +223,10 @@ class Intrinsic:
   def relive(self, params: Params, trajectory: Trajectory) -> tuple[Array, ...]:
     """An unroll once more, differentiable in the reward.
 
-    Where lifetimes begin, intrinsic rewards before the tanh, and values, all [T+1, B]; log-probabilities of the actions and entropies
-    of the policies, [T, B].
+    What `recalled` gives, [T+1, B] each, and of the policies the log-probabilities of the actions and the entropies,
+    [T, B].
     """
-    t, life, actions = trajectory.timesteps, trajectory.agent_state, trajectory.outputs.action
-
-    def count(episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
-      begins, episode = self.counted(episode, timestep)
-      return episode, begins
-
-    _, begins = lax.scan(count, life.episode, t)
-    before = jnp.concatenate([life.action[None], actions])
-    raw, _ = self.reward.recall(params.reward, life.reward_state, t, before, begins)
-    value, _ = self.value.recall(params.value, life.value_state, t, before, begins)
+    begins, raw, value = self.recalled(params, trajectory)
 
     def step(life: Life, x: Any) -> tuple[Life, Any]:
       timestep, action, begins, reward = x
@@ -245,9 +234,24 @@ class Intrinsic:
       learner, said = self.acted(learner, timestep, action)
       return life._replace(learner=learner), said
 
-    acting = jax.tree.map(lambda x: x[:-1], (t, begins, jnp.tanh(raw)))
-    _, (log_prob, entropy) = lax.scan(step, life, (acting[0], actions, *acting[1:]))
+    rows = jax.tree.map(lambda x: x[:-1], (trajectory.timesteps, begins, jnp.tanh(raw)))
+    acting = (rows[0], trajectory.outputs.action, *rows[1:])
+    _, (log_prob, entropy) = lax.scan(step, trajectory.agent_state, acting)
     return begins, raw, value, log_prob, entropy
+
+  def recalled(self, params: Params, trajectory: Trajectory) -> tuple[Array, Array, Array]:
+    """Where lifetimes begin, bool, intrinsic rewards before the tanh, and values, [T+1, B] each."""
+    t, life = trajectory.timesteps, trajectory.agent_state
+
+    def count(episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
+      begins, episode = self.counted(episode, timestep)
+      return episode, begins
+
+    _, begins = lax.scan(count, life.episode, t)
+    before = jnp.concatenate([life.action[None], trajectory.outputs.action])
+    raw, _ = self.reward.recall(params.reward, life.reward_state, t, before, begins)
+    value, _ = self.value.recall(params.value, life.value_state, t, before, begins)
+    return begins, raw, value
 
   def advantages(self, timesteps: TimeStep, begins: Array, value: Array) -> Array:
     """[T, B], over the lifetime: an episode's end takes no time, and only a lifetime's cuts."""

@@ -1,4 +1,4 @@
-"""Grid worlds made by chance, each another task for an agent's whole lifetime: what rules of learning are trained in."""
+"""Grid worlds made by chance, each another task for an agent's lifetime: what rules of learning are trained in."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor`, `Critic`, `Predictor` and `PolicyPredictor`
-ship.
+"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor`, `Critic`, `Predictor`,
+`PolicyPredictor`, `Policy` and `LifetimeNetwork` ship.
 
 `Model` is what agents ask for that plan; `LearnedModel` ships.
 
