@@ -205,7 +205,7 @@ def step_of(agent: Any) -> Any:
 
 def updates(agent: Any, count: int = 3) -> tuple[Any, Any]:
   """The state after some updates on one trajectory, and the metrics of the last."""
-  train = agent.init(jax.random.key(0))
+  train = jit(agent.init)(jax.random.key(0))
   for i in range(count):
     given = train, (), trajectory(agent, np.float32), jax.random.key(i), jnp.int32(i)
     train, _, metrics, _ = step_of(agent)(*given)
@@ -248,7 +248,7 @@ def test_a_gradient_of_0_has_a_metagradient(limit: float) -> None:
   made = trajectory(agent, np.float32)
   last = np.full_like(made.timesteps.step_type, 2)
   masked = made._replace(timesteps=made.timesteps._replace(step_type=last))
-  train = agent.init(jax.random.key(0))
+  train = jit(agent.init)(jax.random.key(0))
   after, *_ = step_of(agent)(train, (), masked, jax.random.key(0), jnp.int32(0))
   assert all(float(x) == 0 for x in after.rest.shift.values())
   after, *_ = step_of(agent)(train, (), made, jax.random.key(0), jnp.int32(0))

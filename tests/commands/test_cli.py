@@ -142,7 +142,7 @@ def test_help_with_a_preset_has_its_agent_alone(preset: str, run: Command) -> No
   assert f'agent {agent_name(config.agent)}:' in said
   assert [n for n in AGENTS if f'\nagent {n}:' in said] == [agent_name(config.agent)]
   for field in dataclasses.fields(config.agent):
-    if field.name not in ('network', 'buffer', 'actor', 'critic', *BOUND):
+    if field.name not in ('network', 'buffer', 'actor', 'critic', 'tuning', *BOUND):
       assert f'  --agent.{flag(field.name)} ' in said
   assert ('--actor-threads' in said) == (config.architecture == 'sebulba')
   options = said.partition('options (')[2]
@@ -171,9 +171,10 @@ def test_help_of_train_has_every_option(run: Command) -> None:
       assert f'  --{flag(field.name)} ' in said
   for agent in (Impala, PPO):
     for field in dataclasses.fields(agent):
-      if field.name not in ('network', 'total_updates'):
+      if field.name not in ('network', 'tuning', 'total_updates'):
         assert f'  --agent.{flag(field.name)} ' in said
   assert '--agent.network.core-size int' in said
+  assert '--agent.tuning.learning-rate float' in said
   assert 'observation-space' not in said and 'total-updates' not in said
   assert '(default )' not in said
   recurrent = said.partition('agent r2d2:')[2].partition('agent sac:')[0]  # what it has of its own
@@ -637,6 +638,10 @@ BAD = [
   (['train', '--agent', 'podrace.replay:Buffer'],
    'podrace.replay.buffer:Buffer is no agent: it has no init and no initial_state and no act'),
   (['train', '--agent.discount', '99'], 'discount must be within [0, 1], not 99'),
+  (['train', '--agent.self-tuning', 'True', '--agent.discount', '1'], 'discount is 1 and to be tuned, so it needs to be less'),
+  (['train', '--agent.self-tuning', 'True', '--agent.tuning.fields', 'clip_rho'], "invalid choice 'clip_rho'"),
+  (['train', '--agent.tuning.learning-rate', '-1'], 'learning_rate must be at least 0, not -1'),
+  (['train', '--agent', 'dqn', '--agent.self-tuning', 'True'], "unknown option of dqn '--agent.self-tuning'"),
   (['train', '--agent.normalize-observations', 'True', '--env', 'jumanji:Game2048-v1'],
    'normalize_observations is for observations with floats'),
   (['train', '--run-dir', '--quiet'], '--run-dir needs a value, DIR, not the option --quiet'),
