@@ -65,15 +65,15 @@ class Case:
 
 
 CASES = {
-  'empty_rooms': Case('empty_rooms,size=7', 50, 30, 2000),
+  'empty_rooms': Case('empty_rooms,size=7', 50, 30, 1500),
   'nonstationary_abc': Case(
     'nonstationary_abc,period=40',
     160,
     20,
-    2000,
+    1500,
     period=40,
     unroll=128,
-    settings=dict(policy_learning_rate=10.0, policy_entropy_cost=0.1),
+    settings=dict(policy_learning_rate=40.0, policy_entropy_cost=0.1),
   ),
   'random_abc': Case('random_abc', 50, 20, 2000),
 }
@@ -87,13 +87,13 @@ for _name in tuple(CASES):
       _case, settings=_case.settings | _changed, with_others=False
     )
 GRID = dict(
-  policy_learning_rate=(1.0, 5.0, 20.0, 60.0),
-  policy_entropy_cost=(0.001, 0.01, 0.05),
+  policy_learning_rate=(5.0, 20.0, 60.0, 200.0),
+  policy_entropy_cost=(0.01, 0.05, 0.2),
   policy_discount=(0.9, 0.97),
 )
 BONUS = (0.05, 0.2, 1.0)
 A2C_GRID = dict(
-  learning_rate=(0.003, 0.01, 0.03, 0.1), entropy_cost=(0.003, 0.01, 0.05), discount=(0.9, 0.97)
+  learning_rate=(0.01, 0.03, 0.1, 0.3), entropy_cost=(0.01, 0.05, 0.2), discount=(0.9, 0.97)
 )
 
 

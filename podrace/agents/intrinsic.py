@@ -76,7 +76,7 @@ class Intrinsic:
   value: LifetimeNetwork = LifetimeNetwork()
   episodes: int = 0  # of a lifetime; 0: as many as the environment has
   period: int = 8  # steps between a policy's updates
-  policy_learning_rate: float = 2.0  # of the policies, by gradient ascent
+  policy_learning_rate: float = 10.0  # of the policies, by gradient ascent
   policy_discount: float = 0.9  # of intrinsic rewards
   policy_entropy_cost: float = 0.05
   policy_mean_rate: float = 0.02  # of the moving average that intrinsic rewards are less

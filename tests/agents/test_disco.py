@@ -16,6 +16,7 @@ import pytest
 import rule_files
 from gymnasium import spaces
 from jax.flatten_util import ravel_pytree
+from test_sebulba import keys
 from test_value_agents import anakin
 
 from podrace import distributions, topology
@@ -423,7 +424,7 @@ def test_disco_103_learns_catch(devices: int) -> None:
     rule_files.released(), learning_rate=1e-2, capacity=1024 * 29, min_size=64 * 29, replay_ratio=64 / num_envs
   )  # fmt: skip
   program = anakin(agent, 'podrace:catch,rows=8,columns=8', devices, num_envs, 29)
-  state = program.run(program.init(jnp.stack([jax.random.key(0)])), jnp.int32(900))
+  state = program.run(program.init(keys(0)), jnp.int32(900))
   _, state = program.read_log(state)
   log, _ = program.read_log(program.run(state, jnp.int32(40)))
   assert float(log['return_sum'] / log['episodes']) > 0.95

@@ -317,7 +317,7 @@ def test_a_reward_is_learned_that_makes_policies_find_the_best_object() -> None:
   env = make('podrace:random_abc,episodes=20')
   learning = bind(Intrinsic(learning_rate=3e-3), env)
   program = Anakin(learning, env, on_policy(), topology.learner_mesh(1), 64, 64)
-  state = program.run(program.init(jnp.stack([jax.random.key(0)])), jnp.int32(150))
+  state = program.run(program.init(jax.random.split(jax.random.key(0), 1)), jnp.int32(150))
   _, state = program.read_log(state)
   log, _ = program.read_log(program.run(state, jnp.int32(50)))
   assert float(log['return_sum'] / log['episodes']) > 0.15
