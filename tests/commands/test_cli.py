@@ -700,7 +700,10 @@ def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
   assert not list(tmp_path.rglob('config.json')) and not (tmp_path / 'runs').exists()
 
 
-@pytest.mark.parametrize(('args', 'message'), BAD, ids=[' '.join(a) for a, _ in BAD])
+# Each worker of the tests has rules in files of its own: their names have its process id.
+@pytest.mark.parametrize(
+  ('args', 'message'), BAD, ids=[' '.join(a).replace(f'-{os.getpid()}.npz', '.npz') for a, _ in BAD]
+)
 def test_bad_input_exits_2_with_a_message(
   args: list[str], message: str, run: Command, unchanged: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import tempfile
@@ -24,17 +25,22 @@ ROOT = Path(__file__).resolve().parents[2]
 @functools.cache
 def small() -> str:
   """The file of an untrained rule of `SIZES`, one for each process."""
-  path = Path(tempfile.gettempdir()) / f'podrace-test-rule-{os.getuid()}-{os.getpid()}.npz'
-  write(path)
-  return str(path)
+  return str(write(_temporary('rule')))
 
 
 @functools.cache
 def small_lpg() -> str:
   """As `small`, of LPG's kind and of the sizes `LPG`."""
-  path = Path(tempfile.gettempdir()) / f'podrace-test-lpg-{os.getuid()}-{os.getpid()}.npz'
+  path = _temporary('lpg')
   files.save(path, lpg.init(jax.random.key(0), LPG))
   return str(path)
+
+
+def _temporary(name: str) -> Path:
+  """A file of this process, which it takes along when it ends."""
+  path = Path(tempfile.gettempdir()) / f'podrace-test-{name}-{os.getuid()}-{os.getpid()}.npz'
+  atexit.register(path.unlink, missing_ok=True)
+  return path
 
 
 def write(path: Path, sizes: rules.Sizes = SIZES, seed: int = 0) -> Path:
