@@ -7,6 +7,7 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -120,6 +121,7 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
   stub(monkeypatch)
   (tmp_path / 'runs').mkdir()
   rule_files.write(tmp_path / 'disco_103.npz')  # which the pages say how to download
+  shutil.copy(rule_files.small_lpg(), tmp_path / 'lpg.npz')
   for module, index in MODULES.get(name_of(page), {}).items():
     (tmp_path / f'{module}.py').write_text(blocks(page, 'python')[index])
   for args in commands(page):

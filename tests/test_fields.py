@@ -20,13 +20,22 @@ from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
-from podrace.networks import Actor, ActorCritic, Critic, LearnedModel, Predictor, QNetwork
+from podrace.networks import (
+  Actor,
+  ActorCritic,
+  Critic,
+  LearnedModel,
+  PolicyPredictor,
+  Predictor,
+  QNetwork,
+)
 from podrace.replay import Buffer, on_policy
 from podrace.types import TimeStep, Trajectory
 
@@ -185,6 +194,18 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
     )
     for core in ('none', 'gru')
   ],
+  'lpg': [  # without replay, and with a network of its own
+    (
+      dict(rule=rule_files.small_lpg(), optimizer=optimizer),
+      dict(
+        network=(
+          PolicyPredictor,
+          dict(core=core, core_size=4, predictions=rule_files.LPG.predictions),
+        )
+      ),
+    )
+    for core, optimizer in (('none', 'adam'), ('gru', 'sgd'))
+  ],
 }
 REPLAY_CLASSES = {
   'dqn': DQN,
@@ -194,6 +215,7 @@ REPLAY_CLASSES = {
   'muzero': MuZero,
   'muesli': Muesli,
   'disco': Disco,
+  'lpg': LPG,
 }
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
@@ -205,6 +227,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'muzero': {},
   'muesli': {},
   'disco': {},
+  'lpg': {},
 }
 
 
@@ -244,7 +267,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
 
 
 def learn_with_replay(agent: Any) -> None:
-  replay = agent.memory(B, T)
+  replay = agent.memory(B, T) if hasattr(agent, 'memory') else on_policy()
   step = learner(agent, replay, topology.learner_mesh(1))
 
   def everything(key: Any) -> Any:

@@ -52,6 +52,8 @@ MUESLI = ['--agent', 'muesli', '--agent.unroll', '2', '--agent.network.latent', 
 RULE = ['--agent', 'disco', '--agent.rule', rule_files.small(), '--agent.lifetime', '6', '--agent.network.predictions', '12',
         '--agent.network.core', 'gru', '--agent.network.core-size', '8', '--agent.capacity', '2048',
         '--agent.min-size', '500', '--agent.batch-size', '16', '--agent.replay-ratio', '3.7']  # fmt: skip
+LPG = ['--agent', 'lpg', '--agent.rule', rule_files.small_lpg(), '--agent.network.predictions', '5',
+       '--agent.network.core', 'gru', '--agent.network.core-size', '8']  # fmt: skip
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -104,6 +106,9 @@ CASES = {
   'a-rule-sebulba-on-the-host': (
     1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *RULE, *SHORT]
   ),
+  'lpg-gru': (1, [*LPG, *TINY]),
+  'lpg-sebulba': (1, ['--architecture', 'sebulba', '--lag', '1', *LPG, *SHORT]),
+  'lifetimes': (1, ['--env', 'podrace:nonstationary_abc,period=2,episodes=5', *TINY]),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),

@@ -15,6 +15,7 @@ AGENTS = {  # what the command line calls them -> module, class
   'muzero': ('podrace.agents.muzero', 'MuZero'),
   'muesli': ('podrace.agents.muesli', 'Muesli'),
   'disco': ('podrace.agents.disco', 'Disco'),
+  'lpg': ('podrace.agents.lpg', 'LPG'),
 }
 
 RELATED = {  # other names of algorithms -> the nearest of ours
@@ -27,6 +28,7 @@ RELATED = {  # other names of algorithms -> the nearest of ours
   **dict.fromkeys(('drqn', 'ngu', 'agent57'), ('r2d2',)),
   **dict.fromkeys(('alphazero', 'efficientzero', 'gumbel-muzero', 'sampled-muzero'), ('muzero',)),
   **dict.fromkeys(('discorl', 'disco-rl', 'disco103', 'disco-103'), ('disco',)),
+  **dict.fromkeys(('learned-policy-gradient', 'groove'), ('lpg',)),
 }
 
 
@@ -35,7 +37,7 @@ def agents_for(space: Any) -> list[str]:
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):
-    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco']
+    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco', 'lpg']
   if not isinstance(space, spaces.Box):
     return ['impala', 'ppo', 'muzero']
   return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']

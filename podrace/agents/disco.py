@@ -1,6 +1,6 @@
 """Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature), given as a file.
 
-The rule, a network (`podrace.rules`), looks at a trajectory and says where the policy and two predictions, y and z,
+The rule, a network (`podrace.rules.disco`), looks at a trajectory and says where the policy and two predictions, y and z,
 should move; the loss is a KL divergence to that. What an action is worth is learned from Retrace (Munos et al. 2016,
 arXiv 1606.02647), and a further head foresees the policy one step later. What the rule remembers of an agent's
 lifetime, the moments of the advantages and the target network are part of the agent's state.
@@ -26,7 +26,7 @@ import optax
 import tyro
 from jax import lax
 
-from podrace import returns, rules
+from podrace import returns
 from podrace.agents import check
 from podrace.agents.searching import masked
 from podrace.errors import UsageError
@@ -35,6 +35,8 @@ from podrace.learner import sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
+from podrace.rules import disco as rules
+from podrace.rules import files
 from podrace.topology import AXIS
 from podrace.types import (
   ActorOutput,
@@ -110,7 +112,7 @@ class Disco:
   def __post_init__(self) -> None:
     check_settings(self)
     if self.rule and not self.rule_sha256:
-      object.__setattr__(self, 'rule_sha256', rules.sha256(self.rule))
+      object.__setattr__(self, 'rule_sha256', files.sha256(self.rule))
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: the unrolls of the past, all alike."""
@@ -130,21 +132,18 @@ class Disco:
         'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released one, is at '
         f'{rules.SOURCE}'
       )
-    params = rules.load(self.rule, self.rule_sha256)
-    sizes = rules.sizes_of(params)
+    params = files.load(self.rule, self.rule_sha256, rules.Sizes)
+    sizes = rules.Sizes.of(params)
     ours = {
       '--agent.network.predictions': (self.network.predictions, sizes.predictions),
       '--agent.lifetime': (self.lifetime, sizes.lifetime),
     }
-    for option, (has, needed) in ours.items():
-      if has != needed:
-        raise UsageError(f'the rule {self.rule} needs {option} {needed}, not {has}')
+    files.check_fits(self.rule, ours)
     return params
 
   def opening(self) -> str:
     """What a run says of it when it begins."""
-    name = rules.KNOWN.get(self.rule_sha256)
-    return f'learning by the rule {self.rule}, {name or "which is not a released one"} (sha256 {self.rule_sha256})'
+    return files.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)

@@ -170,6 +170,7 @@ PARTS = {  # fields of agents that have fields of their own -> class -> where, a
     'QNetwork': ('networks/q_network.py', 'dqn and r2d2'),
     'LearnedModel': ('networks/planning.py', 'muzero and muesli'),
     'Predictor': ('networks/predictor.py', 'disco'),
+    'PolicyPredictor': ('networks/policy_predictor.py', 'lpg'),
   },
   'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
   'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},

@@ -13,9 +13,9 @@ import numpy as np
 
 from podrace.envs.adapt import box, discrete
 from podrace.envs.base import restart, transition
+from podrace.envs.grids import MOVES, moved
 from podrace.types import Array, TimeStep
 
-MOVES = np.array([[-1, 0], [0, 1], [1, 0], [0, -1]])  # up, right, down, left
 UNSEEN = 2**30  # where the numbers of unseen levels begin
 
 
@@ -103,8 +103,7 @@ class Maze:
 
   def step(self, state: MazeState, action: Array, key: Array) -> tuple[MazeState, TimeStep]:
     del key
-    to = jnp.clip(state.agent + jnp.asarray(MOVES, jnp.int32)[action], 0, self.size - 1)
-    agent = jnp.where(state.walls[tuple(to)], state.agent, to)
+    agent = moved(state.walls, state.agent, action)
     state = state._replace(agent=agent, time=state.time + 1)
     arrived = jnp.all(agent == state.goal)
     late = state.time >= 4 * self.size

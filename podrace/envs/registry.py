@@ -44,8 +44,17 @@ LIBRARIES: Mapping[str, Library] = {
   'podrace': Library(
     module='podrace.envs.own',
     extra='',
-    description='small tasks that tell whether an agent learns at all',
-    names=('catch', 'maze', 'memory'),
+    description='small tasks that tell whether an agent learns at all, and worlds with lifetimes',
+    names=(
+      'catch',
+      'maze',
+      'memory',
+      'empty_rooms',
+      'random_abc',
+      'nonstationary_abc',
+      'key_box',
+      'grid_worlds',
+    ),
   ),
   'gymnax': Library(
     module='podrace.envs.gymnax',

@@ -1,4 +1,5 @@
-"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor`, `Critic` and `Predictor` ship.
+"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor`, `Critic`, `Predictor` and `PolicyPredictor`
+ship.
 
 `Model` is what agents ask for that plan; `LearnedModel` ships.
 
@@ -11,6 +12,7 @@ from podrace.networks.continuous import Actor, Critic
 from podrace.networks.layers import inside_loops, outside_loops
 from podrace.networks.observations import image_sides
 from podrace.networks.planning import LearnedModel, Model, Prediction
+from podrace.networks.policy_predictor import PolicyPrediction, PolicyPredictor
 from podrace.networks.predictor import Predictions, Predictor
 from podrace.networks.protocol import (
   Network,
@@ -30,6 +32,8 @@ __all__ = [
   'LearnedModel',
   'Model',
   'Network',
+  'PolicyPrediction',
+  'PolicyPredictor',
   'PolicyValue',
   'Prediction',
   'Predictions',

@@ -136,10 +136,15 @@ class Predictor(Body):
     return said
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
-    from gymnasium import spaces
-
-    if not isinstance(action_space, spaces.Discrete):
-      raise ValueError(
-        f'a rule for discrete actions needs a Discrete action space, not {action_space}'
-      )
+    check_discrete(action_space)
     return super().bind(observation_space, action_space)
+
+
+def check_discrete(action_space: Any) -> None:
+  """Raises ValueError for what rules are not for."""
+  from gymnasium import spaces
+
+  if not isinstance(action_space, spaces.Discrete):
+    raise ValueError(
+      f'a rule for discrete actions needs a Discrete action space, not {action_space}'
+    )

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from jax.flatten_util import ravel_pytree
 from test_value_agents import anakin
 
-from podrace import distributions, rules, topology
+from podrace import distributions, topology
 from podrace.agents.disco import Disco, Extras, divergence, inputs_of
 from podrace.config import bind
 from podrace.envs import make
@@ -26,6 +26,8 @@ from podrace.errors import UsageError
 from podrace.learner import sample_learner
 from podrace.networks import Predictions, Predictor
 from podrace.networks.planning import decode
+from podrace.rules import disco as rules
+from podrace.rules import files as rule_formats
 from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow
@@ -109,7 +111,7 @@ def test_the_update_is_that_of_the_released_code() -> None:
   """Over three updates: targets, losses, gradients, parameters, and all that the rule remembers."""
   agent, params = released_agent(), table()
   assert agent.rule_sha256 == reference()['weights_sha256']
-  assert rules.KNOWN[agent.rule_sha256] == 'Disco103' and 'Disco103' in agent.opening()
+  assert rule_formats.KNOWN[agent.rule_sha256] == 'Disco103' and 'Disco103' in agent.opening()
   rest = agent.init(jax.random.key(0)).rest
   train = TrainState(params, rest._replace(target=params, opt_state=agent.optimiser().init(params)))
   step = learning(agent)
@@ -309,17 +311,17 @@ def rotated(t: rules.Inputs) -> rules.Inputs:
 
 def test_a_rule_is_written_as_it_is_read(tmp_path: Path) -> None:
   path = str(rule_files.write(tmp_path / 'a.npz'))
-  found = rules.load(path, rules.sha256(path))
+  found = rule_formats.load(path, rule_formats.sha256(path), rules.Sizes)
   expected = rules.init(jax.random.key(0), rule_files.SIZES)
-  assert rules.sizes_of(found) == rule_files.SIZES and found.keys() == expected.keys()
+  assert rules.Sizes.of(found) == rule_files.SIZES and found.keys() == expected.keys()
   for name, x in expected.items():
     np.testing.assert_array_equal(found[name], x)
 
 
 def test_disco_103_has_the_sizes_that_are_the_defaults() -> None:
   path = rule_files.released()
-  found = rules.load(path, rules.sha256(path))
-  assert rules.sizes_of(found) == rules.Sizes() and len(found) == 42
+  found = rule_formats.load(path, rule_formats.sha256(path), rules.Sizes)
+  assert rules.Sizes.of(found) == rules.Sizes() and len(found) == 42
   assert sum(x.size for x in found.values()) == 754_778
 
 
@@ -381,9 +383,11 @@ def test_a_rule_of_another_size_or_content_is_refused(tmp_path: Path) -> None:
   path = rule_files.write(tmp_path / 'rule.npz')
   agent = small(str(path))
   agent.memory(8, 4)
-  assert agent.rule_sha256 == rules.sha256(str(path)) and 'not a released one' in agent.opening()
+  assert (
+    agent.rule_sha256 == rule_formats.sha256(str(path)) and 'not a released one' in agent.opening()
+  )
   rule_files.write(path, seed=1)
-  rules.load.cache_clear()
+  rule_formats.load.cache_clear()
   with pytest.raises(UsageError, match='is another file than it was'):
     agent.memory(8, 4)
 

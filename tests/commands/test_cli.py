@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+import rule_files
 from gymnasium import spaces
 from processes import (
   Podrace,
@@ -589,7 +590,7 @@ BAD = [
   (['train', '--agent.network.torso', 'nature', '--env', 'gymnax:CartPole-v1'], 'needs an image'),
   (['train', '--agent', 'sac'],
    'sac cannot act in podrace:catch, whose action space is Discrete(3, dtype=int32): take --agent '
-   'impala, ppo, dqn, r2d2, muzero, muesli or disco'),
+   'impala, ppo, dqn, r2d2, muzero, muesli, disco or lpg'),
   (['train', '--agent', 'dqn', '--env', 'gymnax:Pendulum-v1'],
    'dqn cannot act in gymnax:Pendulum-v1, whose action space is Box(-2.0, 2.0, (1,), float32): take '
    '--agent impala, ppo, sac, d4pg or muzero'),
@@ -599,6 +600,13 @@ BAD = [
   (['train', '--agent', 'disco', '--agent.rule', __file__, '--agent.rule-sha256', '00'], 'expected 00'),
   (['train', '--agent', 'disco', '--env', 'gymnax:Pendulum-v1', '--agent.rule', __file__],
    'disco cannot act in gymnax:Pendulum-v1'),
+  (['train', '--agent', 'lpg'], 'lpg learns by a rule: give its file by --agent.rule PATH.npz'),
+  (['train', '--agent', 'lpg', '--agent.rule', rule_files.small()],
+   'is no rule of this version: 10 arrays are expected; it lacks embedding/~/linear_0/b'),
+  (['train', '--agent', 'lpg', '--agent.rule', rule_files.small_lpg()],
+   'needs --agent.network.predictions 5, not 30'),
+  (['train', '--agent', 'lpg', '--env', 'gymnax:Pendulum-v1', '--agent.rule', __file__],
+   'lpg cannot act in gymnax:Pendulum-v1'),
   (['train', '--agent', 'r2d2', '--env', 'gymnasium:Pendulum-v1', '--architecture', 'sebulba'],
    'r2d2 cannot act in gymnasium:Pendulum-v1'),
   (['train', '--agent.network.squash', 'True'], 'needs a continuous action space'),

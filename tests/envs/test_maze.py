@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from podrace.envs import make
-from podrace.envs.maze import MOVES, UNSEEN, Maze
+from podrace.envs.grids import MOVES
+from podrace.envs.maze import UNSEEN, Maze
 
 
 def distance(walls: np.ndarray, start: np.ndarray, goal: np.ndarray) -> int | None:

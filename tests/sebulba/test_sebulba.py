@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rule_files
 from gymnasium import spaces
 
 from podrace import build, topology
 from podrace import sebulba as sebulba_
 from podrace.agents.impala import Impala
+from podrace.agents.lpg import LPG
 from podrace.agents.ppo import PPO
 from podrace.anakin import Anakin
 from podrace.bench import advice, inference_rate, together
@@ -26,7 +28,7 @@ from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.errors import RunError, UsageError
-from podrace.networks import ActorCritic
+from podrace.networks import ActorCritic, PolicyPredictor
 from podrace.replay import on_policy
 from podrace.sebulba import (
   ActorFailed,
@@ -39,9 +41,16 @@ from podrace.sebulba import (
 from podrace.topology import split_devices
 
 SMALL = ActorCritic(hidden=(16,))
-AGENTS = {'impala': Impala(network=SMALL), 'ppo': PPO(network=SMALL, epochs=2, minibatches=2)}
+AGENTS: dict[str, Any] = {
+  'impala': Impala(network=SMALL),
+  'ppo': PPO(network=SMALL, epochs=2, minibatches=2),
+  'lpg': LPG(
+    rule_files.small_lpg(),
+    network=PolicyPredictor(hidden=(16,), predictions=rule_files.LPG.predictions),
+  ),
+}
 RECURRENT = {
-  name: dataclasses.replace(a, network=dataclasses.replace(SMALL, core='gru', core_size=8))
+  name: dataclasses.replace(a, network=dataclasses.replace(a.network, core='gru', core_size=8))
   for name, a in AGENTS.items()
 }
 
@@ -186,6 +195,8 @@ ALL = {**AGENTS, **{f'{k}, recurrent': v for k, v in RECURRENT.items()}}
     pytest.param('ppo', 1, marks=pytest.mark.slow),
     pytest.param('impala, recurrent', 1, marks=pytest.mark.slow),
     pytest.param('ppo, recurrent', 2, marks=pytest.mark.slow),
+    ('lpg', 1),
+    pytest.param('lpg, recurrent', 2, marks=pytest.mark.slow),
   ],
 )
 def test_the_same_as_anakin(name: str, threads: int) -> None:

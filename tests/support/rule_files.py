@@ -10,12 +10,14 @@ from pathlib import Path
 import jax
 import pytest
 
-from podrace import rules
+from podrace.rules import disco as rules
+from podrace.rules import files, lpg
 
 SIZES = rules.Sizes(
   predictions=12, trajectory=8, lifetime=6, embedding=4, channels=5, pooled=2, policy=4, lifetime_embedding=3,
   lifetime_channels=4, lifetime_pooled=3, summary=5,
 )  # fmt: skip
+LPG = lpg.Sizes(predictions=5, trajectory=8, embedding=4)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -27,9 +29,17 @@ def small() -> str:
   return str(path)
 
 
+@functools.cache
+def small_lpg() -> str:
+  """As `small`, of LPG's kind and of the sizes `LPG`."""
+  path = Path(tempfile.gettempdir()) / f'podrace-test-lpg-{os.getuid()}-{os.getpid()}.npz'
+  files.save(path, lpg.init(jax.random.key(0), LPG))
+  return str(path)
+
+
 def write(path: Path, sizes: rules.Sizes = SIZES, seed: int = 0) -> Path:
   """Writes an untrained rule."""
-  rules.save(path, rules.init(jax.random.key(seed), sizes))
+  files.save(path, rules.init(jax.random.key(seed), sizes))
   return path
 
 

@@ -1,40 +1,37 @@
-"""Rules of learning: a network that says where an agent's predictions should move, and the files they come in.
+"""The rule of DiscoRL (Oh et al. 2025, Nature).
 
-Oh et al. 2025 (DiscoRL, Nature). A rule looks at a trajectory with what the agent predicted there, and gives the
+A rule looks at a trajectory with what the agent predicted there, and gives the
 targets of its policy and of two predictions, y and z, which mean only what the rule makes of them. One LSTM runs
 backwards over the trajectory, as returns do; a second one goes one step with each update, over the lifetime of an
 agent. What a rule says does not depend on the number of actions or on observations.
 
 Everything is a pure function of `params`, the arrays of the file under their names there, and of `state`.
 `targets` and `remember` are two functions because a mean over devices belongs between them; `update` is both.
-
-The format is that of google-deepmind/disco_rl's released weights: an .npz of float32 arrays. Sizes may differ.
+Names of arrays are those of google-deepmind/disco_rl's released weights. Sizes may differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import math
-import zipfile
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from podrace.errors import UsageError
+from podrace.rules.layers import (
+  Params,
+  backwards,
+  dense,
+  embed,
+  embedding,
+  initial,
+  lstm,
+  with_biases,
+)
 from podrace.types import Array
 
-Params = Mapping[str, Any]  # name in the file -> f32 array
-
-KNOWN = {  # sha256 -> what is released under it
-  'dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa': 'Disco103',
-}
 SOURCE = 'https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/weights/disco_103.npz'
 HIDDEN = 'lstm/~/meta_lstm/~unroll'  # of the LSTM over the lifetime
 BASE = 23  # numbers that describe a step, without those that are pooled over the actions
@@ -81,7 +78,7 @@ class Targets(NamedTuple):
   z: Array  # [T, B, Y] f32 of the action that was taken
 
 
-# --- shapes, files ---------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,18 +117,17 @@ class Sizes:
       f'{HIDDEN}/mlp_2/~/linear_0': (lifetime_rows, self.summary),
       **_pooling(HIDDEN, self.lifetime_channels, self.lifetime_pooled),
     }
-    found: dict[str, tuple[int, ...]] = {}
-    for name, shape in linear.items():
-      found[f'{name}/b'], found[f'{name}/w'] = (shape[-1],), shape
-    return found
+    return with_biases(linear)
+
+  @classmethod
+  def of(cls, params: Params) -> Self:
+    return cls(**{field: params[name].shape[axis] for field, (name, axis) in WIDTHS.items()})
 
 
 def _embeddings(prefix: str, predictions: int, size: int) -> dict[str, tuple[int, ...]]:
-  first, second = (predictions, size), (size, 1)
   return {
-    f'{prefix}/{mlp}/~/linear_{i}': shape
-    for mlp in ('mlp', 'mlp_1')
-    for i, shape in enumerate((first, second))
+    **embedding(f'{prefix}/mlp', predictions, size),
+    **embedding(f'{prefix}/mlp_1', predictions, size),
   }
 
 
@@ -157,95 +153,10 @@ WIDTHS = {  # field of Sizes -> the array and its axis that say it
 }
 
 
-def sizes_of(params: Params) -> Sizes:
-  return Sizes(**{field: params[name].shape[axis] for field, (name, axis) in WIDTHS.items()})
-
-
-def sha256(path: str) -> str:
-  """Of a file, in hexadecimal.
-
-  Raises:
-    UsageError: if it can't be read.
-  """
-  return hashlib.sha256(_read(path)).hexdigest()
-
-
-def _read(path: str) -> bytes:
-  try:
-    return Path(path).read_bytes()
-  except OSError as e:
-    raise UsageError(f'cannot read the rule {path}: {e.strerror}') from e
-
-
-@functools.lru_cache(maxsize=8)
-def load(path: str, expected: str) -> dict[str, np.ndarray]:
-  """The arrays of a rule's file of this sha256.
-
-  Raises:
-    UsageError: if it can't be read, is another file, or is no rule.
-  """
-  if (found := sha256(path)) != expected:
-    raise UsageError(
-      f'the rule {path} is another file than it was: its sha256 is {found}, expected {expected}'
-    )
-  try:
-    opened = np.load(path, allow_pickle=False)
-    if isinstance(opened, np.ndarray):
-      raise ValueError('it holds one array')
-    with opened as file:
-      params = {name: file[name] for name in file.files}
-  except (ValueError, EOFError, OSError, zipfile.BadZipFile) as e:
-    raise UsageError(f'{path} is no rule: an .npz of arrays is expected; {e}') from e
-  check(params, path)
-  return params
-
-
-def check(params: Params, path: str) -> None:
-  """Raises UsageError unless these arrays make a rule."""
-  names = Sizes().shapes()
-  if params.keys() != names.keys():
-    lacks, others = sorted(names.keys() - params.keys()), sorted(params.keys() - names.keys())
-    said = [f'{what} {_some(x)}' for what, x in (('it lacks', lacks), ('it has', others)) if x]
-    raise UsageError(
-      f'{path} is no rule of this version: {len(names)} arrays are expected; {", and ".join(said)}'
-    )
-  for name, x in params.items():
-    if x.ndim != len(names[name]):
-      raise UsageError(
-        f'{path} is no rule: {name} has shape {list(x.shape)}, expected {len(names[name])} axes'
-      )
-  for name, shape in sizes_of(params).shapes().items():
-    x = params[name]
-    if x.dtype != np.float32 or x.shape != shape:
-      raise UsageError(
-        f'{path} is no rule: {name} is {x.dtype}{list(x.shape)}, expected float32{list(shape)}'
-      )
-    if not np.isfinite(x).all():
-      raise UsageError(f'{path} is no rule: {name} has numbers that are NaN or infinite')
-
-
-def _some(names: list[str]) -> str:
-  return ', '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')
-
-
-def save(path: str | Path, params: Params) -> None:
-  """Writes a rule as `load` reads it."""
-  arrays: Any = {name: np.asarray(x) for name, x in params.items()}
-  with Path(path).open('wb') as file:
-    np.savez(file, **arrays)
-
-
 def init(key: Array, sizes: Sizes) -> dict[str, Array]:
   """A rule before it is trained: Disco103's initial weights, of any sizes."""
   wide = {'lstm/linear/w': 1.0, **{f'lstm/linear_{i}/w': 0.3 for i in (1, 2, 3, 4)}}
-  params = {}
-  for i, (name, shape) in enumerate(sizes.shapes().items()):
-    if name.endswith('/b'):
-      params[name] = jnp.zeros(shape)
-      continue
-    std = wide.get(name, 1 / math.sqrt(shape[-2]))
-    params[name] = std * jax.random.truncated_normal(jax.random.fold_in(key, i), -2, 2, shape)
-  return params
+  return initial(key, sizes.shapes(), wide)
 
 
 # --- the network -----------------------------------------------------------------------------------------
@@ -265,7 +176,7 @@ def update(params: Params, state: State, inputs: Inputs) -> tuple[Targets, State
 def targets(params: Params, state: State, inputs: Inputs) -> tuple[Targets, Array]:
   """Targets of a trajectory, and its summary [summary], to be averaged over the devices."""
   rows, actions = describe(params, 'lstm', inputs)
-  x = backwards(params, rows, inputs.last)
+  x = backwards(params, 'lstm/lstm/linear', rows, inputs.last)
   x = x * dense(params, 'lstm/linear', state.hidden[None])[None]
   y, z = dense(params, 'lstm/linear_2', x), dense(params, 'lstm/linear_3', x)
   found = Targets(policy_target(params, x, actions), y, z)
@@ -319,47 +230,12 @@ def describe(params: Params, prefix: str, inputs: Inputs) -> tuple[Array, Array]
   return jnp.concatenate([x.reshape(t, b, -1) for x in parts], axis=-1), actions
 
 
-def backwards(params: Params, rows: Array, last: Array) -> Array:
-  """The LSTM over a trajectory [T, B, N], from its end; it begins anew where an episode ends."""
-  w, b = params['lstm/lstm/linear/w'], params['lstm/lstm/linear/b']
-  inputs, size = rows.shape[-1], b.shape[0] // 4
-  gates = (rows.reshape(-1, inputs) @ w[:inputs] + b[None]).reshape(*rows.shape[:2], -1)
-
-  def step(carry: Any, x: Any) -> Any:
-    gates, last = x
-    hidden, cell = (jnp.where(last[:, None], 0.0, c) for c in carry)
-    hidden, cell = lstm(gates + hidden @ w[inputs:], cell)
-    return (hidden, cell), hidden
-
-  zeros = jnp.zeros_like(gates[0, :, :size])
-  _, found = lax.scan(step, (zeros, zeros), (gates, last), reverse=True)
-  return found
-
-
 def policy_target(params: Params, x: Array, actions: Array) -> Array:
   """Logits [T, B, A] from steps [T, B, H] and actions [T, B, A, C]."""
   t, b, num_actions, _ = actions.shape
   steps = jnp.broadcast_to(x[:, :, None], (t, b, num_actions, x.shape[-1]))
   found = pool(params, 'lstm/sequential_1/conv1_d', jnp.concatenate([steps, actions], axis=-1))
   return dense(params, 'lstm/linear_4', found)[..., 0]
-
-
-def lstm(gates: Array, cell: Array) -> tuple[Array, Array]:
-  """One step from gates [..., 4 H]: the hidden state and the cell."""
-  i, g, f, o = jnp.split(gates, 4, axis=-1)
-  cell = jax.nn.sigmoid(f + 1.0) * cell + jax.nn.sigmoid(i) * jnp.tanh(g)
-  return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
-
-
-def dense(params: Params, name: str, x: Array) -> Array:
-  """A linear layer on [..., N]."""
-  w, b = params[f'{name}/w'], params[f'{name}/b']
-  return (x.reshape(-1, w.shape[0]) @ w + b[None]).reshape(*x.shape[:-1], -1)
-
-
-def embed(params: Params, name: str, x: Array) -> Array:
-  """A prediction [..., Y] as one number [..., 1]."""
-  return dense(params, f'{name}/~/linear_1', jax.nn.relu(dense(params, f'{name}/~/linear_0', x)))
 
 
 def pool(params: Params, name: str, x: Array) -> Array:

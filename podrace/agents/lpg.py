@@ -1,0 +1,147 @@
+"""LPG: learning by a policy gradient that was itself learned (Oh et al. 2020, arXiv 2007.08794), given as a file.
+
+The rule (`podrace.rules.lpg`) looks at the newest trajectory. It says how much more likely each action should be, and
+where the agent's prediction y should move (equation 2): one gradient of log pi(a|s) times the first, and of the KL
+divergence from y to its target. There are no values: what y means is the rule's.
+
+From the paper: unrolls of 20 steps, 30 numbers in y, the weight 0.5 of the divergence. Ours: the optimiser's settings,
+since the paper draws them for each agent; a mean over steps and not a sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from podrace.agents import check
+from podrace.errors import UsageError
+from podrace.fields import check_types
+from podrace.learner import sgd
+from podrace.networks import PolicyPrediction, PolicyPredictor
+from podrace.rules import files
+from podrace.rules import lpg as rules
+from podrace.rules.layers import Params
+from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class LPG:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  rule: str = ''  # the file of a rule, PATH.npz; see docs/discovery.md
+  rule_sha256: str = ''  # of that file; '': it is taken as it is found, and recorded
+  network: PolicyPredictor = PolicyPredictor()
+  optimizer: Literal['adam', 'sgd'] = 'adam'
+  learning_rate: float = 1e-3
+  adam_epsilon: float = 1e-8  # used by adam
+  max_grad_norm: float = 0.5
+  discount: float = 0.99  # of which the rule is informed
+  y_cost: float = 0.5  # of the divergence from y to its target
+  greedy: bool = False  # act by the mode, for evaluation
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check(self, 0, 1, 'discount')
+    check(self, 0, math.inf, 'learning_rate', 'adam_epsilon', 'max_grad_norm', 'y_cost')
+    if self.rule and not self.rule_sha256:
+      object.__setattr__(self, 'rule_sha256', files.sha256(self.rule))
+
+  def params(self) -> dict[str, np.ndarray]:
+    """The arrays of the rule.
+
+    Raises:
+      UsageError: if there is none, or not one that this agent can learn by.
+    """
+    if not self.rule:
+      raise UsageError(
+        'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how one is made'
+      )
+    params = files.load(self.rule, self.rule_sha256, rules.Sizes)
+    needed = rules.Sizes.of(params).predictions
+    files.check_fits(self.rule, {'--agent.network.predictions': (self.network.predictions, needed)})
+    return params
+
+  def opening(self) -> str:
+    """What a run says of it when it begins."""
+    return files.opening(self.rule, self.rule_sha256)
+
+  def init(self, key: Array) -> TrainState:
+    network = self.network.init(key)
+    return TrainState(network, self.optimiser().init(network))
+
+  def initial_state(self, env_id: Array) -> Any:
+    return self.network.initial_state(env_id.shape[0])
+
+  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    said, state = self.network.step(params, state, timestep)
+    kind = self.network.distribution
+    x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
+    return ActorOutput(kind.to_action(x)), state
+
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    train, metrics = self.learn_by(self.params(), train, sample.trajectory)
+    return train, jnp.ones_like(sample.weight), metrics
+
+  def learn_by(
+    self, rule: Params, train: TrainState, window: Trajectory
+  ) -> tuple[TrainState, Metrics]:
+    """One gradient step by the rule of these parameters, in which it is differentiable."""
+    said, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
+    goals = rules.targets(rule, self.inputs(said, window), self.discount)
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      now, _ = self.network.unroll(network, window.agent_state, window.timesteps)
+      total, metrics = self.losses(now, goals, window)
+      return total, dict(loss=total, **metrics)
+
+    network, opt_state, metrics = sgd(loss, self.optimiser(), train.params, train.rest)
+    return TrainState(network, opt_state), metrics
+
+  def inputs(self, said: PolicyPrediction, window: Trajectory) -> rules.Inputs:
+    """What the rule looks at."""
+    t = window.timesteps
+    log_prob = self.network.distribution.log_prob(said.policy[:-1], window.outputs.action)
+    return rules.Inputs(t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), said.y)
+
+  def losses(
+    self, said: PolicyPrediction, goals: rules.Targets, window: Trajectory
+  ) -> tuple[Array, dict[str, Array]]:
+    """Equation 2 of the paper; a mean over [T, B], masked transitions counting as 0.
+
+    The metrics are means of the same kind: what meta-training regularises is among them.
+    """
+    mask = 1.0 - window.timesteps.last[:-1]
+    policy, y = said.policy[:-1], said.y[:-1]
+    log_prob = self.network.distribution.log_prob(policy, window.outputs.action)
+    log_y, log_goal = jax.nn.log_softmax(y), jax.nn.log_softmax(goals.y)
+    parts = dict(
+      policy_loss=-goals.policy * log_prob,
+      y_loss=jnp.sum(jnp.exp(log_y) * (log_y - log_goal), axis=-1),
+      entropy=entropy(policy),
+      y_entropy=entropy(y),
+      policy_target_square=jnp.square(goals.policy),
+      y_target_square=jnp.sum(jnp.square(jax.nn.softmax(goals.y)), axis=-1),
+    )
+    means = {name: jnp.mean(mask * x) for name, x in parts.items()}
+    return means['policy_loss'] + self.y_cost * means['y_loss'], means
+
+  def optimiser(self) -> optax.GradientTransformation:
+    step = {
+      'adam': lambda: optax.adam(self.learning_rate, eps=self.adam_epsilon),
+      'sgd': lambda: optax.sgd(self.learning_rate),
+    }[self.optimizer]
+    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step()))
+
+
+def entropy(logits: Array) -> Array:
+  """Of categorical distributions [...] by their logits [..., N], in nats."""
+  log_p = jax.nn.log_softmax(logits)
+  return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
