@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -29,6 +29,9 @@ from podrace.files import write_whole
 from podrace.process import is_locked, linked_folders, lock
 from podrace.topology import cores
 from podrace.version import __version__
+
+if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
 
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 
@@ -85,7 +88,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
-def changes_of(config: Config, run_dir: Path) -> list[str]:
+def changes_of(config: Config | Discovery, run_dir: Path) -> list[str]:
   """What the run directory's record and this configuration differ in, a line each.
 
   Raises:
@@ -134,7 +137,7 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
   return summary
 
 
-def completed_record(record: dict[str, Any], config: Config) -> dict[str, Any]:
+def completed_record(record: dict[str, Any], config: Config | Discovery) -> dict[str, Any]:
   """A run directory's record with later fields; of code, it may name what this configuration has."""
   return completed(record, own_code.named(to_json(config)))
 

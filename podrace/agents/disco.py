@@ -134,16 +134,18 @@ class Disco:
         f'{rules.SOURCE}'
       )
     params = files.load(self.rule, self.rule_sha256, rules.Sizes)
-    sizes = rules.Sizes.of(params)
-    ours = {
+    files.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
+    return params
+
+  def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
+    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    return {
       '--agent.network.predictions': (self.network.predictions, sizes.predictions),
       '--agent.lifetime': (self.lifetime, sizes.lifetime),
     }
-    files.check_fits(self.rule, ours)
-    return params
 
   def opening(self) -> str:
-    """What a run says of it when it begins."""
+    """What a run says of the rule when it begins."""
     return files.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
@@ -188,7 +190,9 @@ class Disco:
     moments = self.moved(rest.moments, first, second)
     inputs = inputs_of(online, target, found, window, moments)
     goals, summary = rules.targets(rule, rest.memory, inputs)
-    sizes = {f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()}
+    sizes = {
+      f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()
+    }
     goals = goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
     # The last state's is not known, nor is anything learned of it.
     action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])

@@ -63,12 +63,15 @@ class LPG:
         'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how one is made'
       )
     params = files.load(self.rule, self.rule_sha256, rules.Sizes)
-    needed = rules.Sizes.of(params).predictions
-    files.check_fits(self.rule, {'--agent.network.predictions': (self.network.predictions, needed)})
+    files.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
     return params
 
+  def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
+    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    return {'--agent.network.predictions': (self.network.predictions, sizes.predictions)}
+
   def opening(self) -> str:
-    """What a run says of it when it begins."""
+    """What a run says of the rule when it begins."""
     return files.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
@@ -135,7 +138,4 @@ class LPG:
   def optimiser(self) -> optax.GradientTransformation:
     scale = scale_by_adam(self.adam_epsilon) if self.optimizer == 'adam' else optax.identity()
     clip = optax.clip_by_global_norm(self.max_grad_norm)
-    return optax.flatten(
-      optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate))
-    )
-
+    return optax.flatten(optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate)))

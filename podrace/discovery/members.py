@@ -88,8 +88,10 @@ class Kind:
     due = member.age >= self.lifetime
 
     def some(member: Member) -> Member:
-      begin = jax.vmap(functools.partial(self.begin, key))
-      new = begin(member.number, member.lives + 1, jnp.zeros_like(member.age))
+      def begin(of: tuple[Array, Array]) -> Member:
+        return self.begin(key, of[0], of[1], jnp.int32(0))
+
+      new = lax.map(begin, (member.number, member.lives + 1))  # vmapped LAPACK calls can block
       counted = dict(episodes=member.actor.episodes, faults=member.actor.faults)
       new = new._replace(actor=new.actor._replace(**counted))
       return select(due, new, member)
@@ -98,13 +100,15 @@ class Kind:
 
   # --- a meta-step
 
-  def outcome(self, rule: Params, member: Member, key: Array) -> tuple[Array, tuple[Member, Metrics]]:
+  def outcome(
+    self, rule: Params, member: Member, key: Array
+  ) -> tuple[Array, tuple[Member, Metrics]]:
     """The meta-loss of one member, differentiable in the rule; the member after K updates, and metrics.
 
     In each update it acts, adds the unroll to its replay, and learns by the rule. What it then does is data for the
     meta-loss, a policy gradient of the parameters that it has come to (Oh et al. 2025).
     """
-    keys, last_key = jax.random.split(key, self.updates + 1)[:-1], jax.random.fold_in(key, 1)
+    keys = jax.random.split(key, self.updates + 1)
 
     def update(member: Member, key: Array) -> tuple[Member, Metrics]:
       act_key, sample_key = jax.random.split(key)
@@ -114,17 +118,15 @@ class Kind:
       value = self.value.learn(member.value, unrolled)
       return member._replace(train=train, memory=memory, value=value, age=member.age + 1), metrics
 
-    member, metrics = lax.scan(update, member, keys)
+    member, metrics = lax.scan(update, member, keys[:-1])
     means = {name: jnp.mean(x) for name, x in metrics.items()}
-    member, unrolled = self._acted(member, last_key)
+    member, unrolled = self._acted(member, keys[-1])
     loss, found = self._loss(member, unrolled, means)
     value = self.value.learn(member.value, unrolled)
     agents = {f'agent_{name}': x for name, x in means.items()}
     return loss, (member._replace(value=value), lax.stop_gradient(agents | found))
 
-  def _loss(
-    self, member: Member, unrolled: Trajectory, means: Metrics
-  ) -> tuple[Array, Metrics]:
+  def _loss(self, member: Member, unrolled: Trajectory, means: Metrics) -> tuple[Array, Metrics]:
     """The policy gradient of an unroll [T, B] by the newest parameters, and what the rule is regularised by."""
     agent, found = self.agent, self.value.estimate(member.value, unrolled)
     said, _ = agent.network.unroll(member.train.params, unrolled.agent_state, unrolled.timesteps)
@@ -135,8 +137,12 @@ class Kind:
     policy_entropy = jnp.mean(found.mask * entropy(logits))
     of_rule = sum((w * means[name] for name, w in self.regularisers.items()), jnp.float32(0))
     loss = policy_loss - self.entropy_cost * policy_entropy + of_rule
-    metrics = dict(loss=loss, policy_loss=policy_loss, entropy=policy_entropy, regularisation=of_rule)
-    return loss, metrics | dict(value=jnp.mean(found.target), reward=jnp.mean(unrolled.timesteps.reward[1:]))
+    metrics = dict(
+      loss=loss, policy_loss=policy_loss, entropy=policy_entropy, regularisation=of_rule
+    )
+    return loss, metrics | dict(
+      value=jnp.mean(found.target), reward=jnp.mean(unrolled.timesteps.reward[1:])
+    )
 
   def _unroll(self, params: Any, actor: ActorState, key: Array) -> tuple[ActorState, Trajectory]:
     return acting.unroll(self.agent, self._env, params, actor, key, self.unroll_length)
@@ -147,9 +153,7 @@ class Kind:
     found = faults(actor.faults, self.env.action_space, unrolled)
     return member._replace(actor=actor._replace(faults=found)), unrolled
 
-  def _remembered(
-    self, memory: Any, unrolled: Trajectory, key: Array
-  ) -> tuple[Any, Trajectory]:
+  def _remembered(self, memory: Any, unrolled: Trajectory, key: Array) -> tuple[Any, Trajectory]:
     """The memory with an unroll, and what is learned from: that, and windows of the past."""
     if self.replay is None:
       return memory, unrolled
@@ -163,7 +167,5 @@ class Kind:
 
     The agent averages over devices. A member is on one alone.
     """
-    alone = jax.vmap(
-      self.agent.learn_by, in_axes=None, out_axes=None, axis_name=AXIS, axis_size=1
-    )
+    alone = jax.vmap(self.agent.learn_by, in_axes=None, out_axes=None, axis_name=AXIS, axis_size=1)
     return jax.checkpoint(alone, prevent_cse=False)
