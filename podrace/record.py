@@ -17,6 +17,7 @@ from podrace import metrics, own_code
 from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
+  agent_name,
   changes,
   check_code,
   completed,
@@ -143,7 +144,7 @@ def completed_record(record: dict[str, Any], config: Config | Discovery) -> dict
 
 
 def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
-  """The config that a run directory records.
+  """The config that a run directory of `podrace train` records.
 
   Args:
     allow_code: modules that it may name, besides podrace's own; naming one runs it.
@@ -151,11 +152,23 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   Raises:
     UsageError: if there is none, or it names other modules; nothing is imported then.
   """
+  config = load_any(run_dir, allow_code)
+  if not isinstance(config, Config):
+    raise UsageError(
+      f'{run_dir} holds a rule that `podrace discover` trained, and no agent: train one by it, as in '
+      f'podrace train --agent {agent_name(config.agent)} --agent.rule {run_dir / "rule.npz"}'
+    )
+  return config
+
+
+def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Config | Discovery:
+  """As `load_config`, of any command."""
   record = read_record(run_dir)
   if record is None:
     raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
   check_code(record, allow_code)
-  return from_json(record)
+  config: Config | Discovery = from_json(record)
+  return config
 
 
 def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
