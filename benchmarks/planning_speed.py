@@ -4,8 +4,8 @@
 
 acting: MuZero with the model of the preset muzero-catch acts on Catch, with 25 and with 50 simulations. The bare
 program is one loop of representation, mctx's Gumbel policy and the environment, compiled as a whole, which keeps
-nothing. What Anakin runs is its own unroll; what Sebulba runs is its actor thread's program and its environments, each
-measured alone and added up. shares: the microseconds of the bare program's steps, and of the network and the
+nothing. What Anakin runs is its own unroll; what Sebulba runs is its actor thread's program and its environments, one
+after the other. shares: the microseconds of the bare program's steps, and of the network and the
 environment alone in loops of their own; what is left is the tree. pong: acting on ale:pong with 50 simulations under
 Sebulba, by the default settings for pixels: IMPALA's shallow convolutions and a hidden state of 256. Its ceilings are
 mctx alone on the same frames, and the network alone, called once a step. Parts that are not named keep what results/planning_speed.json has of them.
@@ -14,9 +14,11 @@ mctx alone on the same frames, and the network alone, called once a step. Parts 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +26,13 @@ import common
 import jax
 import jax.numpy as jnp
 import mctx
+import numpy as np
 from jax import lax
 
 from podrace import build, configure, topology
 from podrace.actor import begin, unroll
 from podrace.agents.searching import Params
-from podrace.bench import acting_of, environment_rate, inference_rate
+from podrace.bench import acting_of
 from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.base import batch
@@ -37,6 +40,8 @@ from podrace.envs.host import base as host
 from podrace.networks import outside_loops
 from podrace.networks.planning import decode
 from podrace.presets import muzero_catch
+from podrace.sebulba import Actors
+from podrace.sebulba.acting import pack
 from podrace.sebulba.acting_program import example_timestep
 
 NUM_ENVS, LENGTH = 64, 16
@@ -164,18 +169,44 @@ def called(function: Callable[[Any, Any], Any], timestep: Any) -> Callable[[int]
 
 
 def sebulba(agent: Any, spec: Any, num_envs: int, length: int, seconds: float) -> dict[str, float]:
-  """Steps/s of one actor thread: of inference, of environments, and 1 / (1 / inference + 1 / environments)."""
+  """Steps/s of one actor thread: of inference and of environments, by the time in each, and of both in turn."""
   driver = build.sebulba(
     agent, spec, agent.memory(num_envs, length), topology.split_devices('0', '0'), num_envs, length, threads=1,
   )  # fmt: skip
   keys = jax.random.split(jax.random.key(0), 1)
-  state = driver.init(jax.random.clone(keys))
-  acting = acting_of(driver)
-  rates = dict(
-    inference=inference_rate(acting, state, seconds),
-    environments=environment_rate(acting, state, keys, seconds),
-  )
-  return rates | dict(acting=1 / sum(1 / r for r in rates.values()))
+  state, acting = driver.init(jax.random.clone(keys)), acting_of(driver)
+  (pool,) = Actors(acting, {0: state.train.params}, state.key, jax.random.key(2), start=False).pools
+  with contextlib.closing(pool), jax.default_device(acting.device_of(0)):
+    seconds_in, calls = stepped(acting, pool, state.train.params, seconds)
+  steps = calls * num_envs
+  rates = {k: steps / v for k, v in seconds_in.items()}
+  return rates | dict(acting=steps / sum(seconds_in.values()))
+
+
+def stepped(acting: Any, pool: Any, params: Any, seconds: float) -> tuple[dict[str, float], int]:
+  """The seconds in inference and in the environments, and how often both answered."""
+  programs, device = acting.programs, acting.device_of(0)
+  params = jax.device_put(params, device)
+  env_id = jax.device_put(np.zeros(pool.num_envs, np.int32), device)
+  pool.reset()
+  arrival = pool.recv()
+  carry = programs.begin(params, env_id, arrival.timestep, jax.random.key(0))
+  keys = programs.keys(jax.random.key(1))
+  taken, calls, begun = dict(inference=0.0, environments=0.0), -acting.unroll_length, 0.0
+  while calls <= 0 or time.perf_counter() < begun + seconds:
+    if calls == 0:  # all is compiled
+      taken, begun = dict.fromkeys(taken, 0.0), time.perf_counter()
+    t, start = calls % acting.unroll_length, time.perf_counter()
+    numbers = pack(arrival.timestep, t, t)
+    carry, action = programs.step(params, carry, keys, numbers, arrival.timestep.observation)
+    action = np.asarray(action)
+    middle = time.perf_counter()
+    pool.send(arrival.env_id, action)
+    arrival = pool.recv()
+    taken['inference'] += middle - start
+    taken['environments'] += time.perf_counter() - middle
+    calls += 1
+  return taken, calls
 
 
 def measure(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
@@ -230,7 +261,7 @@ def shares(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
   params, envs = jax.jit(agent.network.init)(jax.random.key(0)), batch(env, NUM_ENVS)
   state, timestep = jax.jit(envs.reset)(jax.random.key(0))
 
-  def stepped(carry: Any, key: Any) -> Any:
+  def moved(carry: Any, key: Any) -> Any:
     draw_key, env_key = jax.random.split(key)
     action = jax.random.randint(draw_key, (NUM_ENVS,), 0, env.action_space.n)
     return envs.step(carry[0], action, jax.random.split(env_key, NUM_ENVS))
@@ -238,7 +269,7 @@ def shares(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
   calls = dict(
     whole=bare(agent, env, params),
     network=alone(lambda t, key: networks(agent, params, t), timestep),
-    environment=looped(stepped, (state, timestep)),
+    environment=looped(moved, (state, timestep)),
   )
   found = microseconds(calls, repeats, seconds)
   whole, network, environment = (found[k]['median'] for k in calls)

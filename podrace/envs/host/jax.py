@@ -76,7 +76,7 @@ class JaxPool:
     unroll, t = divmod(self.steps, self._do.length)
     if self._keys is None or t == 0:
       self._keys = self._do.split(jax.device_put(self._unroll_key(unroll), self._device))
-    action = jax.device_put(action, self._device)
+    # The state is on the host's device, so what follows it there needs no transfer of its own.
     self.state, self._waiting, self._said = self._do.step(
       self.state, action, self._keys, np.int32(t)
     )
