@@ -4,7 +4,8 @@
     python benchmarks/learned_rewards.py picture
 
 `NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from
-returns that end with the episode.
+returns that end with the episode. `nonstationary_abc, as extrinsic` has policies with
+the settings that were the best for the reward of the world.
 
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
 other, and then keeps it as it is for 64 new lifetimes of policies that begin as nothing. Against it, in 64 lifetimes
@@ -75,9 +76,19 @@ CASES = {
     unroll=128,
     settings=dict(policy_learning_rate=40.0, policy_entropy_cost=0.1),
   ),
+  'nonstationary_abc, as extrinsic': Case(
+    'nonstationary_abc,period=40',
+    160,
+    20,
+    1500,
+    period=40,
+    unroll=128,
+    settings=dict(policy_learning_rate=60.0, policy_entropy_cost=0.2),
+    with_others=False,
+  ),
   'random_abc': Case('random_abc', 50, 20, 2000),
 }
-for _name in tuple(CASES):
+for _name in ('empty_rooms', 'nonstationary_abc', 'random_abc'):
   for _what, _changed in (
     ('without memory', dict(reward=LifetimeNetwork(core='none'))),
     ('by episode', dict(objective='episode')),

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -170,14 +170,70 @@ class Anakin:
 
     return jax.jit(check, out_shardings=topology.replicated(self.mesh))
 
+  # --- what the driver asks for
+
+  @property
+  def windows(self) -> Any:
+    return self.replay.windows
+
+  def presented(self, summary: dict[str, Any]) -> dict[str, Any]:
+    return summary
+
+  def check(self, counts: np.ndarray, state: State) -> None:
+    check_faults(counts, self.agent, self.env, lambda: self._action_outside(state))
+
+  def _action_outside(self, state: State) -> Any:
+    """An action that is out of the space, if the agent's answer to the newest timesteps has one."""
+    if jax.process_count() > 1:
+      return None
+    one = jax.tree.map(lambda x: x[0] if self.seeds > 1 else x, (state.train.params, state.actor))
+    params, actor = jax.tree.map(jnp.asarray, jax.device_get(one))
+    act = jax.jit(self.agent.act)
+    output, _ = act(params, actor.agent_state, actor.timestep, jax.random.key(0))
+    return first_outside(self.env.action_space, np.asarray(output.action))
+
+
+class Program(Protocol):
+  """What `AnakinDriver` runs: functions that compile, and what is done with their results on the host."""
+
+  @property
+  def mesh(self) -> Mesh: ...
+  @property
+  def shapes(self) -> Any: ...
+  @property
+  def init(self) -> Any: ...
+  @property
+  def run(self) -> Any: ...
+  @property
+  def read_log(self) -> Any: ...
+  @property
+  def health(self) -> Any: ...
+  @property
+  def windows(self) -> Any:
+    """As `Architecture.windows`."""
+    ...
+
+  def presented(self, summary: dict[str, Any]) -> dict[str, Any]:
+    """What `read_log` said, for `podrace.record.described`."""
+    ...
+
+  def check(self, counts: np.ndarray, state: Any) -> None:
+    """Raises RunError for the faults that `health` has counted."""
+    ...
+
 
 class AnakinDriver:
-  """An `Architecture`: all of it is in the compiled program."""
+  """An `Architecture`: all of it is in the compiled program.
 
-  def __init__(self, program: Anakin) -> None:
-    self._program = program
+  `results` is called at each checkpoint, with the run directory and the state.
+  """
+
+  def __init__(
+    self, program: Program, results: Callable[[Path, Any], None] = lambda run_dir, state: None
+  ) -> None:
+    self._program, self.results = program, results
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
-    self.windows = program.replay.windows
+    self.windows = program.windows
     self.ready = self.windows.schedule.ready if self.windows else 0
 
   def compile(self) -> None:
@@ -194,23 +250,12 @@ class AnakinDriver:
 
   def read_log(self, state: Any) -> tuple[dict[str, Any], Any]:
     summary, state = self._read_log(state)
-    return jax.device_get(summary), state
+    return self._program.presented(jax.device_get(summary)), state
 
   def health(self, state: Any) -> tuple[Any, Any]:
-    agent, env = self._program.agent, self._program.env
     broken, finite, counts = jax.device_get(self._health(state))
-    check_faults(counts, agent, env, lambda: self._action_outside(state))
+    self._program.check(counts, state)
     return broken, finite
-
-  def _action_outside(self, state: Any) -> Any:
-    """An action that is out of the space, if the agent's answer to the newest timesteps has one."""
-    if jax.process_count() > 1:
-      return None
-    agent, seeds = self._program.agent, self._program.seeds
-    one = jax.tree.map(lambda x: x[0] if seeds > 1 else x, (state.train.params, state.actor))
-    params, actor = jax.tree.map(jnp.asarray, jax.device_get(one))
-    output, _ = jax.jit(agent.act)(params, actor.agent_state, actor.timestep, jax.random.key(0))
-    return first_outside(self._program.env.action_space, np.asarray(output.action))
 
   def statistics(self) -> dict[str, Any]:
     return {}

@@ -54,6 +54,10 @@ class Architecture(Protocol):
     """What the host has counted since the log was last read, for a checkpoint."""
     ...
 
+  def results(self, run_dir: Path, state: Any) -> None:
+    """Writes what else a run has to show at a checkpoint of `state`, for others to use."""
+    ...
+
   def save(self, path: Path) -> Extra | None:
     """Takes a snapshot of what there is besides the state; what writes it to a new directory.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from podrace import envs
 from podrace.anakin import Anakin, AnakinDriver
 from podrace.architecture import Architecture
 from podrace.check import check_run
+from podrace.check_env import check_environment
 from podrace.config import Config, bind_run, validate
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
 from podrace.hooks import memory
+from podrace.replay import Buffer, windows
 from podrace.replay.layout import Layout
 from podrace.sebulba import (
   ActingProgram,
@@ -29,6 +32,8 @@ from podrace.topology import Topology, learner_mesh, split_devices
 from podrace.types import Replay
 
 if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
+  from podrace.discovery.members import Kind
   from podrace.distributed.handshake import Addresses
   from podrace.remote.hub import Listen
   from podrace.remote.server import Server
@@ -73,6 +78,63 @@ def build(
   program = Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
   check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
   return AnakinDriver(program)
+
+
+def build_discovery(config: Discovery) -> AnakinDriver:
+  """The population of agents that a config describes, and the rule that they learn by.
+
+  Raises:
+    ValueError: with the numbers, where they don't fit each other.
+  """
+  from podrace.discovery import config as settings
+  from podrace.discovery.program import MetaOptimizer, MetaTraining
+  from podrace.discovery.results import write_rule
+
+  settings.validate(config)
+  meta = MetaOptimizer(config.meta_learning_rate, config.meta_optimizer, config.max_meta_update)
+  program = MetaTraining(
+    tuple(_kind(config, env, width) for env, width in config.groups),
+    config.agents,
+    settings.first_rule(config),
+    meta,
+    learner_mesh(config.devices),
+  )
+  return AnakinDriver(program, write_rule)
+
+
+def _kind(config: Discovery, name: str, width: int | None) -> Kind:
+  """What the agents of a group have in common."""
+  from podrace.discovery.config import rules_of
+  from podrace.discovery.members import Kind
+
+  env, agent = envs.make(name), config.agent
+  if width is not None:
+    hidden = (width,) * len(agent.network.hidden)
+    agent = dataclasses.replace(agent, network=dataclasses.replace(agent.network, hidden=hidden))
+  check_environment(env)
+  agent = bind_run(dataclasses.replace(config, agent=agent, env=name), env)
+  weights = rules_of(config.agent).REGULARISERS
+  return Kind(
+    agent=agent,
+    env=env,
+    value=config.value.bind(env.observation_space, env.action_space),
+    num_envs=config.num_envs,
+    unroll_length=config.unroll_length,
+    updates=config.agent_updates,
+    lifetime=config.lifetime,
+    replay=_past(config, getattr(env, 'frame_stack', 0)),
+    entropy_cost=config.entropy_cost,
+    regularisers={name: config.regularization * w for name, w in weights.items()},
+  )
+
+
+def _past(config: Discovery, stack: int) -> Replay | None:
+  """What an agent of a population replays besides its newest unrolls, if that is anything."""
+  if not config.replayed:
+    return None
+  buffer = Buffer(config.capacity, config.replayed, min_size=1)
+  sizes = config.unroll_length, config.num_envs, config.unroll_length
+  return windows(buffer, *sizes, keep_state=True, stack=stack)
 
 
 def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver:

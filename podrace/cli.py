@@ -16,6 +16,7 @@ from podrace.commands import (
   bench,
   completion,
   devices,
+  discover,
   envs,
   evaluate,
   export,
@@ -44,6 +45,7 @@ USAGE = """\
 podrace: reinforcement learning at scale in JAX
 
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
+  podrace discover [PRESET] ...       train a rule by which agents learn
   podrace sweep [PRESET] --vary ...   train with many settings, and say which is best
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace watch RUN                   videos of its policy
@@ -70,6 +72,7 @@ podrace: reinforcement learning at scale in JAX
 
 MODULES = (
   train,
+  discover,
   sweep,
   evaluate,
   watch,
@@ -95,6 +98,7 @@ COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 HELP = {'-h', '--help', '--help-all'}
 LASTING = (
   'train',
+  'discover',
   'sweep',
   'act',
   'reanalyse',

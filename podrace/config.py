@@ -19,30 +19,28 @@ from podrace.fields import check_types
 from podrace.own_code import CLASS
 
 VERSION = 1  # of config.json
+KIND, TRAIN = (
+  'command',
+  'train',
+)  # what a record has of the command that made it, unless it was train
+KINDS = {TRAIN: ('podrace.config', 'Config'), 'discover': ('podrace.discovery.config', 'Discovery')}
 
 
 @dataclasses.dataclass(frozen=True)
-class Common:
-  """What every architecture reads of a run's settings."""
+class Basics:
+  """What every run has, of agents and of rules."""
 
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
   env: str = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
-  architecture: Literal['anakin', 'sebulba'] = 'anakin'
   num_envs: int = 64  # over all devices; each seed has so many
   unroll_length: int = 16  # environment steps between updates
   total_steps: int = 1_000_000  # environment steps, of each seed
   seed: int = 0
-  seeds: int = 1  # independent agents trained in one program, from seed, seed + 1, ...
   devices: int | None = None
   # ^ how many, of all processes together, or, under sebulba, of each process; None: all
   log_every: int = 0  # steps between lines of metrics.jsonl; 0: a hundredth of the run
   checkpoint_every: int = 0  # steps between checkpoints; 0: about a minute
   keep: int = 3  # how many checkpoints
-  eval_every: int = 0  # steps between evaluations into eval.jsonl, while training goes on; 0: none
-  eval_episodes: int = 32  # of each evaluation, and each seed
-  eval_env: str = ''  # where they play: another opponent, or unseen levels; '': where it trains
-  eval_video: bool = False  # films an episode of each, into videos/
-  init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
 
   @property
   def steps_per_update(self) -> int:
@@ -55,6 +53,19 @@ class Common:
   def updates(self, steps: int) -> int:
     """`steps` in updates, at least 1."""
     return max(1, round(steps / self.steps_per_update))
+
+
+@dataclasses.dataclass(frozen=True)
+class Common(Basics):
+  """What every architecture reads of a run's settings."""
+
+  architecture: Literal['anakin', 'sebulba'] = 'anakin'
+  seeds: int = 1  # independent agents trained in one program, from seed, seed + 1, ...
+  eval_every: int = 0  # steps between evaluations into eval.jsonl, while training goes on; 0: none
+  eval_episodes: int = 32  # of each evaluation, and each seed
+  eval_env: str = ''  # where they play: another opponent, or unseen levels; '': where it trains
+  eval_video: bool = False  # films an episode of each, into videos/
+  init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +145,7 @@ def validate(config: Config) -> None:
     raise UsageError(
       f'--seeds {config.seeds}: {hooks.settings(config.agent)} settings need a multiple of as many'
     )
+  check_basics(config)
   _check_common(config)
   if config.architecture == 'anakin':
     _check_anakin(config)
@@ -141,21 +153,29 @@ def validate(config: Config) -> None:
     _check_sebulba(config)
 
 
-def _check_common(config: Config) -> None:
-  for name in ('num_envs', 'unroll_length', 'total_steps', 'seeds', 'keep', 'eval_episodes'):
-    value = getattr(config, name)
-    if value < 1:
-      raise UsageError(f'--{flag(name)} must be at least 1, not {value}')
-  for name in ('log_every', 'checkpoint_every', 'eval_every', 'seed'):
-    value = getattr(config, name)
-    if value < 0:
-      raise UsageError(f'--{flag(name)} must not be negative, not {value}')
+def at_least(settings: Any, least: int, *names: str) -> None:
+  """Raises UsageError for the first of these fields that is less."""
+  for name in names:
+    if (value := getattr(settings, name)) < least:
+      expected = f'be at least {least}' if least else 'not be negative'
+      raise UsageError(f'--{flag(name)} must {expected}, not {value}')
+
+
+def check_basics(config: Basics) -> None:
+  """Raises UsageError for settings of any run that can't be right."""
+  at_least(config, 1, 'num_envs', 'unroll_length', 'total_steps', 'keep')
+  at_least(config, 0, 'log_every', 'checkpoint_every', 'seed')
   for name in ('num_envs', 'unroll_length', 'total_updates'):
     if getattr(config, name) >= 2**31:
       what = '--' + flag(name)
       if name == 'total_updates':
         what = f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
       raise UsageError(f'{what} must be less than 2^31, not {getattr(config, name)}')
+
+
+def _check_common(config: Config) -> None:
+  at_least(config, 1, 'seeds', 'eval_episodes')
+  at_least(config, 0, 'eval_every')
   given = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
   if config.eval_every == 0 and given:
     raise UsageError(
@@ -281,21 +301,23 @@ def agent_name(agent: Any) -> str:
   return names[0] if names else ':'.join(where)
 
 
-def to_json(config: Config) -> dict[str, Any]:
+def to_json(config: Basics) -> dict[str, Any]:
   """The exact record of a config."""
   record = _plain(config)
   agent = {k: v for k, v in record['agent'].items() if k != CLASS}
   record['agent'] = {'name': agent_name(config.agent), **agent}
-  return {'version': VERSION, **record}
+  kind = next(name for name, (_, cls) in KINDS.items() if cls == type(config).__name__)
+  return {'version': VERSION, **({} if kind == TRAIN else {KIND: kind}), **record}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, anything: bool = False) -> Any:
+  """`value` as JSON; `anything`: the type of its field does not say of which class it is."""
   if dataclasses.is_dataclass(value):
     cls = type(value)
-    known = cls.__module__.startswith('podrace.') and hooks.lacks(value)  # by the field's type
+    known = cls.__module__.startswith('podrace.') and hooks.lacks(value) and not anything
     theirs = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
     fields = [f for f in dataclasses.fields(value) if _own(f)]
-    return {**theirs, **{f.name: _plain(getattr(value, f.name)) for f in fields}}
+    return {**theirs, **{f.name: _plain(getattr(value, f.name), f.type == 'Any') for f in fields}}
   if isinstance(value, tuple | list):
     return [_plain(v) for v in value]
   if value is None or isinstance(value, bool | int | float | str):
@@ -307,7 +329,7 @@ def _own(field: dataclasses.Field[Any]) -> bool:
   return field.name not in hooks.BOUND
 
 
-def from_json(record: dict[str, Any]) -> Config:
+def from_json(record: dict[str, Any]) -> Any:
   """The config that `to_json` recorded; imports the modules that it names, see `check_code`.
 
   Raises:
@@ -319,7 +341,9 @@ def from_json(record: dict[str, Any]) -> Config:
   try:
     agent = dict(record['agent'])
     agent = _make(agent_class(agent.pop('name')), agent)
-    return _make(Config, {k: v for k, v in record.items() if k != 'version'} | {'agent': agent})
+    module, name = KINDS[record.get(KIND, TRAIN)]
+    settings = {k: v for k, v in record.items() if k not in ('version', KIND)}
+    return _make(getattr(importlib.import_module(module), name), settings | {'agent': agent})
   except (KeyError, TypeError) as e:
     raise UsageError(f'config.json is not the record of a run: {e!r}') from e
 
@@ -394,7 +418,7 @@ def argument(value: Any) -> str:
 # --- binding ------------------------------------------------------------------------------------
 
 
-def bind_run(config: Config, env: Any) -> Any:
+def bind_run(config: Basics, env: Any) -> Any:
   """The agent of a run, for the spaces of its environment and the sizes of the run.
 
   Raises:

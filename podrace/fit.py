@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from podrace.architecture import Architecture
 from podrace.checkpoint import CheckpointError, Checkpoints
@@ -11,11 +11,14 @@ from podrace.config import Config, differences, option, to_json
 from podrace.errors import UsageError
 from podrace.record import completed_record, read_record, shapes_sha256
 
+if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
+
 
 class Fit:
   """What the checkpoints of a run must have in common with its program."""
 
-  def __init__(self, config: Config, program: Architecture, run_dir: Path) -> None:
+  def __init__(self, config: Config | Discovery, program: Architecture, run_dir: Path) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
 
   def record(self) -> dict[str, Any]:

@@ -85,6 +85,24 @@ def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformati
   )
 
 
+def scale_by_adam(epsilon: float) -> optax.GradientTransformation:
+  """Adam for agents whose rule is learned: no meta-gradient goes through its denominator (Oh et al. 2025, Nature).
+
+  Without meta-gradients it is optax's. With them that one gives NaN, as the root has no derivative at 0.
+  """
+  b1, b2 = 0.9, 0.999
+  adam = optax.scale_by_adam(b1, b2, epsilon)
+
+  def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    _, after = adam.update(grads, state, params)
+    first = optax.tree.bias_correction(after.mu, b1, after.count)
+    second = lax.stop_gradient(optax.tree.bias_correction(after.nu, b2, after.count))
+    updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + epsilon), first, second)
+    return updates, after._replace(nu=lax.stop_gradient(after.nu))
+
+  return optax.GradientTransformation(adam.init, update)
+
+
 def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
   """The empty replay of every device of a mesh; `example` is the shapes of all their trajectories."""
 

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -15,6 +15,9 @@ from podrace import hooks, metrics
 from podrace.callbacks import Callbacks
 from podrace.config import Config
 from podrace.record import described
+
+if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
 
 
 @dataclasses.dataclass
@@ -39,7 +42,7 @@ class Log:
 
   def __init__(
     self,
-    config: Config,
+    config: Config | Discovery,
     run_dir: Path,
     callbacks: Callbacks,
     sink_names: tuple[str, ...],

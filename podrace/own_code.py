@@ -49,7 +49,7 @@ def named(record: Any) -> dict[str, str]:
   if isinstance(agent, dict) and isinstance(agent.get('name'), str):
     found.insert(0, (of_agent(agent['name']), f'agent {agent["name"]}'))
   if isinstance(record.get('env'), str):
-    found.append((of_env(record['env']), f'env {record["env"]}'))
+    found += [(of_env(env), f'env {env}') for env in record['env'].split()]
   return {module: what for module, what in reversed(found) if module is not None}
 
 

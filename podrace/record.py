@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from podrace import metrics, own_code
 from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
+  agent_name,
   changes,
   check_code,
   completed,
@@ -29,6 +30,9 @@ from podrace.files import write_whole
 from podrace.process import is_locked, linked_folders, lock
 from podrace.topology import cores
 from podrace.version import __version__
+
+if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
 
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 
@@ -85,7 +89,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
-def changes_of(config: Config, run_dir: Path) -> list[str]:
+def changes_of(config: Config | Discovery, run_dir: Path) -> list[str]:
   """What the run directory's record and this configuration differ in, a line each.
 
   Raises:
@@ -134,13 +138,13 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
   return summary
 
 
-def completed_record(record: dict[str, Any], config: Config) -> dict[str, Any]:
+def completed_record(record: dict[str, Any], config: Config | Discovery) -> dict[str, Any]:
   """A run directory's record with later fields; of code, it may name what this configuration has."""
   return completed(record, own_code.named(to_json(config)))
 
 
 def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
-  """The config that a run directory records.
+  """The config that a run directory of `podrace train` records.
 
   Args:
     allow_code: modules that it may name, besides podrace's own; naming one runs it.
@@ -148,11 +152,23 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   Raises:
     UsageError: if there is none, or it names other modules; nothing is imported then.
   """
+  config = load_any(run_dir, allow_code)
+  if not isinstance(config, Config):
+    raise UsageError(
+      f'{run_dir} holds a rule that `podrace discover` trained, and no agent: train one by it, as in '
+      f'podrace train --agent {agent_name(config.agent)} --agent.rule {run_dir / "rule.npz"}'
+    )
+  return config
+
+
+def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Config | Discovery:
+  """As `load_config`, of any command."""
   record = read_record(run_dir)
   if record is None:
     raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
   check_code(record, allow_code)
-  return from_json(record)
+  config: Config | Discovery = from_json(record)
+  return config
 
 
 def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from podrace import hooks, metrics
 from podrace.architecture import Architecture
 from podrace.blame import label
-from podrace.build import build, make_server
+from podrace.build import build, build_discovery, make_server
 from podrace.callbacks import Callback, Callbacks
 from podrace.checkpoint import CheckpointError
 from podrace.config import Config, to_json, validate
@@ -40,8 +40,10 @@ from podrace.stop import GRACE_SECONDS, Stop, Stopped
 from podrace.warm_start import check_start, warm_started
 
 if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
   from podrace.distributed.handshake import Addresses
   from podrace.remote.hub import Listen
+  from podrace.remote.server import Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
@@ -83,6 +85,59 @@ def train(
     Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
   """
   validate(config)
+
+  def assemble(warn: Callable[[str], None]) -> tuple[Architecture, Server | None]:
+    server = make_server(config, listen)
+    program = build(config, server, addresses, Path(run_dir))
+    if config.init_from and read_record(Path(run_dir)) is None:
+      check_start(config)
+    if config.eval_env and jax.process_index() == 0:
+      evaluated(config)
+    warn_if_too_short(config, program, warn)
+    return program, server
+
+  def opening(say: Callable[[str], None]) -> None:
+    if addresses is not None:
+      say(
+        f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
+        f'`podrace replay` at {", ".join(addresses.replay)}'
+      )
+
+  return carry_out(config, assemble, run_dir, override, sinks, quiet, callbacks, opening)
+
+
+def discover(
+  config: Discovery,
+  run_dir: Path | str,
+  override: bool = False,
+  sinks: tuple[str, ...] = (),
+  quiet: bool = False,
+  callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:
+  """Trains a rule, as `train` trains an agent; the rule is in the run directory, `rule.npz`."""
+
+  def assemble(warn: Callable[[str], None]) -> tuple[Architecture, None]:
+    return build_discovery(config), None
+
+  return carry_out(config, assemble, run_dir, override, sinks, quiet, callbacks)
+
+
+def carry_out(
+  config: Config | Discovery,
+  assemble: Callable[[Callable[[str], None]], tuple[Architecture, Server | None]],
+  run_dir: Path | str,
+  override: bool,
+  sinks: tuple[str, ...],
+  quiet: bool,
+  callbacks: Sequence[Callback],
+  opening: Callable[[Callable[[str], None]], None] = lambda say: None,
+) -> dict[str, Any]:
+  """Begins a run or goes on with it, to its end; returns the summary. Raises as `train`.
+
+  Args:
+    assemble: the program, and the server that remote environments come to. It is given what warns.
+    opening: says what there is to say once the run begins.
+  """
   metrics.check_sinks(sinks)
   called, run_dir = Callbacks(callbacks, override), Path(run_dir)
   if called.transforms and jax.process_count() > 1:
@@ -93,13 +148,7 @@ def train(
   say = _nothing if quiet else warn
   with _as_run_errors(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
-    server = make_server(config, listen)
-    program = build(config, server, addresses, run_dir)
-    if config.init_from and read_record(run_dir) is None:
-      check_start(config)
-    if config.eval_env and leader:
-      evaluated(config)
-    warn_if_too_short(config, program, warn)
+    program, server = assemble(warn)
     # Now that it can be a run: what is refused leaves no directory.
     try:
       run_dir.mkdir(parents=True, exist_ok=True)
@@ -113,11 +162,7 @@ def train(
     if server is not None:
       stack.enter_context(server)
       say(f'listening for environments at {server.address}')
-    if addresses is not None:
-      say(
-        f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
-        f'`podrace replay` at {", ".join(addresses.replay)}'
-      )
+    opening(say)
     run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
     with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():
       return run.go(stack)
@@ -137,7 +182,7 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
 
 
 def finished(
-  config: Config, run_dir: Path, override: bool, warn: Callable[[str], None]
+  config: Config | Discovery, run_dir: Path, override: bool, warn: Callable[[str], None]
 ) -> dict[str, Any] | None:
   """The summary of the run that is there, if it is finished; None if it begins or goes on.
 
@@ -190,7 +235,7 @@ class _Run:
 
   def __init__(
     self,
-    config: Config,
+    config: Config | Discovery,
     program: Architecture,
     run_dir: Path,
     stop: Stop,
@@ -241,7 +286,7 @@ class _Run:
         'initialisation', self.warn, alone,
       )  # fmt: skip
       self.compile_s += time.perf_counter() - started
-      if config.init_from:
+      if isinstance(config, Config) and config.init_from:
         state = warm_started(config, state)
     self.say(f'compiled in {self.compile_s:.1f} s')
     if self.leader:
@@ -285,7 +330,7 @@ class _Run:
     return state
 
   def open_evaluations(self, stack: contextlib.ExitStack, state: Any) -> None:
-    if not (self.config.eval_every and self.leader):
+    if not (isinstance(self.config, Config) and self.config.eval_every and self.leader):
       return
     saved = max(self.saves.saved, 0)
     self.evaluations = Evaluations(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
+from podrace.config import KIND
 from podrace.errors import RunError, UsageError
 from podrace.files import write_whole
 from podrace.own_code import CLASS
@@ -96,7 +97,7 @@ def look(path: Path) -> Run:
     agent=agent,
     sweep=sweep,
     env=record['env'],
-    architecture=record['architecture'],
+    architecture=record.get('architecture', record.get(KIND, '')),
     step=max(line.get('step', 0), summary.get('step', 0), *saved_steps(path), 0),
     total_steps=total,
     episode_return=done.get('episode_return'),
@@ -109,6 +110,9 @@ def look(path: Path) -> Run:
 def steps_of(record: dict[str, Any]) -> int:
   """The steps that a run has, in whole updates."""
   update = record.get('num_envs', 1) * record.get('unroll_length', 1)
+  if record.get(KIND) == 'discover':  # as `Discovery.steps_per_update`
+    groups = len(record['env'].split()) * max(1, len(record['widths']))
+    update *= groups * record['agents'] * (record['agent_updates'] + 1)
   total: int = -(-record['total_steps'] // update) * update
   return total
 
@@ -130,7 +134,9 @@ def _record(path: Path) -> dict[str, Any] | str:
     return f'config.json cannot be read: {e.strerror}'
   if not isinstance(found, dict):
     return 'config.json is not the record of a run: no object'
-  expected = {'env': str, 'architecture': str, 'total_steps': int, 'agent': dict}
+  expected = {'env': str, 'total_steps': int, 'agent': dict}
+  if KIND not in found:
+    expected['architecture'] = str
   for name, kind in expected.items():
     if not isinstance(found.get(name), kind):
       return f'config.json is not the record of a run: no {name}'

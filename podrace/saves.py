@@ -6,7 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,6 +20,9 @@ from podrace.replay.host import ReplayFailed
 from podrace.sebulba import ActorFailed
 from podrace.stop import Stopped
 
+if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
+
 
 class Saves:
   """What a run saves, and where it goes on from.
@@ -32,7 +35,7 @@ class Saves:
 
   def __init__(
     self,
-    config: Config,
+    config: Config | Discovery,
     program: Architecture,
     run_dir: Path,
     is_ours: Callable[[], bool],
@@ -74,6 +77,7 @@ class Saves:
     extra = self._program.save(self.checkpoints.extra(step))
     self.checkpoints.save(step, params, rest, meta, extra)
     self.saved = step
+    self._program.results(self._run_dir, state)
 
   @contextlib.contextmanager
   def failing(self, update: int, state: Any) -> Iterator[None]:

@@ -31,12 +31,13 @@ from podrace.agents import check
 from podrace.agents.searching import masked
 from podrace.errors import UsageError
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
 from podrace.rules import disco as rules
 from podrace.rules import files
+from podrace.rules.layers import divergence, entropy
 from podrace.topology import AXIS
 from podrace.types import (
   ActorOutput,
@@ -133,16 +134,18 @@ class Disco:
         f'{rules.SOURCE}'
       )
     params = files.load(self.rule, self.rule_sha256, rules.Sizes)
-    sizes = rules.Sizes.of(params)
-    ours = {
+    files.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
+    return params
+
+  def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
+    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    return {
       '--agent.network.predictions': (self.network.predictions, sizes.predictions),
       '--agent.lifetime': (self.lifetime, sizes.lifetime),
     }
-    files.check_fits(self.rule, ours)
-    return params
 
   def opening(self) -> str:
-    """What a run says of it when it begins."""
+    """What a run says of the rule when it begins."""
     return files.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
@@ -187,9 +190,10 @@ class Disco:
     moments = self.moved(rest.moments, first, second)
     inputs = inputs_of(online, target, found, window, moments)
     goals, summary = rules.targets(rule, rest.memory, inputs)
-    goals = lax.stop_gradient(
-      goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
-    )
+    sizes = {
+      f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()
+    }
+    goals = goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
     # The last state's is not known, nor is anything learned of it.
     action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])
     weight = mask / jnp.maximum(valid, 1e-8)
@@ -197,7 +201,9 @@ class Disco:
     def loss(network: Any) -> tuple[Array, Any]:
       said = self.network.unroll_taken(network, window.agent_state, window.timesteps, action)
       total, metrics = self.losses(said, goals, found.q_target, weight, window)
-      return total, (dict(loss=total, **metrics, value=jnp.mean(found.value)), summary)
+      away = divergence(lax.stop_gradient(target.policy[:-1]), goals.policy)
+      metrics |= dict(target_divergence=jnp.mean(weight * away), value=jnp.mean(found.value))
+      return total, (dict(loss=total, **metrics, **sizes), summary)
 
     network, opt_state, (metrics, summary) = sgd(
       loss, self.optimiser(), train.params, rest.opt_state
@@ -267,14 +273,13 @@ class Disco:
     means = {name: jnp.mean(weight * x) for name, x in parts.items()}
     costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
-    log_p = jax.nn.log_softmax(now.policy)
-    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-    return total, means | dict(entropy=jnp.mean(weight * entropy))
+    names = dict(entropy=now.policy, y_entropy=now.y, z_entropy=now.z)
+    return total, means | {k: jnp.mean(weight * entropy(x)) for k, x in names.items()}
 
   def optimiser(self) -> optax.GradientTransformation:
     return optax.flatten(
       optax.chain(
-        optax.scale_by_adam(eps=self.adam_epsilon),
+        scale_by_adam(self.adam_epsilon),
         optax.clip(self.max_update),
         optax.scale_by_learning_rate(self.learning_rate),
       )
@@ -313,12 +318,6 @@ def mean_and_variance(moments: Moments) -> tuple[Array, Array]:
   known = 1 / (1 - moments.start)
   mean = known * moments.first
   return mean, jnp.maximum(0.0, known * moments.second - jnp.square(mean))
-
-
-def divergence(p: Array, q: Array) -> Array:
-  """KL(p || q) [...] of two categorical distributions by their logits [..., N]."""
-  log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
-  return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 def check_settings(agent: Disco) -> None:

@@ -22,11 +22,11 @@ import optax
 from podrace.agents import check
 from podrace.errors import UsageError
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import scale_by_adam, sgd
 from podrace.networks import PolicyPrediction, PolicyPredictor
 from podrace.rules import files
 from podrace.rules import lpg as rules
-from podrace.rules.layers import Params
+from podrace.rules.layers import Params, divergence, entropy
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
@@ -63,12 +63,15 @@ class LPG:
         'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how one is made'
       )
     params = files.load(self.rule, self.rule_sha256, rules.Sizes)
-    needed = rules.Sizes.of(params).predictions
-    files.check_fits(self.rule, {'--agent.network.predictions': (self.network.predictions, needed)})
+    files.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
     return params
 
+  def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
+    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    return {'--agent.network.predictions': (self.network.predictions, sizes.predictions)}
+
   def opening(self) -> str:
-    """What a run says of it when it begins."""
+    """What a run says of the rule when it begins."""
     return files.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
@@ -121,10 +124,9 @@ class LPG:
     mask = 1.0 - window.timesteps.last[:-1]
     policy, y = said.policy[:-1], said.y[:-1]
     log_prob = self.network.distribution.log_prob(policy, window.outputs.action)
-    log_y, log_goal = jax.nn.log_softmax(y), jax.nn.log_softmax(goals.y)
     parts = dict(
       policy_loss=-goals.policy * log_prob,
-      y_loss=jnp.sum(jnp.exp(log_y) * (log_y - log_goal), axis=-1),
+      y_loss=divergence(y, goals.y),
       entropy=entropy(policy),
       y_entropy=entropy(y),
       policy_target_square=jnp.square(goals.policy),
@@ -134,14 +136,6 @@ class LPG:
     return means['policy_loss'] + self.y_cost * means['y_loss'], means
 
   def optimiser(self) -> optax.GradientTransformation:
-    step = {
-      'adam': lambda: optax.adam(self.learning_rate, eps=self.adam_epsilon),
-      'sgd': lambda: optax.sgd(self.learning_rate),
-    }[self.optimizer]
-    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step()))
-
-
-def entropy(logits: Array) -> Array:
-  """Of categorical distributions [...] by their logits [..., N], in nats."""
-  log_p = jax.nn.log_softmax(logits)
-  return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+    scale = scale_by_adam(self.adam_epsilon) if self.optimizer == 'adam' else optax.identity()
+    clip = optax.clip_by_global_norm(self.max_grad_norm)
+    return optax.flatten(optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate)))

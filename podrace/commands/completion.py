@@ -8,6 +8,7 @@ from typing import Any
 from podrace.agents import AGENTS
 from podrace.commands import help, init, train
 from podrace.commands.options import Command
+from podrace.discovery.presets import PRESETS as DISCOVERIES
 from podrace.envs import registry
 from podrace.errors import UsageError
 from podrace.presets import PRESETS
@@ -59,7 +60,11 @@ fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 # Options of one run, or of one process of it.
 NOT_OF_A_SWEEP = {'--run-dir', '--override', '--coordinator', '--num-processes', '--process-id'}
 TAKE_PRESETS = ('train', 'act', 'reanalyse', 'bench', 'sweep')
-FIRST = {'init': tuple(init.KINDS), 'completion': tuple(SHELLS)}  # arguments of other commands
+FIRST = {
+  'init': tuple(init.KINDS),
+  'completion': tuple(SHELLS),
+  'discover': tuple(DISCOVERIES),
+}  # arguments of other commands
 
 
 def run(args: list[str]) -> int:
@@ -122,12 +127,15 @@ def _environments(on_host_only: bool) -> list[str]:
 def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
   """The settings of a run that a command takes as options, by its help; and their values, where they have names."""
   name, *rest = before
-  if name not in TAKE_PRESETS:
+  if name == 'discover':
+    text = help.discover_help((), None)
+  elif name in TAKE_PRESETS:
+    preset = rest[0] if rest and rest[0] in PRESETS else None
+    agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None
+    agent = agent if agent in AGENTS else None
+    text = help.train_help(train.COMMAND.options, agent, preset, everything=not (agent or preset))
+  else:
     return {}
-  preset = rest[0] if rest and rest[0] in PRESETS else None
-  agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None
-  agent = agent if agent in AGENTS else None
-  text = help.train_help(train.COMMAND.options, agent, preset, everything=not (agent or preset))
   found: dict[str, tuple[str, ...]] = {}
   for line in text.splitlines():
     if line.startswith('  --'):

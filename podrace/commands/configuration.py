@@ -12,6 +12,7 @@ from podrace import defaults, own_code
 from podrace.agents import AGENTS
 from podrace.commands.options import Options
 from podrace.config import (
+  Basics,
   Config,
   agent_name,
   check_agent_options,
@@ -24,6 +25,8 @@ from podrace.config import (
 from podrace.errors import UsageError
 from podrace.fields import whole_number
 from podrace.presets import PRESETS
+
+C = typing.TypeVar('C', bound=Basics)
 
 
 def take_preset(args: list[str]) -> str | None:
@@ -108,18 +111,20 @@ def configured(preset: str | None, options: Options, prog: str, sebulba: bool = 
   return settled(base, config.env, rest, prog) if is_open(preset, None, agent, rest) else config
 
 
-def parse(config: Config, args: list[str], prog: str = 'podrace train') -> Config:
+def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   """`config` with the flags' changes; tyro ends the program with code 2 on a bad one."""
   import tyro
 
-  types = typing.get_type_hints(Config) | {'agent': type(config.agent)}
-  names = [f.name for f in dataclasses.fields(Config)]
-  fields = [(n, types[n], dataclasses.field(default=getattr(config, n))) for n in names]
+  cls = type(config)
+  types, values = typing.get_type_hints(cls), vars(config)
+  names = [f.name for f in dataclasses.fields(cls)]
+  types |= {n: type(values[n]) for n in names if types[n] is Any}
+  fields = [(n, types[n], dataclasses.field(default=values[n])) for n in names]
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
-  values = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
-  check_agent_options(config.agent, values)
-  found = tyro.cli(typed, args=values, prog=prog, config=(tyro.conf.FlagConversionOff,))
-  return Config(**{n: getattr(found, n) for n in names})
+  plain = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
+  check_agent_options(config.agent, plain)
+  found = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
+  return cls(**{n: getattr(found, n) for n in names})
 
 
 SAID = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')

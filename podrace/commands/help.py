@@ -15,6 +15,7 @@ from podrace import defaults, own_code
 from podrace.agents import AGENTS
 from podrace.commands.options import Option, row
 from podrace.config import agent_class, flag
+from podrace.discovery.presets import PRESETS as DISCOVERIES
 from podrace.hooks import BOUND
 from podrace.presets import PRESETS
 
@@ -26,6 +27,33 @@ MOST_USED = (  # of the options of a run; the others come after them
 )  # fmt: skip
 SERVING = ('--listen', '--connect-replay', '--keys', '--insecure', '--peer-timeout')  # of Sebulba
 ALL = '--help-all'
+
+
+def discover_help(options: Iterable[Option], preset: str | None) -> str:
+  """The help of `discover`, which takes `options` and the fields of Discovery, its rule and its value function."""
+  path = PACKAGE / 'discovery'
+  rows = {f[0]: row(*f) for f in fields_of(path / 'config.py', 'Discovery', '--')}
+  rows |= {o.name: row(o.name, o.value, o.text) for o in options}
+  for part in ('--rule', '--value'):  # their fields are below
+    rows.pop(part)
+  order = [*(n for n in MOST_USED if n in rows), *(n for n in rows if n not in MOST_USED)]
+  lines = [
+    'podrace discover [PRESET] [OPTIONS]: train a rule of learning; without arguments, LPG on Catch',
+    '',
+    f'presets: {", ".join(DISCOVERIES)}',
+    *(_preset_rows(DISCOVERIES[preset].__name__, preset, path / 'presets.py') if preset else []),
+    '',
+    'options (a preset has its own defaults):',
+    *(rows[n] for n in order),
+  ]
+  for name in ('disco', 'lpg'):
+    lines += ['', f'the rule of {name}:']
+    lines += [row(*f) for f in fields_of(PACKAGE / 'rules' / f'{name}.py', 'Sizes', '--rule.')]
+  lines += ['', 'the value function of the meta-gradient:']
+  lines += [row(*f) for f in fields_of(path / 'objective.py', 'ValueFunction', '--value.')]
+  return '\n'.join(
+    [*lines, '', 'podrace train --agent disco --help, or lpg, has the options of agents']
+  )
 
 
 def train_help(
@@ -42,7 +70,7 @@ def train_help(
     textwrap.fill(
       f'presets: {", ".join(PRESETS)} (see `podrace list`)', 100, break_on_hyphens=False
     ),
-    *(_preset_rows(preset) if preset else []),
+    *(_preset_rows(PRESETS[preset].__name__, preset) if preset else []),
   ]
   found, sebulba = _of_preset(preset) if preset else ('', False)
   name = agent or found
@@ -131,11 +159,11 @@ def _default_rows() -> list[str]:
   return lines
 
 
-def _preset_rows(preset: str) -> list[str]:
-  """The settings of a preset, as its source has them."""
-  source = (PACKAGE / 'presets.py').read_text()
+def _preset_rows(name: str, preset: str, path: Path = PACKAGE / 'presets.py') -> list[str]:
+  """The settings of a preset, as its source has them: the function of this name."""
+  source = path.read_text()
   found = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
-  function = found[PRESETS[preset].__name__]
+  function = found[name]
   shown = [n for n in function.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]
   segments = (ast.get_source_segment(source, n, padded=True) or '' for n in shown)
   code = '\n'.join(map(textwrap.dedent, segments))
@@ -215,7 +243,9 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
   bases = [b.id for b in classes[cls].bases if isinstance(b, ast.Name) and b.id in files]
   found = {f[0]: f for base in bases for f in fields_of(files[base], base, prefix)}
   for node in classes[cls].body:
-    if not isinstance(node, ast.AnnAssign) or 'Suppress' in ast.unparse(node.annotation):
+    if not isinstance(node, ast.AnnAssign):
+      continue
+    if any(word in ast.unparse(node.annotation) for word in ('Suppress', 'ClassVar')):
       continue
     assert isinstance(node.target, ast.Name) and node.end_lineno is not None
     comment = lines[node.end_lineno - 1].partition('  # ')[2]

@@ -34,6 +34,14 @@ from podrace.types import Array
 
 SOURCE = 'https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/weights/disco_103.npz'
 HIDDEN = 'lstm/~/meta_lstm/~unroll'  # of the LSTM over the lifetime
+REGULARISERS = {  # metrics of an agent that learns by it -> their weights in meta-training: the release's
+  'y_entropy': -1e-3,
+  'z_entropy': -1e-3,
+  'policy_target_square': 1e-3,
+  'y_target_square': 1e-3,
+  'z_target_square': 1e-3,
+  'target_divergence': 1e-2,
+}
 BASE = 23  # numbers that describe a step, without those that are pooled over the actions
 EACH = 9  # numbers that describe an action in a step
 

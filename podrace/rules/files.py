@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import zipfile
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -11,6 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from podrace.errors import UsageError
+from podrace.files import write_whole
 from podrace.rules.layers import Params
 
 KNOWN = {  # sha256 -> what is released under it
@@ -106,13 +108,16 @@ def check_fits(path: str, ours: dict[str, tuple[int, int]]) -> None:
 
 
 def save(path: str | Path, params: Params) -> None:
-  """Writes a rule as `load` reads it."""
+  """Writes a rule as `load` reads it, whole or not at all."""
   arrays: Any = {name: np.asarray(x) for name, x in params.items()}
-  with Path(path).open('wb') as file:
-    np.savez(file, **arrays)
+  content = io.BytesIO()
+  np.savez(content, **arrays)
+  write_whole(Path(path), content.getvalue())
 
 
 def opening(path: str, found: str) -> str:
-  """What a run says of the rule in a file of this sha256."""
+  """What a run says of the rule in a file of this sha256; '' without a file."""
+  if not path:
+    return ''
   name = KNOWN.get(found, 'which is not a released one')
   return f'learning by the rule {path}, {name} (sha256 {found})'

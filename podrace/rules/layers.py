@@ -75,3 +75,15 @@ def backwards(params: Params, name: str, rows: Array, last: Array) -> Array:
   zeros = jnp.zeros_like(gates[0, :, :size])
   _, found = lax.scan(step, (zeros, zeros), (gates, last), reverse=True)
   return found
+
+
+def entropy(logits: Array) -> Array:
+  """Of categorical distributions [...] by their logits [..., N], in nats."""
+  log_p = jax.nn.log_softmax(logits)
+  return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
+
+
+def divergence(p: Array, q: Array) -> Array:
+  """KL(p || q) [...] of two categorical distributions by their logits [..., N]."""
+  log_p, log_q = jax.nn.log_softmax(p), jax.nn.log_softmax(q)
+  return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)

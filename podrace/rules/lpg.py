@@ -28,6 +28,11 @@ from podrace.rules.layers import (
 )
 from podrace.types import Array
 
+REGULARISERS = {  # metrics of an agent that learns by it -> their weights in meta-training: the paper's
+  'y_entropy': -1e-3,
+  'policy_target_square': 5e-3,
+  'y_target_square': 1e-3,
+}
 INPUTS = 6  # numbers that describe a step
 
 

@@ -78,6 +78,9 @@ class SebulbaDriver:
   def statistics(self) -> dict[str, Any]:
     return self.source.statistics()
 
+  def results(self, run_dir: Path, state: State) -> None:
+    pass
+
   def save(self, path: Path) -> Extra | None:
     return self.source.save(path)
 

@@ -1,0 +1,109 @@
+"""podrace discover: trains a rule by which agents learn, or goes on with that."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from podrace import compile_cache
+from podrace.commands import configuration, help
+from podrace.commands import options as shared
+from podrace.commands.options import Command, Option, Options
+from podrace.config import agent_name, default_agent, unknown
+from podrace.discovery.presets import PRESETS
+from podrace.errors import UsageError
+from podrace.output import Lasting
+from podrace.process import log_to_stderr
+from podrace.runs import run_directory
+
+DEFAULT = 'lpg-catch'
+
+
+class Discover(Command):
+  """Its help has the options of the rules."""
+
+  def help(self, args: list[str]) -> str:
+    preset = take_preset(args)
+    return help.discover_help(self.options, preset)
+
+
+COMMAND = Discover(
+  'discover',
+  '[PRESET] [OPTIONS]',
+  'train a rule of learning',
+  (  # the fields of Discovery are further options
+    Option('--run-dir', 'DIR', 'where the run is kept, and rule.npz; started again with the same one, it resumes'),
+    Option('--agent', 'NAME', 'disco or lpg, with its defaults, and so the kind of rule (the preset has its own)'),
+    shared.NO_COMPILE_CACHE,
+    shared.ALLOW_CODE,
+    Option('--override', '', 'resume although the configuration has changed'),
+    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma', choices=('tensorboard', 'wandb')),
+    Option('--quiet', '', 'no progress; only warnings and the last words'),
+  ),
+  others_pass=True,
+)  # fmt: skip
+
+
+def run(args: list[str]) -> int:
+  """Trains a rule."""
+  preset = take_preset(args)
+  options = Options(args, COMMAND)
+  run_dir, allowed = options.path('--run-dir'), configuration.allowed_modules(options)
+  base = base_config(preset, run_dir, configuration.agent_of(options), allowed)
+  config = configuration.parse(base, options.arguments, 'podrace discover')
+
+  from podrace import run as runs
+
+  sinks = tuple(s for s in options.text('--sinks').split(',') if s)
+  quiet, name = '--quiet' in options, f'discover-{preset or agent_name(config.agent)}'
+  with contextlib.ExitStack() as stack:
+    run_dir = stack.enter_context(run_directory(run_dir, name))
+    stack.enter_context(log_to_stderr('podrace discover', quiet))
+    if '--no-compile-cache' not in options:
+      compile_cache.enable(logging.getLogger('podrace').info)
+    override = '--override' in options
+    summary = runs.discover(config, run_dir, override=override, sinks=sinks, quiet=quiet)
+  _report(run_dir, summary, agent_name(config.agent))
+  return 0
+
+
+def take_preset(args: list[str]) -> str | None:
+  """Takes the preset out of the arguments, where it stands before all options."""
+  preset = args.pop(0) if args and not args[0].startswith('-') else None
+  if preset is not None and preset not in PRESETS:
+    raise unknown('preset of discover', preset, PRESETS)
+  return preset
+
+
+def base_config(
+  preset: str | None, run_dir: Path | None, agent: str | None, allowed: list[str]
+) -> Any:
+  """The configuration before the flags: the preset's, else the record of the run, else that of the smallest preset."""
+  from podrace.discovery.config import Discovery, rules_of
+  from podrace.record import load_any
+
+  if preset is None and run_dir is not None and (run_dir / 'config.json').exists():
+    config = load_any(run_dir, allowed)
+    if not isinstance(config, Discovery):
+      raise UsageError(f'{run_dir} holds a run of `podrace train`: give another --run-dir')
+  else:
+    config = PRESETS[preset or DEFAULT]()
+  if agent is not None and agent != agent_name(config.agent):
+    other = default_agent(agent)
+    config = dataclasses.replace(config, agent=other, rule=rules_of(other).Sizes())
+  return config
+
+
+def _report(run_dir: Path, summary: dict[str, Any], agent: str) -> None:
+  value = summary['episode_return']
+  returned = 'no episode ended' if value is None else f'return {value:.2f} of its agents'
+  out = Lasting(sys.stdout)
+  speed = f'{summary["steps_per_s"]:,.0f} steps/s'
+  print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
+  print(f'run directory: {run_dir}', file=out)
+  rule = run_dir / 'rule.npz'
+  print(f'next: podrace train --agent {agent} --agent.rule {rule}', file=out)

@@ -1,0 +1,109 @@
+"""What meta-training improves: the return of an agent, by an actor-critic with a value function of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax import lax
+
+from podrace import returns
+from podrace.agents import check
+from podrace.fields import check_types
+from podrace.learner import scale_by_adam
+from podrace.networks import ActorCritic
+from podrace.types import Array, Trajectory
+
+
+class ValueState(NamedTuple):
+  """What one agent's value function has learned."""
+
+  params: Any
+  opt_state: Any
+  second: Array  # [] f32 the moving average of squared advantages
+  start: Array  # [] f32 the share in it of the 0 that it began with
+
+
+class Estimates(NamedTuple):
+  """What a value function says of a trajectory, [T, B] f32 each."""
+
+  advantage: Array
+  target: Array
+  mask: Array  # 0 where the action was ignored
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueFunction:
+  """Values of an agent's states, for meta-training alone: the agent knows nothing of them.
+
+  They are learned from unrolls by the newest policy, so importance weights, of which DiscoRL's V-trace is made, are 1
+  and left out. The advantages are divided by their size, a moving average, so that agents whose rewards are large do
+  not count more (Oh et al. 2025, Nature).
+  """
+
+  network: ActorCritic = ActorCritic(hidden=(256, 256), initializer='lecun', activation='relu')
+  # ^ its policy is not used
+  learning_rate: float = 1e-3
+  adam_epsilon: float = 1e-8
+  discount: float = 0.99
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.96
+  decay: float = 0.99  # of the moving average that advantages are divided by
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check(self, 0, 1, 'discount', 'lambda_', 'decay')
+    check(self, 0, math.inf, 'learning_rate', 'adam_epsilon')
+    if self.network.core != 'none':
+      raise ValueError(f'the value function has no memory, not the core {self.network.core!r}')
+
+  def bind(self, observation_space: Any, action_space: Any) -> ValueFunction:
+    """This one, for these spaces."""
+    return dataclasses.replace(self, network=self.network.bind(observation_space, action_space))
+
+  def init(self, key: Array) -> ValueState:
+    params = self.network.init(key)
+    return ValueState(params, self.optimiser().init(params), jnp.float32(0), jnp.float32(1))
+
+  def estimate(self, state: ValueState, unrolled: Trajectory) -> Estimates:
+    """TD(lambda) with these values, which are data."""
+    t = unrolled.timesteps
+    v = lax.stop_gradient(self.values(state.params, unrolled))
+    discount = self.discount * t.discount[1:]
+    lambda_ = jnp.where(t.last[1:], 0.0, self.lambda_)
+    gae = jax.vmap(returns.gae, in_axes=1, out_axes=1)
+    advantage = gae(t.reward[1:], discount, lambda_, v[:-1], v[1:])
+    return Estimates(advantage, advantage + v[:-1], 1.0 - t.last[:-1])
+
+  def values(self, params: Any, unrolled: Trajectory) -> Array:
+    """[T+1, B] f32."""
+    found: Array = self.network.unroll(params, (), unrolled.timesteps)[0].value
+    return found
+
+  def learn(self, state: ValueState, unrolled: Trajectory) -> ValueState:
+    """One gradient step."""
+    found = self.estimate(state, unrolled)
+
+    def loss(params: Any) -> Array:
+      error = self.values(params, unrolled)[:-1] - found.target
+      return 0.5 * jnp.mean(found.mask * jnp.square(error))
+
+    grads = jax.grad(loss)(state.params)
+    updates, opt_state = self.optimiser().update(grads, state.opt_state, state.params)
+    keep = self.decay
+    second = keep * state.second + (1 - keep) * jnp.mean(jnp.square(found.advantage))
+    params = optax.apply_updates(state.params, updates)
+    return ValueState(params, opt_state, second, keep * state.start)
+
+  def scaled(self, state: ValueState, advantage: Array) -> Array:
+    """Advantages [T, B] of a size of about 1."""
+    second = state.second / jnp.maximum(1 - state.start, 1e-6)
+    return advantage / (jnp.sqrt(second) + 1e-6)
+
+  def optimiser(self) -> optax.GradientTransformation:
+    rate = optax.scale_by_learning_rate(self.learning_rate)
+    return optax.flatten(optax.chain(scale_by_adam(self.adam_epsilon), rate))

@@ -1,0 +1,75 @@
+"""Presets of `podrace discover`: functions that return a whole Discovery. Importing this does not import jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+  from podrace.discovery.config import Discovery
+
+
+def lpg_catch() -> Discovery:
+  """LPG's rule on two boards of Catch: a minute or two. What `podrace discover` alone does."""
+  from podrace.agents.lpg import LPG
+  from podrace.discovery.config import Discovery
+  from podrace.discovery.objective import ValueFunction
+  from podrace.networks import ActorCritic, PolicyPredictor
+  from podrace.rules.lpg import Sizes
+
+  return Discovery(
+    agent=LPG(network=PolicyPredictor(hidden=(32,), predictions=8)),
+    rule=Sizes(predictions=8, trajectory=32),
+    value=ValueFunction(ActorCritic(hidden=(32,), initializer='lecun', activation='relu')),
+    env='podrace:catch,rows=5,columns=5 podrace:catch,rows=4,columns=3',
+    agents=8, num_envs=16, unroll_length=16, agent_updates=5, lifetime=200,
+    entropy_cost=0.05, total_steps=5_000_000,
+  )  # fmt: skip
+
+
+def disco_catch() -> Discovery:
+  """DiscoRL's small example: its rule on Catch of 5 x 5, two agents, 800 meta-steps of two updates each."""
+  from podrace.agents.disco import Disco
+  from podrace.discovery.config import Discovery
+  from podrace.discovery.objective import ValueFunction
+  from podrace.networks import ActorCritic, Predictor
+  from podrace.rules.disco import Sizes
+
+  network = Predictor(hidden=(512, 512), head_hidden=(256,), model_size=256)
+  value = ValueFunction(ActorCritic(hidden=(256, 256), initializer='lecun', activation='relu'))
+  return Discovery(
+    agent=Disco(network=network, learning_rate=5e-4),
+    rule=Sizes(),
+    value=value,
+    env='podrace:catch,rows=5,columns=5',
+    agents=2, num_envs=32, unroll_length=16, agent_updates=2, lifetime=1_600,
+    meta_learning_rate=5e-4, meta_optimizer='mean', total_steps=2_457_600,
+  )  # fmt: skip
+
+
+def disco_small() -> Discovery:
+  """A rule of DiscoRL's kind with narrow layers, on Catch of 5 x 5: minutes on one core."""
+  from podrace.agents.disco import Disco
+  from podrace.discovery.config import Discovery
+  from podrace.discovery.objective import ValueFunction
+  from podrace.networks import ActorCritic, Predictor
+  from podrace.rules.disco import Sizes
+
+  network = Predictor(
+    hidden=(64,), model_size=32, head_hidden=(32,), predictions=16, bins=41, max_value=4.0
+  )
+  return Discovery(
+    agent=Disco(network=network, lifetime=16, learning_rate=1e-3),
+    rule=Sizes(predictions=16, trajectory=32, lifetime=16),
+    value=ValueFunction(ActorCritic(hidden=(64,), initializer='lecun', activation='relu')),
+    env='podrace:catch,rows=5,columns=5',
+    agents=4, num_envs=16, unroll_length=16, agent_updates=2, lifetime=400,
+    meta_learning_rate=1e-3, total_steps=2_457_600,
+  )  # fmt: skip
+
+
+PRESETS: dict[str, Callable[[], Discovery]] = {
+  'lpg-catch': lpg_catch,
+  'disco-catch': disco_catch,
+  'disco-small': disco_small,
+}

@@ -1,0 +1,79 @@
+"""Small populations, and the parts that they are made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import rule_files
+
+from podrace import build
+from podrace.agents.disco import Disco
+from podrace.agents.lpg import LPG
+from podrace.discovery.config import Discovery
+from podrace.discovery.members import Kind, Member
+from podrace.discovery.objective import ValueFunction
+from podrace.envs import make
+from podrace.networks import ActorCritic, PolicyPredictor, Predictor
+from podrace.rules import disco, lpg
+
+ENV = 'podrace:catch,rows=3,columns=3'
+OTHER = 'podrace:catch,rows=4,columns=2'
+LPG_SIZES = lpg.Sizes(predictions=3, trajectory=4, embedding=2)
+LPG_AGENT = LPG(
+  network=PolicyPredictor(hidden=(4,), activation='tanh', predictions=3), learning_rate=0.02
+)
+DISCO_AGENT = Disco(
+  network=Predictor(
+    hidden=(8,), model_size=4, head_hidden=(4,), predictions=12, bins=11, max_value=4.0
+  ),
+  lifetime=6,
+)
+VALUE = ValueFunction(ActorCritic(hidden=(4,), initializer='lecun'))
+
+
+def config(**settings: Any) -> Discovery:
+  """A population of LPG's, unless `agent` is another."""
+  agent = settings.get('agent', LPG_AGENT)
+  rule = LPG_SIZES if isinstance(agent, LPG) else rule_files.SIZES
+  given: dict[str, Any] = dict(
+    agent=agent, rule=rule, value=VALUE, env=ENV, num_envs=3, unroll_length=4, agents=2, devices=1,
+    agent_updates=2, lifetime=100, capacity=200, total_steps=10_000,
+  )  # fmt: skip
+  return Discovery(**given | settings)
+
+
+def kind(updates: int = 2, **settings: Any) -> Kind:
+  """What the members of a group have in common."""
+  given = config(**settings, agent_updates=updates)
+  return build._kind(given, *given.groups[0])
+
+
+def member(kind: Kind, number: int = 0) -> Member:
+  zero = jnp.int32(0)
+  return jax.jit(functools.partial(kind.begin, jax.random.key(0)))(jnp.int32(number), zero, zero)
+
+
+def spaces_of(env: str = ENV) -> tuple[Any, Any]:
+  made = make(env)
+  return made.observation_space, made.action_space
+
+
+def lpg_rule(seed: int = 0) -> dict[str, Any]:
+  return lpg.init(jax.random.key(seed), LPG_SIZES)
+
+
+def disco_rule(seed: int = 0) -> dict[str, Any]:
+  return disco.init(jax.random.key(seed), rule_files.SIZES)
+
+
+def program(**settings: Any) -> Any:
+  """The compiled functions of a population."""
+  return build.build_discovery(config(**settings))._program
+
+
+def replaced(**settings: Any) -> Any:
+  return dataclasses.replace(LPG_AGENT, **settings)
