@@ -67,7 +67,7 @@ def run(args: list[str]) -> int:
       compile_cache.enable(logging.getLogger('podrace').info)
     override = '--override' in options
     summary = runs.discover(config, run_dir, override=override, sinks=sinks, quiet=quiet)
-  _report(run_dir, summary, agent_name(config.agent))
+  _report(run_dir, summary, config)
   return 0
 
 
@@ -98,12 +98,19 @@ def base_config(
   return config
 
 
-def _report(run_dir: Path, summary: dict[str, Any], agent: str) -> None:
+def _report(run_dir: Path, summary: dict[str, Any], config: Any) -> None:
   value = summary['episode_return']
   returned = 'no episode ended' if value is None else f'return {value:.2f} of its agents'
   out = Lasting(sys.stdout)
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
   print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
   print(f'run directory: {run_dir}', file=out)
-  rule = run_dir / 'rule.npz'
-  print(f'next: podrace train --agent {agent} --agent.rule {rule}', file=out)
+  print(f'next: {next_command(config, run_dir / "rule.npz")}', file=out)
+
+
+def next_command(config: Any, rule: Path) -> str:
+  """Trains an agent by the rule: it has the options that the rule's widths need."""
+  name = agent_name(config.agent)
+  fits = default_agent(name).fits(config.rule)
+  needed = [f'{option} {size}' for option, (has, size) in fits.items() if has != size]
+  return ' '.join([f'podrace train --agent {name} --agent.rule {rule}', *needed])

@@ -106,7 +106,8 @@ HELP = [[], ['--help'], ['-h'], ['--version'], ['train', '--help'], ['train', 'c
         ['train', '--help-all'], ['train', 'r2d2-remote-memory', '--help'], ['runs', '--help'], ['plot', '--help'],
         ['watch', '--help'], ['rm', '--help'], ['follow', '--help'],
         ['eval', '--help'], ['list', '--help'], ['list'], ['envs', '--help'], ['keys', '-h'],
-        ['top', '--help'], ['devices', '-h'], ['bench', '--help']]  # fmt: skip
+        ['top', '--help'], ['devices', '-h'], ['bench', '--help'],
+        ['discover', '--help'], ['discover', 'disco-small', '-h']]  # fmt: skip
 
 
 @pytest.mark.parametrize('args', HELP, ids=' '.join)
