@@ -18,7 +18,8 @@ from jax import lax
 from podrace import actor as acting
 from podrace.actor import ActorState
 from podrace.discovery.objective import ValueFunction, ValueState
-from podrace.envs.base import batch, select
+from podrace.envs.base import select
+from podrace.envs.lifetimes import batch
 from podrace.faults import faults
 from podrace.rules.layers import Params, entropy
 from podrace.topology import AXIS
