@@ -18,7 +18,8 @@ from jax import lax
 from podrace import actor as acting
 from podrace.actor import ActorState
 from podrace.discovery.objective import ValueFunction, ValueState
-from podrace.envs.base import batch, select
+from podrace.envs.base import select
+from podrace.envs.lifetimes import batch
 from podrace.faults import faults
 from podrace.rules.layers import Params, entropy
 from podrace.topology import AXIS
@@ -108,7 +109,8 @@ class Kind:
     In each update it acts, adds the unroll to its replay, and learns by the rule. What it then does is data for the
     meta-loss, a policy gradient of the parameters that it has come to (Oh et al. 2025).
     """
-    keys = jax.random.split(key, self.updates + 1)
+    update_key, last_key = jax.random.split(key)
+    keys = jax.random.split(update_key, self.updates)
 
     def update(member: Member, key: Array) -> tuple[Member, Metrics]:
       act_key, sample_key = jax.random.split(key)
@@ -118,9 +120,9 @@ class Kind:
       value = self.value.learn(member.value, unrolled)
       return member._replace(train=train, memory=memory, value=value, age=member.age + 1), metrics
 
-    member, metrics = lax.scan(update, member, keys[:-1])
+    member, metrics = lax.scan(update, member, keys)
     means = {name: jnp.mean(x) for name, x in metrics.items()}
-    member, unrolled = self._acted(member, keys[-1])
+    member, unrolled = self._acted(member, last_key)
     loss, found = self._loss(member, unrolled, means)
     value = self.value.learn(member.value, unrolled)
     agents = {f'agent_{name}': x for name, x in means.items()}

@@ -27,6 +27,7 @@ from podrace.rules.layers import Params
 from podrace.types import Array, Metrics, TrainState
 
 POPULATION = 'population'  # the mesh's axis; to an agent's `learn_by` its own is one device
+LIVES, STEPS = 0, 1  # make keys of the run's
 PARTS = 10  # of a lifetime, for which returns are reported
 
 
@@ -104,7 +105,7 @@ class MetaTraining:
   def _init(self, keys: Array) -> State:
     rule_key, run_key = jax.random.split(keys[0])
     rule = self.rule(rule_key)
-    life_key, _ = jax.random.split(jax.random.clone(run_key))
+    life_key = jax.random.fold_in(run_key, LIVES)
     total = self.agents * len(self.kinds)
 
     def group(place: int, kind: Kind) -> Member:
@@ -160,11 +161,11 @@ class MetaTraining:
 
     Returns what the rule moves by, the members, their scales, metrics, and a curve.
     """
-    life_key, base_key = jax.random.split(key)
-    step_key = jax.random.fold_in(base_key, update)
+    life_key = jax.random.fold_in(key, LIVES)
+    step_key = jax.random.fold_in(jax.random.fold_in(key, STEPS), update)
     found = []
     for kind, members, scale in zip(self.kinds, groups, scales, strict=True):
-      members = kind.renewed(members, jax.random.clone(life_key))
+      members = kind.renewed(members, life_key)
       keys = jax.vmap(functools.partial(jax.random.fold_in, step_key))(members.number)
       gradient = jax.vmap(jax.grad(kind.outcome, has_aux=True), in_axes=(None, 0, 0))
       grads, (after, metrics) = gradient(rule, members, keys)

@@ -16,7 +16,7 @@ import streams
 from gymnasium import spaces
 
 from podrace import topology
-from podrace.agents.lpg import LPG, entropy
+from podrace.agents.lpg import LPG
 from podrace.config import bind
 from podrace.envs import make
 from podrace.errors import UsageError
@@ -25,6 +25,7 @@ from podrace.networks import PolicyPredictor
 from podrace.replay import on_policy
 from podrace.rules import files
 from podrace.rules import lpg as rules
+from podrace.rules.layers import entropy
 from podrace.types import LAST, TrainState, Trajectory
 
 T, B, A = 7, 6, 3
@@ -257,10 +258,12 @@ def test_devices_learn_the_same_together() -> None:
 # --- through updates -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('optimizer', [pytest.param('sgd', marks=pytest.mark.slow), 'adam'])
-def test_the_gradient_through_updates_against_differences(optimizer: Any) -> None:
-  """Of the policy's loss after three updates, along random directions of the rule's arrays."""
-  learning = agent(optimizer=optimizer, learning_rate=0.3, max_grad_norm=0.5, adam_epsilon=1e-2)
+def test_the_gradient_through_updates_against_differences() -> None:
+  """Of the policy's loss after three updates, along random directions of the rule's arrays.
+
+  By SGD: the gradient leaves out Adam's denominator, which is no derivative then.
+  """
+  learning = agent(optimizer='sgd', learning_rate=0.3, max_grad_norm=0.5)
   train, windows = learning.init(jax.random.key(0)), [window(seed) for seed in range(4)]
   update = updater(learning)
 

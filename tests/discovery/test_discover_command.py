@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from podrace import cli
@@ -18,6 +20,17 @@ SMALL = [
   '--env', 'podrace:catch,rows=5,columns=5', '--rule.trajectory', '4', '--rule.predictions', '3',
   '--agent.network.predictions', '3', '--total-steps', '480', '--devices', '1',
 ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def keys_under_vmap() -> Iterator[None]:
+  """JAX's check of keys takes the sampling of a `vmap` within a `scan` for a second use.
+
+  In all threads: a command compiles in one of its own.
+  """
+  jax.config.update('jax_debug_key_reuse', False)
+  yield
+  jax.config.update('jax_debug_key_reuse', True)
 
 
 def run(*args: str) -> Any:

@@ -69,9 +69,7 @@ def test_the_meta_gradient_of_disco_against_differences() -> None:
 
 def group(kind: Any, ages: list[int]) -> Member:
   """Members in their first lives, in which everything has become something else."""
-  key = jax.random.key(3)
-  begin = jax.vmap(lambda number, age: kind.begin(key, number, jnp.int32(0), age))
-  members = begin(jnp.arange(len(ages), dtype=jnp.int32), jnp.array(ages, jnp.int32))
+  members = populations.group(kind, ages, jax.random.key(3))
 
   def other(x: Any) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -105,12 +103,10 @@ def test_lives_end_one_by_one_and_wholly(name: str) -> None:
 
 def test_lives_differ() -> None:
   kind, key = populations.kind(), jax.random.key(3)
-  first, second, other = (
-    kind.begin(key, jnp.int32(number), jnp.int32(lives), jnp.int32(0))
-    for number, lives in ((0, 0), (0, 1), (1, 0))
-  )
+  begin = jax.jit(lambda number, lives: kind.begin(key, number, lives, jnp.int32(0)).train.params)
+  first, second, other = (begin(*map(jnp.int32, x)) for x in ((0, 0), (0, 1), (1, 0)))
   for one in (second, other):
-    leaves = zip(*(jax.tree.leaves(x.train.params) for x in (first, one)), strict=True)
+    leaves = zip(*map(jax.tree.leaves, (first, one)), strict=True)
     assert any((x != y).any() for x, y in leaves)
 
 
@@ -119,13 +115,16 @@ def test_a_batch_has_the_newest_unrolls_and_windows_of_the_past() -> None:
   member = populations.member(kind)
   length, envs = kind.unroll_length, kind.num_envs
 
+  unroll = jax.jit(kind._unroll)
+  remember = jax.jit(kind._remembered)
+
   def unrolled(at: float) -> Trajectory:
-    _, t = kind._unroll(member.train.params, member.actor, jax.random.key(0))
+    _, t = unroll(member.train.params, member.actor, jax.random.key(0))
     return t._replace(timesteps=t.timesteps._replace(reward=jnp.full_like(t.timesteps.reward, at)))
 
   memory = member.memory
   for at in (1.0, 2.0):
-    memory, window = kind._remembered(memory, unrolled(at), jax.random.key(int(at)))
+    memory, window = remember(memory, unrolled(at), jax.random.key(int(at)))
   reward = window.timesteps.reward
   assert reward.shape == (length + 1, envs + 5) and window.outputs.action.shape[1] == envs + 5
   assert (reward[:, :envs] == 2).all() and set(np.unique(reward[:-1, envs:])) == {1.0, 2.0}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -57,6 +56,17 @@ def member(kind: Kind, number: int = 0) -> Member:
   return jax.jit(functools.partial(kind.begin, jax.random.key(0)))(jnp.int32(number), zero, zero)
 
 
+def group(kind: Kind, ages: list[int], key: Any) -> Member:
+  """Members 0, 1, ... in their first lives."""
+
+  def begin(number: Any, age: Any) -> Member:
+    return kind.begin(key, number, jnp.int32(0), age)
+
+  numbers = jnp.arange(len(ages), dtype=jnp.int32)
+  found: Member = jax.jit(jax.vmap(begin))(numbers, jnp.array(ages, jnp.int32))
+  return found
+
+
 def spaces_of(env: str = ENV) -> tuple[Any, Any]:
   made = make(env)
   return made.observation_space, made.action_space
@@ -73,7 +83,3 @@ def disco_rule(seed: int = 0) -> dict[str, Any]:
 def program(**settings: Any) -> Any:
   """The compiled functions of a population."""
   return build.build_discovery(config(**settings))._program
-
-
-def replaced(**settings: Any) -> Any:
-  return dataclasses.replace(LPG_AGENT, **settings)
