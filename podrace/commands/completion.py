@@ -141,5 +141,7 @@ def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
     if line.startswith('  --'):
       option, kind, *_ = [*line.split(), '']
       choices = tuple(kind.split('|')) if '|' in kind else ()
-      found[option] = ('True', 'False') if kind == 'bool' else choices or found.get(option, ())
+      choices = ('True', 'False') if kind == 'bool' else choices
+      # Without an agent it is the help of all of them, where one option may have several lines.
+      found[option] = tuple(dict.fromkeys((*found.get(option, ()), *choices)))
   return found

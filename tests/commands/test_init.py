@@ -111,7 +111,8 @@ def test_values_that_complete() -> None:
   assert words(['train', '--env', 'podrace:m']) == ['podrace:maze', 'podrace:memory']
   assert words(['sweep', '--env', 'gymnasium']) == ['gymnasium:']
   assert words(['envs', '--env', '']) == ['ale:', 'envpool:', 'gymnasium:']
-  assert words(['train', '--agent.optimizer', '']) == ['adam', 'rmsprop']
+  assert words(['train', '--agent.optimizer', '']) == ['adam', 'rmsprop', 'sgd']  # of all agents
+  assert words(['train', '--agent', 'impala', '--agent.optimizer', '']) == ['adam', 'rmsprop']
   assert words(['train', 'catch', '--agent.network.core', 'g']) == ['gru']
   assert words(['train', 'r2d2-memory', '--agent.network.core', 'l']) == ['lstm']
   assert words(['train', 'catch', '--eval-video', '']) == ['True', 'False']
