@@ -49,6 +49,7 @@ def same(one: Any, other: Any, **tolerance: float) -> None:
   jax.tree_util.tree_map_with_path(check, one, other)
 
 
+@pytest.mark.slow
 def test_eight_devices_do_as_one() -> None:
   """The state after three meta-steps, in which some lives end; and the meta-gradient of the first."""
   found = []
@@ -58,8 +59,8 @@ def test_eight_devices_do_as_one() -> None:
     found.append(jax.device_get(state.train.params))
     found.append(run(state, np.int32(3)))
   assert len(found[3].groups[0].age.sharding.device_set) == 8
-  assert np.asarray(found[3].groups[0].lives).tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-  assert np.asarray(found[3].groups[0].age).tolist() == [*[6, 6, 7, 8, 4, 4, 5, 2][:4], 4, 4, 2, 2]
+  assert np.asarray(found[3].groups[0].lives).tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+  assert np.asarray(found[3].groups[0].age).tolist() == [6, 6, 7, 2, 2, 2, 4, 4]
   same(found[0], found[2], rtol=0)
   same(found[1], found[3], rtol=2e-4, atol=2e-6)
   moved = [abs(found[1].train.params[k] - found[0][k]).max() for k in found[0]]
