@@ -70,6 +70,7 @@ class Begun(Exception):
 
 DOORS = {  # command -> what it calls when it begins its work
   'train': 'podrace.run.train',
+  'discover': 'podrace.run.discover',
   'sweep': 'podrace.sweep.plan.carry_out',
   'bench': 'podrace.bench.bench_sebulba',
   'act': 'podrace.distributed.acting.act',
@@ -119,9 +120,10 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
   monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
   known = set(sys.modules)
   stub(monkeypatch)
-  (tmp_path / 'runs').mkdir()
+  (tmp_path / 'runs' / 'rule').mkdir(parents=True)
   rule_files.write(tmp_path / 'disco_103.npz')  # which the pages say how to download
-  shutil.copy(rule_files.small_lpg(), tmp_path / 'lpg.npz')
+  for path in ('lpg.npz', 'runs/rule/rule.npz'):
+    shutil.copy(rule_files.small_lpg(), tmp_path / path)
   for module, index in MODULES.get(name_of(page), {}).items():
     (tmp_path / f'{module}.py').write_text(blocks(page, 'python')[index])
   for args in commands(page):
