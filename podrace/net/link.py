@@ -20,7 +20,7 @@ from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Buffer, Kind, WireError, split
-from podrace.net.stream import SCRATCH_BYTES, Ended, Full, Memory, Stream, no_delay, why
+from podrace.net.stream import SCRATCH_BYTES, Ended, Full, Stream, no_delay, why
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
 
@@ -57,12 +57,13 @@ class Handler(Protocol):
   Attributes:
     service: its name in HELLO.
     kinds: that the service sends, see `session.of_listeners`.
-    memory: as `Stream`'s; None to have no say.
   """
 
   service: str
   kinds: dict[int, Kind]
-  memory: Memory | None
+
+  def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
 
   def hello(self) -> dict[str, Any]:
     """What HELLO tells besides."""
@@ -309,6 +310,7 @@ class Link:
           self._hello()
         return
       if events & READ:
+        self._heard = time.monotonic()
         stream.receive()
         while stream.pending():
           stream.receive()
@@ -328,7 +330,6 @@ class Link:
   def _message(
     self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Sequence[int]
   ) -> None:
-    self._heard = time.monotonic()
     if kind.number in _COMMON:
       _COMMON[kind.number](self, *fields)
     elif self.session is None:

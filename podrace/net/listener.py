@@ -28,7 +28,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.net.lines import Lines, Say
-from podrace.net.stream import SCRATCH_BYTES, Ended, Full, Memory, Stream, no_delay, why
+from podrace.net.stream import SCRATCH_BYTES, Ended, Full, Stream, no_delay, why
 from podrace.net.text import label, plain, plain_reasons
 from podrace.version import __version__
 from podrace.worker import Worker
@@ -42,6 +42,7 @@ TICK = 0.2  # seconds between looks at who is silent
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 BACKLOG = 256  # frames that one client has not read
 GUEST_BACKLOG = 8
+REPORTED = 500  # clients, in a report
 FILES = 2**16  # that may be open, if that is permitted: each connection is one
 REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
 GREETING_SHARE = 0.1  # of the time, that new connections may take
@@ -97,13 +98,14 @@ class Handler(Protocol):
     service: its name in HELLO.
     kinds: that clients send, see `session.of_clients`.
     largest: bytes of a frame of a client, at most.
-    memory: as `Stream`'s, with the peer before; None to have no say.
   """
 
   service: str
   kinds: dict[int, Kind]
   largest: int
-  memory: Callable[[Peer, Kind, Sequence[Any], int], Any] | None
+
+  def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
 
   def reasons_against(self, told: dict[str, Any]) -> list[str]:
     """Why a client is refused; it may be none."""
@@ -319,9 +321,8 @@ class Listener:
       socket.close()
       return
     h = self.handler
-    memory: Memory | None = functools.partial(h.memory, peer) if h.memory is not None else None
     peer.stream = Stream(
-      socket, h.kinds, functools.partial(self._message, peer), memory, session.GUEST_BYTES,
+      socket, h.kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer), session.GUEST_BYTES,
       GUEST_BACKLOG, self._scratch,
     )  # fmt: skip
     assert self._selector is not None
@@ -344,6 +345,7 @@ class Listener:
         if peer.ending:
           self._discard(peer)
           return
+        peer.last_seen = time.monotonic()
         stream.receive()
         while stream.pending():
           stream.receive()
@@ -420,12 +422,18 @@ class Listener:
 
   # --- what comes --------------------------------------------------------------------------------
 
+  def _memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    if peer not in self.peers:
+      if peer.ending:
+        return None
+      raise WireError(f'a {kind.name} without a session')
+    return self.handler.memory(peer, kind, fields, size)
+
   def _message(
     self, peer: Peer, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Sequence[int]
   ) -> None:
     if peer.ending:
       return
-    peer.last_seen = time.monotonic()
     if peer in self.peers and kind.number not in _COMMON:
       self.handler.handle(peer, kind, fields, split(body, sizes) if kind.arrays else [])
     elif kind is session.PING and peer in self.peers:
@@ -485,8 +493,8 @@ class Listener:
     """Begins a session."""
     who = peer.key, told['client']
     if told['client'] and (before := self._clients.get(who)) is not None:
-      self._end(before, 'you are back over another connection')
       self.drop(before, 'is back over another connection', logging.INFO)
+      self._end(before, 'you are back over another connection')
     self.guests.pop(peer, None)
     self.peers[peer] = None
     peer.client, peer.name = told['client'], f'{label(told["host"])}:{told["pid"]}'
@@ -509,8 +517,8 @@ class Listener:
     self.counts['malformed'] += 1
     if peer not in self.peers:
       self.log(f'cut off {peer.where}, which sent {what}', logging.WARNING)
-    self._end(peer, f'you sent {what}')
     self.drop(peer, f'dropped, it sent {what}')
+    self._end(peer, f'you sent {what}')
 
   def unexpected(self, e: Exception) -> None:
     """Counts and tells that a check is missing."""
@@ -545,10 +553,29 @@ class Listener:
       self._report = report, time.monotonic() + REPORT_SECONDS
     self.send(peer, session.REPORT, report)
 
+  def report(self, describe: Callable[[Peer], dict[str, Any]]) -> dict[str, Any]:
+    """What `podrace top` shows of any service; `describe` is what the handler adds of a client."""
+    now = time.monotonic()
+    clients = [
+      dict(
+        name=p.name,
+        seconds=round(now - p.since, 3),
+        last_seen_s=round(now - p.last_seen, 3),
+        **describe(p),
+      )
+      for p in list(self.peers)[:REPORTED]
+    ]
+    return dict(
+      service=self.handler.service,
+      counts=dict(self.counts),
+      clients=clients,
+      more_clients=max(len(self.peers) - REPORTED, 0),
+    )
+
   def tell_gone(self, peer: Peer, reason: str) -> None:
     """Ends a session, and says why."""
-    self._end(peer, reason)
     self.drop(peer, reason)
+    self._end(peer, reason)
 
   def _end(self, peer: Peer, reason: str) -> None:
     """Closes a connection when it has been told why, or soon."""

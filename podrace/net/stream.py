@@ -56,7 +56,7 @@ class Stream:
     socket: sockets.socket,
     kinds: dict[int, Kind],
     on_message: Message,
-    memory: Memory | None,
+    memory: Memory,
     largest: int,
     most_out: int,
     scratch: bytearray,
@@ -186,7 +186,7 @@ class Stream:
     kind, head = self._kind(word), word >> 8
     body = payload[head:]
     fields, sizes = kind.header(payload[:head], len(body))
-    if kind.arrays and self.memory is not None:
+    if kind.arrays:
       into = self.memory(kind, fields, len(body))
       if into is not None:
         into = memoryview(into)
@@ -204,7 +204,7 @@ class Stream:
     else:
       kind, begun = self._kind(word), start + head
       fields, sizes = kind.header(self._scratch[start:begun], size - head)
-      into = None if self.memory is None else self.memory(kind, fields, size - head)
+      into = self.memory(kind, fields, size - head)
       # Memory that is not touched takes none: a frame of which nothing more comes costs nothing.
       self._into = np.empty(size - head, np.uint8).data if into is None else memoryview(into)
       self._direct = kind, (fields, sizes)
