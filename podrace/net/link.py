@@ -35,13 +35,11 @@ BYE_SECONDS = 1.0  # that the last word has
 BACKLOG = 1024  # frames that the other end has not read
 LARGEST = 2**32 - 1  # bytes of a frame: this end has chosen whom it listens to
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-TLS_ALERT = b'\x15\x03'  # with which begins what a listener with keys says to somebody without
 
 # Why there is no session, as far as is known.
 NOTHING_KNOWN = 'it has not answered yet'
 NOBODY = 'nobody listens there'
 SAYS_NOTHING = 'the connection stands, and it does not answer'
-WANTS_KEYS = 'somebody listens there who wants keys: give --keys DIR'
 HAS_NO_KEYS = 'somebody listens there without keys, or who is no podrace'
 
 log = logging.getLogger('podrace.net')

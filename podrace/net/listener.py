@@ -47,6 +47,7 @@ FILES = 2**16  # that may be open, if that is permitted: each connection is one
 REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
 GREETING_SHARE = 0.1  # of the time, that new connections may take
 GREETING_SECONDS = 1.0  # at once
+WANTS_KEYS = 'this listener wants keys: give --keys DIR'
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _COMMON = frozenset(kind.number for kind in session.OF_CLIENTS)
 
@@ -338,13 +339,13 @@ class Listener:
     try:
       if stream.closed:
         return
+      if peer.ending and events & READ:
+        self._discard(peer)
+        return
       if not stream.shaken:
         self._shake(peer)
         return
       if events & READ:
-        if peer.ending:
-          self._discard(peer)
-          return
         peer.last_seen = time.monotonic()
         stream.receive()
         while stream.pending():
@@ -363,7 +364,10 @@ class Listener:
     except Ended as e:
       self.counts['turned away'] += 1
       self.log(f'turned away {peer.where}: {e}', logging.WARNING)
-      raise
+      if 'WRONG_VERSION' in str(e):  # no TLS
+        peer.stream.say_plain(session.GONE, WANTS_KEYS)
+      self._hush(peer)  # what TLS has said of it is on its way
+      return
     finally:
       self._greet(begun)
     self._writes(peer, wants == 'write')
@@ -584,6 +588,13 @@ class Listener:
     self.send(peer, session.GONE, plain(reason))
     if peer.stream.closed:
       return
+    self._hush(peer)
+
+  def _hush(self, peer: Peer) -> None:
+    """Has a connection end when the other end has read what it was sent, or soon.
+
+    One that is closed with something unread is reset, and the last words with it.
+    """
     peer.ending = True
     peer.until = time.monotonic() + ENDING_SECONDS
     self.guests[peer] = None

@@ -334,6 +334,11 @@ class Stream:
       self._into = None
       self.socket.close()
 
+  def say_plain(self, kind: Kind, *fields: Any) -> None:
+    """A message without TLS, to one that does not speak it; it goes at once, or not at all."""
+    with self._lock, contextlib.suppress(OSError, ValueError):
+      sockets.socket.send(self.socket, b''.join(kind.pack(fields)))
+
   def end_writing(self) -> None:
     """Tells the other end that nothing more comes."""
     with self._lock, contextlib.suppress(OSError, ValueError):
