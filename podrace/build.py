@@ -30,7 +30,7 @@ from podrace.types import Replay
 
 if TYPE_CHECKING:
   from podrace.distributed.handshake import Addresses
-  from podrace.remote.hub import Listen
+  from podrace.net.listener import Listen
   from podrace.remote.server import Server
 
 

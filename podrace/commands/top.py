@@ -24,7 +24,7 @@ def run(args: list[str]) -> int:
   from podrace import remote
 
   remote.require()
-  from podrace.remote import top
+  from podrace.net import top
 
   return top.run(
     address,

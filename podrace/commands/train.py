@@ -116,7 +116,7 @@ def _peers(options: Options) -> dict[str, Any]:
 
   remote.require()
   from podrace.distributed.handshake import Addresses
-  from podrace.remote.hub import Listen
+  from podrace.net.listener import Listen
 
   common = (
     options.text('--listen'),

@@ -25,7 +25,7 @@ from podrace.presets import PRESETS
 from podrace.record import write_json
 from podrace.remote import security
 from podrace.remote.hub import PEER_SECONDS, Listen
-from podrace.remote.wire import plain
+from podrace.net.text import plain
 
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
 RUN = 'run'  # of the record: the name of the run, which its tables have, too

@@ -26,7 +26,7 @@ from podrace.distributed.handshake import (
 from podrace.errors import UsageError
 from podrace.process import on_signals
 from podrace.remote import security
-from podrace.remote.wire import plain
+from podrace.net.text import plain
 
 log = logging.getLogger('podrace.distributed')
 FIXED = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}  # of all these processes

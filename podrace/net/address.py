@@ -10,6 +10,7 @@ import socket as sockets
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 from podrace.net.keys import SecurityError
 
@@ -178,12 +179,29 @@ def same_user(socket: sockets.socket) -> bool:
 # --- connecting -------------------------------------------------------------------------------------
 
 
-def places(address: str) -> list[tuple[int, object]]:
-  """Families and addresses to connect to, in the order in which to try them.
+def connect(address: str, seconds: float) -> sockets.socket:
+  """A connected socket, at the first of the host's addresses that answers.
 
   Raises:
-    OSError: if there are none, or a Unix socket is not this user's own.
+    OSError: if none does, each in so many seconds, or a Unix socket is not this user's own.
   """
+  failure: OSError | None = None
+  for family, where in _places(address):
+    socket = sockets.socket(family, sockets.SOCK_STREAM)
+    try:
+      socket.settimeout(seconds)
+      socket.connect(where)
+      if family == getattr(sockets, 'AF_UNIX', None) and not same_user(socket):
+        raise PermissionError(errno.EPERM, "another user's process listens there")
+      return socket
+    except OSError as e:
+      socket.close()
+      failure = e
+  raise failure or OSError(errno.EINVAL, 'it has no address')
+
+
+def _places(address: str) -> list[tuple[int, Any]]:
+  """Families and addresses to connect to, in the order in which to try them."""
   if (path := unix_path(address)) is not None:
     if why := not_private(path):
       raise PermissionError(errno.EPERM, why)

@@ -57,8 +57,10 @@ class Handler(Protocol):
     kinds: that the service sends, see `session.of_listeners`.
   """
 
-  service: str
-  kinds: dict[int, Kind]
+  @property
+  def service(self) -> str: ...
+  @property
+  def kinds(self) -> dict[int, Kind]: ...
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
@@ -78,7 +80,7 @@ class Handler(Protocol):
   def pong(self, told: Any) -> None:
     """What PONG tells. May raise WireError."""
 
-  def turn(self) -> None:
+  def turned(self) -> None:
     """In each turn of the thread; `Link.session` says whether there is one."""
 
   def lost(self, reason: str) -> None:
@@ -95,6 +97,7 @@ class Link:
     insecure: no keys, beyond this machine.
     give_up: seconds without a session after which it ends; 0 for never.
     changed: is notified when a session begins or ends, or the link does.
+    flag, what: how messages call the address, and the service (default: its name).
 
   Attributes:
     session: how many there have been, if there is one now; None if not.
@@ -115,6 +118,7 @@ class Link:
     changed: threading.Condition | None = None,
     give_up: float = 0.0,
     flag: str = 'connect',
+    what: str = '',
   ) -> None:
     addresses.check_address(address, keys, insecure, flag)
     self._context = None if keys is None else net_keys.client_context(keys)
@@ -125,7 +129,7 @@ class Link:
     self.why = NOTHING_KNOWN
     self.silence, self.ping_every, self.patience = session.SILENCE, math.inf, 0.5
     self._client = session.new_client()
-    self._give_up = give_up
+    self._give_up, self._what = give_up, what or handler.service
     self._sessions = 0
     self._stream: Stream | None = None  # connected, or on its way
     self._open: Stream | None = None  # of a session
@@ -145,6 +149,11 @@ class Link:
     """Begins to connect."""
     self._worker = Worker(f'link {self.address}', self._main, self._at_end)
     return self
+
+  @property
+  def number(self) -> int:
+    """Of the session that is, begins, or was last."""
+    return self._sessions
 
   # --- from any thread -----------------------------------------------------------------------------
 
@@ -236,7 +245,7 @@ class Link:
       self._lose(self._lost_why)
     self._lost_why = ''
     self._flush()
-    self.handler.turn()
+    self.handler.turned()
     self._look_at_the_clock()
 
   def _flush(self) -> None:
@@ -267,23 +276,11 @@ class Link:
       self._hello()
 
   def _socket(self) -> sockets.socket:
-    """A connected socket, at the first of the host's addresses that answers."""
-    failure: OSError | None = None
-    for family, where in addresses.places(self.address):
-      socket = sockets.socket(family, sockets.SOCK_STREAM)
-      try:
-        socket.settimeout(CONNECT_SECONDS)
-        socket.connect(where)  # type: ignore[arg-type]
-        if family == getattr(sockets, 'AF_UNIX', None) and not addresses.same_user(socket):
-          raise PermissionError(1, "another user's process listens there")
-        no_delay(socket)
-        if self._context is None:
-          return socket
-        return self._context.wrap_socket(socket, do_handshake_on_connect=False)
-      except OSError as e:
-        socket.close()
-        failure = e
-    raise failure or OSError('no address')
+    socket = addresses.connect(self.address, CONNECT_SECONDS)
+    no_delay(socket)
+    if self._context is None:
+      return socket
+    return self._context.wrap_socket(socket, do_handshake_on_connect=False)
 
   def _sleep(self, seconds: float) -> bool:
     """Lets time pass; whether the link is to end."""
@@ -357,7 +354,7 @@ class Link:
       self.session = self._sessions
       self.changed.notify_all()
     if self._last_reason:
-      log.info('%s at %s is back', self.handler.service, self.address)
+      log.info('%s at %s is back', self._what, self.address)
     self._waits, self._last_reason = 0, ''
 
   def _wait(self, reason: str) -> None:
@@ -392,7 +389,7 @@ class Link:
       self.changed.notify_all()
     if had:
       self._alone_since = time.monotonic()
-      self._remind(f'the session with {self.handler.service} at {self.address} is over: {reason}')
+      self._remind(f'the session with {self._what} at {self.address} is over: {reason}')
       self._waits = 1  # all clients lose a service together
       self.handler.lost(reason)
 
@@ -416,13 +413,9 @@ class Link:
   def _look_for_a_session(self, now: float) -> None:
     alone = now - self._alone_since
     if alone > 2.0:
-      self._remind(
-        f'no {self.handler.service} answers at {self.address} ({self.why}); trying again'
-      )
+      self._remind(f'no {self._what} answers at {self.address} ({self.why}); trying again')
     if self._give_up and alone > self._give_up:
-      raise TimeoutError(
-        f'no {self.handler.service} at {self.address} for {self._give_up:.0f} s: {self.why}'
-      )
+      raise TimeoutError(f'no {self._what} at {self.address} for {self._give_up:.0f} s: {self.why}')
     if self._stream is None:
       return
     if now - self._heard > CONNECT_SECONDS:

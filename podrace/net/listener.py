@@ -101,9 +101,12 @@ class Handler(Protocol):
     largest: bytes of a frame of a client, at most.
   """
 
-  service: str
-  kinds: dict[int, Kind]
-  largest: int
+  @property
+  def service(self) -> str: ...
+  @property
+  def kinds(self) -> dict[int, Kind]: ...
+  @property
+  def largest(self) -> int: ...
 
   def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
@@ -132,7 +135,7 @@ class Handler(Protocol):
   def left(self, peer: Peer, reason: str, level: int) -> None:
     """A session is over."""
 
-  def turn(self) -> None:
+  def turned(self) -> None:
     """After messages have come, or the clock has."""
 
   def tick(self, now: float) -> None:
@@ -190,6 +193,7 @@ class Listener:
     self._wake: session.Wake | None = None
     self._calls: collections.deque[Callable[[], None]] = collections.deque()
     self._socket: sockets.socket | None = None
+    self._over: tuple[bool, str] | None = None  # how it ends
     self._accepting = False
     self._greeting, self._greeted_at = GREETING_SECONDS, time.monotonic()
     self._ticked = time.monotonic()
@@ -225,10 +229,20 @@ class Listener:
         Path(path).unlink()
     self._selector = self._socket = None
 
+  @property
+  def reachable(self) -> str:
+    """The address as others can use it: one that is open to all machines is told with this one's name."""
+    host, port = addresses.host_and_port(self.address)
+    return f'tcp://{sockets.gethostname()}:{port}' if host in ('0.0.0.0', '[::]') else self.address
+
   def wake(self) -> None:
     """Has the thread that has the network look around; from any other."""
     if self._wake is not None:
       self._wake.set()
+
+  def later(self, do: Callable[[], None]) -> None:
+    """As `call`, without waking it."""
+    self._calls.append(do)
 
   def call(self, do: Callable[[], None]) -> None:
     """Has something done by the thread that has the network; from any other."""
@@ -243,7 +257,7 @@ class Listener:
   def turn(self, seconds: float) -> None:
     """Listens until something comes, for so long at most, and deals with it."""
     self.poll(seconds)
-    self.handler.turn()
+    self.handler.turned()
     self._look_at_the_clock()
 
   def poll(self, seconds: float) -> None:
@@ -262,12 +276,13 @@ class Listener:
 
   def end(self, complete: bool, reason: str, seconds: float) -> None:
     """Tells all that it ends, and gives them so long to leave."""
-    self._listen_on(False)
+    self._over = complete, reason
     for peer in (*self.peers, *(g for g in self.guests if g.waits)):
       self.send(peer, session.END, complete, reason)
     until = time.monotonic() + seconds
     while self.peers and (left := until - time.monotonic()) > 0:
       self.poll(left)
+      self.handler.turned()
 
   # --- connections -------------------------------------------------------------------------------
 
@@ -473,6 +488,9 @@ class Listener:
       self.log('\n  '.join([f'refused {who}:', *reasons]), logging.WARNING)
       self.send(peer, session.REFUSED, reasons)
       return
+    if self._over is not None:
+      self.send(peer, session.END, *self._over)
+      return
     wait = self.handler.why_wait(told)
     if not wait and len(self.peers) >= PEERS:
       wait = f'{self.handler.service} has {PEERS} clients and takes no more'
@@ -658,7 +676,7 @@ class Serving:
 
   Args:
     before_end: is called by the thread at the end, before clients are told.
-    wait: seconds until the handler's `turn` has something to do, if nothing comes.
+    wait: seconds until the handler's `turned` has something to do, if nothing comes.
   """
 
   def __init__(

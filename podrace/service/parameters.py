@@ -224,7 +224,7 @@ class Publisher:
   def left(self, peer: Peer, reason: str, level: int) -> None:
     peer.state.sending = False
 
-  def turn(self) -> None:
+  def turned(self) -> None:
     pass
 
   def tick(self, now: float) -> None:
@@ -364,7 +364,7 @@ class Parameters:
   def ended(self, complete: bool, reason: str) -> bool:
     return False
 
-  def turn(self) -> None:
+  def turned(self) -> None:
     pass
 
   def ping(self) -> None:

@@ -134,7 +134,7 @@ def test_an_error_of_the_handler_ends_that_session_only() -> None:
 
 def test_a_failure_of_the_thread_is_raised_at_its_owner() -> None:
   class Failing(Service):
-    def turn(self) -> None:
+    def turned(self) -> None:
       raise MemoryError('no room')
 
   service = Failing().listen()

@@ -47,7 +47,7 @@ class Nobody:
   def pong(self, told: Any) -> None:
     pass
 
-  def turn(self) -> None:
+  def turned(self) -> None:
     pass
 
   def lost(self, reason: str) -> None:

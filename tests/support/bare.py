@@ -195,7 +195,7 @@ class Service:
   def left(self, peer: Peer, reason: str, level: int) -> None:
     self.happened.append(('left', peer, reason))
 
-  def turn(self) -> None:
+  def turned(self) -> None:
     pass
 
   def tick(self, now: float) -> None:
