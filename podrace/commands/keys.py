@@ -23,9 +23,9 @@ Lines of DIR/allowed_clients can be removed at any time: those sessions end.
 def run(args: list[str]) -> int:
   """Makes keys."""
   args = Options(args, COMMAND).arguments
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
+  net.require()
   from podrace.net import keys
 
   if args[:1] == ['new'] and len(args) == 2:

@@ -15,11 +15,11 @@ import numpy as np
 
 VERSION = 2  # of the protocol
 PREFIX = struct.Struct('<II')  # bytes that follow; kind + 256 * bytes of the header
-HEADER_BYTES = 2**20  # at most
+HEADER_BYTES = 2**22  # at most
 DEPTH = 100  # of lists and maps in a header, at most
 NUMBER = 2**63  # which whole numbers in it are below
 
-Buffer = Any  # bytes, a memoryview of bytes, or a contiguous array of bytes
+Buffer = Any  # bytes, a memoryview of bytes, or an array, whose bytes are meant
 
 
 class WireError(Exception):
@@ -46,19 +46,14 @@ class Kind:
 
   def pack(self, fields: Sequence[Any], arrays: Sequence[Buffer] = ()) -> list[Buffer]:
     """A message, as buffers to be sent one after the other."""
+    buffers = [x if type(x) in (bytes, memoryview) else flat(x) for x in arrays]
+    sizes = [len(x) for x in buffers]
     if self.layout is not None:
       head = self.layout.pack(*fields)
-    elif self.arrays > 1:
-      head = msgpack.packb(
-        [*fields, [x.nbytes if hasattr(x, 'nbytes') else len(x) for x in arrays]]
-      )
     else:
-      head = msgpack.packb(fields)
-    size = len(head)
-    for x in arrays:
-      size += x.nbytes if hasattr(x, 'nbytes') else len(x)
-    prefix = PREFIX.pack(size, self.number | len(head) << 8)
-    return [prefix + head, *arrays]
+      head = msgpack.packb([*fields, sizes] if self.arrays > 1 else fields)
+    prefix = PREFIX.pack(len(head) + sum(sizes), self.number | len(head) << 8)
+    return [prefix + head, *buffers]
 
   def header(self, head: Buffer, body: int) -> tuple[Sequence[Any], Sequence[int]]:
     """Its fields, and the sizes of the arrays in the `body` bytes that follow it.
@@ -122,9 +117,9 @@ def split(body: Buffer, sizes: Iterable[int]) -> list[memoryview]:
   return found
 
 
-def flat(x: np.ndarray) -> np.ndarray:
+def flat(x: Any) -> memoryview:
   """An array's bytes [n] u8, without copying them if it is contiguous."""
-  return np.ascontiguousarray(x).reshape(-1).view(np.uint8)
+  return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
 # --- headers in msgpack -----------------------------------------------------------------------------

@@ -517,15 +517,15 @@ class Listener:
     if told['client'] and (before := self._clients.get(who)) is not None:
       self.drop(before, 'is back over another connection', logging.INFO)
       self._end(before, 'you are back over another connection')
-    self.guests.pop(peer, None)
-    self.peers[peer] = None
     peer.client, peer.name = told['client'], f'{label(told["host"])}:{told["pid"]}'
     peer.since = time.monotonic()
+    answer = self.handler.welcome(peer, told)
+    self.guests.pop(peer, None)
+    self.peers[peer] = None
     if peer.client:
       self._clients[who] = peer
     peer.stream.largest, peer.stream.most_out = self.handler.largest, BACKLOG
     self.counts['sessions'] += 1
-    answer = self.handler.welcome(peer, told)
     if self.send(peer, session.WELCOME, dict(silence=self.listen.peer_timeout, **answer)):
       self.handler.welcomed(peer)
 

@@ -247,7 +247,7 @@ class Stream:
           raise Full('it does not read what it is sent')
         self._queue(buffers, 0)
         return False
-      total = sum(len(x) if type(x) is bytes else memoryview(x).nbytes for x in buffers)
+      total = sum(map(len, buffers))
       sent = self._write(buffers)
       if sent == total:
         return True

@@ -117,6 +117,11 @@ class Publisher:
     self.close()
 
   @property
+  def reachable(self) -> str:
+    """Its address, as others can use it."""
+    return self.listener.reachable
+
+  @property
   def failure(self) -> str:
     """The traceback of what has ended its thread; '' if nothing has."""
     return self._serving.failure
@@ -206,6 +211,7 @@ class Publisher:
 
   def welcome(self, peer: Peer, told: dict[str, Any]) -> dict[str, Any]:
     peer.state = Reader(told.get('role', ACTING))
+    self.listener.log(f'{peer.name} joins')
     return {}
 
   def welcomed(self, peer: Peer) -> None:
