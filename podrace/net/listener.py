@@ -692,9 +692,9 @@ class Serving:
     self.worker = Worker(listener.handler.service, self._main, self.ended.set)
 
   @property
-  def failure(self) -> str:
-    """The traceback of what has ended the thread, '' if nothing has."""
-    return self.worker.failure
+  def failure(self) -> str | None:
+    """The traceback of what has ended the thread; None if nothing has."""
+    return self.worker.failure or None
 
   def ask_to_stop(self) -> None:
     """Has the thread come to its end; `ended` says when."""

@@ -71,7 +71,7 @@ class Server:
     self.listener = Listener(listen, self, say)
     self.log, self.counts = self.listener.log, self.listener.counts
     self.max_wait, self._deadline = max_wait, deadline
-    self.failure = ''
+    self.failure: str | None = None
     self._slots = slots
     self._pools: list[RemotePool] = []
     self._come: list[Item] = []  # not looked at yet
@@ -201,7 +201,7 @@ class Server:
         self.turn(0.0)
     self.wake()
     with self._lead:
-      if not self.failure:
+      if self.failure is None:
         why = 'the run is complete' if self._finished else 'the learner has stopped'
         self.listener.end(self._finished, why, GOODBYE)
 

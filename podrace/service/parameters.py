@@ -122,8 +122,8 @@ class Publisher:
     return self.listener.reachable
 
   @property
-  def failure(self) -> str:
-    """The traceback of what has ended its thread; '' if nothing has."""
+  def failure(self) -> str | None:
+    """The traceback of what has ended its thread; None if nothing has."""
     return self._serving.failure
 
   @property

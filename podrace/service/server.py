@@ -946,9 +946,9 @@ class ReplayServer:
     return self.listener.peers
 
   @property
-  def failure(self) -> str:
-    """The traceback of what has ended its thread, '' if nothing has."""
-    return '' if self._serving is None else self._serving.failure
+  def failure(self) -> str | None:
+    """The traceback of what has ended its thread; None if nothing has."""
+    return None if self._serving is None else self._serving.failure
 
   @property
   def ended(self) -> threading.Event:

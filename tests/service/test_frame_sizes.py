@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import zmq
+from podrace.service.router import Router
 from services import ANY
 
 from podrace.remote import wire
 from podrace.service.parameters import Publisher
-from podrace.service.router import Router
 from podrace.service.server import ReplayServer
 
 
