@@ -140,6 +140,7 @@ class Link:
     self._selector = selectors.DefaultSelector()
     self._selector.register(self._wake.fileno(), READ)
     self._scratch = bytearray(SCRATCH_BYTES)
+    self._told_to_wait = False
     self._waits, self._alone_since = 0, time.monotonic()
     self._said, self._last_reason = 0.0, ''
     self._heard = self._pinged = self._asked = 0.0
@@ -261,7 +262,7 @@ class Link:
       if self._sleep(seconds):
         return
     self._waits += 1
-    self._heard, self._pinged, self._asked = time.monotonic(), 0.0, 0.0
+    self._heard, self._pinged, self._told_to_wait = time.monotonic(), 0.0, False
     try:
       socket = self._socket()
     except (OSError, ValueError) as e:
@@ -335,7 +336,7 @@ class Link:
   def _hello(self) -> None:
     """Asks for a session."""
     if self._stream is not None:
-      self._asked = time.monotonic()
+      self._asked, self._told_to_wait = time.monotonic(), False
       try:
         told = session.hello(self.handler.service, self._client, **self.handler.hello())
         self._stream.send(session.HELLO, told)
@@ -358,7 +359,7 @@ class Link:
     self._waits, self._last_reason = 0, ''
 
   def _wait(self, reason: str) -> None:
-    self.why = plain(reason)
+    self.why, self._told_to_wait = plain(reason), True
     self._alone_since = time.monotonic()
     self._remind(f'waiting: {self.why}')
 
@@ -420,7 +421,7 @@ class Link:
       return
     if now - self._heard > CONNECT_SECONDS:
       self._lose(self.why)
-    elif self._stream.shaken and now - self._asked > HELLO_SECONDS:
+    elif self._told_to_wait and now - self._asked > HELLO_SECONDS:
       self._hello()
 
   def _remind(self, message: str) -> None:

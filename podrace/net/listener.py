@@ -43,6 +43,7 @@ PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 BACKLOG = 256  # frames that one client has not read
 GUEST_BACKLOG = 8
 REPORTED = 500  # clients, in a report
+FEW_FILES = 4096  # for which it is told
 FILES = 2**16  # that may be open, if that is permitted: each connection is one
 REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
 GREETING_SHARE = 0.1  # of the time, that new connections may take
@@ -203,11 +204,11 @@ class Listener:
 
   def open(self) -> None:
     """Listens, from now on."""
-    if (files := allow_files()) < FILES:
+    if (files := allow_files()) < FEW_FILES:
       self.log(
         f'this process may have {files:,} files open, enough for about {max(files - 200, 0):,} clients: '
         f'`ulimit -n {FILES}` before it is started allows more',
-        logging.INFO if files > 4096 else logging.WARNING, always=files <= 4096,
+        logging.WARNING, always=True,
       )  # fmt: skip
     self._socket, self.address = addresses.listen(self.listen.address)
     self._selector, self._wake = selectors.DefaultSelector(), session.Wake()

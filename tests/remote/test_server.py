@@ -17,17 +17,18 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-import zmq
 from children import until
 from gymnasium import spaces
-from mutants import Document, spoiled, tell
+from mutants import Document, data_of, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
 from podrace.envs.host.base import groups_at_once
-from podrace.remote import hub, server, wire
-from podrace.remote.server import Latencies, Peer
-from podrace.remote.top import Asker, table
+from podrace.net import listener, session
+from podrace.net.frame import PREFIX
+from podrace.net.top import Asker, table
+from podrace.remote import server, wire
+from podrace.remote.groups import Latencies
 from podrace.types import FIRST, LAST, MID
 
 # --- joining --------------------------------------------------------------------------------------
@@ -35,27 +36,19 @@ from podrace.types import FIRST, LAST, MID
 
 def test_a_client_joins_steps_and_is_counted() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
-    welcome = raw.hello()
+    welcome = raw.join_as()
     assert welcome['largest_group'] == 8 and welcome['nonce'] == raw.nonce
     raw.enter(3)
     for seq in range(20):
       raw.step(3, seq, FIRST if seq == 0 else MID)
       action = raw.act(3, seq)
       assert action.shape == (3,) and action.dtype == np.int32
-    raw.say(wire.ASK)
-    report = raw.expect(wire.REPORT)[0][1]
+    raw.say(session.ASK)
+    report = raw.expect(session.REPORT)[0][0]
     (client,) = report['clients']
     assert client['frames'] == 60 and client['acting'] == 3 and report['free'] == 5
     assert 0 < client['answer_ms'][0] <= client['answer_ms'][1]
     assert learner.spec.metrics()['remote_envs'] == 3
-
-
-def test_hello_twice_is_one_session() -> None:
-  with Learner() as learner, Raw(learner.address) as raw:
-    raw.hello()
-    first = raw.session
-    raw.hello()
-    assert raw.session == first
 
 
 def test_who_is_back_ends_its_session_of_before() -> None:
@@ -70,7 +63,7 @@ def test_who_is_back_ends_its_session_of_before() -> None:
     back.step(8, 0, FIRST)
     back.act(8, 0)
     lost.step(8, 1)
-    assert 'no such session' in lost.expect(wire.GONE)[0][2]
+    assert 'no such session' in lost.expect(session.GONE)[0][2]
     assert learner.server.counts['dropped'] == 1
     session = back.session  # its own, but anew: it ends as one that said hello anew does
     back.hello(before=session, nonce=back.nonce + 1)
@@ -84,7 +77,7 @@ def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
     with Raw(learner.address) as raw:
       raw.join(2)
       learner.says('environments are here, going on')
-      raw.say(wire.BYE, raw.session, 'test')
+      raw.say(session.BYE, 'test')
       learner.says('left: test')
     until(lambda: sum('no environments' in x for x in learner.said) == 2)
 
@@ -99,8 +92,8 @@ def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
 )  # fmt: skip
 def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> None:
   with Learner() as learner, Raw(learner.address, theirs) as raw:
-    raw.say(wire.HELLO, raw.told())
-    (reason,) = raw.expect(wire.REFUSED)[0][1]
+    raw.say(session.HELLO, raw.told())
+    (reason,) = raw.refused()
     import re
 
     assert re.search(line, reason), reason
@@ -109,8 +102,8 @@ def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> No
 
 def test_another_version_is_refused_with_both_sides() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
-    raw.say(wire.HELLO, raw.told(version=2))
-    (reason,) = raw.expect(wire.REFUSED)[0][1]
+    raw.say(session.HELLO, raw.told(version=2))
+    (reason,) = raw.refused()
     assert 'the learner speaks podrace version 1' in reason and 'podrace version 2' in reason
     learner.says(reason)
 
@@ -119,28 +112,12 @@ def test_a_refusal_is_short_however_much_the_client_has_said() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
     leaf = ['\x1b[2J' + 'x' * 400, '<f4', [], 'y\n' * 200, []]
     schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(60)], 'action': leaf}
-    raw.say(wire.HELLO, raw.told(schema=schema, host='h\nforged'))
+    raw.say(session.HELLO, raw.told(schema=schema, host='h\nforged'))
     header = raw.socket.recv_multipart()[0]
     (reasons,) = wire.unpack(header)[1:]
     assert len(header) < 2**14 and reasons[-1].startswith('and ')
     learner.says(r'refused h\nforged:')
     assert all('\x1b' not in x and len(x) < 2**14 for x in learner.said)
-
-
-def test_the_log_of_a_day_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Whoever has things said: in bytes, as some lines are long; what is left out is counted."""
-  now, said = 1000.0, list[str]()
-  monkeypatch.setattr(hub.time, 'monotonic', lambda: now)
-  one = hub.Hub(hub.Listen(ANY), lambda level, line: said.append(line))
-  one._gate = None
-  for _ in range(24 * 3600 // 5):
-    now += 5.0
-    for _ in range(10):
-      one.log('x' * 500 + '\n' + 'y' * 500)
-    one.tick(now)
-  bound = hub.LOG_BYTES + 24 * 3600 * hub.LOG_BYTES_A_SECOND
-  assert 0.9 * bound < sum(map(len, said)) < 1.1 * bound + 50 * 24 * 360
-  assert any('more lines were left out' in line for line in said)
 
 
 def test_only_what_is_wrong_is_a_warning() -> None:
@@ -149,10 +126,10 @@ def test_only_what_is_wrong_is_a_warning() -> None:
     with Raw(learner.address) as raw:
       raw.join(2)
       learner.says('going on')
-      raw.say(wire.BYE, raw.session, 'test')
+      raw.say(session.BYE, 'test')
       learner.says('left: test')
     with Raw(learner.address) as raw:
-      raw.hello()
+      raw.join_as()
       raw.socket.send(b'\xc1')
       learner.says('dropped, it sent')
   told = dict(zip(learner.said, learner.levels, strict=True))
@@ -177,40 +154,6 @@ def test_the_log_ends_nobody() -> None:
     assert learner.server.failure is None
 
 
-def test_open_files_are_as_many_as_are_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
-  limits, now = [(1024, 4096), (1024, 2**20), (100, 100), (2**20, 2**20)], []
-  monkeypatch.setattr(hub.resource, 'getrlimit', lambda which: now[-1])
-  monkeypatch.setattr(hub.resource, 'setrlimit', lambda which, to: now.append(to))
-  found = []
-  for limit in limits:
-    now.append(limit)
-    found.append(hub.allow_files())
-  assert found == [4096, hub.FILES, 100, 2**20]
-  now.append((100, 100))
-  said: list[str] = []
-  one = hub.Hub(hub.Listen(ANY), lambda level, line: said.append(line))
-  one.open(1000, 10, 10)
-  one.shut()
-  assert '100 files open' in said[0] and f'ulimit -n {hub.FILES}' in said[0]
-
-
-def test_who_never_listens_has_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-  made: list[wire.Wake] = []
-
-  def make() -> wire.Wake:
-    made.append(wire.Wake())
-    return made[-1]
-
-  monkeypatch.setattr(hub, 'Wake', make)
-  one = hub.Hub(hub.Listen(ANY), logging.log)
-  one.wake()
-  assert not made
-  one.open(1000, 10, 10)
-  assert len(made) == 1
-  one.shut()
-  assert made[0].fileno() == -1
-
-
 def test_trees_of_arrays() -> None:
   tree = spaces.Dict(
     board=spaces.Box(0, 255, (6, 6), np.uint8),
@@ -227,16 +170,16 @@ def test_trees_of_arrays() -> None:
 
 def test_hello_again_at_the_end_is_no_failure_and_who_waits_is_told_of_it() -> None:
   with Learner() as learner, Raw(learner.address) as one, Raw(learner.address) as late:
-    one.hello()
+    one.join_as()
     for pool in learner.pools:
       pool.close()
-    one.say(wire.HELLO, one.told())  # as if the first answer had been slow
-    assert one.hear()[0][0] == wire.WAIT
-    late.say(wire.HELLO, late.told())
-    assert late.hear()[0][0] == wire.WAIT
+    one.say(session.HELLO, one.told())  # as if the first answer had been slow
+    assert one.hear()[0][0] == session.WAIT
+    late.say(session.HELLO, late.told())
+    assert late.hear()[0][0] == session.WAIT
     learner.server.finished()
     learner.server.__exit__()
-    assert one.expect(wire.END)[0][1] is True and late.expect(wire.END)[0][1] is True
+    assert one.expect(session.END)[0][1] is True and late.expect(session.END)[0][1] is True
     assert learner.server.failure is None
 
 
@@ -246,16 +189,16 @@ def test_hello_again_at_the_end_is_no_failure_and_who_waits_is_told_of_it() -> N
 def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
   with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as other:
     one.join(3)
-    other.hello()
-    other.say(wire.ENTER, other.session, 0, 2)
-    other.say(wire.PING, other.session)
-    assert other.hear()[0][0] == wire.PONG  # no START: one slot is left
-    other.say(wire.ENTER, other.session, 1, 2)
-    other.say(wire.PING, other.session)
-    assert other.hear()[0][0] == wire.PONG
+    other.join_as()
+    other.say(wire.ENTER, 0, 2)
+    other.say(session.PING, None)
+    assert other.hear()[0][0] == session.PONG  # no START: one slot is left
+    other.say(wire.ENTER, 1, 2)
+    other.say(session.PING, None)
+    assert other.hear()[0][0] == session.PONG
     (told,) = [x for x in learner.said if 'wait until others leave' in x]  # once, of both groups
     assert 'all 4 slots' in told, told
-    one.say(wire.BYE, one.session, 'enough')
+    one.say(session.BYE, 'enough')
     other.expect(wire.START)
     other.step(2, 0, FIRST)
     other.act(2, 0)
@@ -272,10 +215,10 @@ def test_a_session_ends_with_its_connection(transport: str, tmp_path: Path) -> N
     Learner(address=address, slots=4, peer_timeout=600.0) as learner,
     Raw(learner.address) as last,
   ):
-    last.hello()
+    last.join_as()
     for i in range(20):
       with Raw(learner.address) as one:
-        one.hello()
+        one.join_as()
         one.enter(4)  # and is gone while it steps, when nothing is said to it
         if i % 2:  # or while the learner thinks
           one.step(4, 0, FIRST)
@@ -294,10 +237,10 @@ def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
     one.join(4)
     server, gone = learner.server, Raw(learner.address)
     for raw in (gone, last):
-      raw.hello()
-      raw.say(wire.ENTER, raw.session, 0, 2)
-      raw.say(wire.PING, raw.session)
-      raw.expect(wire.PONG)
+      raw.join_as()
+      raw.say(wire.ENTER, 0, 2)
+      raw.say(session.PING, None)
+      raw.expect(session.PONG)
     send = server.send
 
     def to_who_is_there(address: bytes, *header: Any, **more: Any) -> bool:
@@ -307,13 +250,13 @@ def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
       return send(address, *header, **more)
 
     server.send = to_who_is_there  # type: ignore[method-assign]
-    one.say(wire.BYE, one.session, 'enough')
+    one.say(session.BYE, 'enough')
     last.expect(wire.START)
-    last.say(wire.PING, last.session)
-    assert last.hear()[0][0] == wire.PONG  # and no further START
+    last.say(session.PING, None)
+    assert last.hear()[0][0] == session.PONG  # and no further START
     last.step(2, 0, FIRST)
     last.act(2, 0)
-    last.say(wire.BYE, last.session, 'enough')
+    last.say(session.BYE, 'enough')
     until(lambda: len(learner.pools[0].free) == 4)
     assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
     gone.close()
@@ -326,19 +269,19 @@ def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
 
     def come(size: int) -> Raw:
       raw = stack.enter_context(Raw(learner.address))
-      raw.hello()
-      raw.say(wire.ENTER, raw.session, 0, size)
+      raw.join_as()
+      raw.say(wire.ENTER, 0, size)
       return raw
 
     def go(raw: Raw) -> None:
-      raw.say(wire.BYE, raw.session, 'enough')
+      raw.say(session.BYE, 'enough')
 
     here = [come(2), come(2)]
     for raw in here:
       raw.expect(wire.START)
     large = come(4)
-    large.say(wire.PING, large.session)
-    assert large.hear()[0][0] == wire.PONG  # it has entered, and waits
+    large.say(session.PING, None)
+    assert large.hear()[0][0] == session.PONG  # it has entered, and waits
     for _ in range(4):
       here.append(come(2))
       go(here.pop(0))
@@ -347,8 +290,8 @@ def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
     for raw in here:
       go(raw)
     large.expect(wire.START)
-    late.say(wire.PING, late.session)
-    assert late.hear()[0][0] == wire.PONG
+    late.say(session.PING, None)
+    assert late.hear()[0][0] == session.PONG
     go(large)
     late.expect(wire.START)
 
@@ -365,16 +308,16 @@ def test_a_restarted_environment_is_another_life() -> None:
       ((2**31, 2002), (2, 11)),
     ]
     for seq, (lives, run_ids) in enumerate(steps, 1):
-      frames = raw.frames(2)
+      frames = raw.body(2)
       records = np.frombuffer(frames[0], wire.RECORD).copy()
       records['life'], records['step_type'] = lives, np.where(np.equal(lives, life), MID, FIRST)
       frames[0] = records.tobytes()
-      raw.step(2, seq, frames=frames)
+      raw.step(2, seq, body=frames)
       raw.act(2, seq)
       life, run_id = list(lives), list(run_ids)
       assert learner.arrivals[-1][1].run_id.tolist() == run_id
-    raw.say(wire.ASK)
-    assert raw.expect(wire.REPORT)[0][1]['clients'][0]['restarts'] == 13
+    raw.say(session.ASK)
+    assert raw.expect(session.REPORT)[0][0]['clients'][0]['restarts'] == 13
 
 
 # --- batches ----------------------------------------------------------------------------------------
@@ -385,7 +328,7 @@ def test_half_is_acted_for_while_the_other_half_steps() -> None:
   with Learner(slots=8, max_wait=600.0) as learner:
     raws = [Raw(learner.address) for _ in range(4)]
     for raw in raws:
-      raw.hello()
+      raw.join_as()
       raw.enter(2)
     for seq, kind in enumerate((FIRST, MID)):
       for pair in (raws[:2], raws[2:]):
@@ -414,7 +357,7 @@ def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
   with Learner(slots=8, max_wait=0.001, act=False) as learner:
     pool, raws = learner.pools[0], [Raw(learner.address) for _ in range(6)]
     for raw in raws:
-      raw.hello()
+      raw.join_as()
       raw.enter(1)
     for raw in raws[:5]:
       raw.step(1, 0, FIRST)
@@ -442,7 +385,7 @@ def test_requests_are_gathered_within_the_deadline() -> None:
   with Learner(slots=8, max_wait=0.5) as learner:
     raws = [Raw(learner.address) for _ in range(4)]
     for raw in raws:
-      raw.hello()
+      raw.join_as()
       raw.enter(2)
     began = time.monotonic()
     raws[0].step(2, 0, FIRST)
@@ -464,9 +407,9 @@ def test_a_silent_client_is_dropped_in_seconds_and_does_not_hold_up_others() -> 
       good.act(4, seq)  # in time, or it fails
       seq += 1
     assert seq > 10
-    assert silent.expect(wire.GONE)[0][1] == silent.session
+    assert silent.expect(session.GONE)[0][1] == silent.session
     silent.step(4, 1)  # too late
-    assert 'no such session' in silent.expect(wire.GONE)[0][2]
+    assert 'no such session' in silent.expect(session.GONE)[0][2]
     silent.close()
     good.close()
 
@@ -497,9 +440,9 @@ def test_environments_that_hang_while_their_client_lives_are_dropped(
   monkeypatch.setattr(server, 'START_SECONDS', 0.2)
   with Learner(deadline=0.4) as learner, Raw(learner.address) as raw:
     raw.join(2)
-    raw.say(wire.PING, raw.session)
+    raw.say(session.PING, None)
     learner.says('group 0 has not answered for 1 s')
-    assert raw.expect(wire.GONE)[0][1] == raw.session
+    assert raw.expect(session.GONE)[0][1] == raw.session
 
 
 def test_a_learner_that_is_behind_holds_clients_back() -> None:
@@ -509,8 +452,8 @@ def test_a_learner_that_is_behind_holds_clients_back() -> None:
     learner.pause.clear()
     raw.step(8, 1)
     assert raw.hear(0.3) is None
-    raw.say(wire.PING, raw.session)
-    raw.expect(wire.PONG)  # it is alive
+    raw.say(session.PING, None)
+    raw.expect(session.PONG)  # it is alive
     learner.pause.set()
     raw.act(8, 1)
 
@@ -521,11 +464,11 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
     learner.pause.clear()
     one.step(2, 1)
     until(lambda: learner.pools[0]._inferring)
-    one.say(wire.BYE, one.session, 'test')
+    one.say(session.BYE, 'test')
     learner.says('left: test')
     with Raw(learner.address) as other:
-      other.hello()
-      other.say(wire.ENTER, other.session, 0, 2)
+      other.join_as()
+      other.say(wire.ENTER, 0, 2)
       assert other.hear(0.2) is None
       learner.pause.set()
       other.expect(wire.START)
@@ -538,38 +481,38 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
 
 
 def replayed(raw: Raw) -> None:
-  frames = raw.frames(2)
-  raw.step(2, 1, frames=frames)
-  raw.step(2, 1, frames=frames)
+  frames = raw.body(2)
+  raw.step(2, 1, body=frames)
+  raw.step(2, 1, body=frames)
 
 
 def torn(raw: Raw) -> None:
-  frames = raw.frames(2)
+  frames = raw.body(2)
   crc = wire.checksum(frames)
   frames[1] = frames[1][:-1] + b'x'
-  raw.say(wire.STEP, raw.session, 0, 1, crc, frames=frames)
+  raw.say(wire.STEP, 0, 1, crc, body=frames)
 
 
 def changed(field: str, value: Any) -> Any:
   def wrong(raw: Raw) -> None:
-    frames = raw.frames(2)
+    frames = raw.body(2)
     records = np.frombuffer(frames[0], wire.RECORD).copy()
     records[field] = value
-    raw.step(2, 1, frames=[records.tobytes(), *frames[1:]])
+    raw.step(2, 1, body=[records.tobytes(), *frames[1:]])
 
   return wrong
 
 
 def rewarded_first(raw: Raw) -> None:
-  frames = raw.frames(2, FIRST)
+  frames = raw.body(2, FIRST)
   records = np.frombuffer(frames[0], wire.RECORD).copy()
   records['reward'] = [0, 1]
-  raw.step(2, 1, frames=[records.tobytes(), *frames[1:]])
+  raw.step(2, 1, body=[records.tobytes(), *frames[1:]])
 
 
 def not_finite(raw: Raw) -> None:
-  frames = raw.frames(2)
-  raw.step(2, 1, frames=[frames[0], np.full((2, 4), np.nan, np.float32).tobytes()])
+  frames = raw.body(2)
+  raw.step(2, 1, body=[frames[0], np.full((2, 4), np.nan, np.float32).tobytes()])
 
 
 @pytest.mark.parametrize(
@@ -579,9 +522,9 @@ def not_finite(raw: Raw) -> None:
     (torn, 'checksum'),
     (lambda raw: raw.step(2, 5), 'timesteps 5 of group 0, in turn 1'),
     (lambda raw: raw.step(2, 1, group=1), 'which has not entered'),
-    (lambda raw: raw.step(2, 1, frames=raw.frames(3)), 'a frame of 60 bytes, expected 40'),
-    (lambda raw: raw.step(2, 1, frames=raw.frames(2)[:1]), '1 frames after the header, expected 2'),
-    (lambda raw: raw.step(2, 1, frames=[*raw.frames(2), b'']), '3 frames after the header'),
+    (lambda raw: raw.step(2, 1, body=raw.body(3)), 'a frame of 60 bytes, expected 40'),
+    (lambda raw: raw.step(2, 1, body=raw.body(2)[:1]), '1 frames after the header, expected 2'),
+    (lambda raw: raw.step(2, 1, body=[*raw.body(2), b'']), '3 frames after the header'),
     (not_finite, 'NaN or infinite'),
     (changed('reward', np.inf), 'NaN or infinite'),
     (changed('score', np.nan), 'NaN or infinite'),
@@ -592,23 +535,23 @@ def not_finite(raw: Raw) -> None:
     (changed('zero', 1), 'a zero that is none'),
     (changed('ended', 1), 'a game that is over within an episode'),
     (rewarded_first, 'a reward with the first timestep'),
-    (lambda raw: raw.say(wire.ENTER, raw.session, 0, 2), 'is there already'),
-    (lambda raw: raw.say(wire.ENTER, raw.session, 1, 9), '9 environments, expected 1 to 8'),
-    (lambda raw: raw.say(wire.ENTER, raw.session, 300, 1), 'group 300'),
-    (lambda raw: raw.say(wire.STEP, raw.session, 0, 1), '3 fields'),
-    (lambda raw: raw.say(wire.STEP, raw.session, 0, -1, 0), '-1 in a header'),
+    (lambda raw: raw.say(wire.ENTER, 0, 2), 'is there already'),
+    (lambda raw: raw.say(wire.ENTER, 1, 9), '9 environments, expected 1 to 8'),
+    (lambda raw: raw.say(wire.ENTER, 300, 1), 'group 300'),
+    (lambda raw: raw.say(wire.STEP, 0, 1), '3 fields'),
+    (lambda raw: raw.say(wire.STEP, 0, -1, 0), '-1 in a header'),
     (lambda raw: raw.say(99), 'kind 99'),
-    (lambda raw: raw.say(wire.PING, raw.session, frames=[b'x']), 'expected none'),
+    (lambda raw: raw.say(session.PING, body=[b'x']), 'expected none'),
     (lambda raw: raw.socket.send(b'\x92\x04' + b'\x91' * 999 + b'\x90'), 'within each other'),
     (lambda raw: raw.socket.send(b'\xc1'), 'not msgpack'),
     (lambda raw: raw.socket.send(b''), 'not msgpack'),
     (lambda raw: raw.socket.send(b'x' * 70_000), '70000 bytes, at most'),
-    (lambda raw: raw.say(wire.HELLO, {'name': 1}), 'hello without a name that is a string'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=2**63)), 'hello without a nonce that is an integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=1, before='')), 'session before that is no integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=1, before=-1)), 'session before that is no integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(pid=-1)), 'hello without a pid that is an integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(host='h' * 201)), 'hello without a host that is a string'),
+    (lambda raw: raw.say(session.HELLO, {'name': 1}), 'hello without a name that is a string'),
+    (lambda raw: raw.say(session.HELLO, raw.told(nonce=2**63)), 'hello without a nonce that is an integer'),
+    (lambda raw: raw.say(session.HELLO, raw.told(nonce=1, before='')), 'session before that is no integer'),
+    (lambda raw: raw.say(session.HELLO, raw.told(nonce=1, before=-1)), 'session before that is no integer'),
+    (lambda raw: raw.say(session.HELLO, raw.told(pid=-1)), 'hello without a pid that is an integer'),
+    (lambda raw: raw.say(session.HELLO, raw.told(host='h' * 201)), 'hello without a host that is a string'),
   ],
 )  # fmt: skip
 def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: str) -> None:
@@ -618,13 +561,13 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
     if reason == '':  # FIRST after FIRST is how an episode ends at once
       raw.act(2, 1)
       return
-    while (heard := raw.expect(wire.GONE) if wrong is not replayed else raw.hear())[0][
+    while (heard := raw.expect(session.GONE) if wrong is not replayed else raw.hear())[0][
       0
-    ] != wire.GONE:
+    ] != session.GONE:
       assert heard[0][0] == wire.ACTION  # of the one that was no replay
     assert reason in heard[0][2], heard
     learner.says(reason)
-    raw.say(wire.PING, raw.session)
+    raw.say(session.PING, None)
     until(lambda: learner.server.counts['ignored'] == 1)
     with Raw(learner.address) as other:  # nobody else is any worse off
       other.join(8)
@@ -655,7 +598,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
   monkeypatch.setattr(server, 'TOGETHER', bound)
 
   def frames(raw: Raw, size: int, **fields: Any) -> list[bytes]:
-    frames = raw.frames(size)
+    frames = raw.body(size)
     records = np.frombuffer(frames[0], wire.RECORD).copy()
     for name, values in fields.items():
       records[name] = values
@@ -678,20 +621,20 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
     until(lambda: learner.pools[0]._asked == 26)
     before = counts['frames']
     with learner.server._lead:
-      within.step(3, 2, frames=frames(within, 3, reward=[1, 2, 4]))
+      within.step(3, 2, body=frames(within, 3, reward=[1, 2, 4]))
       for raw in (ends, closes):
-        raw.step(2, 2, frames=frames(raw, 2, step_type=[MID, LAST], discount=[1, 0], reward=8))
+        raw.step(2, 2, body=frames(raw, 2, step_type=[MID, LAST], discount=[1, 0], reward=8))
       begins.step(2, 2, FIRST)
       two.step(2, 2)
-      two.step(2, 1, group=1, frames=frames(two, 2, discount=[1, 2]))
+      two.step(2, 1, group=1, body=frames(two, 2, discount=[1, 2]))
       for group in (0, 1):
-        both.step(2, 2 - group, group=group, frames=frames(both, 2, discount=[1, 2]))
+        both.step(2, 2 - group, group=group, body=frames(both, 2, discount=[1, 2]))
       leaves.step(2, 2)
-      leaves.say(wire.BYE, leaves.session, 'enough')
+      leaves.say(session.BYE, 'enough')
       together(learner, raws, 10)
-      infinite.step(2, 2, frames=frames(infinite, 2, reward=[0, np.inf]))
-      nan.step(2, 2, frames=[raw.frames(2)[0], np.full((2, 4), np.nan, np.float32).tobytes()])
-      again.step(2, 2, frames=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
+      infinite.step(2, 2, body=frames(infinite, 2, reward=[0, np.inf]))
+      nan.step(2, 2, body=[raw.body(2)[0], np.full((2, 4), np.nan, np.float32).tobytes()])
+      again.step(2, 2, body=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
       last.step(1, 2)
       together(learner, raws, 4)
       assert len(learner.server._come) == (4 if bound else 1)
@@ -706,7 +649,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       both: 'discount',
     }
     for raw, reason in bad.items():
-      assert reason in raw.expect(wire.GONE)[0][2]
+      assert reason in raw.expect(session.GONE)[0][2]
     assert counts['malformed'] == len(bad)
     assert counts['frames'] - before == (12 if bound else 14)  # the first group of `two`
     until(lambda: learner.pools[0]._asked == 10)
@@ -717,11 +660,11 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       learner.server.settle()
       closes.step(2, 3)
       ended = dict(life=[0, 1], step_type=[MID, LAST], discount=[1, 0])
-      again.step(2, 3, frames=frames(again, 2, **ended))
+      again.step(2, 3, body=frames(again, 2, **ended))
       together(learner, raws, 2)
       learner.server.settle()
     for raw in (ends, closes):
-      assert 'without its first timestep' in raw.expect(wire.GONE)[0][2]
+      assert 'without its first timestep' in raw.expect(session.GONE)[0][2]
     for raw in (within, again):
       raw.act(sizes[raw], 3)
     groups = [g for p in learner.server.peers.values() for g in p.groups.values()]
@@ -749,7 +692,7 @@ def test_what_has_come_for_a_pool_that_is_closed_is_forgotten() -> None:
 
 def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
   with Learner(slots=8, max_wait=600.0) as learner, Raw(learner.address) as raw:
-    raw.hello()
+    raw.join_as()
     for group in (0, 1):
       raw.enter(2, group)
     server, send = learner.server, learner.server.send
@@ -785,15 +728,15 @@ def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
 def test_choices_that_there_are_not(space: Any, good: Any, wrong: Any) -> None:
   kind = dataclasses.replace(spec(), observation_space=space)
   with Learner(kind) as learner, Raw(learner.address, kind) as raw:
-    raw.hello()
+    raw.join_as()
     raw.enter(2)
     dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
     for seq, (step_type, numbers) in enumerate([(FIRST, good), (MID, good), (MID, wrong)]):
-      records, _ = raw.frames(2, step_type)
-      raw.step(2, seq, frames=[records, np.array(numbers, dtype).tobytes()])
+      records, _ = raw.body(2, step_type)
+      raw.step(2, seq, body=[records, np.array(numbers, dtype).tobytes()])
       if numbers is good:
         raw.act(2, seq)
-    assert 'in observation, expected ' in raw.expect(wire.GONE)[0][2]
+    assert 'in observation, expected ' in raw.expect(session.GONE)[0][2]
 
 
 def test_percentiles_are_made_once_a_second() -> None:
@@ -814,8 +757,8 @@ def test_names_are_shown_as_they_are() -> None:
   from rich.console import Console
 
   with Learner() as learner, Raw(learner.address) as raw:
-    raw.say(wire.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
-    raw.expect(wire.WELCOME)
+    raw.say(session.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
+    raw.expect(session.WELCOME)
     learner.server.env = '[/z]'
     report = learner.server.report()
     clients = [{'name': c['name'], 'last_seen_s': 0.0} for c in report['clients']]
@@ -857,14 +800,14 @@ def test_reports_cost_little_however_often_they_are_asked_for(
     monkeypatch.setattr(learner.server, 'report', large)
     before = memory()
     for _ in range(300):
-      socket.send(wire.pack(wire.ASK))
+      socket.send(wire.pack(session.ASK))
     until(lambda: counts['asked'] == 300)
     assert memory() - before < 50 * 2**20  # else 300 of them wait there
     for _ in range(2):  # what it was sent, and the answer to all those after
       assert socket.poll(10_000)
-      assert wire.unpack(socket.recv(), wire.REPORT_BYTES)[0] == wire.REPORT
+      assert wire.unpack(socket.recv(), wire.REPORT_BYTES)[0] == session.REPORT
     for _ in range(30):
-      raw.say(wire.ASK)
+      raw.say(session.ASK)
       assert raw.socket.poll(10_000)
       raw.socket.recv()
     assert all(y - x >= seconds for x, y in itertools.pairwise(made))
@@ -900,7 +843,7 @@ def test_a_stranger_that_does_not_read_is_ignored() -> None:
   ):
     leaf = ['x' * 400, '<f4', [], 'y' * 200, []]
     schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(30)], 'action': leaf}
-    hello = wire.pack(wire.HELLO, good.told(schema=schema))
+    hello = wire.pack(session.HELLO, good.told(schema=schema))
     for _ in range(20_000):  # until all that there is to hold the answers is full
       socket.send(hello)
       if learner.server.counts['ignored']:
@@ -914,9 +857,9 @@ def test_a_stranger_that_does_not_read_is_ignored() -> None:
 
 def garbage(random: random.Random, raw: Raw) -> list[bytes]:
   """A message that is wrong in one of many ways, or a right one at the wrong time."""
-  kinds = [wire.HELLO, wire.ENTER, wire.STEP, wire.PING, wire.BYE, wire.ASK, 0, 65, 200]
+  kinds = [session.HELLO, wire.ENTER, wire.STEP, session.PING, session.BYE, session.ASK, 0, 65, 200]
   values: list[Any] = [0, 1, -1, 2**63, 3.5, None, True, 'x', b'y' * random.randrange(50), [],
-                       [[[[]]]], {'a': 1}, {1: 2}, raw.session, raw.told(),
+                       [[[[]]]], {'a': 1}, {1: 2}, raw.told(),
                        raw.told(schema=[1]), raw.told(pid='x'), raw.told(host='h' * 300)]  # fmt: skip
   way = random.choices(range(6), [1, 1, 4, 4, 4, 4])[0]
   if way == 0:
@@ -927,14 +870,14 @@ def garbage(random: random.Random, raw: Raw) -> list[bytes]:
     return [header[: random.randrange(len(header) + 1)]]
   if way == 2:
     return [header, *[random.randbytes(random.randrange(200)) for _ in range(random.randrange(4))]]
-  frames = raw.frames(2)
+  frames = raw.body(2)
   if way == 3:
     return [
-      msgpack.packb([wire.STEP, raw.session, 0, random.randrange(3), wire.checksum(frames)]),
+      msgpack.packb([wire.STEP, 0, random.randrange(3), wire.checksum(frames)]),
       *frames,
     ]
   if way == 4:
-    return [msgpack.packb([wire.STEP, raw.session, 0, 1, 5]), *frames]
+    return [msgpack.packb([wire.STEP, 0, 1, 5]), *frames]
   return [header]
 
 
@@ -952,7 +895,7 @@ def fuzz(count: int) -> None:
       raw.session = session
       return [([wire.ENTER, session, 0, 2], [], None)], garbage(rng, raw)
 
-    heard = tell(learner.server, lambda: [wire.HELLO, raw.told()], case, count)
+    heard = tell(learner.server, lambda: [session.HELLO, raw.told()], case, count)
     assert heard.parsed > 0.8 * count and heard.good < 0.5 * count, heard
     until(lambda: len(learner.pools[0].free) == 64)
     raw.join(64)  # all slots are free again, and the server does what it did
@@ -968,14 +911,14 @@ def flood(messages: int) -> None:
     while sent < messages:
       raws = [Raw(learner.address) for _ in range(4)]
       for raw in raws[:2]:
-        raw.hello()
-        raw.say(wire.ENTER, raw.session, 0, 2)
+        raw.join_as()
+        raw.say(wire.ENTER, 0, 2)
       for raw in raws:
         for _ in range(500):
           raw.socket.send_multipart(garbage(rng, raw))
       sent += 2000
       for raw in raws:  # all of it has been read, or the connection is ignored
-        raw.say(wire.ASK)
+        raw.say(session.ASK)
       before = counts['ignored'] + counts['malformed'] + counts['stale']
       good.step(2, seq)
       good.act(2, seq)
@@ -996,20 +939,20 @@ def flood(messages: int) -> None:
 
 def documents(raw: Raw) -> Callable[[int], list[Document]]:
   """What a client of a session may say, in an order in which it may say it."""
-  frames = raw.frames(2, FIRST)
+  frames = raw.body(2, FIRST)
   return lambda session: [
-    ([wire.PING, session], [], None),
+    ([session.PING, session], [], None),
     ([wire.ENTER, session, 0, 2], [], None),
     ([wire.STEP, session, 0, 0, wire.checksum(frames)], frames, 4),
-    ([wire.ASK], [], None),
-    ([wire.BYE, session, 'enough'], [], None),
+    ([session.ASK], [], None),
+    ([session.BYE, session, 'enough'], [], None),
   ]
 
 
 def fuzz_documents(count: int) -> None:
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
     before = memory()
-    hello = lambda: [wire.HELLO, raw.told()]  # noqa: E731
+    hello = lambda: [session.HELLO, raw.told()]  # noqa: E731
     heard = tell(learner.server, hello, spoiled(hello, documents(raw)), count)
     assert heard.parsed > 0.8 * count and count / 20 < heard.good < count * 0.9, heard
     until(lambda: len(learner.pools[0].free) == 64)
@@ -1042,7 +985,7 @@ def weather(count: int) -> None:
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as good:
     good.join(2)
     template, seq = Raw(learner.address), 0
-    hello = lambda: [wire.HELLO, template.told(nonce=random.getrandbits(40))]  # noqa: E731
+    hello = lambda: [session.HELLO, template.told(nonce=random.getrandbits(40))]  # noqa: E731
     nearly = spoiled(hello, documents(template))
 
     def messages(rng: random.Random, session: int) -> Iterator[list[bytes]]:
@@ -1060,7 +1003,7 @@ def weather(count: int) -> None:
       good.step(2, seq)
       assert good.act(2, seq).shape == (2,)
 
-    told = storm(learner.address, count, hello, wire.WELCOME, messages, go_on, memory)
+    told = storm(learner.address, count, hello, session.WELCOME, messages, go_on, memory)
     counts = learner.server.counts
     print(told, dict(counts))
     assert learner.server.failure is None and not counts['unexpected']
@@ -1087,7 +1030,7 @@ def test_a_long_storm() -> None:
 def test_a_huge_frame_ends_the_connection_before_it_is_read() -> None:
   with Learner() as learner, Raw(learner.address) as raw, Raw(learner.address) as good:
     good.join(2)
-    raw.hello()
+    raw.join_as()
     largest = learner.server._router.maxmsgsize
     assert largest < 140_000
     before = memory()
@@ -1113,13 +1056,13 @@ def test_a_thousand_light_clients() -> None:
       s = context.socket(zmq.DEALER)
       s.linger = 0
       s.connect(learner.address)
-      s.send(wire.pack(wire.HELLO, template.told(nonce=i)))
+      s.send(wire.pack(session.HELLO, template.told(nonce=i)))
       sockets.append(s)
     sessions = []
     for s in sockets:
       assert s.poll(20_000)
       header = wire.unpack(s.recv())
-      assert header[0] == wire.WELCOME
+      assert header[0] == session.WELCOME
       sessions.append(header[1])
     for s, session in zip(sockets, sessions, strict=True):
       s.send(wire.pack(wire.ENTER, session, 0, 1))
@@ -1150,7 +1093,7 @@ def test_the_log_is_bounded() -> None:
     for _ in range(60):
       with Raw(learner.address) as raw:
         raw.socket.send(b'\xc1')
-        raw.expect(wire.GONE)
+        raw.expect(session.GONE)
     assert len(learner.said) <= 22
 
 

@@ -19,8 +19,9 @@ from services import ANY, Program, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
-from podrace.service import router, wire
+from podrace.net import listener
 from podrace.service import server as replay_server
+from podrace.service import wire
 from podrace.service.server import ReplayServer
 
 
@@ -109,7 +110,7 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> N
     writer.create_item(table, 1.0, num_steps=1)
     writer.close(timeout=60)
     connection = client.connections[0]
-    ping, connection.ping = connection.ping, lambda: (0,)  # type: ignore[method-assign]
+    ping, connection.ping = connection.ping, lambda: 0  # type: ignore[method-assign]
     asked = [
       connection.ask(wire.SAMPLE, 'it', 1, 1, False) for _ in range(400)
     ]  # none says what it has
@@ -349,7 +350,7 @@ def test_a_service_whose_thread_fails_says_so_and_saves(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   with ReplayServer(ANY, tmp_path) as server:
-    monkeypatch.setattr(ReplayServer, 'turn', fail)
+    monkeypatch.setattr(ReplayServer, 'turned', fail)
     assert server.ended.wait(60)
     assert 'ZeroDivisionError' in (server.failure or '')
   monkeypatch.undo()
@@ -380,7 +381,7 @@ def test_what_fails_before_it_does_not_keep_the_last_checkpoint_from_being_writt
   tmp_path: Path,
 ) -> None:
   with ReplayServer(ANY, tmp_path) as server:
-    server.call(fail)
+    server.listener.call(fail)
     assert server.ended.wait(60)
     assert len(list(tmp_path.glob('0*'))) == 1 and 'ZeroDivisionError' in (server.failure or '')
 
@@ -425,7 +426,7 @@ def test_what_was_half_written_is_removed(tmp_path: Path) -> None:
 
 
 def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(router, 'PEERS', 1)
+  monkeypatch.setattr(listener, 'PEERS', 1)
   with ReplayServer(ANY) as server, service.connect(server.address) as first:
     with pytest.raises(TimeoutError, match='has 1 clients and takes no more'):
       service.connect(server.address, timeout=2.0)
