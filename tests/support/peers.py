@@ -195,6 +195,13 @@ class Raw(bare.Bare):
     assert list(fields) == [group, seq]
     return self.layout.actions(data, size)
 
+  def refused(self) -> list[str]:
+    """Why it is refused."""
+    while (heard := self.hear()) is not None:
+      if heard[0] is session.REFUSED:
+        return heard[1][0]
+    raise AssertionError('the connection ended without a word')
+
   def gone(self) -> str:
     """Why the session is over."""
     while (heard := self.hear()) is not None:
