@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import select
+import selectors
 import sys
 import time
 from collections.abc import Sequence
@@ -71,10 +71,11 @@ class Asker:
       self._why = SAYS_NOTHING
     stream = self._stream
     stream.send(session.ASK)
-    while self._report is None and (left := end - time.monotonic()) > 0:
-      if select.select([stream], [stream] if stream.waiting else [], [], left)[0]:
-        stream.receive()
-      stream.flush()
+    with selectors.DefaultSelector() as selector:
+      selector.register(stream, selectors.EVENT_READ)
+      while self._report is None and (left := end - time.monotonic()) > 0:
+        if stream.pending() or selector.select(left if stream.flush() else 0.01):
+          stream.receive()
 
   def _hear(self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Any) -> None:
     if kind is session.REPORT:

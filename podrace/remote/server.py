@@ -243,6 +243,7 @@ class Server:
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
     """Unrolls that its environments had begun are dropped with it."""
+    self.turned()  # first what was said first
     self._waiting = [g for g in self._waiting if g.peer is not peer]
     for group in peer.state.groups.values():
       state, group.state = group.state, 'gone'

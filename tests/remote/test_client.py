@@ -17,12 +17,12 @@ import pytest
 import zmq
 from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
+from podrace.remote.top import Asker
 
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.remote import dial, security, wire
 from podrace.remote.client import Client, Group, Options, group_sizes
-from podrace.remote.top import Asker
 
 
 def both_step(learner: Learner, turns: int) -> bool:

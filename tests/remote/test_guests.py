@@ -12,11 +12,11 @@ import pytest
 import zmq
 from children import environment, until
 from peers import ANY, Learner, Raw
+from podrace.remote.guests import Guests
+from podrace.remote.top import Asker
 
 import podrace
 from podrace.remote import guests
-from podrace.remote.guests import Guests
-from podrace.remote.top import Asker
 
 FIRST = """
 import sys, zmq

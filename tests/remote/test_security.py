@@ -11,10 +11,10 @@ import pytest
 import zmq
 from children import until
 from peers import Envs, Learner, Raw
+from podrace.remote.hub import Listen
 
 from podrace import cli
 from podrace.remote import security, wire
-from podrace.remote.hub import Listen
 
 LOCAL = ['tcp://127.0.0.1:5555', 'tcp://localhost:1', 'tcp://[::1]:5555', 'tcp://127.8.8.8:*',
          'ipc:///tmp/x']  # fmt: skip

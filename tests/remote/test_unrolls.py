@@ -12,12 +12,12 @@ import peers
 import pytest
 from gymnasium import spaces
 from peers import ANY, Raw
+from podrace.remote.hub import Listen
 from test_sebulba import AGENTS, RECURRENT, SMALL, Running, never, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
 from podrace.remote import wire
-from podrace.remote.hub import Listen
 from podrace.remote.server import Server
 from podrace.types import FIRST, LAST, MID
 

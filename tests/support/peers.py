@@ -162,6 +162,11 @@ class Raw(bare.Bare):
     self.layout = wire.Layout(self.schema)
     self.client = session.new_client()
     self.count = 0
+    self.out = 0  # bytes that it has sent since it was answered last
+
+  def send(self, data: bytes) -> None:
+    super().send(data)
+    self.out += len(data)
 
   def __enter__(self) -> Raw:
     return self
@@ -178,6 +183,7 @@ class Raw(bare.Bare):
   def enter(self, size: int, group: int = 0) -> None:
     self.say(wire.ENTER, group, size)
     assert list(self.expect(wire.START)[0]) == [group]
+    self.out = 0
 
   def body(self, size: int, kind: int = MID, life: int = 0) -> list[bytes]:
     """The bytes of records, and of each array of observations."""
@@ -193,6 +199,7 @@ class Raw(bare.Bare):
   def act(self, size: int, seq: int, group: int = 0) -> np.ndarray:
     fields, (data,) = self.expect(wire.ACTION)
     assert list(fields) == [group, seq]
+    self.out = 0
     return self.layout.actions(data, size)
 
   def refused(self) -> list[str]:
