@@ -272,7 +272,8 @@ class Link:
     self._stream = Stream(socket, h.kinds, self._message, h.memory, LARGEST, BACKLOG, self._scratch)
     self._wants = WRITE if self._stream.secure else READ
     self._selector.register(socket, self._wants, self._stream)
-    self.why = SAYS_NOTHING
+    if self.why in (NOTHING_KNOWN, NOBODY):  # else it is known better
+      self.why = SAYS_NOTHING
     if self._stream.shaken:
       self._hello()
 

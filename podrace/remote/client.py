@@ -299,7 +299,8 @@ class Client:
     pass
 
   def lost(self, reason: str) -> None:
-    """Environments begin anew in the next session."""
+    if self._groups and not self._link.closed:
+      log.warning('%s; environments begin anew', reason)
     self._end_groups(self._options.deadline)
 
   def ended(self, complete: bool, reason: str) -> bool:

@@ -18,6 +18,7 @@ from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summ
 
 from podrace import cli
 from podrace.envs.host import base as host
+from podrace.net import session
 from podrace.remote import wire
 from podrace.types import FIRST, MID
 
@@ -36,8 +37,8 @@ def learner(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
 def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
   tmp_path: Path, cache: Path
 ) -> None:
-  """Over ipc://, with clients that are killed, and a learner that is stopped and started again."""
-  address = f'ipc://{tmp_path}/socket'
+  """Over unix:, with clients that are killed, and a learner that is stopped and started again."""
+  address = f'unix:{tmp_path}/socket'
   env = 'gymnasium:CartPole-v1'
   args = ['--listen', address, '--total-steps', '16_000', '--log-every', '640']
   run_dir = tmp_path / 'run'
@@ -59,7 +60,7 @@ def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
   again.says(f'resuming at step {saved:,}')
   assert again.wait() == 0, again.output
   assert [second.wait(), third.wait()] == [0, 0]
-  second.says('the learner has stopped; environments begin anew')
+  second.says('is over: the learner has stopped')
   assert summary(run_dir)['step'] >= 16_000
   told = lines(run_dir)
   assert [x['step'] for x in told] == sorted({x['step'] for x in told})
@@ -74,29 +75,29 @@ def test_clients_are_told_of_the_end_before_the_run_is_finished(
   tmp_path: Path, cache: Path
 ) -> None:
   """So a run that dies in between is not finished, and tells them again."""
-  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  address, env = f'unix:{tmp_path}/socket', 'gymnasium:CartPole-v1'
   one = learner(env, tmp_path, cache, '--listen', address, '--total-steps', '640')
   one.says('no environments are connected')
   with Raw(address, host.make(env)) as raw:
-    raw.hello()
+    raw.join_as()
     numbers = [0, 0]
     for group in (0, 1):
       raw.enter(4, group)
     for group in (0, 1):
       raw.step(4, 0, FIRST, group)
-    while (heard := raw.hear(60))[0][0] == wire.ACTION:
-      group = heard[0][2]
+    while (heard := raw.hear(60))[0] is wire.ACTION:
+      group = heard[1][0]
       numbers[group] += 1
       raw.step(4, numbers[group], MID, group)
-    assert heard[0][:2] == [wire.END, True]
+    assert heard[0] is session.END and heard[1][0] is True
     assert not (tmp_path / 'run' / 'summary.json').exists()
-    raw.say(wire.BYE, raw.session, 'the learner has ended')
+    raw.say(session.BYE, 'the learner has ended')
     assert one.wait() == 0, one.output
   assert summary(tmp_path / 'run')['step'] >= 640
 
 
 def test_a_frozen_client_does_not_hold_up_training(tmp_path: Path, cache: Path) -> None:
-  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  address, env = f'unix:{tmp_path}/socket', 'gymnasium:CartPole-v1'
   one = learner(
     env, tmp_path, cache, '--listen', address, '--log-every', '320', '--peer-timeout', '1000'
   )
@@ -198,7 +199,7 @@ def test_bad_usage_is_2(
 
 @pytest.mark.slow
 def test_a_hundred_kills_during_training(tmp_path: Path, cache: Path) -> None:
-  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  address, env = f'unix:{tmp_path}/socket', 'gymnasium:CartPole-v1'
   one = learner(
     env, tmp_path, cache, '--listen', address, '--log-every', '320', '--peer-timeout', '1',
     '--total-steps', '100_000_000',
