@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -114,36 +118,67 @@ def test_a_frozen_client_does_not_hold_up_training(tmp_path: Path, cache: Path) 
     assert one.wait() == 143, one.output
 
 
+WALK = dataclasses.replace(
+  spec(), observation_space=spaces.Box(0, 1, (7,), np.float32),
+  action_space=spaces.Discrete(2, dtype=np.int32),
+)  # fmt: skip
+
+
+def assert_walks(arrivals: list[Any]) -> None:
+  """From the middle to either end, with a reward at the right one."""
+  assert arrivals
+  for _, a in arrivals:
+    observation, kind = a.timestep.observation, a.timestep.step_type
+    assert (observation.sum(1) == 1).all()
+    assert (observation[kind == 0, 3] == 1).all()
+    ends = (observation[:, 0] == 1) | (observation[:, 6] == 1)
+    np.testing.assert_array_equal(ends, kind == 2)
+    np.testing.assert_array_equal(a.timestep.reward, observation[:, 6])
+
+
 def test_the_minimal_client_is_all_it_takes(tmp_path: Path) -> None:
   """examples/minimal_client.py has nothing of podrace but docs/protocol.md."""
-  import dataclasses
-
-  walk = dataclasses.replace(
-    spec(), observation_space=spaces.Box(0, 1, (7,), np.float32),
-    action_space=spaces.Discrete(2, dtype=np.int32),
-  )  # fmt: skip
   module = str(ROOT / 'examples' / 'minimal_client.py')
   source = Path(module).read_text()
   assert (
     'import podrace' not in source and 'from podrace' not in source and 'numpy as' not in source
   )
-  with Learner(walk) as one:
+  with Learner(WALK) as one:
     with Envs(one.address, tmp_path / 'log', module=module) as client:
       until(lambda: one.steps > 2000)
-      one.server.peers[next(iter(one.server.peers))].session += 1  # as if it had been dropped
-      client.says('session ended: there is no such session')
+      (peer,) = one.server.peers
+      one.server.call(one.server.listener.tell_gone, peer, 'a test')
+      client.says('session ended: a test')
       before = one.steps
       until(lambda: one.steps > before + 400)
       one.server.finished()
       one.__exit__()
       assert client.wait() == 0
-    for _, a in one.arrivals:
-      observation, kind = a.timestep.observation, a.timestep.step_type
-      assert (observation.sum(1) == 1).all()
-      assert (observation[kind == 0, 3] == 1).all()
-      ends = (observation[:, 0] == 1) | (observation[:, 6] == 1)
-      np.testing.assert_array_equal(ends, kind == 2)
-      np.testing.assert_array_equal(a.timestep.reward, observation[:, 6])
+    assert_walks(one.arrivals)
+
+
+def test_the_minimal_client_in_c_is_all_it_takes(tmp_path: Path) -> None:
+  """examples/minimal_client.c has nothing but docs/protocol.md, in at most 200 lines; and is silent for a while."""
+  source, binary = ROOT / 'examples' / 'minimal_client.c', tmp_path / 'minimal_client'
+  if (compiler := shutil.which('cc')) is None:
+    pytest.skip('this machine has no C compiler')
+  assert len(source.read_text().splitlines()) <= 200
+  subprocess.run([compiler, '-O2', '-Wall', '-Wextra', '-Werror', '-o', binary, source], check=True)
+  with Learner(WALK, peer_timeout=1.0) as one:
+    host, port = one.address.removeprefix('tcp://').split(':')
+    with subprocess.Popen([binary, host, port, '4']) as client:
+      until(lambda: one.steps > 2000)
+      one.pause.clear()
+      (peer,) = one.server.peers
+      until(lambda: time.monotonic() - peer.since > 3)  # it says that it is alive
+      one.pause.set()
+      before = one.steps
+      until(lambda: one.steps > before + 400)
+      one.server.finished()
+      one.__exit__()
+      assert client.wait(20) == 0
+    assert one.server.counts['sessions'] == 1 and not one.server.counts['malformed']
+    assert_walks(one.arrivals)
 
 
 def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
