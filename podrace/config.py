@@ -32,6 +32,7 @@ class Basics:
 
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
   env: str = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
+  _: dataclasses.KW_ONLY
   num_envs: int = 64  # over all devices; each seed has so many
   unroll_length: int = 16  # environment steps between updates
   total_steps: int = 1_000_000  # environment steps, of each seed
@@ -55,7 +56,7 @@ class Basics:
     return max(1, round(steps / self.steps_per_update))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Common(Basics):
   """What every architecture reads of a run's settings."""
 
@@ -68,7 +69,7 @@ class Common(Basics):
   init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Common):
   """One run, exactly; recorded as config.json. Its own fields are those that only Sebulba reads."""
 

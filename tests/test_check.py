@@ -141,7 +141,8 @@ def config(
 ) -> Config:
   agent = agent or Impala(network=NETWORK)
   return Config(
-    agent, f'python:{env}', architecture, num_envs=8, unroll_length=8, total_steps=2560, devices=1,
+    agent, f'python:{env}', architecture=architecture, num_envs=8, unroll_length=8,
+    total_steps=2560, devices=1,
     **({'actor_threads': 1} if architecture == 'sebulba' else {}),
   )  # fmt: skip
 
