@@ -34,6 +34,7 @@ from podrace.types import Replay
 if TYPE_CHECKING:
   from podrace.discovery.config import Discovery
   from podrace.discovery.members import Kind
+  from podrace.discovery.program import MetaTraining
   from podrace.distributed.handshake import Addresses
   from podrace.remote.hub import Listen
   from podrace.remote.server import Server
@@ -81,6 +82,13 @@ def build(
 
 
 def build_discovery(config: Discovery) -> AnakinDriver:
+  """As `meta_training`, as something that a run drives."""
+  from podrace.discovery.results import write_rule
+
+  return AnakinDriver(meta_training(config), write_rule)
+
+
+def meta_training(config: Discovery) -> MetaTraining:
   """The population of agents that a config describes, and the rule that they learn by.
 
   Raises:
@@ -88,18 +96,16 @@ def build_discovery(config: Discovery) -> AnakinDriver:
   """
   from podrace.discovery import config as settings
   from podrace.discovery.program import MetaOptimizer, MetaTraining
-  from podrace.discovery.results import write_rule
 
   settings.validate(config)
   meta = MetaOptimizer(config.meta_learning_rate, config.meta_optimizer, config.max_meta_update)
-  program = MetaTraining(
+  return MetaTraining(
     tuple(_kind(config, env, width) for env, width in config.groups),
     config.agents,
     settings.first_rule(config),
     meta,
     learner_mesh(config.devices),
   )
-  return AnakinDriver(program, write_rule)
 
 
 def _kind(config: Discovery, name: str, width: int | None) -> Kind:

@@ -322,6 +322,7 @@ def test_evaluations_are_those_of_podrace_eval_and_change_nothing(
   assert not (tmp_path / 'run/to-evaluate').exists()
 
 
+@pytest.mark.slow
 def test_evaluations_of_all_seeds(tmp_path: Path, several_seeds: None) -> None:
   config = podrace.configure('catch', **EVALUATED, seeds=2)
   result = podrace.train(config, tmp_path / 'run', quiet=True)
@@ -363,6 +364,7 @@ def test_evaluations_are_filmed(tmp_path: Path) -> None:
   assert (tmp_path / 'run/videos/6400-best.mp4').stat().st_size > 500
 
 
+@pytest.mark.slow
 def test_evaluations_in_another_environment(tmp_path: Path) -> None:
   """They are what `podrace eval --env` says; one with other spaces is found before there is a directory."""
   config = podrace.configure(

@@ -121,6 +121,7 @@ def test_params_that_stay_are_told(caplog: pytest.LogCaptureFixture) -> None:
   assert line(Idle, 'learn') in said and 'nothing is learned' in said
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_it_learns(
   tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -223,6 +223,9 @@ SLOW = {
   'muesli-gru',
   'muesli-sebulba-on-the-host',
   'a-rule',
+  'intrinsic',
+  'lpg-gru',
+  'lpg-sebulba',
   'a-rule-sebulba-on-the-host',
   'two-devices',
   'sebulba-lag-0',
@@ -263,7 +266,11 @@ def test_the_compilation_cache_of_these_tests_changes_nothing(
 
 
 @pytest.mark.parametrize(
-  ('case', 'kills'), [('ppo-normalised', 3), ('one-checkpoint-and-replay-on-the-host', 3)]
+  ('case', 'kills'),
+  [
+    ('ppo-normalised', 3),
+    pytest.param('one-checkpoint-and-replay-on-the-host', 3, marks=pytest.mark.slow),
+  ],
 )
 def test_killed_while_writing_checkpoints(
   case: str, kills: int, tmp_path: Path, cache: Path, undisturbed: Undisturbed

@@ -319,6 +319,7 @@ def test_trials_that_fail_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
   assert "'cach'" in (Path(rows[1]['run']) / 'output.txt').read_text()
 
 
+@pytest.mark.slow
 def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   args = [
     'catch',

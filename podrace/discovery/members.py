@@ -106,27 +106,27 @@ class Kind:
   ) -> tuple[Array, tuple[Member, Metrics]]:
     """The meta-loss of one member, differentiable in the rule; the member after K updates, and metrics.
 
-    In each update it acts, adds the unroll to its replay, and learns by the rule. What it then does is data for the
-    meta-loss, a policy gradient of the parameters that it has come to (Oh et al. 2025).
+    What it does after these is data for the meta-loss, a policy gradient of the parameters that it has come to
+    (Oh et al. 2025).
     """
     update_key, last_key = jax.random.split(key)
     keys = jax.random.split(update_key, self.updates)
-
-    def update(member: Member, key: Array) -> tuple[Member, Metrics]:
-      act_key, sample_key = jax.random.split(key)
-      member, unrolled = self._acted(member, act_key)
-      memory, window = self._remembered(member.memory, unrolled, sample_key)
-      train, metrics = self._learn(rule, member.train, window)
-      value = self.value.learn(member.value, unrolled)
-      return member._replace(train=train, memory=memory, value=value, age=member.age + 1), metrics
-
-    member, metrics = lax.scan(update, member, keys)
+    member, metrics = lax.scan(functools.partial(self.update, rule), member, keys)
     means = {name: jnp.mean(x) for name, x in metrics.items()}
     member, unrolled = self._acted(member, last_key)
     loss, found = self._loss(member, unrolled, means)
     value = self.value.learn(member.value, unrolled)
     agents = {f'agent_{name}': x for name, x in means.items()}
     return loss, (member._replace(value=value), lax.stop_gradient(agents | found))
+
+  def update(self, rule: Params, member: Member, key: Array) -> tuple[Member, Metrics]:
+    """It acts, adds the unroll to its replay, and learns by the rule."""
+    act_key, sample_key = jax.random.split(key)
+    member, unrolled = self._acted(member, act_key)
+    memory, window = self._remembered(member.memory, unrolled, sample_key)
+    train, metrics = self._learn(rule, member.train, window)
+    value = self.value.learn(member.value, unrolled)
+    return member._replace(train=train, memory=memory, value=value, age=member.age + 1), metrics
 
   def _loss(self, member: Member, unrolled: Trajectory, means: Metrics) -> tuple[Array, Metrics]:
     """The policy gradient of an unroll [T, B] by the newest parameters, and what the rule is regularised by."""

@@ -192,6 +192,7 @@ def bound(agent: Disco, space: Any = SPACE) -> Disco:
   return dataclasses.replace(agent, network=network)
 
 
+@pytest.mark.slow
 def test_devices_learn_the_same_together() -> None:
   """Also where one has more steps that are masked than another, and over several updates."""
   agent, window = bound(small(learning_rate=1e-3)), random_window()
@@ -267,6 +268,7 @@ def test_a_window_is_learned_from_as_often_as_it_says() -> None:
 # --- the rule -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rule_is_the_same_for_any_number_of_actions() -> None:
   """An order of the actions is an order of its targets, and it sees no further than the end of an episode."""
   params = rules.init(jax.random.key(0), rule_files.SIZES)

@@ -283,6 +283,7 @@ def test_what_is_done_at_last_is_ignored() -> None:
     np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_devices_learn_the_same_together() -> None:
   env = make(WORLD)
   learning, many = agent(), batch(env, 4)

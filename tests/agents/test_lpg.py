@@ -242,6 +242,7 @@ def test_metrics_are_what_they_are_called() -> None:
   np.testing.assert_allclose(total, found['policy_loss'] + 0.5 * found['y_loss'], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_devices_learn_the_same_together() -> None:
   learning, found = agent('gru', optimizer='adam', learning_rate=1e-3), []
   x = window(core=learning.network.initial_state(B))
@@ -258,6 +259,7 @@ def test_devices_learn_the_same_together() -> None:
 # --- through updates -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_gradient_through_updates_against_differences() -> None:
   """Of the policy's loss after three updates, along random directions of the rule's arrays.
 

@@ -537,7 +537,8 @@ CATCH = Muesli(
 )
 
 
-@pytest.mark.parametrize('devices', [1, pytest.param(8, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize('devices', [1, 8])
 def test_it_learns_catch(devices: int) -> None:
   """A random player has -0.6."""
   assert_learns(anakin(CATCH, 'podrace:catch', devices, 32, 8), 150, 40, least=500, above=0.9)

@@ -656,6 +656,7 @@ def test_bad_input_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFix
   )
 
 
+@pytest.mark.slow
 def test_returns_that_do_not_fit_are_told(
   tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -307,6 +307,7 @@ def short_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return path
 
 
+@pytest.mark.slow
 def test_a_run_as_opponent(
   short_run: Path,
   tmp_path: Path,

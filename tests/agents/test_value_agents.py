@@ -116,7 +116,7 @@ def test_every_agent_is_here_or_there() -> None:
   'name',
   [
     'dqn',
-    'muzero',
+    pytest.param('muzero', marks=SLOW),
     pytest.param('sac', marks=SLOW),
     pytest.param('disco', marks=SLOW),
     pytest.param('muesli', marks=SLOW),

@@ -90,6 +90,7 @@ def test_groups_of_every_environment_and_width() -> None:
   assert hidden == [(3,), (5,), (3,), (5,)]
 
 
+@pytest.mark.slow
 def test_groups_of_other_shapes_share_one_meta_gradient() -> None:
   """It is the mean over all members, each as it is alone."""
   program = populations.program(

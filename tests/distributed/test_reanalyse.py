@@ -99,6 +99,7 @@ def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
   same(without_plan(fresh), without_plan(window))
 
 
+@pytest.mark.slow
 def test_states_behind_a_burn_in_are_refreshed_from_where_they_begin() -> None:
   """A recurrent state comes from the window's own, through the burn-in."""
   config = tiny(
@@ -342,6 +343,7 @@ def reanalysed(places: Places) -> float:
   return (places.told() or [{}])[-1].get('reanalysed') or 0.0  # None before anything is learned
 
 
+@pytest.mark.slow
 def test_a_run_learns_from_fresh_targets(places: Places) -> None:
   """Four commands, until the run is complete."""
   server, learner = places.serve(), start(places, 'train', *LEARNER, '--total-steps', '3_200')
