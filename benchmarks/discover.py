@@ -218,7 +218,7 @@ def disco(run_dirs: list[Path]) -> dict[str, Any]:
 # --- speed ----------------------------------------------------------------------------------------------
 
 
-def plain(program: MetaTraining) -> Any:
+def plain(program: Any) -> Any:
   """(rule, groups, key) -> groups after as many updates as a meta-step has unrolls, without a meta-gradient."""
 
   def run(rule: Any, groups: Any, key: Any) -> Any:
