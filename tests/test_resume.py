@@ -54,6 +54,10 @@ RULE = ['--agent', 'disco', '--agent.rule', rule_files.small(), '--agent.lifetim
         '--agent.min-size', '500', '--agent.batch-size', '16', '--agent.replay-ratio', '3.7']  # fmt: skip
 LPG = ['--agent', 'lpg', '--agent.rule', rule_files.small_lpg(), '--agent.network.predictions', '5',
        '--agent.network.core', 'gru', '--agent.network.core-size', '8']  # fmt: skip
+DISCOVER = ['discover', 'lpg-catch', '--agents', '2', '--devices', '2', '--num-envs', '4', '--unroll-length', '8',
+            '--agent-updates', '2', '--lifetime', '7', '--agent.network.hidden', '8', '--agent.network.predictions', '3',
+            '--rule.predictions', '3', '--rule.trajectory', '4', '--value.network.hidden', '8',
+            '--total-steps', '96000', '--log-every', '1920', '--checkpoint-every', '9600']  # fmt: skip
 CASES = {
   'ppo-normalised': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -121,6 +125,7 @@ CASES = {
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),
+  'meta-training': (2, DISCOVER),
 }  # fmt: skip
 
 
@@ -146,7 +151,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Undist
 
 
 def train(run_dir: Path, args: Sequence[str]) -> list[str]:
-  return ['train', 'catch', *args, '--run-dir', str(run_dir)]
+  command = args if args[0] == 'discover' else ['train', 'catch', *args]
+  return [*command, '--run-dir', str(run_dir)]
 
 
 class Lives:
@@ -226,6 +232,7 @@ SLOW = {
   'intrinsic',
   'lpg-gru',
   'lpg-sebulba',
+  'meta-training',
   'a-rule-sebulba-on-the-host',
   'two-devices',
   'sebulba-lag-0',

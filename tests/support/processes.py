@@ -179,8 +179,10 @@ def timeless(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_run(one: Path, other: Path) -> None:
-  """Both ended with the same parameters, having told the same."""
+  """Both ended with the same parameters, having told the same; and with the same rule, if they trained one."""
   assert summary(one)['params_sha256'] == summary(other)['params_sha256']
+  rules = [{p.name: p.read_bytes() for p in run.glob('rule.npz')} for run in (one, other)]
+  assert rules[0] == rules[1]
   assert timeless(one) == timeless(other)
   steps = [line['step'] for line in lines(one)]
   assert steps == sorted(set(steps))
