@@ -10,7 +10,7 @@ meta-gradient, in one program too. Memory is what XLA says the program needs bes
 
 `lpg` lets 64 agents live in worlds that meta-training has not seen: other grid worlds of the same kind, larger ones,
 and other environments. Against them: an advantage actor-critic (IMPALA on its newest unrolls) with the same layers,
-environments, unrolls and updates in the same worlds, with the best settings of a grid, found in 64 other worlds of the
+environments, unrolls and updates in the same worlds, with the best settings of a grid, found in 16 other worlds of the
 kind. The agents of the rule have the settings of meta-training, which nobody tuned. And the rule as it was before it
 was trained.
 
@@ -51,10 +51,10 @@ from podrace.record import load_any
 from podrace.rules import files
 from podrace.types import Sample
 
-LIVES, ROUNDS, SECONDS = 64, 5, 5.0
+LIVES, TUNING, ROUNDS, SECONDS = 64, 16, 5, 5.0
 UPDATES_OF_SPEED = (1, 2, 5, 10, 20)
 GRID = dict(
-  learning_rate=(1e-3, 3e-3, 1e-2, 3e-2), entropy_cost=(0.001, 0.01, 0.05), lambda_=(0.9, 1.0)
+  learning_rate=(3e-3, 1e-2, 3e-2, 1e-1), entropy_cost=(0.001, 0.01, 0.05), lambda_=(0.95,)
 )
 WORLDS = {
   'grid worlds': '',  # as in meta-training
@@ -77,6 +77,12 @@ class A2C(Impala):
 
 
 # --- lives ----------------------------------------------------------------------------------------------
+
+
+def trained_rule(config: Any, run_dir: Path) -> Any:
+  """Where it has come to."""
+  path = str(run_dir / 'rule.npz')
+  return dict(files.load(path, files.sha256(path), settings.rules_of(config.agent).Sizes))
 
 
 def untrained_rule(config: Any) -> Any:
@@ -143,11 +149,15 @@ def tuned(kind: Kind) -> tuple[Any, dict[str, Any]]:
   """Lives of the actor-critic with the best settings of the grid, which are those of other worlds."""
   rows = np.array(list(itertools.product(*GRID.values())), np.float32)
   grid = {name: jnp.asarray(rows[:, i]) for i, name in enumerate(GRID)}
-  run = jax.jit(lambda v, key: jax.lax.map(lambda v: lives(kind, v, key, LIVES), v))
-  found = run(grid, jax.random.key(1))
+
+  def run(values: Any, key: Any, count: int) -> Any:
+    return jax.lax.map(lambda v: lives(kind, v, key, count), values)
+
+  run = jax.jit(run, static_argnums=2)
+  found = run(grid, jax.random.key(1), TUNING)
   each = [of_life((r, n)).mean() for r, n in zip(*found, strict=True)]
   best = {name: x[int(np.argmax(each))][None] for name, x in grid.items()}
-  returns, episodes = run(best, jax.random.key(2))
+  returns, episodes = run(best, jax.random.key(2), LIVES)
   said = dict(
     settings={k: float(x[0]) for k, x in best.items()}, grid={k: list(v) for k, v in GRID.items()},
     of_each=np.round(each, 4).tolist(),
@@ -158,7 +168,7 @@ def tuned(kind: Kind) -> tuple[Any, dict[str, Any]]:
 def lpg(run_dirs: list[Path]) -> dict[str, Any]:
   (run_dir,) = run_dirs
   config = load_any(run_dir)
-  rule = dict(files.load(run_dir / 'rule.npz', '', settings.rules_of(config.agent).Sizes))
+  rule = trained_rule(config, run_dir)
   first = untrained_rule(config)
   network = ActorCritic(
     hidden=config.agent.network.hidden, initializer='lecun', activation='relu', shared=False
@@ -167,10 +177,8 @@ def lpg(run_dirs: list[Path]) -> dict[str, Any]:
   for name, env in WORLDS.items():
     began = time.perf_counter()
     env = env or config.env
-    run = jax.jit(functools.partial(lives, count=LIVES), static_argnums=0)
-    kind = kind_of(config, env)
-    by_rule = run(kind, rule, jax.random.key(2))
-    untrained = run(kind, first, jax.random.key(2))
+    run = jax.jit(functools.partial(lives, kind_of(config, env), count=LIVES))
+    by_rule, untrained = (run(r, jax.random.key(2)) for r in (rule, first))
     a2c, best = tuned(kind_of(config, env, A2C(network)))
     worlds[name] = dict(
       env=env,
@@ -198,11 +206,10 @@ def disco(run_dirs: list[Path]) -> dict[str, Any]:
   seeds = []
   for run_dir in run_dirs:
     config = load_any(run_dir)
-    rule = dict(files.load(run_dir / 'rule.npz', '', settings.rules_of(config.agent).Sizes))
+    rule = trained_rule(config, run_dir)
     first = untrained_rule(config)
-    kind = kind_of(config, config.env)
-    run = jax.jit(functools.partial(lives, count=32), static_argnums=0)
-    trained, untrained = (run(kind, r, jax.random.key(2)) for r in (rule, first))
+    run = jax.jit(functools.partial(lives, kind_of(config, config.env), count=32))
+    trained, untrained = (run(r, jax.random.key(2)) for r in (rule, first))
     one = dict(
       training=training(run_dir), rule=told(trained), untrained=told(untrained),
       improvement=paired(trained, untrained),
