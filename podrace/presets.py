@@ -440,7 +440,10 @@ def muzero_minatar() -> Config:
     torso='mlp', hidden=(128,), latent=128, dynamics_hidden=(128,), head_hidden=(64,),
     bins=101, v_min=-1.0, v_max=60.0,
   )  # fmt: skip
-  buffer = Buffer(200_000, batch_size=64, min_size=2_000, samples_per_insert=16.0)
+  buffer = Buffer(
+    200_000, batch_size=64, min_size=2_000, samples_per_insert=16.0,
+    priority_exponent=0.6, importance_exponent=0.4,
+  )  # fmt: skip
   return Config(
     agent=MuZero(
       network, buffer, simulations=8, n_step=5, bootstrap='target', target_period=1_000,
