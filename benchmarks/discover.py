@@ -29,6 +29,7 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def tuned(kind: Kind) -> tuple[Any, dict[str, Any]]:
   return (returns[0], episodes[0]), said
 
 
-def lpg(run_dirs: list[Path]) -> dict[str, Any]:
+def lpg(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
   (run_dir,) = run_dirs
   config = load_any(run_dir)
   rule = trained_rule(config, run_dir)
@@ -187,7 +188,7 @@ def lpg(run_dirs: list[Path]) -> dict[str, Any]:
     )  # fmt: skip
     print(name, {k: v['life'] for k, v in worlds[name].items() if isinstance(v, dict) and 'life' in v},
           worlds[name]['rule_minus_a2c'], best['settings'], f'{time.perf_counter() - began:.0f} s', flush=True)  # fmt: skip
-  return dict(training=training(run_dir), lives=LIVES, worlds=worlds)
+    yield dict(training=training(run_dir), lives=LIVES, worlds=worlds)
 
 
 def training(run_dir: Path) -> dict[str, Any]:
@@ -202,7 +203,7 @@ def training(run_dir: Path) -> dict[str, Any]:
   )
 
 
-def disco(run_dirs: list[Path]) -> dict[str, Any]:
+def disco(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
   seeds = []
   for run_dir in run_dirs:
     config = load_any(run_dir)
@@ -216,7 +217,7 @@ def disco(run_dirs: list[Path]) -> dict[str, Any]:
     )  # fmt: skip
     print(run_dir, one['rule']['life'], one['untrained']['life'], flush=True)
     seeds.append(one)
-  return dict(
+  yield dict(
     seeds=seeds,
     improvement=interval(np.array([s['improvement']['mean'] for s in seeds])),
   )
@@ -283,7 +284,7 @@ def of_updates(config: Any) -> dict[str, Any]:
   return found
 
 
-def speed(_: list[Path]) -> dict[str, Any]:
+def speed(_: list[Path]) -> Iterator[dict[str, Any]]:
   found = {}
   for name in ('lpg-catch', 'disco-small'):
     config = PRESETS[name]()
@@ -292,7 +293,7 @@ def speed(_: list[Path]) -> dict[str, Any]:
       of_updates(dataclasses.replace(config, agent_updates=k, devices=1)) for k in UPDATES_OF_SPEED
     ]
     found[name] = dict(updates=each, machine=machine())
-  return found
+    yield found
 
 
 CASES = {'speed': speed, 'lpg': lpg, 'disco': disco}
@@ -310,8 +311,9 @@ def main() -> None:
   if args.case == 'picture':
     picture(results)
     return
-  results[args.case] = dict(**origin(), machine=machine(), results=CASES[args.case](args.run_dirs))
-  record('discover', results)
+  for found in CASES[args.case](args.run_dirs):
+    results[args.case] = dict(**origin(), machine=machine(), results=found)
+    record('discover', results)
 
 
 def picture(results: dict[str, Any]) -> None:
