@@ -15,7 +15,6 @@ from podrace.envs.base import Batch
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
 
-
 SAME = P()  # on all devices
 
 

@@ -25,7 +25,8 @@ def split_along(axis: int, names: Any = AXIS) -> P:
 
 def trajectory_specs(names: Any = AXIS) -> Trajectory:
   """How a trajectory lies on a mesh: split along its batch, likewise."""
-  specs: Any = (split_along(axis, names) for axis in BATCH_AXIS)
+  axes: Any = BATCH_AXIS
+  specs: Any = (split_along(axis, names) for axis in axes)
   return Trajectory(*specs)
 
 
