@@ -34,7 +34,7 @@ from podrace.metrics import read
 from podrace.networks import ActorCritic, QNetwork
 from podrace.presets import PRESETS
 from podrace.replay import Buffer, on_policy
-from podrace.types import TrainState, map_batch
+from podrace.types import TimeStep, TrainState, Trajectory, map_batch
 
 SMALL = ActorCritic(hidden=(8,), initializer='lecun')
 quickly = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
@@ -275,11 +275,38 @@ def test_a_replica_acts_by_its_own_parameters() -> None:
   network = replicas.params.network
   head = network['policy_head']
   head = {**head, 'bias': head['bias'].at[1, 2].set(1e4)}
-  changed = replicas.params._replace(network={**network, 'policy_head': head})
+  params = replicas.params._replace(network={**network, 'policy_head': head})
+  changed = state.train.rest._replace(train=replicas._replace(params=params))
+  source = anakin.agree.source(state.train._replace(rest=changed))
   _, unroll = anakin._actor
-  _, trajectory = quickly(unroll)(changed, state.actor, jax.random.key(1))
+  _, trajectory = quickly(unroll)(source, state.actor, jax.random.key(1))
   action = np.asarray(trajectory.outputs.action)
   assert (action[:, 2:] == 2).all() and not (action[:, :2] == 2).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class Drifts:
+  """An agent that moves by chance, and says where to."""
+
+  def learn(self, train: Any, sample: Any, key: Any) -> Any:
+    step = jax.random.normal(key, train.params.shape)
+    return (
+      train._replace(params=train.params + step),
+      jnp.ones_like(sample.weight),
+      {'loss': step[0]},
+    )
+
+
+def test_replicas_have_other_noise_and_the_mean_of_their_metrics() -> None:
+  agree, mesh = Gossip('ring'), topology.learner_mesh(4)
+  reward = jnp.zeros((2, 4))
+  trajectory = Trajectory(TimeStep((), reward, reward, reward), (), (), jnp.arange(4))
+  train = agree.begin(TrainState(jnp.zeros(1), ()), 4)
+  learn = quickly(agree.learner(Drifts(), on_policy(), mesh))
+  found, _, metrics, _ = learn(train, (), trajectory, jax.random.key(0), jnp.int32(0))
+  params = np.asarray(found.rest.train.params)
+  assert len(np.unique(params)) == 4
+  np.testing.assert_allclose(metrics['loss'], params.mean(), rtol=1e-5)
 
 
 @pytest.mark.slow
