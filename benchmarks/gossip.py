@@ -2,17 +2,19 @@
 
 The preset `catch` with fewer steps than its 2,000,000: IMPALA, 64 environments, which are 8 on each of 8 devices. The devices are
 fake ones of a CPU, so this says how the two learn, and nothing about speed. Both have the same settings, which were chosen for
-all-reduce, and the same seeds; learning rates are the preset's and three times that. All seeds of a case are one program.
+all-reduce, and the same seeds; learning rates are the preset's, three and thirty times that. All seeds of a case are one program.
 
 A run has converged if the mean return of the episodes in its last tenth is at least 0.9; 1 is the most. That is the return of
 acting, where each replica acts by its own parameters, and it samples its actions. Intervals are of 95%: of shares Wilson's (1927), of
-means the bootstrap over seeds. Writes benchmarks/results/gossip.json after each case.
+means the bootstrap over seeds. Writes benchmarks/results/gossip.json after each case; with `--missing`
+only those that it does not have yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 from typing import Any
@@ -42,6 +44,8 @@ CASES = (  # arm, learning rate, steps
   ('exponential', 3e-3, 300_000),
   ('ring', 3e-3, 300_000),
   ('exponential, stale', 3e-3, 300_000),
+  ('all-reduce', 3e-2, 300_000),
+  ('exponential', 3e-2, 300_000),
 )
 
 
@@ -87,14 +91,24 @@ def described(numbers: dict[str, Any]) -> dict[str, Any]:
   )
 
 
+def before() -> dict[str, Any]:
+  """The cases of the file, each with the run that it is from."""
+  document = json.loads((common.RESULTS / 'gossip.json').read_text())
+  origin = {name: document[name] for name in ('date', 'command', 'commit')}
+  return {name: origin | case for name, case in document['results'].items()}
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--seeds', type=int, default=SEEDS)
+  parser.add_argument('--missing', action='store_true')
   args = parser.parse_args()
-  found: dict[str, Any] = {}
+  found = before() if args.missing else {}
   for arm, rate, steps in CASES:
+    if f'{arm}, {rate:g}' in found:
+      continue
     numbers = trainer.train(config(arm, rate, steps), args.seeds, 'consensus').numbers
-    case = found[f'{arm}, {rate:g}'] = described(numbers)
+    case = found[f'{arm}, {rate:g}'] = described(numbers) | common.origin()
     shown = ('share', 'return_mean', 'return_interval', 'return_over_run', 'seconds', 'compile_s')
     print(
       f'{arm}, {rate:g}:', {k: case[k] for k in shown}, case['consensus_distance'][::4], flush=True
