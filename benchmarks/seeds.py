@@ -12,6 +12,7 @@ import numpy as np
 
 from podrace import hooks, topology
 from podrace.anakin import Anakin
+from podrace.build import agreement
 from podrace.config import Config, bind
 from podrace.envs import make
 
@@ -32,14 +33,17 @@ class Trained:
 def train(config: Config, seeds: int, metrics: str = '-') -> Trained:
   """Trains seeds 0 to `seeds` - 1; the return is that of the episodes in training.
 
-  The curve has the metrics whose names begin with `metrics` as well.
+  On `config.devices`, or one. The curve has the metrics whose names begin with `metrics` as well.
   """
   env = make(config.env)
   updates = config.total_steps // (config.num_envs * config.unroll_length)
   agent = bind(config.agent, env, updates, config.num_envs)
   replay = hooks.memory(agent, env, config.num_envs, config.unroll_length)
-  mesh = topology.learner_mesh(1)
-  program = Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, seeds)
+  mesh, sizes = (
+    topology.learner_mesh(config.devices or 1),
+    (config.num_envs, config.unroll_length, seeds),
+  )
+  program = Anakin(agent, env, replay, mesh, *sizes, agreement(config))
   begin = time.perf_counter()
   keys = jnp.stack([jax.random.key(i) for i in range(seeds)])
   state = program.init(keys if seeds > 1 else keys[0])

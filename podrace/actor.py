@@ -15,6 +15,8 @@ from podrace.envs.base import Batch
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
 
+SAME = P()  # on all devices
+
 
 class Episodes(NamedTuple):
   """Episodes finished so far, counted by environment: [B] each. Every one is counted once."""
@@ -131,20 +133,29 @@ def unroll(
 
 
 def actor_on_mesh(
-  agent: Agent, env: Batch, mesh: Mesh, length: int
+  agent: Agent,
+  env: Batch,
+  mesh: Mesh,
+  length: int,
+  spec: P = SAME,
+  params_of: Callable[[Any], Any] = lambda params: params,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
   """`begin` and `unroll` on every device of a mesh, each with its own part of the batch.
 
-  Returns `key -> ActorState` and `(params, ActorState, key) -> (ActorState, Trajectory)`;
+  Returns `key -> ActorState` and `(source, ActorState, key) -> (ActorState, Trajectory)`;
   `env` is one device's part. Other people's environments do not trace under `check_vma`.
+
+  Args:
+    spec: how the source of the parameters lies on the mesh.
+    params_of: from one device's part of the source to its parameters. By default the source is the parameters.
   """
 
   def local_begin(env_id: Array, key: Array) -> ActorState:
     return begin(agent, env, env_id, jax.random.fold_in(key, lax.axis_index(AXIS)))
 
-  def local_unroll(params: Any, actor: ActorState, key: Array) -> tuple[ActorState, Trajectory]:
+  def local_unroll(source: Any, actor: ActorState, key: Array) -> tuple[ActorState, Trajectory]:
     key = jax.random.fold_in(key, lax.axis_index(AXIS))
-    return unroll(agent, env, params, actor, key, length)
+    return unroll(agent, env, params_of(source), actor, key, length)
 
   flat = P(AXIS)
   return (
@@ -152,7 +163,7 @@ def actor_on_mesh(
     jax.shard_map(
       local_unroll,
       mesh=mesh,
-      in_specs=(P(), flat, P()),
+      in_specs=(spec, flat, P()),
       out_specs=(flat, TRAJECTORY_SPECS),
       check_vma=False,
     ),

@@ -22,18 +22,19 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology
 from podrace.actor import ActorState, actor_on_mesh, pooled
+from podrace.agreement import Agreement, AllReduce
 from podrace.checkpoint import Extra
 from podrace.envs.base import batch
 from podrace.faults import check_faults, count_faults, faults, first_outside
 from podrace.hooks import gradient_steps, init_members
-from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory, learner
+from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory
 from podrace.types import Agent, Array, Environment, Replay, TrainState
 
 
 class State(NamedTuple):
   """The whole state of a run; with seeds, each leaf but `update` has a leading axis for them."""
 
-  train: TrainState  # the same on all devices
+  train: TrainState  # the same on all devices; of replicas that gossip, `rest` is split over them
   actor: ActorState  # split over devices along [B]
   memory: Any  # replay, split likewise
   log: Log
@@ -50,7 +51,8 @@ class Anakin:
   """One agent in one kind of environment on one mesh, as two compiled functions.
 
   `seeds` > 1 trains that many independent agents in one program; each has `num_envs`
-  environments of its own and computes what it would alone, up to rounding.
+  environments of its own and computes what it would alone, up to rounding. `agree` is how devices
+  come to parameters that all of them know.
   """
 
   agent: Agent
@@ -60,25 +62,33 @@ class Anakin:
   num_envs: int
   unroll_length: int
   seeds: int = 1
+  agree: Agreement = AllReduce()
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'seeds'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
     topology.per_device(self.mesh, self.num_envs, 'num-envs')
+    self.agree.check(self.mesh)
 
   @functools.cached_property
   def _actor(self) -> tuple[Any, Any]:
     local = batch(self.env, self.num_envs // self.mesh.size)
-    return actor_on_mesh(self.agent, local, self.mesh, self.unroll_length)
+    spec = P(topology.AXIS) if self.agree.split else P()
+    length, params_of = self.unroll_length, self.agree.params_of
+    return actor_on_mesh(self.agent, local, self.mesh, length, spec, params_of)
+
+  @functools.cached_property
+  def _learn(self) -> Callable[..., Any]:
+    return self.agree.learner(self.agent, self.replay, self.mesh)
 
   def _init_one(self, train: TrainState, actor_key: Array, run_key: Array) -> State:
     begin, unroll = self._actor
+    train = self.agree.begin(train, self.mesh.size)
     actor = begin(jnp.arange(self.num_envs, dtype=jnp.int32), actor_key)
-    _, example = jax.eval_shape(unroll, train.params, actor, actor_key)
+    _, example = jax.eval_shape(unroll, self.agree.source(train), actor, actor_key)
     memory = init_memory(self.replay, self.mesh, example)
-    learn = learner(self.agent, self.replay, self.mesh)
-    _, _, metrics, _ = jax.eval_shape(learn, train, memory, example, run_key, jnp.int32(0))
+    _, _, metrics, _ = jax.eval_shape(self._learn, train, memory, example, run_key, jnp.int32(0))
     return State(train, actor, memory, empty_log(metrics), run_key, jnp.int32(0))
 
   def _init(self, keys: Array) -> State:
@@ -95,13 +105,14 @@ class Anakin:
     """A State of shapes, dtypes and shardings: what `init` makes and a checkpoint holds."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.seeds))
     split = P(None, topology.AXIS) if self.seeds > 1 else P(topology.AXIS)
-    specs = (P(), split, split, P(), P(), P())  # of State's fields
+    of_train: Any = TrainState(P(), split) if self.agree.split else P()
+    specs = State(of_train, split, split, P(), P(), P())  # type: ignore[arg-type]
 
     def place(spec: P, tree: Any) -> Any:
       sharding = NamedSharding(self.mesh, spec)
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    return State(*map(place, specs, jax.eval_shape(self._init, keys)))
+    return jax.tree.map(place, specs, jax.eval_shape(self._init, keys))
 
   @functools.cached_property
   def shardings(self) -> State:
@@ -118,10 +129,9 @@ class Anakin:
     key = jax.random.fold_in(state.key, state.update)
     act_key, learn_key = jax.random.split(key)
     unroll = self._actor[1]
-    learn = learner(self.agent, self.replay, self.mesh)
-    actor, trajectory = unroll(state.train.params, state.actor, act_key)
+    actor, trajectory = unroll(self.agree.source(state.train), state.actor, act_key)
     actor = actor._replace(faults=faults(actor.faults, self.env.action_space, trajectory))
-    train, memory, metrics, count = learn(
+    train, memory, metrics, count = self._learn(
       state.train, state.memory, trajectory, learn_key, state.update
     )
     log = add_to_log(state.log, metrics, count, state.update)
@@ -131,7 +141,11 @@ class Anakin:
     update = self._update_one
     if self.seeds > 1:
       update = jax.vmap(update, in_axes=(SEEDS,), out_axes=SEEDS)
-    return lax.fori_loop(0, updates, lambda _, s: update(s), state)
+    state = lax.fori_loop(0, updates, lambda _, s: update(s), state)
+    return state._replace(train=self._of_each_seed(self.agree.settled)(state.train))
+
+  def _of_each_seed(self, f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return jax.vmap(f) if self.seeds > 1 else f
 
   @functools.cached_property
   def run(self) -> Any:
@@ -149,7 +163,10 @@ class Anakin:
     def read(state: State) -> tuple[Any, State]:
       episodes, log = state.actor.episodes, state.log
       summary = dict(
-        metrics={name: x / log.samples for name, x in log.sums.items()},
+        metrics={
+          **{name: x / log.samples for name, x in log.sums.items()},
+          **self._of_each_seed(self.agree.metrics)(state.train),
+        },
         gradient_steps=log.samples * gradient_steps(self.agent),
         **pooled(episodes),
       )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from podrace import envs
+from podrace.agreement import Agreement, AllReduce, Gossip
 from podrace.anakin import Anakin, AnakinDriver
 from podrace.architecture import Architecture
 from podrace.check import check_run
@@ -76,9 +77,17 @@ def build(
     memory(agent, env, config.num_envs, config.unroll_length),
     learner_mesh(config.devices),
   )
-  program = Anakin(agent, env, replay, mesh, config.num_envs, config.unroll_length, config.seeds)
+  sizes = config.num_envs, config.unroll_length, config.seeds
+  program = Anakin(agent, env, replay, mesh, *sizes, agreement(config))
   check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
   return AnakinDriver(program)
+
+
+def agreement(config: Config) -> Agreement:
+  """How the devices that learn agree."""
+  if config.agree == 'all-reduce':
+    return AllReduce()
+  return Gossip(config.gossip_graph, config.gossip_staleness)  # type: ignore[arg-type]
 
 
 def build_discovery(config: Discovery) -> AnakinDriver:

@@ -67,6 +67,11 @@ class Common(Basics):
   eval_env: str = ''  # where they play: another opponent, or unseen levels; '': where it trains
   eval_video: bool = False  # films an episode of each, into videos/
   init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
+  agree: Literal['all-reduce', 'gossip'] = 'all-reduce'
+  # ^ devices average gradients; or, under anakin, each averages its own parameters with those of one neighbour
+  gossip_graph: Literal['exponential', 'ring'] = 'exponential'
+  # ^ gossip: the neighbour is 1, 2, 4, ... devices further, in turn; or always the next one
+  gossip_staleness: int = 0  # gossip: updates between sending and receiving, 0 or 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,8 +187,25 @@ def _check_common(config: Config) -> None:
     raise UsageError(
       '--eval-env, --eval-episodes and --eval-video are for --eval-every, which is not given'
     )
+  _check_agreement(config)
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
+
+
+def _check_agreement(config: Config) -> None:
+  if config.gossip_staleness not in (0, 1):
+    raise UsageError(f'--gossip-staleness must be 0 or 1, not {config.gossip_staleness}')
+  if config.agree == 'gossip':
+    if config.architecture == 'sebulba':
+      raise UsageError(
+        '--agree gossip is for --architecture anakin; this run is sebulba, whose learners agree by all-reduce'
+      )
+    return
+  for name in ('gossip_graph', 'gossip_staleness'):
+    if getattr(config, name) != getattr(Config, name):
+      raise UsageError(
+        f'--{flag(name)} {getattr(config, name)} is for --agree gossip, which is not given'
+      )
 
 
 def _check_anakin(config: Config) -> None:

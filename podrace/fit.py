@@ -84,7 +84,8 @@ class Fit:
   def _devices_advice(self, mesh: int) -> str:
     """How to have as many devices that learn as a checkpoint was made on."""
     if self._config.architecture == 'anakin':
-      return f'give --devices {mesh}'
+      own = ', as each device of a gossip run has parameters of its own'
+      return f'give --devices {mesh}{own if self._config.agree == "gossip" else ""}'
     old = completed_record(read_record(self._run_dir) or {}, self._config)
     given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
     had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)

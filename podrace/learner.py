@@ -20,7 +20,7 @@ from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Tra
 RESERVED = frozenset({
   'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'gradient_steps', 'env_restarts', 'dropped_steps',
   'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
-  'reanalysing_processes',
+  'reanalysing_processes', 'consensus_distance',
 })  # fmt: skip
 RESERVED_PREFIXES = ('episode_', 'info_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
 
@@ -115,13 +115,8 @@ def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
   return jax.shard_map(lambda: replay.init(local), mesh=mesh, in_specs=(), out_specs=P(AXIS))()
 
 
-def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
-  """The learner step on a mesh: remember; then sample, learn and re-prioritise, as often as is due.
-
-  Returns `(train, memory, trajectory, key, update) -> (train, memory, metrics, count)`; `metrics`
-  are summed over the `count` samples that were learned from. `train`, `metrics` and `count` are
-  the same on every device, the rest is split over them.
-  """
+def device_step(agent: Agent, replay: Replay) -> Callable[..., Any]:
+  """One device's part of `learner`, where AXIS is: the same arguments and results, of one device."""
 
   def once(train: TrainState, memory: Any, key: Array) -> tuple[TrainState, Any, Metrics]:
     sample_key, learn_key = jax.random.split(key)
@@ -147,9 +142,19 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
     train, memory, sums = lax.fori_loop(0, times, again, (train, memory, zeros))
     return train, memory, sums, jnp.asarray(times, jnp.int32)
 
+  return step
+
+
+def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+  """The learner step on a mesh: remember; then sample, learn and re-prioritise, as often as is due.
+
+  Returns `(train, memory, trajectory, key, update) -> (train, memory, metrics, count)`; `metrics`
+  are summed over the `count` samples that were learned from. `train`, `metrics` and `count` are
+  the same on every device, the rest is split over them.
+  """
   flat = P(AXIS)
   return jax.shard_map(
-    step,
+    device_step(agent, replay),
     mesh=mesh,
     in_specs=(P(), flat, TRAJECTORY_SPECS, P(), P()),
     out_specs=(P(), flat, P(), P()),

@@ -142,6 +142,10 @@ def carry_out(
   called, run_dir = Callbacks(callbacks, override), Path(run_dir)
   if called.transforms and jax.process_count() > 1:
     raise UsageError('a callback with transform is for runs of one process')
+  if called.transforms and config.agree == 'gossip':
+    raise UsageError(
+      'a callback with transform changes one TrainState, and each device of --agree gossip has its own'
+    )
   leader = jax.process_index() == 0
   terminal = metrics.progress(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing

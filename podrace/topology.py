@@ -18,13 +18,19 @@ SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and 
 AXIS = 'data'  # the one mesh axis: environments, and with them the batch, are split along it
 
 
-def split_along(axis: int) -> P:
-  """How an array lies on a mesh that is split along one of its axes."""
-  return P(*[None] * axis, AXIS)
+def split_along(axis: int, names: Any = AXIS) -> P:
+  """How an array lies on a mesh that is split along one of its axes, over the mesh's axes of these names."""
+  return P(*[None] * axis, names)
 
 
-_specs: Any = map(split_along, BATCH_AXIS)
-TRAJECTORY_SPECS = Trajectory(*_specs)  # how a trajectory lies on a mesh: split along its batch
+def trajectory_specs(names: Any = AXIS) -> Trajectory:
+  """How a trajectory lies on a mesh: split along its batch, likewise."""
+  axes: Any = BATCH_AXIS
+  specs: Any = (split_along(axis, names) for axis in axes)
+  return Trajectory(*specs)
+
+
+TRAJECTORY_SPECS = trajectory_specs()
 
 
 class Topology(NamedTuple):

@@ -36,13 +36,15 @@ def check_start(config: Config) -> Any:
 
 def warm_started(config: Config, state: Any) -> Any:
   """A run's new state with the parameters of `check_start`; those of a run of one seed go to all seeds."""
-  several, params = config.seeds > 1, check_start(config)
+  from podrace.build import agreement
+
+  several, params, agree = config.seeds > 1, check_start(config), agreement(config)
 
   def of_all(x: Any) -> Any:
     return jax.numpy.broadcast_to(x, (config.seeds, *x.shape[1:])) if several else x[0]
 
   def start(train: Any, params: Any) -> Any:
-    return hooks.warm_start(config.agent, train, params)
+    return agree.begun_from(train, lambda new: hooks.warm_start(config.agent, new, params))
 
   params = jax.tree.map(of_all, params)
   train = (jax.vmap(start) if several else start)(state.train, params)

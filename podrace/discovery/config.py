@@ -59,6 +59,7 @@ class Discovery(Basics):
   # What only training chooses, for the loop that both share.
   architecture: ClassVar[str] = 'anakin'
   seeds: ClassVar[int] = 1
+  agree: ClassVar[str] = 'all-reduce'
   eval_every: ClassVar[int] = 0
 
   @property

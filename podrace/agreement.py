@@ -1,0 +1,248 @@
+"""How the devices that learn agree on parameters: by averaged gradients, or by averages with neighbours (gossip).
+
+Gossip is stochastic gradient push (Assran et al. 2019, arXiv 1811.10792) with what acts on the same device, as in
+GALA (Assran et al. 2019, arXiv 1906.04585). A replica is a device with parameters and an optimiser of its own.
+
+An agent is the same for both. Under gossip each replica is a mesh of one device for it: the mesh has an axis of
+replicas besides AXIS, and AXIS has the size 1. So a mean over AXIS is the replica's own, whatever it is a mean of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.flatten_util import ravel_pytree
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from podrace.learner import device_step, learner
+from podrace.topology import AXIS, trajectory_specs
+from podrace.types import Agent, Array, Metrics, Replay, TrainState
+
+REPLICAS = 'replicas'  # the axis of a mesh along which replicas differ
+
+
+class Agreement(Protocol):
+  """What Anakin asks for. `train` is a run's: its `params` are one tree, the same on all devices."""
+
+  @property
+  def split(self) -> bool:
+    """Whether `rest` is split over the devices, along its first axis."""
+    ...
+
+  def check(self, mesh: Mesh) -> None:
+    """Raises ValueError if it can't be on this mesh."""
+    ...
+
+  def begin(self, train: TrainState, replicas: int) -> TrainState:
+    """The run's `train`, from what an agent's `init` makes."""
+    ...
+
+  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+    """A new run's `train` with what `f` makes of the agent's."""
+    ...
+
+  def source(self, train: TrainState) -> Any:
+    """What acting has its parameters from."""
+    ...
+
+  def params_of(self, source: Any) -> Any:
+    """The parameters that a device acts with, of its part of `source`."""
+    ...
+
+  def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+    """As `podrace.learner.learner`. The `params` it returns may be those of an earlier update."""
+    ...
+
+  def settled(self, train: TrainState) -> TrainState:
+    """With the `params` that all of the run's updates have made."""
+    ...
+
+  def metrics(self, train: TrainState) -> Metrics:
+    """What a line of metrics says of a settled `train`."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class AllReduce:
+  """Gradients are averaged over the devices, so all devices have the same parameters."""
+
+  split: bool = dataclasses.field(default=False, init=False)
+
+  def check(self, mesh: Mesh) -> None:
+    pass
+
+  def begin(self, train: TrainState, replicas: int) -> TrainState:
+    return train
+
+  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+    return f(train)
+
+  def source(self, train: TrainState) -> Any:
+    return train.params
+
+  def params_of(self, source: Any) -> Any:
+    return source
+
+  def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+    return learner(agent, replay, mesh)
+
+  def settled(self, train: TrainState) -> TrainState:
+    return train
+
+  def metrics(self, train: TrainState) -> Metrics:
+    return {}
+
+
+class Replicas(NamedTuple):
+  """What a gossip run has for each of its R replicas, the `rest` of its `train`."""
+
+  train: TrainState  # [R, ...] as the agent has it
+  weight: Array  # [R] f32 of push-sum: how much of all parameters' mass a replica holds
+  arriving: Any  # [R, N + 1] f32 half the mass and the weight of a neighbour, sent one update ago; () without staleness
+
+
+@dataclasses.dataclass(frozen=True)
+class Gossip:
+  """Each replica makes its own update; then it averages its parameters with those of one neighbour.
+
+  What is in an agent's `rest` stays the replica's own: optimiser states, target networks, the critics of SAC and D4PG.
+
+  Args:
+    graph: whom a replica sends to in update k, on R replicas. exponential: the one 2^(k mod log2 R) further, so that
+      log2 R updates in a row average over all of 2^m replicas. ring: always the next one.
+    staleness: updates between sending and receiving. With 1, sending may go on during the next update.
+  """
+
+  graph: Literal['exponential', 'ring'] = 'exponential'
+  staleness: Literal[0, 1] = 0
+  split: bool = dataclasses.field(default=True, init=False)
+
+  def __post_init__(self) -> None:
+    if self.graph not in ('exponential', 'ring'):
+      raise ValueError(f"graph must be 'exponential' or 'ring', not {self.graph!r}")
+    if self.staleness not in (0, 1):
+      raise ValueError(f'staleness must be 0 or 1, not {self.staleness}')
+
+  def check(self, mesh: Mesh) -> None:
+    if mesh.size < 2:
+      raise ValueError(
+        '--agree gossip needs at least 2 devices, and this run has 1: leave it out, or give more by --devices '
+        '(on a CPU, fake ones by JAX_NUM_CPU_DEVICES=8)'
+      )
+
+  def begin(self, train: TrainState, replicas: int) -> TrainState:
+    every = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), train)
+    size = flat(train.params)[0].size
+    arriving = jnp.zeros((replicas, size + 1), jnp.float32) if self.staleness else ()
+    return TrainState(train.params, Replicas(every, jnp.ones(replicas, jnp.float32), arriving))
+
+  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+    return self.begin(f(_first(train.rest.train)), len(train.rest.weight))
+
+  def source(self, train: TrainState) -> Any:
+    return train.rest.train.params
+
+  def params_of(self, source: Any) -> Any:
+    return _first(source)
+
+  def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+    update_alone = device_step(agent, replay)
+
+    def step(own: Replicas, memory: Any, trajectory: Any, key: Array, update: Array) -> Any:
+      own = _first(own)
+      key = jax.random.fold_in(key, lax.axis_index(REPLICAS))
+      train, memory, metrics, count = update_alone(own.train, memory, trajectory, key, update)
+      own = self.mixed(own, train, update)
+      return jax.tree.map(lambda x: x[None], own), memory, lax.pmean(metrics, REPLICAS), count
+
+    split, flat_specs = (REPLICAS, AXIS), P((REPLICAS, AXIS))
+    sharded = jax.shard_map(
+      step,
+      mesh=Mesh(np.reshape(mesh.devices, (-1, 1)), split),
+      in_specs=(P(REPLICAS), flat_specs, trajectory_specs(split), P(), P()),
+      out_specs=(P(REPLICAS), flat_specs, P(), P()),
+      check_vma=False,  # it proves that devices end alike, which they don't here
+    )
+
+    def learn(train: TrainState, *others: Any) -> tuple[Any, ...]:
+      replicas, *found = sharded(train.rest, *others)
+      return train._replace(rest=replicas), *found
+
+    return learn
+
+  def mixed(self, own: Replicas, after: TrainState, update: Array) -> Replicas:
+    """One replica after its update, whose new `train` is `after`, and the exchange with its neighbours.
+
+    A replica holds the mass w * z, of weight w and parameters z. An update adds to the mass what it adds to z. The
+    replica keeps half of mass and weight, and sends the other half. New parameters are mass / weight (push-sum).
+    """
+    old, _ = flat(own.train.params)
+    new, restore = flat(after.params)
+    mass = new + (own.weight - 1) * old
+    half = jnp.append(mass, own.weight) / 2
+    received, arriving = self._exchange(half, update), own.arriving
+    if self.staleness:
+      received, arriving = arriving, received
+    total = half + received
+    params = restore(total[:-1] / total[-1])
+    return Replicas(TrainState(params, after.rest), total[-1], arriving)
+
+  def _exchange(self, message: Array, update: Array) -> Array:
+    """What arrives while `message` is sent: one collective-permute."""
+    n = lax.axis_size(REPLICAS)
+
+    def further(hops: int) -> Callable[[Array], Array]:
+      pairs = [(i, (i + hops) % n) for i in range(n)]
+      return lambda x: lax.ppermute(x, REPLICAS, pairs)
+
+    rounds = [further(hops) for hops in self.hops(n)]
+    return lax.switch(update % len(rounds), rounds, message)
+
+  def hops(self, replicas: int) -> list[int]:
+    """How much further the neighbour is, for each round of the graph."""
+    return [1] if self.graph == 'ring' else [2**k for k in range((replicas - 1).bit_length())]
+
+  def settled(self, train: TrainState) -> TrainState:
+    return train._replace(params=mean(train.rest.train.params))
+
+  def metrics(self, train: TrainState) -> Metrics:
+    return dict(consensus_distance=consensus_distance(train.rest.train.params, train.params))
+
+
+def mean(params: Any) -> Any:
+  """The mean over replicas [R, ...]; of what are no floats, the first one's."""
+  return jax.tree.map(lambda x: jnp.mean(x, 0, x.dtype) if _is_float(x) else x[0], params)
+
+
+def consensus_distance(params: Any, center: Any) -> Array:
+  """Mean over replicas [R, ...] of the distance to `center`, over the norm of that; [] f32."""
+  middle, _ = flat(center)
+  distance = jax.vmap(lambda own: jnp.linalg.norm(flat(own)[0] - middle))(params)
+  return jnp.mean(distance) / jnp.maximum(jnp.linalg.norm(middle), 1e-30)
+
+
+def flat(tree: Any) -> tuple[Array, Callable[[Array], Any]]:
+  """All floats of a tree in one vector [N] f32, and the function from other such values to the tree with them."""
+  leaves, structure = jax.tree.flatten(tree)
+  vector, restore = ravel_pytree([x for x in leaves if _is_float(x)])
+
+  def back(values: Array) -> Any:
+    found = iter(restore(values.astype(vector.dtype)))
+    return jax.tree.unflatten(structure, [next(found) if _is_float(x) else x for x in leaves])
+
+  return vector.astype(jnp.float32), back
+
+
+def _is_float(x: Any) -> bool:
+  return bool(jnp.issubdtype(x.dtype, jnp.floating))
+
+
+def _first(tree: Any) -> Any:
+  return jax.tree.map(lambda x: x[0], tree)
