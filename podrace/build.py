@@ -35,7 +35,7 @@ if TYPE_CHECKING:
   from podrace.discovery.config import Discovery
   from podrace.discovery.members import Kind
   from podrace.distributed.handshake import Addresses
-  from podrace.remote.hub import Listen
+  from podrace.net.listener import Listen
   from podrace.remote.server import Server
 
 

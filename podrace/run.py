@@ -42,8 +42,7 @@ from podrace.warm_start import check_start, warm_started
 if TYPE_CHECKING:
   from podrace.discovery.config import Discovery
   from podrace.distributed.handshake import Addresses
-  from podrace.remote.hub import Listen
-  from podrace.remote.server import Server
+  from podrace.net.listener import Listen
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
-from podrace.remote.wire import WireError
+from podrace.net.frame import WireError
 from podrace.service import wire
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, unpack, unpack_into

@@ -1,6 +1,6 @@
 """What replay and parameters say over the wire, byte by byte as in docs/protocol.md.
 
-The headers are those of podrace.remote.wire; here are the kinds of messages, and what is in their frames.
+Here are the kinds of messages, and what is in their arrays.
 Everything that comes in is somebody else's: what is not exactly as it should be is a WireError.
 """
 
@@ -15,33 +15,38 @@ import numpy as np
 import zstandard
 
 from podrace import tables
-from podrace.remote.wire import WireError, checksum
+from podrace.net import session
+from podrace.net.frame import WireError, packed
 from podrace.tables import trees
 from podrace.tables.chunks import ChunkStore, unpack_into
 from podrace.tables.items import Draws, Leaf, Samples, Signature
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 
-VERSION = 2
-REPLAY, PARAMETERS = 'podrace replay', 'podrace parameters'
-
-# What a client says, and what a service says: the first element of each header.
-HELLO, PING, BYE, ASK = 1, 4, 5, 6
-TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE = (
-  16,
-  17,
-  18,
-  19,
-  20,
-  21,
-  22,
-  23,
-  24,
-)
-FETCH = 32
-WAIT, WELCOME, PONG, REFUSED, GONE, END, REPORT = 65, 66, 69, 70, 71, 72, 73
-ACK, SAMPLES, SIGNATURE, ANSWER = 80, 81, 82, 83
-NEWEST, PIECE = 96, 97
+SERVICE = 'podrace replay'
+# Of a client; requests begin with a number, which their ANSWER has.
+TABLE = packed(16, 'TABLE', int, str, dict)  # name, settings
+DECLARE = packed(17, 'DECLARE', dict)
+INSERT = packed(
+  18, 'INSERT', int, arrays=6
+)  # number; chunks, items, parts, chunks' numbers, released, bytes
+SAMPLE = packed(19, 'SAMPLE', int, str, int, int, bool, float, int)
+CANCEL = packed(20, 'CANCEL', int)
+UPDATE = packed(21, 'UPDATE', int, str, arrays=2)  # table; keys, priorities
+DELETE = packed(22, 'DELETE', int, str, arrays=1)  # table; keys
+INFO = packed(23, 'INFO', int, str)
+SAVE = packed(24, 'SAVE', int)
+# Of the service.
+ACK = packed(
+  80, 'ACK', int, str, arrays=3
+)  # INSERT, why; items that are in, that wait, that are refused
+SAMPLES = packed(
+  81, 'SAMPLES', int, int, str, int, arrays=5
+)  # SAMPLE, signature, why, size of the table
+SIGNATURE = packed(82, 'SIGNATURE', int, list)
+ANSWER = packed(83, 'ANSWER', int, bool, object)
+OF_CLIENTS = session.of_clients(TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE)
+OF_SERVICES = session.of_listeners(ACK, SAMPLES, SIGNATURE, ANSWER)
 
 KEY_BITS = 20  # of a key, below what the writer has drawn
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
@@ -86,14 +91,6 @@ def records(frame: Any, dtype: Any) -> np.ndarray:
   if len(frame) % dtype.itemsize:
     raise WireError(f'a frame of {len(frame)} bytes, expected records of {dtype.itemsize}')
   return np.frombuffer(frame, dtype)
-
-
-def check_frames(frames: Sequence[Any], count: int, crc: int) -> None:
-  """Refuses frames that are not so many, or not those that were sent."""
-  if len(frames) != count:
-    raise WireError(f'{len(frames)} frames after the header, expected {count}')
-  if (came := checksum(frames)) != crc:
-    raise WireError(f'frames with the checksum {came:08x}, the header says {crc:08x}')
 
 
 # --- signatures -------------------------------------------------------------------------------------
