@@ -43,6 +43,7 @@ if TYPE_CHECKING:
   from podrace.discovery.config import Discovery
   from podrace.distributed.handshake import Addresses
   from podrace.net.listener import Listen
+  from podrace.remote.server import Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say

@@ -44,7 +44,7 @@ from common import RESULTS, ROOT, origin, record
 from proxy import Proxy
 
 from podrace import tables
-from podrace.remote.top import Asker
+from podrace.net.top import Asker
 from podrace.service import wire
 from podrace.tables import checkpoint
 from podrace.tables.chunks import ChunkStore, gather

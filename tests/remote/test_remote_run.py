@@ -193,7 +193,7 @@ def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (client,) = json.loads(capfd.readouterr().out)['clients']
     assert client['name'].endswith(f':{envs.process.pid}') and client['acting'] == 4
     assert client['frames'] >= 200 and client['answer_ms'][1] > 0 and client['last_seen_s'] < 5
-    from podrace.remote.top import Asker, table
+    from podrace.net.top import Asker, table
 
     asker = Asker(one.address, None, False)
     report = asker.ask()
