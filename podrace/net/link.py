@@ -357,7 +357,7 @@ class Link:
       self.changed.notify_all()
     if self._last_reason:
       log.info('%s at %s is back', self._what, self.address)
-    self._waits, self._last_reason = 0, ''
+    self._waits, self._last_reason, self.why = 0, '', NOTHING_KNOWN
 
   def _wait(self, reason: str) -> None:
     self.why, self._told_to_wait = plain(reason), True

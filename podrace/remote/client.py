@@ -300,7 +300,7 @@ class Client:
 
   def lost(self, reason: str) -> None:
     if self._groups and not self._link.closed:
-      log.warning('%s; environments begin anew', reason)
+      log.warning('environments begin anew when it is back')
     self._end_groups(self._options.deadline)
 
   def ended(self, complete: bool, reason: str) -> bool:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 RESTARTS = 1000  # of an environment between two timesteps, at most; what says more is no count
 SAMPLES = 1024  # of latencies, for each client
+STEPPING = 'asked', 'come', 'thinking'  # states of groups that have slots
 ENDED = 0x100  # of a record's flags: `ended`
 
 

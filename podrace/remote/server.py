@@ -33,7 +33,7 @@ from podrace.net.listener import Listen, Listener, Peer
 from podrace.net.session import GUEST_BYTES
 from podrace.net.text import STRING, plain
 from podrace.remote import wire
-from podrace.remote.groups import Client, Group, Item, within_episodes
+from podrace.remote.groups import STEPPING, Client, Group, Item, within_episodes
 from podrace.remote.pool import RemotePool
 from podrace.remote.wire import WireError
 from podrace.types import Arrival, TimeStep
@@ -484,7 +484,7 @@ class Server:
     """That there are no environments, when it begins and every minute; and when it ends."""
     if not self._pools:
       return
-    if any(group.state in ('asked', 'thinking') for group in self._groups()):
+    if any(group.state in STEPPING for group in self._groups()):
       if self._lonely_since is not None:
         self.log('environments are here, going on', always=True)
       self._lonely_since = None
@@ -534,7 +534,7 @@ def _described(peer: Peer, now: float) -> dict[str, Any]:
     'name': peer.name,
     'env': client.env,
     'environments': client.environments,
-    'acting': sum(g.size for g in client.groups.values() if g.state in ('asked', 'thinking')),
+    'acting': sum(g.size for g in client.groups.values() if g.state in STEPPING),
     'frames': client.frames,
     'seconds': round(now - peer.since, 3),
     'answer_ms': list(client.answering.milliseconds()),
