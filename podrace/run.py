@@ -98,8 +98,10 @@ def train(
 
   def opening(say: Callable[[str], None]) -> None:
     if addresses is not None:
+      from podrace.net.address import reachable
+
       say(
-        f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
+        f'parameters for `podrace act` are at {reachable(addresses.parameters)}; its experience comes from '
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
 

@@ -43,6 +43,12 @@ def is_local(address: str) -> bool:
     return False
 
 
+def reachable(address: str) -> str:
+  """As others can use it: one that is open to all machines is told with this one's name."""
+  host, port = host_and_port(address)
+  return f'tcp://{sockets.gethostname()}:{port}' if host in ('*', '0.0.0.0', '[::]') else address
+
+
 def check_address(
   address: str, keys: Path | None, insecure: bool, flag: str, listens: bool = False
 ) -> None:

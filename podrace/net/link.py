@@ -40,6 +40,7 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 NOTHING_KNOWN = 'it has not answered yet'
 NOBODY = 'nobody listens there'
 SAYS_NOTHING = 'the connection stands, and it does not answer'
+NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
 HAS_NO_KEYS = 'somebody listens there without keys, or who is no podrace'
 
 log = logging.getLogger('podrace.net')
@@ -316,7 +317,7 @@ class Link:
     except Ended as e:
       self._lose(self._explained(stream, str(e)))
     except WireError as e:
-      self._lose(f'it sent {e}')
+      self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
 
   def _explained(self, stream: Stream, reason: str) -> str:
     """Why a connection is over that had no session."""

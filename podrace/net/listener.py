@@ -232,9 +232,8 @@ class Listener:
 
   @property
   def reachable(self) -> str:
-    """The address as others can use it: one that is open to all machines is told with this one's name."""
-    host, port = addresses.host_and_port(self.address)
-    return f'tcp://{sockets.gethostname()}:{port}' if host in ('0.0.0.0', '[::]') else self.address
+    """The address as others can use it."""
+    return addresses.reachable(self.address)
 
   def wake(self) -> None:
     """Has the thread that has the network look around; from any other."""

@@ -170,3 +170,4 @@ class RemotePool:
     self.kill()
     with contextlib.suppress(RuntimeError):  # which is why it ends
       self._server.call(self._server.unpool, self)
+    self._server.pass_on()

@@ -199,6 +199,7 @@ class Server:
     while not self._stop.wait(CARE):
       with contextlib.suppress(RuntimeError):  # which is told already, and to the actor threads
         self.turn(0.0)
+      self.pass_on()  # who found the network taken waits to be given it
     self.wake()
     with self._lead:
       if self.failure is None:

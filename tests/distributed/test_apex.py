@@ -407,7 +407,7 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
     publisher = self._publisher
     assert publisher is not None
     if not looks:
-      publisher.call(fail)
+      publisher.listener.call(fail)
     if publisher.failure:
       looks += 1
       assert looks < 3, 'it waits on'
@@ -710,7 +710,7 @@ def test_who_waits_for_acting_processes_says_so_now_and_then(
   learner._addresses = handshake.Addresses(('unix:/a',), 'tcp://127.0.0.1:*')
   acting = 0
   learner._publisher = SimpleNamespace(
-    clients=lambda role: acting * (role == parameters.ACTING), address='tcp://127.0.0.1:7'
+    clients=lambda role: acting * (role == parameters.ACTING), reachable='tcp://127.0.0.1:7'
   )
   now = 100.0
   monkeypatch.setattr(distributed_learner.time, 'monotonic', lambda: now)

@@ -180,6 +180,28 @@ def test_a_service_that_lies_is_left_and_tried_again(lie: str) -> None:
   end.close()
 
 
+@pytest.mark.parametrize(
+  'greeting',
+  [
+    b'HTTP/1.1 400 Bad Request\r\n\r\n',
+    b'SSH-2.0-OpenSSH_9.6\r\n',
+    b'\xff' + bytes(8) + b'\x7f\x03\x00NULL',
+  ],
+  ids=['a web server', 'ssh', 'podrace of version 1'],
+)
+def test_another_program_at_the_port_is_said_to_be_one(
+  greeting: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+  end = bare.Accepting(session.of_clients())
+  link = to(end.address)
+  with end.accept() as one:
+    one.send(greeting)
+    until(lambda: 'somebody listens there who is no podrace' in link.why)
+    assert 'it sent a frame of' in link.why and link.session is None and not link.failed
+  link.close()
+  end.close()
+
+
 def test_a_failure_of_its_handler_is_raised_at_its_owner() -> None:
   class Failing(Client):
     def joined(self, told: Any) -> None:

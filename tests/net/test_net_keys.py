@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket as sockets
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import bare
 import pytest
 from children import until
 
+from podrace.net import address as addresses
 from podrace.net import keys, session
 from podrace.net.address import check_address, is_local, listen
 from podrace.net.keys import SecurityError
@@ -199,6 +201,14 @@ def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
   with pytest.raises(SecurityError, match='a file that is no socket'):
     listen(f'unix:{path}')
   assert path.read_text() == 'mine'
+
+
+def test_others_are_told_an_address_that_they_can_use() -> None:
+  here = sockets.gethostname()
+  for open_to_all in ('0.0.0.0', '*', '[::]'):
+    assert addresses.reachable(f'tcp://{open_to_all}:5555') == f'tcp://{here}:5555'
+  for one in ('tcp://10.0.0.1:5555', 'tcp://[::1]:5555', 'tcp://learner:1', 'unix:/a/b'):
+    assert addresses.reachable(one) == one
 
 
 def test_what_a_listener_that_died_has_left_is_replaced(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from podrace.net import listener, session
 from podrace.net.frame import PREFIX
 from podrace.net.text import label
 from podrace.net.top import Asker, table
+from podrace.remote import pool as remote_pool
 from podrace.remote import server, wire
 from podrace.remote.groups import Client, Latencies
 from podrace.types import FIRST, LAST, MID
@@ -470,6 +471,40 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
       other.step(2, 0, FIRST)
       other.act(2, 0)
     assert learner.arrivals[-1][1].run_id.tolist() == [1, 1]
+
+
+def test_a_thread_that_found_the_network_taken_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+  """It does not wait until the server's own thread looks around again."""
+  taken, give_back = threading.Event(), threading.Event()
+  turns: list[bool] = []
+  monkeypatch.setattr(remote_pool, 'IDLE', 1000.0)
+  with Learner(act=False, slots=2) as learner:
+    turn, as_pool = learner.server.listener.turn, learner.server.turn
+
+    def slow(seconds: float) -> None:
+      if threading.current_thread().name == 'remote' and not give_back.is_set():
+        taken.set()
+        assert give_back.wait(20)
+        monkeypatch.setattr(server, 'CARE', 1000.0)
+      turn(seconds)
+
+    def watched(seconds: float) -> bool:
+      turns.append(as_pool(seconds))
+      return turns[-1]
+
+    monkeypatch.setattr(learner.server.listener, 'turn', slow)
+    assert taken.wait(20)
+    monkeypatch.setattr(learner.server, 'turn', watched)
+    pool = learner.pools[0]
+    thread = threading.Thread(target=pool.recv)
+    thread.start()
+    until(lambda: turns == [False])
+    give_back.set()
+    with Raw(learner.address) as raw:
+      raw.join_as()
+    pool.kill()
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 # --- what must not be learned from ------------------------------------------------------------------
