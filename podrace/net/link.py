@@ -20,7 +20,7 @@ from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Buffer, Kind, WireError, split
-from podrace.net.stream import SCRATCH_BYTES, Ended, Full, Stream, no_delay, why
+from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
 
@@ -140,7 +140,7 @@ class Link:
     self._wake = session.Wake()
     self._selector = selectors.DefaultSelector()
     self._selector.register(self._wake.fileno(), READ)
-    self._scratch = bytearray(SCRATCH_BYTES)
+    self._scratch = new_scratch()
     self._told_to_wait = False
     self._waits, self._alone_since = 0, time.monotonic()
     self._said, self._last_reason = 0.0, ''
@@ -270,8 +270,10 @@ class Link:
       self.why = NOBODY if isinstance(e, (ConnectionRefusedError, FileNotFoundError)) else why(e)
       return
     h = self.handler
-    self._stream = Stream(socket, h.kinds, self._message, h.memory, LARGEST, BACKLOG, self._scratch)
-    self._wants = WRITE if self._stream.secure else READ
+    self._stream = Stream(
+      socket, h.kinds, self._message, h.memory, LARGEST, BACKLOG, self._scratch, self._context
+    )
+    self._wants = READ if self._stream.shaken else WRITE
     self._selector.register(socket, self._wants, self._stream)
     if self.why in (NOTHING_KNOWN, NOBODY):  # else it is known better
       self.why = SAYS_NOTHING
@@ -281,9 +283,7 @@ class Link:
   def _socket(self) -> sockets.socket:
     socket = addresses.connect(self.address, CONNECT_SECONDS)
     no_delay(socket)
-    if self._context is None:
-      return socket
-    return self._context.wrap_socket(socket, do_handshake_on_connect=False)
+    return socket
 
   def _sleep(self, seconds: float) -> bool:
     """Lets time pass; whether the link is to end."""
@@ -306,12 +306,10 @@ class Link:
         self._select(WRITE if wants == 'write' else READ)
         if not wants:
           self._hello()
-        return
+        events = READ if stream.pending() else 0
       if events & READ:
         self._heard = time.monotonic()
         stream.receive()
-        while stream.pending():
-          stream.receive()
       if events & WRITE and not stream.closed and stream.flush():
         self._select(READ)
     except Ended as e:
@@ -321,7 +319,7 @@ class Link:
 
   def _explained(self, stream: Stream, reason: str) -> str:
     """Why a connection is over that had no session."""
-    if self.session is not None or not stream.secure or stream.shaken:
+    if self.session is not None or stream.shaken:
       return reason
     return f'{HAS_NO_KEYS}, or with other keys ({reason})'
 
@@ -446,7 +444,7 @@ class Link:
         time.sleep(0.001)
       stream.end_writing()
       # A connection that is closed with something unread is reset, and the last word with it.
-      while time.monotonic() < until and sockets.socket.recv(stream.socket, 65536):
+      while time.monotonic() < until and stream.socket.recv(65536):
         pass
     except (Ended, Full, OSError):
       pass

@@ -28,7 +28,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.net.lines import Lines, Say
-from podrace.net.stream import SCRATCH_BYTES, Ended, Full, Stream, no_delay, why
+from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
 from podrace.net.text import label, plain, plain_reasons
 from podrace.version import __version__
 from podrace.worker import Worker
@@ -189,7 +189,7 @@ class Listener:
     if listen.keys is not None:
       self._context = net_keys.server_context(listen.keys)
       self._allowed = net_keys.Allowed(listen.keys / net_keys.ALLOWED)
-    self._scratch = bytearray(SCRATCH_BYTES)
+    self._scratch = new_scratch()
     self._selector: selectors.BaseSelector | None = None
     self._wake: session.Wake | None = None
     self._calls: collections.deque[Callable[[], None]] = collections.deque()
@@ -331,15 +331,13 @@ class Listener:
         socket.close()
         return
       no_delay(socket)
-      if self._context is not None:
-        socket = self._context.wrap_socket(socket, server_side=True, do_handshake_on_connect=False)
     except (OSError, ValueError):
       socket.close()
       return
     h = self.handler
     peer.stream = Stream(
       socket, h.kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer), session.GUEST_BYTES,
-      GUEST_BACKLOG, self._scratch,
+      GUEST_BACKLOG, self._scratch, self._context, True,
     )  # fmt: skip
     assert self._selector is not None
     self._selector.register(socket, READ, peer)
@@ -359,12 +357,12 @@ class Listener:
         return
       if not stream.shaken:
         self._shake(peer)
-        return
+        events = (
+          READ if stream.pending() and not peer.ending else 0
+        )  # said with the last of the handshake
       if events & READ:
         peer.last_seen = time.monotonic()
         stream.receive()
-        while stream.pending():
-          stream.receive()
       if events & WRITE and not stream.closed and stream.flush():
         self._written(peer)
     except Ended as e:
@@ -388,8 +386,8 @@ class Listener:
     self._writes(peer, wants == 'write')
     if wants or self._allowed is None:
       return
-    certificate = peer.stream.socket.getpeercert(binary_form=True)  # type: ignore[attr-defined]
-    peer.key = net_keys.fingerprint_of(certificate or b'')
+    assert peer.stream.tls is not None
+    peer.key = net_keys.fingerprint_of(peer.stream.tls.certificate())
     self._allowed.refresh()
     if peer.key not in self._allowed:
       self.counts['turned away'] += 1
@@ -415,7 +413,7 @@ class Listener:
   def _discard(self, peer: Peer) -> None:
     """Reads nothing more of a connection that ends, but waits for the other end to read what it was told."""
     try:
-      if not sockets.socket.recv(peer.stream.socket, 65536):
+      if not peer.stream.socket.recv(65536):
         raise Ended('it ended')
     except BlockingIOError:
       return

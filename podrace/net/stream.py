@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, short
+from podrace.net.tls import Tls
 
 SCRATCH_BYTES = 2**18  # of the memory into which small frames are read
 DIRECT = 2**16  # bytes of a frame, from which on its arrays are read straight into their memory
 AT_ONCE = 64  # buffers that one call hands to the kernel
-RECORD = 2**14  # bytes of TLS's records
-READS = 32  # under TLS, one after the other: each is a record at most
 PREFIX_BYTES = PREFIX.size
 
 Message = Callable[[Kind, Sequence[Any], memoryview, Sequence[int]], None]
@@ -37,14 +36,15 @@ class Stream:
   """A connected socket. One thread receives and flushes; any may send.
 
   Args:
-    socket: not blocking; an ssl.SSLSocket, whose handshake `shake` makes, or a plain one.
+    socket: not blocking.
     kinds: of the frames that come in, by number.
     on_message: gets a kind, its fields, its arrays' bytes, which are there until it returns unless `memory` gave
       them, and their sizes.
     memory: gives memory [n] u8 for the arrays of a message; None to leave that to the stream.
     largest: bytes of a frame that comes in, at most.
     most_out: frames that wait to be sent, at most.
-    scratch: memory of SCRATCH_BYTES, which streams of one thread may share.
+    scratch: of `new_scratch`, which streams of one thread may share.
+    context, server: for TLS, whose handshake `shake` makes; None for none.
 
   Attributes:
     closed: this end has closed it.
@@ -60,18 +60,20 @@ class Stream:
     largest: int,
     most_out: int,
     scratch: bytearray,
+    context: ssl.SSLContext | None = None,
+    server: bool = False,
   ) -> None:
     self.socket, self.kinds, self.on_message, self.memory = socket, kinds, on_message, memory
     self.largest, self.most_out = largest, most_out
-    self.secure = isinstance(socket, ssl.SSLSocket)
     self.closed = False
-    self.shaken = not self.secure
-    self._scratch = memoryview(scratch)
+    self._scratch, more = memoryview(scratch)[:SCRATCH_BYTES], memoryview(scratch)[SCRATCH_BYTES:]
+    self.tls = None if context is None else Tls(socket, context, server, more)
+    self.shaken = self.tls is None
     self._partial = b''
     self._into: memoryview | None = None  # what is being read straight into its memory
     self._at = 0
-    self._direct: tuple[Kind, Any] | None = None  # its kind and fields, if they are known already
-    self._word = 0  # of its prefix
+    self._kind_of, self._head = next(iter(kinds.values())), 0  # its kind, and bytes of its header
+    self._direct: Any = None  # its fields and sizes, if they are known already
     self._out: collections.deque[memoryview] = collections.deque()
     self._frames: collections.deque[int] = collections.deque()  # buffers of each frame that waits
     self._lock = threading.Lock()  # of what is to be sent; under TLS of the socket as well
@@ -85,16 +87,14 @@ class Stream:
     Raises:
       Ended: if it has failed.
     """
+    assert self.tls is not None
     try:
-      self.socket.do_handshake()  # type: ignore[attr-defined]
-    except ssl.SSLWantReadError:
-      return 'read'
-    except ssl.SSLWantWriteError:
-      return 'write'
+      with self._lock:
+        wants = self.tls.shake()
     except (OSError, ValueError) as e:
       raise Ended(why(e)) from e
-    self.shaken = True
-    return ''
+    self.shaken = not wants
+    return wants
 
   # --- in ----------------------------------------------------------------------------------------
 
@@ -105,18 +105,13 @@ class Stream:
       Ended: if the other end has closed it, or it was cut.
       WireError: if a frame isn't one.
     """
-    if not self.secure:
-      self._receive()
-      return
-    for _ in range(READS):  # the kernel tells of what has not been read; to try in vain takes long
-      if not self._receive() or self.closed:
-        return
-      if self._into is None and not self._partial and not self.pending():
-        return
+    self._receive()
+    while self.pending() and self._receive():
+      pass
 
   def pending(self) -> bool:
     """Whether there is more to read of which the kernel knows nothing."""
-    return self.secure and not self.closed and bool(self.socket.pending())  # type: ignore[attr-defined]
+    return self.tls is not None and not self.closed and self.tls.pending
 
   def _receive(self) -> bool:
     """Reads once; whether something was there."""
@@ -141,12 +136,12 @@ class Stream:
   def _read(self, into: memoryview) -> int:
     """How many bytes were read, 0 if there are none yet."""
     try:
-      if self.secure:
-        with self._lock:
-          n = self.socket.recv_into(into)
-      else:
+      if self.tls is None:
         n = self.socket.recv_into(into)
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+      else:
+        with self._lock:
+          n = self.tls.recv_into(into)
+    except BlockingIOError:
       return 0
     except (OSError, ValueError) as e:
       raise Ended(why(e)) from e
@@ -160,16 +155,16 @@ class Stream:
     while end - at >= PREFIX_BYTES:
       size, word = PREFIX.unpack_from(scratch, at)
       start = at + PREFIX_BYTES
-      head = word >> 8
+      kind, head = self._kind(word), word >> 8  # whoever speaks something else is told at once
       if size > self.largest or head > size:
         raise WireError(f'a frame of {size} bytes with a header of {head}, at most {self.largest}')
       if end - start >= size:
         at = start + size
-        self._whole(word, scratch[start:at])
+        self._whole(kind, head, scratch[start:at])
         if self.closed:
           return end
       elif size >= DIRECT:
-        self._begin(size, word, start, end)
+        self._begin(size, kind, head, start, end)
         return end
       else:
         break
@@ -181,9 +176,8 @@ class Stream:
       raise WireError(f'a frame of kind {word & 0xFF}, which is not sent to this end')
     return kind
 
-  def _whole(self, word: int, payload: memoryview) -> None:
+  def _whole(self, kind: Kind, head: int, payload: memoryview) -> None:
     """Deals with a frame, which is not in memory of its own."""
-    kind, head = self._kind(word), word >> 8
     body = payload[head:]
     fields, sizes = kind.header(payload[:head], len(body))
     if kind.arrays:
@@ -194,20 +188,19 @@ class Stream:
         body = into
     self.on_message(kind, fields, body, sizes)
 
-  def _begin(self, size: int, word: int, start: int, end: int) -> None:
+  def _begin(self, size: int, kind: Kind, head: int, start: int, end: int) -> None:
     """Begins with a large frame, of which some bytes have come already."""
-    head, have = word >> 8, end - start
-    self._word = word
-    if have < head or not self._kind(word).arrays:  # all of it, and then its header
+    self._kind_of, self._head = kind, head
+    if end - start < head or not kind.arrays:  # all of it, and then its header
       self._direct, begun = None, start
       self._into = np.empty(size, np.uint8).data
     else:
-      kind, begun = self._kind(word), start + head
+      begun = start + head
       fields, sizes = kind.header(self._scratch[start:begun], size - head)
       into = self.memory(kind, fields, size - head)
       # Memory that is not touched takes none: a frame of which nothing more comes costs nothing.
       self._into = np.empty(size - head, np.uint8).data if into is None else memoryview(into)
-      self._direct = kind, (fields, sizes)
+      self._direct = fields, sizes
     self._at = end - begun
     self._into[: self._at] = self._scratch[begun:end]
 
@@ -216,17 +209,17 @@ class Stream:
     body, self._into = self._into, None
     assert body is not None
     if self._direct is None:
-      self._whole(self._word, body)
+      self._whole(self._kind_of, self._head, body)
       return
-    (kind, (fields, sizes)), self._direct = self._direct, None
-    self.on_message(kind, fields, body, sizes)
+    (fields, sizes), self._direct = self._direct, None
+    self.on_message(self._kind_of, fields, body, sizes)
 
   # --- out ---------------------------------------------------------------------------------------
 
   @property
   def waiting(self) -> bool:
     """Whether there is something to flush."""
-    return bool(self._out)
+    return bool(self._out) or (self.tls is not None and self.tls.waiting)
 
   def send(self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = ()) -> bool:
     """Sends a message, now or when there is room: whoever owns its arrays must leave them as they are.
@@ -250,7 +243,7 @@ class Stream:
       total = sum(map(len, buffers))
       sent = self._write(buffers)
       if sent == total:
-        return True
+        return self.tls is None or not self.tls.waiting
       self._queue(buffers, sent)
       return False
 
@@ -274,7 +267,9 @@ class Stream:
     """
     with self._lock:
       out = self._out
-      while out and not self.closed:
+      while not self.closed:
+        if not out:
+          return self.tls is None or (self._write([]) == 0 and not self.tls.waiting)
         sent = self._write([out[i] for i in range(min(len(out), AT_ONCE))])
         if not sent:
           return False
@@ -285,45 +280,16 @@ class Stream:
             self._frames.popleft()
         if sent:
           out[0] = out[0][sent:]
-      return not out
+      return True
 
   def _write(self, buffers: Sequence[Buffer]) -> int:
     """How many bytes the kernel took."""
     try:
-      if not self.secure:
-        return self.socket.sendmsg(buffers)
-      return self._write_secure(buffers)
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+      return self.socket.sendmsg(buffers) if self.tls is None else self.tls.send(buffers)
+    except BlockingIOError:
       return 0
     except (OSError, ValueError) as e:
       raise Ended(why(e)) from e
-
-  def _write_secure(self, buffers: Sequence[Buffer]) -> int:
-    """TLS has no call for several buffers: small ones are joined, so that they are one record."""
-    sent = 0
-    joined = bytearray()
-    pieces: list[Any] = []
-    for x in buffers:
-      view = memoryview(x)
-      if view.nbytes and len(joined) + view.nbytes <= RECORD:
-        joined += view
-        continue
-      if joined:
-        pieces.append(bytes(joined))
-        joined = bytearray()
-      if view.nbytes:
-        pieces.append(view)
-    if joined:
-      pieces.append(bytes(joined))
-    try:
-      for piece in pieces:
-        view, at = memoryview(piece), 0
-        while at < view.nbytes:
-          n = self.socket.send(view[at:])
-          at, sent = at + n, sent + n
-    except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
-      pass
-    return sent
 
   def close(self) -> None:
     """At once; what waits is not sent."""
@@ -337,7 +303,7 @@ class Stream:
   def say_plain(self, kind: Kind, *fields: Any) -> None:
     """A message without TLS, to one that does not speak it; it goes at once, or not at all."""
     with self._lock, contextlib.suppress(OSError, ValueError):
-      sockets.socket.send(self.socket, b''.join(kind.pack(fields)))
+      self.socket.send(b''.join(kind.pack(fields)))
 
   def end_writing(self) -> None:
     """Tells the other end that nothing more comes."""
@@ -352,6 +318,11 @@ def why(error: BaseException) -> str:
   if isinstance(error, ssl.SSLError):
     return f'TLS failed ({error.reason or short(error)})'
   return getattr(error, 'strerror', None) or str(error) or type(error).__name__
+
+
+def new_scratch() -> bytearray:
+  """Memory for what streams of one thread read."""
+  return bytearray(2 * SCRATCH_BYTES)  # the second half for TLS
 
 
 def no_delay(socket: sockets.socket) -> None:

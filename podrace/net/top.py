@@ -15,7 +15,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Kind, WireError
 from podrace.net.link import LARGEST, NOBODY, NOTHING_KNOWN, SAYS_NOTHING
-from podrace.net.stream import SCRATCH_BYTES, Ended, Full, Stream, no_delay, why
+from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
 from podrace.net.text import plain
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
@@ -60,19 +60,18 @@ class Asker:
   def _ask(self, end: float) -> None:
     if self._stream is None:
       socket = addresses.connect(self._address, ANSWER_SECONDS)
-      if self._context is not None:
-        socket.settimeout(ANSWER_SECONDS)
-        socket = self._context.wrap_socket(socket)
       no_delay(socket)
       nothing = lambda *args: None  # noqa: E731
-      scratch = bytearray(SCRATCH_BYTES)
-      self._stream = Stream(socket, KINDS, self._hear, nothing, LARGEST, 8, scratch)
-      self._stream.shaken = True
+      self._stream = Stream(
+        socket, KINDS, self._hear, nothing, LARGEST, 8, new_scratch(), self._context
+      )
       self._why = SAYS_NOTHING
     stream = self._stream
-    stream.send(session.ASK)
     with selectors.DefaultSelector() as selector:
       selector.register(stream, selectors.EVENT_READ)
+      while not stream.shaken and stream.shake() and (left := end - time.monotonic()) > 0:
+        selector.select(min(left, 0.05))
+      stream.send(session.ASK)
       while self._report is None and (left := end - time.monotonic()) > 0:
         if stream.pending() or selector.select(left if stream.flush() else 0.01):
           stream.receive()

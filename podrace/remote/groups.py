@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 RESTARTS = 1000  # of an environment between two timesteps, at most; what says more is no count
 SAMPLES = 1024  # of latencies, for each client
 STEPPING = 'asked', 'come', 'thinking'  # states of groups that have slots
+ONE = 0x3F800000  # the bits of 1.0
 ENDED = 0x100  # of a record's flags: `ended`
 
 
@@ -78,6 +79,9 @@ class Group:
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
     self.over = True  # some of them are LAST
     self.mids = np.full(size, MID, np.uint32)
+    self.within: np.ndarray = np.full(
+      (size, 3), (0, ONE, MID), np.uint32
+    )  # life, discount, flags within an episode
     self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
     self._buffers: list[np.ndarray] = []
 
@@ -115,6 +119,7 @@ class Group:
       if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
         raise WireError('an episode that begins without its first timestep, or within another')
     self.life, self.kind, self.over = life.copy(), kind, bool(kind.max() == LAST)
+    self.within[:, 0] = life
     return restarts
 
 
@@ -129,10 +134,11 @@ class Item(NamedTuple):
 def within_episodes(items: list[Item], records: wire.Records) -> list[bool]:
   """Of each whether nothing begins, ends or was restarted in it, as is so most of the time."""
   groups = [item.group for item in items]
-  lives = np.concatenate([g.life for g in groups])
-  as_before = (records.flags == MID) & (records.numbers[:, 1] == 1) & (records.life == lives)
-  if as_before.all():
-    return [not g.over for g in groups]
+  one = len(groups) == 1
+  expected = groups[0].within if one else np.concatenate([g.within for g in groups])
+  as_before = records.words[:, ::2] == expected
+  if one or as_before.all():
+    return [not g.over and (not one or bool(as_before.all())) for g in groups]
   starts = np.cumsum([0, *(g.size for g in groups[:-1])])
-  each = np.logical_and.reduceat(as_before, starts)
+  each = np.logical_and.reduceat(as_before.all(1), starts)
   return [bool(x) and not g.over for x, g in zip(each, groups, strict=True)]

@@ -88,14 +88,17 @@ class RemotePool:
     """
     end = time.monotonic() + IDLE
     self.waiting = True  # before the network is asked for: who gives it back looks at it after
+    items = None
     if self._ready:  # what the last batch had no room for has waited, and more may have come since
       self._server.turn(0.0)
-    while (items := self._taken(end)) is None:
+      items = self._taken(end)
+    while items is None:
       if not self._server.turn(self._left(end)):  # another thread has it, and feeds this pool
         with self._changed:
           if not self._nudged and (left := self._left(end)) > 0:
             self._changed.wait(left)
           self._nudged = False
+      items = self._taken(end)
     self.waiting = False
     self._server.pass_on()
     return self._arrival(items)
@@ -104,16 +107,16 @@ class RemotePool:
     """Seconds that there is something to wait for."""
     if self._closed or (self._ready and self._count >= min(self.batch_size, self._asked)):
       return 0.0
-    with contextlib.suppress(IndexError):  # none is ready
-      end = self._ready[0].at + self._server.max_wait
-    return end - time.monotonic()
+    ready = self._ready  # of which this thread alone takes
+    return (ready[0].at + self._server.max_wait if ready else end) - time.monotonic()
 
   def _taken(self, end: float) -> list[Item] | None:
     """What is acted on next; None as long as there is something to wait for."""
     with self._changed:
       if self._left(end) > 0:
         return None
-      count = groups_at_once((item.group.size for item in self._ready), self.batch_size)
+      sizes = [item.group.size for item in self._ready]
+      count = groups_at_once(sizes, self.batch_size) if len(sizes) > 1 else len(sizes)
       items = [self._ready.popleft() for _ in range(count)]
       total = sum(item.group.size for item in items)
       self._count -= total
@@ -141,13 +144,9 @@ class RemotePool:
     layout = self._server.layout
     records, arrays = layout.records(steps), layout.observations(steps, self._buffers)
     observation = tree(self._server.observation_space, iter(arrays))
-    timestep = TimeStep(
-      observation,
-      records.numbers[:, 0].copy(),  # type: ignore[arg-type]
-      records.numbers[:, 1].copy(),  # type: ignore[arg-type]
-      records.kind.astype(np.int8),  # type: ignore[arg-type]
-    )
-    return Arrival(ids, timestep, records.numbers[:, 2].copy(), records.flags > 0xFF, run_id)
+    reward, discount, score = records.numbers.T.copy()
+    timestep = TimeStep(observation, reward, discount, records.kind.astype(np.int8))  # type: ignore[arg-type]
+    return Arrival(ids, timestep, score, records.flags > 0xFF, run_id)
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
     """Actions for all that the last `recv` returned, in its order."""

@@ -119,13 +119,30 @@ def _joined(frames: Sequence[Buffer], buffer: np.ndarray | None = None) -> Buffe
 class Records:
   """Groups' records, as they came; columns of words are faster than fields of records."""
 
-  __slots__ = ('flags', 'kind', 'life', 'numbers', 'words')
+  __slots__ = ('words',)
 
   def __init__(self, words: np.ndarray) -> None:
     self.words = words  # [n, 5] u32
-    self.life, self.flags = words[:, 0], words[:, 4]  # [n]
-    self.kind = self.flags & 0xFF  # [n] the step types
-    self.numbers = words[:, 1:4].view('<f4')  # [n, 3] reward, discount, score
+
+  @property
+  def life(self) -> np.ndarray:
+    """[n] u32."""
+    return self.words[:, 0]
+
+  @property
+  def flags(self) -> np.ndarray:
+    """[n] u32: the step type, and from the ninth bit on whether a game is over."""
+    return self.words[:, 4]
+
+  @property
+  def kind(self) -> np.ndarray:
+    """[n] u32, the step types."""
+    return self.flags & 0xFF
+
+  @property
+  def numbers(self) -> np.ndarray:
+    """[n, 3] f32: reward, discount, score."""
+    return self.words[:, 1:4].view('<f4')
 
 
 class Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket as sockets
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -21,7 +22,8 @@ from podrace.net.frame import (
   split,
   unpack,
 )
-from podrace.net.stream import DIRECT, SCRATCH_BYTES, Ended, Full, Stream, no_delay
+from podrace.net.keys import client_context, new_keys, server_context
+from podrace.net.stream import DIRECT, SCRATCH_BYTES, Ended, Full, Stream, new_scratch, no_delay
 
 SHORT = packed(7, 'SHORT', int, str)
 ONE = packed(8, 'ONE', object, arrays=1)
@@ -30,20 +32,36 @@ THREE = packed(10, 'THREE', int, arrays=3)
 KINDS = numbered(SHORT, ONE, FIXED, THREE)
 
 
+@pytest.fixture(scope='module', params=['plain', 'TLS'])
+def keys(request: Any, tmp_path_factory: Any) -> Path | None:
+  if request.param == 'plain':
+    return None
+  directory = tmp_path_factory.mktemp('keys') / 'keys'
+  new_keys(directory)
+  return directory
+
+
 class Pair:
   """Two streams; keeps what comes out at the second."""
 
-  def __init__(self, largest: int = 2**26, most_out: int = 10**6, memory: Any = None) -> None:
+  def __init__(
+    self, largest: int = 2**26, most_out: int = 10**6, memory: Any = None, keys: Path | None = None
+  ) -> None:
     one, two = sockets.socketpair()
     self.heard: list[tuple[str, list[Any], list[bytes]]] = []
     self.got: list[memoryview] = []
     for socket in (one, two):
       no_delay(socket)
     nothing = lambda *args: None  # noqa: E731
-    self.one = Stream(one, KINDS, nothing, nothing, largest, most_out, bytearray(SCRATCH_BYTES))
+    contexts = (client_context(keys), server_context(keys)) if keys else (None, None)
+    self.one = Stream(one, KINDS, nothing, nothing, largest, most_out, new_scratch(), contexts[0])
     self.two = Stream(
-      two, KINDS, self._on, memory or nothing, largest, most_out, bytearray(SCRATCH_BYTES)
+      two, KINDS, self._on, memory or nothing, largest, most_out, new_scratch(), contexts[1], True
     )
+    while not (self.one.shaken and self.two.shaken):
+      for end in (self.one, self.two):
+        if not end.shaken:
+          end.shake()
 
   def _on(self, kind: Any, fields: Any, body: memoryview, sizes: Any) -> None:
     self.got.append(body)
@@ -66,10 +84,10 @@ class Pair:
     self.two.close()
 
 
-def test_messages_of_all_kinds_and_sizes_come_through_in_order() -> None:
+def test_messages_of_all_kinds_and_sizes_come_through_in_order(keys: Path | None) -> None:
   rng = np.random.default_rng(0)
   sent: list[Any] = []
-  with Pair() as pair:
+  with Pair(keys=keys) as pair:
     for size in (0, 1, 100, DIRECT - 1, DIRECT, SCRATCH_BYTES - 30, SCRATCH_BYTES, 3_000_000):
       data = rng.bytes(size)
       for kind, fields, arrays in (
@@ -113,7 +131,7 @@ def test_frames_come_through_however_they_are_cut() -> None:
 
 
 @pytest.mark.parametrize('size', [50, DIRECT + 5, 2_000_000])
-def test_arrays_are_received_where_the_handler_wants_them(size: int) -> None:
+def test_arrays_are_received_where_the_handler_wants_them(size: int, keys: Path | None) -> None:
   mine = np.zeros(size, np.uint8)
   asked = []
 
@@ -122,7 +140,7 @@ def test_arrays_are_received_where_the_handler_wants_them(size: int) -> None:
     return mine
 
   data = np.random.default_rng(0).bytes(size)
-  with Pair(memory=memory) as pair:
+  with Pair(memory=memory, keys=keys) as pair:
     pair.one.send(FIXED, 3, 4, arrays=(data,))
     pair.pump(1)
     assert asked == [(FIXED, [3, 4], size)] and mine.tobytes() == data
@@ -185,8 +203,8 @@ def resident() -> int:
     return int(file.read().split()[1]) * 4096
 
 
-def test_a_peer_that_does_not_read_fills_a_bounded_queue() -> None:
-  with Pair(most_out=10) as pair:
+def test_a_peer_that_does_not_read_fills_a_bounded_queue(keys: Path | None) -> None:
+  with Pair(most_out=10, keys=keys) as pair:
     sent = 0
     with pytest.raises(Full):
       for _ in range(10**4):
@@ -197,8 +215,8 @@ def test_a_peer_that_does_not_read_fills_a_bounded_queue() -> None:
     assert pair.one.send(SHORT, 1, 'again')
 
 
-def test_the_other_end_is_gone() -> None:
-  with Pair() as pair:
+def test_the_other_end_is_gone(keys: Path | None) -> None:
+  with Pair(keys=keys) as pair:
     pair.one.send(SHORT, 1, 'last words')
     pair.one.close()
     pair.two.receive()
