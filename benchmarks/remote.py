@@ -58,6 +58,7 @@ PARTS = ('round-trips', 'network', 'light', 'training', 'local')
 GRPC = ('grpc-threads', 'grpc-asyncio')
 SERVERS = ('podrace', 'podrace-unix', 'podrace-tls', 'echo', *GRPC)  # TCP on loopback, but for one
 WITH_NETWORK = ('podrace-network', 'echo-network', 'grpc-network')
+VOLUME_PER_S = 5e7  # bytes of all clients' messages, for each of which a measurement takes a second
 NETWORK_SIZES = 4  # all environments, a half, a quarter, an eighth: what podrace pads batches to
 
 
@@ -487,7 +488,7 @@ def drive(
   latencies: list[float] = []
   begin = time.perf_counter()
   due = collections.deque((begin + period * i / count, i) for i in range(count))
-  warm = begin + max(min(1.0, seconds / 3), 2 * period)
+  warm = begin + max(seconds / 3, 2 * period)
   end = warm + seconds
   since = last = 0.0
   while (now := time.perf_counter()) < end:
@@ -538,7 +539,7 @@ def ask_grpc(
       grpc.aio.insecure_channel(address, [*OPTIONS, ('grpc.use_local_subchannel_pool', 1)])
       for _ in range(clients)
     ]
-    warm = time.perf_counter() + min(1.0, seconds / 3)
+    warm = time.perf_counter() + seconds / 3
     await asyncio.gather(*(one(c, warm, warm + seconds) for c in channels))
     for c in channels:
       await c.close()
@@ -597,12 +598,23 @@ def all_round_trips(
     for clients in wanted:
       for environments in ENVIRONMENTS:
         found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SERVERS}
+        volume = clients * sum(map(len, payload(environments, observation)))
+        longer = max(
+          seconds, volume / VOLUME_PER_S
+        )  # a few for each client, before and after it is warm
         for _ in range(repeats):
           for kind in SERVERS:
-            found[kind].append(round_trips(kind, clients, environments, observation, seconds))
+            found[kind].append(round_trips(kind, clients, environments, observation, longer))
         row = compare(found)
         rows.append(
-          dict(observation=observation, clients=clients, environments=environments, **row)
+          dict(
+            observation=observation,
+            clients=clients,
+            environments=environments,
+            **row,
+            load_1min=common.machine()['load_1min'],
+            origin=common.origin(),
+          )
         )
         shown = {k: round(v['round_trips_per_s']['median']) for k, v in row['servers'].items()}
         print(
@@ -897,9 +909,10 @@ def main() -> None:
   path = common.RESULTS / 'remote.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   if 'round-trips' in parts:
-    results['round_trips'] = all_round_trips(
-      args.clients, args.repeats, args.seconds, results.get('round_trips', [])
-    )
+    for clients in args.clients:
+      known = results.get('round_trips', [])
+      results['round_trips'] = all_round_trips([clients], args.repeats, args.seconds, known)
+      common.record('remote', results)
   if 'network' in parts:
     for clients in args.clients:  # minutes each: what there is is kept
       known = results.get('network', [])

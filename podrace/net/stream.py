@@ -17,6 +17,7 @@ from podrace.net.tls import Tls
 
 SCRATCH_BYTES = 2**18  # of the memory into which small frames are read
 DIRECT = 2**16  # bytes of a frame, from which on its arrays are read straight into their memory
+AWAITED = 2**18  # bytes of a large frame that are read at once, or more
 AT_ONCE = 64  # buffers that one call hands to the kernel
 PREFIX_BYTES = PREFIX.size
 
@@ -48,7 +49,6 @@ class Stream:
 
   Attributes:
     closed: this end has closed it.
-    stuck_since: when it last took bytes, if some wait; for whoever looks at the clock. 0: none wait.
   """
 
   def __init__(
@@ -73,6 +73,7 @@ class Stream:
     self._into: memoryview | None = None  # what is being read straight into its memory
     self._at = 0
     self._kind_of, self._head = next(iter(kinds.values())), 0  # its kind, and bytes of its header
+    self._awaited = 1  # bytes of which the kernel tells
     self._direct: Any = None  # its fields and sizes, if they are known already
     self._out: collections.deque[memoryview] = collections.deque()
     self._frames: collections.deque[int] = collections.deque()  # buffers of each frame that waits
@@ -121,6 +122,7 @@ class Stream:
       self._at += n
       if self._at == len(self._into):
         self._finish()
+      self._await(0 if self._into is None else len(self._into) - self._at)
       return True
     kept = len(self._partial)
     scratch = self._scratch
@@ -203,6 +205,15 @@ class Stream:
       self._direct = fields, sizes
     self._at = end - begun
     self._into[: self._at] = self._scratch[begun:end]
+    self._await(len(self._into) - self._at)
+
+  def _await(self, left: int) -> None:
+    """Has the kernel wake this end when much of what is left of a frame has come, not for each packet."""
+    some = max(min(left, AWAITED), 1)
+    if some != self._awaited and self.tls is None:  # which may have some of it already
+      self._awaited = some
+      with contextlib.suppress(OSError):
+        self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, some)
 
   def _finish(self) -> None:
     """Deals with a large frame that is whole."""
