@@ -338,6 +338,8 @@ def serve(kind: str, clients: int, environments: int, observation: str) -> None:
 
 def told(latencies: list[float], seconds: float) -> dict[str, float]:
   """Of answers that came within so many seconds, the first and the last of them included."""
+  if len(latencies) < 2:
+    raise RuntimeError(f'{len(latencies)} answers: measure for more --seconds')
   p50, p99 = np.percentile(latencies, [50, 99]) * 1000
   return dict(
     round_trips_per_s=(len(latencies) - 1) / seconds, p50_ms=float(p50), p99_ms=float(p99)
