@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.net.frame import Kind, WireError
+from podrace.net.frame import Kind, WireError, check_fields, short
 from podrace.net.link import Link, Refused
 from podrace.net.session import PING
 from podrace.net.text import plain_lines
@@ -90,6 +90,13 @@ class Asked:
     if not self.good:
       raise ValueError(self.value)
     return self.value
+
+
+def _sizes(told: Any) -> dict[str, int]:
+  """Of tables, as WELCOME and PONG tell them."""
+  if type(told) is not dict or any(type(n) is not int or n < 0 for n in told.values()):
+    raise WireError(f'{short(told)}, expected sizes of tables')
+  return told
 
 
 class Connection:
@@ -220,16 +227,14 @@ class Connection:
     return self._samples_received
 
   def joined(self, told: dict[str, Any]) -> None:
-    try:
-      newest, sizes = int(told['number']), dict(told['sizes'])
-      largest = int(told['largest'])
-      waiting, missing = (
-        set(wire.records(told[name], '<u8').tolist()) for name in ('waiting', 'missing')
-      )
-    except (KeyError, TypeError, ValueError) as e:
-      raise WireError(f'a welcome without {e}') from None
+    expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
+    check_fields('welcome', [told.get(name) for name in expected], tuple(expected.values()))
+    newest, self._largest = told['number'], told['largest']
+    waiting, missing = (
+      set(wire.records(told[name], '<u8').tolist()) for name in ('waiting', 'missing')
+    )
     self._begin()
-    self.sizes, self._largest = sizes, largest
+    self.sizes = _sizes(told.get('sizes'))
     self.released.clear()  # with the session in which they were told
     again, done = deque[Sending](), []
     for number, sending in sorted(self._sent.items()):
@@ -256,11 +261,10 @@ class Connection:
         store.notify()
 
   def pong(self, told: Any) -> None:
-    if not isinstance(told, dict):
-      raise WireError('a pong without sizes')
+    sizes = _sizes(told)
     with self.changed:
-      if told != self.sizes:  # a sample may do better elsewhere
-        self.sizes = told
+      if sizes != self.sizes:  # a sample may do better elsewhere
+        self.sizes = sizes
         self.changed.notify_all()
 
   def turned(self) -> None:

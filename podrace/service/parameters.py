@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from podrace.net import session
-from podrace.net.frame import Kind, WireError, packed
+from podrace.net.frame import Kind, WireError, packed, short
 from podrace.net.link import Link
 from podrace.net.listener import Listen, Listener, Peer, Serving
 from podrace.tables.waiting import Closed
@@ -33,6 +34,7 @@ SERVICE = 'podrace parameters'
 ACTING, REANALYSING = 'act', 'reanalyse'  # roles of clients
 NEWEST = packed(96, 'NEWEST', int, str, list, arrays=1)  # version, SHA-256, leaves; their bytes
 MOST_LEAVES, MOST_BYTES = 4096, 2**32 - 2**21
+_PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')  # numpy's own types; it takes other text for Python
 KEPT = 4  # versions besides the newest two, for clients that are still being sent them
 
 log = logging.getLogger('podrace.service')
@@ -436,14 +438,13 @@ def _shape(shape: Any) -> list[int]:
   return shape
 
 
-def _dtype(name: str) -> np.dtype:
-  """Of its name; those that numpy lacks, such as bfloat16, are ml_dtypes'."""
-  try:
-    dtype = np.dtype(name)
-  except TypeError:
-    import ml_dtypes
+def _dtype(name: Any) -> np.dtype:
+  """Of its name; those that numpy lacks, such as bfloat16, are ml_dtypes'. Raises ValueError or TypeError for no name."""
+  if type(name) is str and _PLAIN.fullmatch(name):
+    return np.dtype(name)
+  import ml_dtypes
 
-    dtype = np.dtype(getattr(ml_dtypes, str(name), None))
-  if dtype.hasobject:
-    raise ValueError(f'{name!r} is not made of numbers')
-  return dtype
+  found = getattr(ml_dtypes, str(name), None)
+  if not (isinstance(found, type) and issubclass(found, np.generic)):
+    raise ValueError(f'{short(name)} is not made of numbers')
+  return np.dtype(found)

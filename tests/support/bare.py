@@ -33,6 +33,10 @@ class Bare:
   def close(self) -> None:
     self.socket.close()
 
+  def end(self) -> None:
+    """Tells the other end that nothing more comes."""
+    self.socket.shutdown(sockets.SHUT_WR)
+
   def say(self, kind: Kind, *fields: Any, arrays: Sequence[Any] = ()) -> None:
     self.send(b''.join(bytes(x) for x in kind.pack(fields, arrays)))
 
