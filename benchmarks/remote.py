@@ -156,7 +156,7 @@ def serve_podrace(
   from podrace.remote.server import Server
 
   n = clients * environments
-  server = Server(Listen(address, keys, peer_timeout=60.0), n, say=lambda level, line: None)
+  server = Server(Listen(address, keys, peer_timeout=600.0), n, say=lambda level, line: None)
   kind = server.spec(spec(observation))
   with server:
     pool: Any = kind.make(PoolArgs(n, n, np.zeros(n, np.uint32), 1, 60.0))

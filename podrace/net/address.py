@@ -44,7 +44,7 @@ def is_local(address: str) -> bool:
 
 
 def reachable(address: str) -> str:
-  """As others can use it: one that is open to all machines is told with this one's name."""
+  """As others can use it: one that is open to all machines is given with this one's name."""
   host, port = host_and_port(address)
   return f'tcp://{sockets.gethostname()}:{port}' if host in ('*', '0.0.0.0', '[::]') else address
 

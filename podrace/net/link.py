@@ -29,7 +29,7 @@ BACKOFF = (
   0.05,
   2.0,
 )  # seconds between attempts, at first and at most; drawn between half of it and all
-HELLO_SECONDS = 1.0  # between attempts to get a session, of a connection that is told to wait
+HELLO_SECONDS = 1.0  # between attempts to get a session, of a connection that must wait
 REMIND = 30.0  # seconds between messages that there is none
 BYE_SECONDS = 1.0  # that the last word has
 BACKLOG = 1024  # frames that the other end has not read
@@ -69,8 +69,8 @@ class Handler(Protocol):
   def hello(self) -> dict[str, Any]:
     """What HELLO tells besides."""
 
-  def joined(self, told: dict[str, Any]) -> None:
-    """A session begins; `told` is what WELCOME has. May raise WireError."""
+  def joined(self, details: dict[str, Any]) -> None:
+    """A session begins; `details` is what WELCOME has. May raise WireError."""
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     """A message of a session. May raise WireError, which ends it."""
@@ -78,7 +78,7 @@ class Handler(Protocol):
   def ping(self) -> Any:
     """What PING tells."""
 
-  def pong(self, told: Any) -> None:
+  def pong(self, details: Any) -> None:
     """What PONG tells. May raise WireError."""
 
   def turned(self) -> None:
@@ -141,7 +141,7 @@ class Link:
     self._selector = selectors.DefaultSelector()
     self._selector.register(self._wake.fileno(), READ)
     self._scratch = new_scratch()
-    self._told_to_wait = False
+    self._must_wait = False
     self._waits, self._alone_since = 0, time.monotonic()
     self._said, self._last_reason = 0.0, ''
     self._heard = self._pinged = self._asked = 0.0
@@ -263,7 +263,7 @@ class Link:
       if self._sleep(seconds):
         return
     self._waits += 1
-    self._heard, self._pinged, self._told_to_wait = time.monotonic(), 0.0, False
+    self._heard, self._pinged, self._must_wait = time.monotonic(), 0.0, False
     try:
       socket = self._socket()
     except (OSError, ValueError) as e:
@@ -336,21 +336,21 @@ class Link:
   def _hello(self) -> None:
     """Asks for a session."""
     if self._stream is not None:
-      self._asked, self._told_to_wait = time.monotonic(), False
+      self._asked, self._must_wait = time.monotonic(), False
       try:
-        told = session.hello(self.handler.service, self._client, **self.handler.hello())
-        self._stream.send(session.HELLO, told)
+        details = session.hello(self.handler.service, self._client, **self.handler.hello())
+        self._stream.send(session.HELLO, details)
       except (Ended, Full) as e:
         self._lose(str(e))
 
-  def _join(self, told: dict[str, Any]) -> None:
-    silence = told.get('silence')
+  def _join(self, details: dict[str, Any]) -> None:
+    silence = details.get('silence')
     if self.session is not None or type(silence) is not float or not 0 < silence < math.inf:
       raise WireError('a second WELCOME, or one without the seconds of silence')
     self.silence = silence
     self._sessions += 1
     self._open = self._stream
-    self.handler.joined(told)
+    self.handler.joined(details)
     with self.changed:
       self.session = self._sessions
       self.changed.notify_all()
@@ -359,7 +359,7 @@ class Link:
     self._waits, self._last_reason, self.why = 0, '', NOTHING_KNOWN
 
   def _wait(self, reason: str) -> None:
-    self.why, self._told_to_wait = plain(reason), True
+    self.why, self._must_wait = plain(reason), True
     self._alone_since = time.monotonic()
     self._remind(f'waiting: {self.why}')
 
@@ -421,7 +421,7 @@ class Link:
       return
     if now - self._heard > CONNECT_SECONDS:
       self._lose(self.why)
-    elif self._told_to_wait and now - self._asked > HELLO_SECONDS:
+    elif self._must_wait and now - self._asked > HELLO_SECONDS:
       self._hello()
 
   def _remind(self, message: str) -> None:
@@ -453,7 +453,7 @@ class Link:
 _COMMON: dict[int, Callable[..., None]] = {
   session.WAIT.number: Link._wait,
   session.WELCOME.number: Link._join,
-  session.PONG.number: lambda link, told: link.handler.pong(told),
+  session.PONG.number: lambda link, details: link.handler.pong(details),
   session.REFUSED.number: Link._refused,
   session.GONE.number: Link._gone,
   session.END.number: Link._end,

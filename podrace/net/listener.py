@@ -36,14 +36,14 @@ from podrace.worker import Worker
 PEERS = 16384  # with a session, at most
 GUESTS = 1024  # connections without one; then those go that were heard of longest ago
 SILENT_SECONDS = 10.0  # that a connection may take to say hello
-TALKING_SECONDS = 300.0  # that one may be silent which was told to wait, or has asked
-ENDING_SECONDS = 1.0  # that a connection is kept to be told why it ends
+TALKING_SECONDS = 300.0  # that one may be silent which must wait, or has asked
+ENDING_SECONDS = 1.0  # that a connection is kept to hear why it ends
 TICK = 0.2  # seconds between looks at who is silent
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 BACKLOG = 256  # frames that one client has not read
 GUEST_BACKLOG = 8
 REPORTED = 500  # clients, in a report
-FEW_FILES = 4096  # for which it is told
+FEW_FILES = 4096  # with which there is no warning
 FILES = 2**16  # that may be open, if that is permitted: each connection is one
 REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
 GREETING_SHARE = 0.1  # of the time, that new connections may take
@@ -112,13 +112,13 @@ class Handler(Protocol):
   def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
 
-  def reasons_against(self, told: dict[str, Any]) -> list[str]:
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
     """Why a client is refused; it may be none."""
 
-  def why_wait(self, told: dict[str, Any]) -> str:
+  def why_wait(self, details: dict[str, Any]) -> str:
     """Why a client must wait for its session; '' if it need not."""
 
-  def welcome(self, peer: Peer, told: dict[str, Any]) -> dict[str, Any]:
+  def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
     """Begins a session: what WELCOME tells besides."""
 
   def welcomed(self, peer: Peer) -> None:
@@ -164,7 +164,7 @@ class Listener:
   """Listens from `open` to `close`.
 
   Args:
-    say: is told what is worth a line, and its level.
+    say: gets what is worth a line, and its level.
 
   Attributes:
     peers: clients with a session, in the order in which they came.
@@ -411,7 +411,7 @@ class Listener:
       self.handler.drained(peer)
 
   def _discard(self, peer: Peer) -> None:
-    """Reads nothing more of a connection that ends, but waits for the other end to read what it was told."""
+    """Reads nothing more of a connection that ends, but waits for the other end to read the last words."""
     try:
       if not peer.stream.socket.recv(65536):
         raise Ended('it ended')
@@ -475,49 +475,49 @@ class Listener:
       peer.until = time.monotonic() + TALKING_SECONDS
       self.guests.move_to_end(peer)
 
-  def _hello(self, peer: Peer, told: dict[str, Any]) -> None:
-    session.check_hello(told)
+  def _hello(self, peer: Peer, details: dict[str, Any]) -> None:
+    session.check_hello(details)
     if peer in self.peers:
       raise WireError('a second HELLO in a session')
-    if reasons := self._reasons_against(told):
+    if reasons := self._reasons_against(details):
       self.counts['refused'] += 1
       reasons = plain_reasons(reasons)
-      who = plain(f'{told["host"]}:{told["pid"]}')
+      who = plain(f'{details["host"]}:{details["pid"]}')
       self.log('\n  '.join([f'refused {who}:', *reasons]), logging.WARNING)
       self.send(peer, session.REFUSED, reasons)
       return
     if self._over is not None:
       self.send(peer, session.END, *self._over)
       return
-    wait = self.handler.why_wait(told)
+    wait = self.handler.why_wait(details)
     if not wait and len(self.peers) >= PEERS:
       wait = f'{self.handler.service} has {PEERS} clients and takes no more'
     if wait:
-      self.counts['told to wait'] += not peer.waits
+      self.counts['made to wait'] += not peer.waits
       peer.waits = True
       self._talks(peer)
       self.send(peer, session.WAIT, wait)
       return
-    self._join(peer, told)
+    self._join(peer, details)
 
-  def _reasons_against(self, told: dict[str, Any]) -> list[str]:
+  def _reasons_against(self, details: dict[str, Any]) -> list[str]:
     name = self.handler.service
-    if (told['name'], told['version']) == (name, VERSION):
-      return self.handler.reasons_against(told)
+    if (details['name'], details['version']) == (name, VERSION):
+      return self.handler.reasons_against(details)
     return [
       f'this is {name!r} version {VERSION} (podrace {__version__}), '
-      f'the client wants {told["name"]!r} version {told["version"]} (podrace {told["podrace"]})'
+      f'the client wants {details["name"]!r} version {details["version"]} (podrace {details["podrace"]})'
     ]
 
-  def _join(self, peer: Peer, told: dict[str, Any]) -> None:
+  def _join(self, peer: Peer, details: dict[str, Any]) -> None:
     """Begins a session."""
-    who = peer.key, told['client']
-    if told['client'] and (before := self._clients.get(who)) is not None:
+    who = peer.key, details['client']
+    if details['client'] and (before := self._clients.get(who)) is not None:
       self.drop(before, 'is back over another connection', logging.INFO)
       self._end(before, 'you are back over another connection')
-    peer.client, peer.name = told['client'], f'{label(told["host"])}:{told["pid"]}'
+    peer.client, peer.name = details['client'], f'{label(details["host"])}:{details["pid"]}'
     peer.since = time.monotonic()
-    answer = self.handler.welcome(peer, told)
+    answer = self.handler.welcome(peer, details)
     self.guests.pop(peer, None)
     self.peers[peer] = None
     if peer.client:
@@ -598,7 +598,7 @@ class Listener:
     self._end(peer, reason)
 
   def _end(self, peer: Peer, reason: str) -> None:
-    """Closes a connection when it has been told why, or soon."""
+    """Closes a connection when it has heard why, or soon."""
     if peer.ending or peer.stream.closed:
       return
     self.send(peer, session.GONE, plain(reason))
@@ -673,7 +673,7 @@ class Serving:
   """A listener's own thread, which turns it until it is stopped; what fails in it is raised at its owner.
 
   Args:
-    before_end: is called by the thread at the end, before clients are told.
+    before_end: is called by the thread at the end, before clients hear of it.
     wait: seconds until the handler's `turned` has something to do, if nothing comes.
   """
 

@@ -61,14 +61,14 @@ def new_client() -> int:
   return int.from_bytes(os.urandom(8), 'little') >> 1 | 1
 
 
-def check_hello(told: dict[str, Any]) -> None:
+def check_hello(details: dict[str, Any]) -> None:
   """Refuses a HELLO that does not say who the client is."""
   for name in ('name', 'host', 'podrace'):
-    x = told.get(name)
+    x = details.get(name)
     if type(x) is not str or len(x) > STRING:
       raise WireError(f'a hello without a {name} that is a string of at most {STRING} characters')
   for name in ('version', 'client', 'pid'):
-    x = told.get(name)
+    x = details.get(name)
     if type(x) is not int or not 0 <= x < NUMBER:
       raise WireError(f'a hello without a {name} that is an integer from 0 to 2^63 - 1')
 

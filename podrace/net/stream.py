@@ -157,7 +157,7 @@ class Stream:
     while end - at >= PREFIX_BYTES:
       size, word = PREFIX.unpack_from(scratch, at)
       start = at + PREFIX_BYTES
-      kind, head = self._kind(word), word >> 8  # whoever speaks something else is told at once
+      kind, head = self._kind(word), word >> 8  # whoever speaks something else hears it at once
       if size > self.largest or head > size:
         raise WireError(f'a frame of {size} bytes with a header of {head}, at most {self.largest}')
       if end - start >= size:

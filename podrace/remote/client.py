@@ -46,7 +46,7 @@ class Failed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What `podrace envs` is told."""
+  """The options of `podrace envs`."""
 
   connect: str
   env: str
@@ -94,7 +94,7 @@ class Group:
 
   Args:
     say: sends the bytes of records and observations.
-    fail: is told why there will be none.
+    fail: gets the reason why there will be none.
   """
 
   def __init__(
@@ -245,9 +245,9 @@ class Client:
   def hello(self) -> dict[str, Any]:
     return {'env': self._env, 'schema': self._schema}
 
-  def joined(self, told: dict[str, Any]) -> None:
+  def joined(self, details: dict[str, Any]) -> None:
     """Begins a session, with environments made anew when they get slots."""
-    largest, env = told.get('largest_group'), told.get('env')
+    largest, env = details.get('largest_group'), details.get('env')
     if type(largest) is not int or largest < 1 or type(env) is not str:
       raise WireError(f'a welcome with groups of {largest!r} environments of {str(env)[:60]!r}')
     o, session = self._options, self._link.number
@@ -292,7 +292,7 @@ class Client:
   def ping(self) -> None:
     return None
 
-  def pong(self, told: Any) -> None:
+  def pong(self, details: Any) -> None:
     pass
 
   def turned(self) -> None:

@@ -30,7 +30,7 @@ class Latencies:
   def __init__(self) -> None:
     self._last = np.zeros(SAMPLES)
     self._count = 0
-    self._told, self._told_at = (0.0, 0.0), -math.inf
+    self._known, self._known_at = (0.0, 0.0), -math.inf
 
   def add(self, seconds: float) -> None:
     self._last[self._count % SAMPLES] = seconds
@@ -39,21 +39,21 @@ class Latencies:
   def milliseconds(self) -> tuple[float, float]:
     """p50 and p99, of a second ago at most: whoever asks takes time from those who act."""
     now = time.monotonic()
-    if self._count and now > self._told_at + 1.0:
+    if self._count and now > self._known_at + 1.0:
       known = np.sort(self._last[: self._count])
       p50, p99 = (float(known[int(q * (len(known) - 1) + 0.5)]) * 1000 for q in (0.5, 0.99))
-      self._told, self._told_at = (round(p50, 3), round(p99, 3)), now
-    return self._told
+      self._known, self._known_at = (round(p50, 3), round(p99, 3)), now
+    return self._known
 
 
 class Client:
   """What the server knows of a peer."""
 
-  def __init__(self, told: dict[str, Any]) -> None:
-    self.env = label(told['env'])
+  def __init__(self, details: dict[str, Any]) -> None:
+    self.env = label(details['env'])
     self.groups: dict[int, Group] = {}
     self.environments = 0
-    self.told_to_wait = False  # of slots that are taken
+    self.must_wait = False  # of slots that are taken
     self.frames = self.restarts = 0
     self.answering, self.stepping = Latencies(), Latencies()
 

@@ -132,7 +132,7 @@ class Server:
     return self
 
   def finished(self) -> None:
-    """The run is complete: clients are told, and need not wait for another. Nobody is served any more."""
+    """The run is complete: clients hear it, and need not wait for another. Nobody is served any more."""
     self._finished = True
     self._end()
 
@@ -197,7 +197,7 @@ class Server:
   def _main(self) -> None:
     """Looks after the network while nobody else does, and takes leave at the end."""
     while not self._stop.wait(CARE):
-      with contextlib.suppress(RuntimeError):  # which is told already, and to the actor threads
+      with contextlib.suppress(RuntimeError):  # which is said already, and to the actor threads
         self.turn(0.0)
       self.pass_on()  # who found the network taken waits to be given it
     self.wake()
@@ -208,22 +208,22 @@ class Server:
 
   # --- as a listener's handler: sessions ---------------------------------------------------------
 
-  def reasons_against(self, told: dict[str, Any]) -> list[str]:
-    env = told.get('env')
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
+    env = details.get('env')
     if type(env) is not str or len(env) > STRING:
       raise WireError(f'a hello without an env that is a string of at most {STRING} characters')
-    return wire.differences(self.schema, told.get('schema'))
+    return wire.differences(self.schema, details.get('schema'))
 
-  def why_wait(self, told: dict[str, Any]) -> str:
+  def why_wait(self, details: dict[str, Any]) -> str:
     return '' if self._pools else 'the learner is getting ready'
 
-  def welcome(self, peer: Peer, told: dict[str, Any]) -> dict[str, Any]:
-    peer.state = Client(told)
-    if told['env'] == self.env[:STRING]:
+  def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
+    peer.state = Client(details)
+    if details['env'] == self.env[:STRING]:
       self.log(f'{peer.name} joins with {peer.state.env}')
     else:
       self.log(
-        f'{peer.name} joins with {plain(told["env"])}, this run is of {self.env}: their arrays are alike, '
+        f'{peer.name} joins with {plain(details["env"])}, this run is of {self.env}: their arrays are alike, '
         'so they take part; end them if that is not what you want',
         logging.WARNING,
       )
@@ -300,8 +300,8 @@ class Server:
     client.environments += size
     self._waiting.append(group)
     self._assign()
-    if group.state == 'waiting' and not client.told_to_wait:
-      client.told_to_wait = True
+    if group.state == 'waiting' and not client.must_wait:
+      client.must_wait = True
       slots = sum(p.num_envs for p in self._pools)
       self.log(
         f'{peer.name}: environments wait until others leave; all {slots} slots (--num-envs) are taken, '
@@ -391,7 +391,7 @@ class Server:
     """One that takes none any more."""
     if pool in self._pools:
       self._pools.remove(pool)
-    for group in self._groups():  # whose clients keep their sessions, to be told how the run ends
+    for group in self._groups():  # whose clients keep their sessions, to hear how the run ends
       if group.pool is pool:
         group.state, group.pool = 'gone', None
 
@@ -419,7 +419,7 @@ class Server:
 
   def _assign(self) -> None:
     """Gives slots to the groups that wait, where there are enough."""
-    if self._assigning:  # a client is gone that was to be told; its slots are seen to below
+    if self._assigning:  # a client is gone that was to hear of it; its slots are seen to below
       return
     self._assigning = True
     try:

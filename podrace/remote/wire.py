@@ -70,7 +70,7 @@ def differences(learner: dict[str, Any], client: Any) -> list[str]:
   if theirs is None:
     return [f'the environments sent no schema but {short(client)}']
   return [
-    f'{path}: the learner has {_told(mine.get(path))}, the environments {_told(theirs.get(path))}'
+    f'{path}: the learner has {_described(mine.get(path))}, the environments {_described(theirs.get(path))}'
     for path in [*mine, *(p for p in theirs if p not in mine)]
     if mine.get(path) != theirs.get(path)
   ] or ([] if learner == client else ['the arrays come in another order'])
@@ -84,7 +84,7 @@ def _by_path(schema: Any) -> Any:
     return None
 
 
-def _told(leaf: Any) -> str:
+def _described(leaf: Any) -> str:
   if leaf is None:
     return 'none'
   dtype, shape, kind, limits = leaf
@@ -207,11 +207,11 @@ class Layout:
         raise WireError('an observation that is NaN or infinite')
 
   @staticmethod
-  def _check(x: np.ndarray, low: Any, high: Any, told: str) -> None:
+  def _check(x: np.ndarray, low: Any, high: Any, details: str) -> None:
     x = x.view(np.uint8) if x.dtype.kind == 'b' else x
     wrong = (x < low) | (x > high)
     if np.count_nonzero(wrong):
-      raise WireError(f'{x[wrong][:3].tolist()} in {told}')
+      raise WireError(f'{x[wrong][:3].tolist()} in {details}')
 
   def actions(self, data: Buffer, n: int) -> np.ndarray:
     """The actions [n, ...] in an ACTION, in memory of their own.

@@ -92,11 +92,11 @@ class Asked:
     return self.value
 
 
-def _sizes(told: Any) -> dict[str, int]:
+def _sizes(details: Any) -> dict[str, int]:
   """Of tables, as WELCOME and PONG tell them."""
-  if type(told) is not dict or any(type(n) is not int or n < 0 for n in told.values()):
-    raise WireError(f'{short(told)}, expected sizes of tables')
-  return told
+  if type(details) is not dict or any(type(n) is not int or n < 0 for n in details.values()):
+    raise WireError(f'{short(details)}, expected sizes of tables')
+  return details
 
 
 class Connection:
@@ -226,16 +226,16 @@ class Connection:
     self._unsaid = self._unsaid_samples = 0
     return self._samples_received
 
-  def joined(self, told: dict[str, Any]) -> None:
+  def joined(self, details: dict[str, Any]) -> None:
     expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
-    check_fields('welcome', [told.get(name) for name in expected], tuple(expected.values()))
-    newest, self._largest = told['number'], told['largest']
+    check_fields('welcome', [details.get(name) for name in expected], tuple(expected.values()))
+    newest, self._largest = details['number'], details['largest']
     waiting, missing = (
-      set(wire.records(told[name], '<u8').tolist()) for name in ('waiting', 'missing')
+      set(wire.records(details[name], '<u8').tolist()) for name in ('waiting', 'missing')
     )
     self._begin()
-    self.sizes = _sizes(told.get('sizes'))
-    self.released.clear()  # with the session in which they were told
+    self.sizes = _sizes(details.get('sizes'))
+    self.released.clear()  # with the session in which they were sent
     again, done = deque[Sending](), []
     for number, sending in sorted(self._sent.items()):
       if number > newest or number in missing:
@@ -260,8 +260,8 @@ class Connection:
       if store := ref():
         store.notify()
 
-  def pong(self, told: Any) -> None:
-    sizes = _sizes(told)
+  def pong(self, details: Any) -> None:
+    sizes = _sizes(details)
     with self.changed:
       if sizes != self.sizes:  # a sample may do better elsewhere
         self.sizes = sizes
@@ -312,7 +312,7 @@ class Connection:
     self._unsaid += sum(map(len, arrays))
     self._unsaid_samples += 1
     if signature and signature not in self._signatures:
-      raise WireError(f'samples with a signature {signature}, which was not told')
+      raise WireError(f'samples with a signature {signature}, which was not sent')
     with self.changed:
       asked = self._asked.pop(number, None)
       if asked is not None:
@@ -449,17 +449,17 @@ class Connection:
       found += [p.number for p in chunk.pieces if p.session == self._link.number]
     return found
 
-  def _declare(self, what: str, key: Any, told: Any, new: dict[str, list[Any]]) -> int:
+  def _declare(self, what: str, key: Any, details: Any, new: dict[str, list[Any]]) -> int:
     number = self._declared.get((what, key))
     if number is None:
       number = self._declared[what, key] = self._declared.get(what, 0)
       self._declared[what] = number + 1
-      new[what].append(told if told is not None else [key[0].str, list(key[1])])
+      new[what].append(details if details is not None else [key[0].str, list(key[1])])
     return number
 
   def _declare_signature(self, signature: Signature, new: dict[str, list[Any]]) -> int:
     """Writers have signatures of their own, most of them equal; looked up by identity first."""
-    number = self._declare('signatures', signature, wire.told_signature(signature), new)
+    number = self._declare('signatures', signature, wire.packed_signature(signature), new)
     if len(self._known) > 1000:
       self._known.clear()
     self._known[id(signature)] = number, signature
@@ -649,12 +649,12 @@ class RemoteTable:
     if not every:
       states = '; '.join(f'{c.address}: {c.state()}' for c in self._connections)
       raise RateLimited(f'info of table {self.name!r}: no answer in {timeout:g} s; {states}')
-    for told in every:
+    for details in every:
       for k in ('why_no_sample', 'why_no_insert'):
-        told.pop(k)
+        details.pop(k)
     total = dict(every[0])
-    for told in every[1:]:
-      for k, v in told.items():
+    for details in every[1:]:
+      for k, v in details.items():
         if k == 'seconds':
           total[k] = {s: total[k][s] + v[s] for s in v}
         elif type(v) is int and total[k] is not None:
@@ -943,13 +943,13 @@ class Client:
         settings than those given, or is of another run.
     """
     given = sampler, remover, rate_limiter, max_size
-    told: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     if any(x is not None for x in given):
       if sampler is None or remover is None or rate_limiter is None or max_size is None:
         raise ValueError(
           f'table {name!r}: sampler, remover, rate_limiter and max_size belong together'
         )
-      told = wire.told_settings(
+      details = wire.packed_settings(
         sampler=sampler,
         remover=remover,
         rate_limiter=rate_limiter,
@@ -961,7 +961,7 @@ class Client:
       )
     most = math.inf
     for connection in self.connections:
-      asked = connection.ask(wire.TABLE, name, told)
+      asked = connection.ask(wire.TABLE, name, details)
       try:
         answer = asked.wait(math.inf, f'table {name!r}')
       except ValueError as e:

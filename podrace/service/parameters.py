@@ -205,14 +205,14 @@ class Publisher:
   def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> None:
     return None
 
-  def reasons_against(self, told: dict[str, Any]) -> list[str]:
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
     return []
 
-  def why_wait(self, told: dict[str, Any]) -> str:
+  def why_wait(self, details: dict[str, Any]) -> str:
     return ''
 
-  def welcome(self, peer: Peer, told: dict[str, Any]) -> dict[str, Any]:
-    peer.state = Reader(told.get('role', ACTING))
+  def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
+    peer.state = Reader(details.get('role', ACTING))
     self.listener.log(f'{peer.name} joins')
     return {}
 
@@ -286,7 +286,7 @@ class Parameters:
     self.address, self.changed = address, threading.Condition()
     self._max_staleness, self._role = max_staleness, role
     self._held: Published | None = None
-    self._known = -1  # the newest version of which it was told
+    self._known = -1  # the newest version of which it knows
     self._begun_at = 0.0  # when a message began that is coming
     self._fresh_at = time.monotonic()  # when what is held was last known to be the newest
     self.fetched = 0
@@ -363,7 +363,7 @@ class Parameters:
   def hello(self) -> dict[str, Any]:
     return {'role': self._role}
 
-  def joined(self, told: dict[str, Any]) -> None:
+  def joined(self, details: dict[str, Any]) -> None:
     pass
 
   def lost(self, reason: str) -> None:
@@ -378,11 +378,11 @@ class Parameters:
   def ping(self) -> None:
     return None
 
-  def pong(self, told: Any) -> None:
-    if type(told) is not int:
+  def pong(self, details: Any) -> None:
+    if type(details) is not int:
       raise WireError('a pong without a version')
-    self._known = told
-    if told == self.version:
+    self._known = details
+    if details == self.version:
       self._hold(self._held, time.monotonic())
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:

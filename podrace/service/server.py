@@ -72,7 +72,7 @@ class Stream:
     self.number = number  # of the newest item that has come
     # Older ones that are not in: a restart has lost them, or they were refused, which the client may not have heard.
     self.missing = missing or set()
-    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it was told
+    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it has heard
     # that they are in, and they are lost.
     self.unheard = unheard or set()
     self.refused: list[int] = []  # of those, the newest last (an empty deque has 760 bytes)
@@ -95,7 +95,7 @@ class Stream:
       self.missing.discard(self.refused.pop(0))
 
   def begin(self) -> None:
-    """For a new connection, in which everything is told anew."""
+    """For a new connection, in which everything is said anew."""
     self.tables: list[Table] = []
     self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
     self.signatures: list[Signature] = []
@@ -105,7 +105,7 @@ class Stream:
 
 
 class Reading:
-  """What a client's sampling needs: what it was told, and what it has not yet said to have."""
+  """What a client's sampling needs: what it has been sent, and what it has not yet said to have."""
 
   def __init__(self) -> None:
     self.signatures: set[int] = set()
@@ -151,14 +151,14 @@ class ReplayServer:
   Args:
     address: to listen at.
     dir: where checkpoints are kept; the newest is read at the start. None for no checkpoints.
-    tables: settings by name (`wire.told_settings`), made at the start; clients may have others made.
+    tables: settings by name (`wire.packed_settings`), made at the start; clients may have others made.
       While it is open no other service may keep its own there.
     checkpoint_every: seconds; 0 for on demand and at the end only.
     most_bytes: of the steps that one client's writers keep.
-    say: is told what is worth a line, and its level.
+    say: gets what is worth a line, and its level.
 
   Raises:
-    CheckpointError: if the newest checkpoint is damaged, or its tables are not as told; if another
+    CheckpointError: if the newest checkpoint is damaged, or its tables are not as given; if another
       service has `dir`, or it is no directory that can be written to.
     ValueError: if a number can't be.
     SecurityError: see podrace.net.keys.
@@ -210,12 +210,12 @@ class ReplayServer:
     self._saved_at = time.monotonic()
     self._saves_left, self._saves_at = float(SAVES_AT_ONCE), self._saved_at
     self._not_saved = ''  # why the last checkpoint was not written
-    self._refusing: set[tuple[str, str]] = set()  # tables and clients of which it was told
+    self._refusing: set[tuple[str, str]] = set()  # tables and clients of which it knows
     self._contents: dict[str, Contents] = {}  # of tables that were made with it
     self._lock: IO[str] | None = None
     self.saved: list[Path] = []
-    for name, told in (tables or {}).items():
-      self._make(name, told)
+    for name, details in (tables or {}).items():
+      self._make(name, details)
     if dir is not None:
       self._lock = locked(dir)
       try:
@@ -226,11 +226,11 @@ class ReplayServer:
 
   # --- tables --------------------------------------------------------------------------------------
 
-  def _make(self, name: str, told: dict[str, Any]) -> Table:
-    if wire.CONTENTS in told:
-      Contents(told[wire.CONTENTS])  # which can raise, before anything is made
-    table = wire.make_table(name, self.store, told)
-    self.tables[name], self.settings[name] = table, dict(told)
+  def _make(self, name: str, details: dict[str, Any]) -> Table:
+    if wire.CONTENTS in details:
+      Contents(details[wire.CONTENTS])  # which can raise, before anything is made
+    table = wire.make_table(name, self.store, details)
+    self.tables[name], self.settings[name] = table, dict(details)
     self._held[name] = collections.deque()
     self._readers[name], self._peekers[name] = collections.deque(), collections.deque()
     self._held_accounts[name] = Account()
@@ -261,15 +261,15 @@ class ReplayServer:
       raise tables.CheckpointError(f'{e}; {before}, move {newest} elsewhere') from e
     if not isinstance(extra, dict) or 'streams' not in extra:
       raise tables.CheckpointError(f'checkpoint {newest} is not of a replay service')
-    for name, told in extra['tables'].items():
+    for name, details in extra['tables'].items():
       if name not in self.tables:
-        self._make(name, told)
-      elif reasons := wire.settings_differences(name, told, self.settings[name]):
+        self._make(name, details)
+      elif reasons := wire.settings_differences(name, details, self.settings[name]):
         raise tables.CheckpointError(
           f'checkpoint {newest} has other settings than --table: ' + '; '.join(reasons)
         )
       else:
-        self.settings[name] = told  # of the run, too
+        self.settings[name] = details  # of the run, too
     for name in self.tables.keys() - extra['tables'].keys():
       raise tables.CheckpointError(
         f'checkpoint {newest} has tables {sorted(extra["tables"])}, and no {name!r}: '
@@ -284,13 +284,13 @@ class ReplayServer:
     items = sum(map(len, self.tables.values()))
     self.log(f'restored {newest}: {len(self.tables)} tables, {items:,} items')
 
-  def reasons_against(self, told: dict[str, Any]) -> list[str]:
-    if not told['client']:
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
+    if not details['client']:
       raise WireError('a hello of client 0, which none is')
     return []
 
-  def welcome(self, peer: Peer, told: dict[str, Any]) -> dict[str, Any]:
-    stream_id = told['client']
+  def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
+    stream_id = details['client']
     known = self._streams.get(stream_id)
     if known is not None and known.peer is not None:
       self.listener.drop(known.peer, 'its stream goes on over another connection')
@@ -317,7 +317,7 @@ class ReplayServer:
   def welcomed(self, peer: Peer) -> None:
     pass
 
-  def why_wait(self, told: dict[str, Any]) -> str:
+  def why_wait(self, details: dict[str, Any]) -> str:
     return ''
 
   def drained(self, peer: Peer) -> None:
@@ -387,7 +387,7 @@ class ReplayServer:
       self.send(peer, wire.ANSWER, number, True, answer)
 
   def _want_save(self, peer: Peer, number: int) -> None:
-    """Has a client told when a checkpoint is written."""
+    """Lets a client know when a checkpoint is written."""
     if self.dir is None:
       raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
     if len(self._save_wanted) >= SAVES:
@@ -395,28 +395,28 @@ class ReplayServer:
     self._save_wanted.append((peer, number))
     self._save_for_clients()
 
-  def _table(self, name: str, told: dict[str, Any]) -> dict[str, Any]:
+  def _table(self, name: str, details: dict[str, Any]) -> dict[str, Any]:
     table = self.tables.get(name)
     if table is None:
-      if not told:
+      if not details:
         raise ValueError(
           f'{self.address} has no table {name!r}; it has {sorted(self.tables)}. '
           'Give settings, with which it would be made'
         )
       if len(self.tables) >= TABLES or not 0 < len(name) <= 200:
         raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
-      table = self._make(name, told)
-      self.log(f'made table {name!r}: {json.dumps(told)}')
-    elif told and (reasons := self._differences(name, told)):
+      table = self._make(name, details)
+      self.log(f'made table {name!r}: {json.dumps(details)}')
+    elif details and (reasons := self._differences(name, details)):
       self.log('\n  '.join(['refused:', *reasons]), logging.WARNING)
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
     most = min(table.contents.sampler.most, table.contents.remover.most)
     return dict(settings=self.settings[name], most=most)
 
-  def _differences(self, name: str, told: dict[str, Any]) -> list[str]:
+  def _differences(self, name: str, details: dict[str, Any]) -> list[str]:
     """A line for each setting that is another one; contents are taken over where there were none."""
-    there, asked = self.settings[name], told.get(wire.CONTENTS)
-    reasons = wire.settings_differences(name, there, told)
+    there, asked = self.settings[name], details.get(wire.CONTENTS)
+    reasons = wire.settings_differences(name, there, details)
     if asked is None or reasons or asked == there.get(wire.CONTENTS):
       return reasons
     signature, wanted = self.tables[name].contents.signature, Contents(asked).signature
@@ -460,29 +460,29 @@ class ReplayServer:
 
   # --- writing -------------------------------------------------------------------------------------
 
-  def _declare(self, stream: Stream, told: dict[str, Any]) -> None:
+  def _declare(self, stream: Stream, details: dict[str, Any]) -> None:
     """What the numbers in this connection's INSERTs will mean."""
-    if told.keys() - {'tables', 'specs', 'signatures'} or not all(
-      isinstance(x, list) for x in told.values()
+    if details.keys() - {'tables', 'specs', 'signatures'} or not all(
+      isinstance(x, list) for x in details.values()
     ):
       raise WireError('a declaration of something else than lists of tables, specs and signatures')
-    for name in told.get('tables', []):
+    for name in details.get('tables', []):
       if not isinstance(name, str) or name not in self.tables:
         raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
       stream.tables.append(self.tables[name])
-    for spec in told.get('specs', []):
+    for spec in details.get('specs', []):
       stream.specs.append(wire.read_spec(spec))
-    for one in told.get('signatures', []):
+    for one in details.get('signatures', []):
       stream.signatures.append(self._signature(one))
       stream.declared += len(stream.signatures[-1].leaves)
-    stream.declared += sum(map(len, told.values()))
+    stream.declared += sum(map(len, details.values()))
     if stream.declared > DECLARATIONS:
       raise WireError(f'more than {DECLARATIONS} tables, specs and leaves of signatures')
 
-  def _signature(self, told: Any) -> Signature:
+  def _signature(self, details: Any) -> Signature:
     """One object for each signature, whoever tells it: tables compare by identity first."""
-    signature = wire.read_signature(told)
-    text = json.dumps(wire.told_signature(signature))
+    signature = wire.read_signature(details)
+    text = json.dumps(wire.packed_signature(signature))
     signature = self._signatures.pop(text, signature)
     self._signatures[text] = signature
     if len(self._signatures) > SIGNATURES:
@@ -555,19 +555,19 @@ class ReplayServer:
     return bad + good, reasons
 
   def _tell_refused(self, table: Table, peer: Peer, reason: ValueError) -> None:
-    """Of each client and table the first time: the others are counted, and their writers are told."""
+    """Of each client and table the first time: the others are counted, and their writers get them."""
     if (table.name, peer.name) not in self._refusing and len(self._refusing) < STREAMS:
       self._refusing.add((table.name, peer.name))
       self.log(f'refused an item of {peer.name} (others are counted): {reason}', logging.WARNING)
 
   def _refuse(self, peer: Peer, what: str, allowed: int) -> None:
     """Ends the session of a client with which too much is kept."""
-    told = (
+    details = (
       f'{what}, of which {allowed:,} are allowed: shorten history or max_in_flight, or start the '
       'service with more --client-bytes'
     )
-    self.listener.drop(peer, told)
-    self.send(peer, REFUSED, [told])  # in another session it would be the same
+    self.listener.drop(peer, details)
+    self.send(peer, REFUSED, [details])  # in another session it would be the same
 
   def _account(self, pending: Pending, stream: Stream, name: str, do: Any) -> None:
     """Counts (or not any more) an item that waits as its client's and among the table's."""
@@ -582,15 +582,15 @@ class ReplayServer:
     arrays = [np.array(x, '<u8') for x in numbers]
     self.send(peer, wire.ACK, message, why[:1000], arrays=arrays)
 
-  def _take_pieces(self, stream: Stream, told: np.ndarray, data: memoryview) -> None:
+  def _take_pieces(self, stream: Stream, details: np.ndarray, data: memoryview) -> None:
     """New chunks of a stream; each is held for it until it says otherwise."""
-    if len(told) > wire.MESSAGE_CHUNKS:
-      raise WireError(f'{len(told)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
-    if int(told['bytes'].astype(np.int64).sum()) != len(data):
-      raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
-    self.counts['pieces'] += len(told)
+    if len(details) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(details)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
+    if int(details['bytes'].astype(np.int64).sum()) != len(data):
+      raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
+    self.counts['pieces'] += len(details)
     start, store, made = 0, self.store, []
-    for spec, rows, how, size in told.tolist():
+    for spec, rows, how, size in details.tolist():
       if spec >= len(stream.specs) or not rows:
         raise WireError(f'a chunk of {rows} rows of spec {spec}')
       dtype, shape = stream.specs[spec]
@@ -619,20 +619,20 @@ class ReplayServer:
 
   def _take_items(self, stream: Stream, frames: list[Any]) -> Any:
     """(done, waiting, [(table, [(number, item)])]): items that came before, and the new ones."""
-    told = wire.records(frames[1], wire.ITEM)
-    if len(told) > wire.MESSAGE_ITEMS:
-      raise WireError(f'{len(told)} items in a message, at most {wire.MESSAGE_ITEMS}')
+    details = wire.records(frames[1], wire.ITEM)
+    if len(details) > wire.MESSAGE_ITEMS:
+      raise WireError(f'{len(details)} items in a message, at most {wire.MESSAGE_ITEMS}')
     parts, refs = wire.records(frames[2], wire.PART), wire.records(frames[3], '<u8')
     if len(refs) > wire.MESSAGE_CHUNKS:
       raise WireError(f'{len(refs)} references to chunks, at most {wire.MESSAGE_CHUNKS}')
     if int(parts['chunks'].sum()) != len(refs):
       raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
-    if len(told) and (int(told['table'].max()) >= len(stream.tables)
-                      or int(told['signature'].max()) >= len(stream.signatures)):  # fmt: skip
+    if len(details) and (int(details['table'].max()) >= len(stream.tables)
+                      or int(details['signature'].max()) >= len(stream.signatures)):  # fmt: skip
       raise WireError('an item of a table or signature that was not declared')
-    if len(told) and (told['key'] == 0).any():
+    if len(details) and (details['key'] == 0).any():
       raise WireError('an item without a key')
-    needed = sum(len(stream.signatures[s].leaves) for s in told['signature'].tolist())
+    needed = sum(len(stream.signatures[s].leaves) for s in details['signature'].tolist())
     if needed != len(parts):
       raise WireError(f'{len(parts)} parts, expected {needed}')
     done: list[int] = []
@@ -641,7 +641,7 @@ class ReplayServer:
     found: set[int] = set()
     newest, lost, unheard = stream.number, 0, stream.unheard
     part_rows, numbers = iter(parts.tolist()), iter(refs.tolist())
-    for number, key, priority, table_number, s in told.tolist():
+    for number, key, priority, table_number, s in details.tolist():
       signature = stream.signatures[s]
       own = tuple([self._part(stream, leaf, next(part_rows), numbers) for leaf in signature.leaves])
       if number > newest:  # those in between were in an earlier process, after its last checkpoint
@@ -661,12 +661,12 @@ class ReplayServer:
     stream.missing -= found
     stream.unheard = unheard - found
     if lost:
-      self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be told
+      self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be sent
       self.log(f'{lost} items of {stream.name} are lost with an earlier process', logging.WARNING)
     return done, waiting, groups
 
-  def _part(self, stream: Stream, leaf: Any, told: Any, numbers: Any) -> Any:
-    count, offset, rows = told
+  def _part(self, stream: Stream, leaf: Any, details: Any, numbers: Any) -> Any:
+    count, offset, rows = details
     try:
       chunks = tuple([stream.pieces[next(numbers)] for _ in range(count)])
     except KeyError as e:
@@ -831,10 +831,10 @@ class ReplayServer:
     self.send(peer, wire.SAMPLES, request.number, number, reason, len(table), arrays=frames)
 
   def _signature_number(self, peer: Peer, signature: Signature) -> int:
-    """By which a client knows a signature; it is told now, if it was not before."""
+    """By which a client knows a signature; it is sent now, if it was not before."""
     known = self._sampled_signatures
     if id(signature) not in known:
-      if len(known) >= SIGNATURES:  # from now on they are told with other numbers
+      if len(known) >= SIGNATURES:  # from now on they are sent with other numbers
         known.clear()
         for other in self.peers:
           other.state.reading.signatures.clear()
@@ -843,13 +843,13 @@ class ReplayServer:
     reading: Reading = peer.state.reading
     if number not in reading.signatures:
       reading.signatures.add(number)
-      self.send(peer, wire.SIGNATURE, number, wire.told_signature(signature))
+      self.send(peer, wire.SIGNATURE, number, wire.packed_signature(signature))
     return number
 
   # --- checkpoints ---------------------------------------------------------------------------------
 
   def _save(self) -> None:
-    """Begins a checkpoint of this moment, if none is being written; who has asked is told."""
+    """Begins a checkpoint of this moment, if none is being written; who has asked hears of it."""
     if self.dir is None or (self._saver is not None and self._saver.is_alive()):
       return
     self._saved_at = time.monotonic()
@@ -860,14 +860,14 @@ class ReplayServer:
 
     def write(taken: checkpoint.Snapshot) -> None:
       try:
-        told = checkpoint.write(taken, path)
+        details = checkpoint.write(taken, path)
       except BaseException as e:  # whatever it is, and be it a want of memory: it is no checkpoint
         why = why_not(path, e)
         self.listener.call(lambda: self._saved(path, (False, why), why, wanted))
         return
       line = (
-        f'checkpoint {path}: {told["bytes"]:,.0f} bytes in {told["seconds"]:.2f} s, which held up '
-        f'traffic for {told["blocked_s"] * 1e3:.1f} ms'
+        f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which held up '
+        f'traffic for {details["blocked_s"] * 1e3:.1f} ms'
       )
       self.listener.call(lambda: self._saved(path, (True, str(path)), line, wanted))
 
@@ -916,13 +916,13 @@ class ReplayServer:
     self._save_for_clients()  # who have asked meanwhile
 
   def leave(self) -> None:
-    """The last checkpoint, also after a failure of the thread; whether it is there is told by itself."""
+    """The last checkpoint, also after a failure of the thread; whether it is there is said by itself."""
     if self._saver is not None:
       self._saver.join()
     self._save()
     if self._saver is not None:
       self._saver.join()
-    self.listener.do_calls()  # who waits for a checkpoint is told
+    self.listener.do_calls()  # who waits for a checkpoint hears of it
     if self._not_saved:
       raise tables.CheckpointError(f'the last checkpoint was not written: {self._not_saved}')
 
@@ -1067,7 +1067,7 @@ def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
       raise ValueError(f'--table {text}: {key} takes a whole number, not {value!r}')
   sizes: dict[str, Any] = {k: int(v) for k, v in numbers.items()}
   try:
-    settings = wire.told_settings(
+    settings = wire.packed_settings(
       sampler=wire.selector(given['sampler']),
       remover=wire.selector(given['remover']),
       rate_limiter=_limiter(given['rate']),

@@ -96,7 +96,7 @@ def records(frame: Any, dtype: Any) -> np.ndarray:
 # --- signatures -------------------------------------------------------------------------------------
 
 
-def told_signature(signature: Signature) -> list[Any]:
+def packed_signature(signature: Signature) -> list[Any]:
   """A signature as msgpack has it."""
   leaves = [[x.name, x.dtype.str, list(x.shape), x.single] for x in signature.leaves]
   return [trees.to_json(signature.structure), leaves]
@@ -105,10 +105,10 @@ def told_signature(signature: Signature) -> list[Any]:
 _DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')
 
 
-def read_signature(told: Any) -> Signature:
-  """What `told_signature` made; raises WireError for anything else."""
+def read_signature(details: Any) -> Signature:
+  """What `packed_signature` made; raises WireError for anything else."""
   try:
-    document, described = told
+    document, described = details
     count = _check_structure(document, DEPTH)
     if type(described) is not list:
       raise WireError('a signature without a list of leaves')
@@ -147,15 +147,15 @@ def _check_structure(document: Any, depth: int) -> int:
   return sum(_check_structure(child, depth - 1) for child in children)
 
 
-def read_spec(told: Any) -> tuple[np.dtype, tuple[int, ...]]:
+def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
   """(dtype, shape) of one row."""
   try:
-    name, shape = told
+    name, shape = details
     dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
   except (TypeError, ValueError):
     dtype = None
   if dtype is None or dtype.str != name:
-    raise WireError(f'{str(told)[:60]}, expected [dtype, shape] of numbers')
+    raise WireError(f'{str(details)[:60]}, expected [dtype, shape] of numbers')
   if type(shape) is not list or len(shape) > 16 or any(type(n) is not int or n < 0 for n in shape):
     raise WireError(f'a shape {str(shape)[:60]}, expected a list of up to 16 whole numbers')
   most = row_bytes(dtype, [max(n, 1) for n in shape])  # numpy wants the rest to be in bounds, too
@@ -202,7 +202,7 @@ def selector(text: str) -> Selector:
   return _SELECTORS[name](float(number)) if number else _SELECTORS[name]()
 
 
-def told_settings(
+def packed_settings(
   *,
   sampler: Selector,
   remover: Selector,
@@ -214,7 +214,7 @@ def told_settings(
   contents: list[Any] | None = None,
 ) -> dict[str, Any]:
   """A table's settings as msgpack and JSON have them; `run`, if it is of one, is the run's name."""
-  told = dict(
+  details = dict(
     sampler=sampler.name,
     remover=remover.name,
     rate_limiter=[rate_limiter.name, *map(float, rate_limiter.numbers)],
@@ -222,24 +222,24 @@ def told_settings(
     max_bytes=max_bytes,
     max_times_sampled=max_times_sampled,
   )
-  return told | ({RUN: run} if run else {}) | ({CONTENTS: contents} if contents else {})
+  return details | ({RUN: run} if run else {}) | ({CONTENTS: contents} if contents else {})
 
 
-def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
-  """A table with the settings that `told_settings` made.
+def make_table(name: str, store: ChunkStore, details: Any) -> tables.Table:
+  """A table with the settings that `packed_settings` made.
 
   Raises:
     ValueError: if there can't be such a table.
   """
   try:
-    limiter = _limiter(*told['rate_limiter'])
-    sampler, remover = selector(told['sampler']), selector(told['remover'])
-    sizes = {k: told[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
+    limiter = _limiter(*details['rate_limiter'])
+    sampler, remover = selector(details['sampler']), selector(details['remover'])
+    sizes = {k: details[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
   except (KeyError, TypeError) as e:
     raise ValueError(f'table {name!r}: settings without {e}') from None
-  if more := told.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN, CONTENTS}:
+  if more := details.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN, CONTENTS}:
     raise ValueError(f'table {name!r}: settings {sorted(map(str, more))}, which there are not')
-  if RUN in told and not (type(told[RUN]) is str and 0 < len(told[RUN]) <= 200):
+  if RUN in details and not (type(details[RUN]) is str and 0 < len(details[RUN]) <= 200):
     raise ValueError(f'table {name!r}: a run that is not a name of at most 200 characters')
   for k, v in sizes.items():
     if type(v) is not int and not (k == 'max_bytes' and v is None):
@@ -367,7 +367,7 @@ def read_samples(signature: Signature, frames: Sequence[Any]) -> Samples:
   if n == 0 or len(parts) != n * len(leaves) or int(parts['chunks'].sum()) != len(refs):
     raise WireError(f'{len(parts)} parts over {len(refs)} chunks for {n} items')
   if int(chunks['bytes'].astype(np.int64).sum()) != len(data):
-    raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
+    raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
   if len(refs) and int(refs.max()) >= len(chunks):
     raise WireError('a part over a chunk that was not sent')
   ends = np.cumsum(chunks['bytes'], dtype=np.int64)

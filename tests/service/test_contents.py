@@ -183,7 +183,7 @@ X = column('x', np.int64, (2,), 3)
 def declared(server: ReplayServer) -> Raw:
   raw = Raw(server.address)
   raw.join()
-  signature = wire.told_signature(Contents([X]).signature)
+  signature = wire.packed_signature(Contents([X]).signature)
   raw.say(wire.DECLARE,           {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
   return raw
 

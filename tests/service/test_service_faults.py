@@ -434,9 +434,9 @@ def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.Mon
     thread = threading.Thread(
       target=lambda: found.append(service.connect(server.address)), daemon=True
     )
-    before = server.counts['told to wait']
+    before = server.counts['made to wait']
     thread.start()
-    until(lambda: server.counts['told to wait'] > before)
+    until(lambda: server.counts['made to wait'] > before)
     first.close()
     thread.join(60)
     assert len(found) == 1 and server.counts['sessions'] == 2 and not server.counts['refused']

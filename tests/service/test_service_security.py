@@ -211,7 +211,7 @@ class Raw(bare.Bare):
     raise AssertionError('the connection ended without a word')
 
 
-SIGNATURE = wire.told_signature(
+SIGNATURE = wire.packed_signature(
   Signature(('dict', ('x',), (('leaf', (), ()),)), (Leaf('x', np.dtype('<i8'), (2,), False),))
 )
 
