@@ -264,7 +264,9 @@ class Listener:
     """As `turn`, for connections and calls only."""
     selector = self._selector
     assert selector is not None
-    for key, events in selector.select(max(seconds, 0.0)):
+    ready = selector.select(max(seconds, 0.0))
+    self.do_calls()  # which may have been wanted before anything came
+    for key, events in ready:
       peer = key.data
       if type(peer) is Peer:
         self._ready(peer, events)
