@@ -570,7 +570,8 @@ def not_finite(raw: Raw) -> None:
     (lambda raw: raw.send(PREFIX.pack(4, 3 | 4 << 8) + bytes(4)), 'a STEP with a header of 4 bytes'),
     (lambda raw: raw.send(PREFIX.pack(0, 99)), 'a frame of kind 99'),
     (lambda raw: raw.send(PREFIX.pack(3, 4 | 2 << 8) + b'\x91\xc0x'), '1 bytes after its header, expected none'),
-    (lambda raw: raw.send(b'x' * 70_000), 'a frame of 2021161080 bytes'),
+    (lambda raw: raw.send(b'x' * 70_000), 'a frame of kind 120'),
+    (lambda raw: raw.send(PREFIX.pack(2021161080, 3 | 8 << 8)), 'a frame of 2021161080 bytes'),
     (lambda raw: raw.say(session.HELLO, raw.told()), 'a second HELLO'),
   ],
 )  # fmt: skip
@@ -785,9 +786,9 @@ def test_percentiles_are_made_once_a_second() -> None:
   assert latencies.milliseconds() == (50.0, 99.0)
   for _ in range(1024):
     latencies.add(1.0)
-  latencies._told_at = time.monotonic()
+  latencies._known_at = time.monotonic()
   assert latencies.milliseconds() == (50.0, 99.0)
-  latencies._told_at -= 1.1
+  latencies._known_at -= 1.1
   assert latencies.milliseconds() == (1000.0, 1000.0)
 
 
