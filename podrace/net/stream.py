@@ -309,6 +309,8 @@ class Stream:
       self._out.clear()
       self._frames.clear()
       self._into = None
+      # Its owner is in them, which has it: only the garbage collector would find the two, and TLS's memory, some time.
+      self.on_message = self.memory = _nothing
       self.socket.close()
 
   def say_plain(self, kind: Kind, *fields: Any) -> None:
@@ -334,6 +336,10 @@ def why(error: BaseException) -> str:
 def new_scratch() -> bytearray:
   """Memory for what streams of one thread read."""
   return bytearray(2 * SCRATCH_BYTES)  # the second half for TLS
+
+
+def _nothing(*args: Any) -> None:
+  """What is done with a message of a connection that is closed."""
 
 
 def no_delay(socket: sockets.socket) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket as sockets
 import ssl
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,21 @@ def test_connections_that_say_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -
     half.send(PREFIX.pack(50, 1 | 40 << 8) + b'x')
     assert silent.is_closed() and half.is_closed()
     assert service.listener.counts['cut'] == 2 and not service.listener.guests
+
+
+def test_a_connection_that_has_ended_holds_no_memory() -> None:
+  """Nor waits for the garbage collector."""
+  with Service().listen() as service, connect(service) as end:
+    until(lambda: service.listener.guests)
+    gone = weakref.ref(next(iter(service.listener.guests)).stream)
+    gc.disable()
+    try:
+      end.close()
+      until(lambda: not service.listener.guests)
+      service.listener.call(lambda: None)
+      until(lambda: gone() is None, 20)
+    finally:
+      gc.enable()
 
 
 def test_connections_without_a_session_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

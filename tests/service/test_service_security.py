@@ -272,7 +272,7 @@ def test_what_came_before_a_connection_was_closed_is_in() -> None:
 BAD: list[tuple[str, dict[str, Any]]] = [
   ('of spec 9', dict(chunks=[(9, 3, 0, 48)])),
   ('expected 48', dict(chunks=[(0, 3, 0, 47)], data=b'x' * 47)),
-  ('differ from what is told', dict(data=b'x' * 49)),
+  ('differ from what is said', dict(data=b'x' * 49)),
   ('not zstandard', dict(chunks=[(0, 3, 1, 48)])),
   ('kind 7', dict(chunks=[(0, 3, 7, 48)])),
   ('0 rows', dict(chunks=[(0, 0, 0, 48)])),
