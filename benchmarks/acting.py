@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/acting.py [PRESET] [OPTIONS of train and act ...]
 
-Trains r2d2-remote-memory as docs/distributed.md says, over ipc://, and evaluates it. Writes results/acting.json: the
+Trains r2d2-remote-memory as docs/distributed.md says, over unix:, and evaluates it. Writes results/acting.json: the
 curve, the final greedy return, and what the service counted.
 """
 
@@ -37,7 +37,7 @@ def start(log: Path, *args: str) -> subprocess.Popen[bytes]:
 
 def score(preset: str, options: list[str], folder: Path) -> dict[str, Any]:
   """Trains in four processes; what came of it."""
-  replay, parameters = f'ipc://{folder}/replay', f'ipc://{folder}/parameters'
+  replay, parameters = f'unix:{folder}/replay', f'unix:{folder}/parameters'
   run_dir = folder / 'run'
   to_act = [
     x

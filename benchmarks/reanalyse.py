@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/reanalyse.py [--pairs 3] [--seconds 15]
 
-A learner, a replay service and an acting process run muzero-catch over ipc://, in processes of this machine. In turn, there is no
+A learner, a replay service and an acting process run muzero-catch over unix:, in processes of this machine. In turn, there is no
 `podrace reanalyse`, and there is one. All share the cores, so the CPU seconds of each are told, too. Writes
 results/reanalyse.json.
 """
@@ -35,7 +35,7 @@ class Run:
 
   def __init__(self, folder: Path) -> None:
     self.folder, self.run_dir = folder, folder / 'run'
-    self.replay, self.parameters = f'ipc://{folder}/replay', f'ipc://{folder}/parameters'
+    self.replay, self.parameters = f'unix:{folder}/replay', f'unix:{folder}/parameters'
     self.processes: dict[str, subprocess.Popen[bytes]] = {}
     at = ['--connect-replay', self.replay]
     self.start('replay', '--listen', self.replay)

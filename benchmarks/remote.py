@@ -2,10 +2,10 @@
 
 Round trips: so many clients, each with one group of environments and one message in flight, in one process;
 the server in another, which answers with actions. The servers: podrace's with a stub in the place of
-the network (`recv`, zeros, `send`), a bare pyzmq echo with the same messages (it answers with a
+the network (`recv`, zeros, `send`), over TCP, a Unix socket and TLS; a bare pyzmq echo with the same messages (it answers with a
 constant and looks at nothing), and grpcio's bidirectional streams with messages of the same size, the
-faster of its threaded and its asyncio server. The client's side of podrace and of the echo is the same code.
-`cpu_us` is what a round trip costs podrace's actor thread, which has the network as well.
+faster of its threaded and its asyncio server. Clients are as bare as their library allows: podrace's are plain sockets.
+`cpu_us` is the CPU time of the server's whole process for a round trip.
 
 Network: the same with a real network in every server, the same one with the same parameters: two layers of 64 for 16 bytes, the shallow
 IMPALA network for 28 KB, sampling actions, in batches padded to four sizes. The echo and grpcio's asyncio server give it all that
@@ -17,7 +17,7 @@ second; round trips' latency and what the server's process grows by, against the
 Training: `podrace train pong` with environments in the process, and with `podrace envs` in another; in
 turn, on the same cores; steps_per_s of summary.json.
 
-Local: two processes that exchange messages of the same sizes by bare pyzmq over ipc://, and through shared memory.
+Local: two processes that exchange messages of the same sizes over a bare Unix socket, and through shared memory.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import multiprocessing
 import pathlib
 import resource
+import selectors
+import socket as sockets
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import timeit
 from concurrent import futures
 from multiprocessing import shared_memory
 from typing import Any
@@ -51,11 +52,13 @@ import tables_load
 CLIENTS, ENVIRONMENTS = (1, 8, 64, 256), (1, 64)
 OBSERVATIONS = {'16B': ((4,), 'float32'), '28KB': ((4, 84, 84), 'uint8')}
 LIGHT, PERIOD = 1000, 1.0  # clients, and seconds between the steps of one
-P99_MS, CLIENT_BYTES = 50.0, 100_000  # bounds: latency, and memory for each of them
-PARTS = ('round-trips', 'network', 'checksums', 'light', 'training', 'local')
+P99_OF_ECHO, CLIENT_BYTES = 1.2, 30_000  # bounds: latency, and memory for each of them
+IDLE = 10_000  # clients that are connected and silent
+PARTS = ('round-trips', 'network', 'light', 'training', 'local')
 GRPC = ('grpc-threads', 'grpc-asyncio')
-SERVERS = ('podrace', 'podrace-ipc', 'echo', *GRPC)  # TCP on loopback, but for one
+SERVERS = ('podrace', 'podrace-unix', 'podrace-tls', 'echo', *GRPC)  # TCP on loopback, but for one
 WITH_NETWORK = ('podrace-network', 'echo-network', 'grpc-network')
+VOLUME_PER_S = 5e7  # bytes of all clients' messages, for each of which a measurement takes a second
 NETWORK_SIZES = 4  # all environments, a half, a quarter, an eighth: what podrace pads batches to
 
 
@@ -141,25 +144,26 @@ def serve_network(address: str, clients: int, environments: int, observation: st
 
 
 def serve_podrace(
-  address: str, clients: int, environments: int, observation: str, network: Network | None = None
+  address: str,
+  clients: int,
+  environments: int,
+  observation: str,
+  network: Network | None = None,
+  keys: pathlib.Path | None = None,
 ) -> None:
   from podrace.envs.host.base import PoolArgs
-  from podrace.remote.hub import Listen
+  from podrace.net.listener import Listen
   from podrace.remote.server import Server
 
   n = clients * environments
-  server = Server(Listen(address, peer_timeout=60.0), n, say=lambda level, line: None)
+  server = Server(Listen(address, keys, peer_timeout=600.0), n, say=lambda level, line: None)
   kind = server.spec(spec(observation))
   with server:
     pool: Any = kind.make(PoolArgs(n, n, np.zeros(n, np.uint32), 1, 60.0))
     pool.reset()
 
-    cpu_s = 0.0
-
     def act() -> None:
-      nonlocal cpu_s
       while True:
-        cpu_s = time.thread_time()
         arrival = pool.recv()
         ids = arrival.env_id
         if len(ids):
@@ -167,11 +171,14 @@ def serve_podrace(
           pool.send(ids, zeros if network is None else network(arrival.timestep.observation))
 
     threading.Thread(target=act, daemon=True).start()
-    common.answer(address=server.address)
+    common.answer(address=server.address, keys=keys and str(keys))
     for _ in common.requests():
-      batches = {str(k): v for k, v in sorted(pool.batches.items())}
-      cpu_us = 1e6 * cpu_s * environments / max(server.counts['frames'], 1)  # a round trip
-      common.answer(batches=batches, cpu_us=cpu_us, resident=tables_load.resident())
+      common.answer(batches={str(k): v for k, v in sorted(pool.batches.items())}, **used())
+
+
+def used() -> dict[str, float]:
+  """What this process has used so far."""
+  return dict(cpu_s=time.process_time(), resident=tables_load.resident())
 
 
 def serve_echo(
@@ -202,7 +209,15 @@ def serve_echo(
   threading.Thread(target=target, daemon=True).start()
   common.answer(address=router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0'))
   for _ in common.requests():
-    common.answer(batches={})
+    common.answer(batches={}, **used())
+
+
+def keys_in(directory: pathlib.Path) -> pathlib.Path:
+  """Of server and clients; the clients' process is told where."""
+  from podrace.net.keys import new_keys
+
+  new_keys(directory / 'keys')
+  return directory / 'keys'
 
 
 OPTIONS = [('grpc.max_receive_message_length', -1), ('grpc.max_send_message_length', -1)]
@@ -245,7 +260,7 @@ def serve_grpc_network(clients: int, environments: int, observation: str) -> Non
     task = asyncio.create_task(infer())
     common.answer(address=f'127.0.0.1:{port}')
     while await loop.run_in_executor(None, sys.stdin.readline):
-      common.answer(batches={})
+      common.answer(batches={}, **used())
     task.cancel()
     await server.stop(0)
 
@@ -273,7 +288,7 @@ def serve_grpc(kind: str, clients: int, environments: int) -> None:
     server.start()
     common.answer(address=f'127.0.0.1:{port}')
     for _ in common.requests():
-      common.answer(batches={})
+      common.answer(batches={}, **used())
     return
 
   async def main() -> None:
@@ -288,7 +303,7 @@ def serve_grpc(kind: str, clients: int, environments: int) -> None:
     common.answer(address=f'127.0.0.1:{port}')
     loop = asyncio.get_running_loop()
     while await loop.run_in_executor(None, sys.stdin.readline):
-      common.answer(batches={})
+      common.answer(batches={}, **used())
     await server.stop(0)
 
   asyncio.run(main())
@@ -309,8 +324,9 @@ def serve(kind: str, clients: int, environments: int, observation: str) -> None:
       common.answer(environments_per_s=network.alone(2.0))
   elif kind.startswith('podrace'):
     with tempfile.TemporaryDirectory() as directory:
-      address = 'tcp://127.0.0.1:*' if kind == 'podrace' else f'ipc://{directory}/socket'
-      serve_podrace(address, clients, environments, observation)
+      address = f'unix:{directory}/socket' if kind == 'podrace-unix' else 'tcp://127.0.0.1:*'
+      keys = keys_in(pathlib.Path(directory)) if kind == 'podrace-tls' else None
+      serve_podrace(address, clients, environments, observation, keys=keys)
   elif kind == 'echo':
     serve_echo(clients, environments, observation)
   else:
@@ -322,6 +338,8 @@ def serve(kind: str, clients: int, environments: int, observation: str) -> None:
 
 def told(latencies: list[float], seconds: float) -> dict[str, float]:
   """Of answers that came within so many seconds, the first and the last of them included."""
+  if len(latencies) < 2:
+    raise RuntimeError(f'{len(latencies)} answers: measure for more --seconds')
   p50, p99 = np.percentile(latencies, [50, 99]) * 1000
   return dict(
     round_trips_per_s=(len(latencies) - 1) / seconds, p50_ms=float(p50), p99_ms=float(p99)
@@ -337,76 +355,157 @@ def payload(environments: int, observation: str) -> list[bytes]:
   return [records.tobytes(), bytes(np.zeros((environments, *shape), dtype))]
 
 
-def ask_zmq(
-  address: str,
-  kind: str,
-  clients: int,
-  environments: int,
-  observation: str,
-  seconds: float,
-  period: float = 0.0,  # between the steps of a client; 0 is at once
-) -> dict[str, float]:
-  import zmq
+class ZmqClients:
+  """Of the echo, which has no sessions."""
 
-  from podrace.remote import wire
+  def __init__(self, address: str, clients: int, environments: int, observation: str) -> None:
+    import zmq
 
-  context = zmq.Context()
-  context.max_sockets = clients + 16
-  sockets = [context.socket(zmq.DEALER) for _ in range(clients)]
-  sessions = [0] * clients
-  hello = {'name': wire.NAME, 'version': wire.VERSION, 'host': 'bench', 'pid': 0, 'env': 'bench:stub',
-           'podrace': 'bench', 'schema': wire.schema(*_spaces(observation))}  # fmt: skip
-  poller = zmq.Poller()
-  for i, s in enumerate(sockets):
-    s.connect(address)
-    poller.register(s, zmq.POLLIN)
-    if kind.startswith('podrace'):
-      s.send(wire.pack(wire.HELLO, {**hello, 'nonce': i}))
-      while (header := wire.unpack(s.recv()))[0] == wire.WAIT:
-        time.sleep(0.1)
-        s.send(wire.pack(wire.HELLO, {**hello, 'nonce': i}))
-      assert header[0] == wire.WELCOME, header
-      sessions[i] = header[1]
-      s.send(wire.pack(wire.ENTER, sessions[i], 0, environments))
-      assert wire.unpack(s.recv())[0] == wire.START
-  first, frames = payload(environments, observation), payload(environments, observation)
-  records = np.frombuffer(frames[0], wire.RECORD).copy()
-  records['step_type'] = 1
-  frames[0] = records.tobytes()
-  crcs = wire.checksum(first), wire.checksum(frames)
-  seqs, sent = [0] * clients, [0.0] * clients
-  number = {s: i for i, s in enumerate(sockets)}
+    self._context = zmq.Context()
+    self._context.max_sockets = clients + 16
+    self._sockets = [self._context.socket(zmq.DEALER) for _ in range(clients)]
+    self._number = {s: i for i, s in enumerate(self._sockets)}
+    self._poller = zmq.Poller()
+    for s in self._sockets:
+      s.connect(address)
+      self._poller.register(s, zmq.POLLIN)
+    self._frames = payload(environments, observation)
+
+  def send(self, i: int) -> None:
+    self._sockets[i].send_multipart([b'header', *self._frames], copy=False)
+
+  def answered(self, seconds: float | None) -> list[int]:
+    """Whose answers have come."""
+    ready = self._poller.poll(None if seconds is None else seconds * 1000)
+    for s, _ in ready:
+      s.recv_multipart()
+    return [self._number[s] for s, _ in ready]
+
+  def close(self) -> None:
+    for s in self._sockets:
+      s.close(0)
+    self._context.term()
+
+
+class StreamClients:
+  """Of podrace's server, with a session and a group each; plain sockets, that put their frames together themselves."""
+
+  def __init__(
+    self, address: str, clients: int, environments: int, observation: str, keys: str | None = None
+  ) -> None:
+    from podrace.net import frame
+    from podrace.net import keys as net_keys
+    from podrace.remote import wire
+
+    self._context = None if keys is None else net_keys.client_context(pathlib.Path(keys))
+    self._prefix, self._step = frame.PREFIX, wire.STEP
+    self._hello = {'env': 'bench:stub', 'schema': wire.schema(*_spaces(observation))}
+    self._arrays = payload(environments, observation)
+    records = np.frombuffer(self._arrays[0], wire.RECORD).copy()
+    records['step_type'] = 1
+    self._later = [records.tobytes(), *self._arrays[1:]]
+    self._answer = self._prefix.size + 8 + 4 * environments  # bytes of an ACTION
+    self._selector = selectors.DefaultSelector()
+    self._sockets = [self._join(address, i, environments) for i in range(clients)]
+    self._seqs, self._come = [0] * clients, [0] * clients
+
+  def _join(self, address: str, i: int, environments: int) -> sockets.socket:
+    from podrace.net import session
+    from podrace.remote import wire
+
+    socket = self._connect(address)
+    hello = b''.join(session.HELLO.pack([session.hello(wire.SERVICE, i + 1, **self._hello)]))
+    socket.sendall(hello)
+    while self._hear(socket) == session.WAIT.number:
+      time.sleep(0.1)
+      socket.sendall(hello)
+    socket.sendall(b''.join(wire.ENTER.pack([0, environments])))
+    if (number := self._hear(socket)) != wire.START.number:
+      raise RuntimeError(f'a frame of kind {number} where a START was expected')
+    self._selector.register(socket, selectors.EVENT_READ, i)
+    return socket
+
+  def _connect(self, address: str) -> sockets.socket:
+    if address.startswith('unix:'):
+      socket = sockets.socket(sockets.AF_UNIX)
+      socket.connect(address.removeprefix('unix:'))
+      return socket
+    host, port = address.removeprefix('tcp://').rsplit(':', 1)
+    socket = sockets.create_connection((host, int(port)))
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+    return socket if self._context is None else self._context.wrap_socket(socket)
+
+  def _hear(self, socket: sockets.socket) -> int:
+    """The kind of the next frame."""
+    size, word = self._prefix.unpack(self._exactly(socket, self._prefix.size))
+    self._exactly(socket, size)
+    return word & 0xFF
+
+  def _exactly(self, socket: sockets.socket, size: int) -> bytes:
+    data = b''
+    while len(data) < size:
+      more = socket.recv(size - len(data))
+      if not more:
+        raise RuntimeError('the server has closed the connection')
+      data += more
+    return data
+
+  def send(self, i: int) -> None:
+    buffers = self._step.pack((0, self._seqs[i]), self._later if self._seqs[i] else self._arrays)
+    self._seqs[i] += 1
+    socket, size = self._sockets[i], sum(map(len, buffers))
+    if size <= 2**14:
+      socket.sendall(b''.join(buffers))
+    elif isinstance(socket, ssl.SSLSocket):
+      socket.sendall(b''.join(buffers[:-1]))
+      socket.sendall(buffers[-1])
+    elif (sent := socket.sendmsg(buffers)) < size:
+      socket.sendall(memoryview(b''.join(buffers[:-1]))[sent:])
+      socket.sendall(memoryview(buffers[-1])[max(sent - size + len(buffers[-1]), 0) :])
+
+  def answered(self, seconds: float | None) -> list[int]:
+    """Whose answers have come."""
+    found = []
+    for key, _ in self._selector.select(seconds):
+      data = key.fileobj.recv(2**16)  # type: ignore[union-attr]
+      i = key.data
+      self._come[i] += len(data)
+      if not data or self._come[i] > self._answer:
+        raise RuntimeError(f'{data[:200]!r} where actions were expected')
+      if self._come[i] == self._answer:
+        self._come[i] = 0
+        found.append(i)
+    return found
+
+  def close(self) -> None:
+    for s in self._sockets:
+      s.close()
+
+
+def drive(
+  clients: ZmqClients | StreamClients, count: int, seconds: float, period: float = 0.0
+) -> tuple[dict[str, float], int]:
+  """Latencies and rates, and all answers; `period` is between the steps of a client, 0 is at once."""
+  sent, done = [0.0] * count, 0
   latencies: list[float] = []
-
-  def send(i: int) -> None:
-    again = seqs[i] > 0
-    header = wire.pack(wire.STEP, sessions[i], 0, seqs[i], crcs[again])
-    seqs[i] += 1
-    sent[i] = time.perf_counter()
-    sockets[i].send_multipart([header, *(frames if again else first)], copy=False)
-
   begin = time.perf_counter()
-  due = collections.deque((begin + period * i / clients, i) for i in range(clients))
-  warm = begin + max(min(1.0, seconds / 3), 2 * period)
+  due = collections.deque((begin + period * i / count, i) for i in range(count))
+  warm = begin + max(seconds / 3, 2 * period)
   end = warm + seconds
   since = last = 0.0
   while (now := time.perf_counter()) < end:
     while due and due[0][0] <= now:
-      send(due.popleft()[1])
-    for s, _ in poller.poll(max((due[0][0] - now) * 1000, 0) if due else None):
-      answer = s.recv_multipart()
-      i = number[s]
-      if kind.startswith('podrace') and wire.unpack(answer[0])[0] != wire.ACTION:
-        raise RuntimeError(f'{wire.unpack(answer[0])} where actions were expected')
+      i = due.popleft()[1]
+      sent[i] = time.perf_counter()
+      clients.send(i)
+    for i in clients.answered(max(due[0][0] - now, 0) if due else None):
       now = time.perf_counter()
+      done += 1
       if now > warm:
         since, last = since or now, now
         latencies.append(now - sent[i])
       due.append((max(sent[i] + period, now), i))
-  for s in sockets:
-    s.close(0)
-  context.term()
-  return told(latencies, last - since)
+  return told(latencies, last - since), done
 
 
 def _spaces(observation: str) -> tuple[Any, Any]:
@@ -416,21 +515,22 @@ def _spaces(observation: str) -> tuple[Any, Any]:
 
 def ask_grpc(
   address: str, clients: int, environments: int, observation: str, seconds: float
-) -> dict[str, float]:
+) -> tuple[dict[str, float], int]:
   import grpc
 
   message = b''.join(payload(environments, observation)) + bytes(24)  # and a header
   latencies: list[float] = []
-
+  done = 0
   since = last = 0.0
 
   async def one(channel: Any, warm: float, end: float) -> None:
-    nonlocal since, last
+    nonlocal since, last, done
     stream = channel.stream_stream('/bench/Step')()
     while (at := time.perf_counter()) < end:
       await stream.write(message)
       await stream.read()
       now = time.perf_counter()
+      done += 1
       if warm < now < end:
         since, last = since or now, now
         latencies.append(now - at)
@@ -441,13 +541,13 @@ def ask_grpc(
       grpc.aio.insecure_channel(address, [*OPTIONS, ('grpc.use_local_subchannel_pool', 1)])
       for _ in range(clients)
     ]
-    warm = time.perf_counter() + min(1.0, seconds / 3)
+    warm = time.perf_counter() + seconds / 3
     await asyncio.gather(*(one(c, warm, warm + seconds) for c in channels))
     for c in channels:
       await c.close()
 
   asyncio.run(main())
-  return told(latencies, last - since)
+  return told(latencies, last - since), done
 
 
 # --- round trips --------------------------------------------------------------------------------------
@@ -463,16 +563,33 @@ def round_trips(
     line = server.process.stdout.readline()
     if not line:
       raise RuntimeError(f'the server {kind} ended before it listened; its error is above')
-    address = json.loads(line)['address']
+    first = json.loads(line)
     if kind == 'alone':
       return server.ask()
+    before = server.ask()['cpu_s']
     if kind.startswith('grpc'):
-      found = ask_grpc(address, clients, environments, observation, seconds)
+      found, count = ask_grpc(first['address'], clients, environments, observation, seconds)
     else:
-      found = ask_zmq(address, kind, clients, environments, observation, seconds)
+      found, count = ask(kind, first, clients, environments, observation, seconds)
     last = server.ask()
-    found['batches'], found['cpu_us'] = last['batches'], last.get('cpu_us', math.nan)
+    found['batches'], found['cpu_us'] = last['batches'], 1e6 * (last['cpu_s'] - before) / count
   return found
+
+
+def ask(
+  kind: str, server: dict[str, Any], clients: int, environments: int, observation: str,
+  seconds: float, period: float = 0.0,
+) -> tuple[dict[str, float], int]:  # fmt: skip
+  """What a load shows, and its round trips, those before it is warm too."""
+  sizes = clients, environments, observation
+  if kind.startswith('podrace'):
+    every: Any = StreamClients(server['address'], *sizes, server.get('keys'))
+  else:
+    every = ZmqClients(server['address'], *sizes)
+  try:
+    return drive(every, clients, seconds, period)
+  finally:
+    every.close()
 
 
 def all_round_trips(
@@ -483,17 +600,29 @@ def all_round_trips(
     for clients in wanted:
       for environments in ENVIRONMENTS:
         found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in SERVERS}
+        volume = clients * sum(map(len, payload(environments, observation)))
+        longer = max(
+          seconds, volume / VOLUME_PER_S
+        )  # a few for each client, before and after it is warm
         for _ in range(repeats):
           for kind in SERVERS:
-            found[kind].append(round_trips(kind, clients, environments, observation, seconds))
+            found[kind].append(round_trips(kind, clients, environments, observation, longer))
         row = compare(found)
         rows.append(
-          dict(observation=observation, clients=clients, environments=environments, **row)
+          dict(
+            observation=observation,
+            clients=clients,
+            environments=environments,
+            **row,
+            load_1min=common.machine()['load_1min'],
+            origin=common.origin(),
+          )
         )
         shown = {k: round(v['round_trips_per_s']['median']) for k, v in row['servers'].items()}
         print(
           f'{observation} {clients} clients x {environments}: {shown}; of the echo '
-          f'{row["of_echo"]:.2f}, of grpc {row["of_grpc"]:.2f}', flush=True,
+          f'{row["of_echo"]:.2f}, of grpc {row["of_grpc"]:.2f}, TLS {row["tls_over_plain"]:.2f}; '
+          f'CPU us {({k: round(v["cpu_us"]["median"]) for k, v in row["servers"].items()})}', flush=True,
         )  # fmt: skip
   return sorted(
     rows,
@@ -504,7 +633,8 @@ def all_round_trips(
 def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
   servers: dict[str, Any] = {
     kind: {
-      k: common.summary([r[k] for r in runs]) for k in ('round_trips_per_s', 'p50_ms', 'p99_ms')
+      k: common.summary([r[k] for r in runs])
+      for k in ('round_trips_per_s', 'p50_ms', 'p99_ms', 'cpu_us')
     }
     for kind, runs in found.items()
   }
@@ -515,10 +645,10 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
   return dict(
     servers=servers,
     of_echo=rate('podrace') / rate('echo'),
-    ipc_over_tcp=rate('podrace-ipc') / rate('podrace'),
+    unix_over_tcp=rate('podrace-unix') / rate('podrace'),
+    tls_over_plain=rate('podrace-tls') / rate('podrace'),
     of_grpc=rate('podrace') / max(map(rate, GRPC)),
     batches=found['podrace'][-1]['batches'],
-    cpu_us=common.summary([r['cpu_us'] for r in found['podrace']]),
   )
 
 
@@ -577,27 +707,56 @@ def light(kind: str, seconds: float) -> tuple[dict[str, Any], int, int]:
   server = common.Worker([sys.executable, __file__, '--serve', kind, str(LIGHT), '1', '16B'])
   assert server.process.stdout
   with server:
-    address = json.loads(server.process.stdout.readline())['address']
-    before = server.ask().get('resident', 0)
-    found: dict[str, Any] = ask_zmq(address, kind, LIGHT, 1, '16B', seconds, PERIOD)
-    return found, before, server.ask().get('resident', 0)
+    first = json.loads(server.process.stdout.readline())
+    before = server.ask()['resident']
+    found: dict[str, Any] = ask(kind, first, LIGHT, 1, '16B', seconds, PERIOD)[0]
+    return found, before, server.ask()['resident']
 
 
 def light_clients(seconds: float) -> dict[str, Any]:
-  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  resource.setrlimit(resource.RLIMIT_NOFILE, (min(max(soft, 8 * LIGHT), hard), hard))
+  more_files()
   found, before, after = light('podrace', seconds)
   echo, *_ = light('echo', seconds)
+  tls, before_tls, after_tls = light('podrace-tls', seconds)
+  tls['server_bytes_per_client'] = (after_tls - before_tls) / LIGHT
   found |= dict(
     clients=LIGHT,
     steps_per_s_of_each=1 / PERIOD,
     server_bytes_per_client=(after - before) / LIGHT,
     echo=echo,
-    bounds=dict(p99_ms=P99_MS, server_bytes_per_client=CLIENT_BYTES),
+    tls=tls,
+    p99_of_echo=found['p99_ms'] / echo['p99_ms'],
+    bounds=dict(p99_of_echo=P99_OF_ECHO, server_bytes_per_client=CLIENT_BYTES),
   )
-  found['kept'] = found['p99_ms'] <= P99_MS and found['server_bytes_per_client'] <= CLIENT_BYTES
   print(f'{LIGHT} light clients: {found}', flush=True)
+  found['idle'] = {kind: idle(kind) for kind in ('podrace', 'podrace-tls')}
+  print(f'{IDLE} idle clients: {found["idle"]}', flush=True)
   return found
+
+
+def more_files() -> None:
+  """As many as may be: each connection is one."""
+  _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(2**16, hard), hard))
+
+
+def idle(kind: str) -> dict[str, float]:
+  """Memory and CPU of the server's process with clients that are connected, and with a session without a group."""
+  server = common.Worker([sys.executable, __file__, '--serve', kind, str(IDLE), '1', '16B'])
+  assert server.process.stdout
+  with server:
+    first = json.loads(server.process.stdout.readline())
+    before = server.ask()['resident']
+    every = StreamClients(first['address'], IDLE, 1, '16B', first.get('keys'))
+    begun = server.ask()
+    time.sleep(5.0)
+    ended = server.ask()
+    every.close()
+  return dict(
+    clients=IDLE,
+    server_bytes_per_client=(begun['resident'] - before) / IDLE,
+    cores=(ended['cpu_s'] - begun['cpu_s']) / 5.0,
+  )
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -608,7 +767,7 @@ def train(remote: bool, steps: int) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as directory:
     run_dir = pathlib.Path(directory) / 'run'
     args = ['train', 'pong', '--total-steps', str(steps), '--run-dir', str(run_dir), '--quiet']
-    address = f'ipc://{directory}/socket'
+    address = f'unix:{directory}/socket'
     podrace = [sys.executable, '-m', 'podrace.cli']
     envs = None
     if remote:
@@ -648,81 +807,75 @@ def training(repeats: int, steps: int) -> dict[str, Any]:
   return dict(steps=steps, rates=rates, cpu_s=cpu, runs=found, remote_over_local=ratio)
 
 
-def checksums(repeats: int) -> dict[str, dict[str, Any]]:
-  """Milliseconds of a message's CRC-32, of each size."""
-  from podrace.remote import wire
-
-  found = {}
-  for observation in OBSERVATIONS:
-    for environments in ENVIRONMENTS:
-      frames = payload(environments, observation)
-      calls = [timeit.timeit(lambda f=frames: wire.checksum(f), number=100) for _ in range(repeats)]
-      found[f'{observation}, {environments}'] = common.summary([10 * x for x in calls])
-  return found
-
-
 # --- processes of one machine ---------------------------------------------------------------------
 
 
-def answer_locally(address: str, name: str, size: int) -> None:
-  """Copies each message into an array, which is then given to a network, and answers; b'' ends it."""
-  import zmq
-
+def answer_locally(path: str, name: str, size: int) -> None:
+  """Copies each message into an array, which is then given to a network, and answers, until the other end closes."""
   memory = shared_memory.SharedMemory(name) if name else None
   array = np.empty(size, np.uint8)
-  with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
-    socket.connect(address)
-    while len((frames := socket.recv_multipart(copy=False))[0]):
-      array[:] = np.frombuffer(frames[1] if memory is None else memory.buf, np.uint8, size)
+  with sockets.socket(sockets.AF_UNIX) as socket:
+    socket.connect(path)
+    while True:
+      if memory is None:
+        at = 0
+        while at < size and (n := socket.recv_into(memoryview(array)[at:])):
+          at += n
+        if at < size:
+          break
+      else:
+        if not socket.recv(8):
+          break
+        array[:] = np.frombuffer(memory.buf, np.uint8, size)
       socket.send(bytes(8))
   if memory is not None:
     memory.close()
 
 
 def ask_locally(shared: bool, size: int, seconds: float) -> float:
-  """Round trips/s of `size` bytes over ipc://, or through shared memory with a small message for each."""
-  import zmq
-
+  """Round trips/s of `size` bytes over a Unix socket, or through shared memory with a small message for each."""
   observations = np.random.default_rng(0).integers(0, 255, size, np.uint8)
   with contextlib.ExitStack() as stack:
-    address = f'ipc://{stack.enter_context(tempfile.TemporaryDirectory())}/socket'
+    path = f'{stack.enter_context(tempfile.TemporaryDirectory())}/socket'
     memory = shared_memory.SharedMemory(create=True, size=size) if shared else None
     if memory is not None:
       stack.callback(memory.unlink)
       stack.callback(memory.close)
-    socket = stack.enter_context(stack.enter_context(zmq.Context()).socket(zmq.PAIR))
-    socket.bind(address)
+    listening = stack.enter_context(sockets.socket(sockets.AF_UNIX))
+    listening.bind(path)
+    listening.listen()
     spawn = multiprocessing.get_context('spawn')
     name = '' if memory is None else memory.name
-    child = spawn.Process(target=answer_locally, args=(address, name, size), daemon=True)
+    child = spawn.Process(target=answer_locally, args=(path, name, size), daemon=True)
     child.start()
+    listening.settimeout(30)
+    socket = stack.enter_context(listening.accept()[0])
 
     def ask() -> None:
       if memory is None:
-        socket.send_multipart([b'header', observations], copy=False)
+        socket.sendall(observations.data)
       else:
         np.frombuffer(memory.buf, np.uint8, size)[:] = observations
-        socket.send(b'header')
-      if not socket.poll(10_000):
+        socket.send(bytes(8))
+      if not socket.recv(8):
         raise SystemExit('the other process does not answer')
-      socket.recv()
 
     ask()
     count, start = 0, time.perf_counter()
     while (took := time.perf_counter() - start) < seconds:
       ask()
       count += 1
-    socket.send(b'')
+    socket.close()
     child.join(10)
     return count / took
 
 
 def local(repeats: int, seconds: float) -> dict[str, dict[str, Any]]:
-  """What shared memory would gain over ipc://, without all that podrace does for a message."""
+  """What shared memory would gain over a Unix socket, without all that podrace does for a message."""
   found = {}
   for observation, environments in itertools.product(OBSERVATIONS, ENVIRONMENTS):
     size = sum(map(len, payload(environments, observation)))
-    rates: dict[str, list[float]] = {'ipc': [], 'shared': []}
+    rates: dict[str, list[float]] = {'unix': [], 'shared': []}
     for _ in range(repeats):
       for kind, those in rates.items():
         those.append(ask_locally(kind == 'shared', size, seconds))
@@ -758,16 +911,16 @@ def main() -> None:
   path = common.RESULTS / 'remote.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   if 'round-trips' in parts:
-    results['round_trips'] = all_round_trips(
-      args.clients, args.repeats, args.seconds, results.get('round_trips', [])
-    )
+    for clients in args.clients:
+      known = results.get('round_trips', [])
+      results['round_trips'] = all_round_trips([clients], args.repeats, args.seconds, known)
+      common.record('remote', results)
   if 'network' in parts:
     for clients in args.clients:  # minutes each: what there is is kept
       known = results.get('network', [])
       results['network'] = all_with_network([clients], args.repeats, args.seconds, known)
       common.record('remote', results)
-  if 'checksums' in parts:
-    results['checksum_ms'] = dict(checksums(args.repeats), origin=common.origin())
+  results.pop('checksum_ms', None)  # there are none any more
   if 'light' in parts:
     results['light_clients'] = dict(light_clients(5 * args.seconds), origin=common.origin())
   if 'training' in parts:

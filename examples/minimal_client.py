@@ -1,4 +1,4 @@
-"""An environment for a podrace learner in plain Python, pyzmq and msgpack, without podrace or numpy.
+"""An environment for a podrace learner in plain Python and msgpack, without podrace or numpy.
 
 Written from docs/protocol.md alone, as a client in another language would be. Its environment walks on
 a line of 7 places: it begins in the middle and ends at either end, with a reward of 1 at the right one. The
@@ -14,10 +14,8 @@ import socket
 import struct
 import sys
 import time
-import zlib
 
 import msgpack
-import zmq
 
 HELLO, ENTER, STEP, PING, BYE = 1, 2, 3, 4, 5
 WAIT, WELCOME, START, ACTION, PONG, REFUSED, GONE, END = 65, 66, 67, 68, 69, 70, 71, 72
@@ -52,71 +50,87 @@ class Client:
   """One connection, one group of environments."""
 
   def __init__(self, address, num_envs):
-    self.address, self.num_envs = address, num_envs
-    self.context = zmq.Context()
-
-  def connect(self):
-    self.socket = self.context.socket(zmq.DEALER)
-    self.socket.linger = 500
-    self.socket.connect(self.address)
-    self.nonce = random.getrandbits(32)
-    self.session, self.silence, self.heard, self.said = None, 5.0, time.monotonic(), 0.0
-
-  def say(self, *header, frames=()):
-    self.socket.send_multipart([msgpack.packb(header), *frames])
+    host, port = address.removeprefix('tcp://').rsplit(':', 1)
+    self.host, self.num_envs = (host, int(port)), num_envs
+    self.number = random.getrandbits(62)
 
   def run(self):
     """Until the learner says that the run is complete."""
     complete = False
     while not complete:
-      self.connect()
-      complete = self.life()
-      self.socket.close()
-    self.context.term()
+      try:
+        with socket.create_connection(self.host) as self.socket:
+          complete = self.life()
+      except OSError as e:
+        print('the connection is lost:', e, flush=True)
+      time.sleep(0.0 if complete else 1.0)
+
+  def say(self, kind, *fields):
+    self.send(kind, msgpack.packb(fields))
+
+  def send(self, kind, head, arrays=b''):
+    self.socket.sendall(
+      struct.pack('<II', len(head) + len(arrays), kind | len(head) << 8) + head + arrays
+    )
+
+  def receive(self, size):
+    """So many bytes; while there are none it says that it is alive."""
+    data = b''
+    while len(data) < size:
+      self.socket.settimeout(self.silence / 4)
+      try:
+        more = self.socket.recv(size - len(data))
+      except TimeoutError:
+        if time.monotonic() - self.heard > 2 * self.silence:
+          raise
+        if self.joined:
+          self.say(PING, None)
+        continue
+      if not more:
+        raise ConnectionError('the learner closed it')
+      data, self.heard = data + more, time.monotonic()
+    return data
+
+  def hello(self):
+    self.say(HELLO, {
+      'name': 'podrace', 'version': 2, 'client': self.number, 'host': socket.gethostname(),
+      'pid': os.getpid(), 'env': 'minimal:walk', 'podrace': 'none', 'schema': SCHEMA,
+    })  # fmt: skip
 
   def life(self):
     """One session; True if the run is complete, False if the session was lost."""
-    while time.monotonic() - self.heard < 3 * self.silence:
-      self.keep_alive()
-      if not self.socket.poll(int(self.silence * 100)):
+    self.joined, self.silence, self.heard = False, 10.0, time.monotonic()
+    self.hello()
+    while True:
+      size, word = struct.unpack('<II', self.receive(8))
+      payload = self.receive(size)
+      kind, head, data = word & 0xFF, payload[: word >> 8], payload[word >> 8 :]
+      if kind == ACTION:
+        _, seq = struct.unpack('<II', head)
+        if seq != self.seq:
+          raise SystemExit(f'an answer to {seq}, expected {self.seq}')
+        self.seq += 1
+        self.step(struct.unpack(f'<{self.num}i', data))
         continue
-      packed, *frames = self.socket.recv_multipart()
-      self.heard = time.monotonic()
-      kind, *fields = msgpack.unpackb(packed)
-      if kind == WELCOME and self.session is None:
-        self.session, self.silence = fields[0], fields[1]['silence']
-        self.say(ENTER, self.session, 0, min(self.num_envs, fields[1]['largest_group']))
-        self.num = min(self.num_envs, fields[1]['largest_group'])
+      fields = msgpack.unpackb(head)
+      if kind == WAIT:
+        time.sleep(1.0)
+        self.hello()
+      elif kind == WELCOME:
+        self.joined, self.silence = True, fields[0]['silence']
+        self.num = min(self.num_envs, fields[0]['largest_group'])
+        self.say(ENTER, 0, self.num)
       elif kind == START:
         self.environments, self.seq = [Walk() for _ in range(self.num)], 0
         self.step([0] * self.num)
-      elif kind == ACTION:
-        _, _, seq, checksum = fields
-        if seq != self.seq or zlib.crc32(frames[0]) != checksum:
-          raise SystemExit(f'an answer to {seq}, expected {self.seq}')
-        self.seq += 1
-        self.step(struct.unpack(f'<{self.num}i', frames[0]))
       elif kind == REFUSED:
         raise SystemExit('\n'.join(fields[0]))
       elif kind == GONE:
-        print('session ended:', fields[1], flush=True)
+        print('session ended:', fields[0], flush=True)
         return False
       elif kind == END:
-        self.say(BYE, self.session or 0, 'the learner has ended')
+        self.say(BYE, 'the learner has ended')
         return fields[0]
-    return False
-
-  def keep_alive(self):
-    if time.monotonic() - self.said < self.silence / 4:
-      return
-    self.said = time.monotonic()
-    if self.session is None:
-      self.say(HELLO, {
-        'name': 'podrace', 'version': 1, 'nonce': self.nonce, 'host': socket.gethostname(),
-        'pid': os.getpid(), 'env': 'minimal:walk', 'podrace': 'none', 'schema': SCHEMA,
-      })  # fmt: skip
-    else:
-      self.say(PING, self.session)
 
   def step(self, actions):
     records, observations = b'', b''
@@ -124,8 +138,7 @@ class Client:
       reward, discount, kind, observation = environment.step(action)
       records += struct.pack('<IfffBBH', 0, reward, discount, reward, kind, kind == LAST, 0)
       observations += observation
-    checksum = zlib.crc32(observations, zlib.crc32(records))
-    self.say(STEP, self.session, 0, self.seq, checksum, frames=[records, observations])
+    self.send(STEP, struct.pack('<II', 0, self.seq), records + observations)
 
 
 if __name__ == '__main__':

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
   from podrace.discovery.members import Kind
   from podrace.discovery.program import MetaTraining
   from podrace.distributed.handshake import Addresses
-  from podrace.remote.hub import Listen
+  from podrace.net.listener import Listen
   from podrace.remote.server import Server
 
 

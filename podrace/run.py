@@ -42,7 +42,7 @@ from podrace.warm_start import check_start, warm_started
 if TYPE_CHECKING:
   from podrace.discovery.config import Discovery
   from podrace.distributed.handshake import Addresses
-  from podrace.remote.hub import Listen
+  from podrace.net.listener import Listen
   from podrace.remote.server import Server
 
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
@@ -98,8 +98,10 @@ def train(
 
   def opening(say: Callable[[str], None]) -> None:
     if addresses is not None:
+      from podrace.net.address import reachable
+
       say(
-        f'parameters for `podrace act` are at {addresses.parameters}; its experience comes from '
+        f'parameters for `podrace act` are at {reachable(addresses.parameters)}; its experience comes from '
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
 

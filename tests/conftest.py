@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,6 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 import hypothesis
 import jax
 import pytest
-import zmq
 from children import STARTED
 
 # Under nohup SIGHUP is ignored, in the tests' processes as well.
@@ -32,14 +30,6 @@ hypothesis.settings.load_profile('podrace')
 jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
-
-def _leave(context: zmq.Context) -> None:
-  if not context.closed:
-    warnings.warn(f'unclosed {context!r}', ResourceWarning, stacklevel=2)
-
-
-# pyzmq waits for the sockets to be closed, which in a cycle, as what a failed test leaves, nobody does.
-zmq.Context.__del__ = _leave  # type: ignore[method-assign]
 
 # A process may have 65,530 memory maps on Linux, and dies of a segmentation fault where a compiled
 # program would need one more: a worker that kept the programs of all tests would come close.

@@ -5,7 +5,7 @@
 Learners train on Catch (benchmarks/faults/faults_env.py), one after the other: IMPALA with environments elsewhere (`podrace
 envs`), IMPALA with acting elsewhere (`podrace act`, `podrace replay`), and DQN with prioritised windows in the same
 arrangement. What is elsewhere is in a network namespace of its own, behind a pair of virtual Ethernet devices with
-real addresses, with CURVE keys; cuts are made there (a device that is down; neighbours with a wrong address for one
+real addresses, with keys; cuts are made there (a device that is down; neighbours with a wrong address for one
 way only), delays and resets by TCP proxies, since netem is not in every kernel. Needs Linux, root and iproute2.
 
 Every unroll or window that is learned from is written down by the agent: torn ones have a gap, a repetition or two
@@ -44,7 +44,7 @@ from common import RESULTS, ROOT, origin, record
 from proxy import Proxy
 
 from podrace import tables
-from podrace.remote.top import Asker
+from podrace.net.top import Asker
 from podrace.service import wire
 from podrace.tables import checkpoint
 from podrace.tables.chunks import ChunkStore, gather

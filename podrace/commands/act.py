@@ -50,9 +50,9 @@ def run(args: list[str]) -> int:
   part, slash, parts = share.partition('/')
   if not slash or not part.isdigit() or not parts.isdigit():
     raise UsageError(f'--share takes I/N, such as 0/2, not {share!r}')
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
+  net.require()
   config = configuration.configured(preset, options, 'podrace act')
   from podrace.distributed import acting, handshake, joining
 

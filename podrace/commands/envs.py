@@ -12,7 +12,7 @@ COMMAND = Command(
   'environments for a learner elsewhere, which `podrace train --envs remote --listen ADDRESS` is; '
   'needs no JAX',
   (
-    Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or ipc://PATH'),
+    Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH'),
     Option('--env', 'LIB:NAME', 'of ale, envpool or gymnasium, with options after commas'),
     Option('--num-envs', 'N', 'how many', 1),
     Option('--workers', 'N', 'threads or processes that step them, of all groups (default: two for each '
@@ -39,9 +39,9 @@ def run(args: list[str]) -> int:
   options.no_arguments()
   connect, env = (options.needed(name) for name in ('--connect', '--env'))
   own_code.look_here([own_code.of_env(env)])
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
+  net.require()
   from podrace.remote import client
 
   settings = client.Options(

@@ -14,7 +14,7 @@ COMMAND = Command(
   notes="""
 podrace keys client DIR NEW: another client's keys, in the directory NEW; allows them in DIR
 
-The learner needs DIR; a machine with environments only server.public, client.public and client.secret.
+The learner needs DIR; a machine with environments only authority.pem, client.pem and client.key.
 Lines of DIR/allowed_clients can be removed at any time: those sessions end.
 """,
 )
@@ -23,18 +23,18 @@ Lines of DIR/allowed_clients can be removed at any time: those sessions end.
 def run(args: list[str]) -> int:
   """Makes keys."""
   args = Options(args, COMMAND).arguments
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
-  from podrace.remote import security
+  net.require()
+  from podrace.net import keys
 
   if args[:1] == ['new'] and len(args) == 2:
-    security.new_keys(Path(args[1]))
+    keys.new_keys(Path(args[1]))
     print(f'keys are in {args[1]}; a machine with environments needs of them')
-    print(f'  {security.SERVER_PUBLIC} {security.CLIENT_PUBLIC} {security.CLIENT_SECRET}')
+    print(f'  {" ".join(keys.CLIENT_FILES)}')
   elif args[:1] == ['client'] and len(args) == 3:
-    security.new_client(Path(args[1]), Path(args[2]))
-    print(f'{args[2]} has the keys of a client that {args[1]}/{security.ALLOWED} allows')
+    keys.new_client(Path(args[1]), Path(args[2]))
+    print(f'{args[2]} has the keys of a client that {args[1]}/{keys.ALLOWED} allows')
   else:
     raise UsageError(f'keys takes `new DIR` or `client DIR NEW`, not {" ".join(args)!r}')
   return 0

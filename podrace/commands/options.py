@@ -40,7 +40,7 @@ ALLOW_CODE = Option('--allow-code', 'MODULE', 'the run may import this module of
   'working directory too; may be repeated. Without it a run directory that names code of its own is '
   'refused; --agent and --env allow theirs')  # fmt: skip
 QUIET = Option('--quiet', '', 'only warnings and errors')
-SERVER_KEYS = Option('--keys', 'DIR', 'of --listen: with server.secret, server.public and '
+SERVER_KEYS = Option('--keys', 'DIR', 'of --listen: with authority.pem, server.pem, server.key and '
   'allowed_clients, made by `podrace keys new`; needed beyond this machine')  # fmt: skip
 SERVER_INSECURE = Option(
   '--insecure', '', 'of --listen: no keys, anybody may connect, nothing is encrypted'
@@ -49,7 +49,7 @@ PEER_TIMEOUT = Option(
   '--peer-timeout', 'S', 'of --listen: seconds of silence that end a session', 10
 )
 CLIENT_KEYS = Option(
-  '--keys', 'DIR', 'with server.public, client.public and client.secret: `podrace keys new`'
+  '--keys', 'DIR', 'with authority.pem, client.pem and client.key: `podrace keys new`'
 )
 CLIENT_INSECURE = Option('--insecure', '', 'no keys, beyond this machine: nothing is encrypted')
 CONNECT_REPLAY = Option(

@@ -46,9 +46,9 @@ def run(args: list[str]) -> int:
   replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
   if '--batch-size' in options and not options.whole('--batch-size'):
     raise UsageError('--batch-size must be at least 1, not 0')
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
+  net.require()
   config = configuration.configured(preset, options, 'podrace reanalyse')
   from podrace.distributed import handshake, joining, reanalyse
 

@@ -12,7 +12,7 @@ COMMAND = Command(
   'replay tables that many processes write to and sample from; needs no JAX. Clients have the tables '
   'made that they need; docs/tables.md says how',
   (
-    Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or ipc://PATH'),
+    Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH'),
     Option('--dir', 'DIR', 'keeps checkpoints, and begins with the newest: written on SIGTERM and '
       'Ctrl-C, when a client asks, and by --checkpoint-every'),
     Option('--checkpoint-every', 'S', 'seconds between checkpoints (default: not by time)', 0),
@@ -40,9 +40,9 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   options.no_arguments()
   listen = options.needed('--listen')
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
+  net.require()
   from podrace.service import server
 
   with log_to_stderr('podrace replay', '--quiet' in options):

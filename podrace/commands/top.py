@@ -21,10 +21,10 @@ def run(args: list[str]) -> int:
   """Shows them."""
   options = Options(args, COMMAND)
   address = options.one_argument('address')
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
-  from podrace.remote import top
+  net.require()
+  from podrace.net import top
 
   return top.run(
     address,

@@ -51,7 +51,7 @@ COMMAND = Train(
     Option('--override', '', 'resume although the configuration has changed'),
     Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma', choices=('tensorboard', 'wandb')),
     Option('--quiet', '', 'no progress; only warnings and the last words'),
-    Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or ipc://PATH, see docs/distributed.md'),
+    Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or unix:PATH, see docs/distributed.md'),
     Option('--connect-replay', 'ADDRESSES', 'of --replay service: where `podrace replay` listens, shards '
       'with commas; --listen is then where `podrace act` comes for parameters'),
     shared.SERVER_KEYS,
@@ -112,11 +112,11 @@ def _peers(options: Options) -> dict[str, Any]:
     if given := [o for o in ('--keys', '--insecure', '--peer-timeout') if o in options]:
       raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
     return {}
-  from podrace import remote
+  from podrace import net
 
-  remote.require()
+  net.require()
   from podrace.distributed.handshake import Addresses
-  from podrace.remote.hub import Listen
+  from podrace.net.listener import Listen
 
   common = (
     options.text('--listen'),

@@ -21,11 +21,13 @@ from podrace.config import (
   to_json,
 )
 from podrace.errors import UsageError
+from podrace.net import keys
+from podrace.net.address import check_address
+from podrace.net.listener import Listen
+from podrace.net.session import SILENCE
+from podrace.net.text import plain
 from podrace.presets import PRESETS
 from podrace.record import write_json
-from podrace.remote import security
-from podrace.remote.hub import PEER_SECONDS, Listen
-from podrace.remote.wire import plain
 
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
 RUN = 'run'  # of the record: the name of the run, which its tables have, too
@@ -41,7 +43,7 @@ class Addresses:
   parameters: str  # where the learner publishes them
   keys: Path | None = None
   insecure: bool = False
-  peer_timeout: float = PEER_SECONDS  # of silence, after which the learner drops an acting process
+  peer_timeout: float = SILENCE  # of silence, after which the learner drops an acting process
 
 
 def check(addresses: Addresses) -> None:
@@ -49,14 +51,14 @@ def check(addresses: Addresses) -> None:
   a = addresses
   Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)
   for address in a.replay:
-    security.check_address(address, a.keys, a.insecure, '--connect-replay')
+    check_address(address, a.keys, a.insecure, '--connect-replay')
   if a.keys is not None:
-    security.read_key(a.keys / security.SERVER_SECRET)
-    security.Allowed(a.keys / security.ALLOWED)
+    keys.server_context(a.keys)
+    keys.Allowed(a.keys / keys.ALLOWED)
     try:
-      security.client_keys(a.keys)
-    except security.SecurityError as e:
-      raise security.SecurityError(f'{e}; a learner is a client of its replay service') from e
+      keys.client_context(a.keys)
+    except keys.SecurityError as e:
+      raise keys.SecurityError(f'{e}; a learner is a client of its replay service') from e
 
 
 def run_name(run_dir: Path) -> str:

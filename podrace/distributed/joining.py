@@ -24,9 +24,9 @@ from podrace.distributed.handshake import (
   record,
 )
 from podrace.errors import UsageError
+from podrace.net.address import check_address
+from podrace.net.text import plain
 from podrace.process import on_signals
-from podrace.remote import security
-from podrace.remote.wire import plain
 
 log = logging.getLogger('podrace.distributed')
 FIXED = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}  # of all these processes
@@ -82,9 +82,9 @@ def fixed(config: Config) -> Config:
 def check_addresses(addresses: Addresses) -> None:
   """Raises SecurityError for addresses and keys that can't be connected with."""
   a = addresses
-  security.check_address(a.parameters, a.keys, a.insecure, '--params')
+  check_address(a.parameters, a.keys, a.insecure, '--params')
   for address in a.replay:
-    security.check_address(address, a.keys, a.insecure, '--connect-replay')
+    check_address(address, a.keys, a.insecure, '--connect-replay')
 
 
 def until_the_end(work: Callable[[], None]) -> int:

@@ -6,12 +6,12 @@ docs/tables.md is the manual, docs/protocol.md what goes over the wire. Imports 
 extra `remote` installs what it needs.
 """
 
-from podrace import remote
+from podrace import net
 
-remote.require()
+net.require()
 
+from podrace.net.link import Refused  # noqa: E402
 from podrace.service.client import Client, RemoteTable, Sampler, connect  # noqa: E402
-from podrace.service.link import Refused  # noqa: E402
 from podrace.service.parameters import Parameters, Published, Publisher, Stale  # noqa: E402
 
 __all__ = [

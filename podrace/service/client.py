@@ -22,9 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from podrace.remote.wire import WireError, checksum, fields, plain_lines
+from podrace.net.frame import Kind, WireError, check_fields, short
+from podrace.net.link import Link, Refused
+from podrace.net.session import PING
+from podrace.net.text import plain_lines
 from podrace.service import wire
-from podrace.service.link import TURN, Link, Refused
 from podrace.service.writing import Sending, SentChunk, WriterStore, pieces_of
 from podrace.tables import Writer, trees
 from podrace.tables.chunks import ChunkStore
@@ -41,7 +43,9 @@ from podrace.tables.waiting import (
   deadline_of,
 )
 
+TURN = 0.05  # seconds between looks at the clock
 OUTSTANDING = 4  # INSERTs that are not yet acknowledged
+FRAME_SLACK = 2**16  # bytes of an INSERT besides the chunks of one item
 FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, or for
 SPACING = 0.02  # seconds since the last one
 RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
@@ -59,12 +63,12 @@ class Asked:
   def __init__(
     self,
     connection: Connection,
-    kind: int,
+    kind: Kind,
     args: tuple[Any, ...],
-    frames: list[Any],
+    arrays: list[Any],
     again: bool = False,
   ) -> None:
-    self.connection, self.kind, self.args, self.frames = connection, kind, args, frames
+    self.connection, self.kind, self.args, self.arrays = connection, kind, args, arrays
     self.again = again  # it was answered in an earlier session
     self.number = 0
     self.cancelled = False
@@ -88,21 +92,32 @@ class Asked:
     return self.value
 
 
-class Connection(Link):
-  """One server's."""
+def _sizes(details: Any) -> dict[str, int]:
+  """Of tables, as WELCOME and PONG tell them."""
+  if type(details) is not dict or any(type(n) is not int or n < 0 for n in details.values()):
+    raise WireError(f'{short(details)}, expected sizes of tables')
+  return details
 
-  service = wire.REPLAY
+
+class Connection:
+  """One server's; the handler of a link."""
+
+  service, kinds = wire.SERVICE, wire.OF_SERVICES
 
   def __init__(
     self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
   ) -> None:
-    super().__init__(address, keys, insecure, changed)
-    self.ping_every = PING_SECONDS
+    self.address, self.changed = address, changed
+    self._link = Link(address, keys, insecure, self, changed)
+    self._link.ping_every = PING_SECONDS
+    self.check, self.wait_joined, self.wake = (
+      self._link.check, self._link.wait_joined, self._link.wake,
+    )  # fmt: skip
+    self.close, self._send = self._link.close, self._link.send
     self.tables: dict[str, dict[str, Any]] = {}  # settings of those in use
     self.sizes: dict[str, int] = {}
     self.released: deque[SentChunk] = deque()
     self.why_held = ''
-    self._stream = int.from_bytes(os.urandom(8), 'little') >> 1 | 1
     self._stores: list[weakref.ref[WriterStore]] = []
     self._asked: dict[int, Asked] = {}
     self._to_ask: deque[Asked] = deque()
@@ -111,13 +126,27 @@ class Connection(Link):
     self._sent: dict[int, Sending] = {}  # by number
     self._again: deque[Sending] = deque()
     self._inserted_at = 0.0
-    self._sessions = 0
+    self._largest = wire.FRAME_BYTES
     self._begin()
-    self._thread.start()
+    self._link.start()
+
+  @property
+  def session(self) -> int | None:
+    """As of its link."""
+    return self._link.session
+
+  @property
+  def why(self) -> str:
+    """There is no session."""
+    return self._link.why
+
+  @property
+  def closed(self) -> bool:
+    """It was closed by this end."""
+    return self._link.closed
 
   def _begin(self) -> None:
     """What is of one session only."""
-    self._sessions += 1
     self._declared: dict[Any, int] = {}
     self._known: dict[int, tuple[int, Signature]] = {}  # signatures by id
     self._next_piece = 0
@@ -144,9 +173,9 @@ class Connection(Link):
       raise Closed(f'the client of {self.address} is closed')
     self.check()
 
-  def ask(self, kind: int, *args: Any, frames: Sequence[Any] = (), end: float = math.inf) -> Asked:
+  def ask(self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf) -> Asked:
     """Asks, now and again whenever a session begins before there is an answer."""
-    asked = Asked(self, kind, args, list(frames))
+    asked = Asked(self, kind, args, list(arrays))
     asked.end = end
     with self.changed:
       self.check_open()
@@ -163,7 +192,7 @@ class Connection(Link):
         return
       unsent = asked in self._to_ask
       self._to_ask = deque(a for a in self._to_ask if a.number != asked.number)
-      if asked.kind == wire.SAMPLE and not unsent and self.session is not None:
+      if asked.kind is wire.SAMPLE and not unsent and self.session is not None:
         self.cancel(asked)
 
   def cancel(self, asked: Asked) -> None:
@@ -184,22 +213,29 @@ class Connection(Link):
   # --- the thread ----------------------------------------------------------------------------------
 
   def hello(self) -> dict[str, Any]:
-    return {'stream': self._stream}
+    return {}
 
-  def ping(self) -> tuple[Any, ...]:
+  def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    """For samples, which are unpacked in another thread."""
+    return np.empty(size, np.uint8) if kind is wire.SAMPLES else None
+
+  def ended(self, complete: bool, reason: str) -> bool:
+    return False
+
+  def ping(self) -> int:
     self._unsaid = self._unsaid_samples = 0
-    return (self._samples_received,)
+    return self._samples_received
 
-  def joined(self, told: dict[str, Any], frames: list[Any]) -> None:
-    try:
-      newest, sizes = int(told['number']), dict(told['sizes'])
-      wire.check_frames(frames, 2, told['checksum'])
-    except (KeyError, TypeError, ValueError) as e:
-      raise WireError(f'a welcome without {e}') from None
-    waiting, missing = (set(wire.records(f, '<u8').tolist()) for f in frames)
+  def joined(self, details: dict[str, Any]) -> None:
+    expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
+    check_fields('welcome', [details.get(name) for name in expected], tuple(expected.values()))
+    newest, self._largest = details['number'], details['largest']
+    waiting, missing = (
+      set(wire.records(details[name], '<u8').tolist()) for name in ('waiting', 'missing')
+    )
     self._begin()
-    self.sizes = sizes
-    self.released.clear()  # with the session in which they were told
+    self.sizes = _sizes(details.get('sizes'))
+    self.released.clear()  # with the session in which they were sent
     again, done = deque[Sending](), []
     for number, sending in sorted(self._sent.items()):
       if number > newest or number in missing:
@@ -219,87 +255,84 @@ class Connection(Link):
         self._asked[asked.number] = asked
         self._to_ask.appendleft(asked)
 
-  def lost(self) -> None:
+  def lost(self, reason: str) -> None:
     for ref in self._stores:
       if store := ref():
         store.notify()
 
-  def pong(self, told: Any) -> None:
-    if not isinstance(told, dict):
-      raise WireError('a pong without sizes')
+  def pong(self, details: Any) -> None:
+    sizes = _sizes(details)
     with self.changed:
-      if told != self.sizes:  # a sample may do better elsewhere
-        self.sizes = told
+      if sizes != self.sizes:  # a sample may do better elsewhere
+        self.sizes = sizes
         self.changed.notify_all()
 
-  def turn(self) -> None:
-    while self.is_open and (asked := self._next_to_ask()) is not None:
+  def turned(self) -> None:
+    if self.session is None:
+      return
+    while (asked := self._next_to_ask()) is not None:
       self._send_asked(asked)
-    while self.is_open and self._send_items():
+    while self._send_items():
       pass
-    if self.is_open and (
-      self._unsaid > wire.MOST_BYTES // 4 or self._unsaid_samples >= wire.MOST_UNREAD // 4
-    ):
-      self.send(wire.PING, self.session, *self.ping())
+    if self._unsaid > wire.MOST_BYTES // 4 or self._unsaid_samples >= wire.MOST_UNREAD // 4:
+      self._send(PING, self.ping())
 
   def _next_to_ask(self) -> Asked | None:
     with self.changed:
       return self._to_ask.popleft() if self._to_ask else None
 
   def _send_asked(self, asked: Asked) -> None:
-    if asked.kind == wire.CANCEL:
-      self.send(wire.CANCEL, self.session, asked.number)
-    elif asked.kind == wire.SAMPLE:
+    if asked.kind is wire.CANCEL:
+      self._send(wire.CANCEL, asked.number)
+    elif asked.kind is wire.SAMPLE:
       left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
       self._unsaid = self._unsaid_samples = 0
-      self.send(wire.SAMPLE, self.session, asked.number, *asked.args, left, self._samples_received)
+      self._send(wire.SAMPLE, asked.number, *asked.args, left, self._samples_received)
     else:
-      self.send(asked.kind, self.session, asked.number, *asked.args, frames=asked.frames)
+      self._send(asked.kind, asked.number, *asked.args, arrays=asked.arrays)
 
   # --- what the server says
 
-  def handle(self, header: list[Any], frames: list[Any]) -> None:
-    kind = header[0]
-    if kind == wire.ACK:
-      self._acknowledged(header, frames)
-    elif kind == wire.SAMPLES:
-      _, number, signature, reason, crc, size = fields(header, int, int, int, str, int, int)
-      self._samples_received += 1
-      self._unsaid += sum(map(len, frames))
-      self._unsaid_samples += 1
-      if signature:
-        wire.check_frames(frames, 5, crc)
-        if signature not in self._signatures:
-          raise WireError(f'samples with a signature {signature}, which was not told')
-      with self.changed:
-        asked = self._asked.pop(number, None)
-        if asked is not None:
-          self.sizes[asked.args[0]] = size
-          told = self._signatures[signature] if signature else None
-          asked.value, asked.good, asked.done = (told, frames, reason), True, True
-          self.changed.notify_all()
-    elif kind == wire.SIGNATURE:
-      _, number, told = fields(header, int, int, list)
-      self._signatures[number] = wire.read_signature(told)
-    elif kind == wire.ANSWER:
-      if len(header) != 5 or type(header[2]) is not int or type(header[3]) is not bool:
-        raise WireError('an answer that is none')
-      _, _, number, good, value = header
-      value = value if good else plain_lines(value)
-      with self.changed:
-        asked = self._asked.pop(number, None)
-        if asked is not None:
-          asked.value, asked.good, asked.done = value, good, True
-          self.changed.notify_all()
-      if asked is not None and asked.again and not good:
-        raise Refused(str(value))
+  def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    if kind is wire.ACK:
+      self._acknowledged(*fields, *arrays)
+    elif kind is wire.SAMPLES:
+      number, signature, reason, size = fields
+      self._sampled(number, signature, reason, size, arrays)
+    elif kind is wire.SIGNATURE:
+      number, signature = fields
+      self._signatures[number] = wire.read_signature(signature)
     else:
-      raise WireError(f'a header of kind {kind}')
+      self._answered(*fields)
 
-  def _acknowledged(self, header: list[Any], frames: list[Any]) -> None:
-    _, message, crc, why = fields(header, int, int, int, str)
-    wire.check_frames(frames, 3, crc)
-    done, waiting, refused = (wire.records(f, '<u8').tolist() for f in frames)
+  def _sampled(
+    self, number: int, signature: int, reason: str, size: int, arrays: list[memoryview]
+  ) -> None:
+    self._samples_received += 1
+    self._unsaid += sum(map(len, arrays))
+    self._unsaid_samples += 1
+    if signature and signature not in self._signatures:
+      raise WireError(f'samples with a signature {signature}, which was not sent')
+    with self.changed:
+      asked = self._asked.pop(number, None)
+      if asked is not None:
+        self.sizes[asked.args[0]] = size
+        found = self._signatures[signature] if signature else None
+        asked.value, asked.good, asked.done = (found, arrays, reason), True, True
+        self.changed.notify_all()
+
+  def _answered(self, number: int, good: bool, value: Any) -> None:
+    value = value if good else plain_lines(value)
+    with self.changed:
+      asked = self._asked.pop(number, None)
+      if asked is not None:
+        asked.value, asked.good, asked.done = value, good, True
+        self.changed.notify_all()
+    if asked is not None and asked.again and not good:
+      raise Refused(str(value))
+
+  def _acknowledged(self, message: int, why: str, *numbers: memoryview) -> None:
+    done, waiting, refused = (wire.records(x, '<u8').tolist() for x in numbers)
     if message:
       self._outstanding -= 1
     if waiting:
@@ -329,9 +362,9 @@ class Connection(Link):
     now = time.monotonic()
     early = bool(self._outstanding) or now < self._inserted_at + SPACING
     if early and not forced and not self._again and queued < FEW:
-      self.patience = SPACING if queued else TURN
+      self._link.patience = SPACING if queued else TURN
       return False
-    self.patience = TURN
+    self._link.patience = TURN
     batch: list[Sending] = []
     size = 0
     while self._again and len(batch) < wire.MESSAGE_ITEMS and size < wire.MESSAGE_BYTES:
@@ -346,15 +379,32 @@ class Connection(Link):
     if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
       return False
     self._inserted_at = now
-    self._insert(batch)
+    self._insert(self._fitting(batch))
     return True
+
+  def _fitting(self, batch: list[Sending]) -> list[Sending]:
+    """The items that a frame of the service has room for; the others are refused, here already."""
+    if sum(sending.bytes for sending in batch) < self._largest // 2:
+      return batch
+    found = []
+    for sending in batch:
+      if (size := sending.bytes) > self._largest - FRAME_SLACK:
+        why = (
+          f'an item of {size:,} bytes for table {sending.table.name!r} at {self.address}, which takes frames of '
+          f'{self._largest:,}: make it shorter, or start the service with more --client-bytes'
+        )
+        self._sent.pop(sending.number, None)
+        sending.store.finish([sending], why)
+      else:
+        found.append(sending)
+    return found
 
   def _insert(self, batch: list[Sending]) -> None:
     new: dict[str, list[Any]] = {'tables': [], 'specs': [], 'signatures': []}
     items, parts, refs = [], [], []
     pieces: list[Any] = []
     data: list[bytes] = []
-    session = self._sessions
+    session = self._link.number
     for sending in batch:
       item = sending.item
       if not sending.number:
@@ -378,9 +428,9 @@ class Connection(Link):
             pieces.append((spec, piece.rows, piece.how, len(piece.data)))
             data.append(piece.data)
           refs.append(piece.number)
-    if any(new.values()) and not self.send(wire.DECLARE, self.session, new):
+    if any(new.values()) and not self._send(wire.DECLARE, new):
       return
-    frames = [
+    arrays = [
       np.array(pieces, '<u4').reshape(-1, 4),
       np.array(items, wire.ITEM),
       np.array(parts, '<u4').reshape(-1, 3),
@@ -390,26 +440,26 @@ class Connection(Link):
     ]
     self._messages += 1
     self._outstanding += 1
-    self.send(wire.INSERT, self.session, self._messages, checksum(frames), frames=frames)
+    self._send(wire.INSERT, self._messages, arrays=arrays)
 
   def _released_numbers(self) -> list[int]:
     found = []
     while self.released:
       chunk = self.released.popleft()
-      found += [p.number for p in chunk.pieces if p.session == self._sessions]
+      found += [p.number for p in chunk.pieces if p.session == self._link.number]
     return found
 
-  def _declare(self, what: str, key: Any, told: Any, new: dict[str, list[Any]]) -> int:
+  def _declare(self, what: str, key: Any, details: Any, new: dict[str, list[Any]]) -> int:
     number = self._declared.get((what, key))
     if number is None:
       number = self._declared[what, key] = self._declared.get(what, 0)
       self._declared[what] = number + 1
-      new[what].append(told if told is not None else [key[0].str, list(key[1])])
+      new[what].append(details if details is not None else [key[0].str, list(key[1])])
     return number
 
   def _declare_signature(self, signature: Signature, new: dict[str, list[Any]]) -> int:
     """Writers have signatures of their own, most of them equal; looked up by identity first."""
-    number = self._declare('signatures', signature, wire.told_signature(signature), new)
+    number = self._declare('signatures', signature, wire.packed_signature(signature), new)
     if len(self._known) > 1000:
       self._known.clear()
     self._known[id(signature)] = number, signature
@@ -545,15 +595,15 @@ class RemoteTable:
     """As podrace.tables.Table.delete."""
     return self._by_key(wire.DELETE, np.asarray(keys), None)
 
-  def _by_key(self, kind: int, keys: np.ndarray, values: np.ndarray | None) -> int:
+  def _by_key(self, kind: Kind, keys: np.ndarray, values: np.ndarray | None) -> int:
     asked = []
     for connection, chosen in self._split(keys):
       columns = [keys[chosen].astype('<i8')]
       if values is not None:
         columns.append(values[chosen].astype('<f8'))
       for start in range(0, len(columns[0]), wire.MESSAGE_KEYS):
-        frames = [column[start : start + wire.MESSAGE_KEYS] for column in columns]
-        asked.append(connection.ask(kind, self.name, checksum(frames), frames=frames))
+        arrays = [column[start : start + wire.MESSAGE_KEYS] for column in columns]
+        asked.append(connection.ask(kind, self.name, arrays=arrays))
     return sum(self._answers(asked))
 
   def _split(self, keys: np.ndarray) -> Iterator[tuple[Connection, Any]]:
@@ -599,12 +649,12 @@ class RemoteTable:
     if not every:
       states = '; '.join(f'{c.address}: {c.state()}' for c in self._connections)
       raise RateLimited(f'info of table {self.name!r}: no answer in {timeout:g} s; {states}')
-    for told in every:
+    for details in every:
       for k in ('why_no_sample', 'why_no_insert'):
-        told.pop(k)
+        details.pop(k)
     total = dict(every[0])
-    for told in every[1:]:
-      for k, v in told.items():
+    for details in every[1:]:
+      for k, v in details.items():
         if k == 'seconds':
           total[k] = {s: total[k][s] + v[s] for s in v}
         elif type(v) is int and total[k] is not None:
@@ -893,13 +943,13 @@ class Client:
         settings than those given, or is of another run.
     """
     given = sampler, remover, rate_limiter, max_size
-    told: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     if any(x is not None for x in given):
       if sampler is None or remover is None or rate_limiter is None or max_size is None:
         raise ValueError(
           f'table {name!r}: sampler, remover, rate_limiter and max_size belong together'
         )
-      told = wire.told_settings(
+      details = wire.packed_settings(
         sampler=sampler,
         remover=remover,
         rate_limiter=rate_limiter,
@@ -911,7 +961,7 @@ class Client:
       )
     most = math.inf
     for connection in self.connections:
-      asked = connection.ask(wire.TABLE, name, told)
+      asked = connection.ask(wire.TABLE, name, details)
       try:
         answer = asked.wait(math.inf, f'table {name!r}')
       except ValueError as e:
@@ -968,7 +1018,7 @@ class Client:
     for connection in self.connections:
       if not connection.wait_joined(deadline):
         raise TimeoutError(
-          f'no {wire.REPLAY} at {connection.address} in {timeout:.0f} s: {connection.why}. '
+          f'no {wire.SERVICE} at {connection.address} in {timeout:.0f} s: {connection.why}. '
           f'Is `podrace replay --listen {connection.address}` running, with the same keys?'
         )
 
@@ -1001,7 +1051,7 @@ def connect(
   """A client of the replay service at an address, or at several addresses as shards.
 
   Args:
-    addresses: tcp://HOST:PORT or ipc://PATH; each once.
+    addresses: tcp://HOST:PORT or unix:PATH; each once.
     keys: a directory with this client's keys, needed beyond this machine.
     insecure: no keys, beyond this machine.
     timeout: seconds for all of them to answer; None waits for ever, and logs what for.
@@ -1009,7 +1059,7 @@ def connect(
   Raises:
     TimeoutError: naming who has not answered.
     Refused: if one of them is another version.
-    SecurityError: see podrace.remote.security.
+    SecurityError: see podrace.net.keys.
   """
   every = [addresses] if isinstance(addresses, str) else list(addresses)
   if not every or len(set(every)) < len(every):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
-from podrace.remote.wire import WireError
+from podrace.net.frame import WireError
 from podrace.service import wire
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, unpack, unpack_into
@@ -158,7 +158,7 @@ def _bounds(column: Column) -> str:
 def _column(
   name: Any, dtype: Any, shape: Any, single: Any, rows: Any, low: Any, high: Any
 ) -> Column:
-  """What `told` tells; raises ValueError, TypeError or WireError for anything else."""
+  """What `column` makes, read; raises ValueError, TypeError or WireError for anything else."""
   if type(name) is not str or type(single) is not bool or type(rows) is not int or rows < 1:
     raise ValueError('a column without a name, single or not, and a number of rows')
   kind, row = wire.read_spec([dtype, shape])

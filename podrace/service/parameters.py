@@ -5,9 +5,9 @@ publisher.publish(version, [('dense/kernel', array), ...])
 reader = Parameters('tcp://127.0.0.1:5561', max_staleness=30.0)     # in an acting one
 version, leaves, _ = reader.get()
 
-The publisher tells of a new version; who wants it asks for its pieces, a few at a time, so that slow ones
-take nothing from the others. A version that is being read is read to its end, however many are published
-meanwhile; the publisher keeps a few such versions. Versions with the same SHA-256 are not sent again.
+A version is one message. A client that has taken the last one is sent the newest; so slow ones take nothing
+from the others, and versions that nobody has had time for are not sent. All clients are sent the
+same memory. Versions with the same SHA-256 are not sent again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -23,19 +24,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.remote.hub import PEER_SECONDS, Listen
-from podrace.remote.wire import WireError, checksum, fields
-from podrace.service import wire
-from podrace.service.link import Link
-from podrace.service.router import Peer, Router
+from podrace.net import session
+from podrace.net.frame import Kind, WireError, packed, short
+from podrace.net.link import Link
+from podrace.net.listener import Listen, Listener, Peer, Serving
 from podrace.tables.waiting import Closed
 
-PIECE_BYTES = 2**20
-AHEAD = 4  # pieces that are asked for ahead of time
+SERVICE = 'podrace parameters'
 ACTING, REANALYSING = 'act', 'reanalyse'  # roles of clients
-MOST_LEAVES, MOST_BYTES = 4096, 2**36
-KEPT = 4  # versions besides the newest two, for who is still reading them
-READING_SECONDS = 60.0  # since somebody last asked for a piece
+NEWEST = packed(96, 'NEWEST', int, str, list, arrays=1)  # version, SHA-256, leaves; their bytes
+MOST_LEAVES, MOST_BYTES = 4096, 2**32 - 2**21
+_PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')  # numpy's own types; it takes other text for Python
+KEPT = 4  # versions besides the newest two, for clients that are still being sent them
 
 log = logging.getLogger('podrace.service')
 
@@ -52,25 +52,25 @@ class Published(NamedTuple):
   sha256: str  # over paths, dtypes, shapes and bytes, in their order
 
 
-class _Version:
+class Version:
   """One version as it is sent: what it is, and the bytes of all leaves one after the other."""
 
-  def __init__(self, version: int, leaves: Sequence[tuple[str, Any]]) -> None:
+  def __init__(self, number: int, leaves: Sequence[tuple[str, Any]]) -> None:
     arrays = [(path, np.asarray(x)) for path, x in leaves]
     for path, x in arrays:
       if x.dtype.kind not in 'biufcV' or x.dtype.hasobject:
         raise ValueError(f'parameter {path}: {x.dtype} is not made of numbers')
-    self.version = version
-    self.told = [[path, x.dtype.str if x.dtype.kind != 'V' else x.dtype.name, list(x.shape)]
-                 for path, x in arrays]  # fmt: skip
+    self.number = number
+    self.leaves = [[path, x.dtype.str if x.dtype.kind != 'V' else x.dtype.name, list(x.shape)]
+                   for path, x in arrays]  # fmt: skip
     self.data = b''.join([np.ascontiguousarray(x).tobytes() for _, x in arrays])
-    self.sha256 = digest(self.told, self.data)
+    self.sha256 = digest(self.leaves, self.data)
 
 
-def digest(told: list[Any], data: Any) -> str:
+def digest(leaves: list[Any], data: Any) -> str:
   """SHA-256 of leaves and of their bytes, in hexadecimal."""
   found = hashlib.sha256()
-  for path, dtype, shape in told:
+  for path, dtype, shape in leaves:
     found.update(f'{path}\0{dtype}\0{",".join(map(str, shape))}\0'.encode())
   found.update(data)
   return found.hexdigest()
@@ -79,38 +79,59 @@ def digest(told: list[Any], data: Any) -> str:
 # --- the learner's end ------------------------------------------------------------------------------
 
 
-class _Reader:
+class Reader:
   """What the publisher knows of a client."""
 
   def __init__(self, role: Any) -> None:
     self.role = role
     self.versions = self.bytes = 0  # that it was sent
-    self.reading: _Version | None = None
-    self.asked_at = 0.0
+    self.has: Version | None = None  # the last one that it was sent
+    self.sending = False  # some of that waits until it reads
 
 
-class Publisher(Router):
-  """Tells clients of versions, while it is open. `publish` may be called from any thread.
+class Publisher:
+  """Sends versions to clients, while it is open. `publish` may be called from any thread.
 
   Raises:
-    SecurityError: see podrace.remote.security.
+    SecurityError: see podrace.net.keys.
   """
 
-  service = wire.PARAMETERS
+  service, largest = SERVICE, session.GUEST_BYTES
+  kinds = session.of_clients()
 
   def __init__(
     self,
     address: str,
     keys: Path | None = None,
     insecure: bool = False,
-    peer_timeout: float = PEER_SECONDS,
+    peer_timeout: float = session.SILENCE,
   ) -> None:
-    super().__init__(Listen(address, keys, insecure, peer_timeout), log.log)
-    self._versions: list[_Version] = []  # the newest two
-    self.start()
+    self._newest: Version | None = None
+    self._before: Version | None = None
+    self.listener = Listener(Listen(address, keys, insecure, peer_timeout), self, log.log)
+    self._serving = Serving(self.listener)
+    self.address = self.listener.address
 
   def __enter__(self) -> Publisher:
     return self  # it listens already
+
+  def __exit__(self, *exc: object) -> None:
+    self.close()
+
+  @property
+  def reachable(self) -> str:
+    """Its address, as others can use it."""
+    return self.listener.reachable
+
+  @property
+  def failure(self) -> str | None:
+    """The traceback of what has ended its thread; None if nothing has."""
+    return self._serving.failure
+
+  @property
+  def peers(self) -> dict[Peer, None]:
+    """Its clients."""
+    return self.listener.peers
 
   def publish(self, version: int, leaves: Sequence[tuple[str, np.ndarray]]) -> None:
     """Makes a version the newest one.
@@ -125,88 +146,106 @@ class Publisher(Router):
     """
     if self.failure:
       raise RuntimeError(f'the publisher at {self.address} has failed:\n{self.failure}')
-    if version <= (self._versions[-1].version if self._versions else -1):
-      newest = self._versions[-1].version if self._versions else -1
+    newest = self.number
+    if version <= newest:
       raise ValueError(f'{version=} must be above {newest}, which is published')
-    new = _Version(version, leaves)
-    if len(new.told) > MOST_LEAVES or len(new.data) > MOST_BYTES:
-      raise ValueError(f'{len(new.told)} leaves of {len(new.data)} bytes are too many')
-    self._versions = [*self._versions[-1:], new]
-    self.call(self._tell)
+    new = Version(version, leaves)
+    if len(new.leaves) > MOST_LEAVES or len(new.data) > MOST_BYTES:
+      raise ValueError(
+        f'{len(new.leaves)} leaves of {len(new.data):,} bytes are too many, at most {MOST_LEAVES} of '
+        f'{MOST_BYTES:,}'
+      )
+    self._before, self._newest = self._newest, new
+    self.listener.call(self._tell)
+
+  @property
+  def number(self) -> int:
+    """Of the newest version, -1 if there is none."""
+    return -1 if self._newest is None else self._newest.number
 
   def clients(self, role: str) -> int:
     """How many clients there are that said to be this; those that say nothing act."""
-    readers = [peer.state for peer in list(self.peers.values())]
+    readers = [peer.state for peer in list(self.peers)]
     return sum(reader is not None and reader.role == role for reader in readers)
 
   def close(self) -> None:
     """Ends it; clients wait for another one at its address."""
-    self.stop()
+    self._serving.stop()
 
   def _tell(self) -> None:
     self._let_go()
-    for peer in list(self.peers.values()):
+    for peer in list(self.peers):
       self._tell_one(peer)
 
   def _let_go(self) -> None:
-    """Of versions that nobody reads any more, and of all but KEPT; the nearest to their end stay."""
-    readers: list[_Reader] = [p.state for p in self.peers.values()]
-    for reader in readers:
-      if time.monotonic() - reader.asked_at > READING_SECONDS:
-        reader.reading = None
-    current = {v.version for v in self._versions}
-    old = sorted({r.reading.version for r in readers if r.reading is not None} - current)
-    for reader in readers:
-      if reader.reading is not None and reader.reading.version in old[KEPT:]:
-        reader.reading = None
+    """Ends connections to those that read too slowly, where more than KEPT old versions wait for them."""
+    reading = [p for p in self.peers if p.state.sending]
+    current = {id(v) for v in (self._before, self._newest)}
+    old = {id(p.state.has): p.state.has for p in reading if id(p.state.has) not in current}
+    for version in sorted(old.values(), key=lambda v: v.number)[KEPT:]:
+      for peer in reading:
+        if peer.state.has is version:
+          self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
 
   def _tell_one(self, peer: Peer) -> None:
-    if self._versions:
-      newest = self._versions[-1]
-      told = [newest.sha256, len(newest.data), newest.told]
-      self.send(peer.address, wire.NEWEST, peer.session, newest.version, told)
-
-  def welcome(self, peer: Peer, told: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    peer.state = _Reader(told.get('role', ACTING))
-    self.call(lambda: self._tell_one(peer))
-    return {}, []
-
-  def pong(self, peer: Peer) -> int:
-    """The newest version, -1 if there is none."""
-    return self._versions[-1].version if self._versions else -1
-
-  def handle(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
-    if header[0] != wire.FETCH:
-      raise WireError(f'a header of kind {header[0]}, which clients have not')
-    _, version, start = fields(header, int, int, int)
-    wire.check_frames(frames, 0, 0)
-    reader: _Reader = peer.state
-    kept = self._versions if reader.reading is None else [*self._versions, reader.reading]
-    found = next((v for v in kept if v.version == version), None)
-    if found is None:  # it is gone: the client is told so, and of the newest
-      self._tell_one(peer)
-      self.send(peer.address, wire.PIECE, peer.session, version, start, checksum([]))
+    """Sends the newest version, if a client has not been sent it and has read what it was sent."""
+    reader, newest = peer.state, self._newest
+    if newest is None or reader.sending or reader.has is newest:
       return
-    if start >= len(found.data):
-      raise WireError(f'a wish for byte {start} of {len(found.data)}')
-    piece = memoryview(found.data)[start : start + PIECE_BYTES]
-    reader.reading = found if start + len(piece) < len(found.data) else None
-    reader.asked_at = time.monotonic()
-    reader.versions += start == 0
-    reader.bytes += len(piece)
-    self.counts['bytes'] += len(piece)
-    self.send(
-      peer.address, wire.PIECE, peer.session, version, start, checksum([piece]), frames=[piece]
-    )
+    data = newest.data if reader.has is None or reader.has.sha256 != newest.sha256 else b''
+    reader.has = newest
+    reader.versions += 1
+    reader.bytes += len(data)
+    self.listener.counts['bytes'] += len(data)
+    self.listener.send(peer, NEWEST, newest.number, newest.sha256, newest.leaves, arrays=(data,))
+    reader.sending = not peer.stream.closed and peer.stream.waiting
 
-  def told_of(self, peer: Peer) -> dict[str, Any]:
-    return dict(versions=peer.state.versions, bytes=peer.state.bytes)
+  # --- as a listener's handler
+
+  def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> None:
+    return None
+
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
+    return []
+
+  def why_wait(self, details: dict[str, Any]) -> str:
+    return ''
+
+  def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
+    peer.state = Reader(details.get('role', ACTING))
+    self.listener.log(f'{peer.name} joins')
+    return {}
+
+  def welcomed(self, peer: Peer) -> None:
+    self._tell_one(peer)
+
+  def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    raise WireError(f'a {kind.name}, which clients of parameters do not send')
+
+  def ping(self, peer: Peer, said: Any) -> int:
+    return self.number
+
+  def drained(self, peer: Peer) -> None:
+    peer.state.sending = False
+    self._tell_one(peer)
+
+  def left(self, peer: Peer, reason: str, level: int) -> None:
+    peer.state.sending = False
+
+  def turned(self) -> None:
+    pass
+
+  def tick(self, now: float) -> None:
+    pass
+
+  def forgive(self, seconds: float) -> None:
+    pass
 
   def report(self) -> dict[str, Any]:
-    newest = self._versions[-1] if self._versions else None
+    newest = self._newest
     return dict(
-      super().report(),
-      version=newest.version if newest else -1,
+      self.listener.report(lambda p: dict(versions=p.state.versions, bytes=p.state.bytes)),
+      version=self.number,
       parameter_bytes=len(newest.data) if newest else 0,
     )
 
@@ -214,31 +253,25 @@ class Publisher(Router):
 # --- the acting end ---------------------------------------------------------------------------------
 
 
-class _Fetch:
-  """A version that is being read."""
-
-  def __init__(self, version: int, sha256: str, size: int, told: list[Any]) -> None:
-    self.version, self.sha256, self.size, self.told = version, sha256, size, told
-    self.data = bytearray(size)
-    self.asked = self.have = 0  # bytes
-    self.passed_at: float | None = None  # when a newer one was announced
-
-
-class Parameters(Link):
+class Parameters:
   """The newest parameters of a publisher, kept up to date by a thread of its own.
 
-  Staleness is the time for which the version that is held has not been known to be the newest: since a newer
-  one was announced, or since the publisher was last heard of.
+  Staleness is the time for which the version that is held has not been known to be the newest: since it was
+  begun to be sent, or since the publisher last said so.
 
   Args:
     max_staleness: seconds; `get` waits while it is more. None for no bound.
     role: of this client, as the publisher counts its clients.
 
+  Attributes:
+    changed: is notified when there is another version, or a session begins or ends.
+    fetched: versions whose bytes were sent.
+
   Raises:
-    SecurityError: see podrace.remote.security.
+    SecurityError: see podrace.net.keys.
   """
 
-  service = wire.PARAMETERS
+  service, kinds = SERVICE, session.of_listeners(NEWEST)
 
   def __init__(
     self,
@@ -250,18 +283,18 @@ class Parameters(Link):
   ) -> None:
     if max_staleness is not None and not max_staleness > 0:
       raise ValueError(f'{max_staleness=} must be positive')
-    keys = None if keys is None else Path(keys)
-    super().__init__(address, keys, insecure, threading.Condition())
+    self.address, self.changed = address, threading.Condition()
     self._max_staleness, self._role = max_staleness, role
-    if max_staleness is not None:
-      self.ping_every = max_staleness / 3
     self._held: Published | None = None
-    self._fetch: _Fetch | None = None
-    self._next: tuple[int, str, int, list[Any]] | None = None  # announced since that began
-    self._newest = -1  # version that is known of
+    self._known = -1  # the newest version of which it knows
+    self._begun_at = 0.0  # when a message began that is coming
     self._fresh_at = time.monotonic()  # when what is held was last known to be the newest
-    self.fetched = 0  # versions whose bytes were sent
-    self._thread.start()
+    self.fetched = 0
+    keys = None if keys is None else Path(keys)
+    self._link = Link(address, keys, insecure, self, self.changed)
+    if max_staleness is not None:
+      self._link.ping_every = max_staleness / 3
+    self._link.start()
 
   @property
   def version(self) -> int:
@@ -274,36 +307,42 @@ class Parameters(Link):
     """In seconds."""
     return time.monotonic() - self._fresh_at
 
+  @property
+  def connected(self) -> bool:
+    """Whether there is a session."""
+    return self._link.session is not None
+
   def get(self, timeout: float | None = None) -> Published:
     """The newest version that is whole. Waits for the first one, and while it is too stale.
 
     Raises:
       Stale: if that took longer than `timeout` seconds; it says what is held, and what is known of.
       Closed: if this is.
+      Refused: if the publisher does not take this client.
     """
     begun = time.monotonic()
     deadline = math.inf if timeout is None else begun + timeout
-    told = False
+    said = False
     with self.changed:
-      while True:
-        if self.closed:
-          raise Closed(f'the parameters of {self.address} are closed')
-        self.check()
-        if self._held is not None and self._is_fresh():
-          break
+      while (held := self._usable()) is None:
         now = time.monotonic()
         if now >= deadline:
           raise Stale(f'{self._why()} and {timeout:g} s were not enough to get newer ones')
-        if not told and (self._held is not None or now - begun > 2.0):
-          told = True
+        if not said and (self._held is not None or now - begun > 2.0):
+          said = True
           log.warning('%s; waiting for newer ones', self._why())
         self.changed.wait(min(deadline - now, 1.0))
-      if told:
-        log.info('parameters of %s are fresh again: version %d', self.address, self.version)
-      return self._held
+    if said:
+      log.info('parameters of %s are fresh again: version %d', self.address, held.version)
+    return held
 
-  def _is_fresh(self) -> bool:
-    return self._max_staleness is None or self.staleness <= self._max_staleness
+  def _usable(self) -> Published | None:
+    """What is held, if it may be used."""
+    if self._link.closed:
+      raise Closed(f'the parameters of {self.address} are closed')
+    self._link.check()
+    is_fresh = self._max_staleness is None or self.staleness <= self._max_staleness
+    return self._held if is_fresh else None
 
   def _why(self) -> str:
     if self._held is None:
@@ -311,123 +350,101 @@ class Parameters(Link):
     else:
       what = (
         f'parameters of {self.address} are stale: version {self.version} is held, the newest known is '
-        f'{self._newest}, {self.staleness:.1f} s of {self._max_staleness:g} s allowed'
+        f'{self._known}, {self.staleness:.1f} s of {self._max_staleness:g} s allowed'
       )
-    return f'{what} ({"connected" if self.session is not None else self.why})'
+    return f'{what} ({"connected" if self.connected else self._link.why})'
 
-  # --- the thread
+  def close(self) -> None:
+    """Ends it; whatever waits raises Closed."""
+    self._link.close()
+
+  # --- as a link's handler
 
   def hello(self) -> dict[str, Any]:
     return {'role': self._role}
 
-  def lost(self) -> None:
-    self._fetch = self._next = None
+  def joined(self, details: dict[str, Any]) -> None:
+    pass
 
-  def pong(self, told: Any) -> None:
-    if type(told) is not int:
+  def lost(self, reason: str) -> None:
+    pass
+
+  def ended(self, complete: bool, reason: str) -> bool:
+    return False
+
+  def turned(self) -> None:
+    pass
+
+  def ping(self) -> None:
+    return None
+
+  def pong(self, details: Any) -> None:
+    if type(details) is not int:
       raise WireError('a pong without a version')
-    if told == self.version:
-      self._fresh()
+    self._known = details
+    if details == self.version:
+      self._hold(self._held, time.monotonic())
 
-  def _fresh(self, at: float | None = None) -> None:
+  def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    """For a version's bytes, which are kept; they may be the same as those that are held."""
+    self._begun_at = time.monotonic()
+    version, sha256, leaves = fields
+    self._known = version
+    held = self._held is not None and self._held.sha256 == sha256
+    expected = 0 if held and not size else _size(leaves)
+    if size != expected:
+      raise WireError(f'version {version} in {size} bytes, expected {expected}')
+    return np.empty(size, np.uint8)
+
+  def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    version, sha256, leaves = fields
+    if self._held is not None and self._held.sha256 == sha256:
+      new = self._held._replace(version=version)
+    else:
+      new = Published(version, _arrays(leaves, arrays[0]), sha256)
+      self.fetched += 1
+    self._hold(new, self._begun_at)
+
+  def _hold(self, new: Published | None, fresh_at: float) -> None:
     with self.changed:
-      self._fresh_at = time.monotonic() if at is None else at
+      self._held, self._fresh_at = new, fresh_at
       self.changed.notify_all()
 
-  def handle(self, header: list[Any], frames: list[Any]) -> None:
-    if header[0] == wire.NEWEST:
-      _, version, told = fields(header, int, int, list)
-      self._announced(version, told)
-    elif header[0] == wire.PIECE:
-      _, version, start, crc = fields(header, int, int, int, int)
-      wire.check_frames(frames, min(len(frames), 1), crc)
-      if self._fetch is not None and self._fetch.version == version:
-        if frames:
-          self._arrived(self._fetch, start, frames[0])
-        else:  # it is gone
-          self._fetch = None
-          self._fetch_next()
-    else:
-      raise WireError(f'a header of kind {header[0]}')
 
-  def _announced(self, version: int, told: list[Any]) -> None:
-    try:
-      sha256, size, leaves = told
-      if type(sha256) is not str or type(size) is not int or not 0 <= size <= MOST_BYTES:
-        raise ValueError('sha256 or size')
-      if sum(wire.row_bytes(_dtype(d), shape) for _, d, shape in leaves) != size:
-        raise ValueError('leaves of another size')
-    except (ValueError, TypeError) as e:
-      raise WireError(f'an announcement that is none ({e})') from None
-    self._newest = version
-    if self._held is not None and self._held.sha256 == sha256:
-      self._fetch = self._next = None
-      self._hold(self._held._replace(version=version))
-    elif self._fetch is None or self._fetch.version != version:
-      self._next = version, sha256, size, leaves
-      if self._fetch is None:
-        self._fetch_next()
-      elif self._fetch.passed_at is None:
-        self._fetch.passed_at = time.monotonic()
-
-  def _fetch_next(self) -> None:
-    """Begins with the newest, unless it is what is held."""
-    newest, self._next = self._next, None
-    if newest is None:
-      return
-    version, sha256, size, leaves = newest
-    if self._held is not None and self._held.sha256 == sha256:
-      self._hold(self._held._replace(version=version))
-    else:
-      self._fetch = _Fetch(version, sha256, size, leaves)
-      self._ask()
-
-  def _ask(self) -> None:
-    fetch = self._fetch
-    assert fetch is not None
-    if fetch.size == 0:
-      self._complete(fetch)
-    while fetch.asked < min(fetch.size, fetch.have + AHEAD * PIECE_BYTES):
-      if not self.send(wire.FETCH, self.session, fetch.version, fetch.asked):
-        return
-      fetch.asked += PIECE_BYTES
-
-  def _arrived(self, fetch: _Fetch, start: int, piece: Any) -> None:
-    if start != fetch.have or len(piece) != min(PIECE_BYTES, fetch.size - start):
-      raise WireError(f'bytes {start} to {start + len(piece)} of {fetch.size}, after {fetch.have}')
-    fetch.data[start : start + len(piece)] = piece
-    fetch.have += len(piece)
-    if fetch.have == fetch.size:
-      self._complete(fetch)
-    else:
-      self._ask()
-
-  def _complete(self, fetch: _Fetch) -> None:
-    if (came := digest(fetch.told, fetch.data)) != fetch.sha256:
-      raise WireError(f'version {fetch.version} with SHA-256 {came}, {fetch.sha256} was announced')
-    self._fetch = None
-    data, at, leaves = memoryview(bytes(fetch.data)), 0, []
-    for path, name, shape in fetch.told:
-      size = wire.row_bytes(_dtype(name), shape)
-      leaves.append((path, np.frombuffer(data[at : at + size], _dtype(name)).reshape(shape)))
-      at += size
-    self.fetched += 1
-    self._hold(Published(fetch.version, leaves, fetch.sha256), fetch.passed_at)
-    self._fetch_next()
-
-  def _hold(self, new: Published, fresh_at: float | None = None) -> None:
-    self._held = new
-    self._fresh(fresh_at)
-
-
-def _dtype(name: str) -> np.dtype:
-  """Of its name; those that numpy lacks, such as bfloat16, are ml_dtypes'."""
+def _size(leaves: list[Any]) -> int:
+  """Bytes of all leaves; raises WireError if they are none."""
   try:
-    dtype = np.dtype(name)
-  except TypeError:
-    import ml_dtypes
+    found = sum(_dtype(d).itemsize * math.prod(_shape(shape)) for _, d, shape in leaves)
+  except (ValueError, TypeError) as e:
+    raise WireError(f'leaves that are none ({e})') from None
+  return found
 
-    dtype = np.dtype(getattr(ml_dtypes, str(name), None))
-  if dtype.hasobject:
-    raise ValueError(f'{name!r} is not made of numbers')
-  return dtype
+
+def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
+  """Read-only arrays over a version's bytes."""
+  at, found = 0, []
+  for path, name, shape in leaves:
+    dtype = _dtype(name)
+    size = dtype.itemsize * math.prod(shape)
+    array = np.frombuffer(data[at : at + size].toreadonly(), dtype).reshape(shape)
+    found.append((str(path), array))
+    at += size
+  return found
+
+
+def _shape(shape: Any) -> list[int]:
+  if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
+    raise ValueError(f'a shape {str(shape)[:60]}')
+  return shape
+
+
+def _dtype(name: Any) -> np.dtype:
+  """Of its name; those that numpy lacks, such as bfloat16, are ml_dtypes'. Raises ValueError or TypeError for no name."""
+  if type(name) is str and _PLAIN.fullmatch(name):
+    return np.dtype(name)
+  import ml_dtypes
+
+  found = getattr(ml_dtypes, str(name), None)
+  if not (isinstance(found, type) and issubclass(found, np.generic)):
+    raise ValueError(f'{short(name)} is not made of numbers')
+  return np.dtype(found)

@@ -28,12 +28,14 @@ from typing import IO, Any
 import numpy as np
 
 from podrace import tables
+from podrace.net.frame import Kind, WireError
+from podrace.net.lines import Say
+from podrace.net.listener import Listen, Listener, Peer, Serving
+from podrace.net.session import REFUSED, SILENCE
+from podrace.net.text import plain_lines
 from podrace.process import lock, on_signals
-from podrace.remote.hub import PEER_SECONDS, Listen
-from podrace.remote.wire import WireError, checksum, fields, plain_lines
 from podrace.service import wire
 from podrace.service.contents import Contents, difference
-from podrace.service.router import Peer, Router, Say
 from podrace.tables import checkpoint
 from podrace.tables.chunks import Account, Chunk, ChunkStore
 from podrace.tables.items import Draws, Item, Signature
@@ -70,7 +72,7 @@ class Stream:
     self.number = number  # of the newest item that has come
     # Older ones that are not in: a restart has lost them, or they were refused, which the client may not have heard.
     self.missing = missing or set()
-    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it was told
+    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it has heard
     # that they are in, and they are lost.
     self.unheard = unheard or set()
     self.refused: list[int] = []  # of those, the newest last (an empty deque has 760 bytes)
@@ -93,7 +95,7 @@ class Stream:
       self.missing.discard(self.refused.pop(0))
 
   def begin(self) -> None:
-    """For a new connection, in which everything is told anew."""
+    """For a new connection, in which everything is said anew."""
     self.tables: list[Table] = []
     self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
     self.signatures: list[Signature] = []
@@ -103,7 +105,7 @@ class Stream:
 
 
 class Reading:
-  """What a client's sampling needs: what it was told, and what it has not yet said to have."""
+  """What a client's sampling needs: what it has been sent, and what it has not yet said to have."""
 
   def __init__(self) -> None:
     self.signatures: set[int] = set()
@@ -143,26 +145,26 @@ class Client:
   refused: int = 0  # items
 
 
-class ReplayServer(Router):
+class ReplayServer:
   """Tables behind a socket, while it is entered.
 
   Args:
     address: to listen at.
     dir: where checkpoints are kept; the newest is read at the start. None for no checkpoints.
-    tables: settings by name (`wire.told_settings`), made at the start; clients may have others made.
+    tables: settings by name (`wire.packed_settings`), made at the start; clients may have others made.
       While it is open no other service may keep its own there.
     checkpoint_every: seconds; 0 for on demand and at the end only.
     most_bytes: of the steps that one client's writers keep.
-    say: is told what is worth a line, and its level.
+    say: gets what is worth a line, and its level.
 
   Raises:
-    CheckpointError: if the newest checkpoint is damaged, or its tables are not as told; if another
+    CheckpointError: if the newest checkpoint is damaged, or its tables are not as given; if another
       service has `dir`, or it is no directory that can be written to.
     ValueError: if a number can't be.
-    SecurityError: see podrace.remote.security.
+    SecurityError: see podrace.net.keys.
   """
 
-  service = wire.REPLAY
+  service, kinds = wire.SERVICE, wire.OF_CLIENTS
 
   def __init__(
     self,
@@ -173,10 +175,12 @@ class ReplayServer(Router):
     tables: dict[str, dict[str, Any]] | None = None,
     checkpoint_every: float = 0.0,
     most_bytes: int = 2**30,
-    peer_timeout: float = PEER_SECONDS,
+    peer_timeout: float = SILENCE,
     say: Say = log.log,
   ) -> None:
-    super().__init__(Listen(address, keys, insecure, peer_timeout), say)
+    self.listener = Listener(Listen(address, keys, insecure, peer_timeout), self, say)
+    self.log, self.counts, self.send = self.listener.log, self.listener.counts, self.listener.send
+    self._serving: Serving | None = None
     if not 0 <= checkpoint_every < math.inf:
       raise ValueError(f'--checkpoint-every must be 0 or more seconds, not {checkpoint_every}')
     if checkpoint_every and dir is None:
@@ -206,12 +210,12 @@ class ReplayServer(Router):
     self._saved_at = time.monotonic()
     self._saves_left, self._saves_at = float(SAVES_AT_ONCE), self._saved_at
     self._not_saved = ''  # why the last checkpoint was not written
-    self._refusing: set[tuple[str, str]] = set()  # tables and clients of which it was told
+    self._refusing: set[tuple[str, str]] = set()  # tables and clients of which it knows
     self._contents: dict[str, Contents] = {}  # of tables that were made with it
     self._lock: IO[str] | None = None
     self.saved: list[Path] = []
-    for name, told in (tables or {}).items():
-      self._make(name, told)
+    for name, details in (tables or {}).items():
+      self._make(name, details)
     if dir is not None:
       self._lock = locked(dir)
       try:
@@ -222,11 +226,11 @@ class ReplayServer(Router):
 
   # --- tables --------------------------------------------------------------------------------------
 
-  def _make(self, name: str, told: dict[str, Any]) -> Table:
-    if wire.CONTENTS in told:
-      Contents(told[wire.CONTENTS])  # which can raise, before anything is made
-    table = wire.make_table(name, self.store, told)
-    self.tables[name], self.settings[name] = table, dict(told)
+  def _make(self, name: str, details: dict[str, Any]) -> Table:
+    if wire.CONTENTS in details:
+      Contents(details[wire.CONTENTS])  # which can raise, before anything is made
+    table = wire.make_table(name, self.store, details)
+    self.tables[name], self.settings[name] = table, dict(details)
     self._held[name] = collections.deque()
     self._readers[name], self._peekers[name] = collections.deque(), collections.deque()
     self._held_accounts[name] = Account()
@@ -257,15 +261,15 @@ class ReplayServer(Router):
       raise tables.CheckpointError(f'{e}; {before}, move {newest} elsewhere') from e
     if not isinstance(extra, dict) or 'streams' not in extra:
       raise tables.CheckpointError(f'checkpoint {newest} is not of a replay service')
-    for name, told in extra['tables'].items():
+    for name, details in extra['tables'].items():
       if name not in self.tables:
-        self._make(name, told)
-      elif reasons := wire.settings_differences(name, told, self.settings[name]):
+        self._make(name, details)
+      elif reasons := wire.settings_differences(name, details, self.settings[name]):
         raise tables.CheckpointError(
           f'checkpoint {newest} has other settings than --table: ' + '; '.join(reasons)
         )
       else:
-        self.settings[name] = told  # of the run, too
+        self.settings[name] = details  # of the run, too
     for name in self.tables.keys() - extra['tables'].keys():
       raise tables.CheckpointError(
         f'checkpoint {newest} has tables {sorted(extra["tables"])}, and no {name!r}: '
@@ -280,16 +284,16 @@ class ReplayServer(Router):
     items = sum(map(len, self.tables.values()))
     self.log(f'restored {newest}: {len(self.tables)} tables, {items:,} items')
 
-  def reasons_against(self, told: dict[str, Any]) -> list[str]:
-    if type(told.get('stream')) is not int or not 0 < told['stream'] < 2**63:
-      raise WireError('a hello without a stream that is a positive integer')
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
+    if not details['client']:
+      raise WireError('a hello of client 0, which none is')
     return []
 
-  def welcome(self, peer: Peer, told: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    stream_id = told['stream']
+  def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
+    stream_id = details['client']
     known = self._streams.get(stream_id)
     if known is not None and known.peer is not None:
-      self.drop(known.peer, 'its stream goes on over another connection')
+      self.listener.drop(known.peer, 'its stream goes on over another connection')
     stream = self._streams.pop(stream_id, None) or Stream()
     self._streams[stream_id] = stream  # as the newest
     stream.peer, stream.name = peer, peer.name
@@ -299,20 +303,36 @@ class ReplayServer(Router):
         break
       del self._streams[oldest]
     peer.state = Client(stream_id, stream, Reading())
-    frames = [
-      np.array(sorted(stream.waiting), '<u8'),
-      np.array(sorted(stream.missing), '<u8'),
-    ]
-    answer = dict(
+    self.log(f'{peer.name} joins')
+    return dict(
       most_items=wire.MOST_ITEMS,
       most_bytes=self.most_bytes,
+      largest=self.largest,
       number=stream.number,
-      sizes=self.pong(peer),
-      checksum=checksum(frames),
+      sizes=self._sizes(),
+      waiting=np.array(sorted(stream.waiting), '<u8').tobytes(),
+      missing=np.array(sorted(stream.missing), '<u8').tobytes(),
     )
-    return answer, frames
 
-  def left(self, peer: Peer) -> None:
+  def welcomed(self, peer: Peer) -> None:
+    pass
+
+  def why_wait(self, details: dict[str, Any]) -> str:
+    return ''
+
+  def drained(self, peer: Peer) -> None:
+    pass
+
+  def forgive(self, seconds: float) -> None:
+    pass
+
+  def tick(self, now: float) -> None:
+    pass
+
+  def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> None:
+    return None
+
+  def left(self, peer: Peer, reason: str, level: int) -> None:
     client: Client = peer.state
     for request in client.reading.waiting.values():
       self._forget(request)
@@ -327,83 +347,76 @@ class ReplayServer(Router):
     if peer.finished or not stream.number:
       self._streams.pop(client.stream_id, None)
 
-  def pong(self, peer: Peer) -> dict[str, int]:
-    """Sizes of tables, so that clients of several servers can sample in proportion."""
+  def _sizes(self) -> dict[str, int]:
+    """Of tables, so that clients of several servers can sample in proportion."""
     return {name: len(table) for name, table in itertools.islice(self.tables.items(), 256)}
 
   # --- what clients say ----------------------------------------------------------------------------
 
-  def handle(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
-    kind = header[0]
-    if kind == wire.INSERT:
-      self._insert(peer, header, frames)
-    elif kind == wire.SAMPLE:
-      self._sample(peer, header, frames)
-    elif kind == wire.DECLARE:
-      _, told = fields(header, int, dict)
-      wire.check_frames(frames, 0, 0)
-      self._declare(peer.state.stream, told)
-    elif kind == wire.CANCEL:
-      _, number = fields(header, int, int)
-      wire.check_frames(frames, 0, 0)
-      if request := peer.state.reading.waiting.get(number):
+  def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    if kind is wire.INSERT:
+      self._insert(peer, fields[0], arrays)
+    elif kind is wire.SAMPLE:
+      self._sample(peer, *fields)
+    elif kind is wire.DECLARE:
+      self._declare(peer.state.stream, fields[0])
+    elif kind is wire.CANCEL:
+      if request := peer.state.reading.waiting.get(fields[0]):
         self._answer(request, f'cancelled by {peer.name}')
-    elif kind in (wire.TABLE, wire.UPDATE, wire.DELETE, wire.INFO, wire.SAVE):
-      self._request(peer, header, frames)
     else:
-      raise WireError(f'a header of kind {kind}, which clients have not')
+      self._request(peer, kind, fields[0], fields[1:], arrays)
 
-  def _request(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
+  def _request(
+    self, peer: Peer, kind: Kind, number: int, args: Sequence[Any], arrays: list[memoryview]
+  ) -> None:
     """What is answered at once, or by an error that is the client's to raise."""
-    kind, number = header[0], header[2] if len(header) > 2 else None
-    if type(number) is not int or number < 0:
-      raise WireError(f'a header of kind {kind} without a number')
     try:
-      if kind == wire.SAVE:
-        fields(header, int, int)
-        wire.check_frames(frames, 0, 0)
-        if self.dir is None:
-          raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
-        if len(self._save_wanted) >= SAVES:
-          raise ValueError(f'{SAVES} others wait for a checkpoint already')
-        self._save_wanted.append((peer, number))
-        self._save_for_clients()
+      if kind is wire.SAVE:
+        self._want_save(peer, number)
         return
-      answer = {
+      does: dict[Kind, Any] = {
         wire.TABLE: self._table,
         wire.UPDATE: self._update,
         wire.DELETE: self._delete,
         wire.INFO: self._info,
-      }[kind](header, frames)
+      }
+      answer = does[kind](*args, *arrays)
     except ValueError as e:
-      self.send(peer.address, wire.ANSWER, peer.session, number, False, plain_lines(e))
+      self.send(peer, wire.ANSWER, number, False, plain_lines(e))
     else:
-      self.send(peer.address, wire.ANSWER, peer.session, number, True, answer)
+      self.send(peer, wire.ANSWER, number, True, answer)
 
-  def _table(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
-    *_, name, told = fields(header, int, int, str, dict)
-    wire.check_frames(frames, 0, 0)
+  def _want_save(self, peer: Peer, number: int) -> None:
+    """Lets a client know when a checkpoint is written."""
+    if self.dir is None:
+      raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
+    if len(self._save_wanted) >= SAVES:
+      raise ValueError(f'{SAVES} others wait for a checkpoint already')
+    self._save_wanted.append((peer, number))
+    self._save_for_clients()
+
+  def _table(self, name: str, details: dict[str, Any]) -> dict[str, Any]:
     table = self.tables.get(name)
     if table is None:
-      if not told:
+      if not details:
         raise ValueError(
           f'{self.address} has no table {name!r}; it has {sorted(self.tables)}. '
           'Give settings, with which it would be made'
         )
       if len(self.tables) >= TABLES or not 0 < len(name) <= 200:
         raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
-      table = self._make(name, told)
-      self.log(f'made table {name!r}: {json.dumps(told)}')
-    elif told and (reasons := self._differences(name, told)):
+      table = self._make(name, details)
+      self.log(f'made table {name!r}: {json.dumps(details)}')
+    elif details and (reasons := self._differences(name, details)):
       self.log('\n  '.join(['refused:', *reasons]), logging.WARNING)
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
     most = min(table.contents.sampler.most, table.contents.remover.most)
     return dict(settings=self.settings[name], most=most)
 
-  def _differences(self, name: str, told: dict[str, Any]) -> list[str]:
+  def _differences(self, name: str, details: dict[str, Any]) -> list[str]:
     """A line for each setting that is another one; contents are taken over where there were none."""
-    there, asked = self.settings[name], told.get(wire.CONTENTS)
-    reasons = wire.settings_differences(name, there, told)
+    there, asked = self.settings[name], details.get(wire.CONTENTS)
+    reasons = wire.settings_differences(name, there, details)
     if asked is None or reasons or asked == there.get(wire.CONTENTS):
       return reasons
     signature, wanted = self.tables[name].contents.signature, Contents(asked).signature
@@ -420,19 +433,15 @@ class ReplayServer(Router):
       raise ValueError(f'{self.address} has no table {name!r}; it has {sorted(self.tables)}')
     return self.tables[name]
 
-  def _update(self, header: list[Any], frames: list[Any]) -> int:
-    *_, name, crc = fields(header, int, int, str, int)
-    wire.check_frames(frames, 2, crc)
-    keys, priorities = self._keys(frames[0]), wire.records(frames[1], '<f8')
-    self.counts['updated'] += len(keys)
-    return self._named(name).update_priorities(keys, priorities)
+  def _update(self, name: str, keys: memoryview, priorities: memoryview) -> int:
+    found = self._keys(keys)
+    self.counts['updated'] += len(found)
+    return self._named(name).update_priorities(found, wire.records(priorities, '<f8'))
 
-  def _delete(self, header: list[Any], frames: list[Any]) -> int:
-    *_, name, crc = fields(header, int, int, str, int)
-    wire.check_frames(frames, 1, crc)
+  def _delete(self, name: str, keys: memoryview) -> int:
     table = self._named(name)
     self._touched.add(name)
-    return table.delete(self._keys(frames[0]))
+    return table.delete(self._keys(keys))
 
   @staticmethod
   def _keys(frame: Any) -> np.ndarray:
@@ -441,9 +450,7 @@ class ReplayServer(Router):
       raise WireError(f'{len(keys)} keys in a message, at most {wire.MESSAGE_KEYS}')
     return keys
 
-  def _info(self, header: list[Any], frames: list[Any]) -> dict[str, Any]:
-    *_, name = fields(header, int, int, str)
-    wire.check_frames(frames, 0, 0)
+  def _info(self, name: str) -> dict[str, Any]:
     table = self._named(name)
     return dict(
       dataclasses.asdict(table.info()),
@@ -453,43 +460,41 @@ class ReplayServer(Router):
 
   # --- writing -------------------------------------------------------------------------------------
 
-  def _declare(self, stream: Stream, told: dict[str, Any]) -> None:
+  def _declare(self, stream: Stream, details: dict[str, Any]) -> None:
     """What the numbers in this connection's INSERTs will mean."""
-    if told.keys() - {'tables', 'specs', 'signatures'} or not all(
-      isinstance(x, list) for x in told.values()
+    if details.keys() - {'tables', 'specs', 'signatures'} or not all(
+      isinstance(x, list) for x in details.values()
     ):
       raise WireError('a declaration of something else than lists of tables, specs and signatures')
-    for name in told.get('tables', []):
+    for name in details.get('tables', []):
       if not isinstance(name, str) or name not in self.tables:
         raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
       stream.tables.append(self.tables[name])
-    for spec in told.get('specs', []):
+    for spec in details.get('specs', []):
       stream.specs.append(wire.read_spec(spec))
-    for one in told.get('signatures', []):
+    for one in details.get('signatures', []):
       stream.signatures.append(self._signature(one))
       stream.declared += len(stream.signatures[-1].leaves)
-    stream.declared += sum(map(len, told.values()))
+    stream.declared += sum(map(len, details.values()))
     if stream.declared > DECLARATIONS:
       raise WireError(f'more than {DECLARATIONS} tables, specs and leaves of signatures')
 
-  def _signature(self, told: Any) -> Signature:
+  def _signature(self, details: Any) -> Signature:
     """One object for each signature, whoever tells it: tables compare by identity first."""
-    signature = wire.read_signature(told)
-    text = json.dumps(wire.told_signature(signature))
+    signature = wire.read_signature(details)
+    text = json.dumps(wire.packed_signature(signature))
     signature = self._signatures.pop(text, signature)
     self._signatures[text] = signature
     if len(self._signatures) > SIGNATURES:
       self._signatures.popitem(last=False)
     return signature
 
-  def _insert(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
-    _, message, crc = fields(header, int, int, int)
-    wire.check_frames(frames, 6, crc)
+  def _insert(self, peer: Peer, message: int, frames: list[memoryview]) -> None:
     if not message:
       raise WireError('an insert with message 0, which is that of ACKs of items that waited')
     client: Client = peer.state
     stream = client.stream
-    self._take_pieces(stream, wire.records(frames[0], wire.CHUNK), memoryview(frames[5]).cast('B'))
+    self._take_pieces(stream, wire.records(frames[0], wire.CHUNK), frames[5])
     if stream.kept_bytes > self.most_bytes:
       self._refuse(peer, f'its writers keep {stream.kept_bytes:,} bytes of steps', self.most_bytes)
       return
@@ -550,19 +555,19 @@ class ReplayServer(Router):
     return bad + good, reasons
 
   def _tell_refused(self, table: Table, peer: Peer, reason: ValueError) -> None:
-    """Of each client and table the first time: the others are counted, and their writers are told."""
+    """Of each client and table the first time: the others are counted, and their writers get them."""
     if (table.name, peer.name) not in self._refusing and len(self._refusing) < STREAMS:
       self._refusing.add((table.name, peer.name))
       self.log(f'refused an item of {peer.name} (others are counted): {reason}', logging.WARNING)
 
   def _refuse(self, peer: Peer, what: str, allowed: int) -> None:
     """Ends the session of a client with which too much is kept."""
-    told = (
+    details = (
       f'{what}, of which {allowed:,} are allowed: shorten history or max_in_flight, or start the '
       'service with more --client-bytes'
     )
-    self.drop(peer, told)
-    self.send(peer.address, wire.REFUSED, [told])  # in another session it would be the same
+    self.listener.drop(peer, details)
+    self.send(peer, REFUSED, [details])  # in another session it would be the same
 
   def _account(self, pending: Pending, stream: Stream, name: str, do: Any) -> None:
     """Counts (or not any more) an item that waits as its client's and among the table's."""
@@ -574,19 +579,18 @@ class ReplayServer(Router):
 
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
     """Items that are in, that wait, and that are refused; `why` is the first refusal's or wait's."""
-    frames = [np.array(x, '<u8') for x in numbers]
-    header = wire.ACK, peer.session, message, checksum(frames), why[:1000]
-    self.send(peer.address, *header, frames=frames)
+    arrays = [np.array(x, '<u8') for x in numbers]
+    self.send(peer, wire.ACK, message, why[:1000], arrays=arrays)
 
-  def _take_pieces(self, stream: Stream, told: np.ndarray, data: memoryview) -> None:
+  def _take_pieces(self, stream: Stream, details: np.ndarray, data: memoryview) -> None:
     """New chunks of a stream; each is held for it until it says otherwise."""
-    if len(told) > wire.MESSAGE_CHUNKS:
-      raise WireError(f'{len(told)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
-    if int(told['bytes'].astype(np.int64).sum()) != len(data):
-      raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
-    self.counts['pieces'] += len(told)
+    if len(details) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(details)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
+    if int(details['bytes'].astype(np.int64).sum()) != len(data):
+      raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
+    self.counts['pieces'] += len(details)
     start, store, made = 0, self.store, []
-    for spec, rows, how, size in told.tolist():
+    for spec, rows, how, size in details.tolist():
       if spec >= len(stream.specs) or not rows:
         raise WireError(f'a chunk of {rows} rows of spec {spec}')
       dtype, shape = stream.specs[spec]
@@ -615,20 +619,20 @@ class ReplayServer(Router):
 
   def _take_items(self, stream: Stream, frames: list[Any]) -> Any:
     """(done, waiting, [(table, [(number, item)])]): items that came before, and the new ones."""
-    told = wire.records(frames[1], wire.ITEM)
-    if len(told) > wire.MESSAGE_ITEMS:
-      raise WireError(f'{len(told)} items in a message, at most {wire.MESSAGE_ITEMS}')
+    details = wire.records(frames[1], wire.ITEM)
+    if len(details) > wire.MESSAGE_ITEMS:
+      raise WireError(f'{len(details)} items in a message, at most {wire.MESSAGE_ITEMS}')
     parts, refs = wire.records(frames[2], wire.PART), wire.records(frames[3], '<u8')
     if len(refs) > wire.MESSAGE_CHUNKS:
       raise WireError(f'{len(refs)} references to chunks, at most {wire.MESSAGE_CHUNKS}')
     if int(parts['chunks'].sum()) != len(refs):
       raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
-    if len(told) and (int(told['table'].max()) >= len(stream.tables)
-                      or int(told['signature'].max()) >= len(stream.signatures)):  # fmt: skip
+    if len(details) and (int(details['table'].max()) >= len(stream.tables)
+                      or int(details['signature'].max()) >= len(stream.signatures)):  # fmt: skip
       raise WireError('an item of a table or signature that was not declared')
-    if len(told) and (told['key'] == 0).any():
+    if len(details) and (details['key'] == 0).any():
       raise WireError('an item without a key')
-    needed = sum(len(stream.signatures[s].leaves) for s in told['signature'].tolist())
+    needed = sum(len(stream.signatures[s].leaves) for s in details['signature'].tolist())
     if needed != len(parts):
       raise WireError(f'{len(parts)} parts, expected {needed}')
     done: list[int] = []
@@ -637,7 +641,7 @@ class ReplayServer(Router):
     found: set[int] = set()
     newest, lost, unheard = stream.number, 0, stream.unheard
     part_rows, numbers = iter(parts.tolist()), iter(refs.tolist())
-    for number, key, priority, table_number, s in told.tolist():
+    for number, key, priority, table_number, s in details.tolist():
       signature = stream.signatures[s]
       own = tuple([self._part(stream, leaf, next(part_rows), numbers) for leaf in signature.leaves])
       if number > newest:  # those in between were in an earlier process, after its last checkpoint
@@ -657,12 +661,12 @@ class ReplayServer(Router):
     stream.missing -= found
     stream.unheard = unheard - found
     if lost:
-      self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be told
+      self.counts['lost'] = min(self.counts['lost'] + lost, 2**63)  # else it can't be sent
       self.log(f'{lost} items of {stream.name} are lost with an earlier process', logging.WARNING)
     return done, waiting, groups
 
-  def _part(self, stream: Stream, leaf: Any, told: Any, numbers: Any) -> Any:
-    count, offset, rows = told
+  def _part(self, stream: Stream, leaf: Any, details: Any, numbers: Any) -> Any:
+    count, offset, rows = details
     try:
       chunks = tuple([stream.pieces[next(numbers)] for _ in range(count)])
     except KeyError as e:
@@ -688,11 +692,17 @@ class ReplayServer(Router):
 
   # --- sampling ------------------------------------------------------------------------------------
 
-  def _sample(self, peer: Peer, header: list[Any], frames: list[Any]) -> None:
-    _, number, name, n, least, peek, seconds, received = fields(
-      header, int, int, str, int, int, bool, float, int
-    )
-    wire.check_frames(frames, 0, 0)
+  def _sample(
+    self,
+    peer: Peer,
+    number: int,
+    name: str,
+    n: int,
+    least: int,
+    peek: bool,
+    seconds: float,
+    received: int,
+  ) -> None:
     reading: Reading = peer.state.reading
     if not 1 <= least <= n <= wire.MOST_ITEMS or name not in self.tables or math.isnan(seconds):
       raise WireError(f'a wish for {least} to {n} samples of {name[:60]!r} within {seconds} s')
@@ -722,13 +732,14 @@ class ReplayServer(Router):
     while reading.answered - len(reading.unread) < received:
       reading.bytes -= reading.unread.popleft()
 
-  def pinged(self, peer: Peer, header: list[Any]) -> None:
-    if len(header) == 2:  # a client that never samples need not tell
-      return
-    _, received = fields(header, int, int)
-    self._read(peer.state.reading, received)
+  def ping(self, peer: Peer, said: Any) -> dict[str, int]:
+    if said is not None:  # a client that never samples need not tell
+      if type(said) is not int or said < 0:
+        raise WireError('a PING without the number of samples that have come')
+      self._read(peer.state.reading, said)
+    return self._sizes()
 
-  def turn(self) -> None:
+  def turned(self) -> None:
     while self._touched:
       self._settle(self._touched.pop())
     now = time.monotonic()
@@ -782,7 +793,7 @@ class ReplayServer(Router):
 
   def _serves_not(self, request: Request) -> bool:
     """Whether it does not read what it has asked for: nothing is drawn for it."""
-    return request.peer.state.reading.full or self.is_cut(request.peer)
+    return request.peer.state.reading.full or request.peer.gone
 
   def _forget(self, request: Request) -> None:
     request.over = True
@@ -799,43 +810,46 @@ class ReplayServer(Router):
     peer, draws, table = request.peer, request.draws, request.table
     client: Client = peer.state
     del client.reading.waiting[request.number]
-    header: tuple[Any, ...] = (wire.SAMPLES, peer.session, request.number)
     if not draws.items:
       client.reading.answered += 1
       client.reading.unread.append(0)
-      self.send(peer.address, *header, 0, reason, 0, len(table))
+      self.send(peer, wire.SAMPLES, request.number, 0, reason, len(table), arrays=[b''] * 5)
       return
     try:
       frames = wire.sample_frames(draws)
     except ValueError as e:
-      told = f'sample from table {table.name!r}: {e}'
-      self.send(peer.address, wire.ANSWER, peer.session, request.number, False, told)
+      why = f'sample from table {table.name!r}: {e}'
+      self.send(peer, wire.ANSWER, request.number, False, why)
       return
-    signature = draws.items[0].signature
-    known = self._sampled_signatures
-    if id(signature) not in known:
-      if len(known) >= SIGNATURES:  # from now on they are told with other numbers
-        known.clear()
-        for other in self.peers.values():
-          other.state.reading.signatures.clear()
-      known[id(signature)] = next(self._signature_numbers), signature
-    number, _ = known[id(signature)]
-    if number not in client.reading.signatures:
-      client.reading.signatures.add(number)
-      self.send(peer.address, wire.SIGNATURE, peer.session, number, wire.told_signature(signature))
+    number = self._signature_number(peer, draws.items[0].signature)
     size = sum(memoryview(f).nbytes for f in frames)
     client.reading.answered += 1
     client.reading.unread.append(size)
     client.reading.bytes += size
     client.sampled += len(draws.items)
     self.counts['samples'] += len(draws.items)
-    size_now = len(table)
-    self.send(peer.address, *header, number, reason, checksum(frames), size_now, frames=frames)
+    self.send(peer, wire.SAMPLES, request.number, number, reason, len(table), arrays=frames)
+
+  def _signature_number(self, peer: Peer, signature: Signature) -> int:
+    """By which a client knows a signature; it is sent now, if it was not before."""
+    known = self._sampled_signatures
+    if id(signature) not in known:
+      if len(known) >= SIGNATURES:  # from now on they are sent with other numbers
+        known.clear()
+        for other in self.peers:
+          other.state.reading.signatures.clear()
+      known[id(signature)] = next(self._signature_numbers), signature
+    number, _ = known[id(signature)]
+    reading: Reading = peer.state.reading
+    if number not in reading.signatures:
+      reading.signatures.add(number)
+      self.send(peer, wire.SIGNATURE, number, wire.packed_signature(signature))
+    return number
 
   # --- checkpoints ---------------------------------------------------------------------------------
 
   def _save(self) -> None:
-    """Begins a checkpoint of this moment, if none is being written; who has asked is told."""
+    """Begins a checkpoint of this moment, if none is being written; who has asked hears of it."""
     if self.dir is None or (self._saver is not None and self._saver.is_alive()):
       return
     self._saved_at = time.monotonic()
@@ -846,16 +860,16 @@ class ReplayServer(Router):
 
     def write(taken: checkpoint.Snapshot) -> None:
       try:
-        told = checkpoint.write(taken, path)
+        details = checkpoint.write(taken, path)
       except BaseException as e:  # whatever it is, and be it a want of memory: it is no checkpoint
         why = why_not(path, e)
-        self.call(lambda: self._saved(path, (False, why), why, wanted))
+        self.listener.call(lambda: self._saved(path, (False, why), why, wanted))
         return
       line = (
-        f'checkpoint {path}: {told["bytes"]:,.0f} bytes in {told["seconds"]:.2f} s, which held up '
-        f'traffic for {told["blocked_s"] * 1e3:.1f} ms'
+        f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which held up '
+        f'traffic for {details["blocked_s"] * 1e3:.1f} ms'
       )
-      self.call(lambda: self._saved(path, (True, str(path)), line, wanted))
+      self.listener.call(lambda: self._saved(path, (True, str(path)), line, wanted))
 
     try:
       saver = threading.Thread(target=write, args=(self._snapshot(),), name='checkpoint')
@@ -867,7 +881,7 @@ class ReplayServer(Router):
       self._saver = saver
 
   def _save_for_clients(self) -> None:
-    """A checkpoint for all who wait for one, unless clients have had too many lately; then `turn` makes it."""
+    """A checkpoint for all who wait for one, unless clients have had too many lately; then `turned` makes it."""
     if not self._save_wanted or (self._saver is not None and self._saver.is_alive()):
       return
     now = time.monotonic()
@@ -895,39 +909,77 @@ class ReplayServer(Router):
       while len(self.saved) > KEEP:
         shutil.rmtree(self.saved.pop(0), ignore_errors=True)
     for peer, number in wanted:
-      if self.peers.get(peer.address) is peer:
-        self.send(peer.address, wire.ANSWER, peer.session, number, *answer)
+      if peer in self.peers:
+        self.send(peer, wire.ANSWER, number, *answer)
     if self._saver is not None:
       self._saver.join()  # it has nothing more to do
     self._save_for_clients()  # who have asked meanwhile
 
   def leave(self) -> None:
-    """The last checkpoint, also after a failure of the thread; whether it is there is told by itself."""
+    """The last checkpoint, also after a failure of the thread; whether it is there is said by itself."""
     if self._saver is not None:
       self._saver.join()
     self._save()
     if self._saver is not None:
       self._saver.join()
-    self.do_calls()  # who waits for a checkpoint is told
+    self.listener.do_calls()  # who waits for a checkpoint hears of it
     if self._not_saved:
       raise tables.CheckpointError(f'the last checkpoint was not written: {self._not_saved}')
 
+  # --- its life ------------------------------------------------------------------------------------
+
   @property
-  def frame_bytes(self) -> int:
-    """Of the steps that a client may keep, or of the chunks that one message may have; and a little more."""
+  def largest(self) -> int:
+    """Bytes of a frame: the steps that a client may keep, or the chunks of one message; and a little more."""
     return min(
       wire.FRAME_BYTES, self.most_bytes + wire.MESSAGE_CHUNKS * wire.CHUNK.itemsize + SLACK
     )
 
+  @property
+  def address(self) -> str:
+    """Where it listens."""
+    return self.listener.address
+
+  @property
+  def peers(self) -> dict[Peer, None]:
+    """Clients with a session."""
+    return self.listener.peers
+
+  @property
+  def failure(self) -> str | None:
+    """The traceback of what has ended its thread; None if nothing has."""
+    return None if self._serving is None else self._serving.failure
+
+  @property
+  def ended(self) -> threading.Event:
+    """Set when its thread has ended; it must have been started."""
+    assert self._serving is not None
+    return self._serving.ended
+
   def start(self) -> None:
+    """Listens, from now on."""
     try:
-      super().start()
+      self._serving = Serving(self.listener, self.wait, self.leave)
     except BaseException:
       self._unlock()
       raise
 
+  def __enter__(self) -> ReplayServer:
+    self.start()
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self.stop()
+
+  def ask_to_stop(self) -> None:
+    """Has its thread come to its end."""
+    if self._serving is not None:
+      self._serving.ask_to_stop()
+
   def stop(self) -> None:
-    super().stop()
+    """Ends it, after a last checkpoint."""
+    if self._serving is not None:
+      self._serving.stop()
     self._unlock()
 
   def _unlock(self) -> None:
@@ -936,7 +988,7 @@ class ReplayServer(Router):
 
   # --- what there is to tell -----------------------------------------------------------------------
 
-  def told_of(self, peer: Peer) -> dict[str, Any]:
+  def _described(self, peer: Peer) -> dict[str, Any]:
     client: Client = peer.state
     return dict(
       inserted=client.inserted,
@@ -950,7 +1002,7 @@ class ReplayServer(Router):
 
   def report(self) -> dict[str, Any]:
     shown = [dataclasses.asdict(t.info()) for t in itertools.islice(self.tables.values(), 64)]
-    return dict(super().report(), tables=shown, bytes=self.store.total.bytes,
+    return dict(self.listener.report(self._described), tables=shown, bytes=self.store.total.bytes,
                 checkpoints=[str(p) for p in self.saved])  # fmt: skip
 
 
@@ -1015,7 +1067,7 @@ def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
       raise ValueError(f'--table {text}: {key} takes a whole number, not {value!r}')
   sizes: dict[str, Any] = {k: int(v) for k, v in numbers.items()}
   try:
-    settings = wire.told_settings(
+    settings = wire.packed_settings(
       sampler=wire.selector(given['sampler']),
       remover=wire.selector(given['remover']),
       rate_limiter=_limiter(given['rate']),

@@ -1,6 +1,6 @@
 """What replay and parameters say over the wire, byte by byte as in docs/protocol.md.
 
-The headers are those of podrace.remote.wire; here are the kinds of messages, and what is in their frames.
+Here are the kinds of messages, and what is in their arrays.
 Everything that comes in is somebody else's: what is not exactly as it should be is a WireError.
 """
 
@@ -15,33 +15,38 @@ import numpy as np
 import zstandard
 
 from podrace import tables
-from podrace.remote.wire import WireError, checksum
+from podrace.net import session
+from podrace.net.frame import WireError, packed
 from podrace.tables import trees
 from podrace.tables.chunks import ChunkStore, unpack_into
 from podrace.tables.items import Draws, Leaf, Samples, Signature
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 
-VERSION = 2
-REPLAY, PARAMETERS = 'podrace replay', 'podrace parameters'
-
-# What a client says, and what a service says: the first element of each header.
-HELLO, PING, BYE, ASK = 1, 4, 5, 6
-TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE = (
-  16,
-  17,
-  18,
-  19,
-  20,
-  21,
-  22,
-  23,
-  24,
-)
-FETCH = 32
-WAIT, WELCOME, PONG, REFUSED, GONE, END, REPORT = 65, 66, 69, 70, 71, 72, 73
-ACK, SAMPLES, SIGNATURE, ANSWER = 80, 81, 82, 83
-NEWEST, PIECE = 96, 97
+SERVICE = 'podrace replay'
+# Of a client; requests begin with a number, which their ANSWER has.
+TABLE = packed(16, 'TABLE', int, str, dict)  # name, settings
+DECLARE = packed(17, 'DECLARE', dict)
+INSERT = packed(
+  18, 'INSERT', int, arrays=6
+)  # number; chunks, items, parts, chunks' numbers, released, bytes
+SAMPLE = packed(19, 'SAMPLE', int, str, int, int, bool, float, int)
+CANCEL = packed(20, 'CANCEL', int)
+UPDATE = packed(21, 'UPDATE', int, str, arrays=2)  # table; keys, priorities
+DELETE = packed(22, 'DELETE', int, str, arrays=1)  # table; keys
+INFO = packed(23, 'INFO', int, str)
+SAVE = packed(24, 'SAVE', int)
+# Of the service.
+ACK = packed(
+  80, 'ACK', int, str, arrays=3
+)  # INSERT, why; items that are in, that wait, that are refused
+SAMPLES = packed(
+  81, 'SAMPLES', int, int, str, int, arrays=5
+)  # SAMPLE, signature, why, size of the table
+SIGNATURE = packed(82, 'SIGNATURE', int, list)
+ANSWER = packed(83, 'ANSWER', int, bool, object)
+OF_CLIENTS = session.of_clients(TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE)
+OF_SERVICES = session.of_listeners(ACK, SAMPLES, SIGNATURE, ANSWER)
 
 KEY_BITS = 20  # of a key, below what the writer has drawn
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
@@ -88,18 +93,10 @@ def records(frame: Any, dtype: Any) -> np.ndarray:
   return np.frombuffer(frame, dtype)
 
 
-def check_frames(frames: Sequence[Any], count: int, crc: int) -> None:
-  """Refuses frames that are not so many, or not those that were sent."""
-  if len(frames) != count:
-    raise WireError(f'{len(frames)} frames after the header, expected {count}')
-  if (came := checksum(frames)) != crc:
-    raise WireError(f'frames with the checksum {came:08x}, the header says {crc:08x}')
-
-
 # --- signatures -------------------------------------------------------------------------------------
 
 
-def told_signature(signature: Signature) -> list[Any]:
+def packed_signature(signature: Signature) -> list[Any]:
   """A signature as msgpack has it."""
   leaves = [[x.name, x.dtype.str, list(x.shape), x.single] for x in signature.leaves]
   return [trees.to_json(signature.structure), leaves]
@@ -108,10 +105,10 @@ def told_signature(signature: Signature) -> list[Any]:
 _DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')
 
 
-def read_signature(told: Any) -> Signature:
-  """What `told_signature` made; raises WireError for anything else."""
+def read_signature(details: Any) -> Signature:
+  """What `packed_signature` made; raises WireError for anything else."""
   try:
-    document, described = told
+    document, described = details
     count = _check_structure(document, DEPTH)
     if type(described) is not list:
       raise WireError('a signature without a list of leaves')
@@ -150,15 +147,15 @@ def _check_structure(document: Any, depth: int) -> int:
   return sum(_check_structure(child, depth - 1) for child in children)
 
 
-def read_spec(told: Any) -> tuple[np.dtype, tuple[int, ...]]:
+def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
   """(dtype, shape) of one row."""
   try:
-    name, shape = told
+    name, shape = details
     dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
   except (TypeError, ValueError):
     dtype = None
   if dtype is None or dtype.str != name:
-    raise WireError(f'{str(told)[:60]}, expected [dtype, shape] of numbers')
+    raise WireError(f'{str(details)[:60]}, expected [dtype, shape] of numbers')
   if type(shape) is not list or len(shape) > 16 or any(type(n) is not int or n < 0 for n in shape):
     raise WireError(f'a shape {str(shape)[:60]}, expected a list of up to 16 whole numbers')
   most = row_bytes(dtype, [max(n, 1) for n in shape])  # numpy wants the rest to be in bounds, too
@@ -205,7 +202,7 @@ def selector(text: str) -> Selector:
   return _SELECTORS[name](float(number)) if number else _SELECTORS[name]()
 
 
-def told_settings(
+def packed_settings(
   *,
   sampler: Selector,
   remover: Selector,
@@ -217,7 +214,7 @@ def told_settings(
   contents: list[Any] | None = None,
 ) -> dict[str, Any]:
   """A table's settings as msgpack and JSON have them; `run`, if it is of one, is the run's name."""
-  told = dict(
+  details = dict(
     sampler=sampler.name,
     remover=remover.name,
     rate_limiter=[rate_limiter.name, *map(float, rate_limiter.numbers)],
@@ -225,24 +222,24 @@ def told_settings(
     max_bytes=max_bytes,
     max_times_sampled=max_times_sampled,
   )
-  return told | ({RUN: run} if run else {}) | ({CONTENTS: contents} if contents else {})
+  return details | ({RUN: run} if run else {}) | ({CONTENTS: contents} if contents else {})
 
 
-def make_table(name: str, store: ChunkStore, told: Any) -> tables.Table:
-  """A table with the settings that `told_settings` made.
+def make_table(name: str, store: ChunkStore, details: Any) -> tables.Table:
+  """A table with the settings that `packed_settings` made.
 
   Raises:
     ValueError: if there can't be such a table.
   """
   try:
-    limiter = _limiter(*told['rate_limiter'])
-    sampler, remover = selector(told['sampler']), selector(told['remover'])
-    sizes = {k: told[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
+    limiter = _limiter(*details['rate_limiter'])
+    sampler, remover = selector(details['sampler']), selector(details['remover'])
+    sizes = {k: details[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
   except (KeyError, TypeError) as e:
     raise ValueError(f'table {name!r}: settings without {e}') from None
-  if more := told.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN, CONTENTS}:
+  if more := details.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN, CONTENTS}:
     raise ValueError(f'table {name!r}: settings {sorted(map(str, more))}, which there are not')
-  if RUN in told and not (type(told[RUN]) is str and 0 < len(told[RUN]) <= 200):
+  if RUN in details and not (type(details[RUN]) is str and 0 < len(details[RUN]) <= 200):
     raise ValueError(f'table {name!r}: a run that is not a name of at most 200 characters')
   for k, v in sizes.items():
     if type(v) is not int and not (k == 'max_bytes' and v is None):
@@ -370,7 +367,7 @@ def read_samples(signature: Signature, frames: Sequence[Any]) -> Samples:
   if n == 0 or len(parts) != n * len(leaves) or int(parts['chunks'].sum()) != len(refs):
     raise WireError(f'{len(parts)} parts over {len(refs)} chunks for {n} items')
   if int(chunks['bytes'].astype(np.int64).sum()) != len(data):
-    raise WireError(f'{len(data)} bytes of chunks, which differ from what is told of them')
+    raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
   if len(refs) and int(refs.max()) >= len(chunks):
     raise WireError('a part over a chunk that was not sent')
   ends = np.cumsum(chunks['bytes'], dtype=np.int64)

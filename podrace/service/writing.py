@@ -26,12 +26,15 @@ class Sender(Protocol):
   """A connection, as far as items are sent over it."""
 
   address: Any
-  closed: Any
-  session: Any
-  why: Any
   why_held: Any
   released: Any
 
+  @property
+  def closed(self) -> bool: ...
+  @property
+  def session(self) -> int | None: ...
+  @property
+  def why(self) -> str: ...
   @property
   def idle(self) -> bool: ...
   def check(self) -> None: ...

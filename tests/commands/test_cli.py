@@ -60,9 +60,9 @@ from podrace.commands.options import PEER_TIMEOUT
 from podrace.commands.options import Command as Declared
 from podrace.config import Config, agent_name, flag
 from podrace.hooks import BOUND
+from podrace.net.session import SILENCE
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
-from podrace.remote.hub import PEER_SECONDS
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '640', '--devices', '1']  # fmt: skip
@@ -204,7 +204,7 @@ def test_help_tells_of_every_option(command: Declared, run: Command) -> None:
 
 
 def test_the_silence_that_ends_a_session_is_that_of_the_hub() -> None:
-  assert PEER_TIMEOUT.default == PEER_SECONDS
+  assert PEER_TIMEOUT.default == SILENCE
 
 
 def test_help_of_an_agent_of_ones_own_is_its_own(
@@ -646,7 +646,7 @@ BAD = [
   (['train', '--agent.normalize-observations', 'True', '--env', 'jumanji:Game2048-v1'],
    'normalize_observations is for observations with floats'),
   (['train', '--run-dir', '--quiet'], '--run-dir needs a value, DIR, not the option --quiet'),
-  (['train', '--listen', 'ipc:///x', '--keys', '--insecure'], '--keys needs a value, DIR'),
+  (['train', '--listen', 'unix:/x', '--keys', '--insecure'], '--keys needs a value, DIR'),
   (['train', '--architecture', 'sebulba', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1'],
    '--envs remote: podrace:catch is in JAX'),
   (['train', '--envs', 'remote', '--listen', 'tcp://127.0.0.1:1'],
@@ -658,20 +658,20 @@ BAD = [
   (['train', '--replay', 'host', '--architecture=anakin'], '--replay host: under anakin all of it'),
   (['train', '--env', 'gymnasium:CartPole-v1', '--seeds', '2'], 'sebulba trains one agent in a run'),
   (['train', '--env', 'gymnazium:CartPole-v1'], 'nearest: gymnasium'),
-  (['train', '--envs', 'remote', '--listen', 'ipc:///x', '--peer-timeout', 'nan'],
+  (['train', '--envs', 'remote', '--listen', 'unix:/x', '--peer-timeout', 'nan'],
    "--peer-timeout takes a number of at least 0, not 'nan'"),
   (['eval', '/nowhere', '--episodes', '--sample'], '--episodes needs a value, N'),
   (['envs', '--connect', '--env', 'ale:pong'], '--connect needs a value, ADDRESS'),
   (['envs', '--env', 'ale:pong'], 'envs needs --connect: see podrace envs --help'),
   (['envs', 'x', '--env', 'ale:pong'], 'envs takes options only, not x'),
-  (['envs', '--connect', 'ipc:///x', '--env', 'ale:pong', '--keys', '--insecure'],
+  (['envs', '--connect', 'unix:/x', '--env', 'ale:pong', '--keys', '--insecure'],
    '--keys needs a value, DIR'),
-  (['act', '--params', 'ipc:///x', '--keys', '--insecure'], '--keys needs a value, DIR'),
-  (['act', '--params', 'ipc:///x'], 'act needs --connect-replay: see podrace act --help'),
+  (['act', '--params', 'unix:/x', '--keys', '--insecure'], '--keys needs a value, DIR'),
+  (['act', '--params', 'unix:/x'], 'act needs --connect-replay: see podrace act --help'),
   (['replay', '--listen', '--insecure'], '--listen needs a value, ADDRESS'),
   (['replay', '--table', '--insecure'], '--table needs a value, SETTINGS'),
   (['replay', '--insecure=yes'], "--insecure takes no value, not 'yes'"),
-  (['top', '--keys', '--once', 'ipc:///x'], '--keys needs a value, DIR'),
+  (['top', '--keys', '--once', 'unix:/x'], '--keys needs a value, DIR'),
   (['keys', 'new', '--insecure'], "no option '--insecure' here"),
   (['top', 'a', 'b'], 'top takes one address, not 2'),
   (['devices', '--devices', '--actor-devices'], '--devices needs a value, N'),

@@ -39,9 +39,9 @@ from podrace.distributed.feed import Feed
 from podrace.distributed.handshake import from_leaves, to_leaves
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
+from podrace.net import keys as net_keys
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
-from podrace.remote import security
 from podrace.replay.layout import named
 from podrace.replay.streams import Streams
 from podrace.service import parameters
@@ -63,7 +63,7 @@ class Places:
 
   def __init__(self, folder: Path, cache: Path) -> None:
     self.folder, self.cache = folder, cache
-    self.replay, self.parameters = f'ipc://{folder}/replay', f'ipc://{folder}/parameters'
+    self.replay, self.parameters = f'unix:{folder}/replay', f'unix:{folder}/parameters'
     self.run_dir = folder / 'run'
     self.started: list[Podrace] = []
 
@@ -180,7 +180,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
     architecture='sebulba', num_envs=16, unroll_length=8,
     total_steps=26_000, log_every=5_120, lag='async', replay='service', devices=1, actor_threads=1,
   )  # fmt: skip
-  replay, parameters = f'ipc://{tmp_path}/replay', f'ipc://{tmp_path}/parameters'
+  replay, parameters = f'unix:{tmp_path}/replay', f'unix:{tmp_path}/parameters'
   ended: list[BaseException] = []
 
   def act(share: int) -> None:
@@ -221,7 +221,7 @@ def test_what_was_learned_before_the_service_failed_is_saved(
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1,
   )  # fmt: skip
-  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   batches, drawn = feed.Queued.batches, 0
 
   def failing(self: feed.Queued, samples: tables.Samples) -> Any:
@@ -293,7 +293,7 @@ def test_tables_are_waited_for_where_a_signal_ends_the_wait(
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     lag='async', replay='service', devices=1,
   )  # fmt: skip
-  address = f'ipc://{tmp_path}/parameters'
+  address = f'unix:{tmp_path}/parameters'
   with ReplayServer('tcp://127.0.0.1:*') as server:
 
     def asked(*args: Any) -> None:
@@ -334,7 +334,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
     raise AssertionError('it learns')
 
   monkeypatch.setattr(distributed_learner.DistributedSource, 'start', began)
-  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
 
   def train(name: str) -> None:
     run.train(tiny(), tmp_path / name, addresses=addresses, quiet=True)
@@ -355,7 +355,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   config = tiny()
-  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
@@ -407,13 +407,13 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
     publisher = self._publisher
     assert publisher is not None
     if not looks:
-      publisher.call(fail)
+      publisher.listener.call(fail)
     if publisher.failure:
       looks += 1
       assert looks < 3, 'it waits on'
 
   monkeypatch.setattr(distributed_learner.DistributedSource, '_warn_if_alone', look)
-  addresses = handshake.Addresses((f'ipc://{tmp_path}/replay',), f'ipc://{tmp_path}/parameters')
+  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
     pytest.raises(errors.RunError, match=r'ArithmeticError: a bug'),
@@ -429,19 +429,20 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
 
   monkeypatch.setattr(distributed_learner.DistributedSource, 'open', compiled)
   keys = tmp_path / 'keys'
-  security.new_keys(keys)
+  net_keys.new_keys(keys)
   addresses = handshake.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
   with pytest.raises(AssertionError, match='it compiles'):
     run.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
   for name in (
-    'server.secret',
-    'server.public',
-    'client.secret',
-    'client.public',
+    'server.key',
+    'server.pem',
+    'client.key',
+    'client.pem',
+    'authority.pem',
     'allowed_clients',
   ):
     (keys / name).rename(tmp_path / 'kept')
-    with pytest.raises(security.SecurityError, match=name):
+    with pytest.raises(net_keys.SecurityError, match=name):
       run.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
     (tmp_path / 'kept').rename(keys / name)
   assert not (tmp_path / 'other').exists()
@@ -464,7 +465,7 @@ def test_what_listens_is_refused_before_it_is_compiled_for(
   args = ['train', *CATCH, '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service',
           '--connect-replay', 'tcp://127.0.0.1:1', '--run-dir', str(tmp_path / 'run')]  # fmt: skip
   for listen, message in (
-    (['ipc:///x', '--peer-timeout', '0'], '--peer-timeout must be more than 0'),
+    (['unix:/x', '--peer-timeout', '0'], '--peer-timeout must be more than 0'),
     (['tcp://10.0.0.1:1'], 'it needs keys'),
   ):
     with pytest.raises(SystemExit) as end:
@@ -681,13 +682,13 @@ class OwnImpala(Impala):
   ids=lambda config: type(config.agent).__name__,
 )  # fmt: skip
 def test_the_command_that_starts_acting_does(config: Config) -> None:
-  addresses = handshake.Addresses(('ipc:///a', 'ipc:///b'), 'ipc:///c', insecure=True)
+  addresses = handshake.Addresses(('unix:/a', 'unix:/b'), 'unix:/c', insecure=True)
   podrace, command, *args = shlex.split(handshake.act_command(config, addresses))
   assert (podrace, command) == ('podrace', 'act')
   preset = configuration.take_preset(args)
   options = Options(args, act.COMMAND)
-  assert options.text('--connect-replay') == 'ipc:///a,ipc:///b' and '--insecure' in options
-  assert options.text('--params') == 'ipc:///c'
+  assert options.text('--connect-replay') == 'unix:/a,unix:/b' and '--insecure' in options
+  assert options.text('--params') == 'unix:/c'
   made = configuration.parse(
     configuration.base_config(preset, None, configuration.agent_of(options)), options.arguments
   )
@@ -695,9 +696,9 @@ def test_the_command_that_starts_acting_does(config: Config) -> None:
 
 
 def test_a_preset_as_it_is_needs_no_options() -> None:
-  addresses = handshake.Addresses(('ipc:///a',), 'ipc:///c', keys=Path('here'))
+  addresses = handshake.Addresses(('unix:/a',), 'unix:/c', keys=Path('here'))
   assert handshake.act_command(PRESETS['apex-pong'](), addresses) == (
-    'podrace act apex-pong --connect-replay ipc:///a --params ipc:///c --keys DIR'
+    'podrace act apex-pong --connect-replay unix:/a --params unix:/c --keys DIR'
   )
 
 
@@ -706,10 +707,10 @@ def test_who_waits_for_acting_processes_says_so_now_and_then(
 ) -> None:
   learner: Any = object.__new__(distributed_learner.DistributedSource)
   learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
-  learner._addresses = handshake.Addresses(('ipc:///a',), 'tcp://127.0.0.1:*')
+  learner._addresses = handshake.Addresses(('unix:/a',), 'tcp://127.0.0.1:*')
   acting = 0
   learner._publisher = SimpleNamespace(
-    clients=lambda role: acting * (role == parameters.ACTING), address='tcp://127.0.0.1:7'
+    clients=lambda role: acting * (role == parameters.ACTING), reachable='tcp://127.0.0.1:7'
   )
   now = 100.0
   monkeypatch.setattr(distributed_learner.time, 'monotonic', lambda: now)
@@ -753,9 +754,9 @@ def test_parameters_as_leaves() -> None:
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
       '--share', '0/0'], '--share 0/0: of 0 parts there is none'),
     (['act', *CATCH, '--connect-replay', 'foo', '--params', 'tcp://127.0.0.1:2'],
-     "--connect-replay takes tcp://HOST:PORT or ipc://PATH, with a PORT of 1 to 65535, not 'foo'"),
+     "--connect-replay takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, not 'foo'"),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'bar'],
-     "--params takes tcp://HOST:PORT or ipc://PATH, with a PORT of 1 to 65535, not 'bar'"),
+     "--params takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, not 'bar'"),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
       '--share', '0/5'], r'--num-envs 32 does not divide into 5 shares'),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',

@@ -178,7 +178,7 @@ class Learner:
   """Publishes parameters as a learner does."""
 
   def __init__(self, folder: Path, config: Config) -> None:
-    self.addresses = handshake.Addresses((f'ipc://{folder}/replay',), f'ipc://{folder}/parameters')
+    self.addresses = handshake.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
     self.config, self.agent = config, bound(config)
     self.publisher = service.Publisher(self.addresses.parameters)
     self.ended: list[BaseException] = []
@@ -422,7 +422,7 @@ def test_bad_usage_is_2(args: list[str], message: str, capfd: pytest.CaptureFixt
 
 
 def test_it_gives_up_if_asked_to(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-  ends = ['--connect-replay', f'ipc://{tmp_path}/a', '--params', f'ipc://{tmp_path}/b']
+  ends = ['--connect-replay', f'unix:{tmp_path}/a', '--params', f'unix:{tmp_path}/b']
   with pytest.raises(SystemExit) as end:
     cli.main(['reanalyse', 'muzero-catch', *TINY, *ends, '--give-up-after', '0.1'])
   assert end.value.code == 1

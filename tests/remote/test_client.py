@@ -12,23 +12,26 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import bare
 import numpy as np
 import pytest
-import zmq
 from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
-from podrace.remote import dial, security, wire
+from podrace.net import keys as net_keys
+from podrace.net import link as net_link
+from podrace.net import session
+from podrace.net.top import Asker
+from podrace.remote import wire
 from podrace.remote.client import Client, Group, Options, group_sizes
-from podrace.remote.top import Asker
 
 
 def both_step(learner: Learner, turns: int) -> bool:
   """The one client's two groups, of which either may begin long before the other, have had so many turns."""
-  peers = list(learner.server.peers.values())
-  groups = [g for p in peers for g in list(p.groups.values())]
+  peers = list(learner.server.peers)
+  groups = [g for p in peers for g in list(p.state.groups.values())]
   return len(groups) == 2 and all(g.seq > turns for g in groups)
 
 
@@ -36,8 +39,8 @@ def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
   with Learner(slots=8) as learner:
     with Envs(learner.address, tmp_path / 'log', '--num-envs', '4', '--workers', '2') as envs:
       until(lambda: learner.steps > 400 and both_step(learner, 10))
-      (peer,) = learner.server.peers.values()
-      assert [group.size for group in peer.groups.values()] == [2, 2]
+      (peer,) = learner.server.peers
+      assert [group.size for group in peer.state.groups.values()] == [2, 2]
       envs.signal(signal.SIGTERM)
       assert envs.wait() == 143
       # It says BYE, which is lost where the connection is reset: then its silence tells.
@@ -57,7 +60,7 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
 
 def all_step(learner: Learner, dropped: int) -> bool:
   """So many clients are gone, and all slots are those of others that step."""
-  groups = [g for p in list(learner.server.peers.values()) for g in list(p.groups.values())]
+  groups = [g for p in list(learner.server.peers) for g in list(p.state.groups.values())]
   gone = learner.server.counts['dropped'] == dropped
   return gone and not learner.pools[0].free and all(g.seq for g in groups)
 
@@ -116,7 +119,7 @@ def test_a_frozen_client_is_dropped_and_comes_back(tmp_path: Path) -> None:
       before = learner.steps
       envs.signal(signal.SIGCONT)
       until(lambda: learner.steps > before + 50)
-      envs.says('environments begin anew when it is back')
+      envs.says('environments begin anew')
     found = lives(learner.arrivals)
     assert_whole(found)
     assert {run for _, _, run in found} == {0, 1}
@@ -128,7 +131,7 @@ def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> No
     envs = Envs(address, tmp_path / 'log', '--num-envs', '2')
     until(lambda: learner.steps > 20)
   with envs:
-    envs.says('the learner has stopped; environments begin anew when it is back')
+    envs.says('is over: the learner has stopped')
     with Learner(address=address) as again:
       until(lambda: again.steps > 20)
       assert_whole(lives(again.arrivals))
@@ -138,22 +141,20 @@ def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> No
 
 
 def test_the_end_and_the_cut_may_come_at_once(tmp_path: Path) -> None:
-  with zmq.Context() as context, context.socket(zmq.ROUTER) as learner:
-    learner.linger, learner.rcvtimeo = 10_000, 60_000
-    address = f'tcp://127.0.0.1:{learner.bind_to_random_port("tcp://127.0.0.1")}'
-    with Envs(address, tmp_path / 'log', '--num-envs', '2', '--groups', '1') as envs:
-      peer, hello = learner.recv_multipart()
-      told = wire.unpack(hello)[1]
-      welcome = dict(nonce=told['nonce'], largest_group=2, silence=60.0, env=told['env'])
-      learner.send_multipart([peer, wire.pack(wire.WELCOME, 1, welcome)])
-      assert wire.unpack(learner.recv_multipart()[1])[0] == wire.ENTER  # and it has no more to say
-      envs.signal(signal.SIGSTOP)
-      learner.send_multipart([peer, wire.pack(wire.END, True, 'the run is complete')])
-      learner.close()
-      context.term()
-      envs.signal(signal.SIGCONT)
-      assert envs.wait() == 0
-      assert 'the run is complete' in envs.output and 'begin anew' not in envs.output
+  learner = bare.Accepting(wire.OF_CLIENTS)
+  args = ['--num-envs', '2', '--groups', '1']
+  with Envs(learner.address, tmp_path / 'log', *args) as envs:
+    end = learner.accept(60)
+    told = end.expect(session.HELLO, 60)[0][0]
+    end.say(session.WELCOME, dict(largest_group=2, silence=60.0, env=told['env']))
+    end.expect(wire.ENTER)  # and it has no more to say
+    envs.signal(signal.SIGSTOP)
+    end.say(session.END, True, 'the run is complete')
+    end.close()
+    learner.close()
+    envs.signal(signal.SIGCONT)
+    assert envs.wait() == 0
+    assert 'the run is complete' in envs.output and 'begin anew' not in envs.output
 
 
 def test_a_killed_worker_is_another_life_and_not_another_session(tmp_path: Path) -> None:
@@ -237,16 +238,27 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
     assert f'no learner at {address} for 2 s' in envs.output
 
 
-def test_a_learner_that_is_getting_ready_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-  client = Client(Options('tcp://127.0.0.1:9', 'test:spec', give_up=1.0), spec())
-  client._connect()
-  client._alone_since -= 10
-  client._message([wire.pack(wire.WAIT, 'the learner is getting ready')])
-  client._look_at_the_clock()
-  client._alone_since -= 10
-  with pytest.raises(TimeoutError, match='no learner at'):
-    client._look_at_the_clock()
-  client._leave()
+def test_a_learner_that_is_getting_ready_is_there() -> None:
+  """To give up is for where nobody is: not while it says that it is to be waited for."""
+  learner = bare.Accepting(wire.OF_CLIENTS)
+  client = Client(Options(learner.address, 'test:spec', give_up=2.5), spec())
+  thread = threading.Thread(target=lambda: raised.append(ended(client)), daemon=True)
+  raised: list[Any] = []
+  thread.start()
+  with learner.accept() as end:
+    for _ in range(4):
+      end.expect(session.HELLO)
+      end.say(session.WAIT, 'the learner is getting ready')
+    assert thread.is_alive()
+  learner.close()
+  thread.join(20)
+  assert 'no learner at' in str(raised[0])
+
+
+def ended(client: Client) -> BaseException:
+  with pytest.raises(TimeoutError) as error:
+    client.run()
+  return error.value
 
 
 @pytest.mark.parametrize(
@@ -271,19 +283,34 @@ def test_bad_usage_is_2(args: list[str]) -> None:
 
 def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
   client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
-  begun = Group(0, spec(), PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0), lambda out: None)
+  args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0)
+  begun = Group(0, 1, spec(), args, lambda *args: None, lambda *args: None)
   begun._thread = threading.current_thread()
-  client._session, client._groups = 5, [begun]
+  client._groups = [begun]
   for index in (0, 1):
     with pytest.raises(wire.WireError, match=f'a start of group {index}'):
-      client._message([wire.pack(wire.START, 5, index)])
-  client._context.term()
+      client.handle(wire.START, [index], [])
+
+
+def test_actions_that_nobody_has_asked_for_are_none() -> None:
+  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
+  args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0)
+  group = Group(0, 1, spec(), args, lambda *args: None, lambda *args: None)
+  client._groups = [group]
+  action = memoryview(bytes(4))
+  for fields, data in (((1, 0), action), ((0, 1), action), ((0, 0), action[:3])):
+    with pytest.raises(wire.WireError, match='actions'):
+      client.handle(wire.ACTION, fields, [data])
+  client.handle(wire.ACTION, (0, 0), [action])
+  assert group.seq == 1
+  with pytest.raises(wire.WireError, match='which has not asked'):  # it steps
+    client.handle(wire.ACTION, (0, 1), [action])
 
 
 def test_it_imports_no_jax() -> None:
   """Nor anything that is heavy: what is imported is counted, with the trial of somebody's own environment."""
   code = (
-    'import sys; import podrace.remote.client, podrace.remote.top, podrace.envs.host.ale\n'
+    'import sys; import podrace.remote.client, podrace.net.top, podrace.envs.host.ale\n'
     'podrace.remote.client.make_spec("gymnasium:CartPole-v1")\n'
     'wrong = {"jax", "jaxlib", "flax", "optax", "orbax", "tyro", "rich"} & set(sys.modules)\n'
     'assert not wrong, wrong\n'
@@ -294,52 +321,50 @@ def test_it_imports_no_jax() -> None:
     env={**os.environ, 'PYTHONPATH': str(ROOT)},
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  assert int(done.stdout) <= 25
+  assert int(done.stdout) <= 32
 
 
 @pytest.mark.parametrize('wrong', [
-  {'largest_group': 0}, {'largest_group': -3}, {'largest_group': 2.5}, {'largest_group': True}, {'silence': 0.0},
-  {'silence': float('nan')}, {'silence': float('inf')}, {'silence': 'x'}, {'silence': -1.0},
+  {'largest_group': 0}, {'largest_group': -3}, {'largest_group': 2.5}, {'largest_group': True}, {'env': None},
 ])  # fmt: skip
 def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
   """A learner that says nonsense is lost; it ends no environments' process."""
   client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
-  told = {'nonce': 0, 'largest_group': 4, 'silence': 1.0, 'env': 'x', **wrong}
   with pytest.raises(wire.WireError, match='a welcome with'):
-    client._message([wire.pack(wire.WELCOME, 5, told)])
-  assert client._session is None and not client._groups
-  client._context.term()
+    client.joined({'largest_group': 4, 'silence': 1.0, 'env': 'x', **wrong})
+  assert not client._groups
 
 
 @pytest.mark.parametrize('case', ['nobody', 'other keys', 'not listed', 'no keys', 'silent'])
-def test_who_waits_is_told_what_is_wrong(case: str, tmp_path: Path) -> None:
-  """`podrace envs`, and `podrace top` likewise."""
+def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
+  """By `podrace envs`, and by `podrace top` likewise."""
   keys, other = tmp_path / 'keys', tmp_path / 'other'
-  security.new_keys(keys)
-  security.new_keys(other)
+  net_keys.new_keys(keys)
   if case == 'not listed':
-    (other / security.SERVER_PUBLIC).write_bytes((keys / security.SERVER_PUBLIC).read_bytes())
+    net_keys.new_client(keys, other)
+    (keys / net_keys.ALLOWED).write_text('')
+  else:
+    net_keys.new_keys(other)
   own = None if case in ('nobody', 'no keys', 'silent') else other
   reason = {
-    'nobody': dial.NOBODY, 'not listed': dial.NOT_LISTED, 'silent': dial.SAYS_NOTHING,
-  }.get(case, dial.OTHER_KEYS)  # fmt: skip
+    'nobody': net_link.NOBODY, 'not listed': 'is not in allowed_clients', 'silent': net_link.SAYS_NOTHING,
+    'no keys': 'wants keys', 'other keys': 'certificate',
+  }[case]  # fmt: skip
   with contextlib.ExitStack() as stack:
     address = 'tcp://127.0.0.1:9'
     if case == 'silent':
-      router = stack.enter_context(zmq.Context()).socket(zmq.ROUTER)
-      stack.callback(router.close, 0)
-      address = f'tcp://127.0.0.1:{router.bind_to_random_port("tcp://127.0.0.1")}'
+      silent = bare.Accepting(wire.OF_CLIENTS)
+      stack.callback(silent.close)
+      address = silent.address
     elif case != 'nobody':
       address = stack.enter_context(Learner(keys=keys)).address
     client = Client(Options(address, 'test:spec', keys=own, give_up=1.0), spec())
-    with pytest.raises(TimeoutError) as told:
-      client.run()
-    assert reason in str(told.value)
+    assert reason in str(ended(client))
     asker = Asker(address, own, False)
-    with pytest.raises(TimeoutError) as told:
+    with pytest.raises(TimeoutError) as error:
       asker.ask()
     asker.close()
-    assert reason in str(told.value)
+    assert reason in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summ
 
 from podrace import cli
 from podrace.envs.host import base as host
+from podrace.net import session
 from podrace.remote import wire
 from podrace.types import FIRST, MID
 
@@ -36,8 +41,8 @@ def learner(env: str, tmp_path: Path, cache: Path, *args: str) -> Podrace:
 def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
   tmp_path: Path, cache: Path
 ) -> None:
-  """Over ipc://, with clients that are killed, and a learner that is stopped and started again."""
-  address = f'ipc://{tmp_path}/socket'
+  """Over unix:, with clients that are killed, and a learner that is stopped and started again."""
+  address = f'unix:{tmp_path}/socket'
   env = 'gymnasium:CartPole-v1'
   args = ['--listen', address, '--total-steps', '16_000', '--log-every', '640']
   run_dir = tmp_path / 'run'
@@ -59,7 +64,7 @@ def test_a_run_waits_for_environments_loses_them_resumes_and_ends(
   again.says(f'resuming at step {saved:,}')
   assert again.wait() == 0, again.output
   assert [second.wait(), third.wait()] == [0, 0]
-  second.says('the learner has stopped; environments begin anew')
+  second.says('is over: the learner has stopped')
   assert summary(run_dir)['step'] >= 16_000
   told = lines(run_dir)
   assert [x['step'] for x in told] == sorted({x['step'] for x in told})
@@ -74,29 +79,29 @@ def test_clients_are_told_of_the_end_before_the_run_is_finished(
   tmp_path: Path, cache: Path
 ) -> None:
   """So a run that dies in between is not finished, and tells them again."""
-  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  address, env = f'unix:{tmp_path}/socket', 'gymnasium:CartPole-v1'
   one = learner(env, tmp_path, cache, '--listen', address, '--total-steps', '640')
   one.says('no environments are connected')
   with Raw(address, host.make(env)) as raw:
-    raw.hello()
+    raw.join_as()
     numbers = [0, 0]
     for group in (0, 1):
       raw.enter(4, group)
     for group in (0, 1):
       raw.step(4, 0, FIRST, group)
-    while (heard := raw.hear(60))[0][0] == wire.ACTION:
-      group = heard[0][2]
+    while (heard := raw.hear(60))[0] is wire.ACTION:
+      group = heard[1][0]
       numbers[group] += 1
       raw.step(4, numbers[group], MID, group)
-    assert heard[0][:2] == [wire.END, True]
+    assert heard[0] is session.END and heard[1][0] is True
     assert not (tmp_path / 'run' / 'summary.json').exists()
-    raw.say(wire.BYE, raw.session, 'the learner has ended')
+    raw.say(session.BYE, 'the learner has ended')
     assert one.wait() == 0, one.output
   assert summary(tmp_path / 'run')['step'] >= 640
 
 
 def test_a_frozen_client_does_not_hold_up_training(tmp_path: Path, cache: Path) -> None:
-  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  address, env = f'unix:{tmp_path}/socket', 'gymnasium:CartPole-v1'
   one = learner(
     env, tmp_path, cache, '--listen', address, '--log-every', '320', '--peer-timeout', '1000'
   )
@@ -113,36 +118,67 @@ def test_a_frozen_client_does_not_hold_up_training(tmp_path: Path, cache: Path) 
     assert one.wait() == 143, one.output
 
 
+WALK = dataclasses.replace(
+  spec(), observation_space=spaces.Box(0, 1, (7,), np.float32),
+  action_space=spaces.Discrete(2, dtype=np.int32),
+)  # fmt: skip
+
+
+def assert_walks(arrivals: list[Any]) -> None:
+  """From the middle to either end, with a reward at the right one."""
+  assert arrivals
+  for _, a in arrivals:
+    observation, kind = a.timestep.observation, a.timestep.step_type
+    assert (observation.sum(1) == 1).all()
+    assert (observation[kind == 0, 3] == 1).all()
+    ends = (observation[:, 0] == 1) | (observation[:, 6] == 1)
+    np.testing.assert_array_equal(ends, kind == 2)
+    np.testing.assert_array_equal(a.timestep.reward, observation[:, 6])
+
+
 def test_the_minimal_client_is_all_it_takes(tmp_path: Path) -> None:
   """examples/minimal_client.py has nothing of podrace but docs/protocol.md."""
-  import dataclasses
-
-  walk = dataclasses.replace(
-    spec(), observation_space=spaces.Box(0, 1, (7,), np.float32),
-    action_space=spaces.Discrete(2, dtype=np.int32),
-  )  # fmt: skip
   module = str(ROOT / 'examples' / 'minimal_client.py')
   source = Path(module).read_text()
   assert (
     'import podrace' not in source and 'from podrace' not in source and 'numpy as' not in source
   )
-  with Learner(walk) as one:
+  with Learner(WALK) as one:
     with Envs(one.address, tmp_path / 'log', module=module) as client:
       until(lambda: one.steps > 2000)
-      one.server.peers[next(iter(one.server.peers))].session += 1  # as if it had been dropped
-      client.says('session ended: there is no such session')
+      (peer,) = one.server.peers
+      one.server.call(one.server.listener.tell_gone, peer, 'a test')
+      client.says('session ended: a test')
       before = one.steps
       until(lambda: one.steps > before + 400)
       one.server.finished()
       one.__exit__()
       assert client.wait() == 0
-    for _, a in one.arrivals:
-      observation, kind = a.timestep.observation, a.timestep.step_type
-      assert (observation.sum(1) == 1).all()
-      assert (observation[kind == 0, 3] == 1).all()
-      ends = (observation[:, 0] == 1) | (observation[:, 6] == 1)
-      np.testing.assert_array_equal(ends, kind == 2)
-      np.testing.assert_array_equal(a.timestep.reward, observation[:, 6])
+    assert_walks(one.arrivals)
+
+
+def test_the_minimal_client_in_c_is_all_it_takes(tmp_path: Path) -> None:
+  """examples/minimal_client.c has nothing but docs/protocol.md, in at most 200 lines; and is silent for a while."""
+  source, binary = ROOT / 'examples' / 'minimal_client.c', tmp_path / 'minimal_client'
+  if (compiler := shutil.which('cc')) is None:
+    pytest.skip('this machine has no C compiler')
+  assert len(source.read_text().splitlines()) <= 200
+  subprocess.run([compiler, '-O2', '-Wall', '-Wextra', '-Werror', '-o', binary, source], check=True)
+  with Learner(WALK, peer_timeout=1.0) as one:
+    host, port = one.address.removeprefix('tcp://').split(':')
+    with subprocess.Popen([binary, host, port, '4']) as client:
+      until(lambda: one.steps > 2000)
+      one.pause.clear()
+      (peer,) = one.server.peers
+      until(lambda: time.monotonic() - peer.since > 3)  # it says that it is alive
+      one.pause.set()
+      before = one.steps
+      until(lambda: one.steps > before + 400)
+      one.server.finished()
+      one.__exit__()
+      assert client.wait(20) == 0
+    assert one.server.counts['sessions'] == 1 and not one.server.counts['malformed']
+    assert_walks(one.arrivals)
 
 
 def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -157,7 +193,7 @@ def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (client,) = json.loads(capfd.readouterr().out)['clients']
     assert client['name'].endswith(f':{envs.process.pid}') and client['acting'] == 4
     assert client['frames'] >= 200 and client['answer_ms'][1] > 0 and client['last_seen_s'] < 5
-    from podrace.remote.top import Asker, table
+    from podrace.net.top import Asker, table
 
     asker = Asker(one.address, None, False)
     report = asker.ask()
@@ -198,7 +234,7 @@ def test_bad_usage_is_2(
 
 @pytest.mark.slow
 def test_a_hundred_kills_during_training(tmp_path: Path, cache: Path) -> None:
-  address, env = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1'
+  address, env = f'unix:{tmp_path}/socket', 'gymnasium:CartPole-v1'
   one = learner(
     env, tmp_path, cache, '--listen', address, '--log-every', '320', '--peer-timeout', '1',
     '--total-steps', '100_000_000',

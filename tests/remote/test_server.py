@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import logging
 import random
 import resource
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,17 +19,20 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-import zmq
 from children import until
 from gymnasium import spaces
-from mutants import Document, spoiled, tell
+from mutants import Document, data_of, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
 from podrace.envs.host.base import groups_at_once
-from podrace.remote import hub, server, wire
-from podrace.remote.server import Latencies, Peer
-from podrace.remote.top import Asker, table
+from podrace.net import listener, session
+from podrace.net.frame import PREFIX
+from podrace.net.text import label
+from podrace.net.top import Asker, table
+from podrace.remote import pool as remote_pool
+from podrace.remote import server, wire
+from podrace.remote.groups import Client, Latencies
 from podrace.types import FIRST, LAST, MID
 
 # --- joining --------------------------------------------------------------------------------------
@@ -35,47 +40,35 @@ from podrace.types import FIRST, LAST, MID
 
 def test_a_client_joins_steps_and_is_counted() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
-    welcome = raw.hello()
-    assert welcome['largest_group'] == 8 and welcome['nonce'] == raw.nonce
+    welcome = raw.join_as()
+    assert welcome['largest_group'] == 8 and welcome['env'] == 'test:spec'
     raw.enter(3)
     for seq in range(20):
       raw.step(3, seq, FIRST if seq == 0 else MID)
       action = raw.act(3, seq)
       assert action.shape == (3,) and action.dtype == np.int32
-    raw.say(wire.ASK)
-    report = raw.expect(wire.REPORT)[0][1]
+    raw.say(session.ASK)
+    report = raw.expect(session.REPORT)[0][0]
     (client,) = report['clients']
     assert client['frames'] == 60 and client['acting'] == 3 and report['free'] == 5
     assert 0 < client['answer_ms'][0] <= client['answer_ms'][1]
     assert learner.spec.metrics()['remote_envs'] == 3
 
 
-def test_hello_twice_is_one_session() -> None:
-  with Learner() as learner, Raw(learner.address) as raw:
-    raw.hello()
-    first = raw.session
-    raw.hello()
-    assert raw.session == first
-
-
-def test_who_is_back_ends_its_session_of_before() -> None:
+def test_a_client_that_is_back_ends_its_session_of_before() -> None:
   with (
     Learner(peer_timeout=600.0) as learner,
     Raw(learner.address) as lost,
     Raw(learner.address) as back,
   ):
     lost.join(8)  # all slots; the learner waits for its step, and can't know that it is lost
-    back.hello(before=lost.session)
+    back.client = lost.client
+    back.join_as()
     back.enter(8)
     back.step(8, 0, FIRST)
     back.act(8, 0)
-    lost.step(8, 1)
-    assert 'no such session' in lost.expect(wire.GONE)[0][2]
+    assert 'back over another connection' in lost.gone()
     assert learner.server.counts['dropped'] == 1
-    session = back.session  # its own, but anew: it ends as one that said hello anew does
-    back.hello(before=session, nonce=back.nonce + 1)
-    assert back.session != session and learner.server.counts['dropped'] == 2
-    learner.says('said hello anew')
 
 
 def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
@@ -84,7 +77,7 @@ def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
     with Raw(learner.address) as raw:
       raw.join(2)
       learner.says('environments are here, going on')
-      raw.say(wire.BYE, raw.session, 'test')
+      raw.say(session.BYE, 'test')
       learner.says('left: test')
     until(lambda: sum('no environments' in x for x in learner.said) == 2)
 
@@ -99,8 +92,8 @@ def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
 )  # fmt: skip
 def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> None:
   with Learner() as learner, Raw(learner.address, theirs) as raw:
-    raw.say(wire.HELLO, raw.told())
-    (reason,) = raw.expect(wire.REFUSED)[0][1]
+    raw.say(session.HELLO, raw.told())
+    (reason,) = raw.refused()
     import re
 
     assert re.search(line, reason), reason
@@ -109,9 +102,9 @@ def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> No
 
 def test_another_version_is_refused_with_both_sides() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
-    raw.say(wire.HELLO, raw.told(version=2))
-    (reason,) = raw.expect(wire.REFUSED)[0][1]
-    assert 'the learner speaks podrace version 1' in reason and 'podrace version 2' in reason
+    raw.say(session.HELLO, raw.told(version=1))
+    (reason,) = raw.refused()
+    assert "this is 'podrace' version 2" in reason and "wants 'podrace' version 1" in reason
     learner.says(reason)
 
 
@@ -119,28 +112,11 @@ def test_a_refusal_is_short_however_much_the_client_has_said() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
     leaf = ['\x1b[2J' + 'x' * 400, '<f4', [], 'y\n' * 200, []]
     schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(60)], 'action': leaf}
-    raw.say(wire.HELLO, raw.told(schema=schema, host='h\nforged'))
-    header = raw.socket.recv_multipart()[0]
-    (reasons,) = wire.unpack(header)[1:]
-    assert len(header) < 2**14 and reasons[-1].startswith('and ')
+    raw.say(session.HELLO, raw.told(schema=schema, host='h\nforged'))
+    reasons = raw.refused()
+    assert sum(map(len, reasons)) < 2**14 and reasons[-1].startswith('and ')
     learner.says(r'refused h\nforged:')
     assert all('\x1b' not in x and len(x) < 2**14 for x in learner.said)
-
-
-def test_the_log_of_a_day_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Whoever has things said: in bytes, as some lines are long; what is left out is counted."""
-  now, said = 1000.0, list[str]()
-  monkeypatch.setattr(hub.time, 'monotonic', lambda: now)
-  one = hub.Hub(hub.Listen(ANY), lambda level, line: said.append(line))
-  one._gate = None
-  for _ in range(24 * 3600 // 5):
-    now += 5.0
-    for _ in range(10):
-      one.log('x' * 500 + '\n' + 'y' * 500)
-    one.tick(now)
-  bound = hub.LOG_BYTES + 24 * 3600 * hub.LOG_BYTES_A_SECOND
-  assert 0.9 * bound < sum(map(len, said)) < 1.1 * bound + 50 * 24 * 360
-  assert any('more lines were left out' in line for line in said)
 
 
 def test_only_what_is_wrong_is_a_warning() -> None:
@@ -149,11 +125,11 @@ def test_only_what_is_wrong_is_a_warning() -> None:
     with Raw(learner.address) as raw:
       raw.join(2)
       learner.says('going on')
-      raw.say(wire.BYE, raw.session, 'test')
+      raw.say(session.BYE, 'test')
       learner.says('left: test')
     with Raw(learner.address) as raw:
-      raw.hello()
-      raw.socket.send(b'\xc1')
+      raw.join_as()
+      raw.send(b'\xc1' * 9)
       learner.says('dropped, it sent')
   told = dict(zip(learner.said, learner.levels, strict=True))
 
@@ -171,44 +147,10 @@ def test_the_log_ends_nobody() -> None:
       def say(level: int, line: str, error: BaseException = error) -> None:
         raise error
 
-      learner.server._say = say
+      learner.server.listener.lines._say = say
       learner.server.log('what nobody reads', always=True)
     raw.join(2)
     assert learner.server.failure is None
-
-
-def test_open_files_are_as_many_as_are_permitted(monkeypatch: pytest.MonkeyPatch) -> None:
-  limits, now = [(1024, 4096), (1024, 2**20), (100, 100), (2**20, 2**20)], []
-  monkeypatch.setattr(hub.resource, 'getrlimit', lambda which: now[-1])
-  monkeypatch.setattr(hub.resource, 'setrlimit', lambda which, to: now.append(to))
-  found = []
-  for limit in limits:
-    now.append(limit)
-    found.append(hub.allow_files())
-  assert found == [4096, hub.FILES, 100, 2**20]
-  now.append((100, 100))
-  said: list[str] = []
-  one = hub.Hub(hub.Listen(ANY), lambda level, line: said.append(line))
-  one.open(1000, 10, 10)
-  one.shut()
-  assert '100 files open' in said[0] and f'ulimit -n {hub.FILES}' in said[0]
-
-
-def test_who_never_listens_has_no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-  made: list[wire.Wake] = []
-
-  def make() -> wire.Wake:
-    made.append(wire.Wake())
-    return made[-1]
-
-  monkeypatch.setattr(hub, 'Wake', make)
-  one = hub.Hub(hub.Listen(ANY), logging.log)
-  one.wake()
-  assert not made
-  one.open(1000, 10, 10)
-  assert len(made) == 1
-  one.shut()
-  assert made[0].fileno() == -1
 
 
 def test_trees_of_arrays() -> None:
@@ -225,18 +167,17 @@ def test_trees_of_arrays() -> None:
     assert observation['rest'][1].shape == (2, 3)
 
 
-def test_hello_again_at_the_end_is_no_failure_and_who_waits_is_told_of_it() -> None:
+def test_a_client_that_waits_at_the_end_is_told_of_it() -> None:
   with Learner() as learner, Raw(learner.address) as one, Raw(learner.address) as late:
-    one.hello()
+    one.join_as()
     for pool in learner.pools:
       pool.close()
-    one.say(wire.HELLO, one.told())  # as if the first answer had been slow
-    assert one.hear()[0][0] == wire.WAIT
-    late.say(wire.HELLO, late.told())
-    assert late.hear()[0][0] == wire.WAIT
+    late.say(session.HELLO, late.told())
+    heard = late.hear()
+    assert heard is not None and heard[0] is session.WAIT
     learner.server.finished()
     learner.server.__exit__()
-    assert one.expect(wire.END)[0][1] is True and late.expect(wire.END)[0][1] is True
+    assert one.expect(session.END)[0][0] is True and late.expect(session.END)[0][0] is True
     assert learner.server.failure is None
 
 
@@ -246,16 +187,16 @@ def test_hello_again_at_the_end_is_no_failure_and_who_waits_is_told_of_it() -> N
 def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
   with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as other:
     one.join(3)
-    other.hello()
-    other.say(wire.ENTER, other.session, 0, 2)
-    other.say(wire.PING, other.session)
-    assert other.hear()[0][0] == wire.PONG  # no START: one slot is left
-    other.say(wire.ENTER, other.session, 1, 2)
-    other.say(wire.PING, other.session)
-    assert other.hear()[0][0] == wire.PONG
+    other.join_as()
+    other.say(wire.ENTER, 0, 2)
+    other.say(session.PING, None)
+    assert other.hear()[0] is session.PONG  # no START: one slot is left
+    other.say(wire.ENTER, 1, 2)
+    other.say(session.PING, None)
+    assert other.hear()[0] is session.PONG
     (told,) = [x for x in learner.said if 'wait until others leave' in x]  # once, of both groups
     assert 'all 4 slots' in told, told
-    one.say(wire.BYE, one.session, 'enough')
+    one.say(session.BYE, 'enough')
     other.expect(wire.START)
     other.step(2, 0, FIRST)
     other.act(2, 0)
@@ -264,18 +205,18 @@ def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
     assert sorted(run for _, _, run in found) in ([0, 0, 0, 0, 1], [0, 0, 0, 1, 1])
 
 
-@pytest.mark.parametrize('transport', ['tcp', 'ipc'])
+@pytest.mark.parametrize('transport', ['tcp', 'unix'])
 def test_a_session_ends_with_its_connection(transport: str, tmp_path: Path) -> None:
   """Over and over, so that the files of connections have the same numbers again."""
-  address = f'ipc://{tmp_path}/socket' if transport == 'ipc' else ANY
+  address = f'unix:{tmp_path}/socket' if transport == 'unix' else ANY
   with (
     Learner(address=address, slots=4, peer_timeout=600.0) as learner,
     Raw(learner.address) as last,
   ):
-    last.hello()
+    last.join_as()
     for i in range(20):
       with Raw(learner.address) as one:
-        one.hello()
+        one.join_as()
         one.enter(4)  # and is gone while it steps, when nothing is said to it
         if i % 2:  # or while the learner thinks
           one.step(4, 0, FIRST)
@@ -292,28 +233,28 @@ def test_a_session_ends_with_its_connection(transport: str, tmp_path: Path) -> N
 def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
   with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as last:
     one.join(4)
-    server, gone = learner.server, Raw(learner.address)
+    gone = Raw(learner.address)
     for raw in (gone, last):
-      raw.hello()
-      raw.say(wire.ENTER, raw.session, 0, 2)
-      raw.say(wire.PING, raw.session)
-      raw.expect(wire.PONG)
-    send = server.send
+      raw.join_as()
+      raw.say(wire.ENTER, 0, 2)
+      raw.say(session.PING, None)
+      raw.expect(session.PONG)
+    send = learner.server.listener.send
 
-    def to_who_is_there(address: bytes, *header: Any, **more: Any) -> bool:
-      if header[:2] == (wire.START, gone.session):
-        server._cut[address] = 0.0  # as where it fails
+    def to_those_who_are_there(peer: Any, kind: Any, *fields: Any, **more: Any) -> bool:
+      if kind is wire.START and peer.client == gone.client:
+        learner.server.listener.drop(peer, 'is gone')  # as where it fails
         return False
-      return send(address, *header, **more)
+      return send(peer, kind, *fields, **more)
 
-    server.send = to_who_is_there  # type: ignore[method-assign]
-    one.say(wire.BYE, one.session, 'enough')
+    learner.server.listener.send = to_those_who_are_there  # type: ignore[method-assign]
+    one.say(session.BYE, 'enough')
     last.expect(wire.START)
-    last.say(wire.PING, last.session)
-    assert last.hear()[0][0] == wire.PONG  # and no further START
+    last.say(session.PING, None)
+    assert last.hear()[0] is session.PONG  # and no further START
     last.step(2, 0, FIRST)
     last.act(2, 0)
-    last.say(wire.BYE, last.session, 'enough')
+    last.say(session.BYE, 'enough')
     until(lambda: len(learner.pools[0].free) == 4)
     assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
     gone.close()
@@ -326,19 +267,19 @@ def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
 
     def come(size: int) -> Raw:
       raw = stack.enter_context(Raw(learner.address))
-      raw.hello()
-      raw.say(wire.ENTER, raw.session, 0, size)
+      raw.join_as()
+      raw.say(wire.ENTER, 0, size)
       return raw
 
     def go(raw: Raw) -> None:
-      raw.say(wire.BYE, raw.session, 'enough')
+      raw.say(session.BYE, 'enough')
 
     here = [come(2), come(2)]
     for raw in here:
       raw.expect(wire.START)
     large = come(4)
-    large.say(wire.PING, large.session)
-    assert large.hear()[0][0] == wire.PONG  # it has entered, and waits
+    large.say(session.PING, None)
+    assert large.hear()[0] is session.PONG  # it has entered, and waits
     for _ in range(4):
       here.append(come(2))
       go(here.pop(0))
@@ -347,8 +288,8 @@ def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
     for raw in here:
       go(raw)
     large.expect(wire.START)
-    late.say(wire.PING, late.session)
-    assert late.hear()[0][0] == wire.PONG
+    late.say(session.PING, None)
+    assert late.hear()[0] is session.PONG
     go(large)
     late.expect(wire.START)
 
@@ -365,16 +306,16 @@ def test_a_restarted_environment_is_another_life() -> None:
       ((2**31, 2002), (2, 11)),
     ]
     for seq, (lives, run_ids) in enumerate(steps, 1):
-      frames = raw.frames(2)
-      records = np.frombuffer(frames[0], wire.RECORD).copy()
+      body = raw.body(2)
+      records = np.frombuffer(body[0], wire.RECORD).copy()
       records['life'], records['step_type'] = lives, np.where(np.equal(lives, life), MID, FIRST)
-      frames[0] = records.tobytes()
-      raw.step(2, seq, frames=frames)
+      body[0] = records.tobytes()
+      raw.step(2, seq, body=body)
       raw.act(2, seq)
       life, run_id = list(lives), list(run_ids)
       assert learner.arrivals[-1][1].run_id.tolist() == run_id
-    raw.say(wire.ASK)
-    assert raw.expect(wire.REPORT)[0][1]['clients'][0]['restarts'] == 13
+    raw.say(session.ASK)
+    assert raw.expect(session.REPORT)[0][0]['clients'][0]['restarts'] == 13
 
 
 # --- batches ----------------------------------------------------------------------------------------
@@ -385,7 +326,7 @@ def test_half_is_acted_for_while_the_other_half_steps() -> None:
   with Learner(slots=8, max_wait=600.0) as learner:
     raws = [Raw(learner.address) for _ in range(4)]
     for raw in raws:
-      raw.hello()
+      raw.join_as()
       raw.enter(2)
     for seq, kind in enumerate((FIRST, MID)):
       for pair in (raws[:2], raws[2:]):
@@ -414,7 +355,7 @@ def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
   with Learner(slots=8, max_wait=0.001, act=False) as learner:
     pool, raws = learner.pools[0], [Raw(learner.address) for _ in range(6)]
     for raw in raws:
-      raw.hello()
+      raw.join_as()
       raw.enter(1)
     for raw in raws[:5]:
       raw.step(1, 0, FIRST)
@@ -424,7 +365,7 @@ def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
     assert len(ids) == 4
     with learner.server._lead:  # nobody reads what comes while the batch is acted for
       raws[5].step(1, 0, FIRST)
-      until(lambda: learner.server._router.poll(0))
+      until(lambda: learner.server.listener._selector.select(0))
     pool.send(ids, np.zeros(len(ids), np.int32))
     second = pool.recv()
     ids = second.env_id
@@ -442,7 +383,7 @@ def test_requests_are_gathered_within_the_deadline() -> None:
   with Learner(slots=8, max_wait=0.5) as learner:
     raws = [Raw(learner.address) for _ in range(4)]
     for raw in raws:
-      raw.hello()
+      raw.join_as()
       raw.enter(2)
     began = time.monotonic()
     raws[0].step(2, 0, FIRST)
@@ -464,9 +405,7 @@ def test_a_silent_client_is_dropped_in_seconds_and_does_not_hold_up_others() -> 
       good.act(4, seq)  # in time, or it fails
       seq += 1
     assert seq > 10
-    assert silent.expect(wire.GONE)[0][1] == silent.session
-    silent.step(4, 1)  # too late
-    assert 'no such session' in silent.expect(wire.GONE)[0][2]
+    assert 'silent for' in silent.gone() and silent.is_closed()
     silent.close()
     good.close()
 
@@ -477,11 +416,11 @@ def test_who_was_not_listened_to_is_not_silent() -> None:
     server, looked = learner.server, threading.Event()
 
     def stop() -> None:  # for ten seconds, as far as it can tell
-      for peer in server.peers.values():
+      for peer in server.peers:
         peer.last_seen -= 10
-        peer.groups[0].since -= 10
-      server._ticked -= 10
-      server.look_at_the_clock()
+        peer.state.groups[0].since -= 10
+      server.listener._ticked -= 10
+      server.listener._look_at_the_clock()
       looked.set()
 
     server.call(stop)
@@ -497,9 +436,9 @@ def test_environments_that_hang_while_their_client_lives_are_dropped(
   monkeypatch.setattr(server, 'START_SECONDS', 0.2)
   with Learner(deadline=0.4) as learner, Raw(learner.address) as raw:
     raw.join(2)
-    raw.say(wire.PING, raw.session)
+    raw.say(session.PING, None)
     learner.says('group 0 has not answered for 1 s')
-    assert raw.expect(wire.GONE)[0][1] == raw.session
+    assert 'has not answered' in raw.gone()
 
 
 def test_a_learner_that_is_behind_holds_clients_back() -> None:
@@ -509,8 +448,8 @@ def test_a_learner_that_is_behind_holds_clients_back() -> None:
     learner.pause.clear()
     raw.step(8, 1)
     assert raw.hear(0.3) is None
-    raw.say(wire.PING, raw.session)
-    raw.expect(wire.PONG)  # it is alive
+    raw.say(session.PING, None)
+    raw.expect(session.PONG)  # it is alive
     learner.pause.set()
     raw.act(8, 1)
 
@@ -521,11 +460,11 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
     learner.pause.clear()
     one.step(2, 1)
     until(lambda: learner.pools[0]._inferring)
-    one.say(wire.BYE, one.session, 'test')
+    one.say(session.BYE, 'test')
     learner.says('left: test')
     with Raw(learner.address) as other:
-      other.hello()
-      other.say(wire.ENTER, other.session, 0, 2)
+      other.join_as()
+      other.say(wire.ENTER, 0, 2)
       assert other.hear(0.2) is None
       learner.pause.set()
       other.expect(wire.START)
@@ -534,54 +473,86 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
     assert learner.arrivals[-1][1].run_id.tolist() == [1, 1]
 
 
+def test_a_thread_that_found_the_network_taken_is_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+  """It does not wait until the server's own thread looks around again."""
+  taken, give_back = threading.Event(), threading.Event()
+  turns: list[bool] = []
+  monkeypatch.setattr(remote_pool, 'IDLE', 1000.0)
+  with Learner(act=False, slots=2) as learner:
+    turn, as_pool = learner.server.listener.turn, learner.server.turn
+
+    def slow(seconds: float) -> None:
+      if threading.current_thread().name == 'remote' and not give_back.is_set():
+        taken.set()
+        assert give_back.wait(20)
+        monkeypatch.setattr(server, 'CARE', 1000.0)
+      turn(seconds)
+
+    def watched(seconds: float) -> bool:
+      turns.append(as_pool(seconds))
+      return turns[-1]
+
+    monkeypatch.setattr(learner.server.listener, 'turn', slow)
+    assert taken.wait(20)
+    monkeypatch.setattr(learner.server, 'turn', watched)
+    pool = learner.pools[0]
+    thread = threading.Thread(target=pool.recv)
+    thread.start()
+    until(lambda: turns == [False])
+    give_back.set()
+    with Raw(learner.address) as raw:
+      raw.join_as()
+    pool.kill()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 # --- what must not be learned from ------------------------------------------------------------------
 
 
 def replayed(raw: Raw) -> None:
-  frames = raw.frames(2)
-  raw.step(2, 1, frames=frames)
-  raw.step(2, 1, frames=frames)
+  body = raw.body(2)
+  raw.step(2, 1, body=body)
+  raw.step(2, 1, body=body)
 
 
 def torn(raw: Raw) -> None:
-  frames = raw.frames(2)
-  crc = wire.checksum(frames)
-  frames[1] = frames[1][:-1] + b'x'
-  raw.say(wire.STEP, raw.session, 0, 1, crc, frames=frames)
+  body = raw.body(2)
+  raw.step(2, 1, body=[*body[:-1], body[-1][:-1]])
 
 
 def changed(field: str, value: Any) -> Any:
   def wrong(raw: Raw) -> None:
-    frames = raw.frames(2)
-    records = np.frombuffer(frames[0], wire.RECORD).copy()
+    body = raw.body(2)
+    records = np.frombuffer(body[0], wire.RECORD).copy()
     records[field] = value
-    raw.step(2, 1, frames=[records.tobytes(), *frames[1:]])
+    raw.step(2, 1, body=[records.tobytes(), *body[1:]])
 
   return wrong
 
 
 def rewarded_first(raw: Raw) -> None:
-  frames = raw.frames(2, FIRST)
-  records = np.frombuffer(frames[0], wire.RECORD).copy()
+  body = raw.body(2, FIRST)
+  records = np.frombuffer(body[0], wire.RECORD).copy()
   records['reward'] = [0, 1]
-  raw.step(2, 1, frames=[records.tobytes(), *frames[1:]])
+  raw.step(2, 1, body=[records.tobytes(), *body[1:]])
 
 
 def not_finite(raw: Raw) -> None:
-  frames = raw.frames(2)
-  raw.step(2, 1, frames=[frames[0], np.full((2, 4), np.nan, np.float32).tobytes()])
+  body = raw.body(2)
+  raw.step(2, 1, body=[body[0], np.full((2, 4), np.nan, np.float32).tobytes()])
 
 
 @pytest.mark.parametrize(
   ('wrong', 'reason'),
   [
     (replayed, r'timesteps 1 of group 0, in turn'),
-    (torn, 'checksum'),
+    (torn, 'a STEP of 71 bytes, expected 72'),
     (lambda raw: raw.step(2, 5), 'timesteps 5 of group 0, in turn 1'),
     (lambda raw: raw.step(2, 1, group=1), 'which has not entered'),
-    (lambda raw: raw.step(2, 1, frames=raw.frames(3)), 'a frame of 60 bytes, expected 40'),
-    (lambda raw: raw.step(2, 1, frames=raw.frames(2)[:1]), '1 frames after the header, expected 2'),
-    (lambda raw: raw.step(2, 1, frames=[*raw.frames(2), b'']), '3 frames after the header'),
+    (lambda raw: raw.step(2, 1, body=raw.body(3)), 'a STEP of 108 bytes, expected 72 of 2'),
+    (lambda raw: raw.step(2, 1, body=raw.body(2)[:1]), 'a STEP of 40 bytes'),
+    (lambda raw: raw.step(2, 1, body=[*raw.body(2), b'x']), 'a STEP of 73 bytes'),
     (not_finite, 'NaN or infinite'),
     (changed('reward', np.inf), 'NaN or infinite'),
     (changed('score', np.nan), 'NaN or infinite'),
@@ -592,23 +563,16 @@ def not_finite(raw: Raw) -> None:
     (changed('zero', 1), 'a zero that is none'),
     (changed('ended', 1), 'a game that is over within an episode'),
     (rewarded_first, 'a reward with the first timestep'),
-    (lambda raw: raw.say(wire.ENTER, raw.session, 0, 2), 'is there already'),
-    (lambda raw: raw.say(wire.ENTER, raw.session, 1, 9), '9 environments, expected 1 to 8'),
-    (lambda raw: raw.say(wire.ENTER, raw.session, 300, 1), 'group 300'),
-    (lambda raw: raw.say(wire.STEP, raw.session, 0, 1), '3 fields'),
-    (lambda raw: raw.say(wire.STEP, raw.session, 0, -1, 0), '-1 in a header'),
-    (lambda raw: raw.say(99), 'kind 99'),
-    (lambda raw: raw.say(wire.PING, raw.session, frames=[b'x']), 'expected none'),
-    (lambda raw: raw.socket.send(b'\x92\x04' + b'\x91' * 999 + b'\x90'), 'within each other'),
-    (lambda raw: raw.socket.send(b'\xc1'), 'not msgpack'),
-    (lambda raw: raw.socket.send(b''), 'not msgpack'),
-    (lambda raw: raw.socket.send(b'x' * 70_000), '70000 bytes, at most'),
-    (lambda raw: raw.say(wire.HELLO, {'name': 1}), 'hello without a name that is a string'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=2**63)), 'hello without a nonce that is an integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=1, before='')), 'session before that is no integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(nonce=1, before=-1)), 'session before that is no integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(pid=-1)), 'hello without a pid that is an integer'),
-    (lambda raw: raw.say(wire.HELLO, raw.told(host='h' * 201)), 'hello without a host that is a string'),
+    (lambda raw: raw.say(wire.ENTER, 0, 2), 'is there already'),
+    (lambda raw: raw.say(wire.ENTER, 1, 9), '9 environments, expected 1 to 8'),
+    (lambda raw: raw.say(wire.ENTER, 300, 1), 'group 300'),
+    (lambda raw: raw.say(wire.ENTER, 0, -1), '-1 in a ENTER'),
+    (lambda raw: raw.send(PREFIX.pack(4, 3 | 4 << 8) + bytes(4)), 'a STEP with a header of 4 bytes'),
+    (lambda raw: raw.send(PREFIX.pack(0, 99)), 'a frame of kind 99'),
+    (lambda raw: raw.send(PREFIX.pack(3, 4 | 2 << 8) + b'\x91\xc0x'), '1 bytes after its header, expected none'),
+    (lambda raw: raw.send(b'x' * 70_000), 'a frame of kind 120'),
+    (lambda raw: raw.send(PREFIX.pack(2021161080, 3 | 8 << 8)), 'a frame of 2021161080 bytes'),
+    (lambda raw: raw.say(session.HELLO, raw.told()), 'a second HELLO'),
   ],
 )  # fmt: skip
 def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: str) -> None:
@@ -618,34 +582,51 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
     if reason == '':  # FIRST after FIRST is how an episode ends at once
       raw.act(2, 1)
       return
-    while (heard := raw.expect(wire.GONE) if wrong is not replayed else raw.hear())[0][
-      0
-    ] != wire.GONE:
-      assert heard[0][0] == wire.ACTION  # of the one that was no replay
-    assert reason in heard[0][2], heard
+    assert reason in raw.gone()
     learner.says(reason)
-    raw.say(wire.PING, raw.session)
-    until(lambda: learner.server.counts['ignored'] == 1)
+    assert raw.is_closed()
     with Raw(learner.address) as other:  # nobody else is any worse off
       other.join(8)
     assert all(len(rows) <= 2 for rows in lives(learner.arrivals).values())
 
 
 def together(learner: Learner, raws: list[Raw], messages: int) -> None:
-  """Has so many messages dealt with that have come before the first of them is; of who has the network.
+  """Has so many messages dealt with before those that step are looked at; of the thread that has the network.
 
   In this order of the clients.
   """
-  came: list[Any] = []
-  order = [raw.session for raw in raws]
+  one, heard = learner.server.listener, 0
+  handle, drop = learner.server.handle, one.drop
+
+  def handled(*args: Any) -> None:
+    nonlocal heard
+    heard += 1
+    handle(*args)
+
+  def dropped(peer: Any, reason: str, *more: Any) -> None:
+    nonlocal heard
+    heard += reason.startswith('left')  # a BYE
+    drop(peer, reason, *more)
+
+  learner.server.handle, one.drop = handled, dropped  # type: ignore[method-assign]
+  peers = {peer.client: peer for peer in one.peers}
+
+  def has_arrived(raw: Raw) -> bool:
+    size = np.zeros(1, np.int32)
+    fcntl.ioctl(peers[raw.client].stream.socket, termios.FIONREAD, size)
+    return size[0] == raw.out
 
   def all_are_there() -> bool:
-    came.extend(learner.server.received(256))
-    return len(came) == messages
+    for raw in raws:
+      if raw.client in peers:
+        one._ready(peers[raw.client], listener.READ)
+    return heard == messages
 
+  until(lambda: all(has_arrived(raw) for raw in raws if raw.client in peers))
   until(all_are_there)
-  for message in sorted(came, key=lambda m: order.index(wire.unpack(m[1].buffer)[1])):
-    learner.server.take(message)
+  for raw in raws:
+    raw.out = 0
+  del learner.server.handle, one.drop
 
 
 @pytest.mark.parametrize('bound', [server.TOGETHER, 0], ids=['together', 'one by one'])
@@ -655,11 +636,11 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
   monkeypatch.setattr(server, 'TOGETHER', bound)
 
   def frames(raw: Raw, size: int, **fields: Any) -> list[bytes]:
-    frames = raw.frames(size)
-    records = np.frombuffer(frames[0], wire.RECORD).copy()
+    body = raw.body(size)
+    records = np.frombuffer(body[0], wire.RECORD).copy()
     for name, values in fields.items():
       records[name] = values
-    return [records.tobytes(), *frames[1:]]
+    return [records.tobytes(), *body[1:]]
 
   with Learner(slots=30, max_wait=0.001) as learner, contextlib.ExitStack() as stack:
     raws = [stack.enter_context(Raw(learner.address)) for _ in range(11)]
@@ -678,24 +659,24 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
     until(lambda: learner.pools[0]._asked == 26)
     before = counts['frames']
     with learner.server._lead:
-      within.step(3, 2, frames=frames(within, 3, reward=[1, 2, 4]))
+      within.step(3, 2, body=frames(within, 3, reward=[1, 2, 4]))
       for raw in (ends, closes):
-        raw.step(2, 2, frames=frames(raw, 2, step_type=[MID, LAST], discount=[1, 0], reward=8))
+        raw.step(2, 2, body=frames(raw, 2, step_type=[MID, LAST], discount=[1, 0], reward=8))
       begins.step(2, 2, FIRST)
       two.step(2, 2)
-      two.step(2, 1, group=1, frames=frames(two, 2, discount=[1, 2]))
+      two.step(2, 1, group=1, body=frames(two, 2, discount=[1, 2]))
       for group in (0, 1):
-        both.step(2, 2 - group, group=group, frames=frames(both, 2, discount=[1, 2]))
+        both.step(2, 2 - group, group=group, body=frames(both, 2, discount=[1, 2]))
       leaves.step(2, 2)
-      leaves.say(wire.BYE, leaves.session, 'enough')
+      leaves.say(session.BYE, 'enough')
       together(learner, raws, 10)
-      infinite.step(2, 2, frames=frames(infinite, 2, reward=[0, np.inf]))
-      nan.step(2, 2, frames=[raw.frames(2)[0], np.full((2, 4), np.nan, np.float32).tobytes()])
-      again.step(2, 2, frames=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
+      infinite.step(2, 2, body=frames(infinite, 2, reward=[0, np.inf]))
+      nan.step(2, 2, body=[raw.body(2)[0], np.full((2, 4), np.nan, np.float32).tobytes()])
+      again.step(2, 2, body=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
       last.step(1, 2)
       together(learner, raws, 4)
       assert len(learner.server._come) == (4 if bound else 1)
-      learner.server.settle()
+      learner.server.turned()
     for raw in (within, ends, closes, again, last):
       raw.act(sizes[raw], 2)
     bad = {
@@ -706,7 +687,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       both: 'discount',
     }
     for raw, reason in bad.items():
-      assert reason in raw.expect(wire.GONE)[0][2]
+      assert reason in raw.gone()
     assert counts['malformed'] == len(bad)
     assert counts['frames'] - before == (12 if bound else 14)  # the first group of `two`
     until(lambda: learner.pools[0]._asked == 10)
@@ -714,17 +695,17 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       ends.step(2, 3)
       within.step(3, 3)
       together(learner, raws, 2)
-      learner.server.settle()
+      learner.server.turned()
       closes.step(2, 3)
       ended = dict(life=[0, 1], step_type=[MID, LAST], discount=[1, 0])
-      again.step(2, 3, frames=frames(again, 2, **ended))
+      again.step(2, 3, body=frames(again, 2, **ended))
       together(learner, raws, 2)
-      learner.server.settle()
+      learner.server.turned()
     for raw in (ends, closes):
-      assert 'without its first timestep' in raw.expect(wire.GONE)[0][2]
+      assert 'without its first timestep' in raw.gone()
     for raw in (within, again):
       raw.act(sizes[raw], 3)
-    groups = [g for p in learner.server.peers.values() for g in p.groups.values()]
+    groups = learner.server._groups()
     assert sorted(g.size for g in groups) == [1, 2, 3]
     rewards = [r for _, a in learner.arrivals for r in a.timestep.reward if r]
     assert sorted(rewards) == [1, 2, 4, 8, 8, 8, 8]
@@ -742,34 +723,35 @@ def test_what_has_come_for_a_pool_that_is_closed_is_forgotten() -> None:
       raw.step(2, 1)
       together(learner, [raw], 1)
       learner.server.unpool(learner.pools[0])
-      learner.server.settle()
+      learner.server.turned()
     assert learner.server.counts['frames'] == 2
     assert not learner.server.counts['unexpected'] and not learner.pools[0]._ready
 
 
 def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
   with Learner(slots=8, max_wait=600.0) as learner, Raw(learner.address) as raw:
-    raw.hello()
+    raw.join_as()
     for group in (0, 1):
       raw.enter(2, group)
-    server, send = learner.server, learner.server.send
+    server, one, send = learner.server, learner.server.listener, learner.server.listener.send
 
-    def fails(address: bytes, *header: Any, **more: Any) -> bool:
-      if header[0] == wire.ACTION:
-        server.drop(server.peers[address], 'does not read')
+    def fails(peer: Any, kind: Any, *fields: Any, **more: Any) -> bool:
+      if kind is wire.ACTION:
+        one.drop(peer, 'does not read')
         return False
-      return send(address, *header, **more)
+      return send(peer, kind, *fields, **more)
 
-    server.send = fails  # type: ignore[method-assign]
+    one.send = fails  # type: ignore[method-assign]
     with server._lead:
       for group in (0, 1):
         raw.step(2, 0, FIRST, group)
       together(learner, [raw], 2)
-      server.settle()
+      server.turned()
     learner.says('does not read')
     until(lambda: sorted(learner.pools[0].free) == list(range(8)) and not learner.pools[0]._asked)
-    server.send = send  # type: ignore[method-assign]
-    raw.join(8)
+    one.send = send  # type: ignore[method-assign]
+    with Raw(learner.address) as other:
+      other.join(8)
 
 
 @pytest.mark.parametrize(
@@ -785,15 +767,15 @@ def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
 def test_choices_that_there_are_not(space: Any, good: Any, wrong: Any) -> None:
   kind = dataclasses.replace(spec(), observation_space=space)
   with Learner(kind) as learner, Raw(learner.address, kind) as raw:
-    raw.hello()
+    raw.join_as()
     raw.enter(2)
     dtype = np.uint8 if space.dtype == np.bool_ else space.dtype
     for seq, (step_type, numbers) in enumerate([(FIRST, good), (MID, good), (MID, wrong)]):
-      records, _ = raw.frames(2, step_type)
-      raw.step(2, seq, frames=[records, np.array(numbers, dtype).tobytes()])
+      records, _ = raw.body(2, step_type)
+      raw.step(2, seq, body=[records, np.array(numbers, dtype).tobytes()])
       if numbers is good:
         raw.act(2, seq)
-    assert 'in observation, expected ' in raw.expect(wire.GONE)[0][2]
+    assert 'in observation, expected ' in raw.gone()
 
 
 def test_percentiles_are_made_once_a_second() -> None:
@@ -804,9 +786,9 @@ def test_percentiles_are_made_once_a_second() -> None:
   assert latencies.milliseconds() == (50.0, 99.0)
   for _ in range(1024):
     latencies.add(1.0)
-  latencies._told_at = time.monotonic()
+  latencies._known_at = time.monotonic()
   assert latencies.milliseconds() == (50.0, 99.0)
-  latencies._told_at -= 1.1
+  latencies._known_at -= 1.1
   assert latencies.milliseconds() == (1000.0, 1000.0)
 
 
@@ -814,8 +796,8 @@ def test_names_are_shown_as_they_are() -> None:
   from rich.console import Console
 
   with Learner() as learner, Raw(learner.address) as raw:
-    raw.say(wire.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
-    raw.expect(wire.WELCOME)
+    raw.say(session.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
+    raw.expect(session.WELCOME)
     learner.server.env = '[/z]'
     report = learner.server.report()
     clients = [{'name': c['name'], 'last_seen_s': 0.0} for c in report['clients']]
@@ -826,28 +808,18 @@ def test_names_are_shown_as_they_are() -> None:
     assert text.count(r'[/x]\x1b[2J') == 2 and '[/z]' in text and '\x1b' not in text
 
 
-# --- who asks, and does not read ---------------------------------------------------------------------
+# --- reports, and clients that do not read -----------------------------------------------------------
 
 
-def deaf(context: zmq.Context[Any], address: str) -> zmq.Socket[Any]:
-  """A client that keeps next to nothing of what it has not read."""
-  socket = context.socket(zmq.DEALER)
-  socket.linger, socket.rcvhwm, socket.sndtimeo = 0, 1, 10_000
-  socket.connect(address)
-  return socket
-
-
-@pytest.mark.parametrize('seconds', [hub.REPORT_SECONDS, 0.0], ids=['one for all', 'each anew'])
+@pytest.mark.parametrize(
+  'seconds', [listener.REPORT_SECONDS, 0.0], ids=['one for all', 'each anew']
+)
 def test_reports_cost_little_however_often_they_are_asked_for(
   seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(hub, 'REPORT_SECONDS', seconds)
+  monkeypatch.setattr(listener, 'REPORT_SECONDS', seconds)
   made: list[float] = []
-  with (
-    Learner() as learner,
-    Raw(learner.address) as raw,
-    deaf(raw.context, learner.address) as socket,
-  ):
+  with Learner() as learner, Raw(learner.address) as raw, Raw(learner.address) as deaf:
     report, counts = learner.server.report, learner.server.counts
 
     def large() -> dict[str, Any]:
@@ -857,29 +829,29 @@ def test_reports_cost_little_however_often_they_are_asked_for(
     monkeypatch.setattr(learner.server, 'report', large)
     before = memory()
     for _ in range(300):
-      socket.send(wire.pack(wire.ASK))
+      deaf.say(session.ASK)
     until(lambda: counts['asked'] == 300)
     assert memory() - before < 50 * 2**20  # else 300 of them wait there
-    for _ in range(2):  # what it was sent, and the answer to all those after
-      assert socket.poll(10_000)
-      assert wire.unpack(socket.recv(), wire.REPORT_BYTES)[0] == wire.REPORT
+    for _ in range(2):  # some that fitted on the way, and the answer to all those after
+      deaf.expect(session.REPORT)
     for _ in range(30):
-      raw.say(wire.ASK)
-      assert raw.socket.poll(10_000)
-      raw.socket.recv()
+      raw.say(session.ASK)
+      raw.expect(session.REPORT)
     assert all(y - x >= seconds for x, y in itertools.pairwise(made))
 
 
 def test_a_report_of_the_longest_names_fits() -> None:
-  told = dict(nonce=0, host='\U000e0001' * 200, pid=2**63 - 1, env='\U0001f600' * 200)
+  told = dict(host='\U000e0001' * 200, pid=2**63 - 1, env='\U0001f600' * 200)
   with Learner(act=False) as learner:
     filled = threading.Event()
 
     def fill() -> None:
-      for i in range(1500):
-        peer = Peer(i.to_bytes(5, 'big'), 2**56 - 1, told, b'')
-        peer.environments, peer.frames, peer.restarts = 65536, 2**62, 2**62
-        learner.server.peers[peer.address] = peer
+      for _ in range(1500):
+        peer = listener.Peer('here')
+        peer.name = f'{label(told["host"])}:{told["pid"]}'
+        peer.state = Client(told)
+        peer.state.environments, peer.state.frames, peer.state.restarts = 65536, 2**62, 2**62
+        learner.server.peers[peer] = None
       filled.set()
 
     learner.server.call(fill)
@@ -890,52 +862,44 @@ def test_a_report_of_the_longest_names_fits() -> None:
     assert len(report['clients']) == 1000 and report['more_clients'] == 500
     name = report['clients'][0]['name']
     assert name.startswith('\\U000e0001') and name.endswith(f'...:{2**63 - 1}') and len(name) == 220
+    learner.server.peers.clear()
 
 
-def test_a_stranger_that_does_not_read_is_ignored() -> None:
-  with (
-    Learner() as learner,
-    Raw(learner.address) as good,
-    deaf(good.context, learner.address) as socket,
-  ):
+def test_a_stranger_that_does_not_read_is_cut_off() -> None:
+  with Learner() as learner, Raw(learner.address) as good, Raw(learner.address) as deaf:
     leaf = ['x' * 400, '<f4', [], 'y' * 200, []]
     schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(30)], 'action': leaf}
-    hello = wire.pack(wire.HELLO, good.told(schema=schema))
-    for _ in range(20_000):  # until all that there is to hold the answers is full
-      socket.send(hello)
-      if learner.server.counts['ignored']:
-        break
-    assert learner.server.counts['ignored'] and not learner.server.counts['malformed']
+    with contextlib.suppress(OSError):
+      for _ in range(20_000):  # until all that there is to hold the answers is full
+        deaf.say(session.HELLO, good.told(schema=schema))
+    assert not learner.server.counts['malformed'] and learner.server.counts['refused'] < 20_000
     good.join(2)
 
 
 # --- fuzzing ----------------------------------------------------------------------------------------
 
 
-def garbage(random: random.Random, raw: Raw) -> list[bytes]:
+def garbage(random: random.Random, raw: Raw) -> bytes:
   """A message that is wrong in one of many ways, or a right one at the wrong time."""
-  kinds = [wire.HELLO, wire.ENTER, wire.STEP, wire.PING, wire.BYE, wire.ASK, 0, 65, 200]
+  kinds = [1, 2, 3, 4, 5, 6, 0, 65, 200]
   values: list[Any] = [0, 1, -1, 2**63, 3.5, None, True, 'x', b'y' * random.randrange(50), [],
-                       [[[[]]]], {'a': 1}, {1: 2}, raw.session, raw.told(),
+                       [[[[]]]], {'a': 1}, {1: 2}, raw.told(),
                        raw.told(schema=[1]), raw.told(pid='x'), raw.told(host='h' * 300)]  # fmt: skip
-  way = random.choices(range(6), [1, 1, 4, 4, 4, 4])[0]
+  way = random.choices(range(5), [1, 2, 4, 4, 4])[0]
   if way == 0:
-    return [random.randbytes(random.randrange(60)) for _ in range(random.randrange(1, 6))]
-  fields = [random.choice(values) for _ in range(random.randrange(6))]
-  header = msgpack.packb([random.choice(kinds), *fields])
+    return random.randbytes(random.randrange(60))
   if way == 1:
-    return [header[: random.randrange(len(header) + 1)]]
+    fields = [random.choice(values) for _ in range(random.randrange(6))]
+    head = msgpack.packb(fields)
+    body = head + random.randbytes(random.choice([0, random.randrange(200)]))
+    return PREFIX.pack(len(body), random.choice(kinds) | len(head) << 8) + body
+  document = (wire.STEP, [random.randrange(2), random.randrange(3)], raw.body(2))
+  data = bytearray(data_of(document))
   if way == 2:
-    return [header, *[random.randbytes(random.randrange(200)) for _ in range(random.randrange(4))]]
-  frames = raw.frames(2)
-  if way == 3:
-    return [
-      msgpack.packb([wire.STEP, raw.session, 0, random.randrange(3), wire.checksum(frames)]),
-      *frames,
-    ]
-  if way == 4:
-    return [msgpack.packb([wire.STEP, raw.session, 0, 1, 5]), *frames]
-  return [header]
+    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+  elif way == 3:
+    data = data[: random.randrange(len(data))]
+  return bytes(data)
 
 
 def memory() -> int:
@@ -948,77 +912,43 @@ def fuzz(count: int) -> None:
   """Garbage, each heard in a session of its own."""
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
 
-    def case(rng: random.Random, session: int) -> Any:
-      raw.session = session
-      return [([wire.ENTER, session, 0, 2], [], None)], garbage(rng, raw)
+    def case(rng: random.Random) -> Any:
+      return [(wire.ENTER, [0, 2], [])], garbage(rng, raw)
 
-    heard = tell(learner.server, lambda: [wire.HELLO, raw.told()], case, count)
-    assert heard.parsed > 0.8 * count and heard.good < 0.5 * count, heard
+    hello = lambda: raw.told(client=session.new_client())  # noqa: E731
+    good = tell(learner.server.listener, wire.OF_LEARNERS, hello, case, count)
+    assert 0 < good < 0.6 * count, good
     until(lambda: len(learner.pools[0].free) == 64)
     raw.join(64)  # all slots are free again, and the server does what it did
 
 
-def flood(messages: int) -> None:
-  """A good client steps all the while; the others send garbage, each until it is ignored."""
-  rng = random.Random(0)
-  with Learner(keep=False) as learner, Raw(learner.address) as good:
-    good.join(2)
-    counts = learner.server.counts
-    seq, sent, grown = 1, 0, []
-    while sent < messages:
-      raws = [Raw(learner.address) for _ in range(4)]
-      for raw in raws[:2]:
-        raw.hello()
-        raw.say(wire.ENTER, raw.session, 0, 2)
-      for raw in raws:
-        for _ in range(500):
-          raw.socket.send_multipart(garbage(rng, raw))
-      sent += 2000
-      for raw in raws:  # all of it has been read, or the connection is ignored
-        raw.say(wire.ASK)
-      before = counts['ignored'] + counts['malformed'] + counts['stale']
-      good.step(2, seq)
-      good.act(2, seq)
-      seq += 1
-      until(lambda b=before: counts['ignored'] + counts['malformed'] >= 0.9 * sent)
-      for raw in raws:
-        raw.close()
-      grown.append(memory())
-    good.step(2, seq)
-    good.act(2, seq)
-    assert learner.server.failure is None
-    assert counts['malformed'] >= messages / 2000
-    half = len(grown) // 2
-    assert grown[-1] - grown[half] < 20 * 2**20, grown  # once it has all it needs, it stays
-    assert len(learner.server.peers) <= 9 and len(learner.server._banned) <= 4096
-    assert len(learner.said) < 30 + 3 * messages / 2000  # and the log is bounded
-
-
-def documents(raw: Raw) -> Callable[[int], list[Document]]:
+def documents(raw: Raw) -> Callable[[], list[Document]]:
   """What a client of a session may say, in an order in which it may say it."""
-  frames = raw.frames(2, FIRST)
-  return lambda session: [
-    ([wire.PING, session], [], None),
-    ([wire.ENTER, session, 0, 2], [], None),
-    ([wire.STEP, session, 0, 0, wire.checksum(frames)], frames, 4),
-    ([wire.ASK], [], None),
-    ([wire.BYE, session, 'enough'], [], None),
+  body = raw.body(2, FIRST)
+  return lambda: [
+    (session.PING, [None], []),
+    (wire.ENTER, [0, 2], []),
+    (wire.STEP, [0, 0], body),
+    (session.ASK, [], []),
+    (session.BYE, ['enough'], []),
   ]
 
 
 def fuzz_documents(count: int) -> None:
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
     before = memory()
-    hello = lambda: [wire.HELLO, raw.told()]  # noqa: E731
-    heard = tell(learner.server, hello, spoiled(hello, documents(raw)), count)
-    assert heard.parsed > 0.8 * count and count / 20 < heard.good < count * 0.9, heard
+    hello = lambda: raw.told(client=session.new_client())  # noqa: E731
+    one = learner.server.listener
+    good = tell(one, wire.OF_LEARNERS, hello, spoiled(hello, documents(raw)), count)
+    assert count / 20 < good < count * 0.9, good
     until(lambda: len(learner.pools[0].free) == 64)
-    assert memory() - before < 30 * 2**20 and not learner.server.peers
+    until(lambda: not learner.server.peers)
+    assert memory() - before < 30 * 2**20
     raw.join(64)  # the server does what it did
 
 
 def test_documents_that_are_nearly_right() -> None:
-  fuzz_documents(3000)
+  fuzz_documents(1500)
 
 
 @pytest.mark.slow
@@ -1027,29 +957,25 @@ def test_many_documents_that_are_nearly_right() -> None:
 
 
 def test_fuzzing() -> None:
-  fuzz(3000)
-  flood(4000)
+  fuzz(1500)
 
 
 @pytest.mark.slow
 def test_fuzzing_a_million() -> None:
   fuzz(1_000_000)
-  flood(100_000)
 
 
 def weather(count: int) -> None:
-  """Over real connections; what is nearly right first, then garbage until the connection is ignored."""
+  """What is nearly right first, then garbage until the connection is cut; a good client goes on."""
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as good:
     good.join(2)
     template, seq = Raw(learner.address), 0
-    hello = lambda: [wire.HELLO, template.told(nonce=random.getrandbits(40))]  # noqa: E731
+    hello = lambda: template.told(client=session.new_client())  # noqa: E731
     nearly = spoiled(hello, documents(template))
 
-    def messages(rng: random.Random, session: int) -> Iterator[list[bytes]]:
-      template.session = session
-      before, mutant = nearly(rng, session)
-      for header, frames, _ in before:
-        yield [wire.pack(*header), *frames]
+    def messages(rng: random.Random) -> Iterator[bytes]:
+      before, mutant = nearly(rng)
+      yield from map(data_of, before)
       yield mutant
       for _ in range(rng.randrange(6)):
         yield garbage(rng, template)
@@ -1060,17 +986,16 @@ def weather(count: int) -> None:
       good.step(2, seq)
       assert good.act(2, seq).shape == (2,)
 
-    told = storm(learner.address, count, hello, wire.WELCOME, messages, go_on, memory)
+    told = storm(learner.address, wire.OF_LEARNERS, count, hello, messages, go_on, memory)
     counts = learner.server.counts
     print(told, dict(counts))
     assert learner.server.failure is None and not counts['unexpected']
     assert told.slowest < 10 and told.megabytes < 20, told
-    assert counts['malformed'] > told.connections / 2  # each once, then it is ignored
-    assert counts['ignored'] < 0.7 * told.messages
-    assert any('ignoring somebody who sent' in x for x in learner.said)
+    assert counts['malformed'] > told.connections / 2
+    assert any('cut off' in x for x in learner.said)
     assert any('dropped, it sent' in x for x in learner.said)
     assert len(learner.said) < 100 + 4 * told.seconds
-    until(lambda: (go_on(), len(learner.server.peers) == 1)[1])  # the others are silent
+    until(lambda: (go_on(), len(learner.server.peers) == 1)[1])  # the others are gone
     assert counts['sessions'] == counts['dropped'] + 1
     template.close()
 
@@ -1087,60 +1012,41 @@ def test_a_long_storm() -> None:
 def test_a_huge_frame_ends_the_connection_before_it_is_read() -> None:
   with Learner() as learner, Raw(learner.address) as raw, Raw(learner.address) as good:
     good.join(2)
-    raw.hello()
-    largest = learner.server._router.maxmsgsize
-    assert largest < 140_000
+    raw.join_as()
     before = memory()
-    raw.socket.send(b'x' * 2**28)
+    with contextlib.suppress(OSError):  # it is cut off, perhaps while it sends
+      raw.send(data_of((wire.STEP, [0, 0], [b'x' * 2**26])))
     for seq in range(1, 100):
       good.step(2, seq)
       good.act(2, seq)
-    assert memory() - before < 2**28 + 50 * 2**20  # what the sender has
-    assert learner.server.counts['malformed'] == 0  # it never got as far
+    assert memory() - before < 2**26 + 50 * 2**20  # what the sender has
+    assert learner.server.counts['malformed'] == 1 and len(learner.server.peers) == 1
 
 
 def test_a_thousand_light_clients() -> None:
   """Joined at once, each answered within seconds, all forgotten when they are silent."""
-  with Learner(slots=1000, peer_timeout=5.0, keep=False) as learner:
-    context_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    count = min(1000, (context_limit - 200) // 4)
-    context = zmq.Context()
-    context.max_sockets = 2000
-    sockets = []
-    template = Raw(learner.address)
+  with (
+    Learner(slots=1000, peer_timeout=5.0, keep=False) as learner,
+    contextlib.ExitStack() as stack,
+  ):
+    count = min(1000, (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200) // 4)
     before = memory()
-    for i in range(count):
-      s = context.socket(zmq.DEALER)
-      s.linger = 0
-      s.connect(learner.address)
-      s.send(wire.pack(wire.HELLO, template.told(nonce=i)))
-      sockets.append(s)
-    sessions = []
-    for s in sockets:
-      assert s.poll(20_000)
-      header = wire.unpack(s.recv())
-      assert header[0] == wire.WELCOME
-      sessions.append(header[1])
-    for s, session in zip(sockets, sessions, strict=True):
-      s.send(wire.pack(wire.ENTER, session, 0, 1))
-    for s, session in zip(sockets, sessions, strict=True):
-      assert s.poll(20_000)
-      assert wire.unpack(s.recv())[0] == wire.START
-      frames = template.frames(1, FIRST)
-      header = wire.pack(wire.STEP, session, 0, 0, wire.checksum(frames))
-      s.send_multipart([header, *frames])
-    for s in sockets:
-      assert s.poll(20_000)
-      assert wire.unpack(s.recv_multipart()[0])[0] == wire.ACTION
-    assert memory() - before < 400 * 2**20  # the clients' own sockets are in it
+    raws = [stack.enter_context(Raw(learner.address)) for _ in range(count)]
+    for raw in raws:
+      raw.say(session.HELLO, raw.told())
+    for raw in raws:
+      raw.expect(session.WELCOME, 20)
+      raw.say(wire.ENTER, 0, 1)
+    for raw in raws:
+      raw.expect(wire.START, 20)
+      raw.step(1, 0, FIRST)
+    for raw in raws:
+      raw.act(1, 0)
+    assert memory() - before < 100 * 2**20  # the clients' own sockets are in it
     assert learner.steps == count
     asker = Asker(learner.address, None, False)
     assert len(asker.ask()['clients']) == count
     asker.close()
-    for s in sockets:
-      s.close()
-    context.term()
-    template.close()
     until(lambda: not learner.server.peers, 20)
     assert len(learner.pools[0].free) == 1000
 
@@ -1149,8 +1055,8 @@ def test_the_log_is_bounded() -> None:
   with Learner() as learner:
     for _ in range(60):
       with Raw(learner.address) as raw:
-        raw.socket.send(b'\xc1')
-        raw.expect(wire.GONE)
+        raw.send(b'\xc1' * 9)
+        raw.gone()
     assert len(learner.said) <= 22
 
 

@@ -16,8 +16,9 @@ from test_sebulba import AGENTS, RECURRENT, SMALL, Running, never, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
+from podrace.net import session
+from podrace.net.listener import Listen
 from podrace.remote import wire
-from podrace.remote.hub import Listen
 from podrace.remote.server import Server
 from podrace.types import FIRST, LAST, MID
 
@@ -166,18 +167,18 @@ def test_deaths_lose_partial_unrolls_only_and_lag_is_bounded(max_lag: int) -> No
 
 
 def come_and_go(address: str, stop: threading.Event) -> None:
-  """A client whose groups have one size after the other, so that each batch has just that."""
-  with Raw(address) as raw:
-    for size in itertools.cycle([1, 2, 3, 5, 8]):
-      raw.hello()
+  """Clients whose groups have one size after the other, so that each batch has just that."""
+  for size in itertools.cycle([1, 2, 3, 5, 8]):
+    with Raw(address) as raw:
+      raw.join_as()
       raw.enter(size)
       for seq in range(60):
         raw.step(size, seq, FIRST if seq == 0 else MID)
-        while not (heard := raw.hear(0.2)):
+        while (heard := raw.hear(0.2)) is None:
           if stop.is_set():
             return
-        assert heard[0][:4] == [wire.ACTION, raw.session, 0, seq]
-      raw.say(wire.BYE, raw.session, 'enough')
+        assert heard[0] is wire.ACTION and list(heard[1]) == [0, seq]
+      raw.say(session.BYE, 'enough')
 
 
 def test_whatever_comes_together_nothing_is_compiled_in_the_run() -> None:

@@ -175,7 +175,7 @@ def test_seed_with_replay(agent: list[str], tmp_path: Path, cache: Path) -> None
   """Environments in another process, an agent with replay."""
   from peers import Envs
 
-  address, env, run_dir = f'ipc://{tmp_path}/socket', 'gymnasium:CartPole-v1', tmp_path / 'run'
+  address, env, run_dir = f'unix:{tmp_path}/socket', 'gymnasium:CartPole-v1', tmp_path / 'run'
   args = ['train', 'catch', '--env', env, *agent, '--envs', 'remote', '--replay', 'host', '--listen',
           address, '--total-steps', '8000', '--log-every', '640', '--run-dir', str(run_dir)]  # fmt: skip
   one = Podrace(args, tmp_path / 'learner.txt', 1, cache)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq
 import zstandard
 from children import until
 from services import ANY
@@ -16,8 +15,8 @@ from test_service_security import Raw, insert
 from test_service_tables import SIMPLE
 
 from podrace import service
-from podrace.remote.top import Asker
-from podrace.remote.wire import WireError
+from podrace.net.frame import WireError
+from podrace.net.top import Asker
 from podrace.service import contents, wire
 from podrace.service.contents import FINITE, Contents, column
 from podrace.service.server import ReplayServer
@@ -88,7 +87,7 @@ def test_what_is_none_is_refused_counted_and_named(server: ReplayServer) -> None
     found = [(c['inserted'], c['refused']) for c in asker.ask()['clients']]
     asker.close()
     assert sorted(found) == [(1, len(BAD)), (1 + len(BAD), 0)]
-    lines = [x for x in server.events if 'refused an item of' in x]
+    lines = [x for x in server.listener.lines.events if 'refused an item of' in x]
     assert len(lines) == 1 and 'is nan' in lines[0]  # of each client the first
 
 
@@ -153,24 +152,22 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
   """So many at once, then one now and then, for all who have asked meanwhile; the last when it ends."""
   monkeypatch.setattr('podrace.service.server.SAVES_AT_ONCE', 3)
   monkeypatch.setattr('podrace.service.server.SAVE_SECONDS', 3600.0)
-  context = zmq.Context()
   with ReplayServer(ANY, dir=tmp_path) as server:
-    raw = Raw(context, server.address)
-    raw.hello()
+    raw = Raw(server.address)
+    raw.join()
     for number in range(3):
-      raw.say(wire.SAVE, raw.session, number)
-      assert raw.hear(wire.ANSWER)[0][2:4] == [number, True]
+      raw.say(wire.SAVE, number)
+      assert list(raw.answer(wire.ANSWER)[0][:2]) == [number, True]
     for number in range(3, 13):
-      raw.say(wire.SAVE, raw.session, number)
+      raw.say(wire.SAVE, number)
     until(lambda: len(server._save_wanted) == 10)
     assert server.counts['checkpoints'] == 3
     server._saves_at -= 3600.0  # an hour later
-    server.wake()
-    answers = [raw.hear(wire.ANSWER)[0] for _ in range(10)]
-    assert [x[2] for x in answers] == list(range(3, 13)) and len({x[4] for x in answers}) == 1
+    server.listener.wake()
+    answers = [raw.answer(wire.ANSWER)[0] for _ in range(10)]
+    assert [x[0] for x in answers] == list(range(3, 13)) and len({x[2] for x in answers}) == 1
     assert server.counts['checkpoints'] == 4
     raw.close()
-  context.term()
 
 
 # --- what a few bytes are unpacked to -------------------------------------------------------------
@@ -183,54 +180,49 @@ def packed(size: int) -> bytes:
 X = column('x', np.int64, (2,), 3)
 
 
-def declared(context: zmq.Context[Any], server: ReplayServer) -> Raw:
-  raw = Raw(context, server.address)
-  raw.hello()
-  signature = wire.told_signature(Contents([X]).signature)
-  raw.say(wire.DECLARE, raw.session,
-          {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
+def declared(server: ReplayServer) -> Raw:
+  raw = Raw(server.address)
+  raw.join()
+  signature = wire.packed_signature(Contents([X]).signature)
+  raw.say(wire.DECLARE,           {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
   return raw
 
 
 def test_chunks_that_take_much_more_unpacked_are_refused(server: ReplayServer) -> None:
   """At a table with contents by these, elsewhere as soon as they come."""
-  context = zmq.Context()
   with service.connect(server.address) as client:
     client.table('it', **{**SIMPLE, 'contents': [X]})
     for rows, data, kind, text in (
       (2**17, packed(2**21), wire.ACK, 'unpacked, at most 1,048,576'),
-      (2**23, packed(2**27), wire.GONE, 'with more than 67,108,864 bytes'),
+      (2**23, packed(2**27), None, 'with more than 67,108,864 bytes'),
       (3, packed(48)[:-4] + b'\xff' * 4, wire.ACK, 'is damaged'),
     ):
-      raw = declared(context, server)
+      raw = declared(server)
       assert len(data) < 2**14
       header, frames = insert(1, chunks=[(0, rows, 1, len(data))], data=data)
-      raw.say(wire.INSERT, raw.session, *header, frames=frames)
-      assert text in str(raw.hear(kind)[0])
+      raw.say(wire.INSERT, *header, arrays=frames)
+      assert text in str(raw.gone() if kind is None else raw.answer(kind)[0])
       raw.close()
     assert not client.table('it').info().inserts
-  context.term()
 
 
 def test_what_one_message_makes_the_service_unpack_is_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr('podrace.service.server.MESSAGE_UNPACKED', 40)
-  context = zmq.Context()
   with service.connect(server.address) as client:
     client.table('it', **{**SIMPLE, 'contents': [X]})
-    raw = declared(context, server)
+    raw = declared(server)
     data = packed(48)
     header, frames = insert(
       1, item=[(1, 1, 1.0, 0, 0), (2, 2, 1.0, 0, 0)], parts=[(1, 0, 3)] * 2, refs=[0, 1],
       chunks=[(0, 3, 1, len(data))] * 2, data=2 * data,
     )  # fmt: skip
-    raw.say(wire.INSERT, raw.session, *header, frames=frames)
-    ack, *numbers = raw.hear(wire.ACK)
-    assert 'a message of more than 40 bytes unpacked' in ack[4]
+    raw.say(wire.INSERT, *header, arrays=frames)
+    ack, *numbers = raw.answer(wire.ACK)
+    assert 'a message of more than 40 bytes unpacked' in ack[1]
     assert [np.frombuffer(x, '<u8').tolist() for x in numbers] == [[1], [], [2]]
     raw.close()
-  context.term()
 
 
 def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:

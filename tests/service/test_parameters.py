@@ -8,17 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bare
 import ml_dtypes
 import numpy as np
 import pytest
-import zmq
 from children import until
 from proxy import Proxy
 from services import ANY, Program
 
 from podrace import service, tables
-from podrace.remote.wire import checksum, pack, unpack
-from podrace.service import parameters, wire
+from podrace.net import session
+from podrace.service import parameters
 
 
 def leaves(value: float, size: int = 1000) -> list[tuple[str, np.ndarray]]:
@@ -61,7 +61,7 @@ def test_versions_come_whole_and_only_when_they_have_changed() -> None:
 def test_many_pieces_and_versions_are_never_torn(tmp_path: Path) -> None:
   with service.Publisher(ANY) as publisher:
     readers = [Program(tmp_path / f'{i}', 'read', publisher.address, 60) for i in range(3)]
-    publisher.publish(0, leaves(0, 600_000))  # five pieces
+    publisher.publish(0, leaves(0, 600_000))
     until(lambda: all(r.said() for r in readers))
     for version in range(1, 61):
       publisher.publish(version, leaves(version, 600_000))
@@ -69,59 +69,49 @@ def test_many_pieces_and_versions_are_never_torn(tmp_path: Path) -> None:
     assert [r.wait() for r in readers] == [0, 0, 0], readers[0].output
     seen = [line[0] for line in readers[0].said()]
     assert seen == sorted(set(seen)) and seen[-1] == 60
-    assert publisher.failure is None
-
-
-class Hurried(service.Publisher):
-  """Publishes another version whenever a piece of one is asked for."""
-
-  def handle(self, peer: Any, header: list[Any], frames: list[Any]) -> None:
-    self.publish(self._versions[-1].version + 1, leaves(self._versions[-1].version + 1, 2_000_000))
-    super().handle(peer, header, frames)
+    assert not publisher.failure
 
 
 def test_versions_come_although_newer_ones_are_published_faster() -> None:
-  with Hurried(ANY) as publisher:
-    reader = service.Parameters(publisher.address)
-    publisher.publish(1, leaves(1, 2_000_000))  # 16 pieces
-    for above in (0, 1):
-      until(lambda v=above: reader.version > v)
-    found = reader.get()
-    assert (found.leaves[0][1] == found.version).all()
-    assert publisher._versions[-1].version >= found.version + 10  # newer ones were published
+  with service.Publisher(ANY) as publisher:
+    proxy = Proxy(int(publisher.address.rpartition(':')[2]))
+    reader = service.Parameters(proxy.address)
+    until(lambda: reader.connected)
+    proxy.down = False
+    for number in range(1, 11):
+      publisher.publish(number, leaves(number, 2_000_000))  # more than kernels hold on the way
+      until(lambda: publisher.listener.counts['bytes'] >= 16_000_008)
+    proxy.down = True
+    until(
+      lambda: reader.version >= 1
+    )  # it is read to its end, however many are published meanwhile
+    assert (reader.get().leaves[0][1] == reader.get().version).all()
+    until(lambda: reader.version == 10)
+    assert reader.fetched == 2  # those that it had no time for were not sent
     reader.close()
+    proxy.close()
 
 
 def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
   with service.Publisher(ANY) as publisher:
-    publisher.publish(0, leaves(0))
-    context, readers = zmq.Context(), []
-    for version in range(1, 9):  # each is read, but for its last piece, by a reader of its own
-      publisher.publish(version, leaves(version, 200_000))  # two pieces
-      reader = context.socket(zmq.DEALER)
-      reader.connect(publisher.address)
-      told = {'name': wire.PARAMETERS, 'version': wire.VERSION, 'nonce': 1, 'host': 'raw', 'podrace': '0',
-              'pid': 1}  # fmt: skip
-      reader.send(pack(wire.HELLO, told))
-      session = unpack(reader.recv_multipart()[0])[1]
-      readers.append((version, session, reader))
-      reader.send(pack(wire.FETCH, session, version, 0))
-      while unpack(reader.recv_multipart()[0])[0] != wire.PIECE:
-        pass
-    held = {p.state.reading.version for p in publisher.peers.values() if p.state.reading}
-    assert held == {1, 2, 3, 4, 7, 8}
-    for version, session, reader in readers:
-      reader.send(pack(wire.FETCH, session, version, 2**20))
-      while unpack((heard := reader.recv_multipart())[0])[0] != wire.PIECE:
-        pass
-      assert len(heard) == (2 if version in held else 1), version
-      reader.close(0)
-    context.term()
+    ends = []
+    for version in range(8):  # each is being sent to a client of its own, that does not read
+      publisher.publish(version, leaves(version, 3_000_000))  # more than a kernel holds
+      ends.append(bare.connect(publisher.address, parameters.Parameters.kinds))
+      ends[-1].hello(parameters.SERVICE)
+      until(lambda n=version: publisher.listener.counts['bytes'] >= (n + 1) * 24_000_000)
+    until(lambda: len(publisher.peers) == 6)
+    assert sorted(p.state.has.number for p in publisher.peers) == [0, 1, 2, 3, 6, 7]
+    for version, end in enumerate(ends):
+      with end:
+        if version not in (4, 5):
+          (number, *_), (data,) = end.expect(parameters.NEWEST, 60)
+          assert number == version and len(data) == 24_000_008
 
 
 def under_way(reader: service.Parameters) -> bool:
-  fetch = reader._fetch
-  return fetch is not None and fetch.have > 0
+  stream = reader._link._stream
+  return stream is not None and stream._into is not None
 
 
 def test_a_cut_on_the_way_is_outlived() -> None:
@@ -130,7 +120,7 @@ def test_a_cut_on_the_way_is_outlived() -> None:
     reader = service.Parameters(proxy.address)
     try:
       for version in range(8):
-        publisher.publish(version, leaves(version, 2_000_000))  # 16 pieces
+        publisher.publish(version, leaves(version, 2_000_000))  # 16 MB
         until(lambda v=version: under_way(reader) or reader.version == v)
         proxy.reset()
         until(lambda v=version: reader.version == v)
@@ -178,7 +168,7 @@ def test_a_publisher_that_comes_back_goes_on() -> None:
   publisher.publish(7, leaves(7))
   assert reader.get(timeout=30).version == 7
   publisher.close()
-  until(lambda: reader.session is None)
+  until(lambda: not reader.connected)
   assert reader.get().version == 7  # without a bound
   with service.Publisher(address) as publisher:
     publisher.publish(5, leaves(5))  # a learner that resumed from an earlier checkpoint
@@ -186,37 +176,45 @@ def test_a_publisher_that_comes_back_goes_on() -> None:
   reader.close()
 
 
-@pytest.mark.parametrize('lie', ['bytes', 'hash', 'place', 'size', 'checksum'])
+def _lie(lie: str, version: parameters.Version) -> tuple[list[Any], bytes]:
+  """What is not as it must be: the fields of NEWEST, and its bytes."""
+  leaves, data = version.leaves, version.data
+  if lie == 'bytes':
+    data = data[:-1]
+  elif lie == 'none':
+    data = b''
+  elif lie == 'shape':
+    leaves = [['x', '<f4', [-1, 2]]]
+  elif lie == 'type':
+    leaves = [['x', '|O', [1]]]
+  elif lie == 'leaf':
+    leaves = [7]
+  return [1, version.sha256, leaves], data
+
+
+@pytest.mark.parametrize('lie', ['bytes', 'none', 'shape', 'type', 'leaf'])
 def test_what_is_not_as_announced_is_never_seen(lie: str) -> None:
   """A publisher that lies once, and then tells the truth over a new connection."""
-  context = zmq.Context()
-  router = context.socket(zmq.ROUTER)
-  router.linger = 0
-  router.bind(ANY)
-  reader = service.Parameters(router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0'))
-  version = parameters._Version(1, leaves(1, 10))
-  session, lies, sessions = 5, True, 0
-  while reader.version < 1:
-    assert router.poll(20_000)
-    address, header, *_ = router.recv_multipart()
-    kind, *rest = unpack(header)
-    if kind == wire.HELLO:
-      sessions += 1
-      told = {'nonce': rest[0]['nonce'], 'silence': 5.0}
-      router.send_multipart([address, pack(wire.WELCOME, session, told)])
-      sha256 = '0' * 64 if lie == 'hash' and lies else version.sha256
-      size = len(version.data) + (lie == 'size' and lies)
-      router.send_multipart([address, pack(wire.NEWEST, session, 1, [sha256, size, version.told])])
-      lies = lies and lie != 'size'
-    elif kind == wire.FETCH:
-      data = bytearray(version.data)
-      if lies and lie == 'bytes':
-        data[3] ^= 1
-      crc = checksum([data]) + (lies and lie == 'checksum')
-      start = rest[2] + (lies and lie == 'place')
-      router.send_multipart([address, pack(wire.PIECE, session, 1, start, crc), data])
-      lies = False
-  assert sessions == 2 and (reader.get().leaves[0][1] == 1).all()
-  reader.close()
-  router.close()
-  context.term()
+  publisher = bare.Accepting(session.of_clients())
+  reader = service.Parameters(publisher.address)
+  version = parameters.Version(1, leaves(1, 10))
+  with publisher.welcome() as end:
+    fields, data = _lie(lie, version)
+    end.say(parameters.NEWEST, *fields, arrays=(data,))
+    assert end.is_closed()
+  assert reader.version == -1
+  with publisher.welcome() as end:
+    end.say(parameters.NEWEST, 1, version.sha256, version.leaves, arrays=(version.data,))
+    assert (reader.get(timeout=20).leaves[0][1] == 1).all()
+    reader.close()
+  publisher.close()
+
+
+def test_a_client_that_sends_arrays_is_dropped() -> None:
+  with service.Publisher(ANY) as publisher:
+    with bare.connect(publisher.address, parameters.Parameters.kinds) as end:
+      end.hello(parameters.SERVICE)
+      until(lambda: bool(publisher.peers))
+      end.say(parameters.NEWEST, 1, '', [], arrays=(b'x',))
+      assert end.is_closed() and not publisher.peers
+    assert publisher.listener.counts['malformed'] == 1

@@ -19,8 +19,9 @@ from services import ANY, Program, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
-from podrace.service import router, wire
+from podrace.net import listener
 from podrace.service import server as replay_server
+from podrace.service import wire
 from podrace.service.server import ReplayServer
 
 
@@ -83,7 +84,7 @@ def test_a_frozen_client_holds_up_nobody(tmp_path: Path) -> None:
       sampler.signal(signal.SIGSTOP)
       for _ in range(20):
         assert len(table.sample(10, timeout=30).key) == 10
-      until(lambda: any('silent' in e for e in server.events), 20.0)
+      until(lambda: any('silent' in e for e in server.listener.lines.events), 20.0)
       before = sampler.said()[-1][0]
       sampler.signal(signal.SIGCONT)
       until(lambda: sampler.said()[-1][0] > before + 500)
@@ -96,7 +97,7 @@ def test_who_compiles_for_a_while_is_not_dropped(tmp_path: Path) -> None:
     with Program(tmp_path / 'log', 'hold', server.address, 5.5) as program:
       until(lambda: program.said() == [[0], [1]])
       assert program.wait() == 0
-    assert not [e for e in server.events if 'silent' in e]
+    assert not [e for e in server.listener.lines.events if 'silent' in e]
 
 
 @pytest.mark.parametrize('numbers', [2, 2**19])  # 16 bytes, 4 megabytes
@@ -109,13 +110,13 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> N
     writer.create_item(table, 1.0, num_steps=1)
     writer.close(timeout=60)
     connection = client.connections[0]
-    ping, connection.ping = connection.ping, lambda: (0,)  # type: ignore[method-assign]
+    ping, connection.ping = connection.ping, lambda: 0  # type: ignore[method-assign]
     asked = [
       connection.ask(wire.SAMPLE, 'it', 1, 1, False) for _ in range(400)
     ]  # none says what it has
     most = min(wire.MOST_UNREAD, wire.MOST_BYTES // (8 * numbers))
     until(lambda: sum(a.done for a in asked) >= most)
-    peer = next(iter(server.peers.values()))
+    peer = next(iter(server.peers))
     assert peer.state.reading.bytes <= wire.MOST_BYTES + 9 * numbers
     assert len(peer.state.reading.unread) <= wire.MOST_UNREAD
     assert not all(a.done for a in asked)
@@ -162,7 +163,7 @@ def test_a_cut_is_noticed_and_outlived(
         for direction in directions:
           setattr(proxy, direction, False)
         if 'up' in directions:
-          until(lambda: any('silent' in e for e in server.events))
+          until(lambda: any('silent' in e for e in server.listener.lines.events))
         with pytest.raises(subprocess.TimeoutExpired):  # it does not end
           writer.process.wait(seconds)
         before = newest(writer)
@@ -349,7 +350,7 @@ def test_a_service_whose_thread_fails_says_so_and_saves(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   with ReplayServer(ANY, tmp_path) as server:
-    monkeypatch.setattr(ReplayServer, 'turn', fail)
+    monkeypatch.setattr(ReplayServer, 'turned', fail)
     assert server.ended.wait(60)
     assert 'ZeroDivisionError' in (server.failure or '')
   monkeypatch.undo()
@@ -380,7 +381,7 @@ def test_what_fails_before_it_does_not_keep_the_last_checkpoint_from_being_writt
   tmp_path: Path,
 ) -> None:
   with ReplayServer(ANY, tmp_path) as server:
-    server.call(fail)
+    server.listener.call(fail)
     assert server.ended.wait(60)
     assert len(list(tmp_path.glob('0*'))) == 1 and 'ZeroDivisionError' in (server.failure or '')
 
@@ -421,11 +422,11 @@ def test_what_was_half_written_is_removed(tmp_path: Path) -> None:
   (partial / 'chunks.bin').write_text('half')
   with ReplayServer(ANY, tmp_path) as server:
     assert not partial.exists()
-    assert any('half-written' in line for line in server.events)
+    assert any('half-written' in line for line in server.listener.lines.events)
 
 
 def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(router, 'PEERS', 1)
+  monkeypatch.setattr(listener, 'PEERS', 1)
   with ReplayServer(ANY) as server, service.connect(server.address) as first:
     with pytest.raises(TimeoutError, match='has 1 clients and takes no more'):
       service.connect(server.address, timeout=2.0)
@@ -433,9 +434,9 @@ def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.Mon
     thread = threading.Thread(
       target=lambda: found.append(service.connect(server.address)), daemon=True
     )
-    before = server.counts['told to wait']
+    before = server.counts['made to wait']
     thread.start()
-    until(lambda: server.counts['told to wait'] > before)
+    until(lambda: server.counts['made to wait'] > before)
     first.close()
     thread.join(60)
     assert len(found) == 1 and server.counts['sessions'] == 2 and not server.counts['refused']
@@ -463,7 +464,7 @@ def test_a_refusal_that_was_not_heard_is_heard_in_the_next_session() -> None:
         assert len(table) == 4
     finally:
       proxy.close()
-    told = [e for e in server.events if 'refused an item of' in e]
+    told = [e for e in server.listener.lines.events if 'refused an item of' in e]
     assert len(told) == 1 and "table 'it': items are" in told[0]
     assert server.failure is None and not server.counts['malformed']
 

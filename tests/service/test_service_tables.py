@@ -24,7 +24,7 @@ from table_model import Model, removals
 from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 
 from podrace import service, tables
-from podrace.remote import dial
+from podrace.net import link
 from podrace.service import wire
 from podrace.service.server import ReplayServer, parse_tables
 
@@ -282,7 +282,7 @@ def test_what_nobody_needs_is_let_go(server: ReplayServer, client: service.Clien
     if t % 40 == 39:
       writer.flush(timeout=30)
   writer.close(timeout=30)
-  stream = next(iter(server.peers.values())).state.stream
+  stream = next(iter(server.peers)).state.stream
   assert table.info().chunks <= 6
   until(lambda: len(stream.pieces) <= 6, 10.0)  # told with items, or some time later
 
@@ -520,13 +520,13 @@ def test_sizes_are_told_every_second_and_with_each_sample() -> None:
     assert table.last_size == 0
 
 
-def test_who_waits_for_a_service_is_told_what_may_be_wrong(
+def test_a_client_that_waits_for_a_service_is_told_what_may_be_wrong(
   caplog: pytest.LogCaptureFixture,
 ) -> None:
   reader = service.Parameters('tcp://127.0.0.1:9')
   until(lambda: caplog.records)
   reader.close()
-  assert dial.NOBODY in caplog.records[0].getMessage()
+  assert link.NOBODY in caplog.records[0].getMessage()
 
 
 def test_a_server_that_is_not_there_is_named() -> None:
@@ -547,7 +547,7 @@ def test_top_shows_tables_and_clients(
 ) -> None:
   from rich.console import Console
 
-  from podrace.remote.top import Asker, table
+  from podrace.net.top import Asker, table
 
   fill(client, client.table('shown', **SIMPLE), 3).close(timeout=30)
   asker = Asker(server.address, None, False)
@@ -574,7 +574,7 @@ def test_a_million_keys_differ(client: service.Client) -> None:
 
 def test_neither_jax_nor_tensorflow_is_imported() -> None:
   code = (
-    'import sys; from podrace import service, cli; import podrace.service.server, podrace.remote.top; '
+    'import sys; from podrace import service, cli; import podrace.service.server, podrace.net.top; '
     "print(sorted(m for m in sys.modules if m.split('.')[0] in ('jax', 'flax', 'tensorflow', 'pickle_')))"
   )
   done = subprocess.run(

@@ -16,6 +16,7 @@ from services import ANY, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
 from podrace import service, tables
+from podrace.service import wire
 from podrace.service.server import ReplayServer
 
 
@@ -75,7 +76,7 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     writers = [fill(client, other, 50) for _ in range(2)]
     for writer in writers:
       writer.flush(timeout=30)
-    client.connections[1].ask(24).wait(1e9, '')  # a checkpoint of the one that will die
+    client.connections[1].ask(wire.SAVE).wait(1e9, '')  # a checkpoint of the one that will die
     replay.kill()
     until(lambda: client.connections[1].session is None)
     for _ in range(10):

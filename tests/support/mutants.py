@@ -1,18 +1,21 @@
-"""Documents that are nearly right, said to a server by clients that are not ignored yet."""
+"""Messages that are nearly right, said to a service by clients, each over a connection of its own."""
 
 from __future__ import annotations
 
 import copy
 import random
-import threading
+import socket as sockets
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import zmq
+import bare
+import msgpack
 
-from podrace.remote.wire import checksum, pack
+from podrace.net import session
+from podrace.net.frame import PREFIX, Kind
+from podrace.net.listener import Listener
 
-Document = tuple[list[Any], list[bytes], int | None]  # header, frames, where the checksum is
+Document = tuple[Kind, list[Any], list[bytes]]  # fields, arrays
 
 
 def nested(depth: int) -> list[Any]:
@@ -29,46 +32,61 @@ NONSENSE: list[Any] = [
 ]  # fmt: skip
 
 
-def mutant(rng: random.Random, document: Document) -> list[bytes]:
-  """Its frames, of which something is otherwise; sometimes nothing is."""
-  header, frames, crc = copy.deepcopy(document[0]), list(document[1]), document[2]
+def data_of(document: Document) -> bytes:
+  """A document's bytes."""
+  kind, fields, arrays = document
+  return b''.join(map(bytes, kind.pack(fields, arrays)))
+
+
+def mutant(rng: random.Random, document: Document) -> bytes:
+  """A document's bytes, of which something is otherwise; sometimes nothing is."""
+  kind, fields, arrays = document[0], copy.deepcopy(document[1]), list(document[2])
+  sizes_lie = rng.random() < 0.1
+  sizes = [len(x) for x in arrays]
   for _ in range(rng.choice([0, 1, 1, 1, 2])):
-    if frames and rng.random() < 0.4:
-      i = rng.randrange(len(frames))
-      data = bytearray(frames[i])
-      way = rng.randrange(4)
-      if way == 0 and data:
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-      elif way == 1:
-        data = data[: rng.randrange(len(data) + 1)]
-      elif way == 2:
-        data = data * 2
-      elif data:
-        at = 4 * rng.randrange((len(data) + 3) // 4)
-        data[at : at + 4] = rng.choice([b'\0' * 4, b'\xff' * 4, b'\0\0\0\x80'])
-      frames[i] = bytes(data)
-      if crc is not None and rng.random() < 0.9 and crc < len(header):
-        header[crc] = checksum(frames)
-    else:
-      spoil(rng, header)
+    if arrays and rng.random() < 0.4:
+      i = rng.randrange(len(arrays))
+      arrays[i] = _spoiled_bytes(rng, arrays[i])
+    elif kind.layout is None and fields:
+      spoil(rng, fields)
+    elif fields:
+      fields[rng.randrange(len(fields))] = rng.choice([0, 1, 7, 2**32 - 1])
+  if kind.layout is not None:
+    head = kind.layout.pack(*fields)
+  elif kind.arrays > 1:
+    head = msgpack.packb([*fields, sizes if sizes_lie else [len(x) for x in arrays]])
+  else:
+    head = msgpack.packb(fields)
+  body = head + b''.join(arrays)
   if rng.random() < 0.03:
-    frames = [*frames, b'further'] if rng.random() < 0.5 else frames[:-1]
-  data = pack(*header)
-  if rng.random() < 0.03:
+    body = body[: rng.randrange(len(body) + 1)]
+  number = kind.number if rng.random() < 0.98 else rng.randrange(256)
+  return PREFIX.pack(len(body), number | len(head) << 8) + body
+
+
+def _spoiled_bytes(rng: random.Random, array: bytes) -> bytes:
+  data = bytearray(array)
+  way = rng.randrange(4)
+  if way == 0 and data:
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+  elif way == 1:
     data = data[: rng.randrange(len(data) + 1)]
-  return [data, *frames]
+  elif way == 2:
+    data = data * 2
+  elif data:
+    at = 4 * rng.randrange((len(data) + 3) // 4)
+    data[at : at + 4] = rng.choice([b'\0' * 4, b'\xff' * 4, b'\0\0\0\x80'])
+  return bytes(data)
 
 
-def spoil(rng: random.Random, header: list[Any]) -> None:
+def spoil(rng: random.Random, fields: list[Any]) -> None:
   """Puts nonsense somewhere into a list or map, takes something out or doubles it."""
-  at: Any = header
+  at: Any = fields
   while True:
     keys = list(at) if isinstance(at, dict) else range(len(at))
     if not keys:
       return
     key = rng.choice(keys)
-    if at is header and key == 0 and rng.random() < 0.8:
-      continue  # without its kind it is no message, and nothing else of it is looked at
     if isinstance(at[key], list | dict) and at[key] and rng.random() < 0.8:
       at = at[key]
       continue
@@ -84,95 +102,43 @@ def spoil(rng: random.Random, header: list[Any]) -> None:
     return
 
 
-Case = Callable[[random.Random, int], tuple[Sequence[Document], list[bytes]]]
+Case = Callable[[random.Random], tuple[Sequence[Document], bytes]]
+Hello = Callable[[], dict[str, Any]]
 
 
-def spoiled(hello: Callable[[], list[Any]], documents: Callable[[int], Sequence[Document]]) -> Case:
+def spoiled(hello: Hello, documents: Callable[[], Sequence[Document]]) -> Case:
   """A mutant of one of the documents of a session, after those before it; or of another hello."""
 
-  def case(rng: random.Random, session: int) -> tuple[Sequence[Document], list[bytes]]:
-    every = documents(session)
-    sizes = [len(pack(*header)) + sum(map(len, frames)) for header, frames, _ in every]
+  def case(rng: random.Random) -> tuple[Sequence[Document], bytes]:
+    every = documents()
+    sizes = [len(data_of(x)) for x in every]
     chosen = rng.choices(range(len(every) + 1), [*sizes, 50])[0]  # where there is more to spoil
     if chosen == len(every):
-      return [], mutant(rng, (hello(), [], None))
+      return [], mutant(rng, (session.HELLO, [hello()], []))
     return every[:chosen], mutant(rng, every[chosen])
 
   return case
 
 
-class Heard(NamedTuple):
-  """Of the messages that were told: how many were read as messages at all, and taken for good."""
-
-  parsed: int
-  good: int
-
-
-ABREAST = 5  # sessions whose mutants come together
-
-
 def tell(
-  server: Any, hello: Callable[[], list[Any]], case: Case, count: int, seed: int = 0
-) -> Heard:
+  listener: Listener, kinds: dict[int, Kind], hello: Hello, case: Case, count: int, seed: int = 0
+) -> int:
   """Says so many messages, each in a session of its own after the good ones that `case` gives.
 
-  So none of them is ignored because of another; but several come before what they say is looked at. Fails if a
-  check was missing.
+  Returns:
+    how many of the sessions went on. Fails if a check was missing.
   """
-  rng, send, dispatch = random.Random(seed), server.send, server.dispatch
-  good, parsed, telling = 0, 0, False
-
-  def take(address: bytes, frames: list[bytes]) -> None:
-    server.take([zmq.Frame(x) for x in (address, *frames)])
-
-  def count_it(*args: Any) -> None:
-    nonlocal parsed
-    parsed += telling
-    dispatch(*args)
-
-  def begin() -> tuple[bytes, list[bytes]]:
-    address = rng.randbytes(9)
-    take(address, [pack(*hello())])
-    peer = server.peers[address]
-    before, frames = case(rng, peer.session)
-    for header, more, _ in before:
-      take(address, [pack(*header), *more])
-    server.settle()
-    assert server.peers.get(address) is peer
-    return address, frames
-
-  def few() -> None:
-    nonlocal good, telling
-    begun = [begin() for _ in range(ABREAST)]
-    telling = True
-    for address, frames in begun:
-      take(address, frames)
-    server.settle()
-    telling = False
-    for address, _ in begun:
-      good += address not in server._banned
-      if (left := server.peers.get(address)) is not None:
-        server.drop(left, 'enough')
-
-  def some() -> None:
-    server.send = lambda address, *header, **frames: bool(pack(*header))  # to nobody
-    server.dispatch = count_it
-    try:
-      for _ in range(100 // ABREAST):
-        few()
-    except BaseException as e:
-      wrong.append(e)
-    finally:
-      server.send, server.dispatch = send, dispatch
-      done.set()
-
-  wrong: list[BaseException] = []
-  for _ in range(count // 100):
-    done = threading.Event()
-    server.call(some)
-    assert done.wait(120)
-    if wrong:
-      raise wrong[0]
-    assert not server.counts['unexpected'], next(e for e in server.events if 'Traceback' in e)
-    assert server.failure is None, server.failure
-  return Heard(parsed, good)
+  rng, good = random.Random(seed), 0
+  for _ in range(count):
+    with bare.connect(listener.address, kinds) as end:
+      end.say(session.HELLO, hello())
+      end.expect(session.WELCOME, 30)
+      before, data = case(rng)
+      ping = data_of((session.PING, [None], []))
+      end.send(b''.join([*map(data_of, before), data, ping]))
+      end.socket.shutdown(sockets.SHUT_WR)  # a frame that has become longer is not waited for
+      while (heard := end.hear()) is not None and heard[0] not in (session.PONG, session.GONE):
+        pass
+      good += heard is not None and heard[0] is session.PONG
+    assert not listener.counts['unexpected'], next(e for e in listener.lines.events if 'Trace' in e)
+  return good

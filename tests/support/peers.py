@@ -5,21 +5,19 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-import os
-import random
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
+import bare
 import numpy as np
-import zmq
 from children import DEADLINE, Process, until
 from gymnasium import spaces
 
 from podrace.envs.host.base import Checker, HostSpec, PoolArgs
-from podrace.remote import security, wire
-from podrace.remote.hub import Listen
+from podrace.net import session
+from podrace.net.listener import Listen
+from podrace.remote import wire
 from podrace.remote.server import Server
 from podrace.types import FIRST, LAST, MID, Arrival
 
@@ -154,87 +152,73 @@ def assert_whole(of_lives: dict[Any, list[Any]]) -> None:
       assert (one == LAST) == (following == FIRST)
 
 
-class Raw:
+class Raw(bare.Bare):
   """A client of a few lines, that can be made to say anything."""
 
   def __init__(self, address: str, kind: HostSpec | None = None, keys: Path | None = None) -> None:
+    super().__init__(bare.connect(address, {}, keys).socket, wire.OF_LEARNERS)
     kind = kind or spec()
     self.schema = wire.schema(kind.observation_space, kind.action_space)
     self.layout = wire.Layout(self.schema)
-    self.context = zmq.Context()
-    self.socket = self.context.socket(zmq.DEALER)
-    if (found := security.client_keys(keys)) is not None:
-      security.secure_client(self.socket, found)
-    self.socket.linger = 0
-    self.socket.sndhwm = self.socket.rcvhwm = 0
-    self.socket.connect(address)
-    self.nonce = random.getrandbits(40)
-    self.session = 0
+    self.client = session.new_client()
     self.count = 0
+    self.out = 0  # bytes that it has sent since it was answered last
 
-  def close(self) -> None:
-    self.socket.close()
-    self.context.term()
+  def send(self, data: bytes) -> None:
+    super().send(data)
+    self.out += len(data)
 
   def __enter__(self) -> Raw:
     return self
 
-  def __exit__(self, *exc: object) -> None:
-    self.close()
-
-  def say(self, *header: Any, frames: Any = ()) -> None:
-    self.socket.send_multipart([wire.pack(*header), *frames])
-
-  def hear(self, seconds: float = 10.0) -> list[Any] | None:
-    """The next header with its frames, or None."""
-    if not self.socket.poll(int(seconds * 1000)):
-      return None
-    frames = self.socket.recv_multipart()
-    return [wire.unpack(frames[0]), *frames[1:]]
-
-  def expect(self, kind: int, seconds: float = 10.0) -> list[Any]:
-    """The next header of this kind; others are passed over, but not what ends a session."""
-    end = time.monotonic() + seconds
-    while (heard := self.hear(max(end - time.monotonic(), 0))) is not None:
-      if heard[0][0] == kind:
-        return heard
-      assert heard[0][0] in (wire.PONG, wire.WAIT, wire.START), heard
-    raise AssertionError(f'nothing of kind {kind} in {seconds} s')
-
   def told(self, **changes: Any) -> dict[str, Any]:
-    told = {'name': wire.NAME, 'version': wire.VERSION, 'nonce': self.nonce, 'host': 'raw',
-            'pid': os.getpid(), 'env': 'test:spec', 'podrace': '0', 'schema': self.schema}  # fmt: skip
-    return {**told, **changes}
+    told = session.hello(wire.SERVICE, self.client, env='test:spec', schema=self.schema)
+    return {**told, 'host': 'raw', **changes}
 
-  def hello(self, **changes: Any) -> dict[str, Any]:
-    self.say(wire.HELLO, self.told(**changes))
-    heard = self.expect(wire.WELCOME)
-    self.session = heard[0][1]
-    return heard[0][2]
+  def join_as(self, **changes: Any) -> dict[str, Any]:
+    """Says hello; what WELCOME tells."""
+    self.say(session.HELLO, self.told(**changes))
+    return self.expect(session.WELCOME)[0][0]
 
   def enter(self, size: int, group: int = 0) -> None:
-    self.say(wire.ENTER, self.session, group, size)
-    assert self.expect(wire.START)[0][1:] == [self.session, group]
+    self.say(wire.ENTER, group, size)
+    assert list(self.expect(wire.START)[0]) == [group]
+    self.out = 0
 
-  def frames(self, size: int, kind: int = MID, life: int = 0) -> list[bytes]:
+  def body(self, size: int, kind: int = MID, life: int = 0) -> list[bytes]:
+    """The bytes of records, and of each array of observations."""
     records = np.zeros(size, wire.RECORD)
     records['step_type'], records['discount'], records['life'] = kind, 1, life
     arrays = [np.full((size, *s), self.count, d) for d, s in self.layout.leaves]
     self.count += 1
     return [x.tobytes() for x in (records, *arrays)]
 
-  def step(self, size: int, seq: int, kind: int = MID, group: int = 0, frames: Any = None) -> None:
-    frames = frames if frames is not None else self.frames(size, kind)
-    self.say(wire.STEP, self.session, group, seq, wire.checksum(frames), frames=frames)
+  def step(self, size: int, seq: int, kind: int = MID, group: int = 0, body: Any = None) -> None:
+    self.say(wire.STEP, group, seq, arrays=body if body is not None else self.body(size, kind))
 
   def act(self, size: int, seq: int, group: int = 0) -> np.ndarray:
-    header, *frames = self.expect(wire.ACTION)
-    assert header[1:4] == [self.session, group, seq]
-    return self.layout.actions(frames, size, header[4])
+    fields, (data,) = self.expect(wire.ACTION)
+    assert list(fields) == [group, seq]
+    self.out = 0
+    return self.layout.actions(data, size)
+
+  def refused(self) -> list[str]:
+    """Why it is refused."""
+    while (heard := self.hear()) is not None:
+      if heard[0] is session.REFUSED:
+        return heard[1][0]
+    raise AssertionError('the connection ended without a word')
+
+  def gone(self) -> str:
+    """Why the session is over."""
+    while (heard := self.hear()) is not None:
+      if heard[0] is session.GONE:
+        return heard[1][0]
+    raise AssertionError('the connection ended without a word')
 
   def join(self, size: int) -> None:
     """As far as the first action."""
-    self.hello()
+    self.join_as()
     self.enter(size)
     self.step(size, 0, FIRST)
     self.act(size, 0)

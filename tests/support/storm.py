@@ -1,4 +1,4 @@
-"""Messages that are none, over real connections to a server that runs, beside a client that goes on."""
+"""Messages that are none, over ever new connections to a server that runs, beside a client that goes on."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import zmq
+import bare
 
-from podrace.remote.wire import pack, unpack
+from podrace.net import session
+from podrace.net.frame import Kind
 
 MESSAGES = int(os.environ.get('PODRACE_FUZZ', 200_000))  # that a slow test sends
 REPLAYED, HUGE = 0.1, 0.005  # how often
 EVERY = 10  # connections, after which the good client does something
 
-Messages = Callable[[random.Random, int], Iterable[list[bytes]]]
+Messages = Callable[[random.Random], Iterable[bytes]]
 
 
 class Told(NamedTuple):
@@ -33,9 +34,9 @@ class Told(NamedTuple):
 
 def storm(
   address: str,
+  kinds: dict[int, Kind],
   count: int,
-  hello: Callable[[], list[Any]],
-  welcome: int,
+  hello: Callable[[], dict[str, Any]],
   messages: Messages,
   good: Callable[[], None],
   memory: Callable[[], int],
@@ -44,36 +45,33 @@ def storm(
   """Sends so many, of ever new connections, most of which have a session; some are sent again, by anybody.
 
   Args:
-    hello: a header that is answered by one of kind `welcome`, with a session.
-    messages: what a connection with such a session (0: none) says.
+    hello: what HELLO tells.
+    messages: the bytes of what a connection says.
     good: what a good client does now and then; fails if it can't.
     memory: bytes of the server.
   """
-  rng, context = random.Random(seed), zmq.Context()
+  rng = random.Random(seed)
   sent = connections = huge = 0
   before, slowest, begun = 0, 0.0, time.monotonic()
-  known = collections.deque[list[bytes]](maxlen=100)
+  known = collections.deque[bytes](maxlen=100)
   while sent < count:
-    socket = context.socket(zmq.DEALER)
-    socket.linger, socket.sndhwm, socket.rcvhwm = 5000, 0, 0
-    socket.connect(address)
-    session = 0
-    if rng.random() < 0.8:
-      socket.send(pack(*hello()))
-      assert socket.poll(30_000), 'no answer to a hello'
-      header = unpack(socket.recv_multipart()[0], 2**20)
-      session = header[1] if header[0] == welcome else 0
-    for frames in messages(rng, session):
-      socket.send_multipart(frames)
-      known.append(frames)
-      sent += 1
-      if rng.random() < REPLAYED:
-        socket.send_multipart(rng.choice(known))
-        sent += 1
-    if rng.random() < HUGE:
-      socket.send(bytes(2**24), copy=False)
-      huge += 1
-    socket.close()
+    with bare.connect(address, kinds) as end:
+      if rng.random() < 0.8:
+        end.say(session.HELLO, hello())
+        assert end.hear(30.0) is not None, 'no answer to a hello'
+      try:
+        for data in messages(rng):
+          end.send(data)
+          known.append(data)
+          sent += 1
+          if rng.random() < REPLAYED:
+            end.send(rng.choice(known))
+            sent += 1
+        if rng.random() < HUGE:
+          huge += 1
+          end.send(bytes(2**24))
+      except OSError:  # it has been cut off
+        pass
     connections += 1
     if connections % EVERY == 0:
       now = time.monotonic()
@@ -81,7 +79,6 @@ def storm(
       slowest = max(slowest, time.monotonic() - now)
     if not before and sent > count / 10:
       before = memory()
-  context.term()
   seconds = time.monotonic() - begun
   good()
   grown = (memory() - before) / 2**20

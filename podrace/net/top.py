@@ -3,64 +3,96 @@
 from __future__ import annotations
 
 import json
+import selectors
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace.remote import security, wire
-from podrace.remote.dial import Connection
+from podrace.net import address as addresses
+from podrace.net import keys as net_keys
+from podrace.net import session
+from podrace.net.frame import Kind, WireError
+from podrace.net.link import LARGEST, NOBODY, NOTHING_KNOWN, SAYS_NOTHING
+from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
+from podrace.net.text import plain
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
+KINDS = session.of_listeners()
 HEAD = ('client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'seen')
 
 
 class Asker:
-  """A connection that asks how things are."""
+  """A connection that asks how things are, and has no session.
+
+  Raises:
+    SecurityError: for addresses or keys that can't be used.
+  """
 
   def __init__(self, address: str, keys: Path | None, insecure: bool) -> None:
-    security.check_address(address, keys, insecure, 'top')
+    addresses.check_address(address, keys, insecure, 'top')
     self._address = address
-    self._context = security.new_context()
-    try:
-      self._connection = Connection(
-        self._context, address, security.client_keys(keys),
-        sends=10, receives=10, largest=2 * wire.REPORT_BYTES, patience_ms=1000,
-      )  # fmt: skip
-    except BaseException:
-      self._context.term()
-      raise
+    self._context = None if keys is None else net_keys.client_context(keys)
+    self._stream: Stream | None = None
+    self._report: dict[str, Any] | None = None
+    self._why = NOTHING_KNOWN
 
   def ask(self) -> dict[str, Any]:
-    """The learner's report.
+    """The report of whoever listens there.
 
     Raises:
       TimeoutError: if there is no answer.
     """
-    socket = self._connection.socket
-    socket.send(wire.pack(wire.ASK))
+    self._report = None
     end = time.monotonic() + ANSWER_SECONDS
-    while (left := end - time.monotonic()) > 0 and socket.poll(int(left * 1000) + 1):
-      header = wire.unpack(socket.recv_multipart()[0], wire.REPORT_BYTES)
-      if header[0] == wire.REPORT:
-        (report,) = wire.fields(header, dict)
-        return report
-    while self._connection.event():
-      pass
-    raise TimeoutError(
-      f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: {self._connection.why}'
-    )
+    while time.monotonic() < end:
+      try:
+        self._ask(end)
+      except (Ended, Full, OSError, WireError) as e:
+        self._why = NOBODY if isinstance(e, ConnectionRefusedError | FileNotFoundError) else why(e)
+        self.close()
+        time.sleep(0.2)
+      if self._report is not None:
+        return self._report
+    raise TimeoutError(f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: {self._why}')
+
+  def _ask(self, end: float) -> None:
+    if self._stream is None:
+      socket = addresses.connect(self._address, ANSWER_SECONDS)
+      no_delay(socket)
+      nothing = lambda *args: None  # noqa: E731
+      self._stream = Stream(
+        socket, KINDS, self._hear, nothing, LARGEST, 8, new_scratch(), self._context
+      )
+      self._why = SAYS_NOTHING
+    stream = self._stream
+    with selectors.DefaultSelector() as selector:
+      selector.register(stream, selectors.EVENT_READ)
+      while not stream.shaken and stream.shake() and (left := end - time.monotonic()) > 0:
+        selector.select(min(left, 0.05))
+      stream.send(session.ASK)
+      while self._report is None and (left := end - time.monotonic()) > 0:
+        if stream.pending() or selector.select(left if stream.flush() else 0.01):
+          stream.receive()
+
+  def _hear(self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Any) -> None:
+    if kind is session.REPORT:
+      self._report = fields[0]
+    elif kind is session.GONE:
+      raise Ended(plain(fields[0]))
 
   def close(self) -> None:
-    self._connection.close()
-    self._context.term()
+    if self._stream is not None:
+      self._stream.close()
+    self._stream = None
 
 
 def _plain(text: Any) -> str:
   """Somebody else's text as text: neither rich's markup nor what terminals obey."""
   from rich.markup import escape
 
-  return escape(wire.plain(text))
+  return escape(plain(text))
 
 
 def _counts(report: dict[str, Any]) -> str:
@@ -136,7 +168,7 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
       print(json.dumps(report))
       return 0
     _live(asker, report, every)
-  except (TimeoutError, wire.WireError) as e:
+  except TimeoutError as e:
     print(f'podrace top: {e}', file=sys.stderr)
     return 1
   except KeyboardInterrupt:

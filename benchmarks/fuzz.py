@@ -1,0 +1,271 @@
+"""Messages that are nearly right or none at all, against each service, and against TLS's handshake; memory is measured.
+
+Each service is a process of its own. A part sends its messages over ever new connections, most of which have a session: first
+what is right, then what is nearly right, then nonsense until the connection is cut (tests/support/storm.py). A good client does its work
+meanwhile, and fails if it waits for more than 30 s. A part fails if the process ends, or says that a check was missing.
+
+seed: a learner of remote environments with a stub; replay: the replay service; parameters: a publisher; tls: a publisher with
+keys, to which come half a handshake, a spoiled one, one with keys of others, nonsense, or nothing at all; up to 2,000 of these
+connections stay open.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import json
+import random
+import resource
+import socket as sockets
+import ssl
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import common
+import tables_load
+
+sys.path.extend(str(common.ROOT / 'tests' / x) for x in ('support', 'remote', 'service'))
+
+import numpy as np
+from mutants import data_of, spoiled
+from storm import storm
+
+from podrace import service, tables
+from podrace.net import keys as net_keys
+from podrace.net import session
+from podrace.net.listener import Listener
+from podrace.service import parameters
+
+PARTS = ('seed', 'replay', 'parameters', 'tls')
+ANY = 'tcp://127.0.0.1:*'
+OPEN = 2000  # connections that stay open, of the part tls
+SHARE = dict(seed=1.0, replay=1.0, parameters=1.0, tls=0.1)  # of the messages
+
+
+# --- services, each a process ---------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def served(part: str, directory: Path) -> Iterator[Listener]:
+  """The listener of a service that runs."""
+  if part == 'seed':
+    from peers import Learner
+
+    with Learner(keep=False, slots=64) as learner:
+      yield learner.server.listener
+  elif part == 'replay':
+    from podrace.service.server import ReplayServer
+
+    with ReplayServer(ANY, most_bytes=2**20) as server:
+      yield server.listener
+  else:
+    keys = directory if part == 'tls' else None
+    with service.Publisher(ANY, keys=keys) as publisher:
+      publisher.publish(1, [('x', np.ones(5))])
+      yield publisher.listener
+
+
+def serve(part: str, directory: Path) -> None:
+  with served(part, directory) as listener:
+    common.answer(address=listener.address)
+    for _ in common.requests():
+      common.answer(
+        counts=dict(listener.counts),
+        guests=len(listener.guests),
+        resident=tables_load.resident(),
+        cpu_s=time.process_time(),
+        unexpected=[x for x in listener.lines.events if 'Trace' in x],
+      )
+
+
+# --- what is sent -----------------------------------------------------------------------------------
+
+
+def nonsense(rng: random.Random) -> bytes:
+  """Bytes that begin like a frame, more or less."""
+  data = bytearray(rng.randbytes(rng.randrange(1, 200)))
+  if rng.random() < 0.7 and len(data) >= 8:
+    data[:4] = rng.choice([len(data) - 8, len(data), 2**31, 0]).to_bytes(4, 'little')
+    data[4:8] = (rng.randrange(256) | rng.randrange(40) << 8).to_bytes(4, 'little')
+  return bytes(data)
+
+
+Sent = tuple[Any, Callable[[], dict[str, Any]], Any, Callable[[], None]]
+
+
+def of_seed(address: str) -> Sent:
+  """Kinds that come back, hello, a case, and what a good client does; so of the others."""
+  from peers import Raw
+  from test_server import documents
+
+  from podrace.remote import wire
+
+  template, good, seq = Raw(address), Raw(address), 0
+  good.join(2)
+
+  def go_on() -> None:
+    nonlocal seq
+    seq += 1
+    good.step(2, seq)
+    good.act(2, seq)
+
+  hello = lambda: template.told(client=session.new_client())  # noqa: E731
+  return wire.OF_LEARNERS, hello, spoiled(hello, documents(template)), go_on
+
+
+def of_replay(address: str) -> Sent:
+  from test_service_security import documents, told_hello
+
+  from podrace.service import wire
+
+  client = service.connect(address)
+  settings = dict(sampler=tables.uniform(), remover=tables.fifo(), max_size=10)
+  client.table('it', rate_limiter=tables.min_size(1), **settings)  # type: ignore[arg-type]
+  table = client.table('good', rate_limiter=tables.min_size(1), **settings)  # type: ignore[arg-type]
+  writer = client.writer(history=1, delay=0.0)
+
+  def go_on() -> None:
+    writer.append({'x': np.int64(1)})
+    writer.create_item(table, 1.0, num_steps=1)
+    writer.flush(timeout=30)
+    assert table.sample(1, timeout=30).data['x'].tolist() == [[1]]
+
+  small = lambda: [d for d in documents() if 60_000 not in d[1]]  # noqa: E731  # they take seconds
+  return wire.OF_SERVICES, told_hello, spoiled(told_hello, small), go_on
+
+
+def of_parameters(address: str, keys: Path | None = None) -> Sent:
+  def go_on() -> None:
+    reader = service.Parameters(address, keys=keys)
+    assert reader.get(timeout=30).version == 1
+    reader.close()
+
+  hello = lambda: session.hello(parameters.SERVICE, session.new_client())  # noqa: E731
+  every = lambda: [(session.PING, [None], []), (session.ASK, [], []), (session.BYE, ['x'], [])]  # noqa: E731
+  return parameters.Parameters.kinds, hello, spoiled(hello, every), go_on
+
+
+# --- parts ------------------------------------------------------------------------------------------
+
+
+def messages_against(
+  part: str, address: str, count: int, memory: Callable[[], int]
+) -> dict[str, Any]:
+  makers = dict(seed=of_seed, replay=of_replay, parameters=of_parameters)
+  kinds, hello, nearly, go_on = makers[part](address)
+
+  def messages(rng: random.Random) -> Iterator[bytes]:
+    before, mutant = nearly(rng)
+    yield from map(data_of, before)
+    yield mutant
+    for _ in range(rng.randrange(6)):
+      yield nonsense(rng)
+
+  told = storm(address, kinds, count, hello, messages, go_on, memory)
+  return told._asdict()
+
+
+def half_handshake(keys: Path, sizes: random.Random) -> bytes:
+  """The first bytes of a client's handshake, some of them spoiled at times."""
+  incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+  with contextlib.suppress(ssl.SSLWantReadError):
+    net_keys.client_context(keys).wrap_bio(incoming, outgoing).do_handshake()
+  data = bytearray(outgoing.read())
+  for _ in range(sizes.choice([0, 0, 1, 3])):
+    data[sizes.randrange(len(data))] ^= 1 << sizes.randrange(8)
+  return bytes(data[: sizes.randrange(1, len(data) + 1)])
+
+
+def handshakes_against(
+  keys: Path, address: str, count: int, memory: Callable[[], int]
+) -> dict[str, Any]:
+  """So many connections; the good client comes in anew every thousand."""
+  host, port = address.removeprefix('tcp://').rsplit(':', 1)
+  others = keys.parent / 'others'
+  net_keys.new_keys(others)
+  *_, go_on = of_parameters(address, keys)
+  rng = random.Random(0)
+  hellos = [half_handshake(keys, rng) for _ in range(500)]
+  wrong = net_keys.client_context(others)
+  kept: collections.deque[sockets.socket] = collections.deque()
+  before, slowest, begun = 0, 0.0, time.monotonic()
+  for i in range(count):
+    end = sockets.create_connection((host, int(port)))
+    way = rng.random()
+    with contextlib.suppress(OSError):
+      if way < 0.5:
+        end.sendall(rng.choice(hellos))
+      elif way < 0.7:
+        end.sendall(rng.randbytes(rng.randrange(1, 300)))
+      elif way < 0.71:
+        end.settimeout(10)
+        wrong.wrap_socket(end)
+    kept.append(end)
+    if len(kept) > OPEN:
+      kept.popleft().close()
+    if i % 1000 == 999:
+      now = time.monotonic()
+      go_on()
+      slowest = max(slowest, time.monotonic() - now)
+    if i == count // 10:
+      before = memory()
+  grown = memory() - before
+  for end in kept:
+    end.close()
+  return dict(
+    connections=count, open=OPEN, seconds=round(time.monotonic() - begun, 1), slowest=slowest,
+    megabytes=round(grown / 2**20, 1),
+  )  # fmt: skip
+
+
+def run(part: str, count: int) -> dict[str, Any]:
+  with tempfile.TemporaryDirectory() as directory:
+    keys = Path(directory) / 'keys'
+    net_keys.new_keys(keys)
+    server = common.Worker([sys.executable, __file__, '--serve', part, str(keys)])
+    assert server.process.stdout
+    with server:
+      address = json.loads(server.process.stdout.readline())['address']
+      first = server.ask()
+      memory = lambda: server.ask()['resident']  # noqa: E731
+      if part == 'tls':
+        found = handshakes_against(keys, address, count, memory)
+      else:
+        found = messages_against(part, address, count, memory)
+      last = server.ask()
+    if last['unexpected']:
+      raise SystemExit(f'{part}: a check is missing:\n{last["unexpected"][0]}')
+    return dict(
+      found, resident_before=first['resident'], resident_after=last['resident'],
+      server_cpu_s=last['cpu_s'] - first['cpu_s'], counts=last['counts'], origin=common.origin(),
+    )  # fmt: skip
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('parts', nargs='*', help=f'of {PARTS}; none: all')
+  parser.add_argument('--messages', type=int, default=1_000_000, help='of tls a tenth of it')
+  parser.add_argument('--serve', nargs=2, help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.serve:
+    serve(args.serve[0], Path(args.serve[1]))
+    return
+  if wrong := set(args.parts) - set(PARTS):
+    parser.error(f'no part is called {sorted(wrong)}; there are {PARTS}')
+  _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (min(2**16, hard), hard))
+  path = common.RESULTS / 'fuzz.json'
+  results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
+  for part in args.parts or PARTS:
+    results[part] = run(part, int(args.messages * SHARE[part]))
+    print(part, results[part], flush=True)
+    common.record('fuzz', results)
+
+
+if __name__ == '__main__':
+  main()

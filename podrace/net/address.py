@@ -1,0 +1,219 @@
+"""Addresses: `tcp://HOST:PORT`, or `unix:PATH` on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket as sockets
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+from podrace.net.keys import SecurityError
+
+BACKLOG = 1024  # connections that the kernel holds until they are accepted
+
+
+def unix_path(address: str) -> str | None:
+  """The PATH of unix:PATH; None for others."""
+  scheme, _, path = address.partition(':')
+  return path if scheme == 'unix' else None
+
+
+def host_and_port(address: str) -> tuple[str, str]:
+  """Of tcp://HOST:PORT; ('', '') for others."""
+  scheme, _, rest = address.partition('://')
+  host, _, port = rest.rpartition(':')
+  return (host, port) if scheme == 'tcp' else ('', '')
+
+
+def is_local(address: str) -> bool:
+  """Whether an address can be reached from this machine only."""
+  if unix_path(address) is not None:
+    return True
+  host = host_and_port(address)[0].strip('[]')
+  if host == 'localhost':
+    return True
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False
+
+
+def reachable(address: str) -> str:
+  """As others can use it: one that is open to all machines is given with this one's name."""
+  host, port = host_and_port(address)
+  return f'tcp://{sockets.gethostname()}:{port}' if host in ('*', '0.0.0.0', '[::]') else address
+
+
+def check_address(
+  address: str, keys: Path | None, insecure: bool, flag: str, listens: bool = False
+) -> None:
+  """Refuses an address that is none, and one beyond loopback without keys.
+
+  A listener may leave HOST or PORT open, as `*`.
+
+  Raises:
+    SecurityError: saying what to give instead.
+  """
+  host, port = host_and_port(address)
+  if listens:
+    tcp, more = bool(host) and (port == '*' or _is_port(port, 0)), ' or * (any)'
+  else:
+    tcp, more = host not in ('', '*') and _is_port(port, 1), ''
+  if not (tcp or unix_path(address)) or any(map(str.isspace, address)) or '\0' in address:
+    raise SecurityError(
+      f'{flag} takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535{more}, not {address!r}'
+    )
+  if keys is not None and insecure:
+    raise SecurityError('--keys and --insecure contradict each other: give one of them')
+  if keys is None and not insecure and not is_local(address):
+    raise SecurityError(
+      f'{flag} {address} can be reached from other machines, so it needs keys: '
+      '`podrace keys new DIR`, then --keys DIR at both ends; '
+      'or --insecure, with which anybody who reaches it can take part, unencrypted'
+    )
+
+
+def _is_port(text: str, least: int) -> bool:
+  return text.isascii() and text.isdigit() and len(text) <= 5 and least <= int(text) <= 65535
+
+
+# --- listening --------------------------------------------------------------------------------------
+
+
+def listen(address: str) -> tuple[sockets.socket, str]:
+  """A socket that listens, without blocking, and its address with the port that it has.
+
+  Raises:
+    SecurityError: if the address can't be listened at.
+  """
+  try:
+    path = unix_path(address)
+    socket = _listen_tcp(address) if path is None else _listen_unix(path)
+  except (OSError, UnicodeError) as e:
+    why = getattr(e, 'strerror', None) or e
+    raise SecurityError(f'cannot listen at {address}: {why}') from e
+  socket.setblocking(False)
+  if path is not None:
+    return socket, address
+  host, port = socket.getsockname()[:2]
+  return socket, f'tcp://[{host}]:{port}' if ':' in host else f'tcp://{host}:{port}'
+
+
+def _listen_tcp(address: str) -> sockets.socket:
+  host, port = host_and_port(address)
+  name = '0.0.0.0' if host == '*' else host.strip('[]')
+  found = sockets.getaddrinfo(
+    name, 0 if port == '*' else int(port), type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
+  )
+  family, kind, proto, _, where = found[0]
+  socket = sockets.socket(family, kind, proto)
+  try:
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+    socket.bind(where)
+    socket.listen(BACKLOG)
+  except BaseException:
+    socket.close()
+    raise
+  return socket
+
+
+def _listen_unix(path: str) -> sockets.socket:
+  """At a file that only this user may connect to."""
+  _check_free(path)
+  socket = sockets.socket(sockets.AF_UNIX)
+  before = os.umask(0o177)  # so that nobody else can connect before `listen` either
+  try:
+    socket.bind(path)
+    socket.listen(BACKLOG)
+  except BaseException:
+    socket.close()
+    raise
+  finally:
+    os.umask(before)
+  if why := not_private(path):  # a file system without modes
+    socket.close()
+    os.unlink(path)
+    raise PermissionError(errno.EPERM, why)
+  return socket
+
+
+def _check_free(path: str) -> None:
+  """Removes what a process that died has left; raises OSError for anything else that is there."""
+  try:
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+      raise FileExistsError(
+        errno.EEXIST, 'there is a file that is no socket; move it, or give another path'
+      )
+  except FileNotFoundError:
+    return
+  with sockets.socket(sockets.AF_UNIX) as probe:
+    probe.setblocking(False)
+    try:
+      probe.connect(path)
+    except ConnectionRefusedError:
+      os.unlink(path)
+      return
+    except BlockingIOError:  # somebody listens, and is busy
+      pass
+  raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def not_private(path: str) -> str:
+  """Why others than this user may use a file; '' if they may not."""
+  found = os.stat(path)
+  if found.st_uid not in (os.geteuid(), 0):
+    return f'{path} belongs to user {found.st_uid}, not to user {os.geteuid()}'
+  if found.st_mode & 0o077:
+    return f'{path} is open to others (mode {found.st_mode & 0o777:o}): `chmod 600 {path}`'
+  return ''
+
+
+def same_user(socket: sockets.socket) -> bool:
+  """Whether the other end of a Unix socket is a process of this user, or of root."""
+  if not hasattr(sockets, 'SO_PEERCRED'):
+    return True  # the file's mode says so already
+  credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
+  uid = int.from_bytes(credentials[4:8], sys.byteorder)
+  return uid in (os.geteuid(), 0)
+
+
+# --- connecting -------------------------------------------------------------------------------------
+
+
+def connect(address: str, seconds: float) -> sockets.socket:
+  """A connected socket, at the first of the host's addresses that answers.
+
+  Raises:
+    OSError: if none does, each in so many seconds, or a Unix socket is not this user's own.
+  """
+  failure: OSError | None = None
+  for family, where in _places(address):
+    socket = sockets.socket(family, sockets.SOCK_STREAM)
+    try:
+      socket.settimeout(seconds)
+      socket.connect(where)
+      if family == getattr(sockets, 'AF_UNIX', None) and not same_user(socket):
+        raise PermissionError(errno.EPERM, "another user's process listens there")
+      return socket
+    except OSError as e:
+      socket.close()
+      failure = e
+  raise failure or OSError(errno.EINVAL, 'it has no address')
+
+
+def _places(address: str) -> list[tuple[int, Any]]:
+  """Families and addresses to connect to, in the order in which to try them."""
+  if (path := unix_path(address)) is not None:
+    if why := not_private(path):
+      raise PermissionError(errno.EPERM, why)
+    return [(sockets.AF_UNIX, path)]
+  host, port = host_and_port(address)
+  with contextlib.suppress(UnicodeError):
+    found = sockets.getaddrinfo(host.strip('[]'), int(port), type=sockets.SOCK_STREAM)
+    return [(family, where) for family, _, _, _, where in found]
+  raise OSError(errno.EINVAL, f'{host!r} is not a name of a machine')

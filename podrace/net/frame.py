@@ -1,0 +1,178 @@
+"""Frames, byte by byte as in docs/protocol.md: a prefix, a header, and arrays one after the other.
+
+Everything that comes in is somebody else's: what is not exactly as it should be is a WireError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+
+VERSION = 2  # of the protocol
+PREFIX = struct.Struct('<II')  # bytes that follow; kind + 256 * bytes of the header
+HEADER_BYTES = 2**22  # at most
+DEPTH = 100  # of lists and maps in a header, at most
+NUMBER = 2**63  # which whole numbers in it are below
+
+Buffer = Any  # bytes, a memoryview of bytes, or an array, whose bytes are meant
+
+
+class WireError(Exception):
+  """A message that isn't one; says what came and what was expected."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kind:
+  """A kind of message. Each is declared once, by `fixed` or `packed`, and used by both ends.
+
+  Attributes:
+    number: in the prefix, 1 to 255.
+    name: for messages.
+    types: of the fields; `object` for any.
+    layout: of the header, where it has a fixed size; else it is a list in msgpack.
+    arrays: how many arrays of bytes follow the header. Of more than one, their sizes are the header's last field.
+  """
+
+  number: int
+  name: str
+  types: tuple[type, ...] = ()
+  layout: struct.Struct | None = None
+  arrays: int = 0
+
+  def pack(self, fields: Sequence[Any], arrays: Sequence[Buffer] = ()) -> list[Buffer]:
+    """A message, as buffers to be sent one after the other."""
+    buffers = [x if type(x) in (bytes, memoryview) else flat(x) for x in arrays]
+    sizes = [len(x) for x in buffers]
+    if self.layout is not None:
+      head = self.layout.pack(*fields)
+    else:
+      head = msgpack.packb([*fields, sizes] if self.arrays > 1 else fields)
+    prefix = PREFIX.pack(len(head) + sum(sizes), self.number | len(head) << 8)
+    return [prefix + head, *buffers]
+
+  def header(self, head: Buffer, body: int) -> tuple[Sequence[Any], Sequence[int]]:
+    """Its fields, and the sizes of the arrays in the `body` bytes that follow it.
+
+    Raises:
+      WireError: if they aren't as declared.
+    """
+    if self.layout is not None:
+      if len(head) != self.layout.size:
+        raise WireError(
+          f'a {self.name} with a header of {len(head)} bytes, expected {self.layout.size}'
+        )
+      return self.layout.unpack(head), (body,)
+    fields = unpack(head)
+    if self.arrays <= 1:
+      if body and not self.arrays:
+        raise WireError(f'a {self.name} with {body} bytes after its header, expected none')
+      check_fields(self.name, fields, self.types)
+      return fields, (body,)
+    sizes = fields.pop() if fields else None
+    check_fields(self.name, fields, self.types)
+    if (
+      type(sizes) is not list
+      or len(sizes) != self.arrays
+      or any(type(n) is not int or n < 0 for n in sizes)
+      or sum(sizes) != body
+    ):
+      raise WireError(
+        f'a {self.name} whose last field is {short(sizes)}, expected the sizes of {self.arrays} arrays '
+        f'that are {body} bytes together'
+      )
+    return fields, sizes
+
+
+def fixed(number: int, name: str, layout: str, arrays: int = 0) -> Kind:
+  """A kind whose header has a fixed size: a frequent one."""
+  return Kind(number, name, (), struct.Struct(layout), arrays)
+
+
+def packed(number: int, name: str, *types: type, arrays: int = 0) -> Kind:
+  """A kind whose header is a list in msgpack."""
+  return Kind(number, name, types, None, arrays)
+
+
+def numbered(*kinds: Kind) -> dict[int, Kind]:
+  """Kinds by their numbers, each of which must be there once."""
+  found = {kind.number: kind for kind in kinds}
+  if len(found) < len(kinds) or not all(0 < n < 256 for n in found):
+    raise ValueError(
+      f'numbers of kinds {[k.number for k in kinds]}, expected different ones below 256'
+    )
+  return found
+
+
+def split(body: Buffer, sizes: Iterable[int]) -> list[memoryview]:
+  """The arrays of a body."""
+  view, at, found = memoryview(body), 0, []
+  for size in sizes:
+    found.append(view[at : at + size])
+    at += size
+  return found
+
+
+def flat(x: Any) -> memoryview:
+  """An array's bytes [n] u8, without copying them if it is contiguous."""
+  return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+
+
+# --- headers in msgpack -----------------------------------------------------------------------------
+
+
+def unpack(data: Buffer) -> list[Any]:
+  """A header's list.
+
+  Raises:
+    WireError: if it isn't one.
+  """
+  if len(data) > HEADER_BYTES:
+    raise WireError(f'a header of {len(data)} bytes, at most {HEADER_BYTES}')
+  try:
+    fields = msgpack.unpackb(data, strict_map_key=True)
+  except Exception as e:  # msgpack has a dozen kinds, ValueError and RecursionError among them
+    raise WireError(f'a header that is not msgpack ({type(e).__name__})') from None
+  if not isinstance(fields, list):
+    raise WireError('a header that is not a list')
+  if len(data) > DEPTH and _is_deep(fields):  # shorter ones can't be
+    raise WireError(f'a header of more than {DEPTH} lists and maps within each other')
+  return fields
+
+
+def _is_deep(x: Any) -> bool:
+  """Whether so much is nested that what recurses, such as repr, may fail."""
+  level = [x]
+  for _ in range(DEPTH):
+    level = [
+      inner
+      for outer in level
+      if isinstance(outer, list | dict)
+      for inner in (outer.values() if isinstance(outer, dict) else outer)
+    ]
+    if not level:
+      return False
+  return True
+
+
+def check_fields(name: str, fields: Sequence[Any], types: Sequence[type]) -> None:
+  """Refuses fields of other types, and negative whole numbers.
+
+  Raises:
+    WireError: naming the field.
+  """
+  if len(fields) != len(types):
+    raise WireError(f'{len(fields)} fields in a {name}, expected {len(types)}')
+  for x, kind in zip(fields, types, strict=True):
+    if kind is not object and (type(x) is not kind or (type(x) is int and not 0 <= x < NUMBER)):
+      raise WireError(f'{short(x)} in a {name}, expected {kind.__name__}')
+
+
+def short(x: Any) -> str:
+  """Somebody else's value, for a message."""
+  text = repr(x)
+  return text if len(text) <= 60 else text[:57] + '...'

@@ -1,0 +1,349 @@
+"""One connection's bytes: frames in, frames out, without blocking; plain or under TLS."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import socket as sockets
+import ssl
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from podrace.net.frame import PREFIX, Buffer, Kind, WireError, short
+from podrace.net.tls import Tls
+
+SCRATCH_BYTES = 2**18  # of the memory into which small frames are read
+DIRECT = 2**16  # bytes of a frame, from which on its arrays are read straight into their memory
+AWAITED = 2**18  # bytes of a large frame that are read at once, or more
+AT_ONCE = 64  # buffers that one call hands to the kernel
+PREFIX_BYTES = PREFIX.size
+
+Message = Callable[[Kind, Sequence[Any], memoryview, Sequence[int]], None]
+Memory = Callable[[Kind, Sequence[Any], int], Any]
+
+
+class Ended(Exception):
+  """The connection is over; says why."""
+
+
+class Full(Exception):
+  """The other end does not read what it is sent."""
+
+
+class Stream:
+  """A connected socket. One thread receives and flushes; any may send.
+
+  Args:
+    socket: not blocking.
+    kinds: of the frames that come in, by number.
+    on_message: gets a kind, its fields, its arrays' bytes, which are there until it returns unless `memory` gave
+      them, and their sizes.
+    memory: gives memory [n] u8 for the arrays of a message; None to leave that to the stream.
+    largest: bytes of a frame that comes in, at most.
+    most_out: frames that wait to be sent, at most.
+    scratch: of `new_scratch`, which streams of one thread may share.
+    context, server: for TLS, whose handshake `shake` makes; None for none.
+
+  Attributes:
+    closed: this end has closed it.
+  """
+
+  def __init__(
+    self,
+    socket: sockets.socket,
+    kinds: dict[int, Kind],
+    on_message: Message,
+    memory: Memory,
+    largest: int,
+    most_out: int,
+    scratch: bytearray,
+    context: ssl.SSLContext | None = None,
+    server: bool = False,
+  ) -> None:
+    self.socket, self.kinds, self.on_message, self.memory = socket, kinds, on_message, memory
+    self.largest, self.most_out = largest, most_out
+    self.closed = False
+    self._scratch, more = memoryview(scratch)[:SCRATCH_BYTES], memoryview(scratch)[SCRATCH_BYTES:]
+    self.tls = None if context is None else Tls(socket, context, server, more)
+    self.shaken = self.tls is None
+    self._partial = b''
+    self._into: memoryview | None = None  # what is being read straight into its memory
+    self._at = 0
+    self._kind_of, self._head = next(iter(kinds.values())), 0  # its kind, and bytes of its header
+    self._awaited = 1  # bytes of which the kernel tells
+    self._direct: Any = None  # its fields and sizes, if they are known already
+    self._out: collections.deque[memoryview] = collections.deque()
+    self._frames: collections.deque[int] = collections.deque()  # buffers of each frame that waits
+    self._lock = threading.Lock()  # of what is to be sent; under TLS of the socket as well
+
+  def fileno(self) -> int:
+    return self.socket.fileno()
+
+  def shake(self) -> str:
+    """Goes on with TLS's handshake: '' if it is done, else what it waits for, 'read' or 'write'.
+
+    Raises:
+      Ended: if it has failed.
+    """
+    assert self.tls is not None
+    try:
+      with self._lock:
+        wants = self.tls.shake()
+    except (OSError, ValueError) as e:
+      raise Ended(why(e)) from e
+    self.shaken = not wants
+    return wants
+
+  # --- in ----------------------------------------------------------------------------------------
+
+  def receive(self) -> None:
+    """Reads what has come, and deals with the frames that are whole.
+
+    Raises:
+      Ended: if the other end has closed it, or it was cut.
+      WireError: if a frame isn't one.
+    """
+    self._receive()
+    while self.pending() and self._receive():
+      pass
+
+  def pending(self) -> bool:
+    """Whether there is more to read of which the kernel knows nothing."""
+    return self.tls is not None and not self.closed and self.tls.pending
+
+  def _receive(self) -> bool:
+    """Reads once; whether something was there."""
+    if self._into is not None:
+      if not (n := self._read(self._into[self._at :])):
+        return False
+      self._at += n
+      if self._at == len(self._into):
+        self._finish()
+      self._await(0 if self._into is None else len(self._into) - self._at)
+      return True
+    kept = len(self._partial)
+    scratch = self._scratch
+    if kept:
+      scratch[:kept] = self._partial
+    if not (n := self._read(scratch[kept:])):
+      return False
+    end = kept + n
+    at = self._parse(end)
+    self._partial = bytes(scratch[at:end]) if at < end else b''
+    return True
+
+  def _read(self, into: memoryview) -> int:
+    """How many bytes were read, 0 if there are none yet."""
+    try:
+      if self.tls is None:
+        n = self.socket.recv_into(into)
+      else:
+        with self._lock:
+          n = self.tls.recv_into(into)
+    except BlockingIOError:
+      return 0
+    except (OSError, ValueError) as e:
+      raise Ended(why(e)) from e
+    if n == 0:
+      raise Ended('the other end closed the connection')
+    return n
+
+  def _parse(self, end: int) -> int:
+    """Deals with the whole frames in the scratch memory; where the first byte is that is left."""
+    scratch, at = self._scratch, 0
+    while end - at >= PREFIX_BYTES:
+      size, word = PREFIX.unpack_from(scratch, at)
+      start = at + PREFIX_BYTES
+      kind, head = self._kind(word), word >> 8  # whoever speaks something else hears it at once
+      if size > self.largest or head > size:
+        raise WireError(f'a frame of {size} bytes with a header of {head}, at most {self.largest}')
+      if end - start >= size:
+        at = start + size
+        self._whole(kind, head, scratch[start:at])
+        if self.closed:
+          return end
+      elif size >= DIRECT:
+        self._begin(size, kind, head, start, end)
+        return end
+      else:
+        break
+    return at
+
+  def _kind(self, word: int) -> Kind:
+    kind = self.kinds.get(word & 0xFF)
+    if kind is None:
+      raise WireError(f'a frame of kind {word & 0xFF}, which is not sent to this end')
+    return kind
+
+  def _whole(self, kind: Kind, head: int, payload: memoryview) -> None:
+    """Deals with a frame, which is not in memory of its own."""
+    body = payload[head:]
+    fields, sizes = kind.header(payload[:head], len(body))
+    if kind.arrays:
+      into = self.memory(kind, fields, len(body))
+      if into is not None:
+        into = memoryview(into)
+        into[:] = body
+        body = into
+    self.on_message(kind, fields, body, sizes)
+
+  def _begin(self, size: int, kind: Kind, head: int, start: int, end: int) -> None:
+    """Begins with a large frame, of which some bytes have come already."""
+    self._kind_of, self._head = kind, head
+    if end - start < head or not kind.arrays:  # all of it, and then its header
+      self._direct, begun = None, start
+      self._into = np.empty(size, np.uint8).data
+    else:
+      begun = start + head
+      fields, sizes = kind.header(self._scratch[start:begun], size - head)
+      into = self.memory(kind, fields, size - head)
+      # Memory that is not touched takes none: a frame of which nothing more comes costs nothing.
+      self._into = np.empty(size - head, np.uint8).data if into is None else memoryview(into)
+      self._direct = fields, sizes
+    self._at = end - begun
+    self._into[: self._at] = self._scratch[begun:end]
+    self._await(len(self._into) - self._at)
+
+  def _await(self, left: int) -> None:
+    """Has the kernel wake this end when much of what is left of a frame has come, not for each packet."""
+    some = max(min(left, AWAITED), 1)
+    if some != self._awaited and self.tls is None:  # which may have some of it already
+      self._awaited = some
+      with contextlib.suppress(OSError):
+        self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, some)
+
+  def _finish(self) -> None:
+    """Deals with a large frame that is whole."""
+    body, self._into = self._into, None
+    assert body is not None
+    if self._direct is None:
+      self._whole(self._kind_of, self._head, body)
+      return
+    (fields, sizes), self._direct = self._direct, None
+    self.on_message(self._kind_of, fields, body, sizes)
+
+  # --- out ---------------------------------------------------------------------------------------
+
+  @property
+  def waiting(self) -> bool:
+    """Whether there is something to flush."""
+    return bool(self._out) or (self.tls is not None and self.tls.waiting)
+
+  def send(self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = ()) -> bool:
+    """Sends a message, now or when there is room: whoever owns its arrays must leave them as they are.
+
+    Returns:
+      whether all of it went; else `flush` must be called when the socket can be written to.
+
+    Raises:
+      Full: if too many frames wait.
+      Ended: if the connection is over.
+    """
+    buffers = kind.pack(fields, arrays)
+    with self._lock:
+      if self.closed:
+        raise Ended('it is closed')
+      if self._out:
+        if len(self._frames) >= self.most_out:
+          raise Full('it does not read what it is sent')
+        self._queue(buffers, 0)
+        return False
+      total = sum(map(len, buffers))
+      sent = self._write(buffers)
+      if sent == total:
+        return self.tls is None or not self.tls.waiting
+      self._queue(buffers, sent)
+      return False
+
+  def _queue(self, buffers: Sequence[Buffer], sent: int) -> None:
+    kept = 0
+    for x in buffers:
+      view = memoryview(x)
+      n = view.nbytes
+      if sent >= n:
+        sent -= n
+        continue
+      self._out.append(view[sent:])
+      sent, kept = 0, kept + 1
+    self._frames.append(kept)
+
+  def flush(self) -> bool:
+    """Sends what waits; whether nothing does any more.
+
+    Raises:
+      Ended: if the connection is over.
+    """
+    with self._lock:
+      out = self._out
+      while not self.closed:
+        if not out:
+          return self.tls is None or (self._write([]) == 0 and not self.tls.waiting)
+        sent = self._write([out[i] for i in range(min(len(out), AT_ONCE))])
+        if not sent:
+          return False
+        while out and sent >= out[0].nbytes:
+          sent -= out.popleft().nbytes
+          self._frames[0] -= 1
+          if not self._frames[0]:
+            self._frames.popleft()
+        if sent:
+          out[0] = out[0][sent:]
+      return True
+
+  def _write(self, buffers: Sequence[Buffer]) -> int:
+    """How many bytes the kernel took."""
+    try:
+      return self.socket.sendmsg(buffers) if self.tls is None else self.tls.send(buffers)
+    except BlockingIOError:
+      return 0
+    except (OSError, ValueError) as e:
+      raise Ended(why(e)) from e
+
+  def close(self) -> None:
+    """At once; what waits is not sent."""
+    with self._lock:
+      self.closed = True
+      self._out.clear()
+      self._frames.clear()
+      self._into = None
+      # Its owner is in them, which has it: only the garbage collector would find the two, and TLS's memory, some time.
+      self.on_message = self.memory = _nothing
+      self.socket.close()
+
+  def say_plain(self, kind: Kind, *fields: Any) -> None:
+    """A message without TLS, to one that does not speak it; it goes at once, or not at all."""
+    with self._lock, contextlib.suppress(OSError, ValueError):
+      self.socket.send(b''.join(kind.pack(fields)))
+
+  def end_writing(self) -> None:
+    """Tells the other end that nothing more comes."""
+    with self._lock, contextlib.suppress(OSError, ValueError):
+      self.socket.shutdown(sockets.SHUT_WR)
+
+
+def why(error: BaseException) -> str:
+  """Why a connection is over, in words."""
+  if isinstance(error, ssl.SSLCertVerificationError):
+    return f'its certificate is not one of these keys ({error.verify_message})'
+  if isinstance(error, ssl.SSLError):
+    return f'TLS failed ({error.reason or short(error)})'
+  return getattr(error, 'strerror', None) or str(error) or type(error).__name__
+
+
+def new_scratch() -> bytearray:
+  """Memory for what streams of one thread read."""
+  return bytearray(2 * SCRATCH_BYTES)  # the second half for TLS
+
+
+def _nothing(*args: Any) -> None:
+  """What is done with a message of a connection that is closed."""
+
+
+def no_delay(socket: sockets.socket) -> None:
+  """Has small frames go out at once."""
+  socket.setblocking(False)
+  if socket.family != getattr(sockets, 'AF_UNIX', None):
+    socket.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)

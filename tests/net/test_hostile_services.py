@@ -1,0 +1,107 @@
+"""Clients of services that say what is nearly right, or nothing of the kind: they come back, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import bare
+import numpy as np
+import pytest
+from mutants import Document, data_of, mutant
+from peers import spec
+
+from podrace import service
+from podrace.net import session
+from podrace.net.link import Link
+from podrace.remote import client as remote_client
+from podrace.remote import wire as remote_wire
+from podrace.service import parameters
+from podrace.service import wire as service_wire
+
+WELCOME = {'silence': 5.0}
+
+
+def of_parameters(address: str) -> tuple[Link, Callable[[], Any]]:
+  reader = service.Parameters(address)
+  return reader._link, reader.close
+
+
+def of_replay(address: str) -> tuple[Link, Callable[[], Any]]:
+  client = service.Client([address], None, False)
+  return client.connections[0]._link, client.close
+
+
+def of_seed(address: str) -> tuple[Link, Callable[[], Any]]:
+  options = remote_client.Options(connect=address, env='test:spec', num_envs=2)
+  client = remote_client.Client(options, spec())
+  client._link.start()
+  return client._link, client._link.close
+
+
+def parameters_say() -> list[Document]:
+  data = np.ones(5).tobytes()
+  version = parameters.Version(1, [('x', np.ones(5))])
+  return [
+    (session.WELCOME, [WELCOME], []),
+    (session.PONG, [1], []),
+    (parameters.NEWEST, [1, version.sha256, [['x', '<f8', [5]]]], [data]),
+    (parameters.NEWEST, [2, version.sha256, [['x', '<f8', [5]]]], [b'']),
+    (session.END, [False, 'enough'], []),
+  ]
+
+
+def replay_says() -> list[Document]:
+  leaf = ['leaf', [], []]
+  welcome = dict(WELCOME, number=0, sizes={'it': 3}, largest=2**24, waiting=b'', missing=b'')
+  return [
+    (session.WELCOME, [welcome], []),
+    (session.PONG, [{'it': 4}], []),
+    (service_wire.SIGNATURE, [1, [leaf, [['', '<f4', [], True]]]], []),
+    (service_wire.ACK, [0, '', ], [np.arange(1, 3, dtype='<u8').tobytes(), b'', b'']),
+    (service_wire.SAMPLES, [1, 0, 'why', 3], [b''] * 5),
+    (service_wire.ANSWER, [1, True, {'a': 1}], []),
+    (session.GONE, ['enough'], []),
+  ]  # fmt: skip
+
+
+def learner_says() -> list[Document]:
+  return [
+    (session.WELCOME, [dict(WELCOME, largest_group=8, env='test:spec')], []),
+    (session.PONG, [None], []),
+    (remote_wire.ACTION, [0, 0], [bytes(4)]),
+    (session.GONE, ['enough'], []),
+  ]
+
+
+CASES = {
+  'parameters': (of_parameters, parameters_say),
+  'replay': (of_replay, replay_says),
+  'seed': (of_seed, learner_says),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_service_that_is_nearly_right_is_left_and_tried_again(
+  name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr('podrace.net.link.BACKOFF', (0.0, 0.0))
+  make, says = CASES[name]
+  end, rng = bare.Accepting(session.of_clients()), random.Random(0)
+  link, close = make(end.address)
+  seen = 0
+  for _ in range(300):
+    documents = says()
+    last = rng.randrange(len(documents))
+    with end.accept(30) as one:
+      one.expect(session.HELLO)
+      data = b''.join(map(data_of, documents[:last])) + mutant(rng, documents[last])
+      one.send(data)
+      one.end()  # a frame that has become longer is not waited for
+      assert one.is_closed(30)
+    assert not link.failed or 'refused' in str(link._worker._failure), link._worker.failure
+    seen += link.number > 0
+  assert seen  # some were right
+  close()
+  end.close()
