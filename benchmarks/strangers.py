@@ -27,6 +27,7 @@ from podrace.net.frame import PREFIX
 from podrace.service import parameters
 
 CONNECTIONS = 1000
+LARGEST_HELLO = 131_396  # bytes, of OpenSSL 3
 SERVER = """
 import pathlib, sys, threading
 from podrace.service.parameters import Publisher
@@ -90,6 +91,13 @@ def client_hello(keys: pathlib.Path) -> bytes:
   except ssl.SSLWantReadError:
     return out.read()
   raise AssertionError('it shook hands with nobody')
+
+
+def large_hello() -> bytes:
+  """All but a byte of a ClientHello as large as OpenSSL takes one, in records."""
+  data = b'\x01' + LARGEST_HELLO.to_bytes(3, 'big') + bytes(LARGEST_HELLO - 1)
+  records = [data[i : i + 2**14] for i in range(0, len(data), 2**14)]
+  return b''.join(b'\x16\x03\x01' + len(r).to_bytes(2, 'big') + r for r in records)
 
 
 def standing(server: Server, data: bytes) -> float:
@@ -175,6 +183,7 @@ def main() -> None:
       'with keys, says nothing': (keys, b''),
       'with keys, half a ClientHello': (keys, hello[: len(hello) // 2]),
       'with keys, a ClientHello and no more': (keys, hello),
+      'with keys, all but a byte of the largest ClientHello': (keys, large_hello()),
     }  # fmt: skip
     for name, (dir, data) in cases.items():
       server = Server(dir)
