@@ -19,7 +19,7 @@ from peers import Learner, Raw, spec
 from podrace import tables
 from podrace.envs.host import base as host
 from podrace.net import frame, link, listener, session, stream
-from podrace.net.frame import PREFIX, Kind, split
+from podrace.net.frame import PREFIX, Kind, WireError, split
 from podrace.remote import server as remote_server
 from podrace.remote import wire as remote_wire
 from podrace.service import parameters, server
@@ -113,8 +113,38 @@ def test_an_example_is_what_is_sent(at: int) -> None:
   assert b''.join(map(bytes, kind.pack(fields, arrays))) == data
 
 
+WRONG: dict[type, list[Any]] = {  # by the type of a field
+  int: [None, -1, 2**63, 1.0, True, 'x'], str: [None, 1, b'x'], dict: [None, [], {1: 2}], list: [None, {}, 'x'],
+  bool: [None, 0, 1], float: [None, 1], object: [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('at', range(len(SHOWN)), ids=lambda i: SHOWN[i][0])
+def test_an_example_with_other_fields_is_none(at: int) -> None:
+  """One more, one less, another type, bytes behind the header or fewer than it says."""
+  name, shown, data = SHOWN[at]
+  kind, body = DECLARED[name], len(data) - 8 - (PREFIX.unpack(data[:8])[1] >> 8)
+
+  def refused(header: bytes, size: int = body) -> None:
+    with pytest.raises(WireError):
+      kind.header(header, size)
+
+  if kind.layout is not None:
+    refused(bytes(kind.layout.size - 1))
+    refused(bytes(kind.layout.size + 1))
+    return
+  refused(msgpack.packb([*shown, 0]))
+  refused(msgpack.packb(shown[:-1]) if shown else b'')
+  for i, type_ in enumerate(kind.types):
+    for wrong in WRONG[type_]:
+      refused(msgpack.packb([*shown[:i], wrong, *shown[i + 1 :]]))
+  if kind.arrays != 1:
+    refused(msgpack.packb(shown), body + 1)
+
+
 def test_offsets_are_those_of_records_and_steps() -> None:
-  for name, (dtype, offset) in remote_wire.RECORD.fields.items():  # type: ignore[union-attr]
+  for name in remote_wire.RECORD.names:
+    dtype, offset = remote_wire.RECORD.fields[name][:2]
     shown = '' if name == 'zero' else rf'`{name}`'
     kind = {'f': 'f', 'u': 'u'}[dtype.kind] + str(8 * dtype.itemsize)
     assert re.search(
