@@ -1,19 +1,22 @@
 /* An environment for a podrace learner in C, with nothing but its standard library and sockets.
 
    Written from docs/protocol.md alone. It is the walk of minimal_client.py: 7 places on a line, from the
-   middle to either end, with a reward of 1 at the right one. It has one session, and ends with it: 0 if the run is
-   complete.
+   middle to either end, with a reward of 1 at the right one. It knows no TLS. It has one session, and ends with it:
+   0 if the run is complete.
 
      cc -O2 -o minimal_client examples/minimal_client.c
-     ./minimal_client 127.0.0.1 5555 4                                                                   */
+     ./minimal_client 127.0.0.1 5555 4          # 4 environments
+     ./minimal_client unix PATH 4                                                                         */
 
 #include <netdb.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -23,9 +26,9 @@ enum { FIRST, MID, LAST, PLACES = 7, MOST = 64 };
 
 static int stream, num, place[MOST], over[MOST], joined;
 static double silence = 10.0;
-static uint8_t in[1 << 20], out[1 << 16];
+static uint8_t in[1 << 20], frame[1 << 16], *const out = frame + 8; /* after the prefix */
 
-static void fail(const char *why) { fprintf(stderr, "%s\n", why), exit(1); }
+static _Noreturn void fail(const char *why) { fprintf(stderr, "%s\n", why), exit(1); }
 
 /* Bytes of this machine, which is taken to be little-endian, as the wire is. */
 static uint8_t *put(uint8_t *at, const void *from, size_t n) {
@@ -33,28 +36,22 @@ static uint8_t *put(uint8_t *at, const void *from, size_t n) {
   return at + n;
 }
 
-/* --- msgpack: as much of it as is needed --- */
-
+/* msgpack, as much of it as is needed. */
 static uint8_t *text(uint8_t *at, const char *s) {
   size_t n = strlen(s);
-  *at++ = 0xd9;
-  *at++ = (uint8_t)n;
+  *at++ = 0xd9, *at++ = (uint8_t)n;
   return put(at, s, n);
 }
 
-static uint8_t *whole(uint8_t *at, uint64_t n) {
-  *at++ = 0xcf;
+static uint8_t *eight(uint8_t *at, int kind, uint64_t n) {
+  *at++ = (uint8_t)kind;
   for (int i = 7; i >= 0; i--) *at++ = (uint8_t)(n >> (8 * i));
   return at;
 }
 
-static uint8_t *real(uint8_t *at, double x) {
-  uint64_t bits;
-  memcpy(&bits, &x, 8);
-  at = whole(at, bits);
-  at[-9] = 0xcb;
-  return at;
-}
+static uint8_t *whole(uint8_t *at, uint64_t n) { return eight(at, 0xcf, n); }
+
+static uint8_t *unit(uint8_t *at, int x) { return eight(at, 0xcb, x ? 0x3ff0000000000000 : 0); } /* 0.0 or 1.0 */
 
 static uint64_t big(const uint8_t *at, int n) { return n ? big(at, n - 1) << 8 | at[n - 1] : 0; }
 
@@ -64,16 +61,11 @@ static const uint8_t *value(const uint8_t *at, double *number) {
   if (kind < 0x80) return *number = kind, at;
   if (kind >= 0xa0 && kind < 0xc0) return at + (kind & 31);
   if (kind == 0xc0 || kind == 0xc2 || kind == 0xc3) return *number = kind == 0xc3, at;
-  if (kind == 0xcb) {
-    uint64_t bits = big(at, 8);
-    memcpy(number, &bits, 8);
-    return at + 8;
-  }
+  if (kind == 0xcb) return memcpy(number, (uint64_t[]){big(at, 8)}, 8), at + 8;
   if (kind >= 0xcc && kind <= 0xcf) return n = 1 << (kind - 0xcc), *number = (double)big(at, n), at + n;
   if (kind == 0xd9) return at + 1 + *at;
   if (kind == 0xda) return at + 2 + big(at, 2);
   fail("a value of a kind that this client does not know");
-  return at;
 }
 
 /* The number of a key in the only map of a header; -1 if it is not there. */
@@ -92,20 +84,18 @@ static double member(const uint8_t *head, const char *key) {
   return -1;
 }
 
-/* --- frames --- */
-
-static void say(int kind, const uint8_t *head, uint32_t head_size, const uint8_t *end) {
-  uint32_t prefix[2] = {(uint32_t)(end - head), (uint32_t)kind | head_size << 8};
-  struct { void *base; size_t size; } parts[2] = {{prefix, 8}, {(void *)head, prefix[0]}};
-  for (int i = 0; i < 2; i++)
-    for (size_t at = 0; at < parts[i].size;) {
-      ssize_t n = send(stream, (char *)parts[i].base + at, parts[i].size - at, MSG_NOSIGNAL);
-      if (n < 0) fail("the connection is lost");
-      at += (size_t)n;
-    }
+/* Sends what is from `out` to `end`, of which so many bytes are the header. */
+static void say(int kind, size_t head, const uint8_t *end) {
+  uint32_t prefix[2] = {(uint32_t)(end - out), (uint32_t)kind | (uint32_t)head << 8};
+  put(frame, prefix, 8);
+  for (const uint8_t *at = frame; at < end;) {
+    ssize_t n = send(stream, at, (size_t)(end - at), MSG_NOSIGNAL);
+    if (n < 0) fail("the connection is lost");
+    at += n;
+  }
 }
 
-static void say_packed(int kind, uint8_t *end) { say(kind, out, (uint32_t)(end - out), end); }
+static void say_packed(int kind, const uint8_t *end) { say(kind, (size_t)(end - out), end); }
 
 static void receive(uint8_t *into, size_t size) {
   struct pollfd ready = {stream, POLLIN, 0};
@@ -125,8 +115,7 @@ static void receive(uint8_t *into, size_t size) {
 static void hello(void) {
   char host[100] = "";
   gethostname(host, sizeof host - 1);
-  uint8_t *at = out;
-  *at++ = 0x91, *at++ = 0x88;
+  uint8_t *at = put(out, "\x91\x88", 2);
   at = text(text(at, "name"), "podrace"), at = whole(text(at, "version"), 2);
   at = whole(text(at, "client"), (uint64_t)time(NULL) << 22 | (uint64_t)getpid());
   at = text(text(at, "host"), host), at = whole(text(at, "pid"), (uint64_t)getpid());
@@ -134,14 +123,12 @@ static void hello(void) {
   at = text(at, "schema"), *at++ = 0x82;
   at = text(at, "observation"), *at++ = 0x91, *at++ = 0x95;
   at = text(text(at, "observation"), "<f4"), *at++ = 0x91, *at++ = PLACES;
-  at = text(at, "Box"), *at++ = 0x94, at = real(real(real(real(at, 0), 0), 1), 1);
+  at = text(at, "Box"), *at++ = 0x94, at = unit(unit(unit(unit(at, 0), 0), 1), 1);
   at = text(at, "action"), *at++ = 0x95;
   at = text(text(at, "action"), "<i4"), *at++ = 0x90;
   at = text(at, "Discrete"), *at++ = 0x92, *at++ = 0, *at++ = 2;
   say_packed(HELLO, at);
 }
-
-/* --- the environments --- */
 
 static void step(uint32_t seq, const int32_t *action) {
   uint32_t head[2] = {0, seq};
@@ -158,14 +145,29 @@ static void step(uint32_t seq, const int32_t *action) {
       place_at = put(place_at, &x, 4);
     }
   }
-  say(STEP, out, 8, place_at);
+  say(STEP, 8, place_at);
+}
+
+static void dial(const char *host, const char *port) {
+  struct sockaddr_un local = {.sun_family = AF_UNIX};
+  struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found;
+  int on = 1, failed = 1;
+  if (!strcmp(host, "unix")) {
+    snprintf(local.sun_path, sizeof local.sun_path, "%s", port);
+    stream = socket(AF_UNIX, SOCK_STREAM, 0);
+    failed = connect(stream, (struct sockaddr *)&local, sizeof local);
+  } else if (!getaddrinfo(host, port, &hints, &found)) {
+    stream = socket(found->ai_family, SOCK_STREAM, 0);
+    failed = connect(stream, found->ai_addr, found->ai_addrlen);
+    setsockopt(stream, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+  }
+  if (failed) fail("nobody listens there");
 }
 
 int main(int count, char **args) {
-  struct addrinfo hints = {.ai_socktype = SOCK_STREAM}, *found;
-  if (count != 4 || getaddrinfo(args[1], args[2], &hints, &found)) fail("usage: minimal_client HOST PORT N");
-  stream = socket(found->ai_family, SOCK_STREAM, 0);
-  if (connect(stream, found->ai_addr, found->ai_addrlen)) fail("nobody listens there");
+  int32_t action[MOST] = {0};
+  if (count != 4) fail("usage: minimal_client HOST PORT ENVIRONMENTS, or unix PATH ENVIRONMENTS");
+  dial(args[1], args[2]);
   hello();
   for (uint32_t prefix[2], seq = 0;;) {
     receive((uint8_t *)prefix, 8);
@@ -173,7 +175,8 @@ int main(int count, char **args) {
     receive(in, prefix[0]);
     int kind = prefix[1] & 0xff;
     if (kind == ACTION) {
-      step(++seq, (int32_t *)(in + 8));
+      put((uint8_t *)action, in + 8, 4 * (size_t)num);
+      step(++seq, action);
     } else if (kind == WAIT) {
       sleep(1), hello();
     } else if (kind == WELCOME) {
@@ -183,9 +186,8 @@ int main(int count, char **args) {
       uint8_t entry[3] = {0x92, 0, (uint8_t)num};
       say_packed(ENTER, put(out, entry, 3));
     } else if (kind == START) {
-      int32_t none[MOST] = {0};
       for (int i = 0; i < num; i++) over[i] = 1;
-      step(seq = 0, none);
+      step(seq = 0, action);
     } else if (kind == END) {
       out[0] = 0x91;
       say_packed(BYE, text(out + 1, "the learner has ended"));

@@ -1,21 +1,33 @@
-"""docs/protocol.md lists every kind as it is declared, and its bytes are those that are sent."""
+"""docs/protocol.md: every kind as it is declared, its examples byte by byte, its limits; and listeners that get them."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+import socket as sockets
+from collections.abc import Iterator
+from typing import Any
 
+import bare
 import msgpack
+import numpy as np
 import pytest
 from children import ROOT
-from peers import spec
+from peers import Learner, Raw, spec
 
-from podrace.net import frame, listener, session
-from podrace.net.frame import PREFIX, Kind
+from podrace import tables
+from podrace.envs.host import base as host
+from podrace.net import frame, link, listener, session, stream
+from podrace.net.frame import PREFIX, Kind, WireError, split
+from podrace.remote import server as remote_server
 from podrace.remote import wire as remote_wire
 from podrace.service import parameters, server
 from podrace.service import wire as service_wire
+from podrace.tables.items import TableInfo
 
 PAGE = (ROOT / 'docs' / 'protocol.md').read_text()
+WORDS = ' '.join(PAGE.split())
 ROWS = {
   name: (int(number), header, arrays)
   for name, number, header, arrays in re.findall(
@@ -38,6 +50,26 @@ TYPES = {
   int: 'integer', str: 'string', dict: 'map', list: 'array', bool: 'boolean', float: 'float', object: 'any',
 }  # fmt: skip
 COUNTS = ('none', 'one', 'two', 'three', 'four', 'five', 'six')
+EXAMPLE = re.compile(
+  r'^([A-Z]+) (\[[\s\S]*?\])\n((?:  (?:[0-9a-f]{2} *)+(?:# .*)?\n)+)', re.MULTILINE
+)
+
+
+def examples() -> Iterator[tuple[str, list[Any], bytes]]:
+  """Name, fields and bytes of each message that the page shows."""
+  for name, fields, shown in EXAMPLE.findall(PAGE):
+    lines = (line.partition('#')[0] for line in shown.splitlines())
+    yield name, json.loads(fields), bytes.fromhex(''.join(lines))
+
+
+SHOWN = list(examples())
+
+
+def example(name: str, nth: int = 0) -> bytes:
+  return [data for shown, _, data in SHOWN if shown == name][nth]
+
+
+# --- the kinds --------------------------------------------------------------------------------------
 
 
 def test_every_kind_is_on_the_page_and_none_else() -> None:
@@ -60,67 +92,262 @@ def test_a_kind_is_as_the_page_has_it(name: str) -> None:
 def test_numbers_mean_one_thing_in_each_direction() -> None:
   numbers = [kind.number for kind in DECLARED.values()]
   assert len(set(numbers)) == len(numbers)
-  assert all(
-    (n < 64) == (DECLARED[k] in _said_by_clients()) for k, n in zip(DECLARED, numbers, strict=True)
+  of_clients = [*remote_wire.OF_CLIENTS.values(), *service_wire.OF_CLIENTS.values()]
+  assert all((kind.number < 64) == (kind in of_clients) for kind in DECLARED.values())
+
+
+def test_every_kind_has_an_example() -> None:
+  assert {name for name, _, _ in SHOWN} == DECLARED.keys() and len(SHOWN) == 30
+
+
+@pytest.mark.parametrize('at', range(len(SHOWN)), ids=lambda i: SHOWN[i][0])
+def test_an_example_is_what_is_sent(at: int) -> None:
+  name, shown, data = SHOWN[at]
+  kind = DECLARED[name]
+  size, word = PREFIX.unpack(data[:8])
+  head = word >> 8
+  assert (size, word & 0xFF) == (len(data) - 8, kind.number)
+  fields, sizes = kind.header(data[8 : 8 + head], size - head)
+  assert [*fields, *([list(sizes)] if kind.arrays > 1 else [])] == shown
+  arrays = split(data[8 + head :], sizes) if kind.arrays else []
+  assert b''.join(map(bytes, kind.pack(fields, arrays))) == data
+
+
+WRONG: dict[type, list[Any]] = {  # by the type of a field
+  int: [None, -1, 2**63, 1.0, True, 'x'], str: [None, 1, b'x'], dict: [None, [], {1: 2}], list: [None, {}, 'x'],
+  bool: [None, 0, 1], float: [None, 1], object: [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('at', range(len(SHOWN)), ids=lambda i: SHOWN[i][0])
+def test_an_example_with_other_fields_is_none(at: int) -> None:
+  """One more, one less, another type, bytes behind the header or fewer than it says."""
+  name, shown, data = SHOWN[at]
+  kind, body = DECLARED[name], len(data) - 8 - (PREFIX.unpack(data[:8])[1] >> 8)
+
+  def refused(header: bytes, size: int = body) -> None:
+    with pytest.raises(WireError):
+      kind.header(header, size)
+
+  if kind.layout is not None:
+    refused(bytes(kind.layout.size - 1))
+    refused(bytes(kind.layout.size + 1))
+    return
+  refused(msgpack.packb([*shown, 0]))
+  refused(msgpack.packb(shown[:-1]) if shown else b'')
+  for i, type_ in enumerate(kind.types):
+    for wrong in WRONG[type_]:
+      refused(msgpack.packb([*shown[:i], wrong, *shown[i + 1 :]]))
+  if kind.arrays != 1:
+    refused(msgpack.packb(shown), body + 1)
+
+
+def test_offsets_are_those_of_records_and_steps() -> None:
+  for name in remote_wire.RECORD.names:
+    dtype, offset = remote_wire.RECORD.fields[name][:2]
+    shown = '' if name == 'zero' else rf'`{name}`'
+    kind = {'f': 'f', 'u': 'u'}[dtype.kind] + str(8 * dtype.itemsize)
+    assert re.search(
+      rf'^\| {offset} \| {dtype.itemsize} \| {kind} \| {shown}', PAGE, re.MULTILINE
+    ), name
+  data = example('STEP')
+  assert len(data) == 16 + 20 + 2 and PREFIX.unpack(data[:8])[0] == 8 + 1 * (20 + 2)
+  data = example('ACTION')
+  assert len(data) == 16 + 4 and PREFIX.unpack(data[:8])[0] == 8 + 1 * 4
+
+
+# --- listeners that get the examples ----------------------------------------------------------------
+
+
+def say(socket: sockets.socket, *names: str | bytes) -> None:
+  for name in names:
+    socket.sendall(name if isinstance(name, bytes) else example(name))
+
+
+def hear(socket: sockets.socket, expected: str | bytes) -> bytes:
+  """As many bytes as expected, which they must be."""
+  wanted = expected if isinstance(expected, bytes) else example(expected)
+  data = b''
+  socket.settimeout(10)
+  while len(data) < len(wanted) and (more := socket.recv(len(wanted) - len(data))):
+    data += more
+  assert data == wanted, expected
+  return data
+
+
+def test_a_learner_answers_the_examples_as_the_page_does() -> None:
+  mine = dataclasses.replace(spec((2,), 3, np.uint8), name='mine')
+  with Learner(mine, peer_timeout=10.0) as one:
+    with Raw(one.address) as raw:
+      say(raw.socket, 'HELLO')
+      hear(raw.socket, 'WELCOME')
+      say(raw.socket, 'PING')
+      hear(raw.socket, 'PONG')
+      say(raw.socket, 'ENTER')
+      hear(raw.socket, 'START')
+      say(raw.socket, 'STEP')
+      hear(raw.socket, example('ACTION')[:16])  # and any action
+      assert len(raw.socket.recv(4, sockets.MSG_WAITALL)) == 4
+      say(raw.socket, example('STEP', 1))
+      hear(raw.socket, example('ACTION')[:12] + bytes([1, 0, 0, 0]))
+      assert len(raw.socket.recv(4, sockets.MSG_WAITALL)) == 4
+      say(raw.socket, 'ASK')
+      (report,), _ = raw.expect(session.REPORT)
+      say(raw.socket, 'STEP')  # an old one
+      assert raw.gone().startswith('you sent ')
+    with Raw(one.address) as raw:
+      say(raw.socket, 'HELLO')
+      hear(raw.socket, 'WELCOME')
+      for pool in one.pools:
+        pool.close()
+      with Raw(one.address) as late:
+        say(late.socket, 'HELLO')
+        hear(late.socket, 'WAIT')
+        one.server.finished()
+        hear(raw.socket, 'END')
+        hear(late.socket, 'END')
+      say(raw.socket, 'BYE')
+    shown = PAGE.partition('## The report of a learner')[2].partition('\n# ')[0]
+    assert {*report, *report['clients'][0]} == named(shown) - {'clients'} | {'clients'}
+
+
+def named(text: str) -> set[str]:
+  """What the first column of tables names."""
+  cells = re.findall(r'^\| (`.*?) \|', text, re.MULTILINE)
+  return {name for cell in cells for name in re.findall(r'`(\w+)`', cell)}
+
+
+SETTINGS: dict[str, Any] = dict(
+  sampler=tables.uniform(),
+  remover=tables.fifo(),
+  rate_limiter=tables.min_size(1),
+  max_size=10,
+)
+
+
+def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
+  told = service_wire.told_settings(**SETTINGS)
+  with server.ReplayServer(bare.ANY, tables={'t': told}) as service:
+    one = bare.connect(service.address, service_wire.OF_SERVICES)
+    welcome = one.hello(service_wire.SERVICE, 7)
+    keys = named(PAGE.partition('| HELLO and WELCOME have')[2].partition('\n\n')[0])
+    assert set(welcome) == keys | {'silence', 'number'}
+    say(one.socket, 'TABLE')
+    assert one.expect(service_wire.ANSWER)[0][:2] == [1, True]
+    say(one.socket, 'DECLARE', 'INSERT')
+    hear(one.socket, 'ACK')
+    say(one.socket, 'SAMPLE')
+    hear(one.socket, 'SIGNATURE')
+    hear(one.socket, 'SAMPLES')
+    say(one.socket, 'UPDATE')
+    hear(one.socket, 'ANSWER')
+    say(one.socket, 'CANCEL', 'INFO')
+    (_, good, info), _ = one.expect(service_wire.ANSWER)
+    shown = named(PAGE.partition('**INFO** is a map')[2].partition('\n## ')[0])
+    assert good and set(info) == shown
+    assert shown - {'why_no_sample', 'why_no_insert'} == set(TableInfo.__dataclass_fields__)
+    say(one.socket, 'ASK')
+    (report,), _ = one.expect(session.REPORT)
+    say(one.socket, 'DELETE', 'SAVE')
+    assert one.expect(service_wire.ANSWER)[0] == [4, True, 1]
+    assert one.expect(service_wire.ANSWER)[0][:2] == [6, False]  # without --dir
+    one.close()
+  shown_text = PAGE.partition('## The report of a replay service')[2].partition('\n# ')[0]
+  assert set(report) == named(shown_text)
+  assert set(report['clients'][0]) == set(
+    re.findall(r'`(\w+)`', shown_text.partition('A client has')[2])
   )
 
 
-def _said_by_clients() -> list[Kind]:
-  return [*remote_wire.OF_CLIENTS.values(), *service_wire.OF_CLIENTS.values()]
+def test_the_settings_of_the_page_make_a_table() -> None:
+  text = re.search(r'^\{"sampler".*?\}$', PAGE, re.DOTALL | re.MULTILINE)
+  assert text is not None
+  settings = json.loads(text[0])
+  shown = named(PAGE.partition('| setting | type |')[2].partition('\n\n')[0])
+  assert set(settings) | {service_wire.RUN, service_wire.CONTENTS} == shown
+  with server.ReplayServer(bare.ANY) as service:
+    one = bare.connect(service.address, service_wire.OF_SERVICES)
+    one.hello(service_wire.SERVICE, 7)
+    one.say(service_wire.TABLE, 1, 't', settings)
+    assert one.expect(service_wire.ANSWER)[0][2]['settings'] == settings
+    one.close()
 
 
-def _bytes(line: str) -> bytes:
-  return bytes.fromhex(''.join(re.findall(r'\b[0-9a-f]{2}\b', line)))
-
-
-def test_the_examples_are_what_is_sent() -> None:
-  step, first, enter = (
-    re.search(rf'^({start}.*)$', PAGE, re.MULTILINE)[1]  # type: ignore[index]
-    for start in ('2c 00 00 00', '00 00 00 00   00 00 00 00   00 00 80 3f', '03 00 00 00')
-  )
-  sent = b''.join(map(bytes, remote_wire.STEP.pack((1, 258), (bytes(20), bytes(16)))))
-  assert sent.startswith(_bytes(step)) and len(sent) == 8 + 8 + 36
-  record = remote_wire.np.zeros(1, remote_wire.RECORD)
-  record['discount'] = 1
-  assert record.tobytes() == _bytes(first)
-  assert b''.join(remote_wire.ENTER.pack((0, 4))) == _bytes(enter)
-  size, word = PREFIX.unpack(sent[:8])
-  assert (size, word & 0xFF, word >> 8) == (44, 3, 8)
+def test_parameters_are_published_as_the_page_has_it() -> None:
+  with parameters.Publisher(bare.ANY) as publisher:
+    publisher.publish(3, [('w', np.array([1, 2], '<f4'))])
+    one = bare.connect(publisher.address, parameters.Parameters.kinds)
+    one.say(session.HELLO, {**session.hello(parameters.SERVICE, 7), 'role': 'act'})
+    hear(one.socket, b''.join(session.WELCOME.pack([{'silence': 10.0}])))
+    hear(one.socket, 'NEWEST')
+    say(one.socket, 'ASK')
+    (report,), _ = one.expect(session.REPORT)
+    one.close()
+  shown = set(re.findall(r'`(\w+)`', PAGE.rpartition('**REPORT**')[2]))
+  assert {*report, *report['clients'][0]} == shown
 
 
 def test_the_hello_of_the_page_is_one() -> None:
-  text = re.search(r'```\n(\[\{"name": "podrace".*?)\n```', PAGE, re.DOTALL)
-  assert text is not None
-  inf = float('inf')
-  (hello,) = eval(text[1].replace('-Infinity', '-inf').replace('Infinity', 'inf'), {'inf': inf})
+  (hello,) = next(fields for name, fields, _ in SHOWN if name == 'HELLO')
   session.check_hello(hello)
   assert hello['version'] == frame.VERSION
-  kind = spec()
+  kind = spec((2,), 3, np.uint8)
   assert hello['schema'] == remote_wire.schema(kind.observation_space, kind.action_space)
   assert msgpack.unpackb(msgpack.packb([hello])) == [hello]
+  keys = named(PAGE.partition('**HELLO** asks')[2].partition('\n\n**WELCOME')[0])
+  assert keys == {*hello, 'role'}
+
+
+# --- limits -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
   'text',
   [
-    f'A header has at most {frame.HEADER_BYTES:,} bytes',
-    f'at most {frame.DEPTH} arrays and maps within each other',
-    f'A frame has at most {session.GUEST_BYTES:,} bytes after the first eight',
-    f'A listener has at most {listener.PEERS:,} sessions, and {listener.GUESTS:,} connections without one',
-    f'is closed after {listener.SILENT_SECONDS:.0f} seconds',
-    f'silent for {listener.TALKING_SECONDS / 60:.0f} minutes is closed',
-    f'at most {listener.BACKLOG} frames, then it is dropped',
+    f'| `size`, to a listener, without a session | {session.GUEST_BYTES:,} |',
+    f'| `size`, to the listener of parameters | {parameters.Publisher.largest:,} |',
+    f'| `head` | {frame.HEADER_BYTES:,} |',
+    f'| arrays and maps within each other, in a header | {frame.DEPTH} |',
+    f'at most {session.STRING} characters. Other keys',
+    f'| after it was connected, for TLS and HELLO or ASK | {listener.SILENT_SECONDS:.0f} |',
+    f'to WAIT, or has asked | {listener.TALKING_SECONDS:.0f} |',
+    f'`silence`, {session.SILENCE:.0f} by default',
+    f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f} |',
+    f'if the client does not close it first | {listener.ENDING_SECONDS:.0f} |',
+    f'{link.BACKOFF[0]}, doubled each time, at most {link.BACKOFF[1]:.0f};',
+    f'looks at its clock every {listener.TICK} s',
+    f'| sessions of a listener | {listener.PEERS:,};',
+    f'| connections without a session | {listener.GUESTS:,};',
+    f'has not read, with a session | {listener.BACKLOG};',
+    f'| the same, without a session | {listener.GUEST_BACKLOG} |',
+    f'group is 0 to {remote_wire.GROUPS - 1};',
+    f'| environments of a client | {remote_server.ENVIRONMENTS:,} |',
+    f'of all clients | {remote_server.WAITING:,};',
+    f'| array of maps | at most {remote_server.REPORTED:,} |',
+    f'at most {session.STRING + 20} and {session.STRING} characters, in ASCII',
+    f'| array of maps, integer | at most {listener.REPORTED},',
     f'{service_wire.MESSAGE_ITEMS} items, 2^20 new chunks and 2^20 references',
+    f'n is at most {service_wire.MESSAGE_KEYS:,} |',
     f"a stream's newest {server.REFUSED_ITEMS:,} refused items",
     f'at most {server.REQUESTS:,} that are not answered',
+    f'`n` <= {service_wire.MOST_ITEMS:,} items',
+    f'or {service_wire.MOST_UNREAD} answers',
+    f'at most {server.DECLARATIONS:,} together in a session',
+    f'There are at most {server.TABLES:,} tables',
+    f'of each, at most {parameters.MOST_LEAVES:,}.',
+    f'| {service_wire.DEPTH} within each other;',
+    f'| 1 to {service_wire.LEAVES:,} |',
   ],
 )
 def test_limits_are_those_of_the_page(text: str) -> None:
-  assert text in ' '.join(PAGE.split())
+  assert text in WORDS
 
 
 def test_powers_of_two_are_those_of_the_page() -> None:
   assert service_wire.MESSAGE_CHUNKS == 2**20 == service_wire.MESSAGE_BYTES
   assert parameters.MOST_BYTES == 2**32 - 2**21 and service_wire.FRAME_BYTES == 2**30
   assert service_wire.UNPACKED_CHUNK_BYTES == 2**26 and service_wire.MOST_BYTES == 2**28
-  assert service_wire.MOST_UNREAD == 128 and parameters.KEPT == 4
+  assert parameters.KEPT == 4 and link.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
+  assert service_wire.CHUNK.itemsize * service_wire.MESSAGE_CHUNKS == 2**24
+  assert server.SLACK == 2**20 and service_wire.MOST_NUMBER == 10**15
+  assert host.START_SECONDS == 120 and stream.PREFIX_BYTES == 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,11 +18,12 @@ import numpy as np
 import pytest
 from children import ROOT, until
 from gymnasium import spaces
-from peers import Envs, Learner, Raw, spec
+from peers import ANY, Envs, Learner, Raw, spec
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
 from podrace import cli
 from podrace.envs.host import base as host
+from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.remote import wire
 from podrace.types import FIRST, MID
@@ -136,44 +138,57 @@ def assert_walks(arrivals: list[Any]) -> None:
     np.testing.assert_array_equal(a.timestep.reward, observation[:, 6])
 
 
-def test_the_minimal_client_is_all_it_takes(tmp_path: Path) -> None:
+@pytest.mark.parametrize('how', ['tcp', 'tls', 'unix'])
+def test_the_minimal_client_is_all_it_takes(tmp_path: Path, how: str) -> None:
   """examples/minimal_client.py has nothing of podrace but docs/protocol.md."""
   module = str(ROOT / 'examples' / 'minimal_client.py')
   source = Path(module).read_text()
-  assert (
-    'import podrace' not in source and 'from podrace' not in source and 'numpy as' not in source
-  )
-  with Learner(WALK) as one:
-    with Envs(one.address, tmp_path / 'log', module=module) as client:
-      until(lambda: one.steps > 2000)
+  assert not re.search('import podrace|from podrace|numpy as', source)
+  keys = tmp_path / 'keys' if how == 'tls' else None
+  if keys is not None:
+    net_keys.new_keys(keys)
+  address = f'unix:{tmp_path}/socket' if how == 'unix' else ANY
+  with Learner(WALK, keys=keys, address=address) as one:
+    more = [] if keys is None else [str(keys)]
+    with Envs(one.address, tmp_path / 'log', *more, module=module) as client:
+      until(lambda: one.steps > 500)
       (peer,) = one.server.peers
       one.server.call(one.server.listener.tell_gone, peer, 'a test')
       client.says('session ended: a test')
       before = one.steps
-      until(lambda: one.steps > before + 400)
+      until(lambda: one.steps > before + 200)
       one.server.finished()
       one.__exit__()
       assert client.wait() == 0
+    assert one.server.counts['sessions'] == 2 and not one.server.counts['malformed']
     assert_walks(one.arrivals)
 
 
-def test_the_minimal_client_in_c_is_all_it_takes(tmp_path: Path) -> None:
-  """examples/minimal_client.c has nothing but docs/protocol.md, in at most 200 lines; and is silent for a while."""
+@pytest.fixture
+def in_c(tmp_path: Path) -> Path:
+  """examples/minimal_client.c, compiled."""
   source, binary = ROOT / 'examples' / 'minimal_client.c', tmp_path / 'minimal_client'
   if (compiler := shutil.which('cc')) is None:
     pytest.skip('this machine has no C compiler')
   assert len(source.read_text().splitlines()) <= 200
   subprocess.run([compiler, '-O2', '-Wall', '-Wextra', '-Werror', '-o', binary, source], check=True)
-  with Learner(WALK, peer_timeout=1.0) as one:
-    host, port = one.address.removeprefix('tcp://').split(':')
-    with subprocess.Popen([binary, host, port, '4']) as client:
-      until(lambda: one.steps > 2000)
+  return binary
+
+
+@pytest.mark.parametrize('how', ['tcp', 'unix'])
+def test_the_minimal_client_in_c_is_all_it_takes(tmp_path: Path, in_c: Path, how: str) -> None:
+  """It has nothing but docs/protocol.md, in at most 200 lines; and it says that it is alive."""
+  address = f'unix:{tmp_path}/socket' if how == 'unix' else ANY
+  with Learner(WALK, peer_timeout=1.0, address=address) as one:
+    where = one.address.removeprefix('tcp://').split(':')
+    with subprocess.Popen([in_c, *where, '4']) as client:
+      until(lambda: one.steps > 500)
       one.pause.clear()
       (peer,) = one.server.peers
-      until(lambda: time.monotonic() - peer.since > 3)  # it says that it is alive
+      until(lambda: time.monotonic() - peer.since > 3)
       one.pause.set()
       before = one.steps
-      until(lambda: one.steps > before + 400)
+      until(lambda: one.steps > before + 200)
       one.server.finished()
       one.__exit__()
       assert client.wait(20) == 0
