@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
-from podrace.net.frame import Buffer, Kind, WireError, split
+from podrace.net.frame import PREFIX, Buffer, Kind, WireError, split
 from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
@@ -339,9 +339,18 @@ class Link:
       self._asked, self._must_wait = time.monotonic(), False
       try:
         details = session.hello(self.handler.service, self._client, **self.handler.hello())
+        self._check_hello(details)
         self._stream.send(session.HELLO, details)
       except (Ended, Full) as e:
         self._lose(str(e))
+
+  def _check_hello(self, details: dict[str, Any]) -> None:
+    size = sum(map(len, session.HELLO.pack([details]))) - PREFIX.size
+    if size > session.GUEST_BYTES:
+      raise Refused(
+        f'HELLO to {self.address} would have {size:,} bytes, and a service takes at most {session.GUEST_BYTES:,}: '
+        'what this client tells of itself, as its spaces, is too large'
+      )
 
   def _join(self, details: dict[str, Any]) -> None:
     silence = details.get('silence')

@@ -75,6 +75,18 @@ def test_it_waits_for_a_service_and_says_so(caplog: pytest.LogCaptureFixture) ->
   link.close()
 
 
+def test_a_client_that_tells_too_much_of_itself_is_told_both_sizes() -> None:
+  class Large(Client):
+    def hello(self) -> dict[str, Any]:
+      return {'spaces': 'x' * 80_000}
+
+  with Service().listen() as service:
+    link = to(service.address, Large())
+    with pytest.raises(Refused, match=r'would have 80,\d{3} bytes, .* at most 65,536'):
+      joined(link)
+    assert not service.said
+
+
 def test_it_comes_back_over_a_new_connection_and_says_what_was_lost() -> None:
   with Service(SAY).listen() as service:
     client, proxy = Client(), Proxy(int(service.address.rpartition(':')[2]))
