@@ -32,7 +32,6 @@ class Basics:
 
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
   env: str = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
-  _: dataclasses.KW_ONLY
   num_envs: int = 64  # over all devices; each seed has so many
   unroll_length: int = 16  # environment steps between updates
   total_steps: int = 1_000_000  # environment steps, of each seed
@@ -68,10 +67,10 @@ class Common(Basics):
   eval_video: bool = False  # films an episode of each, into videos/
   init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
   agree: Literal['all-reduce', 'gossip'] = 'all-reduce'
-  # ^ devices average gradients; or, under anakin, each averages its own parameters with those of one neighbour
+  # ^ gossip (anakin): average parameters with a neighbour, not gradients
   gossip_graph: Literal['exponential', 'ring'] = 'exponential'
-  # ^ gossip: the neighbour is 1, 2, 4, ... devices further, in turn; or always the next one
-  gossip_staleness: int = 0  # gossip: updates between sending and receiving, 0 or 1
+  # ^ of gossip, see docs/gossip.md
+  gossip_staleness: int = 0  # of gossip, in updates: 0 or 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

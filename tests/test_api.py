@@ -391,6 +391,7 @@ def test_evaluations_in_another_environment(tmp_path: Path) -> None:
 # --- a warm start ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_parameters_of_another(tmp_path: Path) -> None:
   first = podrace.train(
     podrace.configure('catch', total_steps=200_000, devices=1), tmp_path / 'first', quiet=True

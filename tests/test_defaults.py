@@ -98,6 +98,7 @@ def recorded(tmp_path: Path, *args: str) -> Any:
   return json.loads((run_dir / 'config.json').read_text())
 
 
+@pytest.mark.slow
 def test_the_command_takes_them(tmp_path: Path) -> None:
   """By --env and --agent; a flag goes before them, and a run that is resumed keeps what it has."""
   args = ['--env', ENVS['grid'], '--agent', 'ppo', '--unroll-length', '16', '--agent.epochs', '1']

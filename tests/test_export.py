@@ -240,6 +240,7 @@ class Contrary(PPO):
     return output._replace(action=2 - output.action), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('kind', 'core'),
   [pytest.param(Plain, 'none', marks=pytest.mark.slow), (Plain, 'gru'), (Contrary, 'none')],

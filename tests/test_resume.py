@@ -230,6 +230,7 @@ SLOW = {
   'muesli-sebulba-on-the-host',
   'a-rule',
   'intrinsic',
+  'lifetimes',
   'lpg-gru',
   'lpg-sebulba',
   'meta-training',

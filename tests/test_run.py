@@ -370,6 +370,7 @@ REMEMBERS = DQN(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('place', 'what', 'message'),
   [

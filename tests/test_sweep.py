@@ -311,6 +311,7 @@ def test_a_sweep_in_processes_goes_on_after_a_kill(
   assert record['agent']['network']['hidden'] == [8, 8]
 
 
+@pytest.mark.slow
 def test_trials_that_fail_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   args = ['catch', '--vary', 'env=podrace:catch,podrace:cach', *OPTIONS, '--devices', '1']
   sweep(tmp_path, capsys, *args)

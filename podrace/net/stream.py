@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, short
-from podrace.net.tls import Tls
 
 SCRATCH_BYTES = 2**18  # of the memory into which small frames are read
 DIRECT = 2**16  # bytes of a frame, from which on its arrays are read straight into their memory
@@ -67,7 +66,11 @@ class Stream:
     self.largest, self.most_out = largest, most_out
     self.closed = False
     self._scratch, more = memoryview(scratch)[:SCRATCH_BYTES], memoryview(scratch)[SCRATCH_BYTES:]
-    self.tls = None if context is None else Tls(socket, context, server, more)
+    self.tls = None
+    if context is not None:
+      from podrace.net.tls import Tls  # most clients in a process of environments have no keys
+
+      self.tls = Tls(socket, context, server, more)
     self.shaken = self.tls is None
     self._partial = b''
     self._into: memoryview | None = None  # what is being read straight into its memory

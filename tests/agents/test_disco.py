@@ -206,6 +206,7 @@ def test_devices_learn_the_same_together() -> None:
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_past_a_time_limit_a_value_is_bootstrapped_from() -> None:
   agent, window = bound(small()), random_window()
   params = agent.network.init(jax.random.key(1))

@@ -281,6 +281,7 @@ def returns_of(move: Any, opponent: Any, games: int) -> np.ndarray:
   return found
 
 
+@pytest.mark.slow
 def test_perfect_play_is_never_beaten() -> None:
   """The yardstick itself: it loses to nobody, draws with itself, and beats random play most of the time."""
   assert returns_of(perfect, random_move, 256).min() >= 0

@@ -317,6 +317,7 @@ def test_an_entropy_cost_shrinks_that_keeps_the_policy_from_learning() -> None:
 # --- runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_metrics_have_their_trajectory(tmp_path: Path) -> None:
   agent = dict(self_tuning=True, learning_rate=3e-3, network=dict(hidden=(8,)))
   config = podrace.configure('catch', agent=agent, num_envs=16, total_steps=16 * 16 * 40, log_every=16 * 16 * 10)  # fmt: skip

@@ -305,7 +305,7 @@ CONTINUOUS = {
 @pytest.mark.parametrize(
   ('name', 'devices'),
   [
-    ('sac', 1),
+    pytest.param('sac', 1, marks=SLOW),
     pytest.param('sac', 8, marks=SLOW),
     pytest.param('d4pg', 1, marks=SLOW),
     pytest.param('d4pg', 8, marks=SLOW),

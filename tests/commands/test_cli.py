@@ -229,6 +229,7 @@ def test_help_of_an_agent_of_ones_own_is_its_own(
   assert code == 2 and "no agent 'of_mine:Agnet'" in told
 
 
+@pytest.mark.slow
 def test_an_agent_of_ones_own_is_trained_and_evaluated(tmp_path: Path) -> None:
   """By the program that is installed, which does not look for modules where it is called."""
   (tmp_path / 'of_mine.py').write_text(
@@ -311,6 +312,7 @@ def test_what_has_but_one_architecture_implies_it(args: list[str], architecture:
   assert configuration.implied(Config(Impala()), args).architecture == architecture
 
 
+@pytest.mark.slow
 def test_an_environment_of_the_host_needs_no_word_of_the_architecture(tmp_path: Path) -> None:
   args = ['--env', 'gymnasium:CartPole-v1', '--run-dir', str(tmp_path / 'run')]
   done = command('train', '--agent', 'ppo', *TINY, '--agent.minibatches', '1', *args)

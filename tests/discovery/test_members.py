@@ -166,6 +166,7 @@ def test_advantages_by_hand() -> None:
   np.testing.assert_allclose(found.target[0, 0], 1.0)
 
 
+@pytest.mark.slow
 def test_values_are_learned_and_advantages_scaled() -> None:
   network = ActorCritic(hidden=(8,), initializer='lecun')
   function = ValueFunction(network, learning_rate=0.05).bind(*populations.spaces_of())

@@ -73,6 +73,7 @@ def test_one_all_reduce_in_a_meta_step() -> None:
   assert not any(f' {kind}(' in text for kind in ('all-gather', 'all-to-all', 'collective-permute'))
 
 
+@pytest.mark.slow
 def test_meta_steps_do_not_depend_on_how_they_are_divided() -> None:
   program, run = spread(1)
   whole = run(begun(program), np.int32(3))

@@ -151,6 +151,7 @@ def test_an_agent_that_plans_learns_in_other_processes(places: Places) -> None:
   assert np.mean(returns) > 0.8, returns  # at random -0.6
 
 
+@pytest.mark.slow
 def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
   """As few as those before anything is learned: without acting processes there are none of them either."""
   server, learner = places.serve(), places.learn(384)

@@ -226,7 +226,7 @@ SETTINGS: dict[str, Any] = dict(
 
 
 def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
-  told = service_wire.told_settings(**SETTINGS)
+  told = service_wire.packed_settings(**SETTINGS)
   with server.ReplayServer(bare.ANY, tables={'t': told}) as service:
     one = bare.connect(service.address, service_wire.OF_SERVICES)
     welcome = one.hello(service_wire.SERVICE, 7)

@@ -206,6 +206,7 @@ def test_host_environments_resume(tmp_path: Path, cache: Path) -> None:
   assert inserts[3200] > 2900 and inserts[4480] - inserts[3200] > 1000
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_its_replay_is_damaged(tmp_path: Path, cache: Path) -> None:
   run_dir = tmp_path / 'run'
   args = ['train', 'catch', *DQN, '--replay', 'host', '--total-steps', '3200',

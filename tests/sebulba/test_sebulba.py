@@ -204,7 +204,7 @@ ALL = {
     pytest.param('ppo', 1, marks=pytest.mark.slow),
     pytest.param('impala, recurrent', 1, marks=pytest.mark.slow),
     pytest.param('ppo, recurrent', 2, marks=pytest.mark.slow),
-    ('lpg', 1),
+    pytest.param('lpg', 1, marks=pytest.mark.slow),
     pytest.param('intrinsic', 1, marks=pytest.mark.slow),
     pytest.param('lpg, recurrent', 2, marks=pytest.mark.slow),
     pytest.param('impala, recurrent, self-tuning', 2, marks=pytest.mark.slow),

@@ -461,6 +461,7 @@ def test_no_worker_outlives_a_killed_run(tmp_path: Path, cache: Path) -> None:
 # --- several processes -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_stop_and_go_on_as_one(tmp_path: Path, cache: Path) -> None:
   """Each with an actor of its own; a signal to one of them saves the run, and ends both."""
   run_dir = tmp_path / 'run'
