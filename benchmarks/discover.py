@@ -87,9 +87,8 @@ def trained_rule(config: Any, run_dir: Path) -> Any:
 
 
 def untrained_rule(config: Any) -> Any:
-  """Where the training of a rule began."""
-  keys = jnp.stack([jax.random.key(config.seed)])
-  return settings.first_rule(config)(jax.random.split(keys[0])[0])
+  """One of the same widths that nothing was learned for."""
+  return settings.rules_of(config.agent).init(jax.random.key(config.seed), config.rule)
 
 
 def lives(kind: Kind, rule: Any, key: Any, count: int) -> tuple[Any, Any]:
