@@ -11,8 +11,8 @@ meta-gradient, in one program too. Memory is what XLA says the program needs bes
 `lpg` lets 64 agents live in worlds that meta-training has not seen: other grid worlds of the same kind, larger ones,
 and other environments. Against them: an advantage actor-critic (IMPALA on its newest unrolls) with the same layers,
 environments, unrolls and updates in the same worlds, with the best settings of a grid, found in 16 other worlds of the
-kind. The agents of the rule have the settings of meta-training, which nobody tuned. And the rule as it was before it
-was trained.
+kind. The agents of the rule have the best learning rate of the same ones, found alike, and else the settings of
+meta-training. And agents of a rule that was not trained, alike.
 
 `disco` compares the rule of each run with the same before it was trained, in 32 lives of the kind it was trained in.
 
@@ -41,6 +41,7 @@ from learned_rewards import interval
 
 from podrace import build
 from podrace.agents.impala import Impala
+from podrace.agents.lpg import LPG
 from podrace.agents.varied import with_values
 from podrace.config import bind
 from podrace.discovery import config as settings
@@ -67,10 +68,20 @@ WORLDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class A2C(Impala):
-  """In the place of an agent that learns by a rule; its settings are in the place of the rule."""
+class ByRule(LPG):
+  """An agent that is given its settings with the rule."""
 
-  def learn_by(self, values: Any, train: Any, window: Any) -> Any:
+  def learn_by(self, given: Any, train: Any, window: Any) -> Any:
+    values, rule = given
+    return LPG.learn_by(with_values(self, values), rule, train, window)
+
+
+@dataclasses.dataclass(frozen=True)
+class A2C(Impala):
+  """In the place of an agent that learns by a rule, of which it is given none."""
+
+  def learn_by(self, given: Any, train: Any, window: Any) -> Any:
+    values, _ = given
     one = jnp.ones(window.timesteps.reward.shape[1])
     agent = with_values(self, values)
     train, _, metrics = agent.learn(train, Sample(window, one, one), jax.random.key(0))
@@ -145,13 +156,13 @@ def kind_of(config: Any, env: str, agent: Any = None) -> Kind:
   return kind if agent is None else dataclasses.replace(kind, agent=bind(agent, kind.env))
 
 
-def tuned(kind: Kind) -> tuple[Any, dict[str, Any]]:
-  """Lives of the actor-critic with the best settings of the grid, which are those of other worlds."""
-  rows = np.array(list(itertools.product(*GRID.values())), np.float32)
-  grid = {name: jnp.asarray(rows[:, i]) for i, name in enumerate(GRID)}
+def tuned(kind: Kind, rule: Any, of: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+  """Lives with the best settings of a grid, which are those of other worlds."""
+  rows = np.array(list(itertools.product(*of.values())), np.float32)
+  grid = {name: jnp.asarray(rows[:, i]) for i, name in enumerate(of)}
 
   def run(values: Any, key: Any, count: int) -> Any:
-    return jax.lax.map(lambda v: lives(kind, v, key, count), values)
+    return jax.lax.map(lambda v: lives(kind, (v, rule), key, count), values)
 
   run = jax.jit(run, static_argnums=2)
   found = run(grid, jax.random.key(1), TUNING)
@@ -159,7 +170,7 @@ def tuned(kind: Kind) -> tuple[Any, dict[str, Any]]:
   best = {name: x[int(np.argmax(each))][None] for name, x in grid.items()}
   returns, episodes = run(best, jax.random.key(2), LIVES)
   said = dict(
-    settings={k: float(x[0]) for k, x in best.items()}, grid={k: list(v) for k, v in GRID.items()},
+    settings={k: float(x[0]) for k, x in best.items()}, grid={k: list(v) for k, v in of.items()},
     of_each=np.round(each, 4).tolist(),
   )  # fmt: skip
   return (returns[0], episodes[0]), said
@@ -177,12 +188,14 @@ def lpg(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
   for name, env in WORLDS.items():
     began = time.perf_counter()
     env = env or config.env
-    run = jax.jit(functools.partial(lives, kind_of(config, env), count=LIVES))
-    by_rule, untrained = (run(r, jax.random.key(2)) for r in (rule, first))
-    a2c, best = tuned(kind_of(config, env, A2C(network)))
+    learning = kind_of(config, env, ByRule(**vars(config.agent)))
+    rates = {'learning_rate': GRID['learning_rate']}
+    by_rule, rate = tuned(learning, rule, rates)
+    untrained, rate_untrained = tuned(learning, first, rates)
+    a2c, best = tuned(kind_of(config, env, A2C(network)), (), GRID)
     worlds[name] = dict(
       env=env,
-      rule=told(by_rule), untrained=told(untrained), a2c=told(a2c) | best,
+      rule=told(by_rule) | rate, untrained=told(untrained) | rate_untrained, a2c=told(a2c) | best,
       rule_minus_a2c=paired(by_rule, a2c),
     )  # fmt: skip
     print(name, {k: v['life'] for k, v in worlds[name].items() if isinstance(v, dict) and 'life' in v},
