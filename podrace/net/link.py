@@ -450,7 +450,7 @@ class Link:
       stream.send(session.BYE, self._bye)
       stream.socket.settimeout(BYE_SECONDS)
       while not stream.flush() and time.monotonic() < until:
-        time.sleep(0.001)
+        pass  # it waits for room itself, until the timeout
       stream.end_writing()
       # A connection that is closed with something unread is reset, and the last word with it.
       while time.monotonic() < until and stream.socket.recv(65536):

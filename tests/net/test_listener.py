@@ -7,6 +7,7 @@ import random
 import socket as sockets
 import ssl
 import time
+import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -153,9 +154,12 @@ def test_silence_ends_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_stop_of_the_listener_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+  stopped = 0.0  # seconds that its clock has gone on without it
+  clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + stopped)
+  monkeypatch.setattr(listener, 'time', clock)
   with Service().listen(peer_timeout=3.0) as service, client(service) as end:
     until(lambda: service.listener.peers)
-    service.listener.call(lambda: time.sleep(3.5))
+    stopped = 3.5
     until(lambda: service.of('forgive'))
     end.say(session.PING, 2)
     assert end.expect(session.PONG)[0] == [2] and not service.of('left')
