@@ -111,6 +111,7 @@ def test_a_library_in_the_working_directory_is_not_imported(tmp_path: Path) -> N
   assert not list(tmp_path.glob('*.ran'))
 
 
+@pytest.mark.slow
 def test_what_the_user_names_is_allowed_and_installed_libraries_come_first(tmp_path: Path) -> None:
   (tmp_path / 'mine.py').write_text(AGENT)
   (tmp_path / 'jax.py').write_text(FLAG)
@@ -199,6 +200,7 @@ def test_folders_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> N
   assert [p.name for p in elsewhere.iterdir()] == ['100']
 
 
+@pytest.mark.slow
 def test_the_run_directory_may_be_a_link(tmp_path: Path) -> None:
   (tmp_path / 'run').mkdir()
   (tmp_path / 'name').symlink_to(tmp_path / 'run')

@@ -130,6 +130,8 @@ def test_large_numbers_are_written_alike(page: Any, runs: Path) -> None:
   cells = rows.nth(2).locator('td.number').all_text_contents()
   summary = json.loads((runs / 'b/summary.json').read_text())
   assert f'{summary["steps_per_s"]:,.0f}' in cells and '20,480' in cells
+  for half in (7742.5, 7743.5):
+    assert page.evaluate(f'number({half})') == f'{half:,.0f}'
   for text in page.locator('td.number').all_text_contents():
     assert re.fullmatch(r'-?(\d{1,3}(,\d{3})*|\d{1,3}\.\d+|\d\.\d+e-\d+)|–', text), text
 

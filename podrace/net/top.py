@@ -103,7 +103,7 @@ def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any
   """A report as rich shows it; `before` is what was `counted` so many seconds ago."""
   from rich.table import Table
 
-  if 'service' in report:
+  if 'env' not in report:
     return service(report, before, seconds)
   taken = report['slots'] - report['free']
   title = f'{_plain(report["env"])}: {taken} of {report["slots"]} slots taken; {_counts(report)}'
@@ -151,7 +151,7 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
 
 def counted(report: dict[str, Any]) -> dict[str, int]:
   """What a report has of which rates are made, by name."""
-  if 'service' in report:
+  if 'env' not in report:
     kinds = ('inserts', 'samples')
     return {f'{t["name"]} {k}': t[k] for t in report.get('tables', []) for k in kinds}
   return {c['name']: c['frames'] for c in report['clients']}

@@ -26,7 +26,8 @@ function number(x) {
   if (x === null || x === undefined) return '–'
   if (typeof x !== 'number') return String(x)
   const size = Math.abs(x)
-  if (size >= 1e3) return x.toLocaleString('en', { maximumFractionDigits: 0 })
+  // A half goes to the even number, as Python rounds where `podrace runs` writes it.
+  if (size >= 1e3) return x.toLocaleString('en', { maximumFractionDigits: 0, roundingMode: 'halfEven' })
   return size && size < 1e-3 ? x.toExponential(2) : String(Number(x.toPrecision(4)))
 }
 

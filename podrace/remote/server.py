@@ -40,7 +40,6 @@ from podrace.types import Arrival, TimeStep
 
 ENVIRONMENTS = 65536  # of one client, at most
 WAITING = 16384  # groups without slots, of all clients
-REPORTED = 1000  # clients in a report
 GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
 CARE = 0.05  # seconds between looks at the network while all actor threads are busy
 REMIND = 60.0  # seconds between messages that there are no environments
@@ -505,16 +504,12 @@ class Server:
 
   def report(self) -> dict[str, Any]:
     """What `podrace top` shows; of the network thread."""
-    now = time.monotonic()
-    clients = [_described(p, now) for p in list(self.peers)[:REPORTED]]
-    return {
-      'env': self.env,
-      'slots': sum(p.num_envs for p in self._pools),
-      'free': sum(len(p.free) for p in self._pools),
-      'counts': dict(self.counts),
-      'clients': clients,
-      'more_clients': max(len(self.peers) - REPORTED, 0),
-    }
+    return dict(
+      self.listener.report(_described),
+      env=self.env,
+      slots=sum(p.num_envs for p in self._pools),
+      free=sum(len(p.free) for p in self._pools),
+    )
 
   def metrics(self) -> dict[str, float]:
     """Numbers for metrics.jsonl; from another thread."""
@@ -528,18 +523,15 @@ class Server:
     }
 
 
-def _described(peer: Peer, now: float) -> dict[str, Any]:
-  """A client in a report."""
+def _described(peer: Peer) -> dict[str, Any]:
+  """What a report has of a client besides."""
   client: Client = peer.state
   return {
-    'name': peer.name,
     'env': client.env,
     'environments': client.environments,
     'acting': sum(g.size for g in client.groups.values() if g.state in STEPPING),
     'frames': client.frames,
-    'seconds': round(now - peer.since, 3),
     'answer_ms': list(client.answering.milliseconds()),
     'step_ms': list(client.stepping.milliseconds()),
     'restarts': client.restarts,
-    'last_seen_s': round(now - peer.last_seen, 3),
   }

@@ -337,7 +337,7 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
 
 @pytest.mark.parametrize('noisy', [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize('double', [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('head', ['categorical', 'quantile'])
+@pytest.mark.parametrize('head', [pytest.param('categorical', marks=pytest.mark.slow), 'quantile'])
 def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   """Loss and priorities of C51 and of quantiles against rlax, each network with noise of its own."""
   network = QNetwork(

@@ -135,6 +135,7 @@ def test_each_agent_has_an_adam_of_its_own() -> None:
 # --- what it reports ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_line_of_metrics() -> None:
   """Episodes are counted once: by group, by age and in all; reading begins them anew."""
   program, run = spread(1)
