@@ -50,7 +50,7 @@ class Learner:
     address: str = ANY,
     max_wait: float = 0.005,
     deadline: float = 30.0,
-    peer_timeout: float = 5.0,
+    peer_timeout: float = 60.0,
     keep: bool = True,
     act: bool = True,
   ) -> None:
