@@ -175,6 +175,7 @@ def text(outputs: list[Any]) -> str:
   return '\n'.join(o.get('text') or o.get('data', {}).get('text/plain', '') for o in outputs)
 
 
+@pytest.mark.slow
 def test_the_notebook_that_trains_and_looks(
   tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,19 +273,14 @@ def test_the_compilation_cache_of_these_tests_changes_nothing(
   assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
 
 
-@pytest.mark.parametrize(
-  ('case', 'kills'),
-  [
-    ('ppo-normalised', 3),
-    pytest.param('one-checkpoint-and-replay-on-the-host', 3, marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('case', ['ppo-normalised', 'one-checkpoint-and-replay-on-the-host'])
 def test_killed_while_writing_checkpoints(
-  case: str, kills: int, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:
   lives, told = Lives(tmp_path, case, cache), 0
   folder = lives.run_dir / 'checkpoints'
-  for i in range(kills):
+  for i in range(3):
     before = set(folder.glob('*tmp*'))
     one = lives.start()
     until(lambda one=one, before=before: (lives.newest() and set(folder.glob('*tmp*')) - before)

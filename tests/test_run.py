@@ -484,7 +484,7 @@ class Sick(PPO):
     return train._replace(params=params), priority, found
 
 
-@pytest.mark.parametrize('sick', ['loss', 'parameter'])
+@pytest.mark.parametrize('sick', [pytest.param('loss', marks=pytest.mark.slow), 'parameter'])
 @pytest.mark.parametrize('seeds', [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: Path) -> None:
   config = change(agent=Sick(network=SMALL, sick=sick, minibatches=1, epochs=1), seeds=seeds)

@@ -117,6 +117,7 @@ def test_environments_without_a_picture_show_their_observation(echo: str) -> Non
   assert frame.max() == 40 * np.asarray(timestep.observation)[0].argmax()
 
 
+@pytest.mark.slow
 def test_a_run_in_an_environment_without_a_picture_is_filmed(
   echo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

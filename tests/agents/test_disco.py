@@ -226,6 +226,7 @@ def value_of(agent: Disco, logits: Any) -> Any:
   return decode(logits, agent.network.support)
 
 
+@pytest.mark.slow
 def test_forbidden_actions_are_not_aimed_at() -> None:
   """Nor does the loss grow by them, which would be by the size of the mask."""
   window = random_window(mask=True)

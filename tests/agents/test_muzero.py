@@ -687,6 +687,7 @@ CATCH = MuZero(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('devices', [1, pytest.param(8, marks=SLOW)])
 def test_it_learns_catch(devices: int) -> None:
   """A random player has -0.6; with any loss or target broken it stays below 0.5."""

@@ -181,6 +181,7 @@ def test_how_dqn_explores() -> None:
   np.testing.assert_array_equal(greedy, np.argmax(q[..., 0], axis=-1))
 
 
+@pytest.mark.slow
 def test_how_others_explore() -> None:
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
   timestep = many(network)

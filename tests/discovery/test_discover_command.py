@@ -40,6 +40,7 @@ def run(*args: str) -> Any:
   return ended.value.code
 
 
+@pytest.mark.slow
 def test_a_rule_is_trained_and_the_command_that_is_printed_uses_it(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

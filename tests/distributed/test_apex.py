@@ -531,6 +531,7 @@ def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
   actor.says('5 s were not enough to get newer ones')
 
 
+@pytest.mark.slow
 def test_another_run_is_refused_and_both_sides_are_told(places: Places) -> None:
   places.serve()
   places.learn(10_000)

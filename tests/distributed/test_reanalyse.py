@@ -272,6 +272,7 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
   assert 'windows/s' in told and 'searches/s' in told
 
 
+@pytest.mark.slow
 def test_it_waits_where_there_is_nothing_and_goes_on_after_a_service_that_was_away(
   tmp_path: Path,
 ) -> None:

@@ -386,6 +386,7 @@ def test_a_ratio_that_would_be_rounded_is_refused() -> None:
     windows(settings(samples_per_insert=1e-7), 2, B, T)
 
 
+@pytest.mark.slow
 def test_without_any_priority_all_windows_are_alike() -> None:
   world = World(0)
   replay = windows(settings(priority_exponent=0.5, capacity=200), 2, B, T)
