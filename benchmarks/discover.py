@@ -256,17 +256,17 @@ def plain(program: Any) -> Any:
   return jax.jit(run)
 
 
-def timed(step: Any, state: Any) -> tuple[float, Any]:
+def timed(step: Any, state: Any, seconds: float) -> tuple[float, Any]:
   """Calls a second."""
   began, calls = time.perf_counter(), 0
-  while time.perf_counter() - began < SECONDS or calls < 3:
+  while time.perf_counter() - began < seconds or calls < 3:
     state = jax.block_until_ready(step(state))
     calls += 1
   return calls / (time.perf_counter() - began), state
 
 
-def of_updates(config: Any) -> dict[str, Any]:
-  """What K updates cost."""
+def of_updates(config: Any, rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[str, Any]:
+  """What K updates cost; without rounds, what needs only compiling."""
   program = build.meta_training(config)
   state = program.init(jnp.stack([jax.random.key(0)]))
   began = time.perf_counter()
@@ -277,21 +277,24 @@ def of_updates(config: Any) -> dict[str, Any]:
   compile_plain_s = time.perf_counter() - began
   rule = jax.tree.map(jnp.copy, state.train.params)
   groups, key, rates = jax.tree.map(jnp.copy, state.groups), jax.random.key(1), []
-  for _ in range(ROUNDS):
-    a, state = timed(lambda s: meta(s, jnp.int32(1)), state)
-    b, groups = timed(lambda g: without(rule, g, key), groups)
+  for _ in range(rounds):
+    a, state = timed(lambda s: meta(s, jnp.int32(1)), state, seconds)
+    b, groups = timed(lambda g: without(rule, g, key), groups, seconds)
     rates.append((a * config.steps_per_update, b * config.steps_per_update))
   found = dict(
     agent_updates=config.agent_updates,
-    steps_per_s=statistics.median(a for a, _ in rates),
-    steps_per_s_without=statistics.median(b for _, b in rates),
-    ratio=statistics.median(a / b for a, b in rates),
-    ratios=[round(a / b, 3) for a, b in rates],
     temp_mib=meta.memory_analysis().temp_size_in_bytes / 2**20,
     temp_mib_without=without.memory_analysis().temp_size_in_bytes / 2**20,
     compile_s=compile_s,
     compile_s_without=compile_plain_s,
   )
+  if rates:
+    found |= dict(
+      steps_per_s=statistics.median(a for a, _ in rates),
+      steps_per_s_without=statistics.median(b for _, b in rates),
+      ratio=statistics.median(a / b for a, b in rates),
+      ratios=[round(a / b, 3) for a, b in rates],
+    )
   print({k: v if isinstance(v, list | int) else round(v, 3) for k, v in found.items()}, flush=True)
   return found
 
