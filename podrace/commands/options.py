@@ -12,6 +12,7 @@ from typing import Any
 from podrace.config import unknown
 from podrace.errors import UsageError
 from podrace.fields import whole_number
+from podrace.net.announce import Announcement
 
 WIDTH = 100
 
@@ -48,6 +49,8 @@ SERVER_INSECURE = Option(
 PEER_TIMEOUT = Option(
   '--peer-timeout', 'S', 'of --listen: seconds of silence that end a session', 10
 )
+ANNOUNCE = Option('--announce', 'FILE', 'of --listen: writes there, as JSON, the address at which it listens, '
+  'once it does; the PORT of --listen may be 0 then, for any that is free')  # fmt: skip
 CLIENT_KEYS = Option(
   '--keys', 'DIR', 'with authority.pem, client.pem and client.key: `podrace keys new`'
 )
@@ -187,3 +190,9 @@ class Options:
     if not (math.isfinite(value) and value >= 0):
       raise UsageError(f'{name} takes a number of at least 0, not {self.text(name)!r}')
     return value
+
+
+def announcement(options: Options, name: str) -> Announcement | None:
+  """What --announce asks for, of the one address at which a command listens; its name there."""
+  path = options.path(ANNOUNCE.name)
+  return None if path is None else Announcement(path, name)

@@ -21,6 +21,7 @@ COMMAND = Command(
     shared.SERVER_KEYS,
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
+    shared.ANNOUNCE,
     shared.QUIET,
   ),
   """
@@ -55,4 +56,5 @@ def run(args: list[str]) -> int:
       checkpoint_every=options.number('--checkpoint-every'),
       most_bytes=options.whole('--client-bytes'),
       peer_timeout=options.number('--peer-timeout'),
+      announce=shared.announcement(options, 'replay'),
     )

@@ -26,6 +26,8 @@ AGENT = Option(
   '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'
 )  # fmt: skip
 
+OF_LISTEN = ('--keys', '--insecure', '--peer-timeout', '--announce')
+
 
 class Train(Command):
   """Its help depends on the arguments."""
@@ -57,6 +59,7 @@ COMMAND = Train(
     shared.SERVER_KEYS,
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
+    shared.ANNOUNCE,
     Option('--coordinator', 'HOST:PORT', 'of a run over several processes: the first one listens'),
     Option('--num-processes', 'N', 'of a run over several processes'),
     Option('--process-id', 'I', 'which of them this is, from 0'),
@@ -109,7 +112,7 @@ def _peers(options: Options) -> dict[str, Any]:
   if '--listen' not in options:
     if replay:
       raise UsageError('--connect-replay needs --listen, where `podrace act` comes for parameters')
-    if given := [o for o in ('--keys', '--insecure', '--peer-timeout') if o in options]:
+    if given := [o for o in OF_LISTEN if o in options]:
       raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
     return {}
   from podrace import net
@@ -123,6 +126,7 @@ def _peers(options: Options) -> dict[str, Any]:
     options.path('--keys'),
     '--insecure' in options,
     options.number('--peer-timeout'),
+    shared.announcement(options, 'params' if replay else 'envs'),
   )
   if not replay:
     return {'listen': Listen(*common)}

@@ -23,6 +23,7 @@ from podrace.config import (
 from podrace.errors import UsageError
 from podrace.net import keys
 from podrace.net.address import check_address
+from podrace.net.announce import Announcement
 from podrace.net.listener import Listen
 from podrace.net.session import SILENCE
 from podrace.net.text import plain
@@ -44,6 +45,7 @@ class Addresses:
   keys: Path | None = None
   insecure: bool = False
   peer_timeout: float = SILENCE  # of silence, after which the learner drops an acting process
+  announce: Announcement | None = None  # of the learner, once it listens
 
 
 def check(addresses: Addresses) -> None:

@@ -92,7 +92,9 @@ class DistributedSource:
     self._run = run_name(self._run_dir)
     # Acting processes may wait for the publisher, so it listens before the service is waited for.
     a = self._addresses
-    self._publisher = service.Publisher(a.parameters, a.keys, a.insecure, a.peer_timeout)
+    self._publisher = service.Publisher(
+      a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce
+    )
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
     space, mesh, replay = self._spec.action_space, self._learning.mesh, self._learning.replay

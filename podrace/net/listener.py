@@ -26,6 +26,7 @@ from typing import Any, Protocol
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
+from podrace.net.announce import Announcement
 from podrace.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.net.lines import Lines, Say
 from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
@@ -61,6 +62,7 @@ class Listen:
   keys: Path | None = None
   insecure: bool = False
   peer_timeout: float = session.SILENCE  # of silence after which a client is dropped
+  announce: Announcement | None = None  # of the address, once it listens
 
   def __post_init__(self) -> None:
     addresses.check_address(self.address, self.keys, self.insecure, '--listen', listens=True)
@@ -174,6 +176,7 @@ class Listener:
 
   Raises:
     SecurityError: for keys that can't be used; of `open` also for the address.
+    UsageError: of `open`, if it can't announce the address.
   """
 
   def __init__(self, listen: Listen, handler: Handler, say: Say) -> None:
@@ -215,6 +218,12 @@ class Listener:
     self._selector.register(self._wake.fileno(), READ)
     self._listen_on(True)
     self._ticked = time.monotonic()
+    if self.listen.announce is not None:
+      try:
+        self.listen.announce.make(self.reachable)
+      except BaseException:
+        self.close()
+        raise
 
   def close(self) -> None:
     """Ends all connections at once; `end` says goodbye before. No other thread has the network any more."""

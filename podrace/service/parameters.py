@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from podrace.net import session
+from podrace.net.announce import Announcement
 from podrace.net.frame import Kind, WireError, packed, short
 from podrace.net.link import Link
 from podrace.net.listener import Listen, Listener, Peer, Serving
@@ -105,10 +106,12 @@ class Publisher:
     keys: Path | None = None,
     insecure: bool = False,
     peer_timeout: float = session.SILENCE,
+    announce: Announcement | None = None,
   ) -> None:
     self._newest: Version | None = None
     self._before: Version | None = None
-    self.listener = Listener(Listen(address, keys, insecure, peer_timeout), self, log.log)
+    listen = Listen(address, keys, insecure, peer_timeout, announce)
+    self.listener = Listener(listen, self, log.log)
     self._serving = Serving(self.listener)
     self.address = self.listener.address
 

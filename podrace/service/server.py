@@ -28,6 +28,7 @@ from typing import IO, Any
 import numpy as np
 
 from podrace import tables
+from podrace.net.announce import Announcement
 from podrace.net.frame import Kind, WireError
 from podrace.net.lines import Say
 from podrace.net.listener import Listen, Listener, Peer, Serving
@@ -177,8 +178,9 @@ class ReplayServer:
     most_bytes: int = 2**30,
     peer_timeout: float = SILENCE,
     say: Say = log.log,
+    announce: Announcement | None = None,
   ) -> None:
-    self.listener = Listener(Listen(address, keys, insecure, peer_timeout), self, say)
+    self.listener = Listener(Listen(address, keys, insecure, peer_timeout, announce), self, say)
     self.log, self.counts, self.send = self.listener.log, self.listener.counts, self.listener.send
     self._serving: Serving | None = None
     if not 0 <= checkpoint_every < math.inf:

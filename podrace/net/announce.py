@@ -1,0 +1,39 @@
+"""Announcements: a file in which a process says where it listens, for those who start others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from podrace.errors import UsageError
+from podrace.files import write_whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Announcement:
+  """Where to announce an address, and under which name."""
+
+  path: Path
+  name: str
+
+  def make(self, address: str) -> None:
+    """Writes the file, whole or not at all: a JSON object of addresses by name.
+
+    Raises:
+      UsageError: if it can't be written.
+    """
+    try:
+      write_whole(self.path, json.dumps({self.name: address}) + '\n')
+    except OSError as e:
+      raise UsageError(f'--announce {self.path} cannot be written: {e.strerror or e}') from e
+
+
+def read(path: Path) -> dict[str, str]:
+  """The addresses of an announcement, by name; none if it is not there, or is none."""
+  try:
+    found = json.loads(path.read_bytes())
+  except (OSError, ValueError):
+    return {}
+  texts = isinstance(found, dict) and all(isinstance(x, str) for x in found.values())
+  return found if texts else {}

@@ -1,0 +1,257 @@
+"""A program: the processes of a distributed run, as data.
+
+A node is a command, in one replica or several. Arguments refer to what is known only once others listen:
+
+  {learner.params}   the address that node `learner` announces under the name `params`
+  {replay}           the same, where `replay` listens under one name only
+  {replay:all}       the addresses of all its replicas, with commas
+  {listen}           where this replica is to listen, {announce} the file to announce it in
+  {keys} {dir}       the directories of the program: keys; all that it keeps
+  {replica} {replicas}   the number of this replica, from 0, and how many there are
+
+Braces that are no reference are doubled: `{{` and `}}`, see `literal`. Where and how processes are started is
+the matter of an engine (podrace.launch). Nothing here starts anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+import math
+import re
+import string
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from podrace.errors import UsageError
+
+Announced = Mapping[tuple[str, int], Mapping[str, str]]  # (node, replica) -> name -> address
+
+OWN = ('listen', 'announce', 'keys', 'dir', 'replica', 'replicas')  # what an engine gives a replica
+NAME = re.compile(
+  r'[a-z]([a-z0-9-]{0,38}[a-z0-9])?'
+)  # as DNS has it: Kubernetes makes hosts of them
+
+
+@dataclasses.dataclass(frozen=True)
+class Backoff:
+  """How a replica that failed is started again: after a pause that doubles each time."""
+
+  first: float = 1.0  # seconds before the first restart
+  most: float = 60.0  # seconds before any other, at most
+  healthy: float = 60.0  # seconds of life after which the failures before no longer count
+  failures: int = 10  # in a row, with which the program fails
+
+  def __post_init__(self) -> None:
+    if not (0 <= self.first <= self.most < math.inf and 0 <= self.healthy < math.inf):
+      raise UsageError(
+        f'backoff: seconds must be 0 <= first <= most, and healthy >= 0: first={self.first}, '
+        f'most={self.most}, healthy={self.healthy}'
+      )
+    if self.failures < 1:
+      raise UsageError(f'backoff: failures must be at least 1, not {self.failures}')
+
+  def pause(self, failures: int) -> float:
+    """Seconds before the restart after so many failures in a row, from 1."""
+    return min(self.first * 2.0 ** min(failures - 1, 60), self.most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+  """A command, in one replica or several."""
+
+  name: str
+  command: tuple[str, ...]  # the program and its arguments, with references
+  replicas: int = 1
+  cpus: float = 1.0  # cores of each replica
+  gpus: int = 0  # of each replica
+  listens: tuple[str, ...] = ()  # the names under which it announces addresses
+  restart: Backoff | None = Backoff()  # after a failure; None: never
+  main: bool = False  # its end is the end of the program
+
+  def __post_init__(self) -> None:
+    for what, name in (('node', self.name), *(('address', x) for x in self.listens)):
+      if not NAME.fullmatch(name):
+        raise UsageError(
+          f'{what} {name!r}: a name has 1 to 40 of a-z, 0-9 and -, and begins with a letter'
+        )
+    if self.name in OWN:
+      raise UsageError(f'node {self.name!r}: this name is a reference; give another one')
+    if not self.command:
+      raise UsageError(f'node {self.name}: its command is empty')
+    if self.replicas < 1 or self.cpus < 0 or self.gpus < 0:
+      raise UsageError(
+        f'node {self.name}: replicas must be at least 1, cpus and gpus at least 0, not '
+        f'{self.replicas}, {self.cpus} and {self.gpus}'
+      )
+    if len(set(self.listens)) < len(self.listens):
+      raise UsageError(f'node {self.name}: it listens twice under one name: {self.listens}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+  """Between braces: a node's address, or what an engine gives a replica."""
+
+  node: str  # or one of OWN
+  address: str = ''  # '' for the only one
+  all: bool = False  # of all replicas
+
+  def __str__(self) -> str:
+    address = f'.{self.address}' if self.address else ''
+    return f'{{{self.node}{address}{":all" if self.all else ""}}}'
+
+
+def literal(text: str) -> str:
+  """An argument of a command that has no references: its braces are braces."""
+  return text.replace('{', '{{').replace('}', '}}')
+
+
+def pieces(argument: str) -> Iterator[str | Reference]:
+  """The text and the references of an argument, in their order.
+
+  Raises:
+    UsageError: for braces that are no reference.
+  """
+  try:
+    parsed = list(string.Formatter().parse(argument))
+  except ValueError as e:
+    raise UsageError(f'{argument!r}: {e}; a brace is written {{{{ or }}}}') from None
+  for text, field, spec, conversion in parsed:
+    if text:
+      yield text
+    if field is None:
+      continue
+    node, _, address = field.partition('.')
+    if conversion or spec not in ('', 'all') or not NAME.fullmatch(node):
+      raise UsageError(
+        f'{argument!r}: {{{field}}} is no reference, expected {{NODE}}, {{NODE.NAME}} or {{NODE:all}}; '
+        'a brace is written {{ or }}'
+      )
+    yield Reference(node, address, spec == 'all')
+
+
+def references(node: Node) -> tuple[Reference, ...]:
+  """The references in a node's command, in their order."""
+  found = (x for argument in node.command for x in pieces(argument))
+  return tuple(x for x in found if isinstance(x, Reference))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """Nodes, one of which is the main one.
+
+  Raises:
+    UsageError: if names clash, a reference leads nowhere, nodes wait for each other, or no or several nodes
+      are the main one.
+  """
+
+  nodes: tuple[Node, ...]
+
+  def __post_init__(self) -> None:
+    names = [n.name for n in self.nodes]
+    if twice := sorted({x for x in names if names.count(x) > 1}):
+      raise UsageError(f'several nodes are called {", ".join(twice)}')
+    main = [n.name for n in self.nodes if n.main]
+    if len(main) != 1:
+      raise UsageError(
+        f'one node must be the main one, not {len(main)}: {", ".join(main) or "none"}'
+      )
+    if self.main.replicas != 1:
+      raise UsageError(
+        f'node {main[0]} is the main one, of which there is one replica, not several'
+      )
+    for node in self.nodes:
+      for reference in references(node):
+        self._check(node, reference)
+    self.order()
+
+  @property
+  def main(self) -> Node:
+    """The node whose end is the end of the program."""
+    return next(n for n in self.nodes if n.main)
+
+  def node(self, name: str) -> Node:
+    """The node of this name, which there must be."""
+    return next(n for n in self.nodes if n.name == name)
+
+  def order(self) -> tuple[Node, ...]:
+    """All nodes, each after those that it refers to."""
+    try:
+      sorted_names = graphlib.TopologicalSorter({n.name: needs(n) for n in self.nodes})
+      return tuple(self.node(name) for name in sorted_names.static_order())
+    except graphlib.CycleError as e:
+      circle = ' -> '.join(reversed(e.args[1]))
+      raise UsageError(
+        f'nodes wait for the addresses of each other: {circle}; one of them must do without'
+      ) from None
+
+  def _check(self, node: Node, reference: Reference) -> None:
+    """Raises UsageError if a reference leads nowhere."""
+    where = f'node {node.name}: {reference}'
+    if reference.node in OWN:
+      if reference.address or reference.all:
+        raise UsageError(f'{where}: it is written {{{reference.node}}}, with nothing after it')
+      if reference.node == 'listen' and not node.listens:
+        raise UsageError(f'{where}: the node has no `listens`, the names of what it announces')
+      return
+    found = [n for n in self.nodes if n.name == reference.node]
+    if not found:
+      there = ', '.join((*(n.name for n in self.nodes), *OWN))
+      raise UsageError(f'{where}: there is no such node; there are {there}')
+    (other,) = found
+    listens = ', '.join(other.listens) or 'none'
+    if reference.address and reference.address not in other.listens:
+      raise UsageError(f'{where}: {other.name} announces no such address, but {listens}')
+    if not reference.address and len(other.listens) != 1:
+      raise UsageError(
+        f'{where}: {other.name} announces {len(other.listens)} addresses ({listens}); '
+        f'name one, as {{{other.name}.NAME}}'
+      )
+    if other.replicas > 1 and not reference.all:
+      raise UsageError(
+        f'{where}: {other.name} has {other.replicas} replicas; say :all for the addresses of all'
+      )
+
+
+def needs(node: Node) -> set[str]:
+  """The names of the nodes whose addresses a node must know to be started."""
+  return {r.node for r in references(node) if r.node not in OWN}
+
+
+def is_ready(program: Program, node: Node, announced: Announced) -> bool:
+  """Whether all that a node refers to has been announced."""
+  return all(
+    set(other.listens) <= set(announced.get((other.name, i), ()))
+    for other in map(program.node, needs(node))
+    for i in range(other.replicas)
+  )
+
+
+def resolve(program: Program, reference: Reference, announced: Announced) -> str:
+  """The address that a reference stands for; several with commas. It must have been announced."""
+  other = program.node(reference.node)
+  address = reference.address or other.listens[0]
+  return ','.join(announced[other.name, i][address] for i in range(other.replicas))
+
+
+def command(
+  program: Program, node: Node, announced: Announced, own: Mapping[str, str]
+) -> tuple[str, ...]:
+  """The command of a replica, with all references resolved.
+
+  Args:
+    announced: of all nodes that it refers to, see `is_ready`.
+    own: what the engine gives the replica, by the names of OWN.
+  """
+
+  def text(piece: str | Reference) -> str:
+    if isinstance(piece, str):
+      return piece
+    return own[piece.node] if piece.node in own else resolve(program, piece, announced)
+
+  return tuple(''.join(map(text, pieces(argument))) for argument in node.command)
+
+
+def to_json(program: Program) -> dict[str, Any]:
+  """A program for a file."""
+  return dataclasses.asdict(program)

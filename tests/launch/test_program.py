@@ -1,0 +1,113 @@
+"""Programs as data: what is refused, and what references become."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from podrace.errors import UsageError
+from podrace.program import Backoff, Node, Program, Reference, command, is_ready, literal, pieces
+
+LEARNER = Node(
+  'learner', ('train', '--at={replay:all}', '{listen}'), listens=('params', 'top'), main=True
+)
+REPLAY = Node('replay', ('serve', '{listen}', '{replica}/{replicas}'), 2, listens=('tables',))
+ACTOR = Node('actor', ('act', '{learner.params}', '{replay.tables:all}', '{{"a": 1}}'), 3)
+PROGRAM = Program((ACTOR, LEARNER, REPLAY))
+ANNOUNCED = {
+  ('replay', 0): {'tables': 'tcp://a:1'},
+  ('replay', 1): {'tables': 'tcp://b:2'},
+  ('learner', 0): {'params': 'tcp://c:3', 'top': 'tcp://c:4'},
+}
+
+
+def test_references_become_addresses() -> None:
+  found = command(PROGRAM, ACTOR, ANNOUNCED, {})
+  assert found == ('act', 'tcp://c:3', 'tcp://a:1,tcp://b:2', '{"a": 1}')
+  own = {'listen': 'tcp://x:0', 'replica': '1', 'replicas': '2'}
+  assert command(PROGRAM, REPLAY, {}, own) == ('serve', 'tcp://x:0', '1/2')
+
+
+def test_a_node_is_ready_when_all_that_it_refers_to_is_announced() -> None:
+  assert is_ready(PROGRAM, REPLAY, {})
+  assert is_ready(PROGRAM, ACTOR, ANNOUNCED)
+  for lacking in ANNOUNCED:
+    assert not is_ready(PROGRAM, ACTOR, {k: v for k, v in ANNOUNCED.items() if k != lacking})
+  assert not is_ready(PROGRAM, ACTOR, {**ANNOUNCED, ('learner', 0): {'top': 'tcp://c:4'}})
+
+
+def test_nodes_come_after_those_that_they_refer_to() -> None:
+  assert [n.name for n in PROGRAM.order()] == ['replay', 'learner', 'actor']
+
+
+def test_an_argument_of_braces_stays_as_it_is() -> None:
+  text = '{"a": {"b": "{learner.params}"}}'
+  assert list(pieces('x{replay:all}y')) == ['x', Reference('replay', '', True), 'y']
+  node = Node('one', (literal(text),), main=True)
+  assert command(Program((node,)), node, {}, {}) == (text,)
+
+
+def nodes(*more: dict[str, Any]) -> Program:
+  """The learner, and nodes of these fields."""
+  learner = Node('learner', ('train',), listens=('params', 'top'), main=True)
+  return Program((learner, *(Node(**{'name': 'x', 'command': ('c',), **m}) for m in more)))
+
+
+@pytest.mark.parametrize(
+  ('more', 'said'),
+  [
+    ([{'command': ('{lerner.params}',)}], '{lerner.params}: there is no such node; there are learn'),
+    ([{'command': ('{learner.prams}',)}], 'learner announces no such address, but params, top'),
+    ([{'command': ('{learner}',)}], 'learner announces 2 addresses (params, top); name one'),
+    ([{'command': ('{x}',)}], '{x}: x announces 0 addresses (none)'),
+    ([{'command': ('{listen}',)}], '{listen}: the node has no `listens`'),
+    ([{'command': ('{keys:all}',)}], '{keys:all}: it is written {keys}, with nothing after it'),
+    ([{'command': ('{"a"}',)}], 'is no reference, expected {NODE}'),
+    ([{'command': ('{learner.top!r}',)}], 'is no reference'),
+    ([{'command': ('{learner',)}], 'a brace is written {{ or }}'),
+    ([{'command': ('a}',)}], 'a brace is written {{ or }}'),
+    ([{}, {}], 'several nodes are called x'),
+    ([{'main': True}], 'one node must be the main one, not 2: learner, x'),
+    ([{'name': 'Big'}], "node 'Big': a name has"),
+    ([{'name': 'keys'}], "node 'keys': this name is a reference"),
+    ([{'listens': ('a b',)}], "address 'a b': a name has"),
+    ([{'listens': ('a', 'a')}], 'listens twice'),
+    ([{'command': ()}], 'its command is empty'),
+    ([{'replicas': 0}], 'replicas must be at least 1'),
+    ([{'gpus': -1}], 'cpus and gpus at least 0'),
+    (
+      [{'replicas': 2, 'listens': ('a',)}, {'name': 'y', 'command': ('{x}',)}],
+      '{x}: x has 2 replicas; say :all',
+    ),
+    (
+      [{'listens': ('a',), 'command': ('{y}',)}, {'name': 'y', 'listens': ('a',), 'command': ('{x}',)}],
+      'wait for the addresses of each other: ',
+    ),
+  ],
+)  # fmt: skip
+def test_what_is_refused(more: list[dict[str, Any]], said: str) -> None:
+  with pytest.raises(UsageError) as e:
+    nodes(*more)
+  assert said in str(e.value)
+
+
+def test_one_node_must_be_the_main_one() -> None:
+  with pytest.raises(UsageError, match='one node must be the main one, not 0: none'):
+    Program((REPLAY,))
+  with pytest.raises(UsageError, match='of which there is one replica'):
+    Program((Node('learner', ('c',), 2, main=True),))
+
+
+def test_pauses_double_up_to_the_most() -> None:
+  assert [Backoff(1, 5).pause(n) for n in (1, 2, 3, 4, 5000)] == [1, 2, 4, 5, 5]
+  for wrong in ({'first': 61}, {'first': -1}, {'most': float('inf')}, {'failures': 0}):
+    with pytest.raises(UsageError, match='backoff'):
+      Backoff(**wrong)  # type: ignore[arg-type]
+
+
+def test_programs_need_no_jax() -> None:
+  code = 'import sys, podrace.program; sys.exit("jax" in sys.modules)'
+  assert subprocess.run([sys.executable, '-c', code], check=False).returncode == 0
