@@ -23,6 +23,7 @@ from podrace.commands import (
   follow,
   init,
   keys,
+  launch,
   names,
   plot,
   reanalyse,
@@ -55,6 +56,7 @@ podrace: reinforcement learning at scale in JAX
   podrace plot RUN...                 learning curves as a picture; scores over several tasks
   podrace report RUN...               runs as one HTML page: curves, speed, faults, videos
   podrace rm RUN...                   delete runs
+  podrace launch [PRESET] --as ...    all processes of a distributed run, with one command
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
   podrace reanalyse [PRESET] ...      newer targets for the contents of a replay service
@@ -86,6 +88,7 @@ MODULES = (
   replay,
   act,
   reanalyse,
+  launch,
   keys,
   top,
   names,
@@ -104,6 +107,7 @@ LASTING = (
   'reanalyse',
   'envs',
   'replay',
+  'launch',
 )  # commands that go on if nobody reads their output
 UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
 

@@ -1,0 +1,1 @@
+"""Programs of several processes, started together: arrangements of ours, and the engines that start them."""

@@ -1,0 +1,148 @@
+"""Ready-made programs: who acts, who remembers and who learns, for a run given as for `podrace train`.
+
+  seed       a learner that infers for everybody, and processes of environments (SEED RL)
+  impala     a queue of unrolls, acting processes that fill it, a learner that empties it (IMPALA)
+  apex       a replay service, acting processes that write to it, a learner that samples (Ape-X, R2D2)
+  reanalyse  as apex, and processes that search the past again (MuZero Reanalyse)
+
+An arrangement is a function from what was asked for to a Program. It adds nothing to an agent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from podrace.config import Config, agent_name
+from podrace.errors import UsageError
+from podrace.hooks import learns_from_replay
+from podrace.program import Node, Program, literal
+
+SHARED = (
+  '--agent',
+  '--env',
+  '--num-envs',
+  '--unroll-length',
+)  # what all processes must be told alike
+OF_ACTING = (
+  '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads', '--max-lag',
+)  # fmt: skip
+OF_ALL = ('--no-compile-cache',)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """A run, and how many processes are to share it."""
+
+  config: Config  # what the arguments amount to
+  preset: str | None
+  arguments: tuple[str, ...]  # of `podrace train`, for that run
+  run_dir: str
+  actors: int = 2
+  shards: int = 1  # of the replay service
+  reanalysers: int = 1
+
+  def __post_init__(self) -> None:
+    for name in ('actors', 'shards', 'reanalysers'):
+      if getattr(self, name) < 1:
+        raise UsageError(f'--{name} must be at least 1, not {getattr(self, name)}')
+    if self.config.num_envs % self.actors:
+      raise UsageError(
+        f'--num-envs {self.config.num_envs} does not divide over --actors {self.actors}'
+      )
+
+  def command(self, name: str, *more: str, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    """podrace NAME [PRESET] and the arguments, or `only` some of them and those of the agent; and more."""
+    preset = () if self.preset is None else (self.preset,)
+    given = self.arguments if only is None else tuple(some(self.arguments, only))
+    return ('podrace', name, *preset, *map(literal, given), *more)
+
+
+def some(arguments: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+  """Those options with their values, and the agent's fields."""
+  found: list[str] = []
+  taken = False
+  for argument in arguments:
+    if argument.startswith('--'):
+      name = argument.partition('=')[0].replace('_', '-')
+      taken = name in names or name.startswith('--agent.')
+    if taken:
+      found.append(argument)
+  return found
+
+
+def seed(asked: Asked) -> Program:
+  """SEED RL (Espeholt et al. 2020, arXiv 1910.06591): other processes have environments only."""
+  config = asked.config
+  if not config.env.startswith(('ale:', 'envpool:', 'gymnasium:')):
+    raise UsageError(
+      f'--as seed: {config.env} is an environment in JAX, which stays with the learner; '
+      'give one of ale, envpool or gymnasium'
+    )
+  learner = asked.command('train', '--envs', 'remote', *_listening(asked))
+  envs = ('podrace', 'envs', '--connect', '{learner}', '--env', literal(config.env))
+  return Program((
+    Node('learner', learner, listens=('envs',), main=True),
+    Node('envs', (*envs, '--num-envs', str(config.num_envs // asked.actors)), asked.actors),
+  ))  # fmt: skip
+
+
+def impala(asked: Asked) -> Program:
+  """IMPALA (Espeholt et al. 2018, arXiv 1802.01561): unrolls in a queue, each learned from once."""
+  if learns_from_replay(asked.config.agent):
+    raise UsageError(
+      f'--as impala: {agent_name(asked.config.agent)} learns from replay; take --as apex'
+    )
+  return Program(_over_service(asked))
+
+
+def apex(asked: Asked) -> Program:
+  """Ape-X (Horgan et al. 2018, arXiv 1803.00933): windows in prioritised replay."""
+  if not learns_from_replay(asked.config.agent):
+    raise UsageError(
+      f'--as apex: {agent_name(asked.config.agent)} learns from each unroll once; take --as impala'
+    )
+  return Program(_over_service(asked))
+
+
+def reanalyse(asked: Asked) -> Program:
+  """MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294): as apex, with newer targets."""
+  if agent_name(asked.config.agent) != 'muzero':
+    raise UsageError(
+      f'--as reanalyse: {agent_name(asked.config.agent)} has no search; take --agent muzero'
+    )
+  at = ('--connect-replay', '{replay:all}', '--params', '{learner}')
+  command = asked.command('reanalyse', *at, only=(*SHARED, *OF_ALL))
+  return Program((*_over_service(asked), Node('reanalyse', command, asked.reanalysers)))
+
+
+def _over_service(asked: Asked) -> tuple[Node, ...]:
+  """Replay, the learner and acting processes."""
+  replay = (
+    'podrace', 'replay', '--listen', '{listen}', '--announce', '{announce}',
+    '--dir', '{dir}/replay-{replica}', '--checkpoint-every', '60',
+  )  # fmt: skip
+  at = ('--connect-replay', '{replay:all}')
+  learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at, *_listening(asked))
+  actors = asked.command(
+    'act', *at, '--params', '{learner}', '--share', '{replica}/{replicas}',
+    only=(*SHARED, *OF_ACTING, *OF_ALL),
+  )  # fmt: skip
+  return (
+    Node('replay', replay, asked.shards, listens=('replay',)),
+    Node('learner', learner, listens=('params',), main=True),
+    Node('act', actors, asked.actors),
+  )
+
+
+def _listening(asked: Asked) -> tuple[str, ...]:
+  at = ('--listen', '{listen}', '--announce', '{announce}')
+  return (*at, '--run-dir', literal(asked.run_dir))
+
+
+ARRANGEMENTS: dict[str, Callable[[Asked], Program]] = {
+  'seed': seed,
+  'impala': impala,
+  'apex': apex,
+  'reanalyse': reanalyse,
+}
