@@ -1,0 +1,171 @@
+"""Ready-made programs: their commands, what is refused, and two of them in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from children import Process, until
+
+import podrace
+from podrace.errors import UsageError
+from podrace.launch.arrangements import ARRANGEMENTS, Asked
+from podrace.launch.local import Local
+from podrace.program import Program
+
+
+def asked(preset: str, *arguments: str, **counts: int) -> Asked:
+  return Asked(podrace.configure(preset), preset, arguments, 'runs/one', **counts)
+
+
+def commands(program: Program, tmp_path: Path) -> dict[str, str]:
+  return dict(Local(program, tmp_path, lambda name, line: None).commands('S'))
+
+
+def test_seed(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['seed'](asked('pong', '--seed', '3', actors=2)), tmp_path)
+  num_envs = podrace.configure('pong').num_envs
+  assert found == {
+    'learner': 'podrace train pong --seed 3 --envs remote --listen unix:S/learner-0 '
+    '--announce S/announced/learner-0 --run-dir runs/one',
+    'envs-0': f'podrace envs --connect unix:S/learner-0 --env ale:pong --num-envs {num_envs // 2}',
+    'envs-1': f'podrace envs --connect unix:S/learner-0 --env ale:pong --num-envs {num_envs // 2}',
+  }
+
+
+def test_acting_processes_are_told_what_they_must_know_and_no_more(tmp_path: Path) -> None:
+  arguments = (
+    '--agent.learning-rate', '1e-3', '--total-steps', '9', '--num_envs=8', '--agent', 'impala',
+    '--agent.network.hidden', '8', '8', '--seed', '1', '--actor-threads', '1', '--no-compile-cache',
+  )  # fmt: skip
+  found = commands(ARRANGEMENTS['impala'](asked('catch', *arguments, actors=4)), tmp_path)
+  assert found['act-3'] == (
+    'podrace act catch --agent.learning-rate 1e-3 --num_envs=8 --agent impala --agent.network.hidden 8 8 '
+    '--actor-threads 1 --no-compile-cache --connect-replay unix:S/replay-0 --params unix:S/learner-0 --share 3/4'
+  )
+  assert found['learner'].startswith('podrace train catch ' + ' '.join(arguments))
+  assert '--replay service --lag async --connect-replay unix:S/replay-0' in found['learner']
+
+
+def test_shards_of_replay_are_all_told(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['apex'](asked('apex-pong', shards=2, actors=2)), tmp_path)
+  assert found['replay-1'].startswith('podrace replay --listen unix:S/replay-1')
+  assert f'--dir {tmp_path}/replay-1' in found['replay-1']
+  for name in ('learner', 'act-0', 'act-1'):
+    assert '--connect-replay unix:S/replay-0,unix:S/replay-1' in found[name]
+
+
+def test_reanalysing_processes(tmp_path: Path) -> None:
+  one = asked('muzero-catch', '--total-steps', '9', '--agent.simulations=4', reanalysers=2)
+  found = commands(ARRANGEMENTS['reanalyse'](one), tmp_path)
+  assert found['reanalyse-1'] == (
+    'podrace reanalyse muzero-catch --agent.simulations=4 --connect-replay unix:S/replay-0 '
+    '--params unix:S/learner-0'
+  )
+
+
+@pytest.mark.parametrize(
+  ('arrangement', 'preset', 'counts', 'said'),
+  [
+    ('seed', 'catch', {}, 'podrace:catch is an environment in JAX, which stays with the learner'),
+    ('impala', 'dqn-cartpole', {}, 'dqn learns from replay; take --as apex'),
+    ('apex', 'catch', {}, 'impala learns from each unroll once; take --as impala'),
+    ('reanalyse', 'catch', {}, 'impala has no search; take --agent muzero'),
+    ('impala', 'catch', {'actors': 0}, '--actors must be at least 1, not 0'),
+    ('impala', 'catch', {'actors': 7}, 'does not divide over --actors 7'),
+    ('apex', 'apex-pong', {'shards': 0}, '--shards must be at least 1'),
+  ],
+)
+def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], said: str) -> None:
+  with pytest.raises(UsageError) as e:
+    ARRANGEMENTS[arrangement](asked(preset, **counts))
+  assert said in str(e.value)
+
+
+def test_braces_of_arguments_are_no_references(tmp_path: Path) -> None:
+  one = dataclasses.replace(asked('catch'), run_dir='runs/{learner}')
+  assert "--run-dir 'runs/{learner}'" in commands(ARRANGEMENTS['impala'](one), tmp_path)['learner']
+
+
+class Launch(Process):
+  """`podrace launch`."""
+
+  def __init__(self, tmp_path: Path, *arguments: str) -> None:
+    self.run_dir = tmp_path / 'run'
+    super().__init__(
+      tmp_path / 'launch.txt', '-m', 'podrace', 'launch', *arguments, '--run-dir', str(self.run_dir)
+    )
+
+  def pid(self, *words: str) -> int:
+    """Of the newest of its processes whose command has these words."""
+    children = (
+      Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children').read_text().split()
+    )
+    found = [int(x) for x in children if all(w in _command(x) for w in words)]
+    return max(found, default=0)
+
+  def lines(self) -> list[dict[str, float]]:
+    path = self.run_dir / 'metrics.jsonl'
+    return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+
+
+def _command(pid: str) -> list[str]:
+  try:
+    return Path(f'/proc/{pid}/cmdline').read_text().split('\0')
+  except OSError:
+    return []
+
+
+def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
+  with Launch(tmp_path, 'catch', '--as', 'impala', '--dry-run', '--actors', '1') as launch:
+    assert launch.wait() == 0
+    assert '# replay\npodrace replay --listen' in launch.output
+    assert not launch.run_dir.exists()
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'said'),
+  [
+    (('catch',), 'launch needs --as'),
+    (('catch', '--as', 'sead'), "unknown arrangement 'sead': did you mean seed?"),
+    (('catch', '--as', 'impala', '--on', 'mars'), "unknown engine 'mars': there are local"),
+    (('catch', '--as', 'impala', '--actors', '5'), 'does not divide over --actors 5'),
+  ],
+)
+def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
+  with Launch(tmp_path, *arguments) as launch:
+    assert launch.wait() == 2
+    assert said in launch.output
+    assert not launch.run_dir.exists()
+
+
+def test_impala_in_four_processes(tmp_path: Path) -> None:
+  with Launch(tmp_path, 'catch', '--as', 'impala', '--total-steps', '2000') as launch:
+    assert launch.wait() == 0, launch.output
+    assert json.loads((launch.run_dir / 'summary.json').read_text())['step'] >= 2000
+    assert {p.name for p in (launch.run_dir / 'logs').iterdir()} == {
+      'act-0.log', 'act-1.log', 'learner.log', 'replay.log',
+    }  # fmt: skip
+    assert 'the run is complete' in (launch.run_dir / 'logs' / 'act-0.log').read_text()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_whatever_is_killed(tmp_path: Path) -> None:
+  env = ('--agent', 'impala', '--env', 'gymnasium:CartPole-v1', '--num-envs', '8')
+  rest = ('--total-steps', '100000', '--checkpoint-every', '1000', '--log-every', '1000')
+  rest += ('--actor-devices', '0', '--learner-devices', '0', '--actor-threads', '1')
+  with Launch(tmp_path, *env, '--as', 'seed', *rest) as launch:
+    for words in (('envs',), ('train',), ('envs',), ('train',)):
+      before = len(launch.lines())
+      until(lambda n=before: len(launch.lines()) > n + 1 or launch.process.poll() is not None)
+      os.kill(launch.pid(*words), signal.SIGKILL)
+    steps = len(launch.lines())
+    until(lambda: len(launch.lines()) > steps)
+    assert launch.output.count('ended with 137, starts again in') == 4
+    assert launch.output.count('resuming at step') == 2
+    launch.signal(signal.SIGTERM)
+    assert launch.wait() == 143

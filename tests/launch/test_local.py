@@ -1,0 +1,203 @@
+"""A program's processes on this machine: real ones, and real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import SUPPORT, Process, alive, until
+
+WAITS = 'import signal; print("up"); signal.pause()'
+SAVES = """
+import signal, sys
+def save(*_):
+  print("saved"); sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+print("up"); signal.pause()
+"""
+STUBBORN = (
+  'import signal; signal.signal(15, signal.SIG_IGN); print("up")\nwhile True: signal.pause()'
+)
+# Fails until it has been started so often, as the lines of a file count.
+TRIES = """
+import sys
+with open(sys.argv[1], 'a+') as f:
+  f.write('x\\n'); f.seek(0); n = len(f.readlines())
+print('try', n)
+if n >= int(sys.argv[2]) and sys.argv[3:]: open(sys.argv[3], 'w')
+sys.exit(0 if n >= int(sys.argv[2]) else 3)
+"""
+UNTIL = """
+import os, sys, time
+while not os.path.exists(sys.argv[1]): time.sleep(0.01)
+"""
+
+
+def node(name: str, *command: str, **fields: Any) -> dict[str, Any]:
+  """A node that runs code of Python; braces of the code are no references."""
+  code, *arguments = command
+  code = code.replace('{', '{{').replace('}', '}}')
+  return {'name': name, 'command': [code, *arguments], **fields}
+
+
+class Launched(Process):
+  """A program that is launched, with the pids of its processes."""
+
+  def __init__(self, tmp_path: Path, *nodes: dict[str, Any]) -> None:
+    self.directory = tmp_path / 'program'
+    self.directory.mkdir(exist_ok=True)
+    program = json.dumps(nodes)
+    super().__init__(
+      tmp_path / 'launched.txt', str(SUPPORT / 'launched.py'), str(self.directory), program
+    )
+
+  def children(self) -> list[int]:
+    """Pids of the processes that it has started and that live."""
+    path = Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children')
+    return [int(pid) for pid in path.read_text().split() if alive(int(pid))]
+
+  def logged(self, name: str) -> str:
+    return (self.directory / 'logs' / f'{name}.log').read_text()
+
+
+def test_the_end_of_the_main_node_is_the_programs(tmp_path: Path) -> None:
+  main = node('main', 'print("a"); print("b", end="")', main=True)
+  with Launched(tmp_path, main, node('other', WAITS, replicas=2)) as launched:
+    assert launched.wait() == 0
+    assert 'main: a\nmain: b\n' in launched.output
+    assert launched.logged('main') == 'a\nb'
+
+
+def test_all_processes_are_told_to_end_and_may_save(tmp_path: Path) -> None:
+  go = tmp_path / 'go'
+  others = node('other', SAVES, replicas=2)
+  with Launched(tmp_path, node('main', UNTIL, str(go), main=True), others) as launched:
+    launched.says('other-0: up')
+    launched.says('other-1: up')
+    go.touch()
+    assert launched.wait() == 0
+    assert launched.output.count('saved') == 2
+
+
+def test_one_that_fails_is_started_again(tmp_path: Path) -> None:
+  go = tmp_path / 'go'
+  other = node('other', TRIES, str(tmp_path / 'n'), '3', str(go))
+  with Launched(tmp_path, node('main', UNTIL, str(go), main=True), other) as launched:
+    assert launched.wait() == 0
+    assert re.findall(r'other: (try \d|podrace launch: ended with \d)', launched.output)[:5] == [
+      'try 1', 'podrace launch: ended with 3', 'try 2', 'podrace launch: ended with 3', 'try 3',
+    ]  # fmt: skip
+    assert 'podrace launch: other ended with 3, starts again in 0 s' in launched.logged('other')
+
+
+def test_the_main_node_is_started_again_too(tmp_path: Path) -> None:
+  with Launched(tmp_path, node('main', TRIES, str(tmp_path / 'n'), '3', main=True)) as launched:
+    assert launched.wait() == 0
+    assert 'main: try 3' in launched.output
+
+
+def test_one_that_never_lives_ends_the_program(tmp_path: Path) -> None:
+  other = node('other', 'raise SystemExit(5)', restart={'first': 0.0, 'failures': 3})
+  with Launched(tmp_path, node('main', WAITS, main=True), other) as launched:
+    assert launched.wait() == 1
+    assert (
+      'other: podrace launch: ended with 5 3 times in a row, so the program ends' in launched.output
+    )
+    assert str(launched.directory / 'logs' / 'other.log') in launched.output
+
+
+@pytest.mark.parametrize(('main', 'code'), [(True, 2), (False, 1)])
+def test_bad_usage_is_not_tried_again(tmp_path: Path, main: bool, code: int) -> None:
+  one = node('one', 'print("what?"); raise SystemExit(2)', main=main)
+  with Launched(tmp_path, one, node('other', WAITS, main=not main)) as launched:
+    assert launched.wait() == code
+    assert launched.output.count('what?') == 1
+
+
+def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+  from podrace.launch.local import Local
+  from podrace.program import Node, Program
+
+  said: list[str] = []
+  missing = Program((Node('main', ('no-such-program',), main=True),))
+  assert Local(missing, tmp_path, lambda name, line: said.append(line)).run() == 2
+  assert said[0] == 'no-such-program cannot be started: No such file or directory'
+
+
+@pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_has_all_save_and_end(tmp_path: Path, signum: int, code: int) -> None:
+  with Launched(tmp_path, node('main', SAVES, main=True), node('other', SAVES)) as launched:
+    launched.says('up', 2)
+    pids = launched.children()
+    launched.signal(signum)
+    assert launched.wait() == code
+    assert launched.output.count('saved') == 2
+    assert len(pids) == 2 and not any(map(alive, pids))
+
+
+def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
+  with Launched(tmp_path, node('main', STUBBORN, main=True)) as launched:
+    launched.says('up')
+    (pid,) = launched.children()
+    launched.signal(signal.SIGTERM)
+    launched.signal(signal.SIGINT)
+    assert launched.wait() in (143, 130)
+    assert not alive(pid)
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the kernel ends the processes, on Linux')
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
+  with Launched(tmp_path, node('main', SAVES, main=True), node('other', WAITS)) as launched:
+    launched.says('up', 2)
+    pids = launched.children()
+    assert len(pids) == 2
+    launched.kill()
+    until(lambda: not any(map(alive, pids)))
+
+
+def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
+  leaves = f'import subprocess, sys; p = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}]); print("left", p.pid)'
+  with Launched(tmp_path, node('main', leaves, main=True)) as launched:
+    assert launched.wait() == 0
+    (pid,) = re.findall(r'left (\d+)', launched.output)
+    until(lambda: not alive(int(pid)))
+
+
+def test_a_replica_listens_at_the_same_address_whenever_it_starts(tmp_path: Path) -> None:
+  serve = node(
+    'serve', 'import sys; print("at", sys.argv[1]); open(sys.argv[2], "a").write("x"); sys.exit(3)',
+    '{listen}', str(tmp_path / 'n'), listens=['it'],
+  )  # fmt: skip
+  wants = 'import os, sys, time\nprint("to", sys.argv[1])\nwhile not os.path.exists(sys.argv[2]) or os.path.getsize(sys.argv[2]) < 2: time.sleep(0.01)'
+  main = node('main', wants, '{serve}', str(tmp_path / 'n'), main=True)
+  with Launched(tmp_path, serve, main) as launched:
+    assert launched.wait() == 0
+    (to,) = re.findall(r'main: to (.*)', launched.output)
+    ats = re.findall(r'serve: at (.*)', launched.output)
+    assert to.startswith('unix:') and set(ats) == {to} and len(ats) >= 2
+    assert not os.path.exists(os.path.dirname(to.removeprefix('unix:')))  # it went with the program
+
+
+def test_one_that_chooses_its_address_is_waited_for(tmp_path: Path) -> None:
+  chooses = 'import json, os, sys, signal\nopen(sys.argv[1] + "+", "w").write(json.dumps({"it": "tcp://h:7"}))\nos.rename(sys.argv[1] + "+", sys.argv[1]); signal.pause()'
+  serve = node('serve', chooses, '{announce}', listens=['it'])
+  main = node('main', 'import sys; print("to", sys.argv[1])', '{serve.it}', main=True)
+  with Launched(tmp_path, serve, main) as launched:
+    assert launched.wait() == 0
+    assert 'main: to tcp://h:7' in launched.output
+
+
+def test_a_process_that_closes_its_output_lives_on(tmp_path: Path) -> None:
+  go = tmp_path / 'go'
+  closes = f'import os, signal\nos.close(1); os.close(2); open({str(go)!r}, "w"); signal.pause()'
+  with Launched(
+    tmp_path, node('main', UNTIL, str(go), main=True), node('other', closes)
+  ) as launched:
+    assert launched.wait() == 0
+    assert 'podrace launch' not in launched.output  # it was not started again

@@ -1,0 +1,29 @@
+"""Runs a program of nodes on this machine: `launched.py DIRECTORY NODES`, where NODES is a list in JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from podrace.launch.local import Local
+from podrace.program import Backoff, Node, Program
+
+
+def nodes(told: str) -> tuple[Node, ...]:
+  """The nodes of a list in JSON; commands are code of Python, whose arguments follow."""
+  found = []
+  for fields in json.loads(told):
+    backoff = fields.pop('restart', {'first': 0.0})
+    fields['command'] = (sys.executable, '-uc', *fields['command'])
+    fields['listens'] = tuple(fields.get('listens', ()))
+    found.append(Node(**fields, restart=None if backoff is None else Backoff(**backoff)))
+  return tuple(found)
+
+
+if __name__ == '__main__':
+  directory, told = sys.argv[1:]
+  local = Local(
+    Program(nodes(told)), Path(directory), lambda name, line: print(f'{name}: {line}', flush=True)
+  )
+  sys.exit(local.run())
