@@ -38,8 +38,8 @@ class Basics:
   seed: int = 0
   devices: int | None = None
   # ^ how many, of all processes together, or, under sebulba, of each process; None: all
-  log_every: int = 0  # steps between lines of metrics.jsonl; 0: a hundredth of the run
-  checkpoint_every: int = 0  # steps between checkpoints; 0: about a minute
+  log_every: int = 0  # steps between metrics; 0: 1% of the run
+  checkpoint_every: int = 0  # steps between checkpoints; 0: a minute
   keep: int = 3  # how many checkpoints
 
   @property

@@ -39,7 +39,7 @@ class Backoff:
 
   first: float = 1.0  # seconds before the first restart
   most: float = 60.0  # seconds before any other, at most
-  healthy: float = 60.0  # seconds of life after which the failures before no longer count
+  healthy: float = 30.0  # seconds of life after which the failures before no longer count
   failures: int = 10  # in a row, with which the program fails
 
   def __post_init__(self) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from podrace.commands import configuration
@@ -12,7 +10,7 @@ from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.commands.train import COMMAND as TRAIN
 from podrace.config import unknown
-from podrace.output import Lasting
+from podrace.launch import local
 from podrace.program import Program
 from podrace.runs import run_directory
 
@@ -84,7 +82,7 @@ def run(args: list[str]) -> int:
   if '--dry-run' in options:
     return _show(program, given or Path('runs') / name)
   with run_directory(given, name) as run_dir:
-    return _local(make(asked(run_dir)), run_dir, environ)
+    return local.run(make(asked(run_dir)), run_dir, environ)
 
 
 def _as_given(options: Options, name: str) -> list[str]:
@@ -94,31 +92,6 @@ def _as_given(options: Options, name: str) -> list[str]:
 
 def _show(program: Program, run_dir: Path) -> int:
   """Prints what would be started."""
-  from podrace.launch.local import Local
-
-  for name, words in Local(program, run_dir, lambda name, line: None).commands('SOCKETS'):
+  for name, words in local.Local(program, run_dir, lambda name, line: None).commands('SOCKETS'):
     print(f'# {name}\n{words}')
   return 0
-
-
-def _local(program: Program, run_dir: Path, environ: Mapping[str, str]) -> int:
-  """Runs a program here, and shows what its processes say."""
-  from podrace.launch.local import Local
-
-  width = max(len(name) for name in _names(program))
-  out = Lasting(sys.stdout)
-
-  def say(name: str, line: str) -> None:
-    print(f'{name:<{width}} | {line}', file=out, flush=True)
-
-  if not out.isatty():
-    return Local(program, run_dir, say, environ=environ).run()
-  from podrace.launch.view import View
-
-  with View(width) as view:
-    return Local(program, run_dir, view.say, view.look, environ).run()
-
-
-def _names(program: Program) -> Iterator[str]:
-  for node in program.nodes:
-    yield node.name if node.replicas == 1 else f'{node.name}-{node.replicas - 1}'

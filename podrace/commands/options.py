@@ -49,8 +49,7 @@ SERVER_INSECURE = Option(
 PEER_TIMEOUT = Option(
   '--peer-timeout', 'S', 'of --listen: seconds of silence that end a session', 10
 )
-ANNOUNCE = Option('--announce', 'FILE', 'of --listen: writes there, as JSON, the address at which it listens, '
-  'once it does; the PORT of --listen may be 0 then, for any that is free')  # fmt: skip
+ANNOUNCE = Option('--announce', 'FILE', 'of --listen: a JSON file for the address, once it listens')
 CLIENT_KEYS = Option(
   '--keys', 'DIR', 'with authority.pem, client.pem and client.key: `podrace keys new`'
 )

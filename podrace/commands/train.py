@@ -51,7 +51,7 @@ COMMAND = Train(
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma', choices=('tensorboard', 'wandb')),
+    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard,wandb or one of them', choices=('tensorboard', 'wandb')),
     Option('--quiet', '', 'no progress; only warnings and the last words'),
     Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or unix:PATH, see docs/distributed.md'),
     Option('--connect-replay', 'ADDRESSES', 'of --replay service: where `podrace replay` listens, shards '

@@ -23,7 +23,7 @@ SHARED = (
   '--env',
   '--num-envs',
   '--unroll-length',
-)  # what all processes must be told alike
+)  # the same for all processes
 OF_ACTING = (
   '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads', '--max-lag',
 )  # fmt: skip

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from podrace.net import announce
+from podrace.output import Lasting
 from podrace.program import Announced, Node, Program, Reference, command, is_ready, references
 
 GRACE = 30.0  # seconds in which processes may save before they are killed
@@ -65,8 +66,8 @@ class Local:
 
   Args:
     directory: what the program keeps: a log for each replica, and what nodes write to {dir}.
-    say: told each line of a replica, and what becomes of replicas: (name, line).
-    look: told all replicas whenever something has happened to them.
+    say: gets each line of a replica, and what becomes of replicas: (name, line).
+    look: gets all replicas whenever something has happened to them.
     environ: of the processes.
   """
 
@@ -106,11 +107,11 @@ class Local:
   # --- addresses ------------------------------------------------------------------------------------
 
   def address(self, node: Node, number: int) -> str:
-    """Where a replica is told to listen."""
+    """Where a replica has to listen."""
     return f'unix:{self._sockets}/{node.name}-{number}'
 
   def announced(self) -> dict[tuple[str, int], Mapping[str, str]]:
-    """The addresses that are known: those that replicas are told, and those that they chose themselves."""
+    """The addresses that are known: those that this gives, and those that processes have announced."""
     found: dict[tuple[str, int], Mapping[str, str]] = {}
     for node in self.program.nodes:
       for i in range(node.replicas):
@@ -121,7 +122,7 @@ class Local:
     return found
 
   def commands(self, where: str) -> Iterator[tuple[str, str]]:
-    """(name, what a shell would be told) of each replica; `where` stands for the directory of sockets."""
+    """(name, a line for a shell) of each replica; `where` stands for the directory of sockets."""
     self._sockets = Path(where)
     self._announced_in = self._sockets / 'announced'
     known = self.announced()
@@ -306,6 +307,30 @@ class Local:
       self._end(128 + signum)
     else:
       self._ending = time.monotonic()
+
+
+def run(program: Program, directory: Path | str, environ: Mapping[str, str] = os.environ) -> int:
+  """Runs a program on this machine, with a view of its processes where the output is a terminal.
+
+  Args:
+    directory: for the logs of all processes, and what nodes keep in {dir}.
+    environ: of the processes.
+
+  Returns:
+    an exit code: the main node's; 1 if another node failed for good; 128 + n after signal n.
+  """
+  names = [Replica(n, n.replicas - 1).name for n in program.nodes]
+  width, out = max(map(len, names)), Lasting(sys.stdout)
+  if out.isatty():
+    from podrace.launch.view import View
+
+    with View(width) as view:
+      return Local(program, Path(directory), view.say, view.look, environ).run()
+
+  def say(name: str, line: str) -> None:
+    print(f'{name:<{width}} | {line}', file=out, flush=True)
+
+  return Local(program, Path(directory), say, environ=environ).run()
 
 
 def _signal_group(process: subprocess.Popen[bytes], signum: int) -> None:

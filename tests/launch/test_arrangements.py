@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from children import Process, until
+from children import ROOT, Process, until
 
 import podrace
 from podrace.errors import UsageError
@@ -151,6 +151,16 @@ def test_impala_in_four_processes(tmp_path: Path) -> None:
       'act-0.log', 'act-1.log', 'learner.log', 'replay.log',
     }  # fmt: skip
     assert 'the run is complete' in (launch.run_dir / 'logs' / 'act-0.log').read_text()
+
+
+@pytest.mark.slow
+def test_the_example(tmp_path: Path) -> None:
+  with Process(
+    tmp_path / 'said.txt', str(ROOT / 'examples' / 'program.py'), str(tmp_path / 'run')
+  ) as example:
+    assert example.wait() == 0, example.output
+    assert 'the best so far' in example.output
+    assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 20_000
 
 
 @pytest.mark.slow
