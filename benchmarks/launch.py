@@ -1,0 +1,169 @@
+"""`podrace launch`: what kills of its processes cost, and the time until the first update.
+
+    python benchmarks/launch.py kills [--kills 50]
+    python benchmarks/launch.py first [--repeats 5]
+
+`kills` ends a random process of a program with SIGKILL, again and again, 5 to 25 s after the one before: of SEED RL
+(IMPALA on Gymnasium's CartPole, two processes of environments) and of IMPALA with a queue (Catch, two acting
+processes). Time lost is from a kill until the run has come further than it was. A program that is complete is followed
+by another one, until there were so many kills. After each no process may be left, and the run must be whole.
+
+`first` takes turns: `podrace train` with environments on the host, and `podrace launch --as seed` with the same, each
+from its start to the first line of metrics.jsonl. Programs are compiled before.
+
+Writes benchmarks/results/launch.json; the case that is not run keeps what the file has of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import common
+
+CARTPOLE = (
+  '--agent', 'impala', '--env', 'gymnasium:CartPole-v1', '--num-envs', '16', '--actor-threads', '1',
+)  # fmt: skip
+OFTEN = ('--log-every', '512', '--checkpoint-every', '10000')
+PROGRAMS = {
+  'seed': (*CARTPOLE, '--as', 'seed', '--total-steps', '600000', *OFTEN),
+  'impala': ('catch', '--as', 'impala', '--total-steps', '1500000', '--log-every', '2048', '--checkpoint-every', '50000'),
+}  # fmt: skip
+PODRACE = (sys.executable, '-m', 'podrace')
+WAITED = 120.0  # seconds for a run to go on, at most
+
+
+class Launched:
+  """A program that runs."""
+
+  def __init__(self, *command: str) -> None:
+    self.run_dir = Path(tempfile.mkdtemp(prefix='podrace-bench-')) / 'run'
+    self.mark = uuid.uuid4().hex
+    self.output = (self.run_dir.parent / 'said.txt').open('wb')
+    self.began = time.perf_counter()
+    self.process = subprocess.Popen(
+      (*PODRACE, *command, '--run-dir', str(self.run_dir)), stdout=self.output, stderr=self.output,
+      cwd=common.ROOT, env={**os.environ, 'PYTHONPATH': common.PATH, 'PODRACE_BENCHMARK': self.mark},
+    )  # fmt: skip
+
+  @property
+  def step(self) -> int:
+    """The newest in metrics.jsonl; 0 before there is one."""
+    path = self.run_dir / 'metrics.jsonl'
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    whole = [x for x in lines[-2:] if x.endswith('\n')]
+    return json.loads(whole[-1])['step'] if whole else 0
+
+  def reaches(self, step: int) -> float:
+    """Seconds until the run has come further than that, or has ended."""
+    began = time.perf_counter()
+    while self.step <= step and self.process.poll() is None:
+      if time.perf_counter() - began > WAITED:
+        raise RuntimeError(f'no step after {step} within {WAITED} s: see {self.output.name}')
+      time.sleep(0.02)
+    return time.perf_counter() - began
+
+  def nodes(self) -> dict[str, int]:
+    """pid by a node's kind and pid."""
+    path = Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children')
+    found = {}
+    for pid in path.read_text().split():
+      words = Path(f'/proc/{pid}/cmdline').read_text().split('\0')
+      if 'podrace' in words:
+        found[f'{words[words.index("podrace") + 1]} {pid}'] = int(pid)
+    return found
+
+  def left(self) -> list[int]:
+    """Pids of processes that were started by it and still are."""
+    found = []
+    for path in Path('/proc').glob('[0-9]*/environ'):
+      try:
+        if self.mark.encode() in path.read_bytes():
+          found.append(int(path.parent.name))
+      except OSError:
+        continue
+    return [pid for pid in found if pid != self.process.pid]
+
+
+def killed(name: str, kills: int, rng: random.Random) -> dict[str, Any]:
+  """Programs of one arrangement, until there were so many kills."""
+  lost: list[tuple[str, float]] = []
+  programs = 0
+  while len(lost) < kills:
+    launched = Launched('launch', *PROGRAMS[name])
+    launched.reaches(0)
+    while launched.process.poll() is None and len(lost) < kills:
+      try:
+        launched.process.wait(rng.uniform(5, 25))
+        break
+      except subprocess.TimeoutExpired:
+        pass
+      kind, pid = rng.choice(sorted(launched.nodes().items()))
+      step = launched.step
+      os.kill(pid, signal.SIGKILL)
+      lost.append((kind.split()[0], launched.reaches(step)))
+      print(f'{name}: {lost[-1][0]} killed at step {step:,}: {lost[-1][1]:.1f} s', flush=True)
+    code = launched.process.wait()
+    summary = json.loads((launched.run_dir / 'summary.json').read_text())
+    assert code == 0, f'ended with {code}: see {launched.output.name}'
+    assert not launched.left(), f'processes are left: {launched.left()}'
+    programs += 1
+    print(f'{name}: complete at step {summary["step"]:,}', flush=True)
+  kinds = {k: [s for x, s in lost if x == k] for k in sorted({x for x, _ in lost})}
+  return dict(
+    command=' '.join(PROGRAMS[name]), programs=programs, lost_s=common.summary([s for _, s in lost]),
+    by_kind={k: common.summary(v) for k, v in kinds.items()}, steps=summary['step'],
+  )  # fmt: skip
+
+
+def first(repeats: int) -> dict[str, Any]:
+  """Seconds to the first line of metrics."""
+  commands = dict(
+    train=('train', *CARTPOLE, *OFTEN), launch=('launch', *CARTPOLE, *OFTEN, '--as', 'seed')
+  )
+  found: dict[str, list[float]] = {k: [] for k in commands}
+  for i in range(repeats + 1):
+    for name, command in commands.items():
+      launched = Launched(*command)
+      launched.reaches(0)
+      if i:  # the first compiles
+        found[name].append(time.perf_counter() - launched.began)
+      launched.process.send_signal(signal.SIGTERM)
+      launched.process.wait()
+  ratio = statistics.median(b / a for a, b in zip(found['train'], found['launch'], strict=True))
+  print({k: round(statistics.median(v), 1) for k, v in found.items()}, f'{ratio:.2f}', flush=True)
+  return {k: common.summary(v) for k, v in found.items()} | dict(launch_over_train=ratio)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument('cases', nargs='*', help='kills, first; none: both')
+  parser.add_argument('--kills', type=int, default=50, help='of each arrangement')
+  parser.add_argument('--repeats', type=int, default=5)
+  args = parser.parse_args()
+  path = common.RESULTS / 'launch.json'
+  results = json.loads(path.read_text())['results'] if path.exists() else {}
+  rng = random.Random(0)
+  for case in args.cases or ('first', 'kills'):
+    if case == 'first':
+      results[case] = first(args.repeats) | common.origin()
+    else:
+      results[case] = {n: killed(n, args.kills, rng) for n in PROGRAMS} | common.origin()
+    common.record('launch', results)
+
+
+if __name__ == '__main__':
+  main()
