@@ -80,11 +80,11 @@ def base_config(
 
   With an agent or an environment and no preset, it has the defaults of Config and of the agent.
   """
-  from podrace.record import load_config
-
   if preset is None and is_open(preset, run_dir, agent, args):
     config = Config(agent=default_agent(agent or 'impala'))
   elif preset is None and run_dir is not None and (run_dir / 'config.json').exists():
+    from podrace.record import load_config
+
     config = load_config(run_dir, allowed)
   else:
     config = PRESETS[preset or 'catch']()
