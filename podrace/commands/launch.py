@@ -92,6 +92,7 @@ def _as_given(options: Options, name: str) -> list[str]:
 
 def _show(program: Program, run_dir: Path) -> int:
   """Prints what would be started."""
+  print('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
   for name, words in local.Local(program, run_dir, lambda name, line: None).commands('SOCKETS'):
     print(f'# {name}\n{words}')
   return 0

@@ -123,7 +123,10 @@ def _over_service(asked: Asked) -> tuple[Node, ...]:
     '--dir', '{dir}/replay-{replica}', '--checkpoint-every', '60',
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')
-  learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at, *_listening(asked))
+  # Another lag that is given is for `podrace train` to refuse.
+  given = any(x.partition('=')[0] == '--lag' for x in asked.arguments)
+  lag = () if given else ('--lag', 'async')
+  learner = asked.command('train', '--replay', 'service', *lag, *at, *_listening(asked))
   actors = asked.command(
     'act', *at, '--params', '{learner}', '--share', '{replica}/{replicas}',
     only=(*SHARED, *OF_ACTING, *OF_ALL),

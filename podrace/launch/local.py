@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from podrace.errors import UsageError
 from podrace.net import announce
 from podrace.output import Lasting
 from podrace.program import Announced, Node, Program, Reference, command, is_ready, references
@@ -29,6 +30,8 @@ GRACE = 30.0  # seconds in which processes may save before they are killed
 TICK = 0.2  # seconds between looks at announcements, where processes choose their addresses
 BAD_USAGE = 2  # an exit code that would come again
 SAID = 256 * 1024  # bytes of a line without an end, at most
+CHUNK = 64 * 1024  # bytes that are read of one process before the others
+LONGEST = 100  # bytes of a Unix socket's path, which may have 107 or less
 CHILD = str(Path(__file__).with_name('child.py'))
 
 
@@ -86,15 +89,18 @@ class Local:
     self._logs: dict[str, IO[bytes]] = {}
     self._ending: float | None = None  # when those that still run are killed
     self._code: int | None = None  # of the program, once it is ending
+    self._complained = False  # that a log cannot be written
 
   def run(self) -> int:
     """Runs the program to its end; the exit code: the main node's, 1 if another failed for good, 128 + n on signal n."""
     with contextlib.ExitStack() as stack:
-      sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-'))
-      self._sockets = Path(sockets)
+      self._sockets = Path(stack.enter_context(self._private_directory()))
       self._announced_in = self._sockets / 'announced'
       self._announced_in.mkdir()
-      (self.directory / 'logs').mkdir(parents=True, exist_ok=True)
+      try:
+        (self.directory / 'logs').mkdir(parents=True, exist_ok=True)
+      except OSError as e:
+        raise UsageError(f'{self.directory} cannot be written to: {e.strerror}') from None
       stack.callback(self._kill_all)
       stack.enter_context(self._signals())
       while self._code is None or any(r.process for r in self.replicas):
@@ -103,6 +109,17 @@ class Local:
         self._wait()
         self._reap()
     return self._code
+
+  def _private_directory(self) -> tempfile.TemporaryDirectory[str]:
+    """For sockets, of this user alone."""
+    made = tempfile.TemporaryDirectory(prefix='podrace-')
+    longest = max(len(os.fsencode(f'{made.name}/{r.node.name}-{r.number}')) for r in self.replicas)
+    if longest > LONGEST:
+      made.cleanup()
+      raise UsageError(
+        f'{made.name} is too long for the path of a Unix socket; set TMPDIR to a shorter one, such as /tmp'
+      )
+    return made
 
   # --- addresses ------------------------------------------------------------------------------------
 
@@ -188,9 +205,10 @@ class Local:
       if replica.process is not None and replica.process.poll() is not None:
         code = replica.process.returncode
         code = code if code >= 0 else 128 - code  # as a shell has it
-        self._read(replica)
-        self._hear_no_more(replica)
         _signal_group(replica.process, signal.SIGKILL)  # what it may have left
+        while self._read(replica):
+          pass
+        self._hear_no_more(replica)
         replica.process = None
         if self._code is None:
           self._ended(replica, code)
@@ -235,20 +253,23 @@ class Local:
 
   # --- what they say --------------------------------------------------------------------------------
 
-  def _read(self, replica: Replica) -> None:
-    """Takes what a process has written: to its log, and line by line to `say`."""
+  def _read(self, replica: Replica) -> bool:
+    """Takes some of what a process has written, to its log and line by line to `say`; whether there was some."""
     stdout = replica.process and replica.process.stdout
     if not stdout or stdout.closed:
-      return
-    while data := stdout.read(65_536):
-      self._log(replica).write(data)
-      *lines, replica.line = (replica.line + data).split(b'\n')
-      if len(replica.line) > SAID:
-        lines, replica.line = [*lines, replica.line], b''
-      for line in lines:
-        self._line(replica, line)
+      return False
+    data = stdout.read(CHUNK)
     if data == b'':  # nobody can write to it any more
       self._hear_no_more(replica)
+    if not data:
+      return False
+    self._log(replica, data)
+    *lines, replica.line = (replica.line + data).split(b'\n')
+    if len(replica.line) > SAID:
+      lines, replica.line = [*lines, replica.line], b''
+    for line in lines:
+      self._line(replica, line)
+    return True
 
   def _hear_no_more(self, replica: Replica) -> None:
     stdout = replica.process and replica.process.stdout
@@ -265,14 +286,20 @@ class Local:
 
   def _tell(self, replica: Replica, text: str) -> None:
     """Tells what became of a replica, there and in its log."""
-    self._log(replica).write(f'podrace launch: {replica.name} {text}\n'.encode())
+    self._log(replica, f'podrace launch: {replica.name} {text}\n'.encode())
     self._say(replica.name, f'podrace launch: {text}')
 
-  def _log(self, replica: Replica) -> IO[bytes]:
-    if replica.name not in self._logs:
-      path = self.directory / 'logs' / f'{replica.name}.log'
-      self._logs[replica.name] = path.open('ab', buffering=0)
-    return self._logs[replica.name]
+  def _log(self, replica: Replica, data: bytes) -> None:
+    """Adds to a replica's log. A full disk ends no program."""
+    try:
+      if replica.name not in self._logs:
+        path = self.directory / 'logs' / f'{replica.name}.log'
+        self._logs[replica.name] = path.open('ab', buffering=0)
+      self._logs[replica.name].write(data)
+    except OSError as e:
+      if not self._complained:
+        self._complained = True
+        self._say(replica.name, f'podrace launch: its log cannot be written: {e.strerror or e}')
 
   # --- signals --------------------------------------------------------------------------------------
 

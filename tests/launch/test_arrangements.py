@@ -51,6 +51,11 @@ def test_acting_processes_are_told_what_they_must_know_and_no_more(tmp_path: Pat
   assert '--replay service --lag async --connect-replay unix:S/replay-0' in found['learner']
 
 
+def test_a_lag_that_is_given_is_left_to_the_learner_to_refuse(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['impala'](asked('catch', '--lag', '0')), tmp_path)
+  assert '--lag 0' in found['learner'] and 'async' not in found['learner']
+
+
 def test_shards_of_replay_are_all_told(tmp_path: Path) -> None:
   found = commands(ARRANGEMENTS['apex'](asked('apex-pong', shards=2, actors=2)), tmp_path)
   assert found['replay-1'].startswith('podrace replay --listen unix:S/replay-1')

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 from children import SUPPORT, Process, alive, until
 
+from podrace.errors import UsageError
+from podrace.launch import Local
+from podrace.program import Node, Program
+
 WAITS = 'import signal; print("up"); signal.pause()'
 SAVES = """
 import signal, sys
@@ -70,7 +74,7 @@ def test_the_end_of_the_main_node_is_the_programs(tmp_path: Path) -> None:
   main = node('main', 'print("a"); print("b", end="")', main=True)
   with Launched(tmp_path, main, node('other', WAITS, replicas=2)) as launched:
     assert launched.wait() == 0
-    assert 'main: a\nmain: b\n' in launched.output
+    assert [x for x in launched.output.splitlines() if 'main' in x] == ['main: a', 'main: b']
     assert launched.logged('main') == 'a\nb'
 
 
@@ -121,9 +125,6 @@ def test_bad_usage_is_not_tried_again(tmp_path: Path, main: bool, code: int) -> 
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
-  from podrace.launch.local import Local
-  from podrace.program import Node, Program
-
   said: list[str] = []
   missing = Program((Node('main', ('no-such-program',), main=True),))
   assert Local(missing, tmp_path, lambda name, line: said.append(line)).run() == 2
@@ -201,3 +202,37 @@ def test_a_process_that_closes_its_output_lives_on(tmp_path: Path) -> None:
   ) as launched:
     assert launched.wait() == 0
     assert 'podrace launch' not in launched.output  # it was not started again
+
+
+def test_a_directory_for_sockets_that_is_too_long_is_refused(
+  tmp_path: Path, monkeypatch: Any
+) -> None:
+  long = tmp_path / ('x' * 90)
+  long.mkdir()
+  monkeypatch.setattr('tempfile.tempdir', str(long))
+  program = Program((Node('main', ('true',), main=True),))
+  with pytest.raises(UsageError, match='set TMPDIR to a shorter one'):
+    Local(program, tmp_path / 'program', lambda name, line: None).run()
+  assert not list(long.iterdir())
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+  (tmp_path / 'file').touch()
+  program = Program((Node('main', ('true',), main=True),))
+  with pytest.raises(UsageError, match='file/program cannot be written to: Not a directory'):
+    Local(program, tmp_path / 'file' / 'program', lambda name, line: None).run()
+
+
+def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+  (tmp_path / 'logs' / 'main.log').mkdir(parents=True)
+  said: list[str] = []
+  program = Program((Node('main', ('echo', 'hello'), main=True),))
+  assert Local(program, tmp_path, lambda name, line: said.append(line)).run() == 0
+  assert said == ['podrace launch: its log cannot be written: Is a directory', 'hello']
+
+
+def test_one_that_prints_without_end_keeps_no_one_from_being_heard(tmp_path: Path) -> None:
+  loud = node('loud', 'import os\nwhile True: os.write(1, b"x" * 1_000_000)')
+  with Launched(tmp_path, node('main', 'print("heard")', main=True), loud) as launched:
+    assert launched.wait() == 0
+    assert 'main: heard' in launched.output
