@@ -1,16 +1,8 @@
 """A program: the processes of a distributed run, as data.
 
-A node is a command, in one replica or several. Arguments refer to what is known only once others listen:
-
-  {learner.params}   the address that node `learner` announces under the name `params`
-  {replay}           the same, where `replay` listens under one name only
-  {replay:all}       the addresses of all its replicas, with commas
-  {listen}           where this replica is to listen, {announce} the file to announce it in
-  {keys} {dir}       the directories of the program: keys; all that it keeps
-  {replica} {replicas}   the number of this replica, from 0, and how many there are
-
-Braces that are no reference are doubled: `{{` and `}}`, see `literal`. Where and how processes are started is
-the matter of an engine (podrace.launch). Nothing here starts anything.
+A node is a command, in one replica or several. Its arguments may refer to what is known only once others listen, as in
+`{learner.params}`; docs/launch.md has a table. Where and how processes are started is the matter of an engine
+(podrace.launch). Nothing here starts anything.
 """
 
 from __future__ import annotations
@@ -21,13 +13,12 @@ import math
 import re
 import string
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from podrace.errors import UsageError
 
 Announced = Mapping[tuple[str, int], Mapping[str, str]]  # (node, replica) -> name -> address
 
-OWN = ('listen', 'announce', 'keys', 'dir', 'replica', 'replicas')  # what an engine gives a replica
+OWN = ('listen', 'announce', 'dir', 'replica', 'replicas')  # what an engine gives a replica
 NAME = re.compile(
   r'[a-z]([a-z0-9-]{0,38}[a-z0-9])?'
 )  # as DNS has it: Kubernetes makes hosts of them
@@ -77,8 +68,13 @@ class Node:
         )
     if self.name in OWN:
       raise UsageError(f'node {self.name!r}: this name is a reference; give another one')
-    if not self.command:
-      raise UsageError(f'node {self.name}: its command is empty')
+    texts = isinstance(self.command, tuple) and all(isinstance(x, str) for x in self.command)
+    if not self.command or not texts:
+      raise UsageError(
+        f'node {self.name}: its command must be a tuple of texts, with at least one, not {self.command!r}'
+      )
+    if not (self.restart is None or isinstance(self.restart, Backoff)):
+      raise UsageError(f'node {self.name}: restart takes a Backoff or None, not {self.restart!r}')
     if self.replicas < 1 or self.cpus < 0 or self.gpus < 0:
       raise UsageError(
         f'node {self.name}: replicas must be at least 1, cpus and gpus at least 0, not '
@@ -86,6 +82,11 @@ class Node:
       )
     if len(set(self.listens)) < len(self.listens):
       raise UsageError(f'node {self.name}: it listens twice under one name: {self.listens}')
+
+  @property
+  def names(self) -> list[str]:
+    """Of its replicas, as people see them."""
+    return [self.name] if self.replicas == 1 else [f'{self.name}-{i}' for i in range(self.replicas)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,9 +149,9 @@ class Program:
   nodes: tuple[Node, ...]
 
   def __post_init__(self) -> None:
-    names = [n.name for n in self.nodes]
+    names = [x for n in self.nodes for x in {n.name, *n.names}]
     if twice := sorted({x for x in names if names.count(x) > 1}):
-      raise UsageError(f'several nodes are called {", ".join(twice)}')
+      raise UsageError(f'several nodes or replicas are called {", ".join(twice)}')
     main = [n.name for n in self.nodes if n.main]
     if len(main) != 1:
       raise UsageError(
@@ -250,8 +251,3 @@ def command(
     return own[piece.node] if piece.node in own else resolve(program, piece, announced)
 
   return tuple(''.join(map(text, pieces(argument))) for argument in node.command)
-
-
-def to_json(program: Program) -> dict[str, Any]:
-  """A program for a file."""
-  return dataclasses.asdict(program)

@@ -10,12 +10,18 @@ from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.commands.train import COMMAND as TRAIN
 from podrace.config import unknown
+from podrace.errors import UsageError
 from podrace.launch import local
+from podrace.launch.addresses import Addresses
 from podrace.program import Program
 from podrace.runs import run_directory
 
 ARRANGEMENTS = ('seed', 'impala', 'apex', 'reanalyse')
 ENGINES = ('local',)
+NOT_OF_TRAIN = {
+  '--listen', '--connect-replay', '--keys', '--insecure', '--peer-timeout', '--announce', '--coordinator',
+  '--num-processes', '--process-id',
+}  # fmt: skip
 OF_TRAIN = ('--no-compile-cache', '--allow-code', '--override', '--sinks', '--quiet')
 
 COMMAND = Command(
@@ -54,6 +60,8 @@ def run(args: list[str]) -> int:
   for name, what, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', ENGINES)):
     if options.text(name) not in known:
       raise unknown(what, options.text(name), known)
+  given = options.path('--run-dir')
+  _check(preset, options, given)
   environ = dict(os.environ)
   os.environ['JAX_PLATFORMS'] = (
     'cpu'  # here, where nothing is computed: accelerators are the learner's
@@ -67,32 +75,41 @@ def run(args: list[str]) -> int:
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
   name = preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
-  given = options.path('--run-dir')
 
-  def asked(run_dir: Path) -> Asked:
-    return Asked(
+  def program(run_dir: Path) -> Program:
+    asked = Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
       options.whole('--actors'), options.whole('--shards'), options.whole('--reanalysers'),
     )  # fmt: skip
+    return MADE[options.text('--as')](asked)
 
-  make = MADE[options.text('--as')]
-  program = make(
-    asked(given or Path('runs') / name)
-  )  # what can't be is refused before a directory is made
+  first = program(given or Path('runs') / name)  # refuses, before a directory is made
   if '--dry-run' in options:
-    return _show(program, given or Path('runs') / name)
+    print('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
+    for node, words in Addresses(first, Path('SOCKETS'), given or Path('runs') / name).commands():
+      print(f'# {node}\n{words}')
+    return 0
   with run_directory(given, name) as run_dir:
-    return local.run(make(asked(run_dir)), run_dir, environ)
+    return local.run(program(run_dir), run_dir, environ)
+
+
+def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
+  """Raises UsageError for options that contradict each other."""
+  arrangement = options.text('--as')
+  if '--shards' in options and arrangement == 'seed':
+    raise UsageError('--shards: --as seed has no replay service')
+  if '--reanalysers' in options and arrangement != 'reanalyse':
+    raise UsageError(f'--reanalysers: of --as reanalyse, not of {arrangement}')
+  names = {x.partition('=')[0] for x in options.arguments}
+  if given := sorted(names & NOT_OF_TRAIN):
+    raise UsageError(f'{", ".join(given)}: podrace launch sets it itself')
+  named = preset or '--agent' in options or '--env' in names
+  if not named and run_dir is not None and (run_dir / 'config.json').exists():
+    raise UsageError(
+      f'{run_dir} has a run already: to go on with it, give the same preset and options as before'
+    )
 
 
 def _as_given(options: Options, name: str) -> list[str]:
   """An option as it was given, every time."""
   return [x for value in options.every(name) for x in ([name, value] if value else [name])]
-
-
-def _show(program: Program, run_dir: Path) -> int:
-  """Prints what would be started."""
-  print('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
-  for name, words in local.Local(program, run_dir, lambda name, line: None).commands('SOCKETS'):
-    print(f'# {name}\n{words}')
-  return 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from podrace.commands.configuration import value_of
 from podrace.config import Config, agent_name
 from podrace.errors import UsageError
 from podrace.hooks import learns_from_replay
@@ -27,7 +28,7 @@ SHARED = (
 OF_ACTING = (
   '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads', '--max-lag',
 )  # fmt: skip
-OF_ALL = ('--no-compile-cache',)
+OF_ALL = ('--no-compile-cache', '--quiet')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,15 @@ class Asked:
         f'--num-envs {self.config.num_envs} does not divide over --actors {self.actors}'
       )
 
+  def demand(self, arrangement: str, **needed: str) -> None:
+    """Raises UsageError if other options are given than an arrangement has."""
+    for name, value in needed.items():
+      given = value_of(f'--{name}', self.arguments)
+      if given not in (None, value):
+        raise UsageError(f'--as {arrangement} is --{name} {value}, not {given}; leave it out')
+    if self.config.seeds > 1:
+      raise UsageError(f'--seeds {self.config.seeds}: several seeds are one program, without --as')
+
   def command(self, name: str, *more: str, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """podrace NAME [PRESET] and the arguments, or `only` some of them and those of the agent; and more."""
     preset = () if self.preset is None else (self.preset,)
@@ -58,16 +68,16 @@ class Asked:
     return ('podrace', name, *preset, *map(literal, given), *more)
 
 
-def some(arguments: tuple[str, ...], names: tuple[str, ...]) -> list[str]:
+def some(arguments: tuple[str, ...], names: tuple[str, ...], of_agent: bool = True) -> list[str]:
   """Those options with their values, and the agent's fields."""
   found: list[str] = []
   taken = False
   for argument in arguments:
     if argument.startswith('--'):
       name = argument.partition('=')[0].replace('_', '-')
-      taken = name in names or name.startswith('--agent.')
+      taken = name in names or (of_agent and name.startswith('--agent.'))
     if taken:
-      found.append(argument)
+      found.append(literal(argument) if not of_agent else argument)
   return found
 
 
@@ -79,8 +89,12 @@ def seed(asked: Asked) -> Program:
       f'--as seed: {config.env} is an environment in JAX, which stays with the learner; '
       'give one of ale, envpool or gymnasium'
     )
+  asked.demand('seed', envs='remote', lag='async', architecture='sebulba')
+  if learns_from_replay(config.agent) and config.replay != 'host':
+    raise UsageError(f'--as seed: {agent_name(config.agent)} learns from replay; add --replay host')
   learner = asked.command('train', '--envs', 'remote', *_listening(asked))
-  envs = ('podrace', 'envs', '--connect', '{learner}', '--env', literal(config.env))
+  more = some(asked.arguments, ('--env-deadline', '--quiet'), of_agent=False)
+  envs = ('podrace', 'envs', '--connect', '{learner}', '--env', literal(config.env), *more)
   return Program((
     Node('learner', learner, listens=('envs',), main=True),
     Node('envs', (*envs, '--num-envs', str(config.num_envs // asked.actors)), asked.actors),
@@ -93,7 +107,7 @@ def impala(asked: Asked) -> Program:
     raise UsageError(
       f'--as impala: {agent_name(asked.config.agent)} learns from replay; take --as apex'
     )
-  return Program(_over_service(asked))
+  return Program(_over_service('impala', asked))
 
 
 def apex(asked: Asked) -> Program:
@@ -102,7 +116,7 @@ def apex(asked: Asked) -> Program:
     raise UsageError(
       f'--as apex: {agent_name(asked.config.agent)} learns from each unroll once; take --as impala'
     )
-  return Program(_over_service(asked))
+  return Program(_over_service('apex', asked))
 
 
 def reanalyse(asked: Asked) -> Program:
@@ -113,20 +127,21 @@ def reanalyse(asked: Asked) -> Program:
     )
   at = ('--connect-replay', '{replay:all}', '--params', '{learner}')
   command = asked.command('reanalyse', *at, only=(*SHARED, *OF_ALL))
-  return Program((*_over_service(asked), Node('reanalyse', command, asked.reanalysers)))
+  return Program(
+    (*_over_service('reanalyse', asked), Node('reanalyse', command, asked.reanalysers))
+  )
 
 
-def _over_service(asked: Asked) -> tuple[Node, ...]:
+def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
   """Replay, the learner and acting processes."""
+  asked.demand(arrangement, replay='service', lag='async', envs='local', architecture='sebulba')
   replay = (
     'podrace', 'replay', '--listen', '{listen}', '--announce', '{announce}',
     '--dir', '{dir}/replay-{replica}', '--checkpoint-every', '60',
+    *some(asked.arguments, ('--quiet',), of_agent=False),
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')
-  # Another lag that is given is for `podrace train` to refuse.
-  given = any(x.partition('=')[0] == '--lag' for x in asked.arguments)
-  lag = () if given else ('--lag', 'async')
-  learner = asked.command('train', '--replay', 'service', *lag, *at, *_listening(asked))
+  learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at, *_listening(asked))
   actors = asked.command(
     'act', *at, '--params', '{learner}', '--share', '{replica}/{replicas}',
     only=(*SHARED, *OF_ACTING, *OF_ALL),

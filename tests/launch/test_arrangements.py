@@ -13,8 +13,8 @@ from children import ROOT, Process, until
 
 import podrace
 from podrace.errors import UsageError
+from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
-from podrace.launch.local import Local
 from podrace.program import Program
 
 
@@ -23,7 +23,15 @@ def asked(preset: str, *arguments: str, **counts: int) -> Asked:
 
 
 def commands(program: Program, tmp_path: Path) -> dict[str, str]:
-  return dict(Local(program, tmp_path, lambda name, line: None).commands('S'))
+  return dict(Addresses(program, Path('S'), tmp_path).commands())
+
+
+def test_a_run_needs_its_options_again(tmp_path: Path) -> None:
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / 'config.json').touch()
+  with Launch(tmp_path, '--as', 'apex') as launch:
+    assert launch.wait() == 2
+    assert 'give the same preset and options as before' in launch.output
 
 
 def test_seed(tmp_path: Path) -> None:
@@ -49,11 +57,6 @@ def test_acting_processes_are_told_what_they_must_know_and_no_more(tmp_path: Pat
   )
   assert found['learner'].startswith('podrace train catch ' + ' '.join(arguments))
   assert '--replay service --lag async --connect-replay unix:S/replay-0' in found['learner']
-
-
-def test_a_lag_that_is_given_is_left_to_the_learner_to_refuse(tmp_path: Path) -> None:
-  found = commands(ARRANGEMENTS['impala'](asked('catch', '--lag', '0')), tmp_path)
-  assert '--lag 0' in found['learner'] and 'async' not in found['learner']
 
 
 def test_shards_of_replay_are_all_told(tmp_path: Path) -> None:
@@ -83,11 +86,34 @@ def test_reanalysing_processes(tmp_path: Path) -> None:
     ('impala', 'catch', {'actors': 0}, '--actors must be at least 1, not 0'),
     ('impala', 'catch', {'actors': 7}, 'does not divide over --actors 7'),
     ('apex', 'apex-pong', {'shards': 0}, '--shards must be at least 1'),
+    ('seed', 'dqn-pong', {}, 'dqn learns from replay; add --replay host'),
   ],
 )
 def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], said: str) -> None:
   with pytest.raises(UsageError) as e:
     ARRANGEMENTS[arrangement](asked(preset, **counts))
+  assert said in str(e.value)
+
+
+@pytest.mark.parametrize(
+  ('arrangement', 'preset', 'arguments', 'said'),
+  [
+    ('impala', 'catch', ('--lag', '0'), '--as impala is --lag async, not 0; leave it out'),
+    ('impala', 'catch', ('--replay=host',), '--as impala is --replay service, not host'),
+    ('seed', 'pong', ('--envs', 'local'), '--as seed is --envs remote, not local'),
+    (
+      'seed',
+      'pong',
+      ('--architecture', 'anakin'),
+      '--as seed is --architecture sebulba, not anakin',
+    ),
+  ],
+)
+def test_options_that_an_arrangement_sets_are_refused(
+  arrangement: str, preset: str, arguments: tuple[str, ...], said: str
+) -> None:
+  with pytest.raises(UsageError) as e:
+    ARRANGEMENTS[arrangement](asked(preset, *arguments))
   assert said in str(e.value)
 
 
@@ -139,6 +165,9 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
     (('catch', '--as', 'sead'), "unknown arrangement 'sead': did you mean seed?"),
     (('catch', '--as', 'impala', '--on', 'mars'), "unknown engine 'mars': there are local"),
     (('catch', '--as', 'impala', '--actors', '5'), 'does not divide over --actors 5'),
+    (('pong', '--as', 'seed', '--shards', '2'), '--shards: --as seed has no replay service'),
+    (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: of --as reanalyse'),
+    (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen: podrace launch sets it itself'),
   ],
 )
 def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
@@ -152,7 +181,7 @@ def test_impala_in_four_processes(tmp_path: Path) -> None:
   with Launch(tmp_path, 'catch', '--as', 'impala', '--total-steps', '2000') as launch:
     assert launch.wait() == 0, launch.output
     assert json.loads((launch.run_dir / 'summary.json').read_text())['step'] >= 2000
-    assert {p.name for p in (launch.run_dir / 'logs').iterdir()} == {
+    assert {p.name for p in (launch.run_dir / 'logs').glob('*.log')} == {
       'act-0.log', 'act-1.log', 'learner.log', 'replay.log',
     }  # fmt: skip
     assert 'the run is complete' in (launch.run_dir / 'logs' / 'act-0.log').read_text()

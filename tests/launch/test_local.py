@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from children import SUPPORT, Process, alive, until
+from children import SUPPORT, Process, alive, environment, until
 
 from podrace.errors import UsageError
 from podrace.launch import Local
+from podrace.launch.local import WATCHDOG
+from podrace.launch.screen import Screen
 from podrace.program import Node, Program
 
 WAITS = 'import signal; print("up"); signal.pause()'
@@ -61,10 +67,11 @@ class Launched(Process):
       tmp_path / 'launched.txt', str(SUPPORT / 'launched.py'), str(self.directory), program
     )
 
-  def children(self) -> list[int]:
-    """Pids of the processes that it has started and that live."""
+  def started(self, watchdogs: bool = False) -> list[int]:
+    """Pids of the nodes' processes, or of its watchdogs, that live."""
     path = Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children')
-    return [int(pid) for pid in path.read_text().split() if alive(int(pid))]
+    pids = [int(pid) for pid in path.read_text().split() if alive(int(pid))]
+    return [p for p in pids if (WATCHDOG in Path(f'/proc/{p}/cmdline').read_text()) == watchdogs]
 
   def logged(self, name: str) -> str:
     return (self.directory / 'logs' / f'{name}.log').read_text()
@@ -128,14 +135,14 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
   said: list[str] = []
   missing = Program((Node('main', ('no-such-program',), main=True),))
   assert Local(missing, tmp_path, lambda name, line: said.append(line)).run() == 2
-  assert said[0] == 'no-such-program cannot be started: No such file or directory'
+  assert said[0] == 'podrace launch: no-such-program cannot be started: No such file or directory'
 
 
 @pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_has_all_save_and_end(tmp_path: Path, signum: int, code: int) -> None:
   with Launched(tmp_path, node('main', SAVES, main=True), node('other', SAVES)) as launched:
     launched.says('up', 2)
-    pids = launched.children()
+    pids = launched.started()
     launched.signal(signum)
     assert launched.wait() == code
     assert launched.output.count('saved') == 2
@@ -145,21 +152,123 @@ def test_a_signal_has_all_save_and_end(tmp_path: Path, signum: int, code: int) -
 def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
   with Launched(tmp_path, node('main', STUBBORN, main=True)) as launched:
     launched.says('up')
-    (pid,) = launched.children()
+    (pid,) = launched.started()
     launched.signal(signal.SIGTERM)
     launched.signal(signal.SIGINT)
     assert launched.wait() in (143, 130)
     assert not alive(pid)
 
 
-@pytest.mark.skipif(sys.platform != 'linux', reason='the kernel ends the processes, on Linux')
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-  with Launched(tmp_path, node('main', SAVES, main=True), node('other', WAITS)) as launched:
+def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, monkeypatch: Any) -> None:
+  temporary = Path(tempfile.mkdtemp())
+  monkeypatch.setenv('TMPDIR', str(temporary))
+  spawns = f'import subprocess, sys\np = subprocess.Popen([sys.executable, "-c", {WAITS!r}]); print("has", p.pid); p.wait()'
+  with Launched(tmp_path, node('main', SAVES, main=True), node('other', spawns)) as launched:
     launched.says('up', 2)
-    pids = launched.children()
-    assert len(pids) == 2
+    pids = launched.started()
+    grandchild = int(re.findall(r'has (\d+)', launched.output)[0])
+    launched.kill()
+    until(lambda: not any(map(alive, [*pids, grandchild])))
+    until(lambda: not list(temporary.iterdir()))  # of the sockets
+
+
+def test_a_watchdog_that_is_killed_is_replaced(tmp_path: Path) -> None:
+  with Launched(tmp_path, node('main', WAITS, main=True)) as launched:
+    launched.says('up')
+    (watchdog,) = launched.started(watchdogs=True)
+    os.kill(watchdog, signal.SIGKILL)
+    until(lambda: launched.started(watchdogs=True) not in ([], [watchdog]))
+    pids = launched.started()
     launched.kill()
     until(lambda: not any(map(alive, pids)))
+
+
+def test_a_signal_while_processes_start_reaches_all_of_them(tmp_path: Path) -> None:
+  others = node('other', SAVES, replicas=20)
+  with Launched(tmp_path, node('main', WAITS, main=True), others) as launched:
+    launched.says('up')
+    launched.signal(signal.SIGTERM)
+    assert launched.wait(20) == 143  # not after the half minute in which they may save
+
+
+def test_a_program_runs_once_in_a_directory(tmp_path: Path) -> None:
+  with Launched(tmp_path, node('main', WAITS, main=True)) as launched:
+    launched.says('up')
+    program = Program((Node('main', ('true',), main=True),))
+    with pytest.raises(UsageError, match='this program runs already'):
+      Local(program, launched.directory, lambda name, line: None).run()
+
+
+def test_a_reader_that_has_stopped_holds_up_nothing(tmp_path: Path) -> None:
+  go = tmp_path / 'go'
+  loud = node('loud', f'for i in range(50_000): print("x" * 100)\nopen({str(go)!r}, "w")')
+  program = json.dumps([node('main', UNTIL, str(go), main=True), loud])
+  command = [
+    sys.executable,
+    str(SUPPORT / 'launched.py'),
+    str(tmp_path / 'program'),
+    program,
+    'shown',
+  ]
+  read, write = os.pipe()
+  launched = subprocess.Popen(command, stdout=write, env=environment())
+  os.close(write)
+  try:
+    assert launched.wait(60) == 0  # nobody has read anything
+  finally:
+    launched.kill()
+    os.close(read)
+
+
+def test_the_screen_says_what_it_left_out(capfd: Any) -> None:
+  with Screen(['a']) as screen:
+    screen._lines.maxsize = 1
+    for i in range(1_000):
+      screen.say('a', str(i))
+  out = capfd.readouterr().out
+  assert 'a | 0\n' in out
+  assert ('lines were left out here' in out) == (out.count('a | ') < 1_000)
+
+
+def test_a_terminal_has_a_table(tmp_path: Path) -> None:
+  program = json.dumps([node('main', 'import time\nprint("hello"); time.sleep(1)', main=True)])
+  command = [
+    sys.executable,
+    str(SUPPORT / 'launched.py'),
+    str(tmp_path / 'program'),
+    program,
+    'shown',
+  ]
+  parent, child = pty.openpty()
+  launched = subprocess.Popen(command, stdout=child, env=environment() | {'TERM': 'xterm'})
+  os.close(child)
+  said = b''
+  with contextlib.suppress(OSError):  # its end, on Linux
+    while data := os.read(parent, 4096):
+      said += data
+  os.close(parent)
+  assert launched.wait(60) == 0
+  assert b'hello' in said and b'restarts' in said and b'runs' in said
+
+
+def test_a_terminal_that_is_closed_ends_the_program_in_order(tmp_path: Path) -> None:
+  program = json.dumps([node('main', SAVES, main=True)])
+  command = [
+    sys.executable,
+    str(SUPPORT / 'launched.py'),
+    str(tmp_path / 'program'),
+    program,
+    'shown',
+  ]
+  parent, child = pty.openpty()
+  launched = subprocess.Popen(command, stdout=child, stdin=child, stderr=child, env=environment())
+  os.close(child)
+  log = tmp_path / 'program' / 'logs' / 'main.log'
+  until(lambda: log.exists() and 'up' in log.read_text())
+  os.close(parent)
+  launched.send_signal(signal.SIGHUP)
+  assert launched.wait(60) == 129
+  assert 'saved' in log.read_text()
 
 
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs a program of nodes on this machine: `launched.py DIRECTORY NODES`, where NODES is a list in JSON."""
+"""Runs a program of nodes on this machine: `launched.py DIRECTORY NODES [shown]`, where NODES is a list in JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from podrace.launch.local import Local
+from podrace.launch import Local, run
 from podrace.program import Backoff, Node, Program
 
 
@@ -22,8 +22,9 @@ def nodes(told: str) -> tuple[Node, ...]:
 
 
 if __name__ == '__main__':
-  directory, told = sys.argv[1:]
-  local = Local(
-    Program(nodes(told)), Path(directory), lambda name, line: print(f'{name}: {line}', flush=True)
-  )
-  sys.exit(local.run())
+  directory, told, *shown = sys.argv[1:]
+  program = Program(nodes(told))
+  if shown:
+    sys.exit(run(program, directory))
+  say = lambda name, line: print(f'{name}: {line}', flush=True)  # noqa: E731
+  sys.exit(Local(program, Path(directory), say).run())

@@ -1,0 +1,43 @@
+"""Ends a launcher's processes where the launcher itself could not: `python watchdog.py DIRECTORY PID...`, started by it.
+
+The PIDs are of process groups; it reads `+PID` and `-PID` of those that begin and end. At the end of its input the launcher is gone: groups that
+are left get SIGTERM, and SIGKILL half a minute later, and the directory of sockets is removed. Imports nothing of podrace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+
+GRACE = 30.0  # seconds in which processes may save
+
+
+def main(directory: str, groups: set[int]) -> None:
+  """Waits for the launcher's end."""
+  for line in sys.stdin:
+    pid = int(line[1:])
+    (groups.add if line[0] == '+' else groups.discard)(pid)
+  signal_all(groups, signal.SIGTERM)
+  end = time.monotonic() + GRACE
+  while signal_all(groups, 0) and time.monotonic() < end:
+    time.sleep(0.05)
+  signal_all(groups, signal.SIGKILL)
+  shutil.rmtree(directory, ignore_errors=True)
+
+
+def signal_all(groups: set[int], signum: int) -> bool:
+  """Signals groups; whether there was one."""
+  found = False
+  for pid in groups:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(pid, signum)
+      found = True
+  return found
+
+
+if __name__ == '__main__':
+  main(sys.argv[1], {int(pid) for pid in sys.argv[2:]})
