@@ -1,6 +1,6 @@
 """`python -m podrace`, where the command is not on the path."""
 
-from podrace.cli import main
+from podrace.cli import entry
 
 if __name__ == '__main__':
-  main()
+  entry()

@@ -39,7 +39,7 @@ from podrace.commands import (
 from podrace.config import unknown
 from podrace.errors import RunError
 from podrace.output import flush_standard, open_standard, tell
-from podrace.process import end_at_once, on_signals, tell_of_faults
+from podrace.process import end_at_once, leave, on_signals, tell_of_faults
 from podrace.stop import Stopped
 
 USAGE = """\
@@ -138,6 +138,16 @@ def main(argv: Sequence[str] | None = None) -> None:
   sys.exit(code)
 
 
+def entry() -> None:
+  """`podrace` as a process of its own, whose exit code is that of `main`, whatever threads do at its end."""
+  try:
+    main()
+  except SystemExit as e:
+    if 'jax' not in sys.modules or not isinstance(e.code, int):
+      raise
+    leave(e.code)
+
+
 def _in_company() -> bool:
   """Whether this is one of several processes of a run."""
   topology = sys.modules.get('podrace.topology')
@@ -198,4 +208,4 @@ def _complain(error: Exception, code: int) -> int:
 
 
 if __name__ == '__main__':
-  main()
+  entry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import faulthandler
@@ -12,9 +13,9 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
-from podrace.output import tell
+from podrace.output import flush_standard, tell
 
 
 class _ToStderr(logging.Handler):
@@ -77,6 +78,18 @@ def end_at_once(signum: int, frame: Any) -> None:
   with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
     os.write(2, f'\npodrace: {name}: ended at once; there was nothing to save\n'.encode())
   os._exit(128 + signum)
+
+
+def leave(code: int) -> NoReturn:
+  """Ends the process as Python does, but for taking the interpreter apart.
+
+  Threads of ours and of JAX may be in C++ then. Where Python ends one there, the process aborts: a run that was
+  complete would end with 134.
+  """
+  threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+  atexit._run_exitfuncs()
+  flush_standard()
+  os._exit(code)
 
 
 def lock(directory: Path) -> IO[str]:

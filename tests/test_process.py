@@ -6,6 +6,8 @@ import ast
 import logging
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,3 +104,36 @@ def test_a_directory_is_locked_as_long_as_it_is_the_same_one(tmp_path: Path) -> 
     shutil.rmtree(folder)
     folder.write_text('a file')
     assert not is_locked(folder, file)
+
+
+def test_a_process_is_left_without_taking_it_apart() -> None:
+  """What was registered is called, threads are waited for, and no object is torn down behind a thread's back."""
+  code = """
+import atexit, threading, time
+from podrace.process import leave
+class Last:
+  def __del__(self): print('torn down')
+last = Last()
+atexit.register(print, 'registered')
+def work():
+  time.sleep(0.2); print('worked')
+threading.Thread(target=work).start()
+leave(3)
+"""
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+  assert (done.returncode, done.stdout, done.stderr) == (3, 'worked\nregistered\n', '')
+
+
+def test_the_command_ends_with_the_code_of_main() -> None:
+  code = """
+import sys
+from podrace import cli
+sys.modules.setdefault('jax', sys)
+cli.main = lambda: sys.exit(2)
+class Last:
+  def __del__(self): print('torn down')
+last = Last()
+cli.entry()
+"""
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+  assert (done.returncode, done.stdout, done.stderr) == (2, '', '')
