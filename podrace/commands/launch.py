@@ -13,6 +13,7 @@ from podrace.config import unknown
 from podrace.errors import UsageError
 from podrace.launch import local
 from podrace.launch.addresses import Addresses
+from podrace.launch.replica import warmed
 from podrace.program import Program
 from podrace.runs import run_directory
 
@@ -63,6 +64,7 @@ def run(args: list[str]) -> int:
   given = options.path('--run-dir')
   _check(preset, options, given)
   environ = dict(os.environ)
+  warm = None if '--dry-run' in options else warmed(environ)
   os.environ['JAX_PLATFORMS'] = (
     'cpu'  # here, where nothing is computed: accelerators are the learner's
   )
@@ -90,7 +92,7 @@ def run(args: list[str]) -> int:
       print(f'# {node}\n{words}')
     return 0
   with run_directory(given, name) as run_dir:
-    return local.run(program(run_dir), run_dir, environ)
+    return local.run(program(run_dir), run_dir, environ, warm)
 
 
 def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:

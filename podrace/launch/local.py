@@ -23,7 +23,7 @@ from typing import Any
 from podrace import process
 from podrace.errors import UsageError
 from podrace.launch.addresses import Addresses
-from podrace.launch.replica import LEFT, Replica
+from podrace.launch.replica import LEFT, Process, Replica
 from podrace.launch.watchdog import GRACE
 from podrace.program import Program, is_ready
 
@@ -44,6 +44,7 @@ class Local:
     say: gets each line of a replica, and what becomes of replicas.
     look: gets all replicas whenever something may have happened to them.
     environ: of the processes.
+    warm: becomes the main node, which must be a command of podrace, when that starts first.
   """
 
   def __init__(
@@ -53,7 +54,9 @@ class Local:
     say: Say,
     look: Look = lambda replicas: None,
     environ: Mapping[str, str] = os.environ,
+    warm: Process | None = None,
   ) -> None:
+    self._warm = warm
     self._program, self._directory, self._environ = program, directory, environ
     self._say, self._look = say, look
     self._replicas = [Replica(n, i) for n in program.order() for i in range(n.replicas)]
@@ -108,7 +111,8 @@ class Local:
 
   def _start(self, replica: Replica, words: tuple[str, ...]) -> None:
     try:
-      replica.start(words, self._environ)
+      warm, self._warm = (self._warm, None) if replica is self._main else (None, self._warm)
+      replica.start(words, self._environ, warm)
     except OSError as e:
       self._tell(replica, f'{words[0]} cannot be started: {e.strerror}')
       replica.due = None
@@ -309,12 +313,18 @@ def locked(directory: Path) -> Iterator[Path]:
     yield directory
 
 
-def run(program: Program, directory: Path | str, environ: Mapping[str, str] = os.environ) -> int:
+def run(
+  program: Program,
+  directory: Path | str,
+  environ: Mapping[str, str] = os.environ,
+  warm: Process | None = None,
+) -> int:
   """Runs a program on this machine, with a view of its processes where the output is a terminal.
 
   Args:
     directory: for the logs of all processes, and what nodes keep in {dir}.
     environ: of the processes.
+    warm: see `Local`.
 
   Returns:
     an exit code: the main node's; 1 if another node failed for good; 128 + n after signal n.
@@ -322,4 +332,4 @@ def run(program: Program, directory: Path | str, environ: Mapping[str, str] = os
   from podrace.launch.screen import Screen
 
   with Screen([name for node in program.nodes for name in node.names]) as screen:
-    return Local(program, Path(directory), screen.say, screen.look, environ).run()
+    return Local(program, Path(directory), screen.say, screen.look, environ, warm).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import signal
@@ -22,6 +23,21 @@ LEFT = 64  # chunks that are read of a process that has ended
 END = re.compile(rb'\r?\n|\r')  # of a line; progress bars end theirs with \r
 
 
+Process = subprocess.Popen[bytes]
+
+
+def spawn(words: tuple[str, ...], environ: Mapping[str, str], stdin: int) -> Process:
+  """A process in a session of its own, whose output is ours to read."""
+  return subprocess.Popen(
+    words, env=environ, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+  )  # fmt: skip
+
+
+def warmed(environ: Mapping[str, str]) -> Process:
+  """A process that imports what `podrace` needs for a learner, and waits for its arguments."""
+  return spawn((sys.executable, '-P', '-m', 'podrace.launch.warm'), environ, subprocess.PIPE)
+
+
 @dataclasses.dataclass
 class Replica:
   """One process of a node, or the pause before it."""
@@ -29,7 +45,7 @@ class Replica:
   node: Node
   number: int
   due: float | None = 0.0  # when it starts, by the monotonic clock; None: it runs or has ended
-  process: subprocess.Popen[bytes] | None = None
+  process: Process | None = None
   code: int | None = None  # with which it ended for good
   failures: int = 0  # in a row
   restarts: int = 0
@@ -50,8 +66,10 @@ class Replica:
       return f'ended with {self.code}'
     return 'restarts' if self.restarts else 'waits'
 
-  def start(self, words: tuple[str, ...], environ: Mapping[str, str]) -> None:
-    """Starts the process, in a session of its own.
+  def start(
+    self, words: tuple[str, ...], environ: Mapping[str, str], warm: Process | None = None
+  ) -> None:
+    """Starts the process, in a session of its own; or has one that was started before become it.
 
     Raises:
       OSError: if there is no such program.
@@ -62,10 +80,11 @@ class Replica:
     environ = dict(environ) if own else {'PYTHONUNBUFFERED': '1', **environ}
     if not self.node.gpus and not self.node.main:
       environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
-    self.process = subprocess.Popen(
-      words, env=environ, start_new_session=True,
-      stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    self.process = warm or spawn(words, environ, subprocess.DEVNULL)
+    if warm is not None:
+      assert warm.stdin is not None
+      with contextlib.suppress(BrokenPipeError), warm.stdin:  # it has died, which will be seen
+        warm.stdin.write(json.dumps(words[words.index('podrace') :]).encode() + b'\n')
     self.due, self.began = None, time.monotonic()
     assert self.process.stdout is not None
     os.set_blocking(self.process.stdout.fileno(), False)
