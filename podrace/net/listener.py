@@ -96,6 +96,8 @@ class Peer:
 class Handler(Protocol):
   """A service, as far as a listener knows it. All of it is called by the thread that has the network.
 
+  A class that is declared as one need only have what it does otherwise than here.
+
   Attributes:
     service: its name in HELLO.
     kinds: that clients send, see `session.of_clients`.
@@ -111,39 +113,49 @@ class Handler(Protocol):
 
   def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
+    return None
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
     """Why a client is refused; it may be none."""
+    return []
 
   def why_wait(self, details: dict[str, Any]) -> str:
     """Why a client must wait for its session; '' if it need not."""
+    return ''
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
     """Begins a session: what WELCOME tells besides."""
+    return {}
 
   def welcomed(self, peer: Peer) -> None:
     """After WELCOME is on its way."""
+    return
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     """A message of a session. May raise WireError, which ends it."""
 
   def ping(self, peer: Peer, said: Any) -> Any:
     """What PING tells; returns what PONG does."""
+    return None
 
   def drained(self, peer: Peer) -> None:
     """All that a client was sent is on its way, after something had to wait."""
+    return
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
     """A session is over."""
 
   def turned(self) -> None:
     """After messages have come, or the clock has."""
+    return
 
   def tick(self, now: float) -> None:
     """Every TICK seconds."""
+    return
 
   def forgive(self, seconds: float) -> None:
     """Nobody was listened to for so long."""
+    return
 
   def report(self) -> dict[str, Any]:
     """What `podrace top` shows."""

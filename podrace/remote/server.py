@@ -29,7 +29,7 @@ from podrace.envs.host.base import START_SECONDS, HostSpec
 from podrace.envs.spaces import tree
 from podrace.net.frame import Kind
 from podrace.net.lines import Say
-from podrace.net.listener import Listen, Listener, Peer
+from podrace.net.listener import Handler, Listen, Listener, Peer
 from podrace.net.session import GUEST_BYTES
 from podrace.net.text import STRING, plain
 from podrace.remote import wire
@@ -48,7 +48,7 @@ TOGETHER = 2**21  # bytes of timesteps that are looked at together, unless a sin
 log = logging.getLogger('podrace.remote')
 
 
-class Server:
+class Server(Handler):
   """Listens while it is entered. `spec` makes a kind of environment one whose pools are remote.
 
   Args:
@@ -228,18 +228,9 @@ class Server:
       )
     return dict(largest_group=self._largest_group, env=self.env[:STRING])
 
-  def welcomed(self, peer: Peer) -> None:
-    pass
-
   @property
   def _largest_group(self) -> int:
     return min((p.batch_size for p in self._pools), default=0)
-
-  def ping(self, peer: Peer, said: Any) -> None:
-    return None
-
-  def drained(self, peer: Peer) -> None:
-    pass
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
     """Unrolls that its environments had begun are dropped with it."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.net import session
+from podrace.net import link, listener, session
 from podrace.net.frame import Kind, WireError, packed, short
 from podrace.net.link import Link
 from podrace.net.listener import Listen, Listener, Peer, Serving
@@ -89,7 +89,7 @@ class Reader:
     self.sending = False  # some of that waits until it reads
 
 
-class Publisher:
+class Publisher(listener.Handler):
   """Sends versions to clients, while it is open. `publish` may be called from any thread.
 
   Raises:
@@ -202,15 +202,6 @@ class Publisher:
 
   # --- as a listener's handler
 
-  def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> None:
-    return None
-
-  def reasons_against(self, details: dict[str, Any]) -> list[str]:
-    return []
-
-  def why_wait(self, details: dict[str, Any]) -> str:
-    return ''
-
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
     peer.state = Reader(details.get('role', ACTING))
     self.listener.log(f'{peer.name} joins')
@@ -232,15 +223,6 @@ class Publisher:
   def left(self, peer: Peer, reason: str, level: int) -> None:
     peer.state.sending = False
 
-  def turned(self) -> None:
-    pass
-
-  def tick(self, now: float) -> None:
-    pass
-
-  def forgive(self, seconds: float) -> None:
-    pass
-
   def report(self) -> dict[str, Any]:
     newest = self._newest
     return dict(
@@ -253,7 +235,7 @@ class Publisher:
 # --- the acting end ---------------------------------------------------------------------------------
 
 
-class Parameters:
+class Parameters(link.Handler):
   """The newest parameters of a publisher, kept up to date by a thread of its own.
 
   Staleness is the time for which the version that is held has not been known to be the newest: since it was
@@ -362,21 +344,6 @@ class Parameters:
 
   def hello(self) -> dict[str, Any]:
     return {'role': self._role}
-
-  def joined(self, details: dict[str, Any]) -> None:
-    pass
-
-  def lost(self, reason: str) -> None:
-    pass
-
-  def ended(self, complete: bool, reason: str) -> bool:
-    return False
-
-  def turned(self) -> None:
-    pass
-
-  def ping(self) -> None:
-    return None
 
   def pong(self, details: Any) -> None:
     if type(details) is not int:
