@@ -684,7 +684,7 @@ class Listener:
 
 
 class Serving:
-  """A listener's own thread, which turns it until it is stopped; what fails in it is raised at its owner.
+  """A listener's own thread, which turns it from `start` to `stop`; what fails in it is raised at its owner.
 
   Args:
     before_end: is called by the thread at the end, before clients hear of it.
@@ -700,13 +700,17 @@ class Serving:
     self._listener, self._wait, self._before_end = listener, wait, before_end
     self._stop = threading.Event()
     self.ended = threading.Event()
-    listener.open()
-    self.worker = Worker(listener.handler.service, self._main, self.ended.set)
+    self.worker: Worker | None = None
+
+  def start(self) -> None:
+    """Listens, from now on."""
+    self._listener.open()
+    self.worker = Worker(self._listener.handler.service, self._main, self.ended.set)
 
   @property
   def failure(self) -> str | None:
     """The traceback of what has ended the thread; None if nothing has."""
-    return self.worker.failure or None
+    return (self.worker and self.worker.failure) or None
 
   def ask_to_stop(self) -> None:
     """Has the thread come to its end; `ended` says when."""
@@ -716,8 +720,9 @@ class Serving:
   def stop(self) -> None:
     """Ends it; from any thread, more than once if need be."""
     self.ask_to_stop()
-    self.worker.wait()
-    self._listener.close()
+    if self.worker is not None:
+      self.worker.wait()
+      self._listener.close()
 
   def _main(self) -> None:
     listener = self._listener

@@ -110,6 +110,7 @@ class Publisher(listener.Handler):
     self._before: Version | None = None
     self.listener = Listener(Listen(address, keys, insecure, peer_timeout), self, log.log)
     self._serving = Serving(self.listener)
+    self._serving.start()
     self.address = self.listener.address
 
   def __enter__(self) -> Publisher:

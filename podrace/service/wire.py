@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from podrace import tables
 from podrace.net import session
 from podrace.net.frame import WireError, packed
 from podrace.tables import trees
-from podrace.tables.chunks import ChunkStore, unpack_into
+from podrace.tables.chunks import Chunk, ChunkStore, unpack_into
 from podrace.tables.items import Draws, Leaf, Samples, Signature
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
@@ -82,6 +82,7 @@ DRAWN = np.dtype(
     ('times_sampled', '<i8'),
   ]
 )
+INSERTED = CHUNK, ITEM, PART, '<u8', '<u8'  # of an INSERT's arrays, before the bytes
 assert (CHUNK.itemsize, ITEM.itemsize, PART.itemsize, DRAWN.itemsize) == (16, 32, 12, 40)
 
 
@@ -91,6 +92,11 @@ def records(frame: Any, dtype: Any) -> np.ndarray:
   if len(frame) % dtype.itemsize:
     raise WireError(f'a frame of {len(frame)} bytes, expected records of {dtype.itemsize}')
   return np.frombuffer(frame, dtype)
+
+
+def numbers(every: Iterable[int]) -> bytes:
+  """Numbers of items in their order, as `records` reads them."""
+  return np.array(sorted(every), '<u8').tobytes()
 
 
 # --- signatures -------------------------------------------------------------------------------------
@@ -487,6 +493,19 @@ def check_chunk(data: Any, how: int, size: int) -> None:
     raise WireError(f'a chunk that is not zstandard ({e})') from None
   if found != size or size > FRAME_BYTES:
     raise WireError(f'a chunk with {found} bytes of rows, expected {size}')
+
+
+def make_chunk(
+  store: ChunkStore, data: Any, how: int, rows: int, dtype: np.dtype, shape: tuple[int, ...]
+) -> Chunk:
+  """A chunk as it is kept, of a copy of its bytes; nothing is unpacked."""
+  size = rows * row_bytes(dtype, shape)
+  check_chunk(data, how, size)
+  if how == AS_IS:
+    return store.chunk(np.frombuffer(bytes(data), dtype).reshape(rows, *shape), rows)
+  if rows > 1 and size > UNPACKED_CHUNK_BYTES:
+    raise WireError(f'a packed chunk of {rows} rows with more than {UNPACKED_CHUNK_BYTES:,} bytes')
+  return store.packed_chunk(bytes(data), how == DIFFERENCES, dtype, shape, rows)
 
 
 def read_chunk(data: Any, how: int, into: np.ndarray) -> None:

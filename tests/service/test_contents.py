@@ -150,8 +150,8 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """So many at once, then one now and then, for all who have asked meanwhile; the last when it ends."""
-  monkeypatch.setattr('podrace.service.server.SAVES_AT_ONCE', 3)
-  monkeypatch.setattr('podrace.service.server.SAVE_SECONDS', 3600.0)
+  monkeypatch.setattr('podrace.service.saving.SAVES_AT_ONCE', 3)
+  monkeypatch.setattr('podrace.service.saving.SAVE_SECONDS', 3600.0)
   with ReplayServer(ANY, dir=tmp_path) as server:
     raw = Raw(server.address)
     raw.join()
@@ -160,9 +160,9 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
       assert list(raw.answer(wire.ANSWER)[0][:2]) == [number, True]
     for number in range(3, 13):
       raw.say(wire.SAVE, number)
-    until(lambda: len(server._save_wanted) == 10)
+    until(lambda: len(server.saving._wanted) == 10)
     assert server.counts['checkpoints'] == 3
-    server._saves_at -= 3600.0  # an hour later
+    server.saving._saves_at -= 3600.0  # an hour later
     server.listener.wake()
     answers = [raw.answer(wire.ANSWER)[0] for _ in range(10)]
     assert [x[0] for x in answers] == list(range(3, 13)) and len({x[2] for x in answers}) == 1
@@ -209,7 +209,7 @@ def test_chunks_that_take_much_more_unpacked_are_refused(server: ReplayServer) -
 def test_what_one_message_makes_the_service_unpack_is_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr('podrace.service.server.MESSAGE_UNPACKED', 40)
+  monkeypatch.setattr('podrace.service.inserting.MESSAGE_UNPACKED', 40)
   with service.connect(server.address) as client:
     client.table('it', **{**SIMPLE, 'contents': [X]})
     raw = declared(server)

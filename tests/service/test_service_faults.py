@@ -20,9 +20,9 @@ from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
 from podrace.net import listener
-from podrace.service import server as replay_server
-from podrace.service import wire
+from podrace.service import stream, wire
 from podrace.service.server import ReplayServer
+from podrace.tables import checkpoint
 
 
 def check_once(found: list[tuple[int, int]], known: dict[int, int]) -> None:
@@ -355,7 +355,7 @@ def test_a_service_whose_thread_fails_says_so_and_saves(
     assert 'ZeroDivisionError' in (server.failure or '')
   monkeypatch.undo()
   with ReplayServer(ANY, tmp_path) as again:
-    assert [p.name for p in again.saved] == ['00000001']
+    assert [p.name for p in again.saving.saved] == ['00000001']
 
 
 def test_a_checkpoint_for_which_there_is_no_memory_is_none(
@@ -365,13 +365,13 @@ def test_a_checkpoint_for_which_there_is_no_memory_is_none(
     raise MemoryError
 
   with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
-    for place, name in ((server, '_snapshot'), (replay_server.checkpoint, 'write')):
+    for place, name in ((server.saving, '_snapshot'), (checkpoint, 'write')):
       monkeypatch.setattr(place, name, full)
       with pytest.raises(ValueError, match='could not be written: MemoryError'):
         client.checkpoint(timeout=60)
       monkeypatch.undo()
     assert len(client.checkpoint(timeout=60)) == 1 and server.failure is None
-    monkeypatch.setattr(replay_server.checkpoint, 'write', full)
+    monkeypatch.setattr(checkpoint, 'write', full)
     server.stop()
     assert 'the last checkpoint was not written' in (server.failure or '')
     assert 'MemoryError' in (server.failure or '')
@@ -470,11 +470,11 @@ def test_a_refusal_that_was_not_heard_is_heard_in_the_next_session() -> None:
 
 
 def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(replay_server, 'REFUSED_ITEMS', 3)
-  stream = replay_server.Stream(10)
+  monkeypatch.setattr(stream, 'REFUSED_ITEMS', 3)
+  one = stream.Stream(10)
   for number in range(5):
-    stream.refuse(number)
-  assert stream.missing == {2, 3, 4} and list(stream.refused) == [2, 3, 4]
+    one.refuse(number)
+  assert one.missing == {2, 3, 4} and list(one.refused) == [2, 3, 4]
 
 
 def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:

@@ -104,8 +104,9 @@ class RemotePair(Pair):
       self.table.sample(1)
     until(lambda: not self.server.peers)
     self.host.close()
-    for pending, stream, _ in self.server._held['it']:  # who waits for a table that nobody closes
-      self.server._account(pending, stream, 'it', self.store.drop)
+    entry = self.server.registry.entries['it']
+    for pending, stream, _ in entry.held:  # who waits for a table that nobody closes
+      self.server.inserting._account(self.store.drop, pending.item, stream, entry)
     self.host.delete(list(self.there()))
     assert (self.store.total.bytes, self.store.total.chunks) == (0, 0)
     self.server.stop()
