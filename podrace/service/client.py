@@ -27,6 +27,7 @@ from podrace.net.link import Link, Refused
 from podrace.net.session import PING
 from podrace.net.text import plain_lines
 from podrace.service import wire
+from podrace.service.samples import read_samples
 from podrace.service.writing import Sending, SentChunk, WriterStore, pieces_of
 from podrace.tables import Writer, trees
 from podrace.tables.chunks import ChunkStore
@@ -742,7 +743,7 @@ class Drawing:
         raise ValueError(part.asked.value)
       signature, frames, reason = part.asked.value
       if signature is not None:
-        samples = wire.read_samples(signature, frames)
+        samples = read_samples(signature, frames)
         found.append(samples)
         shares.append(part.share)
         if len(self._table._connections) > 1:

@@ -11,6 +11,7 @@ from podrace.net.frame import WireError
 from podrace.net.listener import Listener, Peer
 from podrace.service import wire
 from podrace.service.registry import Entry, Registry
+from podrace.service.samples import sample_frames
 from podrace.tables.items import Draws, Signature
 
 REQUESTS = 4096  # samples that one client waits for
@@ -172,7 +173,7 @@ class Sampling:
     signature, frames = 0, [b''] * 5
     if items:
       try:
-        frames = wire.sample_frames(request.draws)
+        frames = sample_frames(request.draws)
       except ValueError as e:
         why = f'sample from table {table.name!r}: {e}'
         self._listener.send(peer, wire.ANSWER, request.number, False, why)

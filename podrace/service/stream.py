@@ -75,7 +75,8 @@ class Stream:
     for spec, rows, how, size in details.tolist():
       if spec >= len(self.specs) or not rows:
         raise WireError(f'a chunk of {rows} rows of spec {spec}')
-      made.append(wire.make_chunk(store, data[start : start + size], how, rows, *self.specs[spec]))
+      own = bytes(data[start : start + size])
+      made.append(wire.make_chunk(store, own, how, rows, *self.specs[spec]))
       start += size
     with store.lock:
       for chunk in made:
@@ -149,13 +150,5 @@ class Stream:
       chunks = tuple([self.pieces[next(numbers)] for _ in range(count)])
     except KeyError as e:
       raise WireError(f'a part over chunk {e}, which there is not') from None
-    total = 0
-    for chunk in chunks:
-      if chunk.dtype != leaf.dtype or chunk.shape != leaf.shape:
-        raise WireError(f'a chunk of {chunk.dtype}{list(chunk.shape)} in {leaf}')
-      total += chunk.length
-    if not chunks or not rows or offset + rows > total or offset >= chunks[0].length:
-      raise WireError(f'rows {offset} to {offset + rows} of {total} in {leaf}')
-    if leaf.single and rows != 1:
-      raise WireError(f'{rows} rows in {leaf}, which is single')
+    wire.check_part(leaf, chunks, offset, rows)
     return chunks, offset, rows

@@ -18,8 +18,8 @@ from podrace import tables
 from podrace.net import session
 from podrace.net.frame import WireError, packed
 from podrace.tables import trees
-from podrace.tables.chunks import Chunk, ChunkStore, unpack_into
-from podrace.tables.items import Draws, Leaf, Samples, Signature
+from podrace.tables.chunks import Chunk, ChunkStore
+from podrace.tables.items import Leaf, Signature
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 
@@ -294,193 +294,7 @@ def _compared(setting: str, value: Any) -> Any:
   return value[1:] if setting == 'rate_limiter' and isinstance(value, list) else value
 
 
-# --- samples ----------------------------------------------------------------------------------------
-
-
-def sample_frames(draws: Draws) -> list[Any]:
-  """The five frames of SAMPLES: what was drawn, parts, their chunks' numbers, chunks, bytes.
-
-  Chunks are as they are kept: nothing is unpacked here. Of one that is kept as it is only the rows
-  that are needed are sent, if they are few.
-
-  Raises:
-    ValueError: if that is more than a frame holds.
-  """
-  items = draws.items
-  drawn = np.empty(len(items), DRAWN)
-  for name, column in zip(DRAWN.names[1:], zip(*draws.columns, strict=True), strict=True):  # type: ignore[index]
-    drawn[name] = np.concatenate(column)
-  drawn['key'] = [item.key for item in items]
-  numbers: dict[int, int] = {}  # by the chunk's key
-  parts: list[Any] = []
-  refs: list[int] = []
-  chunks: list[Any] = []
-  data: list[Any] = []
-  for leaf in range(len(items[0].parts)):  # so that a column's rows are one after the other
-    for item in items:
-      needed, offset, rows = item.parts[leaf]
-      if len(needed) == 1:
-        chunk = needed[0]
-        array = chunk.array
-        if array is not None and 2 * rows <= chunk.length:
-          array = array[offset : offset + rows]
-          parts.append((1, 0, rows))
-          refs.append(len(chunks))
-          chunks.append((0, rows, AS_IS, array.nbytes))
-          data.append(array)
-          continue
-      parts.append((len(needed), offset, rows))
-      for chunk in needed:
-        number = numbers.get(chunk.key)
-        if number is None:
-          number = numbers[chunk.key] = len(chunks)
-          if chunk.packed is not None:
-            packed, differences = chunk.packed
-            data.append(packed)
-            chunks.append((0, chunk.length, DIFFERENCES if differences else PACKED, len(packed)))
-          else:
-            data.append(chunk.array)
-            chunks.append((0, chunk.length, AS_IS, chunk.nbytes))
-        refs.append(number)
-  if (size := sum(chunk[3] for chunk in chunks)) > FRAME_BYTES:
-    raise ValueError(
-      f'{len(items)} items of {size:,} bytes, of which a sample has at most {FRAME_BYTES:,}: '
-      'ask for fewer at a time'
-    )
-  joined = b''.join(data)
-  return [
-    drawn,
-    np.array(parts, '<u4'),
-    np.array(refs, '<u4'),
-    np.array(chunks, '<u4'),
-    joined,
-  ]
-
-
-def read_samples(signature: Signature, frames: Sequence[Any]) -> Samples:
-  """What SAMPLES' frames hold, unpacked and stacked as `Table.sample` does.
-
-  Raises:
-    WireError: if they don't fit together.
-  """
-  drawn, parts, refs = (
-    records(frames[0], DRAWN),
-    records(frames[1], PART),
-    records(frames[2], '<u4'),
-  )
-  chunks, data = records(frames[3], CHUNK), memoryview(frames[4]).cast('B')
-  n, leaves = len(drawn), signature.leaves
-  if n == 0 or len(parts) != n * len(leaves) or int(parts['chunks'].sum()) != len(refs):
-    raise WireError(f'{len(parts)} parts over {len(refs)} chunks for {n} items')
-  if int(chunks['bytes'].astype(np.int64).sum()) != len(data):
-    raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
-  if len(refs) and int(refs.max()) >= len(chunks):
-    raise WireError('a part over a chunk that was not sent')
-  ends = np.cumsum(chunks['bytes'], dtype=np.int64)
-  reader = _Reader(chunks, ends, data)
-  found, lengths, at = [], [], 0
-  for i, leaf in enumerate(leaves):
-    own = parts[i * n : (i + 1) * n]
-    count = int(own['chunks'].sum())
-    rows, counts = reader.leaf(leaf, own, refs[at : at + count])
-    at += count
-    found.append(rows[:, 0] if leaf.single else rows)
-    lengths.append(counts)
-  return Samples(
-    data=trees.build(signature.structure, found),
-    lengths=trees.build(signature.structure, lengths),
-    **{k: drawn[k].copy() for k in DRAWN.names},  # type: ignore[union-attr]
-  )
-
-
-class _Reader:
-  """The chunks of one message, each unpacked once."""
-
-  def __init__(self, chunks: np.ndarray, ends: np.ndarray, data: memoryview) -> None:
-    self._chunks, self._ends, self._data = chunks, ends, data
-    self._made: dict[int, np.ndarray] = {}
-    self._room = UNPACKED_SAMPLE_BYTES
-
-  def _take_room(self, rows: int, leaf: Leaf) -> None:
-    """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
-    self._room -= rows * row_bytes(leaf.dtype, leaf.shape)
-    if self._room < 0:
-      raise WireError(f'samples of more than {UNPACKED_SAMPLE_BYTES:,} bytes unpacked, in {leaf}')
-
-  def leaf(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [n, L, ...], lengths [n]) of one leaf's parts."""
-    if (direct := self._direct(leaf, parts, refs)) is not None:
-      return direct
-    times = np.bincount(refs)
-    numbers, rows = iter(refs.tolist()), parts['rows'].astype(np.int64)
-    if (rows == 0).any():
-      raise WireError(f'a part without rows in {leaf}')
-    longest = int(rows.max())
-    self._take_room(len(parts) * longest, leaf)
-    whole = (rows == longest).all()
-    out = (np.empty if whole else np.zeros)((len(parts), longest, *leaf.shape), leaf.dtype)
-    for into, (count, offset, length) in zip(out, parts.tolist(), strict=True):
-      done = 0
-      for _ in range(count):
-        done += self._copy(next(numbers), leaf, offset, into[done:length], times)
-        offset = 0
-      if done != length:
-        raise WireError(f'{length} rows, of which {done} are in their chunks')
-    return out, rows
-
-  def _copy(self, number: int, leaf: Leaf, offset: int, into: np.ndarray, times: np.ndarray) -> int:
-    """Copies rows of a chunk from `offset` on, as many as there are or fit; how many."""
-    _, rows, how, size = self._chunks[number].tolist()
-    n = min(rows - offset, len(into))
-    if n <= 0:
-      raise WireError(f'row {offset} of {rows}, or one too many')
-    if n == rows and times[number] == 1:  # nobody else needs it: straight to where it is needed
-      end = int(self._ends[number])
-      read_chunk(self._data[end - size : end], how, into[:n])
-    else:
-      into[:n] = self._chunk(number, leaf)[offset : offset + n]
-    return n
-
-  def _direct(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Any:
-    """Without a loop, if each part is a chunk of its own, as it is, and all are as long."""
-    first, n = int(refs[0]), len(refs)
-    rows = int(parts['rows'][0])
-    own = self._chunks[first : first + n]
-    if (
-      n != len(parts)
-      or len(own) != n
-      or (parts['chunks'] != 1).any()
-      or parts['offset'].any()
-      or (parts['rows'] != rows).any()
-      or own['how'].any()
-      or (own['rows'] != rows).any()
-      or (refs != np.arange(first, first + n)).any()
-    ):
-      return None
-    size = rows * row_bytes(leaf.dtype, leaf.shape)
-    if (own['bytes'] != size).any() or not rows:
-      raise WireError(f'chunks that have not {rows} rows of {leaf}')
-    end = int(self._ends[first + n - 1])
-    array = np.frombuffer(self._data[end - n * size : end], leaf.dtype)
-    return array.reshape(n, rows, *leaf.shape).copy(), np.full(n, rows)
-
-  def _chunk(self, number: int, leaf: Leaf) -> np.ndarray:
-    array = self._made.get(number)
-    if array is None:
-      _, rows, how, size = self._chunks[number].tolist()
-      if (
-        how != AS_IS
-        and rows > 1
-        and rows * row_bytes(leaf.dtype, leaf.shape) > UNPACKED_CHUNK_BYTES
-      ):
-        raise WireError(f'a chunk of {rows} rows in {leaf}')
-      self._take_room(rows, leaf)
-      end = int(self._ends[number])
-      array = self._made[number] = np.empty((rows, *leaf.shape), leaf.dtype)
-      read_chunk(self._data[end - size : end], how, array)
-    elif array.dtype != leaf.dtype or array.shape[1:] != leaf.shape:
-      raise WireError(f'a chunk of {array.dtype}{list(array.shape[1:])} in {leaf}')
-    return array
+# --- chunks -----------------------------------------------------------------------------------------
 
 
 def check_chunk(data: Any, how: int, size: int) -> None:
@@ -498,23 +312,37 @@ def check_chunk(data: Any, how: int, size: int) -> None:
 def make_chunk(
   store: ChunkStore, data: Any, how: int, rows: int, dtype: np.dtype, shape: tuple[int, ...]
 ) -> Chunk:
-  """A chunk as it is kept, of a copy of its bytes; nothing is unpacked."""
+  """A chunk as it came, over these bytes; nothing is unpacked."""
   size = rows * row_bytes(dtype, shape)
   check_chunk(data, how, size)
   if how == AS_IS:
-    return store.chunk(np.frombuffer(bytes(data), dtype).reshape(rows, *shape), rows)
+    return store.chunk(np.frombuffer(data, dtype).reshape(rows, *shape), rows)
   if rows > 1 and size > UNPACKED_CHUNK_BYTES:
     raise WireError(f'a packed chunk of {rows} rows with more than {UNPACKED_CHUNK_BYTES:,} bytes')
-  return store.packed_chunk(bytes(data), how == DIFFERENCES, dtype, shape, rows)
+  return store.packed_chunk(data, how == DIFFERENCES, dtype, shape, rows)
 
 
-def read_chunk(data: Any, how: int, into: np.ndarray) -> None:
-  """Writes a chunk's rows [rows, ...] to where they belong."""
-  check_chunk(data, how, into.nbytes)
-  if how == AS_IS:
-    into[...] = np.frombuffer(data, into.dtype).reshape(into.shape)
-    return
-  try:
-    unpack_into((data, how == DIFFERENCES), into)
-  except (zstandard.ZstdError, ValueError) as e:
-    raise WireError(f'a chunk that is damaged ({e})') from None
+def kept(chunk: Chunk) -> tuple[int, Any]:
+  """How a chunk that is full is kept, and as what."""
+  if chunk.packed is None:
+    return AS_IS, chunk.array
+  data, differences = chunk.packed
+  return DIFFERENCES if differences else PACKED, data
+
+
+def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:
+  """Refuses rows that are not in these chunks, or need not all of them; how many rows the chunks have."""
+  total = 0
+  for chunk in chunks:
+    if chunk.dtype != leaf.dtype or chunk.shape != leaf.shape:
+      raise WireError(f'a chunk of {chunk.dtype}{list(chunk.shape)} in {leaf}')
+    total += chunk.length
+  if not chunks or not rows or offset + rows > total or offset >= chunks[0].length:
+    raise WireError(f'rows {offset} to {offset + rows} of {total} in {leaf}')
+  if offset + rows <= total - chunks[-1].length:
+    raise WireError(
+      f'rows {offset} to {offset + rows} of {total} in {leaf}, without the last chunk'
+    )
+  if leaf.single and rows != 1:
+    raise WireError(f'{rows} rows in {leaf}, which is single')
+  return total

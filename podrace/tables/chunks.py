@@ -333,7 +333,8 @@ def gather(
   longest = max(lengths)
   whole = min(lengths) == longest
   if whole and longest * math.prod(shape) * dtype.itemsize <= SMALL:
-    rows = np.concatenate([rows for part in parts for rows in _pieces(store, part)])
+    pieces = [rows for part in parts for rows in _pieces(store, part)]
+    rows = np.concatenate(pieces, dtype=dtype)  # else in the machine's order of bytes
     return rows.reshape(len(parts), longest, *shape), np.array(lengths)
   # Each piece is copied while the processor has it, and needn't be kept till the end.
   out = (np.empty if whole else np.zeros)((len(parts), longest, *shape), dtype)

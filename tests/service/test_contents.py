@@ -17,7 +17,7 @@ from test_service_tables import SIMPLE
 from podrace import service
 from podrace.net.frame import WireError
 from podrace.net.top import Asker
-from podrace.service import contents, wire
+from podrace.service import contents, samples, wire
 from podrace.service.contents import FINITE, Contents, column
 from podrace.service.server import ReplayServer
 from podrace.tables.items import Leaf, Signature
@@ -242,6 +242,6 @@ def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
 
   for n, count in ((1, 100), (100, 1)):
     with pytest.raises(WireError, match='samples of more than 4,294,967,296 bytes unpacked'):
-      wire.read_samples(signature, frames(n, count))
-  assert wire.read_samples(signature, frames(1, 1)).data['x'].shape == (1, rows, 2)
+      samples.read_samples(signature, frames(n, count))
+  assert samples.read_samples(signature, frames(1, 1)).data['x'].shape == (1, rows, 2)
   assert contents.CHUNK_BYTES < wire.UNPACKED_CHUNK_BYTES < wire.UNPACKED_SAMPLE_BYTES
