@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -96,10 +97,17 @@ class _Reader:
   def __init__(self, chunks: np.ndarray, refs: np.ndarray, data: memoryview) -> None:
     self._chunks, self._data = chunks, data
     self._ends = np.cumsum(chunks['bytes'], dtype=np.int64)
-    self._times = np.bincount(refs, minlength=len(chunks))
+    self._refs = refs
     self._made: dict[int, Chunk] = {}
     self._store = ChunkStore(cache_bytes=0)
     self._room = wire.UNPACKED_SAMPLE_BYTES
+
+  @functools.cached_property
+  def _listed(self) -> list[tuple[int, ...]]:
+    """Of each chunk what the message has of it, where it ends, and how many parts need it."""
+    times = np.bincount(self._refs, minlength=len(self._chunks))
+    columns = (self._chunks[name] for name in CHUNK.names)  # type: ignore[union-attr]
+    return list(zip(*(x.tolist() for x in (*columns, self._ends, times)), strict=True))
 
   def _take_room(self, rows: int, leaf: Leaf) -> None:
     """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
@@ -114,35 +122,35 @@ class _Reader:
     if (direct := self._direct(leaf, parts, refs)) is not None:
       return direct
     self._take_room(len(parts) * int(parts['rows'].max()), leaf)
-    numbers = iter(refs.tolist())
     try:
-      found = [
-        self._part(leaf, count, offset, rows, numbers) for count, offset, rows in parts.tolist()
-      ]
-      return gather(self._store, found, leaf.dtype, leaf.shape)
+      return gather(self._store, [*self._parts(leaf, parts, refs)], leaf.dtype, leaf.shape)
     except (zstandard.ZstdError, ValueError, TypeError) as e:
       raise WireError(f'a chunk that is damaged ({e})') from None
 
-  def _part(self, leaf: Leaf, count: int, offset: int, rows: int, numbers: Iterator[int]) -> Part:
-    chunks = tuple([self._chunk(next(numbers), leaf) for _ in range(count)])
-    total = wire.check_part(leaf, chunks, offset, rows)
-    if rows < total:  # one at an end is unpacked whole, for some of its rows
-      self._take_room(chunks[0].length + chunks[-1].length, leaf)
-    return chunks, offset, rows
+  def _parts(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Iterator[Part]:
+    numbers, made = iter(refs.tolist()), self._made
+    for count, offset, rows in parts.tolist():
+      needed = [next(numbers) for _ in range(count)]
+      chunks = tuple([made.get(number) or self._chunk(number, leaf) for number in needed])
+      if rows < wire.check_part(leaf, chunks, offset, rows):  # some are of no use
+        self._unpack(chunks[0], leaf)
+        self._unpack(chunks[-1], leaf)
+      yield chunks, offset, rows
 
   def _chunk(self, number: int, leaf: Leaf) -> Chunk:
-    """One of the message; one that several parts need is unpacked already."""
-    chunk = self._made.get(number)
-    if chunk is None:
-      _, rows, how, size = self._chunks[number].tolist()
-      end = int(self._ends[number])
-      own = self._data[end - size : end]
-      chunk = wire.make_chunk(self._store, own, how, rows, leaf.dtype, leaf.shape)
-      if chunk.array is None and self._times[number] > 1:
-        self._take_room(rows, leaf)
-        chunk.array = self._store.read(chunk)
-      self._made[number] = chunk
+    """One of the message, for the first part that needs it; unpacked, if several do."""
+    _, rows, how, size, end, times = self._listed[number]
+    own = self._data[end - size : end]
+    chunk = wire.make_chunk(self._store, own, how, rows, leaf.dtype, leaf.shape)
+    if times > 1:
+      self._unpack(chunk, leaf)
+    self._made[number] = chunk
     return chunk
+
+  def _unpack(self, chunk: Chunk, leaf: Leaf) -> None:
+    if chunk.array is None:  # else it is as it is, or unpacked already
+      self._take_room(chunk.length, leaf)
+      chunk.array = self._store.read(chunk)
 
   def _direct(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Any:
     """Without a loop, if each part is a chunk of its own, as it is, and all are as long."""
