@@ -12,42 +12,19 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from podrace.service import wire
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
 from podrace.tables.items import NEW, Item
-from podrace.tables.waiting import REPORT_AFTER, Closed, InFlight, Pending, RateLimited, Wait
+from podrace.tables.waiting import REPORT_AFTER, Desk, InFlight, Pending, Wait
 
-
-class Sender(Protocol):
-  """A connection, as far as items are sent over it."""
-
-  address: Any
-  why_held: Any
-  released: Any
-
-  @property
-  def closed(self) -> bool: ...
-  @property
-  def session(self) -> int | None: ...
-  @property
-  def why(self) -> str: ...
-  @property
-  def idle(self) -> bool: ...
-  def check(self) -> None: ...
-  def wake(self) -> None: ...
-
-
-class Reporter(Protocol):
-  """A table, as far as a wait for it is reported."""
-
-  @property
-  def name(self) -> str: ...
-  def report(self, message: str) -> None: ...
-
+if TYPE_CHECKING:
+  from podrace.service.connection import Connection
+  from podrace.service.outbox import Outbox
+  from podrace.service.shards import RemoteTable
 
 COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
 REFERENCE = 16  # bytes that any chunk counts for
@@ -80,7 +57,7 @@ class Sending(Pending):
   __slots__ = ('due', 'number', 'store')
 
   def __init__(
-    self, item: Item, writer: InFlight, table: Reporter, store: WriterStore, due: float
+    self, item: Item, writer: InFlight, table: RemoteTable, store: WriterStore, due: float
   ) -> None:
     super().__init__(item, table, writer)
     self.store, self.due = store, due
@@ -97,11 +74,11 @@ class Sending(Pending):
 class WriterStore(ChunkStore):
   """One writer's chunks, and its items that are not yet in their tables."""
 
-  def __init__(self, connection: Sender, delay: float) -> None:
+  def __init__(self, connection: Connection, outbox: Outbox, delay: float) -> None:
     super().__init__(cache_bytes=0)
     if not 0 <= delay < math.inf:
       raise ValueError(f'{delay=} must be at least 0, in seconds')
-    self.connection, self.delay = connection, delay
+    self.connection, self._outbox, self.delay = connection, outbox, delay
     self.queue: deque[Sending] = deque()  # not yet sent
     self.forced = False  # all of them are to be sent
     self.unacknowledged = Account()
@@ -124,7 +101,7 @@ class WriterStore(ChunkStore):
     super().drop(chunk, account)
     if not chunk.holders:
       assert isinstance(chunk, SentChunk)
-      self.connection.released.append(chunk)
+      self._outbox.released.append(chunk)
 
   def read(self, chunk: Chunk) -> np.ndarray:
     array = chunk.array
@@ -141,11 +118,9 @@ class WriterStore(ChunkStore):
     ]
     return np.concatenate(pieces)
 
-  def submit(self, table: Reporter, item: Item, writer: InFlight) -> Sending:
+  def submit(self, table: RemoteTable, item: Item, writer: InFlight) -> Sending:
     """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
-    self.connection.check()
-    if self.connection.closed:
-      raise Closed(f'the client of {self.connection.address} is closed')
+    self.connection.check_open()
     if item.key == NEW:
       item.key = self._new_key()
     with self.lock:
@@ -154,7 +129,7 @@ class WriterStore(ChunkStore):
         for chunk in part[0]:
           self.hold(chunk, self.unacknowledged)
     self.queue.append(sending)
-    if (self.connection.idle and self.is_ready(item)) or len(self.queue) == wire.MESSAGE_ITEMS:
+    if (self._outbox.idle and self.is_ready(item)) or len(self.queue) == wire.MESSAGE_ITEMS:
       self.connection.wake()
     return sending
 
@@ -170,29 +145,16 @@ class WriterStore(ChunkStore):
     if not pending.number:
       self.forced = True
       self.connection.wake()
+    writer, table = pending.writer, pending.table
+    desk = Desk(table.name, self.lock, REPORT_AFTER, table.report)
     with self.lock:
-      writer = pending.writer
       while not pending.done and len(writer.waiting) > most and not writer.refusals:
-        if self.connection.closed:
-          raise Closed(f'the client of {self.connection.address} is closed')
-        self.connection.check()
-        now = time.monotonic()
-        if now >= wait.deadline:
-          raise RateLimited(self._message(pending, now - wait.begun, 'timed out after'))
-        seconds = wait.seconds(now, REPORT_AFTER)
-        if wait.report_is_due(now):
-          pending.table.report(self._message(pending, now - wait.begun, 'has waited for'))
-        else:
-          self._done.wait(seconds)
+        self.connection.check_open()
+        wait.on(desk, self._done, 'insert into', self._why_not)
 
-  def _message(self, pending: Sending, seconds: float, what: str) -> str:
-    connection = self.connection
-    where = f'insert into table {pending.table.name!r} at {connection.address}'
-    if connection.session is None:
-      why = f'there is no connection: {connection.why}'
-    else:
-      why = connection.why_held or 'it has not been acknowledged yet'
-    return f'{where} {what} {seconds:.3g} s: {why}'
+  def _why_not(self) -> str:
+    connection, why = self.connection, self._outbox.why_held or 'it has not been acknowledged yet'
+    return f'at {connection.address} {connection.state() if connection.session is None else why}'
 
   # --- for the connection's thread -----------------------------------------------------------------
 

@@ -264,7 +264,7 @@ def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_l
     address = replay.address
     table, writer = seven_wait(client)
     assert len(table.sample(2, timeout=30).key) == 2  # two of the seven go in
-    until(lambda: len(client.connections[0]._sent) == 5)  # as the client knows
+    until(lambda: len(client.connections[0].outbox.sent) == 5)  # as the client knows
     replay.kill()
     with Replay(tmp_path, address=address) as replay:
       until(lambda: table.info().waiting_inserts == 5)
@@ -283,7 +283,7 @@ def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatc
     queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(1))
     table = client.table('queue', **queue, max_size=9, max_times_sampled=1)  # type: ignore[arg-type]
     writer = fill(client, table, 9, delay=0.0)
-    until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0]._sent) == 8)
+    until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0].outbox.sent) == 8)
     server.stop()
     with ReplayServer(server.address) as again:  # which has none of them
       seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(8)]

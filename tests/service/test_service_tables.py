@@ -241,7 +241,7 @@ def test_large_items_go_out_in_several_messages(
     writer.append({'x': row})
     writer.create_item(table, 1.0, num_steps=1)
   writer.flush(timeout=60)
-  assert client.connections[0]._messages >= 7
+  assert client.connections[0].outbox.messages >= 7
   found = table.sample(40, timeout=60).data['x'][:, 0]
   assert all((rows == row).all(axis=1).any() for row in found)
   writer.close()
@@ -564,7 +564,7 @@ def test_top_shows_tables_and_clients(
 
 
 def test_a_million_keys_differ(client: service.Client) -> None:
-  stores = [client.connections[0].store(0.5) for _ in range(4)]
+  stores = [client.connections[0].outbox.store(0.5) for _ in range(4)]
   keys = {store._new_key() for store in stores for _ in range(300_000)}
   assert len(keys) == 1_200_000 and min(keys) > 0 and max(keys) < 2**63
   store = stores[0]
