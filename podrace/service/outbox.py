@@ -13,7 +13,7 @@ import numpy as np
 from podrace.net.link import Link
 from podrace.service import wire
 from podrace.service.writing import Piece, Sending, SentChunk, WriterStore, pieces_of
-from podrace.tables.items import Leaf, Signature
+from podrace.tables.items import Signature
 
 if TYPE_CHECKING:
   from podrace.service.connection import Connection
@@ -35,7 +35,8 @@ class Declarations:
     self._known: dict[int, tuple[int, Signature]] = {}  # signatures by id
     self._new: dict[str, list[Any]] = {}
 
-  def _number(self, what: str, key: Any, details: Any) -> int:
+  def number(self, what: str, key: Any, details: Any) -> int:
+    """Of a table, spec or signature; `details` are declared if it is new."""
     number = self._numbers.get((what, key))
     if number is None:
       number = self._numbers[what, key] = self._counts[what]
@@ -43,17 +44,11 @@ class Declarations:
       self._new.setdefault(what, []).append(details)
     return number
 
-  def table(self, name: str) -> int:
-    return self._number('tables', name, name)
-
-  def spec(self, leaf: Leaf) -> int:
-    return self._number('specs', (leaf.dtype, leaf.shape), [leaf.dtype.str, list(leaf.shape)])
-
   def signature(self, signature: Signature) -> int:
     """Writers have signatures of their own, most of them equal; looked up by identity first."""
     known = self._known.get(id(signature))
     if known is None:
-      number = self._number('signatures', signature, wire.packed_signature(signature))
+      number = self.number('signatures', signature, wire.packed_signature(signature))
       if len(self._known) > 1000:
         self._known.clear()
       known = self._known[id(signature)] = number, signature
@@ -207,7 +202,8 @@ class Outbox:
         self._number += 1
         sending.number = self._number
         self.sent[sending.number] = sending
-      table, signature = declared.table(sending.table.name), declared.signature(item.signature)
+      table = declared.number('tables', sending.table.name, sending.table.name)
+      signature = declared.signature(item.signature)
       key = -item.key if item.amends else item.key
       items.append((sending.number, key, item.priority, table, signature))
       sending.store.complete(item)
@@ -217,7 +213,9 @@ class Outbox:
         for piece in needed:
           if piece.session != self._link.number:
             self._number_piece(piece)
-            pieces.append((declared.spec(leaf), piece.rows, piece.how, len(piece.data)))
+            spec = [leaf.dtype.str, list(leaf.shape)]
+            number = declared.number('specs', (leaf.dtype, leaf.shape), spec)
+            pieces.append((number, piece.rows, piece.how, len(piece.data)))
             data.append(piece.data)
           refs.append(piece.number)
     new = declared.take_new()

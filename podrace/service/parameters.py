@@ -92,6 +92,10 @@ class Reader:
 class Publisher(listener.Handler):
   """Sends versions to clients, while it is open. `publish` may be called from any thread.
 
+  Attributes:
+    address: with the port that it has.
+    peers: its clients.
+
   Raises:
     SecurityError: see podrace.net.keys.
   """
@@ -106,12 +110,11 @@ class Publisher(listener.Handler):
     insecure: bool = False,
     peer_timeout: float = session.SILENCE,
   ) -> None:
-    self._newest: Version | None = None
-    self._before: Version | None = None
+    self._before = self._newest = Version(-1, [])
     self.listener = Listener(Listen(address, keys, insecure, peer_timeout), self, log.log)
     self._serving = Serving(self.listener)
     self._serving.start()
-    self.address = self.listener.address
+    self.address, self.peers = self.listener.address, self.listener.peers
 
   def __enter__(self) -> Publisher:
     return self  # it listens already
@@ -120,19 +123,9 @@ class Publisher(listener.Handler):
     self.close()
 
   @property
-  def reachable(self) -> str:
-    """Its address, as others can use it."""
-    return self.listener.reachable
-
-  @property
   def failure(self) -> str | None:
     """The traceback of what has ended its thread; None if nothing has."""
     return self._serving.failure
-
-  @property
-  def peers(self) -> dict[Peer, None]:
-    """Its clients."""
-    return self.listener.peers
 
   def publish(self, version: int, leaves: Sequence[tuple[str, np.ndarray]]) -> None:
     """Makes a version the newest one.
@@ -147,9 +140,8 @@ class Publisher(listener.Handler):
     """
     if self.failure:
       raise RuntimeError(f'the publisher at {self.address} has failed:\n{self.failure}')
-    newest = self.number
-    if version <= newest:
-      raise ValueError(f'{version=} must be above {newest}, which is published')
+    if version <= self.number:
+      raise ValueError(f'{version=} must be above {self.number}, which is published')
     new = Version(version, leaves)
     if len(new.leaves) > MOST_LEAVES or len(new.data) > MOST_BYTES:
       raise ValueError(
@@ -162,7 +154,7 @@ class Publisher(listener.Handler):
   @property
   def number(self) -> int:
     """Of the newest version, -1 if there is none."""
-    return -1 if self._newest is None else self._newest.number
+    return self._newest.number
 
   def clients(self, role: str) -> int:
     """How many clients there are that said to be this; those that say nothing act."""
@@ -191,7 +183,7 @@ class Publisher(listener.Handler):
   def _tell_one(self, peer: Peer) -> None:
     """Sends the newest version, if a client has not been sent it and has read what it was sent."""
     reader, newest = peer.state, self._newest
-    if newest is None or reader.sending or reader.has is newest:
+    if newest.number < 0 or reader.sending or reader.has is newest:
       return
     data = newest.data if reader.has is None or reader.has.sha256 != newest.sha256 else b''
     reader.has = newest
@@ -225,11 +217,10 @@ class Publisher(listener.Handler):
     peer.state.sending = False
 
   def report(self) -> dict[str, Any]:
-    newest = self._newest
     return dict(
       self.listener.report(lambda p: dict(versions=p.state.versions, bytes=p.state.bytes)),
       version=self.number,
-      parameter_bytes=len(newest.data) if newest else 0,
+      parameter_bytes=len(self._newest.data),
     )
 
 
@@ -359,8 +350,8 @@ class Parameters(link.Handler):
     version, sha256, leaves = fields
     self._known = version
     held = self._held is not None and self._held.sha256 == sha256
-    expected = 0 if held and not size else _size(leaves)
-    if size != expected:
+    expected = sum(d.itemsize * math.prod(shape) for _, d, shape in _specs(leaves))
+    if size != expected and not (held and not size):
       raise WireError(f'version {version} in {size} bytes, expected {expected}')
     return np.empty(size, np.uint8)
 
@@ -379,31 +370,27 @@ class Parameters(link.Handler):
       self.changed.notify_all()
 
 
-def _size(leaves: list[Any]) -> int:
-  """Bytes of all leaves; raises WireError if they are none."""
-  try:
-    found = sum(_dtype(d).itemsize * math.prod(_shape(shape)) for _, d, shape in leaves)
-  except (ValueError, TypeError) as e:
-    raise WireError(f'leaves that are none ({e})') from None
-  return found
-
-
 def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
   """Read-only arrays over a version's bytes."""
   at, found = 0, []
-  for path, name, shape in leaves:
-    dtype = _dtype(name)
+  for path, dtype, shape in _specs(leaves):
     size = dtype.itemsize * math.prod(shape)
-    array = np.frombuffer(data[at : at + size].toreadonly(), dtype).reshape(shape)
-    found.append((str(path), array))
+    found.append((path, np.frombuffer(data[at : at + size].toreadonly(), dtype).reshape(shape)))
     at += size
   return found
 
 
-def _shape(shape: Any) -> list[int]:
-  if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
-    raise ValueError(f'a shape {str(shape)[:60]}')
-  return shape
+def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
+  """Paths, types and shapes of leaves; raises WireError if they are none."""
+  found = []
+  try:
+    for path, name, shape in leaves:
+      if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f'a shape {str(shape)[:60]}')
+      found.append((str(path), _dtype(name), shape))
+  except (ValueError, TypeError) as e:
+    raise WireError(f'leaves that are none ({e})') from None
+  return found
 
 
 def _dtype(name: Any) -> np.dtype:

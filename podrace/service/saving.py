@@ -22,7 +22,7 @@ KEEP = 2  # checkpoints
 
 
 class Saving:
-  """A directory of checkpoints, which is this service's until `unlock`.
+  """A directory of checkpoints, which is this service's until `unlock`; or none, and no checkpoints.
 
   Args:
     every: seconds between them; 0 for none by time.
@@ -36,14 +36,21 @@ class Saving:
   """
 
   def __init__(
-    self, dir: Path, every: float, snapshot: Callable[[], checkpoint.Snapshot], listener: Listener
+    self,
+    dir: Path | None,
+    every: float,
+    snapshot: Callable[[], checkpoint.Snapshot],
+    listener: Listener,
   ) -> None:
     self._dir, self._every, self._snapshot, self._listener = dir, every, snapshot, listener
-    self._lock = locked(dir)
-    for partial in dir.glob('.*.partial-*'):  # of a process that was killed while it wrote
-      shutil.rmtree(partial, ignore_errors=True)
-      listener.log(f'removed {partial}, which was half-written')
-    self.saved = sorted(p for p in dir.iterdir() if p.name.isdigit())
+    self.saved: list[Path] = []
+    self._lock: IO[str] | None = None
+    if dir is not None:
+      self._lock = locked(dir)
+      for partial in dir.glob('.*.partial-*'):  # of a process that was killed while it wrote
+        shutil.rmtree(partial, ignore_errors=True)
+        listener.log(f'removed {partial}, which was half-written')
+      self.saved = sorted(p for p in dir.iterdir() if p.name.isdigit())
     self._number = int(self.saved[-1].name) if self.saved else 0
     self._saver: Worker | None = None
     self._wanted: list[tuple[Peer, int]] = []
@@ -53,7 +60,8 @@ class Saving:
 
   def unlock(self) -> None:
     """Others may have the directory."""
-    self._lock.close()
+    if self._lock is not None:
+      self._lock.close()
 
   def newest(self) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint, if there is one, and what it has besides tables.
@@ -74,7 +82,9 @@ class Saving:
     return newest, extra
 
   def want(self, peer: Peer, number: int) -> None:
-    """Lets a client know when a checkpoint is written; raises ValueError if too many wait."""
+    """Lets a client know when a checkpoint is written; raises ValueError if there are none, or too many wait."""
+    if self._dir is None:
+      raise ValueError(f'{self._listener.address} has no --dir, so it keeps no checkpoints')
     if len(self._wanted) >= SAVES:
       raise ValueError(f'{SAVES} others wait for a checkpoint already')
     self._wanted.append((peer, number))
@@ -103,7 +113,7 @@ class Saving:
 
   def _save(self) -> None:
     """Begins a checkpoint of this moment, if none is being written; who has asked hears of it."""
-    if self._is_writing:
+    if self._dir is None or self._is_writing:
       return
     self._saved_at = time.monotonic()
     wanted, self._wanted = self._wanted, []

@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,19 +101,14 @@ class ReplayServer(Handler):
     self.sampling = Sampling(self.registry, listener)
     for name, details in (tables or {}).items():
       self.registry.make(name, details)
-    self.saving = None if dir is None else Saving(dir, checkpoint_every, self._snapshot, listener)
-    try:
-      self._restore()
-    except BaseException:
-      self._unlock()
-      raise
-    self._serving = Serving(listener, self.sampling.seconds, self._leave)
+    self.saving = Saving(dir, checkpoint_every, self._snapshot, listener)
+    self._serving = Serving(listener, self.sampling.seconds, self.saving.leave)
     self.ended, self.ask_to_stop = self._serving.ended, self._serving.ask_to_stop
+    self._or_unlock(self._restore)
 
   def _restore(self) -> None:
     """The newest checkpoint, if there is one."""
-    newest = self.saving and self.saving.newest()
-    if newest:
+    if newest := self.saving.newest():
       path, extra = newest
       self.registry.restore(path, extra['tables'])
       self.inserting.restore(extra)
@@ -140,10 +135,13 @@ class ReplayServer(Handler):
 
   def start(self) -> None:
     """Listens, from now on."""
+    self._or_unlock(self._serving.start)
+
+  def _or_unlock(self, do: Callable[[], None]) -> None:
     try:
-      self._serving.start()
+      do()
     except BaseException:
-      self._unlock()
+      self.saving.unlock()
       raise
 
   def __enter__(self) -> ReplayServer:
@@ -156,15 +154,7 @@ class ReplayServer(Handler):
   def stop(self) -> None:
     """Ends it, after a last checkpoint."""
     self._serving.stop()
-    self._unlock()
-
-  def _leave(self) -> None:
-    if self.saving is not None:
-      self.saving.leave()
-
-  def _unlock(self) -> None:
-    if self.saving is not None:
-      self.saving.unlock()
+    self.saving.unlock()
 
   # --- as a listener's handler
 
@@ -222,18 +212,13 @@ class ReplayServer(Handler):
     }
     try:
       if kind is wire.SAVE:
-        self._want_save(peer, number)
+        self.saving.want(peer, number)
         return
       answer = does[kind](*args, *arrays)
     except ValueError as e:
       self.listener.send(peer, wire.ANSWER, number, False, plain_lines(e))
     else:
       self.listener.send(peer, wire.ANSWER, number, True, answer)
-
-  def _want_save(self, peer: Peer, number: int) -> None:
-    if self.saving is None:
-      raise ValueError(f'{self.address} has no --dir, so it keeps no checkpoints')
-    self.saving.want(peer, number)
 
   def ping(self, peer: Peer, said: Any) -> dict[str, int]:
     if said is not None:  # a client that never samples need not tell
@@ -250,14 +235,12 @@ class ReplayServer(Handler):
       self.sampling.serve(entry.peekers)
       self.inserting.admit(entry)
     self.sampling.expire()
-    if self.saving is not None:
-      self.saving.turned()
+    self.saving.turned()
 
   def report(self) -> dict[str, Any]:
     shown = [dataclasses.asdict(t.info()) for t in itertools.islice(self.tables.values(), 64)]
-    saved = self.saving.saved if self.saving is not None else []
     return dict(self.listener.report(_described), tables=shown, bytes=self.store.total.bytes,
-                checkpoints=[str(p) for p in saved])  # fmt: skip
+                checkpoints=[str(p) for p in self.saving.saved])  # fmt: skip
 
 
 def _described(peer: Peer) -> dict[str, Any]:
@@ -285,38 +268,34 @@ def parse_tables(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
   """
   found: dict[str, dict[str, Any]] = {}
   for text in texts:
-    name, settings = _parse_table(text)
-    if name in found:
-      raise ValueError(f'--table {text}: there is a table {name!r} already')
+    try:
+      name, settings = _parse_table(text)
+      if name in found:
+        raise ValueError(f'there is a table {name!r} already')
+    except ValueError as e:
+      raise ValueError(f'--table {text}: {e}') from None
     found[name] = settings
   return found
 
 
 def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
-  needed = ['name', 'sampler', 'remover', 'rate', 'max_size']
+  needed, sizes = ['name', 'sampler', 'remover', 'rate', 'max_size'], dict[str, Any]()
   known = [*needed, 'max_bytes', 'max_times_sampled']
   given: dict[str, str] = {}
   for part in text.split(','):
     key, _, value = part.partition('=')
     if key not in known or not value or key in given:
-      raise ValueError(f'--table {text}: {part!r}, expected {", ".join(known)}, each =VALUE')
+      raise ValueError(f'{part!r}, expected {", ".join(known)}, each =VALUE')
+    if key.startswith('max_'):
+      if not value.isdigit():
+        raise ValueError(f'{key} takes a whole number, not {value!r}')
+      sizes[key] = int(value)
     given[key] = value
   if lacking := [k for k in needed if k not in given]:
-    raise ValueError(f'--table {text}: needs {", ".join(lacking)}')
-  numbers = {k: v for k, v in given.items() if k.startswith('max_')}
-  for key, value in numbers.items():
-    if not value.isdigit():
-      raise ValueError(f'--table {text}: {key} takes a whole number, not {value!r}')
-  sizes: dict[str, Any] = {k: int(v) for k, v in numbers.items()}
-  try:
-    settings = wire.packed_settings(
-      sampler=wire.selector(given['sampler']),
-      remover=wire.selector(given['remover']),
-      rate_limiter=_limiter(given['rate']),
-      **sizes,
-    )
-  except ValueError as e:
-    raise ValueError(f'--table {text}: {e}') from None
+    raise ValueError(f'needs {", ".join(lacking)}')
+  sampler, remover = wire.selector(given['sampler']), wire.selector(given['remover'])
+  limiter = _limiter(given['rate'])
+  settings = wire.packed_settings(sampler=sampler, remover=remover, rate_limiter=limiter, **sizes)
   return given['name'], settings
 
 

@@ -263,10 +263,11 @@ def _limiter(name: Any, spi: Any, least: Any, low: Any, high: Any) -> RateLimite
     raise ValueError(f'{name}: samples_per_insert must be positive and finite, not {spi}')
   if not 1 <= least <= MOST_NUMBER or least != int(least):
     raise ValueError(f'{name}: min_size must be a whole number of at least 1, not {least}')
-  if not (low == -math.inf or abs(low) <= MOST_NUMBER):
-    raise ValueError(f'{name}: min_diff must be -infinity or at most {MOST_NUMBER:g}, not {low}')
-  if not (high == math.inf or abs(high) <= MOST_NUMBER):
-    raise ValueError(f'{name}: max_diff must be infinity or at most {MOST_NUMBER:g}, not {high}')
+  for which, bound, unlimited in (('min', low, -math.inf), ('max', high, math.inf)):
+    if not (bound == unlimited or abs(bound) <= MOST_NUMBER):
+      raise ValueError(
+        f'{name}: {which}_diff must be {unlimited} or at most {MOST_NUMBER:g}, not {bound}'
+      )
   return RateLimiter(name, float(spi), int(least), float(low), float(high))
 
 
