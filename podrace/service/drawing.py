@@ -6,15 +6,14 @@ import dataclasses
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from podrace.service import wire
 from podrace.service.connection import Asked, Connection
 from podrace.service.samples import read_samples
-from podrace.tables import trees
 from podrace.tables.items import Samples
 from podrace.tables.waiting import REPORT_AFTER, Closed, RateLimited, Wait
 
@@ -82,31 +81,27 @@ class Drawing:
 
   def read(self) -> Samples:
     """Unpacks what has come; raises RateLimited if it is less than was asked for."""
-    found, shares, reasons = [], [], [self._late] if self._late else []
-    for part in self._parts:
-      if not part.asked.good:
-        raise ValueError(part.asked.value)
-      signature, frames, reason = part.asked.value
-      if signature is not None:
-        samples = read_samples(signature, frames)
-        found.append(samples)
-        shares.append(part.share)
-        if len(self._table._connections) > 1:
-          self._table.remember(samples.key, part.asked.connection)
-      if reason and not part.asked.cancelled:
-        reasons.append(reason)
-    taken = None
-    if found:
-      taken = found[0]
-      if len(self._table._connections) > 1:
-        total = sum(c.sizes.get(self._table.name, 0) for c in self._table._live())
-        taken = merge(found, shares, total)
-    if sum(part.count for part in self._parts) < self._least:
-      error = RateLimited('; '.join(reasons))
+    answers = [(part, *part.asked.result()) for part in self._parts]
+    there = [(part, signature, arrays) for part, signature, arrays, _ in answers if signature]
+    taken = read_samples([one[1:] for one in there]) if there else None
+    if taken is not None and len(self._table._connections) > 1:
+      taken = self._of_all(taken, [part for part, _, _ in there])
+    if taken is None or len(taken.key) < self._least:
+      reasons = [reason for part, *_, reason in answers if reason and not part.asked.cancelled]
+      error = RateLimited('; '.join([self._late, *reasons] if self._late else reasons))
       error.taken = taken
       raise error
-    assert taken is not None
     return taken
+
+  def _of_all(self, taken: Samples, parts: list[Part]) -> Samples:
+    """Samples of several servers as of one table, of which `share` is at each."""
+    table, counts = self._table, [part.count for part in parts]
+    for part, keys in zip(parts, np.split(taken.key, np.cumsum(counts)[:-1]), strict=True):
+      table.remember(keys, part.asked.connection)
+    total = sum(c.sizes.get(table.name, 0) for c in table._live())
+    share = np.repeat([part.share for part in parts], counts)
+    size = np.full(len(taken.key), total)
+    return taken._replace(probability=taken.probability * share, table_size=size)
 
   def _wait(self) -> None:
     wait = Wait(math.inf)  # for when to report; `_limit` may change
@@ -177,36 +172,6 @@ class Drawing:
   def _ask_elsewhere(self, n: int, least: int) -> None:
     if not self._is_enough():
       self._parts += self._ask(n, min(max(least, 1), n))
-
-
-def merge(found: list[Samples], shares: list[float], total: int) -> Samples:
-  """Samples of several servers as of one table of `total` items; `shares` were drawn from each."""
-  lists: list[list[Any]] = [trees.leaves(s.data) for s in found]
-  lengths = [trees.leaves(s.lengths) for s in found]
-  structure = trees.structure_of(found[0].data)
-  data = [_stack(column) for column in zip(*lists, strict=True)]
-  return Samples(
-    data=trees.build(structure, data),
-    lengths=trees.build(structure, [np.concatenate(c) for c in zip(*lengths, strict=True)]),
-    key=np.concatenate([s.key for s in found]),
-    probability=np.concatenate([s.probability * k for s, k in zip(found, shares, strict=True)]),
-    table_size=np.full(sum(len(s.key) for s in found), total),
-    priority=np.concatenate([s.priority for s in found]),
-    times_sampled=np.concatenate([s.times_sampled for s in found]),
-  )
-
-
-def _stack(columns: Sequence[np.ndarray]) -> np.ndarray:
-  """Columns [n, L, ...] one after the other, the shorter ones followed by zeros."""
-  if columns[0].ndim < 2 or len({c.shape[1:] for c in columns}) == 1:
-    return np.concatenate(columns)
-  longest = max(c.shape[1] for c in columns)
-  out = np.zeros((sum(map(len, columns)), longest, *columns[0].shape[2:]), columns[0].dtype)
-  at = 0
-  for c in columns:
-    out[at : at + len(c), : c.shape[1]] = c
-    at += len(c)
-  return out
 
 
 class Sampler:

@@ -60,30 +60,23 @@ def sample_frames(draws: Draws) -> list[Any]:
   return [drawn, *(np.array(x, '<u4') for x in (parts, refs, chunks)), b''.join(data)]
 
 
-def read_samples(signature: Signature, frames: Sequence[Any]) -> Samples:
-  """What SAMPLES' arrays hold, unpacked and stacked as `Table.sample` does.
+def read_samples(messages: Sequence[tuple[Signature, Sequence[Any]]]) -> Samples:
+  """What the arrays of one or several SAMPLES hold, unpacked and stacked as `Table.sample` does.
 
   Raises:
     WireError: if they don't fit together.
   """
-  drawn, parts, refs, chunks = map(records, frames, (DRAWN, PART, '<u4', CHUNK))
-  data = memoryview(frames[4]).cast('B')
-  n, leaves = len(drawn), signature.leaves
-  if n == 0 or len(parts) != n * len(leaves) or int(parts['chunks'].sum()) != len(refs):
-    raise WireError(f'{len(parts)} parts over {len(refs)} chunks for {n} items')
-  if int(chunks['bytes'].astype(np.int64).sum()) != len(data):
-    raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
-  if len(refs) and int(refs.max()) >= len(chunks):
-    raise WireError('a part over a chunk that was not sent')
-  reader = _Reader(chunks, refs, data)
-  found, lengths, at = [], [], 0
-  for i, leaf in enumerate(leaves):
-    own = parts[i * n : (i + 1) * n]
-    count = int(own['chunks'].sum())
-    rows, counts = reader.leaf(leaf, own, refs[at : at + count])
-    at += count
+  (signature, _), room = messages[0], _Room()
+  if any(s.leaves != signature.leaves for s, _ in messages):
+    raise WireError(f'samples of {[s.leaves for s, _ in messages]}, expected of one kind')
+  readers = [_Reader(signature.leaves, arrays, room) for _, arrays in messages]
+  found, lengths = [], []
+  for i, leaf in enumerate(signature.leaves):
+    column = readers[0].as_it_is(i) if len(readers) == 1 else None
+    rows, counts = column or _gathered(readers, i, room)
     found.append(rows[:, 0] if leaf.single else rows)
     lengths.append(counts)
+  drawn = np.concatenate([reader.drawn for reader in readers])
   return Samples(
     data=trees.build(signature.structure, found),
     lengths=trees.build(signature.structure, lengths),
@@ -91,69 +84,92 @@ def read_samples(signature: Signature, frames: Sequence[Any]) -> Samples:
   )
 
 
-class _Reader:
-  """The chunks of one message, each unpacked once."""
+def _gathered(readers: Sequence[_Reader], i: int, room: _Room) -> Any:
+  """(rows [n, L, ...], lengths [n]) of one leaf."""
+  leaf, store = readers[0].leaves[i], room.store
+  longest = max(int(reader.parts[i]['rows'].max()) for reader in readers)
+  room.take(sum(len(reader.drawn) for reader in readers) * longest, leaf)
+  try:
+    parts = [part for reader in readers for part in reader.read(i)]
+    return gather(store, parts, leaf.dtype, leaf.shape)
+  except (zstandard.ZstdError, ValueError, TypeError) as e:
+    raise WireError(f'a chunk that is damaged ({e})') from None
 
-  def __init__(self, chunks: np.ndarray, refs: np.ndarray, data: memoryview) -> None:
-    self._chunks, self._data = chunks, data
+
+class _Room:
+  """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
+
+  def __init__(self) -> None:
+    self.store = ChunkStore(cache_bytes=0)
+    self._left = wire.UNPACKED_SAMPLE_BYTES
+
+  def take(self, rows: int, leaf: Leaf) -> None:
+    self._left -= rows * wire.row_bytes(leaf.dtype, leaf.shape)
+    if self._left < 0:
+      most = wire.UNPACKED_SAMPLE_BYTES
+      raise WireError(f'samples of more than {most:,} bytes unpacked, in {leaf}')
+
+  def unpack(self, chunk: Chunk, leaf: Leaf) -> None:
+    """For more than one look at it, or for some of its rows."""
+    if chunk.array is None:  # else it is as it is, or unpacked already
+      self.take(chunk.length, leaf)
+      chunk.array = self.store.read(chunk)
+
+
+class _Reader:
+  """One message; `parts` and `_refs` are by leaf."""
+
+  def __init__(self, leaves: Sequence[Leaf], arrays: Sequence[Any], room: _Room) -> None:
+    self.leaves, self._room = leaves, room
+    self.drawn, parts, refs, chunks = map(records, arrays, (DRAWN, PART, '<u4', CHUNK))
+    self._chunks, self._data = chunks, memoryview(arrays[4]).cast('B')
+    n = len(self.drawn)
+    if n == 0 or len(parts) != n * len(leaves) or int(parts['chunks'].sum()) != len(refs):
+      raise WireError(f'{len(parts)} parts over {len(refs)} chunks for {n} items')
+    if int(chunks['bytes'].astype(np.int64).sum()) != len(self._data):
+      raise WireError(f'{len(self._data)} bytes of chunks, which differ from what is said of them')
+    if len(refs) and int(refs.max()) >= len(chunks):
+      raise WireError('a part over a chunk that was not sent')
+    self.parts = parts.reshape(len(leaves), n)
+    self._refs = np.split(refs, np.cumsum(self.parts['chunks'].sum(1))[:-1])
     self._ends = np.cumsum(chunks['bytes'], dtype=np.int64)
-    self._refs = refs
     self._made: dict[int, Chunk] = {}
-    self._store = ChunkStore(cache_bytes=0)
-    self._room = wire.UNPACKED_SAMPLE_BYTES
 
   @functools.cached_property
   def _listed(self) -> list[tuple[int, ...]]:
     """Of each chunk what the message has of it, where it ends, and how many parts need it."""
-    times = np.bincount(self._refs, minlength=len(self._chunks))
+    times = np.bincount(np.concatenate(self._refs), minlength=len(self._chunks))
     columns = (self._chunks[name] for name in CHUNK.names)  # type: ignore[union-attr]
     return list(zip(*(x.tolist() for x in (*columns, self._ends, times)), strict=True))
 
-  def _take_room(self, rows: int, leaf: Leaf) -> None:
-    """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
-    self._room -= rows * wire.row_bytes(leaf.dtype, leaf.shape)
-    if self._room < 0:
-      raise WireError(
-        f'samples of more than {wire.UNPACKED_SAMPLE_BYTES:,} bytes unpacked, in {leaf}'
-      )
-
-  def leaf(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [n, L, ...], lengths [n]) of one leaf's parts."""
-    if (direct := self._direct(leaf, parts, refs)) is not None:
-      return direct
-    self._take_room(len(parts) * int(parts['rows'].max()), leaf)
-    try:
-      return gather(self._store, [*self._parts(leaf, parts, refs)], leaf.dtype, leaf.shape)
-    except (zstandard.ZstdError, ValueError, TypeError) as e:
-      raise WireError(f'a chunk that is damaged ({e})') from None
-
-  def _parts(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Iterator[Part]:
-    numbers, made = iter(refs.tolist()), self._made
-    for count, offset, rows in parts.tolist():
-      needed = [next(numbers) for _ in range(count)]
-      chunks = tuple([made.get(number) or self._chunk(number, leaf) for number in needed])
+  def read(self, i: int) -> Iterator[Part]:
+    """The parts of one leaf."""
+    leaf, numbers, made = self.leaves[i], iter(self._refs[i].tolist()), self._made
+    for count, offset, rows in self.parts[i].tolist():
+      if count == 1:  # as nearly all
+        number = next(numbers)
+        chunks: tuple[Chunk, ...] = (made.get(number) or self._chunk(number, leaf),)
+      else:
+        needed = [next(numbers) for _ in range(count)]
+        chunks = tuple([made.get(number) or self._chunk(number, leaf) for number in needed])
       if rows < wire.check_part(leaf, chunks, offset, rows):  # some are of no use
-        self._unpack(chunks[0], leaf)
-        self._unpack(chunks[-1], leaf)
+        self._room.unpack(chunks[0], leaf)
+        self._room.unpack(chunks[-1], leaf)
       yield chunks, offset, rows
 
   def _chunk(self, number: int, leaf: Leaf) -> Chunk:
-    """One of the message, for the first part that needs it; unpacked, if several do."""
+    """For the first part that needs it; unpacked, if several do."""
     _, rows, how, size, end, times = self._listed[number]
     own = self._data[end - size : end]
-    chunk = wire.make_chunk(self._store, own, how, rows, leaf.dtype, leaf.shape)
+    chunk = wire.make_chunk(self._room.store, own, how, rows, leaf.dtype, leaf.shape)
     if times > 1:
-      self._unpack(chunk, leaf)
+      self._room.unpack(chunk, leaf)
     self._made[number] = chunk
     return chunk
 
-  def _unpack(self, chunk: Chunk, leaf: Leaf) -> None:
-    if chunk.array is None:  # else it is as it is, or unpacked already
-      self._take_room(chunk.length, leaf)
-      chunk.array = self._store.read(chunk)
-
-  def _direct(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Any:
-    """Without a loop, if each part is a chunk of its own, as it is, and all are as long."""
+  def as_it_is(self, i: int) -> Any:
+    """(rows, lengths) of a leaf without a loop, if each part is a chunk of its own, as it is, and all are as long."""
+    leaf, parts, refs = self.leaves[i], self.parts[i], self._refs[i]
     first, n, rows = int(refs[0]) if len(refs) else 0, len(refs), int(parts['rows'][0])
     own = self._chunks[first : first + n]
     if (

@@ -242,6 +242,6 @@ def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
 
   for n, count in ((1, 100), (100, 1)):
     with pytest.raises(WireError, match='samples of more than 4,294,967,296 bytes unpacked'):
-      samples.read_samples(signature, frames(n, count))
-  assert samples.read_samples(signature, frames(1, 1)).data['x'].shape == (1, rows, 2)
+      samples.read_samples([(signature, frames(n, count))])
+  assert samples.read_samples([(signature, frames(1, 1))]).data['x'].shape == (1, rows, 2)
   assert contents.CHUNK_BYTES < wire.UNPACKED_CHUNK_BYTES < wire.UNPACKED_SAMPLE_BYTES
