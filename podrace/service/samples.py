@@ -13,7 +13,7 @@ from podrace.net.frame import WireError
 from podrace.service import wire
 from podrace.service.wire import AS_IS, CHUNK, DRAWN, PART, records
 from podrace.tables import trees
-from podrace.tables.chunks import Chunk, ChunkStore, Part, gather
+from podrace.tables.chunks import Account, Chunk, ChunkStore, Part, gather
 from podrace.tables.items import Draws, Leaf, Samples, Signature
 
 
@@ -100,8 +100,9 @@ class _Room:
   """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
 
   def __init__(self) -> None:
-    self.store = ChunkStore(cache_bytes=0)
     self._left = wire.UNPACKED_SAMPLE_BYTES
+    self.store = ChunkStore(cache_bytes=self._left)
+    self._account = Account()
 
   def take(self, rows: int, leaf: Leaf) -> None:
     self._left -= rows * wire.row_bytes(leaf.dtype, leaf.shape)
@@ -109,11 +110,11 @@ class _Room:
       most = wire.UNPACKED_SAMPLE_BYTES
       raise WireError(f'samples of more than {most:,} bytes unpacked, in {leaf}')
 
-  def unpack(self, chunk: Chunk, leaf: Leaf) -> None:
-    """For more than one look at it, or for some of its rows."""
-    if chunk.array is None:  # else it is as it is, or unpacked already
+  def keep(self, chunk: Chunk, leaf: Leaf) -> None:
+    """Has a chunk unpacked once, for all who need it."""
+    if chunk.packed is not None and not chunk.holders:
       self.take(chunk.length, leaf)
-      chunk.array = self.store.read(chunk)
+      self.store.hold(chunk, self._account)
 
 
 class _Reader:
@@ -153,17 +154,17 @@ class _Reader:
         needed = [next(numbers) for _ in range(count)]
         chunks = tuple([made.get(number) or self._chunk(number, leaf) for number in needed])
       if rows < wire.check_part(leaf, chunks, offset, rows):  # some are of no use
-        self._room.unpack(chunks[0], leaf)
-        self._room.unpack(chunks[-1], leaf)
+        self._room.keep(chunks[0], leaf)
+        self._room.keep(chunks[-1], leaf)
       yield chunks, offset, rows
 
   def _chunk(self, number: int, leaf: Leaf) -> Chunk:
-    """For the first part that needs it; unpacked, if several do."""
+    """For the first part that needs it."""
     _, rows, how, size, end, times = self._listed[number]
     own = self._data[end - size : end]
     chunk = wire.make_chunk(self._room.store, own, how, rows, leaf.dtype, leaf.shape)
     if times > 1:
-      self._room.unpack(chunk, leaf)
+      self._room.keep(chunk, leaf)
     self._made[number] = chunk
     return chunk
 

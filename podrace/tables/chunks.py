@@ -190,15 +190,15 @@ class ChunkStore:
   def read_into(self, chunk: Chunk, offset: int, rows: np.ndarray) -> None:
     """Writes a chunk's rows from `offset` on to where there is room for just them, one after the other.
 
-    A whole chunk for which the cache has no room is unpacked to there and not cached: the way through
-    memory that the processor has not would cost three times as much.
+    A whole chunk for which the cache has no room, or that nobody holds, is unpacked to there and not cached: the
+    way through memory that the processor has not would cost three times as much.
     """
     packed, size = chunk.packed, rows.nbytes
     if (
       chunk.array is None
       and packed is not None
       and len(rows) == chunk.length
-      and self.cached + size > self.cache_bytes
+      and (not chunk.holders or self.cached + size > self.cache_bytes)
     ):
       unpack_into(packed, rows)
     else:
