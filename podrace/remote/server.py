@@ -69,6 +69,7 @@ class Server(Handler):
   ) -> None:
     self.listener = Listener(listen, self, say)
     self.log, self.counts = self.listener.log, self.listener.counts
+    self.peers = self.listener.peers
     self.max_wait, self._deadline = max_wait, deadline
     self.failure: str | None = None
     self._slots = slots
@@ -111,11 +112,6 @@ class Server(Handler):
   def address(self) -> str:
     """Where it listens."""
     return self.listener.address
-
-  @property
-  def peers(self) -> dict[Peer, None]:
-    """Clients with a session."""
-    return self.listener.peers
 
   @property
   def largest(self) -> int:

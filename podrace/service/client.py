@@ -65,23 +65,15 @@ class Client:
       ValueError: if there is none and no settings are given; Refused, which is one, if it has other
         settings than those given, or is of another run.
     """
-    given = sampler, remover, rate_limiter, max_size
+    given: Any = dict(
+      sampler=sampler, remover=remover, rate_limiter=rate_limiter, max_size=max_size
+    )
     details: dict[str, Any] = {}
-    if any(x is not None for x in given):
-      if sampler is None or remover is None or rate_limiter is None or max_size is None:
-        raise ValueError(
-          f'table {name!r}: sampler, remover, rate_limiter and max_size belong together'
-        )
-      details = wire.packed_settings(
-        sampler=sampler,
-        remover=remover,
-        rate_limiter=rate_limiter,
-        max_size=max_size,
-        max_bytes=max_bytes,
-        max_times_sampled=max_times_sampled,
-        run=run,
-        contents=contents,
-      )
+    if any(x is not None for x in given.values()):
+      if None in given.values():
+        raise ValueError(f'table {name!r}: {", ".join(given)} belong together')
+      given.update(max_bytes=max_bytes, max_times_sampled=max_times_sampled)
+      details = wire.packed_settings(**given, run=run, contents=contents)
     most = math.inf
     for connection in self.connections:
       asked = connection.ask(wire.TABLE, name, details)

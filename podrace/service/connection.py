@@ -18,7 +18,7 @@ from podrace.net.link import Handler, Link, Refused
 from podrace.net.session import PING
 from podrace.net.text import plain_lines
 from podrace.service import wire
-from podrace.service.outbox import Outbox
+from podrace.service.writing import Outbox
 from podrace.tables.items import Signature
 from podrace.tables.waiting import Closed, RateLimited
 

@@ -6,7 +6,7 @@ import collections
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,14 @@ SIGNATURES = 1024  # of which one object each is kept
 MESSAGE_UNPACKED = 2**30  # bytes that the chunks of one message may take, to be looked at
 HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
 HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
+
+
+class Outcome(NamedTuple):
+  """What becomes of the items of a message, by their numbers."""
+
+  done: list[int]
+  waiting: list[int]
+  refused: dict[int, str]  # and why
 
 
 class Inserting:
@@ -134,9 +142,9 @@ class Inserting:
       counts['lost'] = min(counts['lost'] + lost, 2**63)  # else it can't be sent
       what = f'{lost} items of {peer.name} are lost with an earlier process'
       self._listener.log(what, logging.WARNING)
-    refused = dict[int, str]()
+    outcome = Outcome(done, waiting, {})
     for entry, items in groups:
-      self._put(peer, entry, items, done, waiting, refused)
+      self._put(peer, entry, items, outcome)
     if len(stream.waiting) > wire.MOST_ITEMS:
       raise WireError(f'items beyond the {wire.MOST_ITEMS} that may wait')
     stream.release(self._store, released)
@@ -144,32 +152,25 @@ class Inserting:
     counts['items'] += len(done) + len(waiting)
     if not self._too_many(peer, groups):
       why = groups[-1][0].table.inserts.why_not() if waiting and groups else ''
-      self._ack(peer, message, next(iter(refused.values()), why), done, waiting, [*refused])
+      why = next(iter(outcome.refused.values()), why)
+      self._ack(peer, message, why, done, waiting, [*outcome.refused])
 
-  def _put(
-    self,
-    peer: Peer,
-    entry: Entry,
-    items: list[tuple[int, Item]],
-    done: list[int],
-    waiting: list[int],
-    refused: dict[int, str],
-  ) -> None:
-    """Hands items to their table, and sorts their numbers by what becomes of them."""
+  def _put(self, peer: Peer, entry: Entry, items: list[tuple[int, Item]], outcome: Outcome) -> None:
+    """Hands items to their table."""
     stream = peer.state.stream
     self._registry.touched.add(entry)
-    for number, outcome in self._submit(entry, items):
-      if outcome is None:
-        done.append(number)
-      elif isinstance(outcome, Pending):
-        stream.waiting[number] = outcome
-        entry.held.append((outcome, stream, number))
-        self._account(self._store.hold, outcome.item, stream, entry)
-        waiting.append(number)
+    for number, found in self._submit(entry, items):
+      if found is None:
+        outcome.done.append(number)
+      elif isinstance(found, Pending):
+        stream.waiting[number] = found
+        entry.held.append((found, stream, number))
+        self._account(self._store.hold, found.item, stream, entry)
+        outcome.waiting.append(number)
       else:
-        refused[number] = str(outcome)
+        outcome.refused[number] = str(found)
         stream.refuse(number)
-        self._tell_refused(entry, peer, outcome)
+        self._tell_refused(entry, peer, found)
 
   def _submit(
     self, entry: Entry, items: list[tuple[int, Item]]

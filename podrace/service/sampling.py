@@ -6,6 +6,8 @@ import collections
 import heapq
 import math
 import time
+from collections.abc import Sequence
+from typing import Any
 
 from podrace.net.frame import WireError
 from podrace.net.listener import Listener, Peer
@@ -79,18 +81,9 @@ class Sampling:
 
   # --- what clients say
 
-  def sample(
-    self,
-    peer: Peer,
-    number: int,
-    name: str,
-    n: int,
-    least: int,
-    peek: bool,
-    seconds: float,
-    received: int,
-  ) -> None:
-    """A client wants `least` to `n` items, and has received so many samples."""
+  def sample(self, peer: Peer, fields: Sequence[Any]) -> None:
+    """A client wants `least` to `n` items, as the fields of SAMPLE say, and has received so many samples."""
+    number, name, n, least, peek, seconds, received = fields
     reading: Reading = peer.state.reading
     entry = self._registry.entries.get(name)
     if not 1 <= least <= n <= wire.MOST_ITEMS or entry is None or math.isnan(seconds):

@@ -192,7 +192,7 @@ class ReplayServer(Handler):
     if kind is wire.INSERT:
       self.inserting.insert(peer, fields[0], arrays)
     elif kind is wire.SAMPLE:
-      self.sampling.sample(peer, *fields)
+      self.sampling.sample(peer, fields)
     elif kind is wire.DECLARE:
       self.inserting.declare(peer.state.stream, fields[0])
     elif kind is wire.CANCEL:

@@ -184,14 +184,7 @@ RUN = 'run'  # the setting that says of which run a table is
 CONTENTS = (
   'contents'  # the setting that says what its items must hold, see podrace.service.contents
 )
-_SELECTORS: dict[str, Any] = {
-  'uniform': tables.uniform,
-  'fifo': tables.fifo,
-  'lifo': tables.lifo,
-  'min_heap': tables.min_heap,
-  'max_heap': tables.max_heap,
-  'prioritized': tables.prioritized,
-}
+_SELECTORS = 'uniform', 'fifo', 'lifo', 'min_heap', 'max_heap', 'prioritized'
 
 
 def selector(text: str) -> Selector:
@@ -203,9 +196,10 @@ def selector(text: str) -> Selector:
   found = re.fullmatch(r'(\w+)(?::([^()]+)|\(([^()]+)\))?', text)
   name, number = (found[1], found[2] or found[3]) if found else ('', None)
   if name not in _SELECTORS or (number is None) == (name == 'prioritized'):
-    names = ', '.join(x for x in _SELECTORS if x != 'prioritized')
-    raise ValueError(f'a selector is {names} or prioritized:EXPONENT, not {text!r}')
-  return _SELECTORS[name](float(number)) if number else _SELECTORS[name]()
+    raise ValueError(
+      f'a selector is {", ".join(_SELECTORS[:-1])} or prioritized:EXPONENT, not {text!r}'
+    )
+  return getattr(tables, name)(*([float(number)] if number else []))
 
 
 def packed_settings(
