@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import threading
@@ -25,31 +26,22 @@ from podrace.tables.waiting import Closed, RateLimited
 PING_SECONDS = 1.0  # between questions for the sizes of tables, at most
 
 
+@dataclasses.dataclass(eq=False)
 class Asked:
-  """A question, and its answer when there is one.
+  """A question, and its answer when there is one."""
 
-  Attributes:
-    end: of a SAMPLE, on time.monotonic's clock.
-    again: it was answered in an earlier session.
-    sent: in this session.
-    cancelled: what has been drawn is enough.
-    good, value: the answer, if it is `done`.
-  """
-
-  def __init__(
-    self,
-    connection: Connection,
-    number: int,
-    kind: Kind,
-    args: tuple[Any, ...],
-    arrays: Sequence[Any] = (),
-    end: float = math.inf,
-    again: bool = False,
-  ) -> None:
-    self.connection, self.number, self.kind = connection, number, kind
-    self.args, self.arrays, self.end, self.again = args, arrays, end, again
-    self.sent = self.cancelled = self.done = self.good = False
-    self.value: Any = None
+  connection: Connection
+  number: int
+  kind: Kind
+  args: tuple[Any, ...]
+  arrays: Sequence[Any] = ()
+  end: float = math.inf  # of a SAMPLE, on time.monotonic's clock
+  again: bool = False  # it was answered in an earlier session
+  sent: bool = False  # in this session
+  cancelled: bool = False  # what has been drawn is enough
+  done: bool = False
+  good: bool = False
+  value: Any = None
 
   def result(self) -> Any:
     """The answer, which is there; raises ValueError if it is a refusal."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,16 +15,153 @@ from podrace.net.listener import Listener, Peer
 from podrace.net.session import REFUSED
 from podrace.service import wire
 from podrace.service.registry import Entry, Registry
-from podrace.service.stream import DECLARATIONS, Stream
-from podrace.tables.chunks import Account, Chunk
-from podrace.tables.items import Item, Signature
+from podrace.tables.chunks import Account, Chunk, ChunkStore, Part
+from podrace.tables.items import Item, Leaf, Signature
 from podrace.tables.waiting import InFlight, Pending
 
+DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
+CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
+REFUSED_ITEMS = 2048  # of a stream, that are refused again if they are sent again
 STREAMS = 65536  # remembered; then the one that was heard of longest ago is forgotten
 SIGNATURES = 1024  # of which one object each is kept
 MESSAGE_UNPACKED = 2**30  # bytes that the chunks of one message may take, to be looked at
 HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
 HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
+
+
+class Stream:
+  """What one client has written, over all its connections.
+
+  Its items are numbered. Which have come is remembered, and in the checkpoint, at the same moment as the
+  tables: so an item that is sent again is known.
+  """
+
+  def __init__(
+    self, number: int = 0, missing: set[int] | None = None, unheard: set[int] | None = None
+  ) -> None:
+    self.number = number  # of the newest item that has come
+    # Older ones that are not in: a restart has lost them, or they were refused, which the client may not have heard.
+    self.missing = missing or set()
+    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it has heard
+    # that they are in, and they are lost.
+    self.unheard = unheard or set()
+    self.refused: list[int] = []  # of those, the newest last (an empty deque has 760 bytes)
+    self.waiting: dict[int, Pending] = {}  # by number, for a limiter
+    self.account = Account()
+    self.peer: Peer | None = None
+    self.begin()
+
+  def begin(self) -> None:
+    """For a new connection, in which everything is said anew."""
+    self.tables: list[Entry] = []
+    self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
+    self.signatures: list[Signature] = []
+    self.declared = 0
+    self.pieces: dict[int, Chunk] = {}
+    self.next_piece = 0
+    self.inserted = self.refusals = 0  # items
+
+  @property
+  def kept_bytes(self) -> int:
+    """Of what its writers keep, and of its items that wait."""
+    return self.account.bytes + CHUNK_BYTES * len(self.pieces)
+
+  def refuse(self, number: int) -> None:
+    """An item is not in: who has not heard it asks again, and is refused again."""
+    self.missing.add(number)
+    self.refused.append(number)
+    if len(self.refused) > REFUSED_ITEMS:
+      self.missing.discard(self.refused.pop(0))
+
+  # --- chunks
+
+  def take_chunks(self, store: ChunkStore, details: np.ndarray, data: memoryview) -> None:
+    """New chunks; each is held until the client says otherwise."""
+    if len(details) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(details)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
+    if int(details['bytes'].astype(np.int64).sum()) != len(data):
+      raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
+    start, made = 0, []
+    for spec, rows, how, size in details.tolist():
+      if spec >= len(self.specs) or not rows:
+        raise WireError(f'a chunk of {rows} rows of spec {spec}')
+      own = bytes(data[start : start + size])
+      made.append(wire.make_chunk(store, own, how, rows, *self.specs[spec]))
+      start += size
+    with store.lock:
+      for chunk in made:
+        store.hold(chunk, self.account)
+        self.pieces[self.next_piece] = chunk
+        self.next_piece += 1
+
+  def release(self, store: ChunkStore, numbers: np.ndarray) -> None:
+    """Chunks that the client needs no longer."""
+    with store.lock:
+      for number in numbers.tolist():
+        chunk = self.pieces.pop(number, None)
+        if chunk is None:
+          raise WireError(f'a chunk {number} that is released, which there is not')
+        store.drop(chunk, self.account)
+
+  # --- items
+
+  def take_items(
+    self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray
+  ) -> tuple[list[int], list[int], list[tuple[Entry, list[tuple[int, Item]]]], int]:
+    """Items that came before and are in or wait, by number; the new ones; and how many are lost."""
+    self._check_items(details, parts, refs)
+    rows, numbers = iter(parts.tolist()), iter(refs.tolist())
+    found = [
+      tuple([self._part(leaf, next(rows), numbers) for leaf in self.signatures[s].leaves])
+      for s in details['signature'].tolist()
+    ]
+    done: list[int] = []
+    waiting: list[int] = []
+    groups: list[tuple[Entry, list[tuple[int, Item]]]] = []
+    lost = 0
+    for (number, key, priority, table, s), own in zip(details.tolist(), found, strict=True):
+      if (
+        number > self.number
+      ):  # those in between were in an earlier process, after its last checkpoint
+        lost += number - self.number - 1 + len(self.unheard)
+        self.number, self.unheard = number, set()
+      elif number in self.missing:
+        self.missing.discard(number)
+        self.unheard.discard(number)
+      else:  # it has come before
+        (waiting if number in self.waiting else done).append(number)
+        continue
+      entry = self.tables[table]
+      if not groups or groups[-1][0] is not entry:
+        groups.append((entry, []))
+      item = Item(abs(key), priority, self.signatures[s], own, amends=key < 0)
+      groups[-1][1].append((number, item))
+    return done, waiting, groups, lost
+
+  def _check_items(self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray) -> None:
+    if len(details) > wire.MESSAGE_ITEMS:
+      raise WireError(f'{len(details)} items in a message, at most {wire.MESSAGE_ITEMS}')
+    if len(refs) > wire.MESSAGE_CHUNKS:
+      raise WireError(f'{len(refs)} references to chunks, at most {wire.MESSAGE_CHUNKS}')
+    if int(parts['chunks'].sum()) != len(refs):
+      raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
+    if len(details) and (int(details['table'].max()) >= len(self.tables)
+                      or int(details['signature'].max()) >= len(self.signatures)):  # fmt: skip
+      raise WireError('an item of a table or signature that was not declared')
+    if len(details) and (details['key'] == 0).any():
+      raise WireError('an item without a key')
+    needed = sum(len(self.signatures[s].leaves) for s in details['signature'].tolist())
+    if needed != len(parts):
+      raise WireError(f'{len(parts)} parts, expected {needed}')
+
+  def _part(self, leaf: Leaf, details: list[int], numbers: Iterator[int]) -> Part:
+    count, offset, rows = details
+    try:
+      chunks = tuple([self.pieces[next(numbers)] for _ in range(count)])
+    except KeyError as e:
+      raise WireError(f'a part over chunk {e}, which there is not') from None
+    wire.check_part(leaf, chunks, offset, rows)
+    return chunks, offset, rows
 
 
 class Outcome(NamedTuple):

@@ -22,27 +22,21 @@ from podrace.tables.table import Table
 from podrace.tables.waiting import Pending
 
 if TYPE_CHECKING:
+  from podrace.service.inserting import Stream
   from podrace.service.sampling import Request
-  from podrace.service.stream import Stream
 
 TABLES = 1024
 
 
 class Entry:
-  """A table, its settings, and what waits for it.
-
-  Attributes:
-    contents: what its items must hold, if its settings say so.
-    held: items that wait for its limiter, of which stream they are, and their numbers.
-    account: of the chunks of those.
-    readers, peekers: samples that wait, in their order. A peek does not wait for the limiter, nor for samples that do.
-  """
+  """A table, its settings, and what waits for it."""
 
   def __init__(self, table: Table, settings: dict[str, Any]) -> None:
     self.table, self.name, self.settings = table, table.name, settings
-    self.contents: Contents | None = None
+    self.contents: Contents | None = None  # what its items must hold, if its settings say so
     self.held: collections.deque[tuple[Pending, Stream, int]] = collections.deque()
-    self.account = Account()
+    self.account = Account()  # of the chunks of those
+    # A peek does not wait for the limiter, nor for samples that do.
     self.readers: dict[Request, None] = {}
     self.peekers: dict[Request, None] = {}
 
@@ -72,17 +66,12 @@ class Entry:
 
 
 class Registry:
-  """All tables.
-
-  Attributes:
-    entries: by name.
-    touched: those at which somebody who waits may go on.
-  """
+  """All tables."""
 
   def __init__(self, store: ChunkStore, listener: Listener) -> None:
     self.store, self._listener = store, listener
-    self.entries: dict[str, Entry] = {}
-    self.touched: set[Entry] = set()
+    self.entries: dict[str, Entry] = {}  # by name
+    self.touched: set[Entry] = set()  # at which somebody who waits may go on
 
   def make(self, name: str, settings: dict[str, Any]) -> None:
     """A new table.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import heapq
 import math
 import time
@@ -43,18 +44,20 @@ class Reading:
     self.bytes += size
 
 
+@dataclasses.dataclass(eq=False)
 class Request:
   """A sample that a client waits for."""
 
-  def __init__(
-    self, peer: Peer, number: int, entry: Entry, n: int, least: int, peek: bool, end: float
-  ) -> None:
-    self.peer, self.number, self.entry, self.n, self.least, self.peek, self.end = (
-      peer, number, entry, n, least, peek, end,
-    )  # fmt: skip
-    self.draws = Draws([], [])
-    self.since = time.monotonic()
-    self.over = False
+  peer: Peer
+  number: int
+  entry: Entry
+  n: int
+  least: int
+  peek: bool
+  end: float
+  draws: Draws = dataclasses.field(default_factory=lambda: Draws([], []))
+  since: float = dataclasses.field(default_factory=time.monotonic)
+  over: bool = False
 
   def __lt__(self, other: Request) -> bool:
     return self.end < other.end

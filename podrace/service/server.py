@@ -24,11 +24,10 @@ from podrace.net.session import SILENCE
 from podrace.net.text import plain_lines
 from podrace.process import on_signals
 from podrace.service import wire
-from podrace.service.inserting import Inserting
+from podrace.service.inserting import Inserting, Stream
 from podrace.service.registry import Registry
 from podrace.service.sampling import Reading, Sampling
 from podrace.service.saving import Saving
-from podrace.service.stream import Stream
 from podrace.tables import checkpoint
 from podrace.tables.chunks import ChunkStore
 

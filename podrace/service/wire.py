@@ -29,7 +29,7 @@ TABLE = packed(16, 'TABLE', int, str, dict)  # name, settings
 DECLARE = packed(17, 'DECLARE', dict)
 INSERT = packed(
   18, 'INSERT', int, arrays=6
-)  # number; chunks, items, parts, chunks' numbers, released, bytes
+)  # chunks, items, parts, chunks' numbers, released, bytes
 SAMPLE = packed(19, 'SAMPLE', int, str, int, int, bool, float, int)
 CANCEL = packed(20, 'CANCEL', int)
 UPDATE = packed(21, 'UPDATE', int, str, arrays=2)  # table; keys, priorities
@@ -37,12 +37,10 @@ DELETE = packed(22, 'DELETE', int, str, arrays=1)  # table; keys
 INFO = packed(23, 'INFO', int, str)
 SAVE = packed(24, 'SAVE', int)
 # Of the service.
-ACK = packed(
-  80, 'ACK', int, str, arrays=3
-)  # INSERT, why; items that are in, that wait, that are refused
+ACK = packed(80, 'ACK', int, str, arrays=3)  # INSERT, why; items that are in, wait, are refused
 SAMPLES = packed(
   81, 'SAMPLES', int, int, str, int, arrays=5
-)  # SAMPLE, signature, why, size of the table
+)  # SAMPLE, signature, why, table's size
 SIGNATURE = packed(82, 'SIGNATURE', int, list)
 ANSWER = packed(83, 'ANSWER', int, bool, object)
 OF_CLIENTS = session.of_clients(TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE)
@@ -62,26 +60,16 @@ DEPTH, LEAVES = 32, 1024  # of a signature
 MOST_NUMBER = 1e15  # of a rate limiter's that is finite
 
 AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk's bytes are to be read
-CHUNK = np.dtype([('spec', '<u4'), ('rows', '<u4'), ('how', '<u4'), ('bytes', '<u4')])
-ITEM = np.dtype(
-  [
-    ('number', '<u8'),
-    ('key', '<i8'),
-    ('priority', '<f8'),
-    ('table', '<u4'),
-    ('signature', '<u4'),
-  ]
-)
-PART = np.dtype([('chunks', '<u4'), ('offset', '<u4'), ('rows', '<u4')])
-DRAWN = np.dtype(
-  [
-    ('key', '<i8'),
-    ('probability', '<f8'),
-    ('table_size', '<i8'),
-    ('priority', '<f8'),
-    ('times_sampled', '<i8'),
-  ]
-)
+
+
+def _layout(**fields: str) -> np.dtype:
+  return np.dtype(list(fields.items()))
+
+
+CHUNK = _layout(spec='<u4', rows='<u4', how='<u4', bytes='<u4')
+ITEM = _layout(number='<u8', key='<i8', priority='<f8', table='<u4', signature='<u4')
+PART = _layout(chunks='<u4', offset='<u4', rows='<u4')
+DRAWN = _layout(key='<i8', probability='<f8', table_size='<i8', priority='<f8', times_sampled='<i8')
 INSERTED = CHUNK, ITEM, PART, '<u8', '<u8'  # of an INSERT's arrays, before the bytes
 assert (CHUNK.itemsize, ITEM.itemsize, PART.itemsize, DRAWN.itemsize) == (16, 32, 12, 40)
 

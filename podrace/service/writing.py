@@ -261,14 +261,15 @@ class Declarations:
     self._counts: collections.Counter[str] = collections.Counter()
     self._known: dict[int, tuple[int, Signature]] = {}  # signatures by id
     self._new: dict[str, list[Any]] = {}
+    self.take_new()
 
-  def number(self, what: str, key: Any, details: Any) -> int:
-    """Of a table, spec or signature; `details` are declared if it is new."""
+  def number(self, what: str, key: Any, details: Any = None) -> int:
+    """Of a table, spec or signature; `details` are declared if it is new, of a spec the (dtype, shape) itself."""
     number = self._numbers.get((what, key))
     if number is None:
       number = self._numbers[what, key] = self._counts[what]
       self._counts[what] += 1
-      self._new.setdefault(what, []).append(details)
+      self._new[what].append(details or [key[0].str, list(key[1])])
     return number
 
   def signature(self, signature: Signature) -> int:
@@ -283,28 +284,22 @@ class Declarations:
 
   def take_new(self) -> dict[str, list[Any]]:
     """What a DECLARE has to say before the next INSERT."""
-    new, self._new = self._new, {}
+    new, self._new = self._new, {'tables': [], 'specs': [], 'signatures': []}
     return new
 
 
 class Outbox:
-  """One connection's. Of its thread, but for `store` and `idle`.
-
-  Attributes:
-    released: chunks that writers need no longer, of which the service hears.
-    why_held: what keeps the newest items out of their tables, as the service says.
-    sent: items that are not yet known to be in their tables, by number.
-  """
+  """One connection's. Of its thread, but for `store` and `idle`."""
 
   def __init__(self, connection: Connection, link: Link) -> None:
     self._connection, self._link = connection, link
-    self.released: collections.deque[SentChunk] = collections.deque()
-    self.why_held = ''
+    self.released: deque[SentChunk] = deque()  # which writers need no longer
+    self.why_held = ''  # what keeps the newest items out of their tables, as the service says
     self.messages = 0
-    self.sent: dict[int, Sending] = {}
+    self.sent: dict[int, Sending] = {}  # items that are not yet known to be in, by number
     self._stores: list[weakref.ref[WriterStore]] = []
     self._number = 0  # of the newest item
-    self._again: collections.deque[Sending] = collections.deque()
+    self._again: deque[Sending] = deque()
     self._inserted_at = 0.0
     self._begin(wire.FRAME_BYTES)
 
@@ -337,7 +332,7 @@ class Outbox:
     self._begin(largest)
     again = [i for i in sorted(self.sent) if i > newest or i in missing]
     done = [i for i in sorted(self.sent) if i <= newest and i not in missing and i not in waiting]
-    self._again = collections.deque(self.sent[i] for i in again)
+    self._again = deque(self.sent[i] for i in again)
     self._finish(done)
 
   def lost(self) -> None:
@@ -440,13 +435,12 @@ class Outbox:
         for piece in needed:
           if piece.session != self._link.number:
             self._number_piece(piece)
-            spec = [leaf.dtype.str, list(leaf.shape)]
-            number = declared.number('specs', (leaf.dtype, leaf.shape), spec)
+            number = declared.number('specs', (leaf.dtype, leaf.shape))
             pieces.append((number, piece.rows, piece.how, len(piece.data)))
             data.append(piece.data)
           refs.append(piece.number)
     new = declared.take_new()
-    if new and not self._link.send(wire.DECLARE, new):
+    if any(new.values()) and not self._link.send(wire.DECLARE, new):
       return
     arrays = [
       np.array(pieces, '<u4').reshape(-1, 4),
