@@ -37,12 +37,6 @@ class Reading:
     """Whether it is sent no more before it says what it has."""
     return self.bytes > wire.MOST_BYTES or len(self.unread) >= wire.MOST_UNREAD
 
-  def sent(self, size: int) -> None:
-    """One more answer, of so many bytes."""
-    self.answered += 1
-    self.unread.append(size)
-    self.bytes += size
-
 
 @dataclasses.dataclass(eq=False)
 class Request:
@@ -175,7 +169,10 @@ class Sampling:
         self._listener.send(peer, wire.ANSWER, request.number, False, why)
         return
       signature = self._signature_number(peer, items[0].signature)
-    reading.sent(sum(memoryview(f).nbytes for f in frames))
+    size = sum(memoryview(f).nbytes for f in frames)
+    reading.answered += 1
+    reading.unread.append(size)
+    reading.bytes += size
     reading.sampled += len(items)
     self._listener.counts['samples'] += len(items)
     fields = request.number, signature, reason, len(table)

@@ -169,9 +169,7 @@ def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
 # --- tables' settings -------------------------------------------------------------------------------
 
 RUN = 'run'  # the setting that says of which run a table is
-CONTENTS = (
-  'contents'  # the setting that says what its items must hold, see podrace.service.contents
-)
+CONTENTS = 'contents'  # the one that says what its items must hold, see podrace.service.contents
 _SELECTORS = 'uniform', 'fifo', 'lifo', 'min_heap', 'max_heap', 'prioritized'
 
 

@@ -225,6 +225,65 @@ def test_what_one_message_makes_the_service_unpack_is_bounded(
     raw.close()
 
 
+def samples_of(
+  rows: int, parts: list[Any], refs: list[int], chunks: int = 2
+) -> tuple[Any, list[Any]]:
+  """A SAMPLES of items over packed chunks of these rows, which count from 0 on, in two columns' order."""
+  leaf = Leaf('x', np.dtype('<i8'), (64,), False)
+  every = np.arange(chunks * rows * 64).reshape(chunks, rows, 64)
+  data = [zstandard.ZstdCompressor().compress(x.tobytes()) for x in every]
+  drawn = np.zeros(len(parts), wire.DRAWN)
+  drawn['key'] = range(1, len(parts) + 1)
+  return Signature(('dict', ('x',), (('leaf', (), ()),)), (leaf,)), [
+    drawn.tobytes(), np.array(parts, wire.PART).tobytes(), np.array(refs, '<u4').tobytes(),
+    np.array([(0, rows, 1, len(x)) for x in data], wire.CHUNK).tobytes(), b''.join(data),
+  ]  # fmt: skip
+
+
+def test_parts_share_chunks_and_need_some_of_their_rows() -> None:
+  parts, refs = [(1, 1, 2), (2, 3, 3), (1, 0, 5), (1, 4, 1)], [0, 0, 1, 0, 1]
+  one = samples_of(5, parts, refs)
+  rows = np.arange(2 * 5 * 64).reshape(10, 64)
+  expected = [rows[1:3], rows[3:6], rows[:5], rows[9:]]
+  found = samples.read_samples([one])
+  for i, x in enumerate(expected):
+    np.testing.assert_array_equal(found.data['x'][i, : len(x)], x)
+    assert found.lengths['x'][i] == len(x) and not found.data['x'][i, len(x) :].any()
+  both = samples.read_samples([one, samples_of(8, [(1, 0, 8)], [1])])
+  assert both.data['x'].shape == (5, 8, 64) and both.key.tolist() == [1, 2, 3, 4, 1]
+  np.testing.assert_array_equal(both.data['x'][4], np.arange(512, 1024).reshape(8, 64))
+  np.testing.assert_array_equal(both.data['x'][:4, :5], found.data['x'])
+
+
+def test_a_shared_chunk_counts_once_to_what_may_be_unpacked(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  many = samples_of(8, [(1, 0, 1)] * 100, [0] * 100)
+  monkeypatch.setattr(wire, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512)
+  assert len(samples.read_samples([many]).key) == 100
+  monkeypatch.setattr(wire, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512 - 1)
+  with pytest.raises(WireError, match='bytes unpacked'):
+    samples.read_samples([many])
+
+
+@pytest.mark.parametrize(
+  'text, parts, refs',
+  [
+    ('without the last chunk', [(2, 0, 5)], [0, 1]),
+    ('rows 0 to 11 of 10', [(2, 0, 11)], [0, 1]),
+    ('rows 5 to 6', [(2, 5, 1)], [0, 1]),
+    ('rows 0 to 0', [(1, 0, 0)], [0]),
+    ('a chunk that was not sent', [(1, 0, 5)], [2]),
+    ('parts over 1 chunks', [(2, 0, 5)], [0]),
+  ],
+)
+def test_parts_that_are_not_in_their_chunks_are_refused(
+  text: str, parts: list[Any], refs: list[int]
+) -> None:
+  with pytest.raises(WireError, match=text):
+    samples.read_samples([samples_of(5, parts, refs)])
+
+
 def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
   leaf = Leaf('x', np.dtype('<i8'), (2,), False)
   signature = Signature(('dict', ('x',), (('leaf', (), ()),)), (leaf,))

@@ -277,6 +277,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
   ('0 rows', dict(chunks=[(0, 0, 0, 48)])),
   ('rows 0 to 4 of 3', dict(parts=[(1, 0, 4)])),
   ('rows 3 to 4', dict(parts=[(1, 3, 1)])),
+  ('without the last chunk', dict(parts=[(2, 0, 3)], refs=[0, 0])),
   ('rows 0 to 0', dict(parts=[(1, 0, 0)])),
   ('which there is not', dict(refs=[5])),
   ('chunks for parts of', dict(parts=[(2, 0, 3)])),
