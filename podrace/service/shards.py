@@ -45,14 +45,9 @@ class RemoteTable:
   passed over, as those that are gone.
   """
 
-  def __init__(
-    self,
-    name: str,
-    connections: Sequence[Connection],
-    most: float,
-    report: Callable[[str], None] = log.warning,
-  ) -> None:
-    self.name, self._connections, self._most, self.report = name, connections, most, report
+  def __init__(self, name: str, connections: Sequence[Connection], most: float) -> None:
+    self.name, self._connections, self._most = name, connections, most
+    self.report = log.warning  # gets what waits and why
     self._rng = np.random.default_rng()
     self._homes: dict[int, Connection] = {}  # of keys that were sampled
     self._older: dict[int, Connection] = {}
