@@ -144,7 +144,7 @@ class DistributedSource:
       self._reminded = -math.inf
     elif now - self._reminded > REMIND:
       self._reminded = now
-      there = dataclasses.replace(self._addresses, parameters=self._publisher.listener.reachable)
+      there = dataclasses.replace(self._addresses, parameters=self._publisher.reachable)
       log.warning(
         'no acting process is connected; waiting for experience of `%s`',
         act_command(self._config, there),

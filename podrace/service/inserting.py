@@ -188,7 +188,7 @@ class Inserting:
     self.streams: collections.OrderedDict[int, Stream] = collections.OrderedDict()
     self._signatures: collections.OrderedDict[str, Signature] = collections.OrderedDict()
     self._flight = InFlight(self._store.lock)  # of all clients, who do the waiting themselves
-    self._told: set[tuple[str, str]] = set()  # tables and clients of which refusals were logged
+    self._refusing: set[tuple[str, str]] = set()  # tables and clients of which refusals were logged
 
   # --- streams
 
@@ -360,8 +360,8 @@ class Inserting:
     """Of each client and table the first time: the others are counted, and their writers get them."""
     peer.state.stream.refusals += 1
     self._listener.counts['refused items'] += 1
-    if (entry.name, peer.name) not in self._told and len(self._told) < STREAMS:
-      self._told.add((entry.name, peer.name))
+    if (entry.name, peer.name) not in self._refusing and len(self._told) < STREAMS:
+      self._refusing.add((entry.name, peer.name))
       self._listener.log(
         f'refused an item of {peer.name} (others are counted): {reason}', logging.WARNING
       )

@@ -93,7 +93,7 @@ class Publisher(listener.Handler):
   """Sends versions to clients, while it is open. `publish` may be called from any thread.
 
   Attributes:
-    address: with the port that it has.
+    address, reachable: with the port that it has; as others can use it.
     peers: its clients.
 
   Raises:
@@ -114,7 +114,8 @@ class Publisher(listener.Handler):
     self.listener = Listener(Listen(address, keys, insecure, peer_timeout), self, log.log)
     self._serving = Serving(self.listener)
     self._serving.start()
-    self.address, self.peers = self.listener.address, self.listener.peers
+    self.address, self.reachable = self.listener.address, self.listener.reachable
+    self.peers = self.listener.peers
 
   def __enter__(self) -> Publisher:
     return self  # it listens already
