@@ -360,7 +360,7 @@ class Inserting:
     """Of each client and table the first time: the others are counted, and their writers get them."""
     peer.state.stream.refusals += 1
     self._listener.counts['refused items'] += 1
-    if (entry.name, peer.name) not in self._refusing and len(self._told) < STREAMS:
+    if (entry.name, peer.name) not in self._refusing and len(self._refusing) < STREAMS:
       self._refusing.add((entry.name, peer.name))
       self._listener.log(
         f'refused an item of {peer.name} (others are counted): {reason}', logging.WARNING
