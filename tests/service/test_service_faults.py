@@ -257,6 +257,25 @@ def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path)
       assert table.info().inserts == 10
 
 
+def test_items_that_wait_go_on_waiting_over_another_connection() -> None:
+  queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('queue', **queue, max_size=3, max_times_sampled=1)  # type: ignore[arg-type]
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    try:
+      with service.connect(proxy.address) as far:
+        writer = fill(far, far.table('queue'), 10, delay=0.0)
+        until(lambda: table.info().waiting_inserts == 7 and writer.in_flight == 7)
+        proxy.reset()
+        until(lambda: far.connections[0].session == 2)
+        assert writer.in_flight == 7
+        assert [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(10)] == [*range(10)]
+        writer.close(timeout=30)
+    finally:
+      proxy.close()
+    assert table.info().inserts == 10 and not server.counts['repeated']
+
+
 def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_lost(
   tmp_path: Path,
 ) -> None:
