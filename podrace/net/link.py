@@ -53,6 +53,8 @@ class Refused(ValueError):
 class Handler(Protocol):
   """A client, as far as its link knows it. All of it is called by the link's thread.
 
+  A class that is declared as one need only have what it does otherwise than here.
+
   Attributes:
     service: its name in HELLO.
     kinds: that the service sends, see `session.of_listeners`.
@@ -65,30 +67,38 @@ class Handler(Protocol):
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
+    return None
 
   def hello(self) -> dict[str, Any]:
     """What HELLO tells besides."""
+    return {}
 
   def joined(self, details: dict[str, Any]) -> None:
     """A session begins; `details` is what WELCOME has. May raise WireError."""
+    return
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     """A message of a session. May raise WireError, which ends it."""
 
   def ping(self) -> Any:
     """What PING tells."""
+    return None
 
   def pong(self, details: Any) -> None:
     """What PONG tells. May raise WireError."""
+    return
 
   def turned(self) -> None:
     """In each turn of the thread; `Link.session` says whether there is one."""
+    return
 
   def lost(self, reason: str) -> None:
     """A session is over."""
+    return
 
   def ended(self, complete: bool, reason: str) -> bool:
     """The service says that it ends; whether this client has nothing more to do."""
+    return False
 
 
 class Link:

@@ -98,6 +98,8 @@ class Peer:
 class Handler(Protocol):
   """A service, as far as a listener knows it. All of it is called by the thread that has the network.
 
+  A class that is declared as one need only have what it does otherwise than here.
+
   Attributes:
     service: its name in HELLO.
     kinds: that clients send, see `session.of_clients`.
@@ -113,39 +115,49 @@ class Handler(Protocol):
 
   def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
+    return None
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
     """Why a client is refused; it may be none."""
+    return []
 
   def why_wait(self, details: dict[str, Any]) -> str:
     """Why a client must wait for its session; '' if it need not."""
+    return ''
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
     """Begins a session: what WELCOME tells besides."""
+    return {}
 
   def welcomed(self, peer: Peer) -> None:
     """After WELCOME is on its way."""
+    return
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     """A message of a session. May raise WireError, which ends it."""
 
   def ping(self, peer: Peer, said: Any) -> Any:
     """What PING tells; returns what PONG does."""
+    return None
 
   def drained(self, peer: Peer) -> None:
     """All that a client was sent is on its way, after something had to wait."""
+    return
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
     """A session is over."""
 
   def turned(self) -> None:
     """After messages have come, or the clock has."""
+    return
 
   def tick(self, now: float) -> None:
     """Every TICK seconds."""
+    return
 
   def forgive(self, seconds: float) -> None:
     """Nobody was listened to for so long."""
+    return
 
   def report(self) -> dict[str, Any]:
     """What `podrace top` shows."""
@@ -681,7 +693,7 @@ class Listener:
 
 
 class Serving:
-  """A listener's own thread, which turns it until it is stopped; what fails in it is raised at its owner.
+  """A listener's own thread, which turns it from `start` to `stop`; what fails in it is raised at its owner.
 
   Args:
     before_end: is called by the thread at the end, before clients hear of it.
@@ -697,13 +709,17 @@ class Serving:
     self._listener, self._wait, self._before_end = listener, wait, before_end
     self._stop = threading.Event()
     self.ended = threading.Event()
-    listener.open()
-    self.worker = Worker(listener.handler.service, self._main, self.ended.set)
+    self.worker: Worker | None = None
+
+  def start(self) -> None:
+    """Listens, from now on."""
+    self._listener.open()
+    self.worker = Worker(self._listener.handler.service, self._main, self.ended.set)
 
   @property
   def failure(self) -> str | None:
     """The traceback of what has ended the thread; None if nothing has."""
-    return self.worker.failure or None
+    return (self.worker and self.worker.failure) or None
 
   def ask_to_stop(self) -> None:
     """Has the thread come to its end; `ended` says when."""
@@ -713,8 +729,9 @@ class Serving:
   def stop(self) -> None:
     """Ends it; from any thread, more than once if need be."""
     self.ask_to_stop()
-    self.worker.wait()
-    self._listener.close()
+    if self.worker is not None:
+      self.worker.wait()
+      self._listener.close()
 
   def _main(self) -> None:
     listener = self._listener

@@ -27,7 +27,7 @@ from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
 from podrace.net.address import check_address
 from podrace.net.frame import Kind, flat
-from podrace.net.link import Link, Refused
+from podrace.net.link import Handler, Link, Refused
 from podrace.net.text import STRING, plain
 from podrace.process import on_signals
 from podrace.remote import wire
@@ -170,7 +170,7 @@ class Group:
 # --- the network ------------------------------------------------------------------------------------
 
 
-class Client:
+class Client(Handler):
   """One process with environments. Its link's thread has the network; groups send by themselves."""
 
   service, kinds = wire.SERVICE, wire.OF_LEARNERS
@@ -272,9 +272,6 @@ class Client:
     for group in self._groups:
       self._link.send(wire.ENTER, group.index, group.size)
 
-  def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> None:
-    return None
-
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     index = fields[0]
     group = self._groups[index] if index < len(self._groups) else None
@@ -288,15 +285,6 @@ class Client:
       actions = self._layout.actions(arrays[0], group.size)
       group.seq += 1
       group.act(actions)
-
-  def ping(self) -> None:
-    return None
-
-  def pong(self, details: Any) -> None:
-    pass
-
-  def turned(self) -> None:
-    pass
 
   def lost(self, reason: str) -> None:
     if self._groups and not self._link.closed:

@@ -29,7 +29,7 @@ from podrace.envs.host.base import START_SECONDS, HostSpec
 from podrace.envs.spaces import tree
 from podrace.net.frame import Kind
 from podrace.net.lines import Say
-from podrace.net.listener import Listen, Listener, Peer
+from podrace.net.listener import Handler, Listen, Listener, Peer
 from podrace.net.session import GUEST_BYTES
 from podrace.net.text import STRING, plain
 from podrace.remote import wire
@@ -48,7 +48,7 @@ TOGETHER = 2**21  # bytes of timesteps that are looked at together, unless a sin
 log = logging.getLogger('podrace.remote')
 
 
-class Server:
+class Server(Handler):
   """Listens while it is entered. `spec` makes a kind of environment one whose pools are remote.
 
   Args:
@@ -69,6 +69,7 @@ class Server:
   ) -> None:
     self.listener = Listener(listen, self, say)
     self.log, self.counts = self.listener.log, self.listener.counts
+    self.peers = self.listener.peers
     self.max_wait, self._deadline = max_wait, deadline
     self.failure: str | None = None
     self._slots = slots
@@ -111,11 +112,6 @@ class Server:
   def address(self) -> str:
     """Where it listens."""
     return self.listener.address
-
-  @property
-  def peers(self) -> dict[Peer, None]:
-    """Clients with a session."""
-    return self.listener.peers
 
   @property
   def largest(self) -> int:
@@ -228,18 +224,9 @@ class Server:
       )
     return dict(largest_group=self._largest_group, env=self.env[:STRING])
 
-  def welcomed(self, peer: Peer) -> None:
-    pass
-
   @property
   def _largest_group(self) -> int:
     return min((p.batch_size for p in self._pools), default=0)
-
-  def ping(self, peer: Peer, said: Any) -> None:
-    return None
-
-  def drained(self, peer: Peer) -> None:
-    pass
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
     """Unrolls that its environments had begun are dropped with it."""

@@ -11,8 +11,9 @@ from podrace import net
 net.require()
 
 from podrace.net.link import Refused  # noqa: E402
-from podrace.service.client import Client, RemoteTable, Sampler, connect  # noqa: E402
+from podrace.service.client import Client, connect  # noqa: E402
 from podrace.service.parameters import Parameters, Published, Publisher, Stale  # noqa: E402
+from podrace.service.shards import RemoteTable, Sampler  # noqa: E402
 
 __all__ = [
   'Client',

@@ -21,9 +21,7 @@ from podrace.tables.items import Item, Leaf, Signature
 LARGEST = sys.float_info.max
 FINITE = (-LARGEST, LARGEST)
 NO_NAN = (-np.inf, np.inf)
-CHUNK_BYTES = (
-  2**20
-)  # that a chunk of several rows takes unpacked, at most; `podrace` cuts them at 2^18
+CHUNK_BYTES = 2**20  # of a chunk of several rows, unpacked; `podrace` cuts them at 2^18
 
 
 def column(

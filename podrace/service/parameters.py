@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.net import session
+from podrace.net import link, listener, session
 from podrace.net.announce import Announcement
 from podrace.net.frame import Kind, WireError, packed, short
 from podrace.net.link import Link
@@ -90,8 +90,12 @@ class Reader:
     self.sending = False  # some of that waits until it reads
 
 
-class Publisher:
+class Publisher(listener.Handler):
   """Sends versions to clients, while it is open. `publish` may be called from any thread.
+
+  Attributes:
+    address, reachable: with the port that it has; as others can use it.
+    peers: its clients.
 
   Raises:
     SecurityError: see podrace.net.keys.
@@ -108,12 +112,13 @@ class Publisher:
     peer_timeout: float = session.SILENCE,
     announce: Announcement | None = None,
   ) -> None:
-    self._newest: Version | None = None
-    self._before: Version | None = None
+    self._before = self._newest = Version(-1, [])
     listen = Listen(address, keys, insecure, peer_timeout, announce)
     self.listener = Listener(listen, self, log.log)
     self._serving = Serving(self.listener)
-    self.address = self.listener.address
+    self._serving.start()
+    self.address, self.reachable = self.listener.address, self.listener.reachable
+    self.peers = self.listener.peers
 
   def __enter__(self) -> Publisher:
     return self  # it listens already
@@ -122,19 +127,9 @@ class Publisher:
     self.close()
 
   @property
-  def reachable(self) -> str:
-    """Its address, as others can use it."""
-    return self.listener.reachable
-
-  @property
   def failure(self) -> str | None:
     """The traceback of what has ended its thread; None if nothing has."""
     return self._serving.failure
-
-  @property
-  def peers(self) -> dict[Peer, None]:
-    """Its clients."""
-    return self.listener.peers
 
   def publish(self, version: int, leaves: Sequence[tuple[str, np.ndarray]]) -> None:
     """Makes a version the newest one.
@@ -149,9 +144,8 @@ class Publisher:
     """
     if self.failure:
       raise RuntimeError(f'the publisher at {self.address} has failed:\n{self.failure}')
-    newest = self.number
-    if version <= newest:
-      raise ValueError(f'{version=} must be above {newest}, which is published')
+    if version <= self.number:
+      raise ValueError(f'{version=} must be above {self.number}, which is published')
     new = Version(version, leaves)
     if len(new.leaves) > MOST_LEAVES or len(new.data) > MOST_BYTES:
       raise ValueError(
@@ -164,7 +158,7 @@ class Publisher:
   @property
   def number(self) -> int:
     """Of the newest version, -1 if there is none."""
-    return -1 if self._newest is None else self._newest.number
+    return self._newest.number
 
   def clients(self, role: str) -> int:
     """How many clients there are that said to be this; those that say nothing act."""
@@ -193,7 +187,7 @@ class Publisher:
   def _tell_one(self, peer: Peer) -> None:
     """Sends the newest version, if a client has not been sent it and has read what it was sent."""
     reader, newest = peer.state, self._newest
-    if newest is None or reader.sending or reader.has is newest:
+    if newest.number < 0 or reader.sending or reader.has is newest:
       return
     data = newest.data if reader.has is None or reader.has.sha256 != newest.sha256 else b''
     reader.has = newest
@@ -204,15 +198,6 @@ class Publisher:
     reader.sending = not peer.stream.closed and peer.stream.waiting
 
   # --- as a listener's handler
-
-  def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> None:
-    return None
-
-  def reasons_against(self, details: dict[str, Any]) -> list[str]:
-    return []
-
-  def why_wait(self, details: dict[str, Any]) -> str:
-    return ''
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
     peer.state = Reader(details.get('role', ACTING))
@@ -235,28 +220,18 @@ class Publisher:
   def left(self, peer: Peer, reason: str, level: int) -> None:
     peer.state.sending = False
 
-  def turned(self) -> None:
-    pass
-
-  def tick(self, now: float) -> None:
-    pass
-
-  def forgive(self, seconds: float) -> None:
-    pass
-
   def report(self) -> dict[str, Any]:
-    newest = self._newest
     return dict(
       self.listener.report(lambda p: dict(versions=p.state.versions, bytes=p.state.bytes)),
       version=self.number,
-      parameter_bytes=len(newest.data) if newest else 0,
+      parameter_bytes=len(self._newest.data),
     )
 
 
 # --- the acting end ---------------------------------------------------------------------------------
 
 
-class Parameters:
+class Parameters(link.Handler):
   """The newest parameters of a publisher, kept up to date by a thread of its own.
 
   Staleness is the time for which the version that is held has not been known to be the newest: since it was
@@ -366,21 +341,6 @@ class Parameters:
   def hello(self) -> dict[str, Any]:
     return {'role': self._role}
 
-  def joined(self, details: dict[str, Any]) -> None:
-    pass
-
-  def lost(self, reason: str) -> None:
-    pass
-
-  def ended(self, complete: bool, reason: str) -> bool:
-    return False
-
-  def turned(self) -> None:
-    pass
-
-  def ping(self) -> None:
-    return None
-
   def pong(self, details: Any) -> None:
     if type(details) is not int:
       raise WireError('a pong without a version')
@@ -394,8 +354,8 @@ class Parameters:
     version, sha256, leaves = fields
     self._known = version
     held = self._held is not None and self._held.sha256 == sha256
-    expected = 0 if held and not size else _size(leaves)
-    if size != expected:
+    expected = sum(d.itemsize * math.prod(shape) for _, d, shape in _specs(leaves))
+    if size != expected and not (held and not size):
       raise WireError(f'version {version} in {size} bytes, expected {expected}')
     return np.empty(size, np.uint8)
 
@@ -414,31 +374,27 @@ class Parameters:
       self.changed.notify_all()
 
 
-def _size(leaves: list[Any]) -> int:
-  """Bytes of all leaves; raises WireError if they are none."""
-  try:
-    found = sum(_dtype(d).itemsize * math.prod(_shape(shape)) for _, d, shape in leaves)
-  except (ValueError, TypeError) as e:
-    raise WireError(f'leaves that are none ({e})') from None
-  return found
-
-
 def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
   """Read-only arrays over a version's bytes."""
   at, found = 0, []
-  for path, name, shape in leaves:
-    dtype = _dtype(name)
+  for path, dtype, shape in _specs(leaves):
     size = dtype.itemsize * math.prod(shape)
-    array = np.frombuffer(data[at : at + size].toreadonly(), dtype).reshape(shape)
-    found.append((str(path), array))
+    found.append((path, np.frombuffer(data[at : at + size].toreadonly(), dtype).reshape(shape)))
     at += size
   return found
 
 
-def _shape(shape: Any) -> list[int]:
-  if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
-    raise ValueError(f'a shape {str(shape)[:60]}')
-  return shape
+def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
+  """Paths, types and shapes of leaves; raises WireError if they are none."""
+  found = []
+  try:
+    for path, name, shape in leaves:
+      if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f'a shape {str(shape)[:60]}')
+      found.append((str(path), _dtype(name), shape))
+  except (ValueError, TypeError) as e:
+    raise WireError(f'leaves that are none ({e})') from None
+  return found
 
 
 def _dtype(name: Any) -> np.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from podrace import tables
 from podrace.net import session
 from podrace.net.frame import WireError, packed
 from podrace.tables import trees
-from podrace.tables.chunks import ChunkStore, unpack_into
-from podrace.tables.items import Draws, Leaf, Samples, Signature
+from podrace.tables.chunks import Chunk, ChunkStore
+from podrace.tables.items import Leaf, Signature
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 
@@ -29,7 +29,7 @@ TABLE = packed(16, 'TABLE', int, str, dict)  # name, settings
 DECLARE = packed(17, 'DECLARE', dict)
 INSERT = packed(
   18, 'INSERT', int, arrays=6
-)  # number; chunks, items, parts, chunks' numbers, released, bytes
+)  # chunks, items, parts, chunks' numbers, released, bytes
 SAMPLE = packed(19, 'SAMPLE', int, str, int, int, bool, float, int)
 CANCEL = packed(20, 'CANCEL', int)
 UPDATE = packed(21, 'UPDATE', int, str, arrays=2)  # table; keys, priorities
@@ -37,12 +37,10 @@ DELETE = packed(22, 'DELETE', int, str, arrays=1)  # table; keys
 INFO = packed(23, 'INFO', int, str)
 SAVE = packed(24, 'SAVE', int)
 # Of the service.
-ACK = packed(
-  80, 'ACK', int, str, arrays=3
-)  # INSERT, why; items that are in, that wait, that are refused
+ACK = packed(80, 'ACK', int, str, arrays=3)  # INSERT, why; items that are in, wait, are refused
 SAMPLES = packed(
   81, 'SAMPLES', int, int, str, int, arrays=5
-)  # SAMPLE, signature, why, size of the table
+)  # SAMPLE, signature, why, table's size
 SIGNATURE = packed(82, 'SIGNATURE', int, list)
 ANSWER = packed(83, 'ANSWER', int, bool, object)
 OF_CLIENTS = session.of_clients(TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE)
@@ -62,26 +60,17 @@ DEPTH, LEAVES = 32, 1024  # of a signature
 MOST_NUMBER = 1e15  # of a rate limiter's that is finite
 
 AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk's bytes are to be read
-CHUNK = np.dtype([('spec', '<u4'), ('rows', '<u4'), ('how', '<u4'), ('bytes', '<u4')])
-ITEM = np.dtype(
-  [
-    ('number', '<u8'),
-    ('key', '<i8'),
-    ('priority', '<f8'),
-    ('table', '<u4'),
-    ('signature', '<u4'),
-  ]
-)
-PART = np.dtype([('chunks', '<u4'), ('offset', '<u4'), ('rows', '<u4')])
-DRAWN = np.dtype(
-  [
-    ('key', '<i8'),
-    ('probability', '<f8'),
-    ('table_size', '<i8'),
-    ('priority', '<f8'),
-    ('times_sampled', '<i8'),
-  ]
-)
+
+
+def _layout(**fields: str) -> np.dtype:
+  return np.dtype(list(fields.items()))
+
+
+CHUNK = _layout(spec='<u4', rows='<u4', how='<u4', bytes='<u4')
+ITEM = _layout(number='<u8', key='<i8', priority='<f8', table='<u4', signature='<u4')
+PART = _layout(chunks='<u4', offset='<u4', rows='<u4')
+DRAWN = _layout(key='<i8', probability='<f8', table_size='<i8', priority='<f8', times_sampled='<i8')
+INSERTED = CHUNK, ITEM, PART, '<u8', '<u8'  # of an INSERT's arrays, before the bytes
 assert (CHUNK.itemsize, ITEM.itemsize, PART.itemsize, DRAWN.itemsize) == (16, 32, 12, 40)
 
 
@@ -91,6 +80,11 @@ def records(frame: Any, dtype: Any) -> np.ndarray:
   if len(frame) % dtype.itemsize:
     raise WireError(f'a frame of {len(frame)} bytes, expected records of {dtype.itemsize}')
   return np.frombuffer(frame, dtype)
+
+
+def numbers(every: Iterable[int]) -> bytes:
+  """Numbers of items in their order, as `records` reads them."""
+  return np.array(sorted(every), '<u8').tobytes()
 
 
 # --- signatures -------------------------------------------------------------------------------------
@@ -175,17 +169,8 @@ def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
 # --- tables' settings -------------------------------------------------------------------------------
 
 RUN = 'run'  # the setting that says of which run a table is
-CONTENTS = (
-  'contents'  # the setting that says what its items must hold, see podrace.service.contents
-)
-_SELECTORS: dict[str, Any] = {
-  'uniform': tables.uniform,
-  'fifo': tables.fifo,
-  'lifo': tables.lifo,
-  'min_heap': tables.min_heap,
-  'max_heap': tables.max_heap,
-  'prioritized': tables.prioritized,
-}
+CONTENTS = 'contents'  # the one that says what its items must hold, see podrace.service.contents
+_SELECTORS = 'uniform', 'fifo', 'lifo', 'min_heap', 'max_heap', 'prioritized'
 
 
 def selector(text: str) -> Selector:
@@ -197,9 +182,10 @@ def selector(text: str) -> Selector:
   found = re.fullmatch(r'(\w+)(?::([^()]+)|\(([^()]+)\))?', text)
   name, number = (found[1], found[2] or found[3]) if found else ('', None)
   if name not in _SELECTORS or (number is None) == (name == 'prioritized'):
-    names = ', '.join(x for x in _SELECTORS if x != 'prioritized')
-    raise ValueError(f'a selector is {names} or prioritized:EXPONENT, not {text!r}')
-  return _SELECTORS[name](float(number)) if number else _SELECTORS[name]()
+    raise ValueError(
+      f'a selector is {", ".join(_SELECTORS[:-1])} or prioritized:EXPONENT, not {text!r}'
+    )
+  return getattr(tables, name)(*([float(number)] if number else []))
 
 
 def packed_settings(
@@ -257,10 +243,11 @@ def _limiter(name: Any, spi: Any, least: Any, low: Any, high: Any) -> RateLimite
     raise ValueError(f'{name}: samples_per_insert must be positive and finite, not {spi}')
   if not 1 <= least <= MOST_NUMBER or least != int(least):
     raise ValueError(f'{name}: min_size must be a whole number of at least 1, not {least}')
-  if not (low == -math.inf or abs(low) <= MOST_NUMBER):
-    raise ValueError(f'{name}: min_diff must be -infinity or at most {MOST_NUMBER:g}, not {low}')
-  if not (high == math.inf or abs(high) <= MOST_NUMBER):
-    raise ValueError(f'{name}: max_diff must be infinity or at most {MOST_NUMBER:g}, not {high}')
+  for which, bound, unlimited in (('min', low, -math.inf), ('max', high, math.inf)):
+    if not (bound == unlimited or abs(bound) <= MOST_NUMBER):
+      raise ValueError(
+        f'{name}: {which}_diff must be {unlimited} or at most {MOST_NUMBER:g}, not {bound}'
+      )
   return RateLimiter(name, float(spi), int(least), float(low), float(high))
 
 
@@ -288,193 +275,7 @@ def _compared(setting: str, value: Any) -> Any:
   return value[1:] if setting == 'rate_limiter' and isinstance(value, list) else value
 
 
-# --- samples ----------------------------------------------------------------------------------------
-
-
-def sample_frames(draws: Draws) -> list[Any]:
-  """The five frames of SAMPLES: what was drawn, parts, their chunks' numbers, chunks, bytes.
-
-  Chunks are as they are kept: nothing is unpacked here. Of one that is kept as it is only the rows
-  that are needed are sent, if they are few.
-
-  Raises:
-    ValueError: if that is more than a frame holds.
-  """
-  items = draws.items
-  drawn = np.empty(len(items), DRAWN)
-  for name, column in zip(DRAWN.names[1:], zip(*draws.columns, strict=True), strict=True):  # type: ignore[index]
-    drawn[name] = np.concatenate(column)
-  drawn['key'] = [item.key for item in items]
-  numbers: dict[int, int] = {}  # by the chunk's key
-  parts: list[Any] = []
-  refs: list[int] = []
-  chunks: list[Any] = []
-  data: list[Any] = []
-  for leaf in range(len(items[0].parts)):  # so that a column's rows are one after the other
-    for item in items:
-      needed, offset, rows = item.parts[leaf]
-      if len(needed) == 1:
-        chunk = needed[0]
-        array = chunk.array
-        if array is not None and 2 * rows <= chunk.length:
-          array = array[offset : offset + rows]
-          parts.append((1, 0, rows))
-          refs.append(len(chunks))
-          chunks.append((0, rows, AS_IS, array.nbytes))
-          data.append(array)
-          continue
-      parts.append((len(needed), offset, rows))
-      for chunk in needed:
-        number = numbers.get(chunk.key)
-        if number is None:
-          number = numbers[chunk.key] = len(chunks)
-          if chunk.packed is not None:
-            packed, differences = chunk.packed
-            data.append(packed)
-            chunks.append((0, chunk.length, DIFFERENCES if differences else PACKED, len(packed)))
-          else:
-            data.append(chunk.array)
-            chunks.append((0, chunk.length, AS_IS, chunk.nbytes))
-        refs.append(number)
-  if (size := sum(chunk[3] for chunk in chunks)) > FRAME_BYTES:
-    raise ValueError(
-      f'{len(items)} items of {size:,} bytes, of which a sample has at most {FRAME_BYTES:,}: '
-      'ask for fewer at a time'
-    )
-  joined = b''.join(data)
-  return [
-    drawn,
-    np.array(parts, '<u4'),
-    np.array(refs, '<u4'),
-    np.array(chunks, '<u4'),
-    joined,
-  ]
-
-
-def read_samples(signature: Signature, frames: Sequence[Any]) -> Samples:
-  """What SAMPLES' frames hold, unpacked and stacked as `Table.sample` does.
-
-  Raises:
-    WireError: if they don't fit together.
-  """
-  drawn, parts, refs = (
-    records(frames[0], DRAWN),
-    records(frames[1], PART),
-    records(frames[2], '<u4'),
-  )
-  chunks, data = records(frames[3], CHUNK), memoryview(frames[4]).cast('B')
-  n, leaves = len(drawn), signature.leaves
-  if n == 0 or len(parts) != n * len(leaves) or int(parts['chunks'].sum()) != len(refs):
-    raise WireError(f'{len(parts)} parts over {len(refs)} chunks for {n} items')
-  if int(chunks['bytes'].astype(np.int64).sum()) != len(data):
-    raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
-  if len(refs) and int(refs.max()) >= len(chunks):
-    raise WireError('a part over a chunk that was not sent')
-  ends = np.cumsum(chunks['bytes'], dtype=np.int64)
-  reader = _Reader(chunks, ends, data)
-  found, lengths, at = [], [], 0
-  for i, leaf in enumerate(leaves):
-    own = parts[i * n : (i + 1) * n]
-    count = int(own['chunks'].sum())
-    rows, counts = reader.leaf(leaf, own, refs[at : at + count])
-    at += count
-    found.append(rows[:, 0] if leaf.single else rows)
-    lengths.append(counts)
-  return Samples(
-    data=trees.build(signature.structure, found),
-    lengths=trees.build(signature.structure, lengths),
-    **{k: drawn[k].copy() for k in DRAWN.names},  # type: ignore[union-attr]
-  )
-
-
-class _Reader:
-  """The chunks of one message, each unpacked once."""
-
-  def __init__(self, chunks: np.ndarray, ends: np.ndarray, data: memoryview) -> None:
-    self._chunks, self._ends, self._data = chunks, ends, data
-    self._made: dict[int, np.ndarray] = {}
-    self._room = UNPACKED_SAMPLE_BYTES
-
-  def _take_room(self, rows: int, leaf: Leaf) -> None:
-    """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
-    self._room -= rows * row_bytes(leaf.dtype, leaf.shape)
-    if self._room < 0:
-      raise WireError(f'samples of more than {UNPACKED_SAMPLE_BYTES:,} bytes unpacked, in {leaf}')
-
-  def leaf(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(rows [n, L, ...], lengths [n]) of one leaf's parts."""
-    if (direct := self._direct(leaf, parts, refs)) is not None:
-      return direct
-    times = np.bincount(refs)
-    numbers, rows = iter(refs.tolist()), parts['rows'].astype(np.int64)
-    if (rows == 0).any():
-      raise WireError(f'a part without rows in {leaf}')
-    longest = int(rows.max())
-    self._take_room(len(parts) * longest, leaf)
-    whole = (rows == longest).all()
-    out = (np.empty if whole else np.zeros)((len(parts), longest, *leaf.shape), leaf.dtype)
-    for into, (count, offset, length) in zip(out, parts.tolist(), strict=True):
-      done = 0
-      for _ in range(count):
-        done += self._copy(next(numbers), leaf, offset, into[done:length], times)
-        offset = 0
-      if done != length:
-        raise WireError(f'{length} rows, of which {done} are in their chunks')
-    return out, rows
-
-  def _copy(self, number: int, leaf: Leaf, offset: int, into: np.ndarray, times: np.ndarray) -> int:
-    """Copies rows of a chunk from `offset` on, as many as there are or fit; how many."""
-    _, rows, how, size = self._chunks[number].tolist()
-    n = min(rows - offset, len(into))
-    if n <= 0:
-      raise WireError(f'row {offset} of {rows}, or one too many')
-    if n == rows and times[number] == 1:  # nobody else needs it: straight to where it is needed
-      end = int(self._ends[number])
-      read_chunk(self._data[end - size : end], how, into[:n])
-    else:
-      into[:n] = self._chunk(number, leaf)[offset : offset + n]
-    return n
-
-  def _direct(self, leaf: Leaf, parts: np.ndarray, refs: np.ndarray) -> Any:
-    """Without a loop, if each part is a chunk of its own, as it is, and all are as long."""
-    first, n = int(refs[0]), len(refs)
-    rows = int(parts['rows'][0])
-    own = self._chunks[first : first + n]
-    if (
-      n != len(parts)
-      or len(own) != n
-      or (parts['chunks'] != 1).any()
-      or parts['offset'].any()
-      or (parts['rows'] != rows).any()
-      or own['how'].any()
-      or (own['rows'] != rows).any()
-      or (refs != np.arange(first, first + n)).any()
-    ):
-      return None
-    size = rows * row_bytes(leaf.dtype, leaf.shape)
-    if (own['bytes'] != size).any() or not rows:
-      raise WireError(f'chunks that have not {rows} rows of {leaf}')
-    end = int(self._ends[first + n - 1])
-    array = np.frombuffer(self._data[end - n * size : end], leaf.dtype)
-    return array.reshape(n, rows, *leaf.shape).copy(), np.full(n, rows)
-
-  def _chunk(self, number: int, leaf: Leaf) -> np.ndarray:
-    array = self._made.get(number)
-    if array is None:
-      _, rows, how, size = self._chunks[number].tolist()
-      if (
-        how != AS_IS
-        and rows > 1
-        and rows * row_bytes(leaf.dtype, leaf.shape) > UNPACKED_CHUNK_BYTES
-      ):
-        raise WireError(f'a chunk of {rows} rows in {leaf}')
-      self._take_room(rows, leaf)
-      end = int(self._ends[number])
-      array = self._made[number] = np.empty((rows, *leaf.shape), leaf.dtype)
-      read_chunk(self._data[end - size : end], how, array)
-    elif array.dtype != leaf.dtype or array.shape[1:] != leaf.shape:
-      raise WireError(f'a chunk of {array.dtype}{list(array.shape[1:])} in {leaf}')
-    return array
+# --- chunks -----------------------------------------------------------------------------------------
 
 
 def check_chunk(data: Any, how: int, size: int) -> None:
@@ -489,13 +290,40 @@ def check_chunk(data: Any, how: int, size: int) -> None:
     raise WireError(f'a chunk with {found} bytes of rows, expected {size}')
 
 
-def read_chunk(data: Any, how: int, into: np.ndarray) -> None:
-  """Writes a chunk's rows [rows, ...] to where they belong."""
-  check_chunk(data, how, into.nbytes)
+def make_chunk(
+  store: ChunkStore, data: Any, how: int, rows: int, dtype: np.dtype, shape: tuple[int, ...]
+) -> Chunk:
+  """A chunk as it came, over these bytes; nothing is unpacked."""
+  size = rows * row_bytes(dtype, shape)
+  check_chunk(data, how, size)
   if how == AS_IS:
-    into[...] = np.frombuffer(data, into.dtype).reshape(into.shape)
-    return
-  try:
-    unpack_into((data, how == DIFFERENCES), into)
-  except (zstandard.ZstdError, ValueError) as e:
-    raise WireError(f'a chunk that is damaged ({e})') from None
+    return store.chunk(np.frombuffer(data, dtype).reshape(rows, *shape), rows)
+  if rows > 1 and size > UNPACKED_CHUNK_BYTES:
+    raise WireError(f'a packed chunk of {rows} rows with more than {UNPACKED_CHUNK_BYTES:,} bytes')
+  return store.packed_chunk(data, how == DIFFERENCES, dtype, shape, rows)
+
+
+def kept(chunk: Chunk) -> tuple[int, Any]:
+  """How a chunk that is full is kept, and as what."""
+  if chunk.packed is None:
+    return AS_IS, chunk.array
+  data, differences = chunk.packed
+  return DIFFERENCES if differences else PACKED, data
+
+
+def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:
+  """Refuses rows that are not in these chunks, or need not all of them; how many rows the chunks have."""
+  total = 0
+  for chunk in chunks:
+    if chunk.dtype != leaf.dtype or chunk.shape != leaf.shape:
+      raise WireError(f'a chunk of {chunk.dtype}{list(chunk.shape)} in {leaf}')
+    total += chunk.length
+  if not chunks or not rows or offset + rows > total or offset >= chunks[0].length:
+    raise WireError(f'rows {offset} to {offset + rows} of {total} in {leaf}')
+  if offset + rows <= total - chunks[-1].length:
+    raise WireError(
+      f'rows {offset} to {offset + rows} of {total} in {leaf}, without the last chunk'
+    )
+  if leaf.single and rows != 1:
+    raise WireError(f'{rows} rows in {leaf}, which is single')
+  return total

@@ -1,54 +1,40 @@
 """What podrace.tables.Writer writes to, where the tables are elsewhere.
 
-Each writer has a store of its own. Rows are cut into pieces, packed by the writer, which go to the service with
+Each writer has a store of its own; each connection an outbox, over which their items go. Rows are cut into pieces, packed by the writer, which go to the service with
 the first item that needs them. A chunk that is full is one piece; one that is not yet is cut early if an item
 has waited long enough for it, or is flushed.
 """
 
 from __future__ import annotations
 
+import collections
 import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from podrace.net.link import Link
 from podrace.service import wire
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
-from podrace.tables.items import NEW, Item
-from podrace.tables.waiting import REPORT_AFTER, Closed, InFlight, Pending, RateLimited, Wait
+from podrace.tables.items import NEW, Item, Signature
+from podrace.tables.waiting import REPORT_AFTER, Desk, InFlight, Pending, Wait
 
+if TYPE_CHECKING:
+  from podrace.service.connection import Connection
+  from podrace.service.shards import RemoteTable
 
-class Sender(Protocol):
-  """A connection, as far as items are sent over it."""
-
-  address: Any
-  why_held: Any
-  released: Any
-
-  @property
-  def closed(self) -> bool: ...
-  @property
-  def session(self) -> int | None: ...
-  @property
-  def why(self) -> str: ...
-  @property
-  def idle(self) -> bool: ...
-  def check(self) -> None: ...
-  def wake(self) -> None: ...
-
-
-class Reporter(Protocol):
-  """A table, as far as a wait for it is reported."""
-
-  @property
-  def name(self) -> str: ...
-  def report(self, message: str) -> None: ...
-
-
+TURN = 0.05  # seconds between looks at the clock
+OUTSTANDING = 4  # INSERTs that are not yet acknowledged
+FRAME_SLACK = 2**16  # bytes of an INSERT besides the chunks of one item
+FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, or for
+SPACING = 0.02  # seconds since the last one
+RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
 COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
 REFERENCE = 16  # bytes that any chunk counts for
 
@@ -80,7 +66,7 @@ class Sending(Pending):
   __slots__ = ('due', 'number', 'store')
 
   def __init__(
-    self, item: Item, writer: InFlight, table: Reporter, store: WriterStore, due: float
+    self, item: Item, writer: InFlight, table: RemoteTable, store: WriterStore, due: float
   ) -> None:
     super().__init__(item, table, writer)
     self.store, self.due = store, due
@@ -97,11 +83,11 @@ class Sending(Pending):
 class WriterStore(ChunkStore):
   """One writer's chunks, and its items that are not yet in their tables."""
 
-  def __init__(self, connection: Sender, delay: float) -> None:
+  def __init__(self, connection: Connection, outbox: Outbox, delay: float) -> None:
     super().__init__(cache_bytes=0)
     if not 0 <= delay < math.inf:
       raise ValueError(f'{delay=} must be at least 0, in seconds')
-    self.connection, self.delay = connection, delay
+    self.connection, self._outbox, self.delay = connection, outbox, delay
     self.queue: deque[Sending] = deque()  # not yet sent
     self.forced = False  # all of them are to be sent
     self.unacknowledged = Account()
@@ -124,7 +110,7 @@ class WriterStore(ChunkStore):
     super().drop(chunk, account)
     if not chunk.holders:
       assert isinstance(chunk, SentChunk)
-      self.connection.released.append(chunk)
+      self._outbox.released.append(chunk)
 
   def read(self, chunk: Chunk) -> np.ndarray:
     array = chunk.array
@@ -141,11 +127,9 @@ class WriterStore(ChunkStore):
     ]
     return np.concatenate(pieces)
 
-  def submit(self, table: Reporter, item: Item, writer: InFlight) -> Sending:
+  def submit(self, table: RemoteTable, item: Item, writer: InFlight) -> Sending:
     """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
-    self.connection.check()
-    if self.connection.closed:
-      raise Closed(f'the client of {self.connection.address} is closed')
+    self.connection.check_open()
     if item.key == NEW:
       item.key = self._new_key()
     with self.lock:
@@ -154,7 +138,7 @@ class WriterStore(ChunkStore):
         for chunk in part[0]:
           self.hold(chunk, self.unacknowledged)
     self.queue.append(sending)
-    if (self.connection.idle and self.is_ready(item)) or len(self.queue) == wire.MESSAGE_ITEMS:
+    if (self._outbox.idle and self.is_ready(item)) or len(self.queue) == wire.MESSAGE_ITEMS:
       self.connection.wake()
     return sending
 
@@ -170,29 +154,16 @@ class WriterStore(ChunkStore):
     if not pending.number:
       self.forced = True
       self.connection.wake()
+    writer, table = pending.writer, pending.table
+    desk = Desk(table.name, self.lock, REPORT_AFTER, table.report)
     with self.lock:
-      writer = pending.writer
       while not pending.done and len(writer.waiting) > most and not writer.refusals:
-        if self.connection.closed:
-          raise Closed(f'the client of {self.connection.address} is closed')
-        self.connection.check()
-        now = time.monotonic()
-        if now >= wait.deadline:
-          raise RateLimited(self._message(pending, now - wait.begun, 'timed out after'))
-        seconds = wait.seconds(now, REPORT_AFTER)
-        if wait.report_is_due(now):
-          pending.table.report(self._message(pending, now - wait.begun, 'has waited for'))
-        else:
-          self._done.wait(seconds)
+        self.connection.check_open()
+        wait.on(desk, self._done, 'insert into', self._why_not)
 
-  def _message(self, pending: Sending, seconds: float, what: str) -> str:
-    connection = self.connection
-    where = f'insert into table {pending.table.name!r} at {connection.address}'
-    if connection.session is None:
-      why = f'there is no connection: {connection.why}'
-    else:
-      why = connection.why_held or 'it has not been acknowledged yet'
-    return f'{where} {what} {seconds:.3g} s: {why}'
+  def _why_not(self) -> str:
+    connection, why = self.connection, self._outbox.why_held or 'it has not been acknowledged yet'
+    return f'at {connection.address} {connection.state() if connection.session is None else why}'
 
   # --- for the connection's thread -----------------------------------------------------------------
 
@@ -277,3 +248,219 @@ def pieces_of(part: Any) -> tuple[list[Piece], int]:
         found.append(piece)
       start = stop
   return found, first
+
+
+# --- over a connection ------------------------------------------------------------------------------
+
+
+class Declarations:
+  """What numbers mean in one session, and what of it has still to be said."""
+
+  def __init__(self) -> None:
+    self._numbers: dict[Any, int] = {}
+    self._counts: collections.Counter[str] = collections.Counter()
+    self._known: dict[int, tuple[int, Signature]] = {}  # signatures by id
+    self._new: dict[str, list[Any]] = {}
+    self.take_new()
+
+  def number(self, what: str, key: Any, details: Any = None) -> int:
+    """Of a table, spec or signature; `details` are declared if it is new, of a spec the (dtype, shape) itself."""
+    number = self._numbers.get((what, key))
+    if number is None:
+      number = self._numbers[what, key] = self._counts[what]
+      self._counts[what] += 1
+      self._new[what].append(details or [key[0].str, list(key[1])])
+    return number
+
+  def signature(self, signature: Signature) -> int:
+    """Writers have signatures of their own, most of them equal; looked up by identity first."""
+    known = self._known.get(id(signature))
+    if known is None:
+      number = self.number('signatures', signature, wire.packed_signature(signature))
+      if len(self._known) > 1000:
+        self._known.clear()
+      known = self._known[id(signature)] = number, signature
+    return known[0]
+
+  def take_new(self) -> dict[str, list[Any]]:
+    """What a DECLARE has to say before the next INSERT."""
+    new, self._new = self._new, {'tables': [], 'specs': [], 'signatures': []}
+    return new
+
+
+class Outbox:
+  """One connection's. Of its thread, but for `store` and `idle`."""
+
+  def __init__(self, connection: Connection, link: Link) -> None:
+    self._connection, self._link = connection, link
+    self.released: deque[SentChunk] = deque()  # which writers need no longer
+    self.why_held = ''  # what keeps the newest items out of their tables, as the service says
+    self.messages = 0
+    self.sent: dict[int, Sending] = {}  # items that are not yet known to be in, by number
+    self._stores: list[weakref.ref[WriterStore]] = []
+    self._number = 0  # of the newest item
+    self._again: deque[Sending] = deque()
+    self._inserted_at = 0.0
+    self._begin(wire.FRAME_BYTES)
+
+  def _begin(self, largest: int) -> None:
+    """What is of one session only."""
+    self._largest = largest
+    self._declared = Declarations()
+    self._next_piece = self._outstanding = self.messages = 0
+    self.released.clear()  # with the session in which they were sent
+
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+    return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
+
+  def store(self, delay: float) -> WriterStore:
+    """A new writer's."""
+    store = WriterStore(self._connection, self, delay)
+    with self._link.changed:
+      self._stores = [*(r for r in self._stores if r() is not None), weakref.ref(store)]
+    return store
+
+  def _live_stores(self) -> list[WriterStore]:
+    return [store for ref in self._stores if (store := ref()) is not None]
+
+  def joined(
+    self, newest: int, largest: int, waiting: Collection[int], missing: Collection[int]
+  ) -> None:
+    """A session begins: what the service has not got is sent again, before anything new."""
+    self._begin(largest)
+    again = [i for i in sorted(self.sent) if i > newest or i in missing]
+    done = [i for i in sorted(self.sent) if i <= newest and i not in missing and i not in waiting]
+    self._again = deque(self.sent[i] for i in again)
+    self._finish(done)
+
+  def lost(self) -> None:
+    """A session is over: who waits looks why."""
+    for store in self._live_stores():
+      store.notify()
+
+  # --- what is acknowledged
+
+  def acknowledged(self, message: int, why: str, *numbers: memoryview) -> None:
+    """What ACK says: items that are in, that wait, and that are refused."""
+    done, waiting, refused = (wire.records(x, '<u8').tolist() for x in numbers)
+    if message:
+      self._outstanding -= 1
+    if waiting:
+      self.why_held = why
+    self._finish(done)
+    self._finish(refused, why)
+
+  def _finish(self, numbers: list[int], refusal: str | None = None) -> None:
+    by_store: dict[WriterStore, list[Sending]] = {}
+    for number in numbers:
+      sending = self.sent.pop(number, None)
+      if sending is not None:
+        by_store.setdefault(sending.store, []).append(sending)
+    for store, sendings in by_store.items():
+      store.finish(sendings, refusal)
+
+  # --- what is sent
+
+  def send(self) -> bool:
+    """Sends one INSERT, if it is time; whether it was."""
+    if self._outstanding >= OUTSTANDING:
+      return False
+    stores = self._live_stores()
+    queued = sum(len(store.queue) for store in stores)
+    now = time.monotonic()
+    early = bool(self._outstanding) or now < self._inserted_at + SPACING
+    is_urgent = bool(self._again) or queued >= FEW or any(store.forced for store in stores)
+    if early and not is_urgent:
+      self._link.patience = SPACING if queued else TURN
+      return False
+    self._link.patience = TURN
+    batch = self._batch(stores, now)
+    if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
+      return False
+    self._inserted_at = now
+    self._insert(self._fitting(batch))
+    return True
+
+  def _batch(self, stores: list[WriterStore], now: float) -> list[Sending]:
+    """Items for one message."""
+    batch: list[Sending] = []
+    size = 0
+    while self._again and len(batch) < wire.MESSAGE_ITEMS and size < wire.MESSAGE_BYTES:
+      batch.append(self._again.popleft())
+      size += batch[-1].bytes
+    room = min(wire.MESSAGE_ITEMS, len(batch) + wire.MOST_ITEMS - len(self.sent))
+    for store in stores:
+      if store.queue and len(batch) < room and size < wire.MESSAGE_BYTES:
+        taken = store.take(room - len(batch), wire.MESSAGE_BYTES - size, now)
+        batch += taken
+        size += sum(sending.bytes for sending in taken)
+    return batch
+
+  def _fitting(self, batch: list[Sending]) -> list[Sending]:
+    """The items that a frame of the service has room for; the others are refused, here already."""
+    if sum(sending.bytes for sending in batch) < self._largest // 2:
+      return batch
+    found = []
+    for sending in batch:
+      if (size := sending.bytes) > self._largest - FRAME_SLACK:
+        why = (
+          f'an item of {size:,} bytes for table {sending.table.name!r} at {self._link.address}, which takes '
+          f'frames of {self._largest:,}: make it shorter, or start the service with more --client-bytes'
+        )
+        self.sent.pop(sending.number, None)
+        sending.store.finish([sending], why)
+      else:
+        found.append(sending)
+    return found
+
+  def _insert(self, batch: list[Sending]) -> None:
+    declared, items, parts, refs, pieces = self._declared, [], [], list[int](), list[Any]()
+    data: list[bytes] = []
+    for sending in batch:
+      item = sending.item
+      if not sending.number:
+        self._number += 1
+        sending.number = self._number
+        self.sent[sending.number] = sending
+      table = declared.number('tables', sending.table.name, sending.table.name)
+      signature = declared.signature(item.signature)
+      key = -item.key if item.amends else item.key
+      items.append((sending.number, key, item.priority, table, signature))
+      sending.store.complete(item)
+      for leaf, part in zip(item.signature.leaves, item.parts, strict=True):
+        needed, offset = pieces_of(part)
+        parts.append((len(needed), offset, part[2]))
+        for piece in needed:
+          if piece.session != self._link.number:
+            self._number_piece(piece)
+            number = declared.number('specs', (leaf.dtype, leaf.shape))
+            pieces.append((number, piece.rows, piece.how, len(piece.data)))
+            data.append(piece.data)
+          refs.append(piece.number)
+    new = declared.take_new()
+    if any(new.values()) and not self._link.send(wire.DECLARE, new):
+      return
+    arrays = [
+      np.array(pieces, '<u4').reshape(-1, 4),
+      np.array(items, wire.ITEM),
+      np.array(parts, '<u4').reshape(-1, 3),
+      np.array(refs, '<u8'),
+      np.array(self._released_numbers(), '<u8'),
+      b''.join(data),
+    ]
+    self.messages += 1
+    self._outstanding += 1
+    self._link.send(wire.INSERT, self.messages, arrays=arrays)
+
+  def _number_piece(self, piece: Piece) -> None:
+    piece.session, piece.number = self._link.number, self._next_piece
+    self._next_piece += 1
+
+  def _released_numbers(self) -> list[int]:
+    found = []
+    while self.released:
+      chunk = self.released.popleft()
+      found += [p.number for p in chunk.pieces if p.session == self._link.number]
+    return found

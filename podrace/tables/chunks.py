@@ -190,15 +190,15 @@ class ChunkStore:
   def read_into(self, chunk: Chunk, offset: int, rows: np.ndarray) -> None:
     """Writes a chunk's rows from `offset` on to where there is room for just them, one after the other.
 
-    A whole chunk for which the cache has no room is unpacked to there and not cached: the way through
-    memory that the processor has not would cost three times as much.
+    A whole chunk for which the cache has no room, or that nobody holds, is unpacked to there and not cached: the
+    way through memory that the processor has not would cost three times as much.
     """
     packed, size = chunk.packed, rows.nbytes
     if (
       chunk.array is None
       and packed is not None
       and len(rows) == chunk.length
-      and self.cached + size > self.cache_bytes
+      and (not chunk.holders or self.cached + size > self.cache_bytes)
     ):
       unpack_into(packed, rows)
     else:
@@ -333,7 +333,8 @@ def gather(
   longest = max(lengths)
   whole = min(lengths) == longest
   if whole and longest * math.prod(shape) * dtype.itemsize <= SMALL:
-    rows = np.concatenate([rows for part in parts for rows in _pieces(store, part)])
+    pieces = [rows for part in parts for rows in _pieces(store, part)]
+    rows = np.concatenate(pieces, dtype=dtype)  # else in the machine's order of bytes
     return rows.reshape(len(parts), longest, *shape), np.array(lengths)
   # Each piece is copied while the processor has it, and needn't be kept till the end.
   out = (np.empty if whole else np.zeros)((len(parts), longest, *shape), dtype)

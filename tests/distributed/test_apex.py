@@ -345,7 +345,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
       train('one')
     with pytest.raises(AssertionError, match='it learns'):  # as it is resumed
       train('one')
-    assert {told['run'] for told in server.settings.values()} == {
+    assert {entry.settings['run'] for entry in server.registry.entries.values()} == {
       handshake.run_name(tmp_path / 'one')
     }
     with pytest.raises(

@@ -22,7 +22,7 @@ from podrace.net import frame, link, listener, session, stream
 from podrace.net.frame import PREFIX, Kind, WireError, split
 from podrace.remote import server as remote_server
 from podrace.remote import wire as remote_wire
-from podrace.service import parameters, server
+from podrace.service import inserting, parameters, registry, sampling, server
 from podrace.service import wire as service_wire
 from podrace.tables.items import TableInfo
 
@@ -328,12 +328,12 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| array of maps, integer | at most {listener.REPORTED:,},',
     f'{service_wire.MESSAGE_ITEMS} items, 2^20 new chunks and 2^20 references',
     f'n is at most {service_wire.MESSAGE_KEYS:,} |',
-    f"a stream's newest {server.REFUSED_ITEMS:,} refused items",
-    f'at most {server.REQUESTS:,} that are not answered',
+    f"a stream's newest {inserting.REFUSED_ITEMS:,} refused items",
+    f'at most {sampling.REQUESTS:,} that are not answered',
     f'`n` <= {service_wire.MOST_ITEMS:,} items',
     f'or {service_wire.MOST_UNREAD} answers',
-    f'at most {server.DECLARATIONS:,} together in a session',
-    f'There are at most {server.TABLES:,} tables',
+    f'at most {inserting.DECLARATIONS:,} together in a session',
+    f'There are at most {registry.TABLES:,} tables',
     f'of each, at most {parameters.MOST_LEAVES:,}.',
     f'| {service_wire.DEPTH} within each other;',
     f'| 1 to {service_wire.LEAVES:,} |',

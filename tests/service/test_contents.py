@@ -17,7 +17,7 @@ from test_service_tables import SIMPLE
 from podrace import service
 from podrace.net.frame import WireError
 from podrace.net.top import Asker
-from podrace.service import contents, wire
+from podrace.service import contents, samples, wire
 from podrace.service.contents import FINITE, Contents, column
 from podrace.service.server import ReplayServer
 from podrace.tables.items import Leaf, Signature
@@ -150,8 +150,8 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """So many at once, then one now and then, for all who have asked meanwhile; the last when it ends."""
-  monkeypatch.setattr('podrace.service.server.SAVES_AT_ONCE', 3)
-  monkeypatch.setattr('podrace.service.server.SAVE_SECONDS', 3600.0)
+  monkeypatch.setattr('podrace.service.saving.SAVES_AT_ONCE', 3)
+  monkeypatch.setattr('podrace.service.saving.SAVE_SECONDS', 3600.0)
   with ReplayServer(ANY, dir=tmp_path) as server:
     raw = Raw(server.address)
     raw.join()
@@ -160,9 +160,9 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
       assert list(raw.answer(wire.ANSWER)[0][:2]) == [number, True]
     for number in range(3, 13):
       raw.say(wire.SAVE, number)
-    until(lambda: len(server._save_wanted) == 10)
+    until(lambda: len(server.saving._wanted) == 10)
     assert server.counts['checkpoints'] == 3
-    server._saves_at -= 3600.0  # an hour later
+    server.saving._saves_at -= 3600.0  # an hour later
     server.listener.wake()
     answers = [raw.answer(wire.ANSWER)[0] for _ in range(10)]
     assert [x[0] for x in answers] == list(range(3, 13)) and len({x[2] for x in answers}) == 1
@@ -209,7 +209,7 @@ def test_chunks_that_take_much_more_unpacked_are_refused(server: ReplayServer) -
 def test_what_one_message_makes_the_service_unpack_is_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr('podrace.service.server.MESSAGE_UNPACKED', 40)
+  monkeypatch.setattr('podrace.service.inserting.MESSAGE_UNPACKED', 40)
   with service.connect(server.address) as client:
     client.table('it', **{**SIMPLE, 'contents': [X]})
     raw = declared(server)
@@ -223,6 +223,65 @@ def test_what_one_message_makes_the_service_unpack_is_bounded(
     assert 'a message of more than 40 bytes unpacked' in ack[1]
     assert [np.frombuffer(x, '<u8').tolist() for x in numbers] == [[1], [], [2]]
     raw.close()
+
+
+def samples_of(
+  rows: int, parts: list[Any], refs: list[int], chunks: int = 2
+) -> tuple[Any, list[Any]]:
+  """A SAMPLES of items over packed chunks of these rows, which count from 0 on, in two columns' order."""
+  leaf = Leaf('x', np.dtype('<i8'), (64,), False)
+  every = np.arange(chunks * rows * 64).reshape(chunks, rows, 64)
+  data = [zstandard.ZstdCompressor().compress(x.tobytes()) for x in every]
+  drawn = np.zeros(len(parts), wire.DRAWN)
+  drawn['key'] = range(1, len(parts) + 1)
+  return Signature(('dict', ('x',), (('leaf', (), ()),)), (leaf,)), [
+    drawn.tobytes(), np.array(parts, wire.PART).tobytes(), np.array(refs, '<u4').tobytes(),
+    np.array([(0, rows, 1, len(x)) for x in data], wire.CHUNK).tobytes(), b''.join(data),
+  ]  # fmt: skip
+
+
+def test_parts_share_chunks_and_need_some_of_their_rows() -> None:
+  parts, refs = [(1, 1, 2), (2, 3, 3), (1, 0, 5), (1, 4, 1)], [0, 0, 1, 0, 1]
+  one = samples_of(5, parts, refs)
+  rows = np.arange(2 * 5 * 64).reshape(10, 64)
+  expected = [rows[1:3], rows[3:6], rows[:5], rows[9:]]
+  found = samples.read_samples([one])
+  for i, x in enumerate(expected):
+    np.testing.assert_array_equal(found.data['x'][i, : len(x)], x)
+    assert found.lengths['x'][i] == len(x) and not found.data['x'][i, len(x) :].any()
+  both = samples.read_samples([one, samples_of(8, [(1, 0, 8)], [1])])
+  assert both.data['x'].shape == (5, 8, 64) and both.key.tolist() == [1, 2, 3, 4, 1]
+  np.testing.assert_array_equal(both.data['x'][4], np.arange(512, 1024).reshape(8, 64))
+  np.testing.assert_array_equal(both.data['x'][:4, :5], found.data['x'])
+
+
+def test_a_shared_chunk_counts_once_to_what_may_be_unpacked(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  many = samples_of(8, [(1, 0, 1)] * 100, [0] * 100)
+  monkeypatch.setattr(wire, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512)
+  assert len(samples.read_samples([many]).key) == 100
+  monkeypatch.setattr(wire, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512 - 1)
+  with pytest.raises(WireError, match='bytes unpacked'):
+    samples.read_samples([many])
+
+
+@pytest.mark.parametrize(
+  'text, parts, refs',
+  [
+    ('without the last chunk', [(2, 0, 5)], [0, 1]),
+    ('rows 0 to 11 of 10', [(2, 0, 11)], [0, 1]),
+    ('rows 5 to 6', [(2, 5, 1)], [0, 1]),
+    ('rows 0 to 0', [(1, 0, 0)], [0]),
+    ('a chunk that was not sent', [(1, 0, 5)], [2]),
+    ('parts over 1 chunks', [(2, 0, 5)], [0]),
+  ],
+)
+def test_parts_that_are_not_in_their_chunks_are_refused(
+  text: str, parts: list[Any], refs: list[int]
+) -> None:
+  with pytest.raises(WireError, match=text):
+    samples.read_samples([samples_of(5, parts, refs)])
 
 
 def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
@@ -242,6 +301,6 @@ def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
 
   for n, count in ((1, 100), (100, 1)):
     with pytest.raises(WireError, match='samples of more than 4,294,967,296 bytes unpacked'):
-      wire.read_samples(signature, frames(n, count))
-  assert wire.read_samples(signature, frames(1, 1)).data['x'].shape == (1, rows, 2)
+      samples.read_samples([(signature, frames(n, count))])
+  assert samples.read_samples([(signature, frames(1, 1))]).data['x'].shape == (1, rows, 2)
   assert contents.CHUNK_BYTES < wire.UNPACKED_CHUNK_BYTES < wire.UNPACKED_SAMPLE_BYTES

@@ -20,9 +20,9 @@ from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
 from podrace.net import listener
-from podrace.service import server as replay_server
-from podrace.service import wire
+from podrace.service import inserting, wire
 from podrace.service.server import ReplayServer
+from podrace.tables import checkpoint
 
 
 def check_once(found: list[tuple[int, int]], known: dict[int, int]) -> None:
@@ -257,6 +257,25 @@ def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path)
       assert table.info().inserts == 10
 
 
+def test_items_that_wait_go_on_waiting_over_another_connection() -> None:
+  queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('queue', **queue, max_size=3, max_times_sampled=1)  # type: ignore[arg-type]
+    proxy = Proxy(int(server.address.rpartition(':')[2]))
+    try:
+      with service.connect(proxy.address) as far:
+        writer = fill(far, far.table('queue'), 10, delay=0.0)
+        until(lambda: table.info().waiting_inserts == 7 and writer.in_flight == 7)
+        proxy.reset()
+        until(lambda: far.connections[0].session == 2)
+        assert writer.in_flight == 7
+        assert [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(10)] == [*range(10)]
+        writer.close(timeout=30)
+    finally:
+      proxy.close()
+    assert table.info().inserts == 10 and not server.counts['repeated']
+
+
 def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_lost(
   tmp_path: Path,
 ) -> None:
@@ -264,7 +283,7 @@ def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_l
     address = replay.address
     table, writer = seven_wait(client)
     assert len(table.sample(2, timeout=30).key) == 2  # two of the seven go in
-    until(lambda: len(client.connections[0]._sent) == 5)  # as the client knows
+    until(lambda: len(client.connections[0].outbox.sent) == 5)  # as the client knows
     replay.kill()
     with Replay(tmp_path, address=address) as replay:
       until(lambda: table.info().waiting_inserts == 5)
@@ -283,7 +302,7 @@ def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatc
     queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(1))
     table = client.table('queue', **queue, max_size=9, max_times_sampled=1)  # type: ignore[arg-type]
     writer = fill(client, table, 9, delay=0.0)
-    until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0]._sent) == 8)
+    until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0].outbox.sent) == 8)
     server.stop()
     with ReplayServer(server.address) as again:  # which has none of them
       seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(8)]
@@ -355,7 +374,7 @@ def test_a_service_whose_thread_fails_says_so_and_saves(
     assert 'ZeroDivisionError' in (server.failure or '')
   monkeypatch.undo()
   with ReplayServer(ANY, tmp_path) as again:
-    assert [p.name for p in again.saved] == ['00000001']
+    assert [p.name for p in again.saving.saved] == ['00000001']
 
 
 def test_a_checkpoint_for_which_there_is_no_memory_is_none(
@@ -365,13 +384,13 @@ def test_a_checkpoint_for_which_there_is_no_memory_is_none(
     raise MemoryError
 
   with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
-    for place, name in ((server, '_snapshot'), (replay_server.checkpoint, 'write')):
+    for place, name in ((server.saving, '_snapshot'), (checkpoint, 'write')):
       monkeypatch.setattr(place, name, full)
       with pytest.raises(ValueError, match='could not be written: MemoryError'):
         client.checkpoint(timeout=60)
       monkeypatch.undo()
     assert len(client.checkpoint(timeout=60)) == 1 and server.failure is None
-    monkeypatch.setattr(replay_server.checkpoint, 'write', full)
+    monkeypatch.setattr(checkpoint, 'write', full)
     server.stop()
     assert 'the last checkpoint was not written' in (server.failure or '')
     assert 'MemoryError' in (server.failure or '')
@@ -470,11 +489,11 @@ def test_a_refusal_that_was_not_heard_is_heard_in_the_next_session() -> None:
 
 
 def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(replay_server, 'REFUSED_ITEMS', 3)
-  stream = replay_server.Stream(10)
+  monkeypatch.setattr(inserting, 'REFUSED_ITEMS', 3)
+  one = inserting.Stream(10)
   for number in range(5):
-    stream.refuse(number)
-  assert stream.missing == {2, 3, 4} and list(stream.refused) == [2, 3, 4]
+    one.refuse(number)
+  assert one.missing == {2, 3, 4} and list(one.refused) == [2, 3, 4]
 
 
 def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:

@@ -27,8 +27,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import PREFIX
 from podrace.net.top import Asker
-from podrace.service import parameters, wire
-from podrace.service import server as replay_server
+from podrace.service import inserting, parameters, saving, wire
 from podrace.service.server import ReplayServer, parse_tables
 from podrace.tables.items import Leaf, Signature
 
@@ -278,6 +277,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
   ('0 rows', dict(chunks=[(0, 0, 0, 48)])),
   ('rows 0 to 4 of 3', dict(parts=[(1, 0, 4)])),
   ('rows 3 to 4', dict(parts=[(1, 3, 1)])),
+  ('without the last chunk', dict(parts=[(2, 0, 3)], refs=[0, 0])),
   ('rows 0 to 0', dict(parts=[(1, 0, 0)])),
   ('which there is not', dict(refs=[5])),
   ('chunks for parts of', dict(parts=[(2, 0, 3)])),
@@ -394,8 +394,8 @@ def test_a_client_may_keep_no_more_of_items_that_wait() -> None:
 def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
   monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-  monkeypatch.setattr(replay_server, 'STREAMS', 3)
-  monkeypatch.setattr(replay_server, 'SAVES', 2)
+  monkeypatch.setattr(inserting, 'STREAMS', 3)
+  monkeypatch.setattr(saving, 'SAVES', 2)
   with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
     client.table('it', **SIMPLE)
     first = ready(server, client=1)
@@ -405,15 +405,15 @@ def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
       raw.say(wire.INSERT, *header, arrays=frames)
       raw.answer(wire.ACK)
       raw.close()
-    assert len(server._streams) <= 4 and 1 in server._streams
-    monkeypatch.setattr(server, '_save', lambda: None)
+    assert len(server.inserting.streams) <= 4 and 1 in server.inserting.streams
+    monkeypatch.setattr(server.saving, '_save', lambda: None)
     for number in range(3):
       first.say(wire.SAVE, number)
     assert 'wait for a checkpoint already' in first.answer(wire.ANSWER)[0][2]
     for _ in range(33):
       first.say(wire.DECLARE, {'tables': ['it'] * 2000})
     assert 'more than 65536' in first.gone()
-    server._save_wanted.clear()
+    server.saving._wanted.clear()
     monkeypatch.undo()
     first.close()
 
@@ -497,7 +497,7 @@ def test_what_no_check_foresaw_ends_its_session_only(monkeypatch: pytest.MonkeyP
     raise ZeroDivisionError('of the test')
 
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
-    monkeypatch.setattr(server, '_declare', fail)
+    monkeypatch.setattr(server.inserting, 'declare', fail)
     raw = ready(server)
     assert 'ZeroDivisionError' in raw.gone()
     raw.close()
@@ -564,7 +564,7 @@ def flood(messages: int, seed: int) -> None:
     fill(client, table, 5).close(timeout=60)
     assert server.failure is None and server.counts['malformed'] > messages / 1000
     until(lambda: len(server.peers) == 1)
-    assert server.store.total.bytes < 2**20 and len(server._streams) <= 65536
+    assert server.store.total.bytes < 2**20 and len(server.inserting.streams) <= 65536
     assert resident() < before + 2**27
 
 

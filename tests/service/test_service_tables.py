@@ -104,8 +104,9 @@ class RemotePair(Pair):
       self.table.sample(1)
     until(lambda: not self.server.peers)
     self.host.close()
-    for pending, stream, _ in self.server._held['it']:  # who waits for a table that nobody closes
-      self.server._account(pending, stream, 'it', self.store.drop)
+    entry = self.server.registry.entries['it']
+    for pending, stream, _ in entry.held:  # who waits for a table that nobody closes
+      self.server.inserting._account(self.store.drop, pending.item, stream, entry)
     self.host.delete(list(self.there()))
     assert (self.store.total.bytes, self.store.total.chunks) == (0, 0)
     self.server.stop()
@@ -240,7 +241,7 @@ def test_large_items_go_out_in_several_messages(
     writer.append({'x': row})
     writer.create_item(table, 1.0, num_steps=1)
   writer.flush(timeout=60)
-  assert client.connections[0]._messages >= 7
+  assert client.connections[0].outbox.messages >= 7
   found = table.sample(40, timeout=60).data['x'][:, 0]
   assert all((rows == row).all(axis=1).any() for row in found)
   writer.close()
@@ -563,7 +564,7 @@ def test_top_shows_tables_and_clients(
 
 
 def test_a_million_keys_differ(client: service.Client) -> None:
-  stores = [client.connections[0].store(0.5) for _ in range(4)]
+  stores = [client.connections[0].outbox.store(0.5) for _ in range(4)]
   keys = {store._new_key() for store in stores for _ in range(300_000)}
   assert len(keys) == 1_200_000 and min(keys) > 0 and max(keys) < 2**63
   store = stores[0]

@@ -107,6 +107,7 @@ def test_a_sample_that_waits_at_an_empty_shard_is_drawn_elsewhere() -> None:
     thread.join(30)
     assert len(found) == 1 and len(found[0].key) == 8
     assert not any(s.tables['it'].info().waiting_samplers for s in servers)
+    assert not any(s.counts['malformed'] for s in servers)
 
 
 def test_at_least_is_of_all_shards_together() -> None:

@@ -152,6 +152,7 @@ class Service:
 
     self.listener = Listener(Listen(address, keys, **more), self, say)
     self.serving = Serving(self.listener)
+    self.serving.start()
     return self
 
   @property

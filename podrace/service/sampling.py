@@ -1,0 +1,192 @@
+"""Samples that clients of a replay service wait for, and what they have been sent of them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from podrace.net.frame import WireError
+from podrace.net.listener import Listener, Peer
+from podrace.service import wire
+from podrace.service.registry import Entry, Registry
+from podrace.service.samples import sample_frames
+from podrace.tables.items import Draws, Signature
+
+REQUESTS = 4096  # samples that one client waits for
+SIGNATURES = 1024  # that one client is sent; from then on they are sent with other numbers
+
+
+class Reading:
+  """What a client has been sent of samples, and has not yet said to have."""
+
+  def __init__(self) -> None:
+    self.signatures: dict[int, tuple[int, Signature]] = {}  # by id, with their numbers
+    self.newest_signature = 0
+    self.unread: collections.deque[int] = collections.deque()  # bytes of answers
+    self.bytes = self.answered = 0
+    self.sampled = 0  # items
+    self.waiting: dict[int, Request] = {}
+
+  @property
+  def full(self) -> bool:
+    """Whether it is sent no more before it says what it has."""
+    return self.bytes > wire.MOST_BYTES or len(self.unread) >= wire.MOST_UNREAD
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+  """A sample that a client waits for."""
+
+  peer: Peer
+  number: int
+  entry: Entry
+  n: int
+  least: int
+  peek: bool
+  end: float
+  draws: Draws = dataclasses.field(default_factory=lambda: Draws([], []))
+  since: float = dataclasses.field(default_factory=time.monotonic)
+  over: bool = False
+
+  def __lt__(self, other: Request) -> bool:
+    return self.end < other.end
+
+  @property
+  def queue(self) -> dict[Request, None]:
+    """Where it waits."""
+    return self.entry.peekers if self.peek else self.entry.readers
+
+  def why_it_waits(self) -> str:
+    """What keeps it waiting, after the time that it had."""
+    table = self.entry.table
+    why = table.why_no_peek() if self.peek else table.why_no_sample()
+    seconds = time.monotonic() - self.since
+    return f'sample from table {table.name!r} timed out after {seconds:.3g} s: {why}'
+
+
+class Sampling:
+  """What clients read. A call that would wait in the process waits here in a queue, so nobody holds up anybody else."""
+
+  def __init__(self, registry: Registry, listener: Listener) -> None:
+    self._registry, self._listener = registry, listener
+    self._deadlines: list[Request] = []  # a heap
+
+  # --- what clients say
+
+  def sample(self, peer: Peer, fields: Sequence[Any]) -> None:
+    """A client wants `least` to `n` items, as the fields of SAMPLE say, and has received so many samples."""
+    number, name, n, least, peek, seconds, received = fields
+    reading: Reading = peer.state.reading
+    entry = self._registry.entries.get(name)
+    if not 1 <= least <= n <= wire.MOST_ITEMS or entry is None or math.isnan(seconds):
+      raise WireError(f'a wish for {least} to {n} samples of {name[:60]!r} within {seconds} s')
+    if number in reading.waiting or len(reading.waiting) >= REQUESTS:
+      raise WireError(f'sample {number}, which waits, or is one too many')
+    self.received(reading, received)
+    end = math.inf if seconds < 0 else time.monotonic() + seconds
+    request = Request(peer, number, entry, n, least, peek, end)
+    reading.waiting[number] = request
+    request.queue[request] = None
+    entry.table.readers(1, peek)
+    if end < math.inf:
+      self._put_deadline(request)
+    self.serve(request.queue)
+    self._registry.touched.add(entry)  # items that waited may go in
+
+  def _put_deadline(self, request: Request) -> None:
+    heapq.heappush(self._deadlines, request)
+    entries = self._registry.entries.values()
+    if len(self._deadlines) > 1000 + 2 * sum(len(e.readers) + len(e.peekers) for e in entries):
+      self._deadlines = [r for r in self._deadlines if not r.over]
+      heapq.heapify(self._deadlines)
+
+  def received(self, reading: Reading, count: int) -> None:
+    """A client has so many of the samples that it was sent in this session."""
+    if count > reading.answered:
+      raise WireError(f'{count} samples that have come, of {reading.answered}')
+    if reading.answered - len(reading.unread) < count:
+      self._registry.touched.update(r.entry for r in reading.waiting.values())
+    while reading.answered - len(reading.unread) < count:
+      reading.bytes -= reading.unread.popleft()
+
+  def cancel(self, peer: Peer, number: int) -> None:
+    """A client is content with what has been drawn."""
+    if request := peer.state.reading.waiting.get(number):
+      self._answer(request, f'cancelled by {peer.name}')
+
+  def left(self, peer: Peer) -> None:
+    """Nobody waits for a client's samples any more."""
+    waiting: dict[int, Request] = peer.state.reading.waiting
+    for request in [*waiting.values()]:
+      self._forget(request)
+
+  # --- answers
+
+  def seconds(self) -> float:
+    """Until the next request has waited as long as it may."""
+    return self._deadlines[0].end - time.monotonic() if self._deadlines else 1.0
+
+  def expire(self) -> None:
+    """Answers those that have waited as long as they may."""
+    now = time.monotonic()
+    while self._deadlines and (self._deadlines[0].end <= now or self._deadlines[0].over):
+      request = heapq.heappop(self._deadlines)
+      if not request.over:
+        self._answer(request, request.why_it_waits())
+
+  def serve(self, requests: dict[Request, None]) -> None:
+    """Answers requests in their order, until one must wait; passes over clients that do not read."""
+    for request in [*requests]:
+      if request.over or request.peer.state.reading.full or request.peer.gone:
+        continue
+      request.entry.table.draw(request.draws, request.n, request.peek)
+      if len(request.draws.items) < request.least:
+        break
+      self._answer(request, '')
+
+  def _forget(self, request: Request) -> None:
+    request.over = True
+    request.entry.table.readers(-1, request.peek)
+    del request.queue[request]
+    del request.peer.state.reading.waiting[request.number]
+
+  def _answer(self, request: Request, reason: str) -> None:
+    """Sends what was drawn, and why it is not more."""
+    self._forget(request)
+    peer, items, table = request.peer, request.draws.items, request.entry.table
+    reading: Reading = peer.state.reading
+    signature, frames = 0, [b''] * 5
+    if items:
+      try:
+        frames = sample_frames(request.draws)
+      except ValueError as e:
+        why = f'sample from table {table.name!r}: {e}'
+        self._listener.send(peer, wire.ANSWER, request.number, False, why)
+        return
+      signature = self._signature_number(peer, items[0].signature)
+    size = sum(memoryview(f).nbytes for f in frames)
+    reading.answered += 1
+    reading.unread.append(size)
+    reading.bytes += size
+    reading.sampled += len(items)
+    self._listener.counts['samples'] += len(items)
+    fields = request.number, signature, reason, len(table)
+    self._listener.send(peer, wire.SAMPLES, *fields, arrays=frames)
+
+  def _signature_number(self, peer: Peer, signature: Signature) -> int:
+    """By which a client knows a signature; it is sent now, if it was not before."""
+    reading: Reading = peer.state.reading
+    known = reading.signatures
+    if id(signature) not in known:
+      if len(known) >= SIGNATURES:
+        known.clear()
+      reading.newest_signature += 1
+      known[id(signature)] = reading.newest_signature, signature
+      packed = wire.packed_signature(signature)
+      self._listener.send(peer, wire.SIGNATURE, reading.newest_signature, packed)
+    return known[id(signature)][0]
