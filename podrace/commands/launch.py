@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from podrace.commands import configuration
@@ -64,35 +65,44 @@ def run(args: list[str]) -> int:
   given = options.path('--run-dir')
   _check(preset, options, given)
   environ = dict(os.environ)
-  warm = None if '--dry-run' in options else warmed(environ)
-  os.environ['JAX_PLATFORMS'] = (
-    'cpu'  # here, where nothing is computed: accelerators are the learner's
-  )
+  # Nothing is computed here: accelerators are the learner's.
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  if '--dry-run' in options:
+    name, make = _program(preset, options)
+    _show(make(given or Path('runs') / name), given or Path('runs') / name)
+    return 0
+  with warmed(environ) as warm:
+    name, make = _program(preset, options)
+    make(given or Path('runs') / name)  # refuses, before a directory is made
+    with run_directory(given, name) as run_dir:
+      return local.run(make(run_dir), run_dir, environ, warm)
+
+
+def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path], Program]]:
+  """A name for the run, and its program for a run directory."""
   from podrace import net
-  from podrace.launch.arrangements import ARRANGEMENTS as MADE
-  from podrace.launch.arrangements import Asked
+  from podrace.launch import arrangements
 
   net.require()
   config = configuration.configured(preset, options, 'podrace launch')
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
-  name = preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
 
-  def program(run_dir: Path) -> Program:
-    asked = Asked(
+  def make(run_dir: Path) -> Program:
+    asked = arrangements.Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
       options.whole('--actors'), options.whole('--shards'), options.whole('--reanalysers'),
     )  # fmt: skip
-    return MADE[options.text('--as')](asked)
+    return arrangements.ARRANGEMENTS[options.text('--as')](asked)
 
-  first = program(given or Path('runs') / name)  # refuses, before a directory is made
-  if '--dry-run' in options:
-    print('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
-    for node, words in Addresses(first, Path('SOCKETS'), given or Path('runs') / name).commands():
-      print(f'# {node}\n{words}')
-    return 0
-  with run_directory(given, name) as run_dir:
-    return local.run(program(run_dir), run_dir, environ, warm)
+  return preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-'), make
+
+
+def _show(program: Program, run_dir: Path) -> None:
+  """Prints what would be started."""
+  print('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
+  for name, words in Addresses(program, Path('SOCKETS'), run_dir).commands():
+    print(f'# {name}\n{words}')
 
 
 def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:

@@ -33,9 +33,17 @@ def spawn(words: tuple[str, ...], environ: Mapping[str, str], stdin: int) -> Pro
   )  # fmt: skip
 
 
-def warmed(environ: Mapping[str, str]) -> Process:
-  """A process that imports what `podrace` needs for a learner, and waits for its arguments."""
-  return spawn((sys.executable, '-P', '-m', 'podrace.launch.warm'), environ, subprocess.PIPE)
+@contextlib.contextmanager
+def warmed(environ: Mapping[str, str]) -> Iterator[Process]:
+  """A process that imports what `podrace` needs for a learner, and waits to become one; killed if it did not."""
+  process = spawn((sys.executable, '-P', '-m', 'podrace.launch.warm'), environ, subprocess.PIPE)
+  assert process.stdin is not None
+  try:
+    yield process
+  finally:
+    if not process.stdin.closed:
+      process.kill()
+      process.communicate()
 
 
 @dataclasses.dataclass
