@@ -81,7 +81,7 @@ def end_at_once(signum: int, frame: Any) -> None:
 
 
 def leave(code: int) -> NoReturn:
-  """Ends the process as Python does, but for taking the interpreter apart.
+  """Ends the process as Python does, but leaves the interpreter as it is.
 
   Threads of ours and of JAX may be in C++ then. Where Python ends one there, the process aborts: a run that was
   complete would end with 134.
