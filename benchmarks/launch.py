@@ -80,7 +80,9 @@ class Launched:
     found = {}
     for pid in path.read_text().split():
       words = Path(f'/proc/{pid}/cmdline').read_text().split('\0')
-      if 'podrace' in words:
+      if 'podrace.launch.warm' in words:  # as which a learner first starts
+        found[f'train {pid}'] = int(pid)
+      elif 'podrace' in words:
         found[f'{words[words.index("podrace") + 1]} {pid}'] = int(pid)
     return found
 
