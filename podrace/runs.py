@@ -289,6 +289,11 @@ def reason(error: Exception) -> str:
 # --- directories of new runs
 
 
+def name_of(preset: str | None, env: str) -> str:
+  """What a new run's directory is named after: a preset, or an environment without its options."""
+  return preset or env.partition(',')[0].replace(':', '-').replace('/', '-')
+
+
 def new_run_dir(name: str) -> Path:
   """A directory for a new run: runs/NAME-DATE-TIME."""
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')

@@ -109,15 +109,17 @@ def test_a_directory_is_locked_as_long_as_it_is_the_same_one(tmp_path: Path) -> 
 def test_a_process_is_left_without_taking_it_apart() -> None:
   """What was registered is called, threads are waited for, and no object is torn down behind a thread's back."""
   code = """
-import atexit, threading, time
+import atexit, threading
 from podrace.process import leave
 class Last:
   def __del__(self): print('torn down')
 last = Last()
 atexit.register(print, 'registered')
+go = threading.Event()
 def work():
-  time.sleep(0.2); print('worked')
+  go.wait(); sum(range(10_000_000)); print('worked')  # much later than `leave` is called
 threading.Thread(target=work).start()
+go.set()
 leave(3)
 """
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)

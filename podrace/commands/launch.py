@@ -14,17 +14,14 @@ from podrace.config import unknown
 from podrace.errors import UsageError
 from podrace.launch import local
 from podrace.launch.addresses import Addresses
+from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.replica import warmed
 from podrace.program import Program
-from podrace.runs import run_directory
+from podrace.runs import name_of, run_directory
 
-ARRANGEMENTS = ('seed', 'impala', 'apex', 'reanalyse')
 ENGINES = ('local',)
-NOT_OF_TRAIN = {
-  '--listen', '--connect-replay', '--keys', '--insecure', '--peer-timeout', '--announce', '--coordinator',
-  '--num-processes', '--process-id',
-}  # fmt: skip
 OF_TRAIN = ('--no-compile-cache', '--allow-code', '--override', '--sinks', '--quiet')
+SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
 COMMAND = Command(
   'launch',
@@ -34,7 +31,7 @@ COMMAND = Command(
   (
     Option('--as', 'ARRANGEMENT', 'seed: a learner and processes of environments; impala: a queue and acting '
       'processes; apex: a replay service and acting processes; reanalyse: as apex, and processes that search '
-      'again', choices=ARRANGEMENTS),
+      'again', choices=tuple(ARRANGEMENTS)),
     Option('--actors', 'N', 'processes that act, or have environments', 2),
     Option('--shards', 'N', 'of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
@@ -81,7 +78,6 @@ def run(args: list[str]) -> int:
 def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path], Program]]:
   """A name for the run, and its program for a run directory."""
   from podrace import net
-  from podrace.launch import arrangements
 
   net.require()
   config = configuration.configured(preset, options, 'podrace launch')
@@ -89,13 +85,13 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
 
   def make(run_dir: Path) -> Program:
-    asked = arrangements.Asked(
+    asked = Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
       options.whole('--actors'), options.whole('--shards'), options.whole('--reanalysers'),
     )  # fmt: skip
-    return arrangements.ARRANGEMENTS[options.text('--as')](asked)
+    return ARRANGEMENTS[options.text('--as')](asked)
 
-  return preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-'), make
+  return name_of(preset, config.env), make
 
 
 def _show(program: Program, run_dir: Path) -> None:
@@ -113,7 +109,7 @@ def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
   if '--reanalysers' in options and arrangement != 'reanalyse':
     raise UsageError(f'--reanalysers: of --as reanalyse, not of {arrangement}')
   names = {x.partition('=')[0] for x in options.arguments}
-  if given := sorted(names & NOT_OF_TRAIN):
+  if given := sorted(names & SET_HERE):
     raise UsageError(f'{", ".join(given)}: podrace launch sets it itself')
   named = preset or '--agent' in options or '--env' in names
   if not named and run_dir is not None and (run_dir / 'config.json').exists():

@@ -20,7 +20,7 @@ from podrace.errors import UsageError
 from podrace.output import Lasting
 from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
-from podrace.runs import new_run_dir, run_directory
+from podrace.runs import name_of, new_run_dir, run_directory
 
 AGENT = Option(
   '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'
@@ -51,7 +51,7 @@ COMMAND = Train(
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard,wandb or one of them', choices=('tensorboard', 'wandb')),
+    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb or both', choices=('tensorboard', 'wandb')),
     Option('--quiet', '', 'no progress; only warnings and the last words'),
     Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or unix:PATH, see docs/distributed.md'),
     Option('--connect-replay', 'ADDRESSES', 'of --replay service: where `podrace replay` listens, shards '
@@ -88,7 +88,7 @@ def run(args: list[str]) -> int:
 
   sinks = tuple(s for s in options.text('--sinks').split(',') if s)
   quiet = '--quiet' in options
-  name = preset or config.env.partition(',')[0].replace(':', '-').replace('/', '-')
+  name = name_of(preset, config.env)
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # the others take the same
       run_dir = new_run_dir(name)

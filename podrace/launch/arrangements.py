@@ -19,12 +19,8 @@ from podrace.errors import UsageError
 from podrace.hooks import learns_from_replay
 from podrace.program import Node, Program, literal
 
-SHARED = (
-  '--agent',
-  '--env',
-  '--num-envs',
-  '--unroll-length',
-)  # the same for all processes
+# The same for all processes.
+SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')
 OF_ACTING = (
   '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads', '--max-lag',
 )  # fmt: skip
@@ -77,7 +73,7 @@ def some(arguments: tuple[str, ...], names: tuple[str, ...], of_agent: bool = Tr
       name = argument.partition('=')[0].replace('_', '-')
       taken = name in names or (of_agent and name.startswith('--agent.'))
     if taken:
-      found.append(literal(argument) if not of_agent else argument)
+      found.append(argument)
   return found
 
 
@@ -94,7 +90,15 @@ def seed(asked: Asked) -> Program:
     raise UsageError(f'--as seed: {agent_name(config.agent)} learns from replay; add --replay host')
   learner = asked.command('train', '--envs', 'remote', *_listening(asked))
   more = some(asked.arguments, ('--env-deadline', '--quiet'), of_agent=False)
-  envs = ('podrace', 'envs', '--connect', '{learner}', '--env', literal(config.env), *more)
+  envs = (
+    'podrace',
+    'envs',
+    '--connect',
+    '{learner}',
+    '--env',
+    literal(config.env),
+    *map(literal, more),
+  )
   return Program((
     Node('learner', learner, listens=('envs',), main=True),
     Node('envs', (*envs, '--num-envs', str(config.num_envs // asked.actors)), asked.actors),

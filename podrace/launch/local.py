@@ -7,12 +7,11 @@ is started again has the address that it had. A watchdog ends them if this proce
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from podrace import process
 from podrace.errors import UsageError
 from podrace.launch.addresses import Addresses
+from podrace.launch.guard import Guard
 from podrace.launch.replica import LEFT, Process, Replica
 from podrace.launch.watchdog import GRACE
 from podrace.program import Program, is_ready
@@ -30,7 +30,6 @@ from podrace.program import Program, is_ready
 TICK = 0.2  # seconds between looks at announcements, where processes choose their addresses
 PATIENCE = 30.0  # seconds after which it is said that a process waits for an announcement
 BAD_USAGE = 2  # an exit code that would come again
-WATCHDOG = str(Path(__file__).with_name('watchdog.py'))
 
 Say = Callable[[str, str], None]  # of a replica, by name: a line
 Look = Callable[[list[Replica]], None]
@@ -64,7 +63,7 @@ class Local:
     self._selector = selectors.DefaultSelector()
     self._signalled: list[int] = []  # signals that have come
     self._code: int | None = None  # of the program, once it is ending
-    self._others_end = self._all_end = 0.0  # when others are asked to end; when all are killed
+    self._others_end = self._all_end = math.inf  # when others are asked to end; when all are killed
     self._complained: set[str] = set()
     self._began = time.monotonic()
 
@@ -81,16 +80,17 @@ class Local:
       sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
       self._addresses = Addresses(self._program, sockets, self._directory)
       self._addresses.open()
-      self._watchdog = self._start_watchdog(sockets)
-      stack.callback(self._stop_watchdog)
+      self._guard = stack.enter_context(Guard(sockets))
       stack.callback(self._close)
       stack.enter_context(self._signals())
       while self._code is None or any(r.process for r in self._replicas):
         self._heed_signals()
+        self._keep_deadlines()
         self._start_those_due()
         self._look(self._replicas)
         self._wait()
-        self._reap(sockets)
+        self._reap()
+        self._guard.look()
     return self._code
 
   # --- starting -------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class Local:
       self._fails(replica, BAD_USAGE)
       return
     assert replica.process is not None
-    self._tell_watchdog(f'+{replica.process.pid}')
+    self._guard.add(replica.process.pid)
     self._selector.register(replica.output, selectors.EVENT_READ, replica)  # type: ignore[arg-type]
 
   # --- waiting --------------------------------------------------------------------------------------
@@ -127,21 +127,17 @@ class Local:
   def _wait(self) -> None:
     """Until a process says something or ends, a signal comes, or something is due."""
     now = time.monotonic()
-    times = [self._others_end, self._all_end] if self._code is not None else []
     if self._code is None:  # those that are due wait for an announcement
-      times += [r.due if r.due > now else now + TICK for r in self._replicas if r.due is not None]
-    times = [t for t in times if t > now] or ([now] if self._code is not None else [])
-    timeout = min(times) - now if times else None
+      times = [r.due if r.due > now else now + TICK for r in self._replicas if r.due is not None]
+    else:
+      times = [self._others_end, self._all_end]
+    soonest = min(times, default=math.inf)
+    timeout = None if soonest == math.inf else max(0.0, soonest - now)
     for key, _ in self._selector.select(timeout):
       if key.data is None:
         self._wake.recv(4096)
       else:
         self._hear(key.data)
-    if self._code is not None and time.monotonic() >= self._others_end:
-      self._ask_others()
-    if self._code is not None and time.monotonic() >= self._all_end:
-      for replica in self._replicas:
-        replica.signal(signal.SIGKILL)
 
   def _hear(self, replica: Replica) -> bool:
     """Takes some of what a process has written; whether there was some."""
@@ -173,13 +169,14 @@ class Local:
     try:
       replica.write(self._logs, data)
     except OSError as e:
-      if 'log' not in self._complained:
-        self._complained.add('log')
+      if 'a log' not in self._complained:  # which is no name of a replica
+        self._complained.add('a log')
         self._say(replica.name, f'podrace launch: its log cannot be written: {e.strerror or e}')
 
   # --- ending ---------------------------------------------------------------------------------------
 
-  def _reap(self, sockets: Path) -> None:
+  def _reap(self) -> None:
+    """Takes note of processes that have ended."""
     for replica in self._replicas:
       if (code := replica.ended()) is None:
         continue
@@ -188,7 +185,7 @@ class Local:
           break
       self._hear_no_more(replica)
       assert replica.process is not None
-      self._tell_watchdog(f'-{replica.process.pid}')
+      self._guard.remove(replica.process.pid)
       replica.process = None
       if self._code is not None:
         replica.code = code
@@ -200,8 +197,6 @@ class Local:
         replica.code = 0
         if replica is self._main:
           self._end(0)
-    if self._watchdog.poll() is not None:
-      self._watchdog = self._start_watchdog(sockets)
 
   def _fails(self, replica: Replica, code: int) -> None:
     """Decides what follows a failure: a pause, or the end of the program."""
@@ -228,8 +223,18 @@ class Local:
     if self._main.process is None:
       self._ask_others()
 
+  def _keep_deadlines(self) -> None:
+    """Asks and kills those that have not ended in time."""
+    now = time.monotonic()
+    if now >= self._others_end:
+      self._ask_others()
+    if now >= self._all_end:
+      self._all_end = math.inf
+      for replica in self._replicas:
+        replica.signal(signal.SIGKILL)
+
   def _ask_others(self) -> None:
-    self._others_end = self._all_end
+    self._others_end = math.inf
     for replica in self._replicas:
       if replica is not self._main:
         replica.signal(signal.SIGTERM)
@@ -243,25 +248,6 @@ class Local:
       if replica.log is not None:
         replica.log.close()
     self._selector.close()
-
-  # --- the watchdog ---------------------------------------------------------------------------------
-
-  def _start_watchdog(self, sockets: Path) -> subprocess.Popen[str]:
-    running = [str(r.process.pid) for r in self._replicas if r.process is not None]
-    return subprocess.Popen(
-      (sys.executable, '-IS', WATCHDOG, str(sockets), *running), stdin=subprocess.PIPE, text=True,
-      start_new_session=True,
-    )  # fmt: skip
-
-  def _tell_watchdog(self, line: str) -> None:
-    assert self._watchdog.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it is started again
-      self._watchdog.stdin.write(f'{line}\n')
-      self._watchdog.stdin.flush()
-
-  def _stop_watchdog(self) -> None:
-    with contextlib.suppress(BrokenPipeError):
-      self._watchdog.communicate()
 
   # --- signals --------------------------------------------------------------------------------------
 

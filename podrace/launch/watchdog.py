@@ -1,7 +1,8 @@
 """Ends a launcher's processes where the launcher itself could not: `python watchdog.py DIRECTORY PID...`, started by it.
 
-The PIDs are of process groups; it reads `+PID` and `-PID` of those that begin and end. At the end of its input the launcher is gone: groups that
-are left get SIGTERM, and SIGKILL half a minute later, and the directory of sockets is removed. Imports nothing of podrace.
+The PIDs are of process groups; it reads `+PID` and `-PID` of those that begin and end. At the end of its input the
+launcher is gone: groups that are left get SIGTERM, and SIGKILL half a minute later, and the directory of sockets is
+removed. Imports nothing of podrace.
 """
 
 from __future__ import annotations
