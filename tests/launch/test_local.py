@@ -264,7 +264,8 @@ def test_a_terminal_that_is_closed_ends_the_program_in_order(tmp_path: Path) -> 
 
 
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path) -> None:
-  leaves = f'import subprocess, sys; p = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}]); print("left", p.pid)'
+  stays = 'import signal\nsignal.signal(15, signal.SIG_IGN)\nwhile True: signal.pause()'
+  leaves = f'import subprocess, sys; p = subprocess.Popen([sys.executable, "-c", {stays!r}]); print("left", p.pid)'
   with Launched(tmp_path, node('main', leaves, main=True)) as launched:
     assert launched.wait() == 0
     (pid,) = re.findall(r'left (\d+)', launched.output)
@@ -336,3 +337,19 @@ def test_one_that_prints_without_end_keeps_no_one_from_being_heard(tmp_path: Pat
   with Launched(tmp_path, node('main', 'print("heard")', main=True), loud) as launched:
     assert launched.wait() == 0
     assert 'main: heard' in launched.output
+
+
+def test_it_sleeps_while_a_process_without_output_lives(tmp_path: Path) -> None:
+  closes = 'import os, signal; os.close(1); os.close(2); signal.alarm(1); signal.pause()'
+  main = Node('main', (sys.executable, '-c', closes), restart=None, main=True)
+  looks: list[Any] = []
+  assert Local(Program((main,)), tmp_path, lambda name, line: None, looks.append).run() == 142
+  assert 1 < len(looks) < 20
+
+
+def test_a_bar_of_progress_is_shown_as_it_grows(tmp_path: Path) -> None:
+  said: list[str] = []
+  bar = 'import sys; sys.stdout.write("10%\\r20%\\r\\n30%")'
+  main = Node('main', (sys.executable, '-c', bar), main=True)
+  assert Local(Program((main,)), tmp_path, lambda name, line: said.append(line)).run() == 0
+  assert said == ['10%', '20%', '30%']
