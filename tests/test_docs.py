@@ -75,7 +75,7 @@ DOORS = {  # command -> what it calls when it begins its work
   'bench': 'podrace.bench.bench_sebulba',
   'act': 'podrace.distributed.acting.act',
   'reanalyse': 'podrace.distributed.reanalyse.reanalyse',
-  'launch': 'podrace.launch.arrangements.Asked',
+  'launch': 'podrace.commands.launch.Asked',
   'envs': 'podrace.remote.client.run',
   'replay': 'podrace.service.server.run',
   'top': 'podrace.net.top.run',
