@@ -18,7 +18,7 @@ from podrace.errors import UsageError
 
 Announced = Mapping[tuple[str, int], Mapping[str, str]]  # (node, replica) -> name -> address
 
-OWN = ('listen', 'announce', 'dir', 'replica', 'replicas')  # what an engine gives a replica
+OWN = ('listen', 'announce', 'keys', 'dir', 'replica', 'replicas')  # what an engine gives a replica
 NAME = re.compile(
   r'[a-z]([a-z0-9-]{0,38}[a-z0-9])?'
 )  # as DNS has it: Kubernetes makes hosts of them

@@ -38,6 +38,7 @@ class Asked:
   actors: int = 2
   shards: int = 1  # of the replay service
   reanalysers: int = 1
+  keyed: bool = False  # on several machines: what listens, and what connects, has keys
 
   def __post_init__(self) -> None:
     for name in ('actors', 'shards', 'reanalysers'):
@@ -56,6 +57,11 @@ class Asked:
         raise UsageError(f'--as {arrangement} is --{name} {value}, not {given}; leave it out')
     if self.config.seeds > 1:
       raise UsageError(f'--seeds {self.config.seeds}: several seeds are one program, without --as')
+
+  @property
+  def keys(self) -> tuple[str, ...]:
+    """The options of a process that connects or listens."""
+    return ('--keys', '{keys}') if self.keyed else ()
 
   def command(self, name: str, *more: str, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """podrace NAME [PRESET] and the arguments, or `only` some of them and those of the agent; and more."""
@@ -97,6 +103,7 @@ def seed(asked: Asked) -> Program:
     '{learner}',
     '--env',
     literal(config.env),
+    *asked.keys,
     *map(literal, more),
   )
   return Program((
@@ -129,7 +136,7 @@ def reanalyse(asked: Asked) -> Program:
     raise UsageError(
       f'--as reanalyse: {agent_name(asked.config.agent)} has no search; take --agent muzero'
     )
-  at = ('--connect-replay', '{replay:all}', '--params', '{learner}')
+  at = ('--connect-replay', '{replay:all}', '--params', '{learner}', *asked.keys)
   command = asked.command('reanalyse', *at, only=(*SHARED, *OF_ALL))
   return Program(
     (*_over_service('reanalyse', asked), Node('reanalyse', command, asked.reanalysers))
@@ -142,12 +149,12 @@ def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
   replay = (
     'podrace', 'replay', '--listen', '{listen}', '--announce', '{announce}',
     '--dir', '{dir}/replay-{replica}', '--checkpoint-every', '60',
-    *some(asked.arguments, ('--quiet',), of_agent=False),
+    *asked.keys, *some(asked.arguments, ('--quiet',), of_agent=False),
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')
   learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at, *_listening(asked))
   actors = asked.command(
-    'act', *at, '--params', '{learner}', '--share', '{replica}/{replicas}',
+    'act', *at, *asked.keys, '--params', '{learner}', '--share', '{replica}/{replicas}',
     only=(*SHARED, *OF_ACTING, *OF_ALL),
   )  # fmt: skip
   return (
@@ -159,7 +166,7 @@ def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
 
 def _listening(asked: Asked) -> tuple[str, ...]:
   at = ('--listen', '{listen}', '--announce', '{announce}')
-  return (*at, '--run-dir', literal(asked.run_dir))
+  return (*at, *asked.keys, '--run-dir', literal(asked.run_dir))
 
 
 ARRANGEMENTS: dict[str, Callable[[Asked], Program]] = {

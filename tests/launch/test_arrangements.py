@@ -45,6 +45,20 @@ def test_seed(tmp_path: Path) -> None:
   }
 
 
+def test_every_process_has_keys_on_several_machines() -> None:
+  for arrangement, preset in (
+    ('seed', 'pong'),
+    ('apex', 'apex-pong'),
+    ('reanalyse', 'muzero-catch'),
+  ):
+    program = ARRANGEMENTS[arrangement](
+      Asked(podrace.configure(preset), preset, (), 'runs/one', keyed=True)
+    )
+    for node in program.nodes:
+      at = node.command.index('--keys')
+      assert node.command[at + 1] == '{keys}', node
+
+
 def test_acting_processes_are_told_what_they_must_know_and_no_more(tmp_path: Path) -> None:
   arguments = (
     '--agent.learning-rate', '1e-3', '--total-steps', '9', '--num_envs=8', '--agent', 'impala',
