@@ -180,7 +180,40 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P())
 
 
-def join_processes(coordinator: str, num_processes: int, process_id: int) -> None:
+class Place(NamedTuple):
+  """Where a process is among those of a run."""
+
+  coordinator: str  # HOST:PORT, where the first one listens
+  num_processes: int
+  process_id: int
+  local_devices: tuple[int, ...] | None = (
+    None  # GPUs that are this process's; None: all of its machine
+  )
+
+
+def detected_place() -> Place:
+  """The place that a cluster's manager has given this process, as JAX finds it in the environment.
+
+  Raises:
+    ValueError: if there is no such manager, or what it says makes no sense.
+  """
+  # JAX's own detection is within `initialize`, which would listen at all of the machine's addresses.
+  from jax._src.clusters import ClusterEnv
+
+  detect = ClusterEnv.auto_detect_unset_distributed_params
+  try:
+    coordinator, count, number, local = detect(None, None, None, None, None, SILENCE_SECONDS)
+  except (LookupError, ValueError, RuntimeError) as e:
+    raise ValueError(f"--coordinator auto: the cluster's variables make no sense: {e!r}") from e
+  if coordinator is None or count is None or number is None:
+    raise ValueError(
+      '--coordinator auto: this process was started by none of SLURM (srun), Open MPI (mpirun), Kubernetes (with the '
+      'package kubernetes) and Cloud TPU; give HOST:PORT, --num-processes and --process-id'
+    )
+  return Place(coordinator, count, number, None if local is None else tuple(local))
+
+
+def join_processes(place: Place) -> None:
   """Makes this one of several processes of one run (jax.distributed; Gloo on CPU).
 
   The first process listens on exactly the address it was given, nothing wider.
@@ -188,6 +221,7 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
   Raises:
     ValueError: if the numbers don't fit, or the address is not HOST:PORT.
   """
+  coordinator, num_processes, process_id, local_devices = place
   host, _, port = coordinator.rpartition(':')
   if not host or not port.isdigit() or not 0 < int(port) < 2**16:
     raise ValueError(f'--coordinator takes HOST:PORT, not {coordinator!r}')
@@ -203,6 +237,7 @@ def join_processes(coordinator: str, num_processes: int, process_id: int) -> Non
     coordinator,
     num_processes,
     process_id,
+    local_devices,
     coordinator_bind_address=coordinator if process_id == 0 else None,
     heartbeat_timeout_seconds=SILENCE_SECONDS,
     shutdown_timeout_seconds=SILENCE_SECONDS,

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,11 +52,9 @@ cli.main(sys.argv[1:])
 class Process:
   """One process of a run, through the interpreter; it tells the hash of its own parameters."""
 
-  def __init__(self, args: list[str], devices: int, log: Path) -> None:
+  def __init__(self, args: list[str], devices: int, log: Path, **environ: str) -> None:
     self.log = log
-    env = environment(
-      JAX_NUM_CPU_DEVICES=str(devices),
-    )
+    env = environment(JAX_NUM_CPU_DEVICES=str(devices), **environ)
     with log.open('w') as file:
       self.popen = subprocess.Popen(
         [sys.executable, '-c', TELLING, *args], stdout=file, stderr=file, env=env
@@ -135,6 +134,65 @@ def listening(pid: int) -> list[str]:
 
 
 LOOPBACK = {'0100007F', '0000000000000000FFFF00000100007F', '00000000000000000000000001000000'}
+
+
+def slurm(number: int, port: int) -> dict[str, str]:
+  """What srun sets in process `number` of four."""
+  return dict(
+    SLURM_JOB_ID='7', SLURM_STEP_NODELIST='localhost', SLURM_NTASKS='4', SLURM_PROCID=str(number),
+    SLURM_LOCALID=str(number), SLURM_STEP_NUM_NODES='1', JAX_COORDINATOR_PORT=str(port),
+  )  # fmt: skip
+
+
+def open_mpi(number: int, port: int) -> dict[str, str]:
+  """What mpirun sets likewise."""
+  return dict(
+    OMPI_MCA_orte_hnp_uri='28672.0;tcp://127.0.0.1:1', OMPI_COMM_WORLD_SIZE='4',
+    OMPI_COMM_WORLD_RANK=str(number), OMPI_COMM_WORLD_LOCAL_RANK=str(number), JAX_COORDINATOR_PORT=str(port),
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('variables', 'host'), [(slurm, 'localhost'), (open_mpi, '127.0.0.1')], ids=['slurm', 'open mpi']
+)
+def test_a_process_finds_its_place(
+  variables: Any, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  for name, value in variables(2, 1234).items():
+    monkeypatch.setenv(name, value)
+  assert topology.detected_place() == (f'{host}:1234', 4, 2, (2,))
+
+
+def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+  for name, value in slurm(2, 1234).items():
+    monkeypatch.setenv(name, value)
+  monkeypatch.setenv('SLURM_NTASKS', 'four')
+  with pytest.raises(ValueError, match=r'variables make no sense.*four'):
+    topology.detected_place()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('variables', [slurm, open_mpi], ids=['slurm', 'open mpi'])
+def test_four_processes_that_a_cluster_started_are_one_run(tmp_path: Path, variables: Any) -> None:
+  port, run_dir = free_port(), tmp_path / 'run'
+  args = [*ARGS, '--total-steps', '1280', '--run-dir', str(run_dir), '--coordinator', 'auto']
+  four = [
+    Process(args, 1, tmp_path / f'{i}.txt', JAX_PLATFORMS='cpu', **variables(i, port))
+    for i in range(4)
+  ]
+  try:
+    assert [p.wait(2 * DEADLINE) for p in four] == [0] * 4, '\n'.join(p.output for p in four)
+  finally:
+    for process in four:
+      process.popen.kill()
+      process.popen.wait()
+  assert {p.parameters for p in four} == {summary(run_dir)['params_sha256']}
+  alone = Process(
+    [*ARGS, '--total-steps', '1280', '--run-dir', str(tmp_path / 'one')], 4, tmp_path / 'one.txt'
+  )
+  assert alone.wait() == 0, alone.output
+  for one, other in zip(parameters(run_dir)[1], parameters(tmp_path / 'one')[1], strict=True):
+    np.testing.assert_allclose(one, other, **TOLERANCE)
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ from podrace import topology
 with socket.socket() as s:
   s.bind(('127.0.0.1', 0))
   port = s.getsockname()[1]
-topology.join_processes(f'127.0.0.1:{port}', 1, 0)
+topology.join_processes(topology.Place(f'127.0.0.1:{port}', 1, 0))
 os.kill(os.getpid(), signal.SIGTERM)
 print('it goes on')
 """

@@ -60,7 +60,7 @@ COMMAND = Train(
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
     shared.ANNOUNCE,
-    Option('--coordinator', 'HOST:PORT', 'of a run over several processes: the first one listens'),
+    Option('--coordinator', 'HOST:PORT', 'of a run over several processes: the first one listens; or auto'),
     Option('--num-processes', 'N', 'of a run over several processes'),
     Option('--process-id', 'I', 'which of them this is, from 0'),
   ),
@@ -138,12 +138,18 @@ def _join(options: Options) -> None:
   given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
   if not given:
     return
-  if len(given) != 3:
-    raise UsageError('--coordinator, --num-processes and --process-id go together')
-  num_processes, process_id = (options.whole(name) for name in given[1:])
-  from podrace.topology import join_processes
+  from podrace.topology import Place, detected_place, join_processes
 
-  join_processes(options.text('--coordinator'), num_processes, process_id)
+  coordinator = options.text('--coordinator')
+  if coordinator == 'auto':
+    if given[1:]:
+      raise UsageError(f'--coordinator auto finds {" and ".join(given[1:])} itself; leave it out')
+    place = detected_place()
+  elif len(given) == 3:
+    place = Place(coordinator, *(options.whole(name) for name in given[1:]))
+  else:
+    raise UsageError('--coordinator, --num-processes and --process-id go together')
+  join_processes(place)
 
 
 def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> None:
