@@ -87,7 +87,8 @@ def with_resources(program: Program, options: Options) -> Program:
         raise UsageError(f'--{name} takes NODE=N, with one of {known} as NODE, not {given!r}')
       if not text.isdigit():
         raise UsageError(f'--{name} {node}=N takes a whole number, not {text!r}')
-      nodes[node] = dataclasses.replace(nodes[node], **{name: int(text)})
+      changed: dict[str, Any] = {name: int(text)}
+      nodes[node] = dataclasses.replace(nodes[node], **changed)
   return Program(tuple(nodes.values()))
 
 
