@@ -19,6 +19,12 @@ from podrace.program import NAME, Announced, Node, Program, Reference, needs, re
 Make = Callable[[Path], Program]  # the program for a run directory
 SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # a listener's
 PORT = 5555
+CPUS = Option(
+  '--cpus', 'NODE=N', 'beyond this machine: cores of each replica (default 1); may be repeated'
+)
+GPUS = Option(
+  '--gpus', 'NODE=N', 'beyond this machine: of each replica (default 0); may be repeated'
+)
 IMAGE = Option('--image', 'IMAGE', 'of --on kubernetes and skypilot: with podrace in it')
 
 
@@ -85,10 +91,10 @@ def with_resources(program: Program, options: Options) -> Program:
       if node not in nodes:
         known = ', '.join(nodes)
         raise UsageError(f'--{name} takes NODE=N, with one of {known} as NODE, not {given!r}')
-      if not text.isdigit():
+      if not (text.isascii() and text.isdigit()):
         raise UsageError(f'--{name} {node}=N takes a whole number, not {text!r}')
-      changed: dict[str, Any] = {name: int(text)}
-      nodes[node] = dataclasses.replace(nodes[node], **changed)
+      more: dict[str, Any] = {name: int(text)}
+      nodes[node] = dataclasses.replace(nodes[node], **more)
   return Program(tuple(nodes.values()))
 
 

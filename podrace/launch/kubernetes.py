@@ -21,10 +21,12 @@ from podrace.program import Announced, Node, Program, Reference, command, refere
 
 OPTIONS = (
   handing.IMAGE,
-  Option('--volume', 'CLAIM', 'of --on kubernetes: the PersistentVolumeClaim for the run directory'),
-  Option('--cpus', 'NODE=N', 'of --on kubernetes: for each of its pods (default 1); may be repeated'),
-  Option('--gpus', 'NODE=N', 'of --on kubernetes: for each of its pods (default 0); may be repeated'),
-)  # fmt: skip
+  Option(
+    '--volume', 'CLAIM', 'of --on kubernetes: the PersistentVolumeClaim for the run directory'
+  ),
+  handing.CPUS,
+  handing.GPUS,
+)
 GRACE = 60  # seconds in which a pod may save
 RESTARTS = 3  # of the whole set, once pods of a node have failed too often
 USER = 1000
