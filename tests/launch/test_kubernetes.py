@@ -152,6 +152,12 @@ def test_pods_are_what_the_strictest_profile_of_kubernetes_admits(
       }
 
 
+def test_accelerators_are_the_learners(arrangement: dict[str, Any]) -> None:
+  for name, job in jobs(arrangement).items():
+    environ = {x['name']: x.get('value') for x in container(job)['env']}
+    assert environ.get('JAX_PLATFORMS') == (None if name == 'learner' else 'cpu')
+
+
 def test_replicas_know_their_number(capsys: pytest.CaptureFixture[str]) -> None:
   found = jobs(manifest(capsys, 'catch', '--as', 'impala', '--actors', '4'))['act']
   assert found['replicas'] == 4
