@@ -25,6 +25,7 @@ from podrace.commands import (
   keys,
   launch,
   names,
+  plan,
   plot,
   reanalyse,
   replay,
@@ -68,6 +69,7 @@ podrace: reinforcement learning at scale in JAX
   podrace init agent|env|network NAME a file that works, and its test, to start from
   podrace completion bash|zsh|fish    completion of all this in your shell
   podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
+  podrace plan RATES --as A ...       what a run on N machines would make, cost and wait for
 
 `podrace COMMAND --help` says more.
 """
@@ -95,6 +97,7 @@ MODULES = (
   init,
   devices,
   bench,
+  plan,
   completion,
 )
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}

@@ -76,6 +76,7 @@ DOORS = {  # command -> what it calls when it begins its work
   'act': 'podrace.distributed.acting.act',
   'reanalyse': 'podrace.distributed.reanalyse.reanalyse',
   'launch': 'podrace.commands.launch.Asked',
+  'plan': 'podrace.commands.plan.read',
   'envs': 'podrace.remote.client.run',
   'replay': 'podrace.service.server.run',
   'top': 'podrace.net.top.run',

@@ -176,7 +176,10 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
   [
     (('catch',), 'launch needs --as'),
     (('catch', '--as', 'sead'), "unknown arrangement 'sead': did you mean seed?"),
-    (('catch', '--as', 'impala', '--on', 'mars'), "unknown engine 'mars': there are local"),
+    (
+      ('catch', '--as', 'impala', '--on', 'mars'),
+      "unknown engine 'mars': there are kubernetes, local",
+    ),
     (('catch', '--as', 'impala', '--actors', '5'), 'does not divide over --actors 5'),
     (('pong', '--as', 'seed', '--shards', '2'), '--shards: --as seed has no replay service'),
     (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: of --as reanalyse'),
