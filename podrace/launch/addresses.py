@@ -1,4 +1,4 @@
-"""Where the processes of a program listen on this machine, and their commands with that in them."""
+"""Where the processes of a program listen, and their commands with that in them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from podrace.errors import UsageError
 from podrace.net import announce
-from podrace.program import Node, Program, Reference, command, references
+from podrace.program import Announced, Node, Program, Reference, command, references
 
 LONGEST = 100  # bytes of a Unix socket's path; some systems have no room for more
+
+
+class Places(Protocol):
+  """Where replicas listen, as a supervisor knows it."""
+
+  def known(self) -> Announced:
+    """The addresses that are known now."""
+
+  def forget(self, node: Node, number: int) -> None:
+    """Removes what a process announced before it starts again."""
+
+  def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
+    """The words of a replica's command, all of whose references are known."""
 
 
 class Addresses:
@@ -22,8 +36,8 @@ class Addresses:
     self._program, self._sockets, self._directory = program, sockets, directory
     self._announced_in = sockets / 'announced'
 
-  def open(self) -> None:
-    """Makes what is needed within the directory of sockets.
+  def open(self) -> Addresses:
+    """Itself, with what is needed within the directory of sockets.
 
     Raises:
       UsageError: if its path is too long.
@@ -34,6 +48,7 @@ class Addresses:
         f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, such as /tmp'
       )
     self._announced_in.mkdir(mode=0o700)
+    return self
 
   def known(self) -> dict[tuple[str, int], Mapping[str, str]]:
     """The addresses that are known: those that are given, and those that processes have announced."""
@@ -51,9 +66,7 @@ class Addresses:
     with contextlib.suppress(FileNotFoundError):
       self._file(node, number).unlink()
 
-  def command(
-    self, node: Node, i: int, known: Mapping[tuple[str, int], Mapping[str, str]]
-  ) -> tuple[str, ...]:
+  def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
     """The words of a replica's command, all of whose references are known."""
     own = dict(
       listen=self._address(node, i), announce=str(self._file(node, i)), dir=str(self._directory),
