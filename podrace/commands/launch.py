@@ -12,14 +12,15 @@ from podrace.commands.train import AGENT
 from podrace.commands.train import COMMAND as TRAIN
 from podrace.config import unknown
 from podrace.errors import UsageError
-from podrace.launch import local
+from podrace.launch import local, slurm
 from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.replica import warmed
 from podrace.program import Program
 from podrace.runs import name_of, run_directory
 
-ENGINES = ('local',)
+ENGINES = {'slurm': slurm.launch}  # besides local
+OF_ENGINES = {'local': (), 'slurm': slurm.OPTIONS}
 OF_TRAIN = ('--no-compile-cache', '--allow-code', '--override', '--sinks', '--quiet')
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
@@ -35,10 +36,11 @@ COMMAND = Command(
     Option('--actors', 'N', 'processes that act, or have environments', 2),
     Option('--shards', 'N', 'of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
-    Option('--on', 'ENGINE', 'local: processes on this machine', 'local', choices=ENGINES),
+    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job', 'local', choices=tuple(OF_ENGINES)),
     Option('--run-dir', 'DIR', 'where the run is kept, with logs/ of all processes; started again with the same '
       'one, it resumes'),
-    Option('--dry-run', '', 'only prints the commands'),
+    Option('--dry-run', '', 'only prints the commands, or what an engine would be given'),
+    *dict.fromkeys(o for options in OF_ENGINES.values() for o in options),
     AGENT,
     *(o for o in TRAIN.options if o.name in OF_TRAIN),
   ),
@@ -56,7 +58,7 @@ def run(args: list[str]) -> int:
   preset = configuration.take_preset(args)
   options = Options(args, COMMAND)
   options.needed('--as')
-  for name, what, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', ENGINES)):
+  for name, what, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', OF_ENGINES)):
     if options.text(name) not in known:
       raise unknown(what, options.text(name), known)
   given = options.path('--run-dir')
@@ -64,6 +66,8 @@ def run(args: list[str]) -> int:
   environ = dict(os.environ)
   # Nothing is computed here: accelerators are the learner's.
   os.environ['JAX_PLATFORMS'] = 'cpu'
+  if engine := ENGINES.get(options.text('--on')):
+    return engine(_program(preset, options)[1], options)
   if '--dry-run' in options:
     name, make = _program(preset, options)
     _show(make(given or Path('runs') / name), given or Path('runs') / name)
@@ -88,6 +92,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
     asked = Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
       options.whole('--actors'), options.whole('--shards'), options.whole('--reanalysers'),
+      keyed=options.text('--on') in ENGINES,
     )  # fmt: skip
     return ARRANGEMENTS[options.text('--as')](asked)
 
@@ -108,6 +113,12 @@ def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
     raise UsageError('--shards: --as seed has no replay service')
   if '--reanalysers' in options and arrangement != 'reanalyse':
     raise UsageError(f'--reanalysers: of --as reanalyse, not of {arrangement}')
+  here = {o.name for o in OF_ENGINES[options.text('--on')]}
+  elsewhere = {o.name for known in OF_ENGINES.values() for o in known} - here
+  if wrong := sorted(elsewhere & set(options.names)):
+    raise UsageError(
+      f'{", ".join(wrong)}: not of --on {options.text("--on")}; see podrace launch --help'
+    )
   names = {x.partition('=')[0] for x in options.arguments}
   if given := sorted(names & SET_HERE):
     raise UsageError(f'{", ".join(given)}: podrace launch sets it itself')

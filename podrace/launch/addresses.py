@@ -90,3 +90,57 @@ class Addresses:
 
   def _file(self, node: Node, number: int) -> Path:
     return self._announced_in / f'{node.name}-{number}'
+
+
+class Announcements:
+  """Files in which processes on several machines announce their addresses; others read them for each connection.
+
+  Args:
+    announced: a directory that all machines see, or of which each has a copy.
+    keys: likewise; what listens has keys.
+
+  Raises:
+    UsageError: for a path that can't be in an address, or a node that listens and does not announce.
+  """
+
+  def __init__(self, program: Program, announced: Path, keys: Path, directory: Path) -> None:
+    if any(c.isspace() or c == ',' for c in str(announced)):
+      raise UsageError(
+        f'{announced.parent}: on several machines its path is in addresses, so it has no spaces and commas; '
+        'give another one'
+      )
+    for node in program.nodes:
+      if node.listens and Reference('announce') not in references(node):
+        raise UsageError(
+          f'node {node.name}: on several machines what listens must announce it; add --announce {{announce}}'
+        )
+    self._program, self._announced = program, announced
+    self._own = dict(listen='tcp://0.0.0.0:0', keys=str(keys), dir=str(directory))
+
+  def open(self) -> Announcements:
+    """Itself, with an empty directory for announcements."""
+    self._announced.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for file in self._announced.iterdir():
+      file.unlink()
+    return self
+
+  def known(self) -> Announced:
+    """All of them: who connects reads what is announced by then."""
+    return {
+      (node.name, i): {x: f'announced:{self.file(node, i)}#{x}' for x in node.listens}
+      for node in self._program.nodes
+      for i in range(node.replicas)
+    }
+
+  def forget(self, node: Node, number: int) -> None:
+    """Removes what a process announced before it starts again."""
+    self.file(node, number).unlink(missing_ok=True)
+
+  def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
+    """The words of a replica's command."""
+    own = dict(announce=str(self.file(node, i)), replica=str(i), replicas=str(node.replicas))
+    return command(self._program, node, known, self._own | own)
+
+  def file(self, node: Node, number: int) -> Path:
+    """Of a replica's announcement."""
+    return self._announced / f'{node.name}-{number}'
