@@ -14,7 +14,8 @@ from test_net_keys import Nobody
 
 from podrace import service
 from podrace.errors import UsageError
-from podrace.net import address, announce, keys
+from podrace.net import address as net_address
+from podrace.net import announce, keys
 from podrace.net.address import host_and_port
 from podrace.net.announce import Announcement
 from podrace.net.keys import SecurityError
@@ -85,17 +86,17 @@ def test_what_is_announced_must_be_a_place(tmp_path: Path, there: str) -> None:
   file = tmp_path / 'at.json'
   Announcement(file, 'it').make(there)
   with pytest.raises(OSError, match=f'announces {there!r}, no tcp://HOST'.replace('*', r'\*')):
-    address.connect(f'announced:{file}#it', 1.0)
+    net_address.connect(f'announced:{file}#it', 1.0)
 
 
 def test_an_announced_address_needs_keys_and_is_for_clients(tmp_path: Path) -> None:
   for one in ('announced:/a/b#it', 'announced:/a#b#it'):
-    address.check_address(one, tmp_path, False, '--connect')
+    net_address.check_address(one, tmp_path, False, '--connect')
     with pytest.raises(SecurityError, match='so it needs keys'):
-      address.check_address(one, None, False, '--connect')
+      net_address.check_address(one, None, False, '--connect')
     with pytest.raises(SecurityError, match=r'--listen takes tcp://HOST:PORT or unix:PATH'):
-      address.check_address(one, tmp_path, False, '--listen', listens=True)
+      net_address.check_address(one, tmp_path, False, '--listen', listens=True)
   for none in ('announced:', 'announced:/a', 'announced:#it', 'announced:/a#', 'announced:/a b#it'):
     with pytest.raises(SecurityError, match=r'or announced:FILE#NAME, not'):
-      address.check_address(none, tmp_path, False, '--connect')
-  assert address.announced_at('announced:/a#b#it') == (Path('/a#b'), 'it')
+      net_address.check_address(none, tmp_path, False, '--connect')
+  assert net_address.announced_at('announced:/a#b#it') == (Path('/a#b'), 'it')
