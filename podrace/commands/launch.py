@@ -12,15 +12,15 @@ from podrace.commands.train import AGENT
 from podrace.commands.train import COMMAND as TRAIN
 from podrace.config import unknown
 from podrace.errors import UsageError
-from podrace.launch import local, slurm
+from podrace.launch import local, ray, slurm
 from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.replica import warmed
 from podrace.program import Program
 from podrace.runs import name_of, run_directory
 
-ENGINES = {'slurm': slurm.launch}  # besides local
-OF_ENGINES = {'local': (), 'slurm': slurm.OPTIONS}
+ENGINES = {'slurm': slurm.launch, 'ray': ray.launch}  # besides local
+OF_ENGINES = {'local': (), 'slurm': slurm.OPTIONS, 'ray': ray.OPTIONS}
 OF_TRAIN = ('--no-compile-cache', '--allow-code', '--override', '--sinks', '--quiet')
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
@@ -36,7 +36,7 @@ COMMAND = Command(
     Option('--actors', 'N', 'processes that act, or have environments', 2),
     Option('--shards', 'N', 'of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
-    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job', 'local', choices=tuple(OF_ENGINES)),
+    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster', 'local', choices=tuple(OF_ENGINES)),
     Option('--run-dir', 'DIR', 'where the run is kept, with logs/ of all processes; started again with the same '
       'one, it resumes'),
     Option('--dry-run', '', 'only prints the commands, or what an engine would be given'),

@@ -1,0 +1,117 @@
+"""A replica on another machine, kept by pipes: `python -m podrace.launch.keeper FD`, started by an engine there.
+
+Each line of standard input is a JSON object: the fields of `Asked` first, then any of
+
+    {"files": {NAME: TEXT}}    files that have come or changed, in a directory of this user's alone
+    {"signal": N}              for the replica and the processes of its session
+
+The replica's output is the keeper's, and so is its exit code. To FD the keeper writes what the replica announces. When
+its input ends, so does the replica. If the keeper is killed, a watchdog ends the replica and removes the directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from podrace.files import write_whole
+from podrace.launch.guard import Guard
+from podrace.launch.replica import runnable
+from podrace.launch.watchdog import GRACE, signal_all
+from podrace.worker import Worker
+
+TICK = 0.1  # seconds between looks for an announcement
+NOT_THERE = 2  # the exit code where there is no such program: bad usage
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """What there is to run."""
+
+  words: list[str]
+  environ: dict[str, str]  # besides the machine's own
+  directory: str  # in which it runs, if this machine has it
+  private: str  # stands in `words` for the directory of files
+  announces: str  # its announcement among the files; '' for none
+  files: dict[str, str]  # that are there from the beginning
+
+
+def main(report: int) -> int:
+  """Runs one replica; its exit code, as a shell has it."""
+  if not (line := sys.stdin.readline()):
+    return 0  # nobody wants one any more
+  asked = Asked(**json.loads(line))
+  with contextlib.ExitStack() as stack:
+    private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
+    guard = stack.enter_context(Guard(private))
+    write(private, asked.files)
+    try:
+      process = start(asked, private)
+    except OSError as e:
+      print(f'{asked.words[0]} cannot be started: {e.strerror}', flush=True)
+      return NOT_THERE
+    guard.add(process.pid)
+    Worker('input', lambda: obey(sys.stdin, private, process.pid))
+    code = until_ended(process, private / asked.announces if asked.announces else None, report)
+    signal_all({process.pid}, signal.SIGKILL)  # what it has left
+    guard.remove(process.pid)
+  return code if code >= 0 else 128 - code
+
+
+def start(asked: Asked, private: Path) -> subprocess.Popen[bytes]:
+  """The replica, in a session of its own."""
+  words = [x.replace(asked.private, str(private)) for x in runnable(tuple(asked.words))]
+  there = os.path.isdir(asked.directory)
+  return subprocess.Popen(
+    words, env={**os.environ, **asked.environ}, cwd=asked.directory if there else None,
+    stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True,
+  )  # fmt: skip
+
+
+def write(private: Path, files: Mapping[str, str]) -> None:
+  """Writes files that only this user can read."""
+  before = os.umask(0o077)
+  try:
+    for name, text in files.items():
+      (private / name).parent.mkdir(exist_ok=True)
+      write_whole(private / name, text)
+  finally:
+    os.umask(before)
+
+
+def obey(lines: Iterable[str], private: Path, pid: int) -> None:
+  """Does what the engine says; at the end of its words, or if they are none, the replica has to end."""
+  try:
+    for line in lines:
+      given = json.loads(line)
+      write(private, given.get('files', {}))
+      if 'signal' in given:
+        signal_all({pid}, given['signal'])
+  finally:
+    signal_all({pid}, signal.SIGTERM)
+    time.sleep(GRACE)  # the process ends meanwhile, and this thread with it
+    signal_all({pid}, signal.SIGKILL)
+
+
+def until_ended(process: subprocess.Popen[bytes], announcement: Path | None, report: int) -> int:
+  """Waits for its end, and reports its announcement; the exit code."""
+  while announcement is not None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      return process.wait(TICK)
+    if announcement.exists():
+      os.write(report, announcement.read_bytes())
+      break
+  return process.wait()
+
+
+if __name__ == '__main__':
+  sys.exit(main(int(sys.argv[1])))
