@@ -53,6 +53,7 @@ def main(report: int) -> int:
   with contextlib.ExitStack() as stack:
     private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
     guard = stack.enter_context(Guard(private))
+    (private / asked.announces).parent.mkdir(exist_ok=True)
     write(private, asked.files)
     try:
       process = start(asked, private)
