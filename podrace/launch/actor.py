@@ -21,6 +21,7 @@ from podrace.worker import Worker
 
 ROOM = 600.0  # seconds in which the cluster must have room
 DEAF = 10.0  # seconds that an actor has to end its replica after SIGKILL
+HOST = 'PODRACE-HOST'  # in commands: the machine's address
 TICK = 1.0  # seconds between looks at the clock
 
 STARTED, SAID, ANNOUNCED, ENDED = 'started', 'said', 'announced', 'ended'
@@ -28,16 +29,20 @@ Event = tuple[str, Any]  # and bytes of output, a text of JSON, or an exit code
 
 
 class Runner:
-  """Keeps a replica on the actor's machine, in a process of its own, which ends when the actor does."""
+  """Keeps a replica on the actor's machine, in a process of its own, which ends when the actor does.
 
-  def __init__(self, asked: str) -> None:
+  Args:
+    asked: `Asked`, as JSON; HOST in it stands for what `host` gives.
+  """
+
+  def __init__(self, asked: str, host: Callable[[], str]) -> None:
     self._reports, report = os.pipe()
     self._keeper = subprocess.Popen(
       (sys.executable, '-P', '-m', 'podrace.launch.keeper', str(report)), pass_fds=(report,),
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     os.close(report)
-    self.tell(asked)
+    self.tell(asked.replace(HOST, host()))
 
   def tell(self, line: str) -> None:
     """A line for the keeper."""

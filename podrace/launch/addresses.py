@@ -98,12 +98,20 @@ class Announcements:
   Args:
     announced: a directory that all machines see, or of which each has a copy.
     keys: likewise; what listens has keys.
+    listen: where; the port is chosen there.
 
   Raises:
     UsageError: for a path that can't be in an address, or a node that listens and does not announce.
   """
 
-  def __init__(self, program: Program, announced: Path, keys: Path, directory: Path) -> None:
+  def __init__(
+    self,
+    program: Program,
+    announced: Path,
+    keys: Path,
+    directory: Path,
+    listen: str = 'tcp://0.0.0.0:0',
+  ) -> None:
     if any(c.isspace() or c == ',' for c in str(announced)):
       raise UsageError(
         f'{announced.parent}: on several machines its path is in addresses, so it has no spaces and commas; '
@@ -115,7 +123,7 @@ class Announcements:
           f'node {node.name}: on several machines what listens must announce it; add --announce {{announce}}'
         )
     self._program, self._announced = program, announced
-    self._own = dict(listen='tcp://0.0.0.0:0', keys=str(keys), dir=str(directory))
+    self._own = dict(listen=listen, keys=str(keys), dir=str(directory))
 
   def open(self) -> Announcements:
     """Itself, with an empty directory for announcements."""

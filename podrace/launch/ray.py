@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from podrace import process
 from podrace.commands.options import Options
 from podrace.errors import RunError, UsageError
-from podrace.launch.actor import ROOM, Placed, Runner
+from podrace.launch.actor import HOST, ROOM, Placed, Runner
 from podrace.launch.addresses import Announcements
 from podrace.launch.handing import CPUS, GPUS, Make, with_resources
 from podrace.launch.keeper import Asked
@@ -29,7 +30,7 @@ from podrace.program import Node, Program
 
 OPTIONS = (CPUS, GPUS)
 REMIND = 30.0  # seconds between words about room that there is not
-PRIVATE = '/PODRACE-PRIVATE'  # stands in commands for a directory that each replica has on its machine
+PRIVATE = '/PODRACE-PRIVATE'  # in commands: a directory that each replica has on its machine
 
 
 def launch(make: Make, options: Options) -> int:
@@ -67,8 +68,12 @@ def show(program: Program, directory: Path) -> None:
 
 
 def places(program: Program, directory: Path) -> Announcements:
-  """Where replicas find each other: each machine has copies of the announcements."""
-  return Announcements(program, Path(PRIVATE, 'announced'), Path(PRIVATE, 'keys'), directory)
+  """Where replicas find each other: each machine has copies of the announcements.
+
+  Addresses have the number of a host: Ray goes without names, so machines need not know each other's.
+  """
+  at = f'tcp://{HOST}:0'
+  return Announcements(program, Path(PRIVATE, 'announced'), Path(PRIVATE, 'keys'), directory, at)
 
 
 # --- the cluster ------------------------------------------------------------------------------------
@@ -96,7 +101,8 @@ def cluster() -> Iterator[None]:
       'there is no Ray cluster here: start one with `ray start --head`, or set RAY_ADDRESS'
     ) from None
   try:
-    yield
+    with process.on_signals(process.end_at_once):  # ray.init has handlers of its own
+      yield
   finally:
     ray.shutdown()
 
@@ -104,7 +110,7 @@ def cluster() -> Iterator[None]:
 def bundle(node: Node) -> dict[str, float]:
   """What a replica needs, as Ray counts it; a bundle can't be empty."""
   gpus = {'GPU': float(node.gpus)} if node.gpus else {}
-  return {'CPU': max(node.cpus, 0.001), **gpus}
+  return {'CPU': max(float(node.cpus), 0.001), **gpus}
 
 
 @contextlib.contextmanager
@@ -119,18 +125,17 @@ def room(program: Program) -> Iterator[Any]:
 
   bundles = [bundle(n) for n in program.nodes for _ in range(n.replicas)]
   group = placement_group(bundles, strategy='PACK', name='podrace')
-  end = time.monotonic() + ROOM
+  needs = ', '.join(f'{sum(b.get(x, 0.0) for b in bundles):g} {x}' for x in ('CPU', 'GPU'))
+  began = said = time.monotonic()
   try:
-    while not group.wait(min(REMIND, max(end - time.monotonic(), 0.0))):
-      needs = f'{sum(b["CPU"] for b in bundles):g} CPUs and {sum(b.get("GPU", 0) for b in bundles):g} GPUs'
-      has = ', '.join(
-        f'{v:g} {k}' for k, v in ray.available_resources().items() if k in ('CPU', 'GPU')
-      )
-      if time.monotonic() >= end:
-        raise RunError(
-          f'the cluster has had no room for {needs} in {ROOM:.0f} s; free: {has or "none"}'
-        )
-      print(f'podrace launch: waiting for room for {needs}; free: {has or "none"}', flush=True)
+    while not group.wait(1.0):  # so that signals are heeded
+      now, free = time.monotonic(), ray.available_resources()
+      has = ', '.join(f'{free.get(x, 0.0):g} {x}' for x in ('CPU', 'GPU'))
+      if now - began > ROOM:
+        raise RunError(f'the cluster has had no room for {needs} in {ROOM:.0f} s; free: {has}')
+      if now - said > REMIND or said == began:
+        print(f'podrace launch: waiting for room for {needs}; free: {has}', flush=True)
+        said = now
     yield group
   finally:
     remove_placement_group(group)
@@ -180,7 +185,7 @@ class Actors:
       scheduling_strategy=PlacementGroupSchedulingStrategy(
         self._group, placement_group_bundle_index=self._bundles[node.name, number]
       ),
-    ).remote(asked)  # fmt: skip
+    ).remote(asked, ray.util.get_node_ip_address)  # fmt: skip
 
   def _announced(self, file: str, text: str) -> None:
     with self._lock:

@@ -28,7 +28,8 @@ class Kept:
   def __init__(self, code: str, *arguments: str, **more: Any) -> None:
     words = [sys.executable, '-uc', code, *arguments]
     asked = Asked(words, {'HAS': 'it'}, '/', '/PRIVATE', '', {})
-    self.runner = Runner(json.dumps(dataclasses.asdict(dataclasses.replace(asked, **more))))
+    text = json.dumps(dataclasses.asdict(dataclasses.replace(asked, **more)))
+    self.runner = Runner(text, lambda: '10.0.0.7')
     self.process = self.runner._keeper
     self.events: Iterator[Event] = self.runner.events()
     self.output = ''
@@ -79,10 +80,10 @@ def kept(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
 
 
 def test_what_it_says_and_its_exit_code_are_passed_on(kept: Any) -> None:
-  code = 'import os, sys; print(os.getcwd(), os.environ["HAS"]); print("oh", file=sys.stderr); sys.exit(3)'
-  one = kept(code)
+  code = 'import os, sys; print(os.getcwd(), os.environ["HAS"], sys.argv[1]); print("oh", file=sys.stderr); sys.exit(3)'
+  one = kept(code, 'tcp://PODRACE-HOST:0')
   assert one.end() == 3
-  assert one.output == '/ it\noh\n'
+  assert one.output == '/ it tcp://10.0.0.7:0\noh\n'
   two = kept('import os, signal; os.kill(os.getpid(), signal.SIGKILL)', directory='/not/there')
   assert two.end() == 137
 
