@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -20,8 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 from podrace.files import write_whole
 from podrace.launch.guard import Guard
@@ -43,6 +45,7 @@ class Asked:
   private: str  # stands in `words` for the directory of files
   announces: str  # its announcement among the files; '' for none
   files: dict[str, str]  # that are there from the beginning
+  lock: str  # a file that one replica has at a time; where its directory is not, nobody needs it
 
 
 def main(report: int) -> int:
@@ -53,10 +56,13 @@ def main(report: int) -> int:
   with contextlib.ExitStack() as stack:
     private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
     guard = stack.enter_context(Guard(private))
+    lock = stack.enter_context(locked(Path(asked.lock)))
+    if lock is None:
+      return 1
     (private / asked.announces).parent.mkdir(exist_ok=True)
     write(private, asked.files)
     try:
-      process = start(asked, private)
+      process = start(asked, private, lock)
     except OSError as e:
       print(f'{asked.words[0]} cannot be started: {e.strerror}', flush=True)
       return NOT_THERE
@@ -68,13 +74,46 @@ def main(report: int) -> int:
   return code if code >= 0 else 128 - code
 
 
-def start(asked: Asked, private: Path) -> subprocess.Popen[bytes]:
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[tuple[int, ...] | None]:
+  """Descriptors of a file that nobody else has; None if another process has kept it for too long.
+
+  A replica whose keeper was killed, or whose machine was cut off, may save yet. It has the file until it has ended.
+  """
+  if not path.parent.is_dir():
+    yield ()
+    return
+  with path.open('a') as file:
+    end = time.monotonic() + 2 * GRACE
+    said = False
+    while not lock(file):
+      if time.monotonic() > end:
+        print(f'podrace launch: the one before has not ended in {2 * GRACE:.0f} s', flush=True)
+        yield None
+        return
+      if not said:
+        print('podrace launch: waits for the end of the one before', flush=True)
+        said = True
+      time.sleep(TICK)
+    yield (file.fileno(),)
+
+
+def lock(file: IO[str]) -> bool:
+  """Whether nobody else has the file."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  return True
+
+
+def start(asked: Asked, private: Path, lock: tuple[int, ...]) -> subprocess.Popen[bytes]:
   """The replica, in a session of its own."""
   words = [x.replace(asked.private, str(private)) for x in runnable(tuple(asked.words))]
   there = os.path.isdir(asked.directory)
   return subprocess.Popen(
     words, env={**os.environ, **asked.environ}, cwd=asked.directory if there else None,
-    stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True,
+    stdin=subprocess.DEVNULL, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=lock,
   )  # fmt: skip
 
 

@@ -169,7 +169,8 @@ class Actors:
     announces = f'announced/{node.name}-{number}' if node.listens else ''
     with self._lock:
       asked = Asked(
-        list(words), settings(node), os.getcwd(), PRIVATE, announces, dict(self._files)
+        list(words), settings(node), os.getcwd(), PRIVATE, announces, dict(self._files),
+        str(self._directory / 'logs' / f'{node.names[number]}.lock'),
       )  # fmt: skip
       make = lambda text: self._actor(node, number, text)  # noqa: E731
       placed = Placed(asked, make, self._announced, self._ended)

@@ -16,6 +16,7 @@ import pytest
 from children import alive, environment, until
 from test_local import SAVES, STUBBORN, WAITS
 
+from podrace.launch import keeper
 from podrace.launch.actor import Event, Runner
 from podrace.launch.keeper import Asked
 
@@ -27,7 +28,7 @@ class Kept:
 
   def __init__(self, code: str, *arguments: str, **more: Any) -> None:
     words = [sys.executable, '-uc', code, *arguments]
-    asked = Asked(words, {'HAS': 'it'}, '/', '/PRIVATE', '', {})
+    asked = Asked(words, {'HAS': 'it'}, '/', '/PRIVATE', '', {}, '/not/there')
     text = json.dumps(dataclasses.asdict(dataclasses.replace(asked, **more)))
     self.runner = Runner(text, lambda: '10.0.0.7')
     self.process = self.runner._keeper
@@ -148,6 +149,34 @@ def test_a_replica_does_not_outlive_a_keeper_that_is_killed(kept: Any, tmp_path:
   assert 'saved' in one.says('saved')
   until(lambda: not list(tmp_path.iterdir()))
   assert one.end() == 137
+
+
+def test_one_waits_for_the_end_of_the_one_before(kept: Any, tmp_path: Path) -> None:
+  go = tmp_path / 'go'
+  os.mkfifo(go)
+  saves = f'open({str(go)!r}).read(); open("saved", "w"); sys.exit(0)'
+  slow = f'import signal, sys\ndef save(*_): {saves}\nsignal.signal(15, save); print("up")\nsignal.pause()'
+  there = dict(directory=str(tmp_path), lock=str(tmp_path / 'lock'))
+  one = kept(slow, **there)
+  one.says('up')
+  one.process.kill()
+  two = kept('import os; print(os.path.exists("saved"))', **there)
+  two.says('waits for the end of the one before')
+  go.write_text('')
+  assert two.end() == 0
+  assert two.output.endswith('True\n')
+  for file in (go, tmp_path / 'saved', tmp_path / 'lock'):
+    file.unlink()
+
+
+def test_one_that_waits_for_too_long_is_started_again_later(
+  monkeypatch: Any, tmp_path: Path
+) -> None:
+  monkeypatch.setattr(keeper, 'GRACE', 0.0)
+  with keeper.locked(tmp_path / 'lock') as one, keeper.locked(tmp_path / 'lock') as two:
+    assert one and two is None
+  with keeper.locked(tmp_path / 'not' / 'there') as none:
+    assert none == ()
 
 
 def test_what_it_leaves_behind_ends_with_it(kept: Any) -> None:
