@@ -1,12 +1,14 @@
 """`podrace launch`: what kills of its processes cost, and the time until the first update.
 
-    python benchmarks/launch.py kills [--kills 50]
+    python benchmarks/launch.py kills [--kills 50] [--on ray]
     python benchmarks/launch.py first [--repeats 5]
 
 `kills` ends a random process of a program with SIGKILL, again and again, 5 to 25 s after the one before: of SEED RL
 (IMPALA on Gymnasium's CartPole, two processes of environments) and of IMPALA with a queue (Catch, two acting
 processes). Time lost is from a kill until the run has come further than it was. A program that is complete is followed
-by another one, until there were so many kills. After each no process may be left, and the run must be whole.
+by another one, until there were so many kills. After each no process may be left, and the run must be whole. With
+`--on ray` (pip install 'podrace[ray]') programs are on a cluster of four nodes on this machine, and the actors that
+keep processes are killed as well.
 
 `first` takes turns: `podrace train` with environments on the host, and `podrace launch --as seed` with the same, each
 from its start to the first line of metrics.jsonl. Programs are compiled before.
@@ -17,6 +19,7 @@ Writes benchmarks/results/launch.json; the case that is not run keeps what the f
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,6 +30,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,8 @@ PROGRAMS = {
   'seed': (*CARTPOLE, '--as', 'seed', '--total-steps', '600000', *OFTEN),
   'impala': ('catch', '--as', 'impala', '--total-steps', '1500000', '--log-every', '2048', '--checkpoint-every', '50000'),
 }  # fmt: skip
+MARK = uuid.uuid4().hex  # in the environment of all that is started here
+KEEPER = 'podrace.launch.keeper'
 PODRACE = (sys.executable, '-m', 'podrace')
 WAITED = 120.0  # seconds for a run to go on, at most
 
@@ -49,12 +55,11 @@ class Launched:
 
   def __init__(self, *command: str) -> None:
     self.run_dir = Path(tempfile.mkdtemp(prefix='podrace-bench-')) / 'run'
-    self.mark = uuid.uuid4().hex
     self.output = (self.run_dir.parent / 'said.txt').open('wb')
     self.began = time.perf_counter()
     self.process = subprocess.Popen(
       (*PODRACE, *command, '--run-dir', str(self.run_dir)), stdout=self.output, stderr=self.output,
-      cwd=common.ROOT, env={**os.environ, 'PYTHONPATH': common.PATH, 'PODRACE_BENCHMARK': self.mark},
+      cwd=common.ROOT, env=os.environ,
     )  # fmt: skip
 
   @property
@@ -75,35 +80,72 @@ class Launched:
     return time.perf_counter() - began
 
   def nodes(self) -> dict[str, int]:
-    """pid by a node's kind and pid."""
-    path = Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children')
+    """pid by a process's kind and pid: of those that the launcher, or an actor of Ray, has started."""
     found = {}
-    for pid in path.read_text().split():
-      words = Path(f'/proc/{pid}/cmdline').read_text().split('\0')
-      if 'podrace.launch.warm' in words:  # as which a learner first starts
-        found[f'train {pid}'] = int(pid)
-      elif 'podrace' in words:
-        found[f'{words[words.index("podrace") + 1]} {pid}'] = int(pid)
+    for pid in self.left():
+      words, parent = words_of(pid), parent_of(pid)
+      if KEEPER in words:
+        found[f'actor {pid}'] = parent
+      elif parent == self.process.pid or KEEPER in words_of(parent):
+        if 'podrace.launch.warm' in words:  # as which a learner first starts
+          found[f'train {pid}'] = pid
+        elif 'podrace' in words:
+          found[f'{words[words.index("podrace") + 1]} {pid}'] = pid
     return found
 
   def left(self) -> list[int]:
-    """Pids of processes that were started by it and still are."""
+    """Pids of processes that were started for it and still are; those of Ray itself do not count."""
     found = []
     for path in Path('/proc').glob('[0-9]*/environ'):
-      try:
-        if self.mark.encode() in path.read_bytes():
-          found.append(int(path.parent.name))
-      except OSError:
-        continue
+      pid = int(path.parent.name)
+      with contextlib.suppress(OSError):
+        marked = f'PODRACE_BENCHMARK={MARK}'.encode() in path.read_bytes()
+        if marked and not any('ray::' in x or '/ray/' in x for x in words_of(pid)):
+          found.append(pid)
     return [pid for pid in found if pid != self.process.pid]
 
 
-def killed(name: str, kills: int, rng: random.Random) -> dict[str, Any]:
+def words_of(pid: int) -> list[str]:
+  """The command of a process; empty if there is none."""
+  with contextlib.suppress(OSError):
+    return Path(f'/proc/{pid}/cmdline').read_text().split('\0')
+  return []
+
+
+def parent_of(pid: int) -> int:
+  """The pid of the process that has started it; 0 if there is none."""
+  with contextlib.suppress(OSError):
+    return int(Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[1])
+  return 0
+
+
+@contextlib.contextmanager
+def cluster(engine: str) -> Iterator[None]:
+  """What an engine needs: for Ray a head and three nodes with two cores each."""
+  if engine != 'ray':
+    yield
+    return
+  from ray.cluster_utils import Cluster
+
+  memory = 200 * 2**20
+  head = dict(num_cpus=0, object_store_memory=memory, include_dashboard=False)
+  nodes = Cluster(initialize_head=True, head_node_args=head)
+  try:
+    for _ in range(3):
+      nodes.add_node(num_cpus=2, object_store_memory=memory)
+    nodes.wait_for_nodes()
+    os.environ['RAY_ADDRESS'] = nodes.address
+    yield
+  finally:
+    nodes.shutdown()
+
+
+def killed(name: str, kills: int, rng: random.Random, engine: str) -> dict[str, Any]:
   """Programs of one arrangement, until there were so many kills."""
   lost: list[tuple[str, float]] = []
   programs = 0
   while len(lost) < kills:
-    launched = Launched('launch', *PROGRAMS[name])
+    launched = Launched('launch', *PROGRAMS[name], '--on', engine)
     launched.reaches(0)
     while launched.process.poll() is None and len(lost) < kills:
       try:
@@ -111,7 +153,9 @@ def killed(name: str, kills: int, rng: random.Random) -> dict[str, Any]:
         break
       except subprocess.TimeoutExpired:
         pass
-      kind, pid = rng.choice(sorted(launched.nodes().items()))
+      if not (there := sorted(launched.nodes().items())):
+        continue  # all of them are about to start
+      kind, pid = rng.choice(there)
       step = launched.step
       os.kill(pid, signal.SIGKILL)
       lost.append((kind.split()[0], launched.reaches(step)))
@@ -154,16 +198,20 @@ def main() -> None:
   )
   parser.add_argument('cases', nargs='*', help='kills, first; none: both')
   parser.add_argument('--kills', type=int, default=50, help='of each arrangement')
+  parser.add_argument('--on', choices=('local', 'ray'), default='local', help='of kills')
   parser.add_argument('--repeats', type=int, default=5)
   args = parser.parse_args()
   path = common.RESULTS / 'launch.json'
   results = json.loads(path.read_text())['results'] if path.exists() else {}
   rng = random.Random(0)
+  os.environ.update(PYTHONPATH=common.PATH, PODRACE_BENCHMARK=MARK)
   for case in args.cases or ('first', 'kills'):
     if case == 'first':
       results[case] = first(args.repeats) | common.origin()
     else:
-      results[case] = {n: killed(n, args.kills, rng) for n in PROGRAMS} | common.origin()
+      with cluster(args.on):
+        found = {n: killed(n, args.kills, rng, args.on) for n in PROGRAMS}
+      results[case if args.on == 'local' else f'{case}_{args.on}'] = found | common.origin()
     common.record('launch', results)
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import graphlib
+import json
 import math
 import re
 import string
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from podrace.errors import UsageError
 
@@ -251,3 +253,26 @@ def command(
     return own[piece.node] if piece.node in own else resolve(program, piece, announced)
 
   return tuple(''.join(map(text, pieces(argument))) for argument in node.command)
+
+
+def to_json(program: Program) -> str:
+  """A program as text, for a process that starts it elsewhere."""
+  return json.dumps([dataclasses.asdict(node) for node in program.nodes], indent=1)
+
+
+def from_json(text: str) -> Program:
+  """The program of `to_json`.
+
+  Raises:
+    UsageError: if the text is none.
+  """
+  try:
+    return Program(tuple(map(_node, json.loads(text))))
+  except (ValueError, TypeError, KeyError) as e:
+    raise UsageError(f'this is no program of `podrace launch`: {e}') from None
+
+
+def _node(fields: Mapping[str, Any]) -> Node:
+  lists = {name: tuple(fields[name]) for name in ('command', 'listens')}
+  restart = fields['restart'] and Backoff(**fields['restart'])
+  return Node(**{**fields, **lists, 'restart': restart})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from podrace.commands import configuration
 from podrace.commands.options import Command, Option, Options
@@ -12,15 +13,23 @@ from podrace.commands.train import AGENT
 from podrace.commands.train import COMMAND as TRAIN
 from podrace.config import unknown
 from podrace.errors import UsageError
-from podrace.launch import kubernetes, local, skypilot
+from podrace.launch import kubernetes, local, ray, skypilot, slurm
 from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.replica import warmed
 from podrace.program import Program
 from podrace.runs import name_of, run_directory
 
-ENGINES = {'kubernetes': kubernetes.launch, 'skypilot': skypilot.launch}  # besides local
-OF_ENGINES = {'local': (), 'kubernetes': kubernetes.OPTIONS, 'skypilot': skypilot.OPTIONS}
+ENGINES: dict[str, Any] = {
+  'slurm': slurm,
+  'ray': ray,
+  'kubernetes': kubernetes,
+  'skypilot': skypilot,
+}  # besides local
+OF_ENGINES: dict[str, tuple[Option, ...]] = {
+  'local': (),
+  **{name: x.OPTIONS for name, x in ENGINES.items()},
+}
 OF_TRAIN = ('--no-compile-cache', '--allow-code', '--override', '--sinks', '--quiet')
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
@@ -36,8 +45,8 @@ COMMAND = Command(
     Option('--actors', 'N', 'processes that act, or have environments', 2),
     Option('--shards', 'N', 'of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
-    Option('--on', 'ENGINE', 'local: processes on this machine; kubernetes: a JobSet; skypilot: machines of a '
-      'cloud', 'local', choices=tuple(OF_ENGINES)),
+    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of Ray; kubernetes: a JobSet; '
+      'skypilot: machines of a cloud', 'local', choices=tuple(OF_ENGINES)),
     Option('--run-dir', 'DIR', 'where the run is kept, with logs/ of all processes; started again with the same '
       'one, it resumes'),
     Option('--dry-run', '', 'only prints the commands, or what an engine would be given'),
@@ -68,7 +77,8 @@ def run(args: list[str]) -> int:
   # Nothing is computed here: accelerators are the learner's.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   if engine := ENGINES.get(options.text('--on')):
-    return engine(_program(preset, options)[1], options)
+    found: int = engine.launch(_program(preset, options)[1], options)
+    return found
   if '--dry-run' in options:
     name, make = _program(preset, options)
     _show(make(given or Path('runs') / name), given or Path('runs') / name)

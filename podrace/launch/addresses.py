@@ -1,4 +1,4 @@
-"""Where the processes of a program listen on this machine, and their commands with that in them."""
+"""Where the processes of a program listen, and their commands with that in them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,26 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from podrace.errors import UsageError
 from podrace.net import announce
-from podrace.program import Node, Program, Reference, command, references
+from podrace.program import Announced, Node, Program, Reference, command, references
 
 LONGEST = 100  # bytes of a Unix socket's path; some systems have no room for more
+
+
+class Places(Protocol):
+  """Where replicas listen, as a supervisor knows it."""
+
+  def known(self) -> Announced:
+    """The addresses that are known now."""
+
+  def forget(self, node: Node, number: int) -> None:
+    """Removes what a process announced before it starts again."""
+
+  def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
+    """The words of a replica's command, all of whose references are known."""
 
 
 class Addresses:
@@ -22,8 +36,8 @@ class Addresses:
     self._program, self._sockets, self._directory = program, sockets, directory
     self._announced_in = sockets / 'announced'
 
-  def open(self) -> None:
-    """Makes what is needed within the directory of sockets.
+  def open(self) -> Addresses:
+    """Itself, with what is needed within the directory of sockets.
 
     Raises:
       UsageError: if its path is too long.
@@ -34,6 +48,7 @@ class Addresses:
         f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, such as /tmp'
       )
     self._announced_in.mkdir(mode=0o700)
+    return self
 
   def known(self) -> dict[tuple[str, int], Mapping[str, str]]:
     """The addresses that are known: those that are given, and those that processes have announced."""
@@ -51,9 +66,7 @@ class Addresses:
     with contextlib.suppress(FileNotFoundError):
       self._file(node, number).unlink()
 
-  def command(
-    self, node: Node, i: int, known: Mapping[tuple[str, int], Mapping[str, str]]
-  ) -> tuple[str, ...]:
+  def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
     """The words of a replica's command, all of whose references are known."""
     own = dict(
       listen=self._address(node, i), announce=str(self._file(node, i)), dir=str(self._directory),
@@ -77,3 +90,65 @@ class Addresses:
 
   def _file(self, node: Node, number: int) -> Path:
     return self._announced_in / f'{node.name}-{number}'
+
+
+class Announcements:
+  """Files in which processes on several machines announce their addresses; others read them for each connection.
+
+  Args:
+    announced: a directory that all machines see, or of which each has a copy.
+    keys: likewise; what listens has keys.
+    listen: where; the port is chosen there.
+
+  Raises:
+    UsageError: for a path that can't be in an address, or a node that listens and does not announce.
+  """
+
+  def __init__(
+    self,
+    program: Program,
+    announced: Path,
+    keys: Path,
+    directory: Path,
+    listen: str = 'tcp://0.0.0.0:0',
+  ) -> None:
+    if any(c.isspace() or c == ',' for c in str(announced)):
+      raise UsageError(
+        f'{announced.parent}: on several machines its path is in addresses, so it has no spaces and commas; '
+        'give another one'
+      )
+    for node in program.nodes:
+      if node.listens and Reference('announce') not in references(node):
+        raise UsageError(
+          f'node {node.name}: on several machines what listens must announce it; add --announce {{announce}}'
+        )
+    self._program, self._announced = program, announced
+    self._own = dict(listen=listen, keys=str(keys), dir=str(directory))
+
+  def open(self) -> Announcements:
+    """Itself, with an empty directory for announcements."""
+    self._announced.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for file in self._announced.iterdir():
+      file.unlink()
+    return self
+
+  def known(self) -> Announced:
+    """All of them: who connects reads what is announced by then."""
+    return {
+      (node.name, i): {x: f'announced:{self.file(node, i)}#{x}' for x in node.listens}
+      for node in self._program.nodes
+      for i in range(node.replicas)
+    }
+
+  def forget(self, node: Node, number: int) -> None:
+    """Removes what a process announced before it starts again."""
+    self.file(node, number).unlink(missing_ok=True)
+
+  def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
+    """The words of a replica's command."""
+    own = dict(announce=str(self.file(node, i)), replica=str(i), replicas=str(node.replicas))
+    return command(self._program, node, known, self._own | own)
+
+  def file(self, node: Node, number: int) -> Path:
+    """Of a replica's announcement."""
+    return self._announced / f'{node.name}-{number}'

@@ -1,7 +1,8 @@
-"""Programs on this machine: each replica is a process, started again when it fails, ended with the program.
+"""A program's supervisor: each replica is a process, started again when it fails, ended with the program.
 
-Replicas listen at Unix sockets in a directory that only this user can enter, so they need no keys, and a process that
-is started again has the address that it had. A watchdog ends them if this process dies.
+By itself it starts processes on this machine. Replicas then listen at Unix sockets in a directory that only this user
+can enter, so they need no keys, and a process that is started again has the address that it had. A watchdog ends them
+if this process dies. Engines for several machines give it other places and another way to start a process.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from typing import Any
 
 from podrace import process
 from podrace.errors import UsageError
-from podrace.launch.addresses import Addresses
+from podrace.launch.addresses import Addresses, Places
 from podrace.launch.guard import Guard
-from podrace.launch.replica import LEFT, Process, Replica
+from podrace.launch.replica import LEFT, Here, Process, Replica, Start
 from podrace.launch.watchdog import GRACE
 from podrace.program import Program, is_ready
 
@@ -42,8 +43,8 @@ class Local:
     directory: what the program keeps: a log for each replica, and what nodes write to {dir}.
     say: gets each line of a replica, and what becomes of replicas.
     look: gets all replicas whenever something may have happened to them.
-    environ: of the processes.
-    warm: becomes the main node, which must be a command of podrace, when that starts first.
+    start: starts a replica.
+    places: where replicas listen, given a directory of this user's alone that goes with the program.
   """
 
   def __init__(
@@ -52,12 +53,12 @@ class Local:
     directory: Path,
     say: Say,
     look: Look = lambda replicas: None,
-    environ: Mapping[str, str] = os.environ,
-    warm: Process | None = None,
+    start: Start | None = None,
+    places: Callable[[Path], Places] | None = None,
   ) -> None:
-    self._warm = warm
-    self._program, self._directory, self._environ = program, directory, environ
-    self._say, self._look = say, look
+    self._program, self._directory = program, directory
+    self._say, self._look, self._start_one = say, look, start or Here()
+    self._places = places or (lambda private: Addresses(program, private, directory).open())
     self._replicas = [Replica(n, i) for n in program.order() for i in range(n.replicas)]
     (self._main,) = (r for r in self._replicas if r.node.main)
     self._selector = selectors.DefaultSelector()
@@ -77,10 +78,9 @@ class Local:
       raise UsageError('a program runs in the main thread, which gets its signals')
     with contextlib.ExitStack() as stack:
       self._logs = stack.enter_context(locked(self._directory / 'logs'))
-      sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
-      self._addresses = Addresses(self._program, sockets, self._directory)
-      self._addresses.open()
-      self._guard = stack.enter_context(Guard(sockets))
+      private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
+      self._addresses = self._places(private)
+      self._guard = stack.enter_context(Guard(private))
       stack.callback(self._close)
       stack.enter_context(self._signals())
       while self._code is None or any(r.process for r in self._replicas):
@@ -111,15 +111,15 @@ class Local:
 
   def _start(self, replica: Replica, words: tuple[str, ...]) -> None:
     try:
-      warm, self._warm = (self._warm, None) if replica is self._main else (None, self._warm)
-      replica.start(words, self._environ, warm)
+      replica.start(self._start_one, words)
     except OSError as e:
       self._tell(replica, f'{words[0]} cannot be started: {e.strerror}')
       replica.due = None
       self._fails(replica, BAD_USAGE)
       return
     assert replica.process is not None
-    self._guard.add(replica.process.pid)
+    if replica.process.pid is not None:
+      self._guard.add(replica.process.pid)
     self._selector.register(replica.output, selectors.EVENT_READ, replica)  # type: ignore[arg-type]
 
   # --- waiting --------------------------------------------------------------------------------------
@@ -185,7 +185,8 @@ class Local:
           break
       self._hear_no_more(replica)
       assert replica.process is not None
-      self._guard.remove(replica.process.pid)
+      if replica.process.pid is not None:
+        self._guard.remove(replica.process.pid)
       replica.process = None
       if self._code is not None:
         replica.code = code
@@ -309,8 +310,7 @@ def run(
 
   Args:
     directory: for the logs of all processes, and what nodes keep in {dir}.
-    environ: of the processes.
-    warm: see `Local`.
+    environ, warm: see `Here`.
 
   Returns:
     an exit code: the main node's; 1 if another node failed for good; 128 + n after signal n.
@@ -318,4 +318,4 @@ def run(
   from podrace.launch.screen import Screen
 
   with Screen([name for node in program.nodes for name in node.names]) as screen:
-    return Local(program, Path(directory), screen.say, screen.look, environ, warm).run()
+    return Local(program, Path(directory), screen.say, screen.look, Here(environ, warm)).run()

@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from podrace.program import Node
 
@@ -46,6 +46,94 @@ def warmed(environ: Mapping[str, str]) -> Iterator[Process]:
       process.communicate()
 
 
+class Child(Protocol):
+  """A process that was started, here or elsewhere.
+
+  Attributes:
+    pid: here, of its session; None if it is elsewhere.
+    stdout: what it says, a pipe that does not block.
+  """
+
+  pid: int | None
+  stdout: IO[bytes]
+
+  def poll(self) -> int | None:
+    """The exit code as a shell has it; None as long as it runs."""
+
+  def signal(self, signum: int) -> None:
+    """Signals it and the processes that it has started and that stayed in its session."""
+
+  def wait(self) -> object:
+    """Waits for the end of one that was killed."""
+
+
+class Group:
+  """A process on this machine, with those of its session; a Child."""
+
+  def __init__(self, process: Process) -> None:
+    assert process.stdout is not None
+    self._process, self.stdout, self.wait = process, process.stdout, process.wait
+    self.pid: int | None = process.pid
+    os.set_blocking(self.stdout.fileno(), False)
+
+  def poll(self) -> int | None:
+    code = self._process.poll()
+    return code if code is None or code >= 0 else 128 - code
+
+  def signal(self, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(self._process.pid, signum)
+
+
+Start = Callable[[Node, int, tuple[str, ...]], Child]  # of a replica of a node: its words
+
+
+@dataclasses.dataclass
+class Here:
+  """Starts processes on this machine.
+
+  Args:
+    environ: of the processes.
+    warm: becomes the main node, which must be a command of podrace, when that starts first.
+    before: words that go before a command, for a program that runs it elsewhere.
+  """
+
+  environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+  warm: Process | None = None
+  before: Callable[[Node], tuple[str, ...]] = lambda node: ()
+
+  def __call__(self, node: Node, number: int, words: tuple[str, ...]) -> Child:
+    """Starts a replica, in a session of its own; or has one that was started before become it.
+
+    Raises:
+      OSError: if there is no such program.
+    """
+    words = (*self.before(node), *runnable(words))
+    environ = {**self.environ, **settings(node)}
+    warm, self.warm = (self.warm, None) if node.main else (None, self.warm)
+    process = warm or spawn(words, environ, subprocess.DEVNULL)
+    if warm is not None:
+      assert warm.stdin is not None
+      with contextlib.suppress(BrokenPipeError), warm.stdin:  # it has died, which will be seen
+        warm.stdin.write(json.dumps(words[words.index('podrace') :]).encode() + b'\n')
+    return Group(process)
+
+
+def runnable(words: tuple[str, ...]) -> tuple[str, ...]:
+  """A command, where `podrace` need not be on PATH.
+
+  -P: as for the command itself, modules of the working directory are not for podrace to import.
+  """
+  return (sys.executable, '-P', '-m', *words) if words[0] == 'podrace' else words
+
+
+def settings(node: Node) -> dict[str, str]:
+  """What a node's environment has besides: accelerators are for the main node, and for those that ask."""
+  unbuffered = {} if node.command[0] == 'podrace' else {'PYTHONUNBUFFERED': '1'}
+  no_gpus = {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
+  return unbuffered if node.gpus or node.main else unbuffered | no_gpus
+
+
 @dataclasses.dataclass
 class Replica:
   """One process of a node, or the pause before it."""
@@ -53,7 +141,7 @@ class Replica:
   node: Node
   number: int
   due: float | None = 0.0  # when it starts, by the monotonic clock; None: it runs or has ended
-  process: Process | None = None
+  process: Child | None = None
   code: int | None = None  # with which it ended for good
   failures: int = 0  # in a row
   restarts: int = 0
@@ -74,28 +162,14 @@ class Replica:
       return f'ended with {self.code}'
     return 'restarts' if self.restarts else 'waits'
 
-  def start(
-    self, words: tuple[str, ...], environ: Mapping[str, str], warm: Process | None = None
-  ) -> None:
-    """Starts the process, in a session of its own; or has one that was started before become it.
+  def start(self, start: Start, words: tuple[str, ...]) -> None:
+    """Starts the process.
 
     Raises:
       OSError: if there is no such program.
     """
-    own = words[0] == 'podrace'
-    # -P: as for the command itself, modules of the working directory are not for podrace to import
-    words = (sys.executable, '-P', '-m', *words) if own else words
-    environ = dict(environ) if own else {'PYTHONUNBUFFERED': '1', **environ}
-    if not self.node.gpus and not self.node.main:
-      environ |= {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
-    self.process = warm or spawn(words, environ, subprocess.DEVNULL)
-    if warm is not None:
-      assert warm.stdin is not None
-      with contextlib.suppress(BrokenPipeError), warm.stdin:  # it has died, which will be seen
-        warm.stdin.write(json.dumps(words[words.index('podrace') :]).encode() + b'\n')
+    self.process = start(self.node, self.number, words)
     self.due, self.began = None, time.monotonic()
-    assert self.process.stdout is not None
-    os.set_blocking(self.process.stdout.fileno(), False)
 
   @property
   def output(self) -> IO[bytes] | None:
@@ -127,12 +201,11 @@ class Replica:
   def signal(self, signum: int) -> None:
     """Signals it and the processes that it has started and that stayed in its session."""
     if self.process is not None:
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(self.process.pid, signum)
+      self.process.signal(signum)
 
   def ended(self) -> int | None:
     """The exit code as a shell has it, if the process has ended just now. What it may have left is killed."""
     if self.process is None or (code := self.process.poll()) is None:
       return None
     self.signal(signal.SIGKILL)
-    return code if code >= 0 else 128 - code
+    return code

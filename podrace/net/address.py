@@ -1,4 +1,8 @@
-"""Addresses: `tcp://HOST:PORT`, or `unix:PATH` on this machine."""
+"""Addresses: `tcp://HOST:PORT`, or `unix:PATH` on this machine.
+
+Clients may also be given `announced:FILE#NAME`, a name in a file that --announce writes. They read it anew for each
+connection, so they find a service that has come back at another host or port.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from podrace.net import announce
 from podrace.net.keys import SecurityError
 
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
@@ -28,6 +33,37 @@ def host_and_port(address: str) -> tuple[str, str]:
   scheme, _, rest = address.partition('://')
   host, _, port = rest.rpartition(':')
   return (host, port) if scheme == 'tcp' else ('', '')
+
+
+def announced_at(address: str) -> tuple[Path, str] | None:
+  """The file and the name of announced:FILE#NAME; None for others."""
+  scheme, _, rest = address.partition(':')
+  path, _, name = rest.rpartition('#')
+  return (Path(path), name) if scheme == 'announced' and path and name else None
+
+
+def current(address: str) -> str:
+  """Where to connect to now: what is announced is read.
+
+  Raises:
+    OSError: if nothing is announced there, or no address.
+  """
+  if (found := announced_at(address)) is None:
+    return address
+  path, name = found
+  there = announce.read(path).get(name)
+  if there is None:
+    raise OSError(errno.EADDRNOTAVAIL, f'{path} does not announce {name} yet')
+  if not is_place(there):
+    raise OSError(errno.EINVAL, f'{path} announces {there!r}, no tcp://HOST:PORT or unix:PATH')
+  return there
+
+
+def is_place(address: str) -> bool:
+  """Whether a client can connect to it as it is written."""
+  host, port = host_and_port(address)
+  tcp = host not in ('', '*') and _is_port(port, 1)
+  return (tcp or bool(unix_path(address))) and not _is_odd(address)
 
 
 def is_local(address: str) -> bool:
@@ -52,19 +88,21 @@ def reachable(address: str) -> str:
 def check_address(
   address: str, keys: Path | None, insecure: bool, flag: str, listens: bool = False
 ) -> None:
-  """Refuses an address that is none, and one beyond loopback without keys.
+  """Refuses an address that is none, and one beyond loopback without keys, or announced.
 
-  A listener may leave HOST or PORT open, as `*`.
+  A listener may leave HOST or PORT open, as `*`; only a client takes what is announced.
 
   Raises:
     SecurityError: saying what to give instead.
   """
-  host, port = host_and_port(address)
   if listens:
+    host, port = host_and_port(address)
     tcp, more = bool(host) and (port == '*' or _is_port(port, 0)), ' or * (any)'
+    valid = (tcp or bool(unix_path(address))) and not _is_odd(address)
   else:
-    tcp, more = host not in ('', '*') and _is_port(port, 1), ''
-  if not (tcp or unix_path(address)) or any(map(str.isspace, address)) or '\0' in address:
+    announced, more = announced_at(address) is not None, ', or announced:FILE#NAME'
+    valid = is_place(address) or (announced and not _is_odd(address))
+  if not valid:
     raise SecurityError(
       f'{flag} takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535{more}, not {address!r}'
     )
@@ -80,6 +118,10 @@ def check_address(
 
 def _is_port(text: str, least: int) -> bool:
   return text.isascii() and text.isdigit() and len(text) <= 5 and least <= int(text) <= 65535
+
+
+def _is_odd(address: str) -> bool:
+  return '\0' in address or any(map(str.isspace, address))
 
 
 # --- listening --------------------------------------------------------------------------------------
@@ -189,10 +231,10 @@ def connect(address: str, seconds: float) -> sockets.socket:
   """A connected socket, at the first of the host's addresses that answers.
 
   Raises:
-    OSError: if none does, each in so many seconds, or a Unix socket is not this user's own.
+    OSError: if none does, each in so many seconds, or a Unix socket is not this user's own, or nothing is announced.
   """
   failure: OSError | None = None
-  for family, where in _places(address):
+  for family, where in _places(current(address)):
     socket = sockets.socket(family, sockets.SOCK_STREAM)
     try:
       socket.settimeout(seconds)

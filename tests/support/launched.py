@@ -1,4 +1,7 @@
-"""Runs a program of nodes on this machine: `launched.py DIRECTORY NODES [shown]`, where NODES is a list in JSON."""
+"""Runs a program of nodes: `launched.py DIRECTORY NODES [shown|ray]`, where NODES is a list in JSON.
+
+On this machine; with `ray` on the cluster of RAY_ADDRESS.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from podrace.launch import Local, run
+from podrace.launch import Local, ray, run
 from podrace.program import Backoff, Node, Program
 
 
@@ -24,6 +27,9 @@ def nodes(told: str) -> tuple[Node, ...]:
 if __name__ == '__main__':
   directory, told, *shown = sys.argv[1:]
   program = Program(nodes(told))
+  if shown == ['ray']:
+    with ray.cluster(), ray.room(program) as group:
+      sys.exit(ray.run(program, Path(directory), group))
   if shown:
     sys.exit(run(program, directory))
   say = lambda name, line: print(f'{name}: {line}', flush=True)  # noqa: E731

@@ -1,0 +1,255 @@
+"""A program as a job: tests/support/slurm.py stands in for SLURM, whose steps are real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import SUPPORT, Process, alive, environment, until
+from test_local import SAVES, WAITS
+
+from podrace.commands import launch as command
+from podrace.errors import UsageError
+from podrace.launch import slurm
+from podrace.net import keys
+from podrace.program import Backoff, Node, Program, literal
+
+SAVES_AT_INT = SAVES.replace('SIGTERM', 'SIGINT').replace('143', '130')  # which srun passes on
+
+
+class Cluster:
+  """What the commands of SLURM were given, and the job."""
+
+  def __init__(self, tmp_path: Path) -> None:
+    self.directory, self.log = tmp_path / 'run', tmp_path / 'slurm.jsonl'
+
+  def calls(self, name: str) -> list[list[str]]:
+    lines = self.log.read_text().splitlines() if self.log.exists() else []
+    return [words[1:] for words in map(json.loads, lines) if words[0] == name]
+
+  @property
+  def pid(self) -> int:
+    return int(self.log.with_name('job.pid').read_text())
+
+  @property
+  def output(self) -> str:
+    file = self.directory / 'logs' / 'slurm-7.txt'
+    return file.read_text() if file.exists() else ''
+
+  def submit(self, *nodes: Node) -> None:
+    self.directory.mkdir()
+    program = Program(nodes)
+    (self.directory / 'logs').mkdir()
+    slurm.prepare(program, self.directory)
+    (self.directory / 'job.sbatch').write_text(slurm.job(program, self.directory, []))
+    assert slurm.submit('sbatch', self.directory) == 0
+
+  def says(self, text: str, times: int = 1) -> None:
+    """Returns when the job has printed `text`, so often."""
+    until(lambda: self.output.count(text) >= times or not alive(self.pid))
+    assert self.output.count(text) >= times, self.output
+
+  def ends(self) -> None:
+    until(lambda: not alive(self.pid))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: Any) -> Iterator[Cluster]:
+  """Commands of SLURM on PATH."""
+  for name in ('sbatch', 'srun', 'scontrol'):
+    words = shlex.join((sys.executable, str(SUPPORT / 'slurm.py'), name))
+    (tmp_path / 'bin').mkdir(exist_ok=True)
+    (tmp_path / 'bin' / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+    (tmp_path / 'bin' / name).chmod(0o700)
+  monkeypatch.setenv('PATH', f'{tmp_path / "bin"}{os.pathsep}{os.environ["PATH"]}')
+  monkeypatch.setenv('PYTHONPATH', environment()['PYTHONPATH'])
+  found = Cluster(tmp_path)
+  monkeypatch.setenv('SLURM_LOG', str(found.log))
+  yield found
+  if found.log.with_name('job.pid').exists() and alive(found.pid):
+    os.kill(found.pid, signal.SIGTERM)
+    found.ends()
+
+
+def node(name: str, code: str, *arguments: str, **fields: Any) -> Node:
+  words = (sys.executable, '-uc', literal(code), *arguments)
+  return Node(name, words, restart=Backoff(first=0.0), **fields)
+
+
+PID = 'import os; print("pid", os.getpid())\n'
+
+
+def pids(cluster: Cluster, name: str) -> list[int]:
+  return [int(x) for x in re.findall(rf'{name} +\| pid (\d+)', cluster.output)]
+
+
+def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster) -> None:
+  go = cluster.log.with_name('go')
+  os.mkfifo(go)
+  tells = (
+    'import os; print(*(os.environ[x] for x in ("SLURM_JOB_ID", "SLURM_NTASKS")), flush=True)\n'
+  )
+  main = node('main', tells + f'open({str(go)!r}).read()', main=True, cpus=2.5, gpus=1)
+  cluster.submit(main, node('other', PID + SAVES_AT_INT, replicas=2))
+  cluster.says('up', 2)
+  go.write_text('')
+  cluster.ends()
+  assert 'main    | 7 1' in cluster.output
+  assert cluster.output.count('saved') == 2
+  assert not any(map(alive, pids(cluster, r'other-\d')))
+  steps = {words[1]: words for words in cluster.calls('srun')}
+  assert {'--cpus-per-task=3', '--gpus-per-task=1', '--exact'} < set(steps['--job-name=main'])
+  assert {'--cpus-per-task=1', '--gres=none', '--nodes=1'} < set(steps['--job-name=other'])
+  assert {p.name for p in (cluster.directory / 'logs').glob('*.log')} == {
+    'main.log', 'other-0.log', 'other-1.log',
+  }  # fmt: skip
+
+
+def test_a_replica_that_is_killed_is_another_step(cluster: Cluster) -> None:
+  cluster.submit(node('main', PID + WAITS, main=True), node('other', PID + WAITS))
+  for name in ('main', 'other'):
+    cluster.says('up', 2)
+    (first,) = until(lambda n=name: pids(cluster, n))
+    os.kill(first, signal.SIGKILL)
+    until(lambda n=name: len(pids(cluster, n)) == 2)
+  assert [x[1] for x in cluster.calls('srun')].count('--job-name=main') == 2
+  assert cluster.output.count('ended with 137, starts again in 0 s') == 2
+  assert alive(pids(cluster, 'main')[-1])
+
+
+@pytest.mark.parametrize(('signum', 'queued'), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
+def test_a_job_saves_and_is_queued_again_when_its_time_is_up(
+  cluster: Cluster, signum: int, queued: bool
+) -> None:
+
+  cluster.submit(node('main', SAVES_AT_INT, main=True), node('other', SAVES_AT_INT))
+  cluster.says('up', 2)
+  os.kill(cluster.pid, signum)
+  cluster.ends()
+  assert cluster.output.count('saved') == 2
+  assert cluster.calls('scontrol') == ([['requeue', '7']] if queued else [])
+
+
+def test_a_job_that_is_complete_is_not_queued_again(cluster: Cluster) -> None:
+  ends = 'import signal, sys; signal.signal(2, lambda *_: sys.exit(0)); print("up"); signal.pause()'
+  cluster.submit(node('main', ends, main=True))
+  cluster.says('up')
+  os.kill(cluster.pid, signal.SIGTERM)
+  cluster.ends()
+  assert not cluster.calls('scontrol')
+
+
+def test_steps_find_each_other_by_announcements(cluster: Cluster) -> None:
+  announces = (
+    'import json, signal, sys\nfrom pathlib import Path\nlisten, file, number = sys.argv[1:]\n'
+    'assert listen == "tcp://0.0.0.0:0"\n'
+    'Path(file).write_text(json.dumps({"it": f"tcp://h:{number}"})); signal.pause()'
+  )
+  asks = (
+    'import sys, time\nfrom podrace.net.address import current\n'
+    'for one in sys.argv[1].split(","):\n'
+    '  while True:\n'
+    '    try: print("at", current(one)); break\n'
+    '    except OSError: time.sleep(0.01)'
+  )
+  own = ('{listen}', '{announce}', '1{replica}')
+  serve = node('serve', announces, *own, replicas=2, listens=('it',))
+  cluster.submit(serve, node('main', asks, '{serve:all}', main=True))
+  cluster.ends()
+  assert re.findall(r'at (.*)', cluster.output) == ['tcp://h:10', 'tcp://h:11']
+  assert (cluster.directory / 'announced').stat().st_mode & 0o777 == 0o700
+
+
+def test_keys_are_made_once_and_are_their_users_alone(tmp_path: Path) -> None:
+  program = Program((Node('main', ('true',), main=True),))
+  slurm.prepare(program, tmp_path)
+  made = keys.readable(tmp_path / 'keys' / 'client.key').read_text()
+  slurm.prepare(program, tmp_path)
+  assert (tmp_path / 'keys' / 'client.key').read_text() == made
+  assert (tmp_path / 'keys').stat().st_mode & 0o777 == 0o700
+  assert sorted(p.name for p in tmp_path.iterdir()) == ['keys', 'program.json']
+
+
+@pytest.mark.slow
+def test_impala_as_a_job(cluster: Cluster) -> None:
+  words = ('catch', '--as', 'impala', '--on', 'slurm', '--total-steps', '2000')
+  at = ('--run-dir', str(cluster.directory))
+  with Process(cluster.log.with_name('said'), '-m', 'podrace', 'launch', *words, *at) as launch:
+    assert launch.wait() == 0, launch.output
+    assert launch.output.startswith(f'job 7: {cluster.directory}/job.sbatch')
+  cluster.ends()
+  assert json.loads((cluster.directory / 'summary.json').read_text())['step'] >= 2000
+  assert re.search(r'act-1 +\| podrace act: the run is complete', cluster.output)
+  assert 'PRIVATE KEY' not in cluster.output + cluster.log.read_text()
+
+
+LAUNCH = ('catch', '--as', 'impala', '--on', 'slurm')
+
+
+def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
+  more = (
+    '--sbatch',
+    'time=8:00:00',
+    '--sbatch=exclusive',
+    '--gpus',
+    'learner=2',
+    '--cpus',
+    'act=3',
+  )
+  assert command.run([*LAUNCH, '--run-dir', str(tmp_path / 'run'), '--dry-run', *more]) == 0
+  shown = capsys.readouterr().out
+  options = re.findall(r'^#SBATCH --(.*)', shown, re.M)
+  assert options == [
+    'job-name=podrace-run', 'ntasks=4', 'cpus-per-task=3', 'gpus=2',
+    f'output={tmp_path}/run/logs/slurm-%j.txt', 'open-mode=append', 'requeue', 'signal=B:USR1@90',
+    'time=8:00:00', 'exclusive',
+  ]  # fmt: skip
+  assert re.findall(r'^# (.*)', shown, re.M) == ['replay', 'learner', 'act-0', 'act-1']
+  assert f'--params announced:{tmp_path}/run/announced/learner-0#params' in shown.replace("'", '')
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  ('more', 'said'),
+  [
+    ((), 'launch needs --run-dir'),
+    (('--run-dir', 'a,b'), 'its path is in addresses, so it has no spaces and commas'),
+    (('--run-dir', 'a b'), 'its path is in addresses, so it has no spaces and commas'),
+    (('--run-dir', 'a', '--sbatch', '-p gpu'), "takes an option of sbatch, as time=8:00:00, not '-p"),
+    (('--run-dir', 'a', '--gpus', 'lerner=1'), 'with one of replay, learner, act as NODE'),
+    (('--run-dir', 'a', '--cpus', 'act=two'), '--cpus act=N takes a whole number'),
+    (('--run-dir', 'a'), 'there is no sbatch here'),
+    (('--run-dir', 'a', '--on', 'local', '--gpus', 'act=1'), '--gpus: not of --on local'),
+  ],
+)  # fmt: skip
+def test_what_is_refused(
+  more: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('PATH', str(tmp_path))
+  with pytest.raises(UsageError) as e:
+    command.run([*LAUNCH, *more])
+  assert said in str(e.value)
+  assert not list(tmp_path.iterdir())
+
+
+def test_what_listens_must_announce(tmp_path: Path) -> None:
+  serve = Node('serve', ('serve', '{listen}'), listens=('it',), main=True)
+  with pytest.raises(UsageError, match=r'add --announce \{announce\}'):
+    slurm.places(Program((serve,)), tmp_path)
+
+
+def test_a_job_that_is_refused_says_why(cluster: Cluster, capfd: Any) -> None:
+  refuses = cluster.log.with_name('refuses')
+  refuses.write_text('#!/bin/sh\necho "no such partition" >&2\nexit 1\n')
+  refuses.chmod(0o700)
+  assert slurm.submit(str(refuses), cluster.directory) == 1
+  assert capfd.readouterr() == ('', 'no such partition\n')
