@@ -8,6 +8,7 @@ dies, the supervisor has another one made where there is room. What processes se
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -95,7 +96,7 @@ def cluster() -> Iterator[None]:
       f'RAY_ADDRESS={at}: podrace launch runs on a machine of the cluster, as in `ray job submit`'
     )
   try:
-    ray.init(address='auto', log_to_driver=False, logging_level='error')
+    ray.init(address='auto', log_to_driver=False, logging_level=logging.ERROR)
   except ConnectionError:
     raise UsageError(
       'there is no Ray cluster here: start one with `ray start --head`, or set RAY_ADDRESS'
