@@ -2,6 +2,7 @@
 
     python benchmarks/discover.py speed            # steps/s, memory and compile time, by K, against no meta-gradient
     python benchmarks/discover.py lpg RUN_DIR      # a run of `podrace discover` with --agent lpg on grid worlds
+    python benchmarks/discover.py ages RUN_DIR     # a run of any kind: returns by agents' age, as its rule learns
     python benchmarks/discover.py disco RUN_DIR... # runs of `podrace discover disco-small`, one of each seed
     python benchmarks/discover.py picture
 
@@ -215,6 +216,11 @@ def training(run_dir: Path) -> dict[str, Any]:
   )
 
 
+def ages(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
+  (run_dir,) = run_dirs
+  yield training(run_dir)
+
+
 def disco(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
   seeds = []
   for run_dir in run_dirs:
@@ -311,7 +317,7 @@ def speed(_: list[Path]) -> Iterator[dict[str, Any]]:
     yield found
 
 
-CASES = {'speed': speed, 'lpg': lpg, 'disco': disco}
+CASES = {'speed': speed, 'lpg': lpg, 'ages': ages, 'disco': disco}
 
 
 def main() -> None:
@@ -338,16 +344,18 @@ def picture(results: dict[str, Any]) -> None:
   matplotlib.use('Agg')
   from matplotlib import pyplot as plt
 
-  found = results['lpg']['results']
-  curve, worlds = found['training']['curve'], found['worlds']
-  figure, (left, *axes) = plt.subplots(1, 1 + len(worlds), figsize=(3.2 * (1 + len(worlds)), 3))
-  shown = np.unique(np.geomspace(1, len(curve), 7).astype(int)) - 1
+  worlds, curve = results['lpg']['results']['worlds'], results['ages']['results']['curve']
+  figure, grid = plt.subplots(2, 3, figsize=(9.6, 5.6))
+  first, *axes = grid.flat
+  shown = np.unique(np.geomspace(1, len(curve), 6).astype(int)) - 1
   for i, at in enumerate(shown):
     step, _, by_age = curve[at]
     colour = plt.get_cmap('viridis')(i / max(1, len(shown) - 1))
-    left.plot(np.arange(10) * 10 + 5, by_age, color=colour, label=f'{step / 1e6:.0f}M steps')
-  left.set(title='agents, as the rule learns', xlabel="% of an agent's life", ylabel='return')
-  left.legend(fontsize=6)
+    first.plot(np.arange(10) * 10 + 5, by_age, color=colour, label=f'{step / 1e6:.1f}M steps')
+  first.set(
+    title='catch: agents, as the rule learns', xlabel="% of an agent's life", ylabel='return'
+  )
+  first.legend(fontsize=6)
   for axis, (name, of) in zip(axes, worlds.items(), strict=True):
     for what in ('rule', 'a2c', 'untrained'):
       x = (np.arange(25) + 0.5) * 4
