@@ -65,6 +65,7 @@ def test_podrace_accepts_the_commands_of_machines(
   kept = [commands(script, machine) for machine in range(3)]
   assert [words[1] for words in kept[0]] in (['train'], ['replay', 'train'], ['replay'] * 2 + ['train'])  # fmt: skip
   assert kept[1] and kept[2] and len(kept[1]) == len(kept[2])
+  assert all('--give-up-after' in words for words in kept[1] + kept[2])
   listening, used = set(), set()
   for words in (x for machine in kept for x in machine):
     test_docs.read(words[1:])
@@ -74,6 +75,10 @@ def test_podrace_accepts_the_commands_of_machines(
       if name in words:
         used |= set(words[words.index(name) + 1].split(','))
   assert used == listening
+  assert len(listening) == len(kept[0])  # each at a port of its own
+  kept_lines = [x for x in script.splitlines() if x.startswith('  keep ')]
+  (learner,) = (x for x in kept_lines if ' podrace train ' in x)
+  assert [x for x in kept_lines if 'keep env JAX_PLATFORMS=cpu ' not in x] == [learner]
 
 
 def test_what_is_asked_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
