@@ -97,16 +97,16 @@ def rates(tmp_path: Path) -> str:
 def test_the_command(rates: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   faster = tmp_path / 'acting.json'
   faster.write_text(json.dumps(BENCH | dict(environment=1e9, inference=1e9)))
-  prices = ('--learner-price', '3', '--acting-price', '1', '--steps', '14_400_000')
+  prices = ('--learner-price', '3', '--acting-price', '1', '--steps', '28_800_000')
   assert (
     plan.run([rates, '--as', 'impala', '--acting', str(faster), '--machines', '1,5', *prices]) == 0
   )
   *table, last = capsys.readouterr().out.splitlines()
   one, five = json.loads(last)
   assert (one['machines'], one['waits_for'], one['steps_per_s']) == (1, 'learner', 4000.0)
-  assert (one['hours'], one['dollars']) == (1.0, 4.0)
+  assert (one['hours'], one['dollars']) == (2.0, 8.0)
   assert five['dollars_per_hour'] == 8.0
-  assert table[2].split() == ['5', '4,000', 'learner', '1.00', '8.00']
+  assert table[2].split() == ['5', '4,000', 'learner', '2.00', '16.00']
 
 
 @pytest.mark.parametrize(

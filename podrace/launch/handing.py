@@ -19,6 +19,7 @@ from podrace.program import NAME, Announced, Node, Program, Reference, needs, re
 Make = Callable[[Path], Program]  # the program for a run directory
 SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # a listener's
 PORT = 5555
+GRACE = 60  # seconds in which processes may save
 CPUS = Option(
   '--cpus', 'NODE=N', 'beyond this machine: cores of each replica (default 1); may be repeated'
 )

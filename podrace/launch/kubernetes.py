@@ -15,7 +15,7 @@ from typing import Any
 from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
 from podrace.launch import handing
-from podrace.launch.handing import PORT, Make
+from podrace.launch.handing import GRACE, PORT, Make
 from podrace.launch.local import BAD_USAGE
 from podrace.program import Announced, Node, Program, Reference, command, references
 
@@ -27,7 +27,6 @@ OPTIONS = (
   handing.CPUS,
   handing.GPUS,
 )
-GRACE = 60  # seconds in which a pod may save
 RESTARTS = 3  # of the whole set, once pods of a node have failed too often
 USER = 1000
 SECONDS = 60.0  # for kubectl

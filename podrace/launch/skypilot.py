@@ -17,7 +17,7 @@ from podrace.commands.options import Option, Options
 from podrace.config import unknown
 from podrace.errors import UsageError
 from podrace.launch import handing
-from podrace.launch.handing import PORT, Make
+from podrace.launch.handing import GRACE, PORT, Make
 from podrace.program import Announced, Node, Program, Reference, pieces, resolve
 
 OPTIONS = (
@@ -40,9 +40,15 @@ head=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
 mkdir -p {home}/announced
 chmod 700 {home}/keys && chmod 600 {home}/keys/*
 
+end() {{ # asks a process to end, and kills it if it does not
+  kill $1 2>/dev/null
+  {{ sleep {grace}; kill -KILL $1; }} &>/dev/null &
+  wait $1
+  kill $!
+}}
 keep() {{ # starts a command again when it fails, up to {failures} times, unless its usage is bad
   local code pause=1
-  trap 'kill $! 2>/dev/null; wait $!; exit 143' TERM
+  trap 'end $!; exit 143' TERM
   for _ in {{1..{failures}}}; do
     "$@" & wait $!
     code=$?
@@ -171,7 +177,7 @@ def script(program: Program, cloud: Cloud) -> str:
       machines[machine].append(f'  keep {words} {then}')
   cases = [f'{n})\n' + '\n'.join(x) + '\n  ;;' for n, x in enumerate(machines)]
   failures = program.main.restart.failures if program.main.restart else 1
-  return RUN.format(home=cloud.home, failures=failures, cases='\n'.join(cases))
+  return RUN.format(home=cloud.home, grace=GRACE, failures=failures, cases='\n'.join(cases))
 
 
 def _listeners(program: Program) -> Iterator[tuple[str, int]]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import test_docs
 import yaml
-from children import DEADLINE, ROOT, until
+from children import DEADLINE, ROOT, alive, until
 
 from podrace.commands import launch
 from podrace.errors import UsageError
@@ -65,6 +65,7 @@ def test_podrace_accepts_the_commands_of_machines(
   kept = [commands(script, machine) for machine in range(3)]
   assert [words[1] for words in kept[0]] in (['train'], ['replay', 'train'], ['replay'] * 2 + ['train'])  # fmt: skip
   assert kept[1] and kept[2] and len(kept[1]) == len(kept[2])
+  assert all('--give-up-after' in words for words in kept[1] + kept[2])
   listening, used = set(), set()
   for words in (x for machine in kept for x in machine):
     test_docs.read(words[1:])
@@ -74,6 +75,10 @@ def test_podrace_accepts_the_commands_of_machines(
       if name in words:
         used |= set(words[words.index(name) + 1].split(','))
   assert used == listening
+  assert len(listening) == len(kept[0])  # each at a port of its own
+  kept_lines = [x for x in script.splitlines() if x.startswith('  keep ')]
+  (learner,) = (x for x in kept_lines if ' podrace train ' in x)
+  assert [x for x in kept_lines if 'keep env JAX_PLATFORMS=cpu ' not in x] == [learner]
 
 
 def test_what_is_asked_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,10 +168,15 @@ class Machines:
         **os.environ, 'HOME': str(self.home), 'SKYPILOT_NODE_RANK': str(rank), 'PYTHONPATH': str(ROOT),
         'SKYPILOT_NODE_IPS': '\n'.join(['127.0.0.1'] * machines), 'PATH': f'{self.path}:/usr/bin:/bin',
       }  # fmt: skip
-      with (self.home / f'said-{rank}').open('w') as said:
+      file = self.home / f'run-{rank}.sh'
+      file.write_text(run)
+      with (
+        (self.home / f'said-{rank}').open('w') as said,
+        (self.home / f'errors-{rank}').open('w') as errors,
+      ):
         self.shells.append(
           subprocess.Popen(
-            ['bash', '-c', run], env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+            ['bash', '-i', str(file)], env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=errors,
             start_new_session=True, text=True,
           )
         )  # fmt: skip
@@ -174,8 +184,8 @@ class Machines:
   def wait(self) -> list[int]:
     return [shell.wait(DEADLINE) for shell in self.shells]
 
-  def said(self, rank: int = 0) -> str:
-    return (self.home / f'said-{rank}').read_text()
+  def said(self, rank: int = 0, where: str = 'said') -> str:
+    return (self.home / f'{where}-{rank}').read_text()
 
 
 @pytest.fixture
@@ -235,6 +245,18 @@ def test_a_task_that_is_cancelled_lets_processes_save(machines: Machines) -> Non
   assert machines.said().split() == ['waits', 'asked']
 
 
+def test_a_process_that_does_not_end_is_killed(
+  machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(skypilot, 'GRACE', 0.2)
+  deaf = 'trap "" TERM; echo $$ waits; while :; do sleep 0.05; done'
+  machines.start(script(node('x', deaf, main=True)))
+  until(lambda: 'waits' in machines.said())
+  machines.shells[0].terminate()
+  assert machines.wait() == [143]
+  assert not alive(int(machines.said().split()[0]))
+
+
 def test_failures_have_an_end(machines: Machines) -> None:
   main = node('x', 'echo fails; exit 7', main=True, restart=Backoff(failures=2))
   machines.start(script(main))
@@ -266,4 +288,4 @@ def test_impala_on_two_machines(machines: Machines, capsys: pytest.CaptureFixtur
   assert machines.wait() == [0, 0], machines.said(0) + machines.said(1)
   summary = machines.home / 'runs' / 'one' / 'summary.json'
   assert json.loads(summary.read_text())['step'] >= 2000
-  assert machines.said(1).count('the run is complete') == 2
+  assert machines.said(1, 'errors').count('the run is complete') == 2
