@@ -2,7 +2,8 @@
 
     python benchmarks/disco.py RULE.npz [CASE ...]
 
-Without cases, it runs Catch. Its setting is that of the released code's notebook: 8 x 8, two environments, 29 steps an
+Without cases, it runs Catch. `catch, released=LINES` adds what benchmarks/peers/peer_disco_rl.py printed: the released code in the
+same setting. Its setting is that of the released code's notebook: 8 x 8, two environments, 29 steps an
 update, a replay of 1,024 unrolls, 64 of them in a gradient, a rate of 0.01, five seeds, one after the other. `caught` is
 the share of episodes in training that end with a caught ball, of the 20 updates before. `8 devices` needs
 JAX_NUM_CPU_DEVICES=8, and has 8 environments, as 2 do not divide: a window is learned from 8 times in the place of 32.
@@ -17,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,7 +42,8 @@ OTHERS = {  # preset of PPO -> steps, learning rate of Disco
   'cartpole': (200_000, 1e-3),
   'minatar-breakout': (500_000, 1e-3),
 }
-CASES = ['catch', 'catch, sebulba', 'catch, 8 devices'] + [
+RELEASED = 'catch, released'
+CASES = ['catch', RELEASED, 'catch, sebulba', 'catch, 8 devices'] + [
   f'{name}, {agent}' for name in OTHERS for agent in ('disco', 'ppo')
 ]
 
@@ -150,11 +153,19 @@ def run(rule: str, case: str, note: Callable[[Any], None]) -> dict[str, Any]:
   return found | against(rule, case)
 
 
+def peer(lines: Path) -> dict[str, Any]:
+  """What the released code did, of each of its seeds."""
+  runs = [json.loads(line) for line in lines.read_text().splitlines()]
+  return dict(origin=origin(), machine=machine(), **summary(runs, catch('')))
+
+
 def main() -> None:
   if len(sys.argv) < 2:
     sys.exit((__doc__ or '').strip())
   rule, *names = sys.argv[1:]
   names = names or ['catch']
+  given = dict(n.partition('=')[::2] for n in names)  # case -> a file, or nothing
+  names = list(given)
   if unknown := set(names) - set(CASES):
     sys.exit(f'no case {", ".join(sorted(unknown))}, only {"; ".join(CASES)}')
   path = RESULTS / 'disco.json'
@@ -165,7 +176,7 @@ def main() -> None:
     record('disco', {name: known[name] for name in CASES if name in known})
 
   for case in names:
-    known[case] = run(rule, case, note)
+    known[case] = peer(Path(given[case])) if case == RELEASED else run(rule, case, note)
     print(case, known[case].get('median_caught') or np.round(known[case]['returns'], 2), flush=True)
     record('disco', {name: known[name] for name in CASES if name in known})
 

@@ -144,8 +144,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
   for door in DOORS.values():
     module, _, name = door.rpartition('.')
     monkeypatch.setattr(importlib.import_module(module), name, begun)
-  for door in ('podrace.topology.join_processes', 'podrace.compile_cache.enable'):
-    monkeypatch.setattr(door, lambda *_: None)
+  for door in ('topology.join_processes', 'topology.detected_place', 'compile_cache.enable'):
+    monkeypatch.setattr(f'podrace.{door}', lambda *_: None)
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
   monkeypatch.setattr(
     configuration,
