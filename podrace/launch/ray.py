@@ -24,7 +24,6 @@ from podrace.launch.handing import CPUS, GPUS, Make, with_resources
 from podrace.launch.keeper import Asked
 from podrace.launch.local import Local
 from podrace.launch.replica import settings
-from podrace.launch.screen import Screen
 from podrace.net import keys
 from podrace.program import Node, Program
 
@@ -51,6 +50,8 @@ def launch(make: Make, options: Options) -> int:
 
 def run(program: Program, directory: Path, group: Any) -> int:
   """Runs a program in a placement group; the exit code."""
+  from podrace.launch.screen import Screen
+
   actors = Actors(program, directory, group)
   with Screen([x for n in program.nodes for x in n.names]) as screen:
     return Local(program, directory, screen.say, screen.look, actors.start, actors.places).run()
@@ -168,6 +169,7 @@ class Actors:
     """A replica; it starts when its actor does."""
     announces = f'announced/{node.name}-{number}' if node.listens else ''
     with self._lock:
+      self._files.pop(announces, None)  # else it would be taken for what this one announces
       asked = Asked(
         list(words), settings(node), os.getcwd(), PRIVATE, announces, dict(self._files),
         str(self._directory / 'logs' / f'{node.names[number]}.lock'),
