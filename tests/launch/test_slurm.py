@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from children import SUPPORT, Process, alive, environment, until
-from test_local import SAVES, WAITS
+from test_local import SAVES, UNTIL, WAITS
 
 from podrace.commands import launch as command
 from podrace.errors import UsageError
@@ -139,10 +139,17 @@ def test_a_job_saves_and_is_queued_again_when_its_time_is_up(
 
 
 def test_a_job_that_is_complete_is_not_queued_again(cluster: Cluster) -> None:
-  ends = 'import signal, sys; signal.signal(2, lambda *_: sys.exit(0)); print("up"); signal.pause()'
-  cluster.submit(node('main', ends, main=True))
+  go = cluster.log.with_name('go')
+  os.mkfifo(go)
+  slow = (
+    'import signal; signal.signal(2, lambda *_: print("saving")); print("up")\n'
+    'while True: signal.pause()'
+  )
+  cluster.submit(node('main', UNTIL, str(go), main=True), node('other', slow))
   cluster.says('up')
-  os.kill(cluster.pid, signal.SIGTERM)
+  go.write_text('')
+  cluster.says('saving')
+  os.kill(cluster.pid, signal.SIGUSR1)  # its time is up just then
   cluster.ends()
   assert not cluster.calls('scontrol')
 
@@ -166,6 +173,19 @@ def test_steps_find_each_other_by_announcements(cluster: Cluster) -> None:
   cluster.ends()
   assert re.findall(r'at (.*)', cluster.output) == ['tcp://h:10', 'tcp://h:11']
   assert (cluster.directory / 'announced').stat().st_mode & 0o777 == 0o700
+
+
+def test_announcements_do_not_outlive_their_process(tmp_path: Path) -> None:
+  serve = Node('serve', ('serve', '{announce}'), replicas=2, listens=('it',))
+  program = Program((serve, Node('main', ('true',), main=True)))
+  where = slurm.places(program, tmp_path)
+  (tmp_path / 'announced').mkdir()
+  for i in range(2):
+    where.file(serve, i).touch()
+  where.forget(serve, 1)
+  assert [p.name for p in (tmp_path / 'announced').iterdir()] == ['serve-0']
+  where.open()  # as the program starts anew
+  assert not list((tmp_path / 'announced').iterdir())
 
 
 def test_keys_are_made_once_and_are_their_users_alone(tmp_path: Path) -> None:
