@@ -8,6 +8,8 @@ dies, the supervisor has another one made where there is room. What processes se
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import os
 import threading
 import time
@@ -59,9 +61,8 @@ def run(program: Program, directory: Path, group: Any) -> int:
 
 def show(program: Program, directory: Path) -> None:
   """Prints what would be started, and in which bundles."""
-  print(
-    f'# {PRIVATE}: a directory that each replica has on its machine, with keys and announcements'
-  )
+  print(f'# {PRIVATE}: a directory of each replica, on its machine, with keys and announcements')
+  print(f'# {HOST}: the address of its machine')
   where = places(program, directory)
   for node in program.order():
     for i, name in enumerate(node.names):
@@ -96,7 +97,7 @@ def cluster() -> Iterator[None]:
       f'RAY_ADDRESS={at}: podrace launch runs on a machine of the cluster, as in `ray job submit`'
     )
   try:
-    ray.init(address='auto', log_to_driver=False, logging_level='error')
+    ray.init(address='auto', log_to_driver=False, logging_level=logging.ERROR)
   except ConnectionError:
     raise UsageError(
       'there is no Ray cluster here: start one with `ray start --head`, or set RAY_ADDRESS'
@@ -162,8 +163,7 @@ class Actors:
     keys.new_keys(private / 'keys')
     (private / 'keys' / f'{keys.AUTHORITY}.key').unlink()  # nobody signs others
     self._files = {f'keys/{p.name}': p.read_text() for p in (private / 'keys').iterdir()}
-    self._places = places(self._program, self._directory)
-    return self._places
+    return places(self._program, self._directory)
 
   def start(self, node: Node, number: int, words: tuple[str, ...]) -> Placed:
     """A replica; it starts when its actor does."""
@@ -174,7 +174,7 @@ class Actors:
         list(words), settings(node), os.getcwd(), PRIVATE, announces, dict(self._files),
         str(self._directory / 'logs' / f'{node.names[number]}.lock'),
       )  # fmt: skip
-      make = lambda text: self._actor(node, number, text)  # noqa: E731
+      make = functools.partial(self._actor, node, number)
       placed = Placed(asked, make, self._announced, self._ended)
       self._running.add(placed)
     return placed

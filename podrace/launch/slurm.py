@@ -117,7 +117,7 @@ class Step:
 
 def start(node: Node, number: int, words: tuple[str, ...]) -> Step:
   """Starts a replica as a step; see `Here`."""
-  return Step(Here(before=step)(node, number, words))
+  return Step(Here()(node, number, (*step(node), *runnable(words))))
 
 
 def places(program: Program, directory: Path) -> Announcements:
