@@ -19,6 +19,7 @@ from test_local import SAVES, UNTIL, WAITS
 from podrace.commands import launch as command
 from podrace.errors import UsageError
 from podrace.launch import slurm
+from podrace.launch.local import locked
 from podrace.net import keys
 from podrace.program import Backoff, Node, Program, literal
 
@@ -91,7 +92,7 @@ def pids(cluster: Cluster, name: str) -> list[int]:
   return [int(x) for x in re.findall(rf'{name} +\| pid (\d+)', cluster.output)]
 
 
-def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster) -> None:
+def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster, capsys: Any) -> None:
   go = cluster.log.with_name('go')
   os.mkfifo(go)
   tells = (
@@ -99,6 +100,7 @@ def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster) ->
   )
   main = node('main', tells + f'open({str(go)!r}).read()', main=True, cpus=2.5, gpus=1)
   cluster.submit(main, node('other', PID + SAVES_AT_INT, replicas=2))
+  assert capsys.readouterr().out.startswith('job 7: ')
   cluster.says('up', 2)
   go.write_text('')
   cluster.ends()
@@ -228,7 +230,7 @@ def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
   shown = capsys.readouterr().out
   options = re.findall(r'^#SBATCH --(.*)', shown, re.M)
   assert options == [
-    'job-name=podrace-run', 'ntasks=4', 'cpus-per-task=3', 'gpus=2',
+    'job-name=podrace-run', 'ntasks=4', 'cpus-per-task=3', 'gpus=4',
     f'output={tmp_path}/run/logs/slurm-%j.txt', 'open-mode=append', 'requeue', 'signal=B:USR1@90',
     'time=8:00:00', 'exclusive',
   ]  # fmt: skip
@@ -259,6 +261,13 @@ def test_what_is_refused(
     command.run([*LAUNCH, *more])
   assert said in str(e.value)
   assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_runs_is_not_submitted_again(cluster: Cluster) -> None:
+  words = [*LAUNCH, '--run-dir', str(cluster.directory)]
+  with locked(cluster.directory / 'logs'), pytest.raises(UsageError, match='runs already'):
+    command.run(words)
+  assert not cluster.calls('sbatch')
 
 
 def test_what_listens_must_announce(tmp_path: Path) -> None:
