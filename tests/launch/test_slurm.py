@@ -218,14 +218,8 @@ LAUNCH = ('catch', '--as', 'impala', '--on', 'slurm')
 
 def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
   more = (
-    '--sbatch',
-    'time=8:00:00',
-    '--sbatch=exclusive',
-    '--gpus',
-    'learner=2',
-    '--cpus',
-    'act=3',
-  )
+    '--sbatch', 'time=8:00:00', '--sbatch=exclusive', '--gpus', 'learner=2', '--gpus', 'act=1', '--cpus', 'act=3',
+  )  # fmt: skip
   assert command.run([*LAUNCH, '--run-dir', str(tmp_path / 'run'), '--dry-run', *more]) == 0
   shown = capsys.readouterr().out
   options = re.findall(r'^#SBATCH --(.*)', shown, re.M)
