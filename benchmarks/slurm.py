@@ -78,7 +78,8 @@ def cluster(root: Path) -> Iterator[None]:
   """A controller and three nodes, and the commands of SLURM on PATH."""
   plugins = next(root.glob('usr/lib/*/slurm-wlm'))
   directory = Path(tempfile.mkdtemp(prefix='podrace-slurm-'))
-  (directory / 'state').mkdir()
+  for name in ('state', 'spool'):
+    (directory / name).mkdir()
   file = directory / 'slurm.conf'
   user = subprocess.check_output(('id', '-un'), text=True).strip()
   file.write_text(
