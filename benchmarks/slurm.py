@@ -59,7 +59,7 @@ KillWait=10
 NodeName=n[0-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[17001-17003] CPUs=2 RealMemory=4000
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-WAITED = 600.0  # seconds for anything, at most
+WAITED = 400.0  # seconds for anything, at most
 RUN = ('catch', '--as', 'impala', '--on', 'slurm', '--checkpoint-every', '50000')
 
 
@@ -158,7 +158,7 @@ def complete() -> dict[str, Any]:
 
 def killed() -> dict[str, Any]:
   job = Job('--total-steps', '400000')
-  job.says('learner | step ', 3)
+  until(lambda: any(job.run_dir.glob('checkpoints/[0-9]*')), f'a checkpoint of {job.run_dir}')
   (pid,) = job.pids('train')
   os.kill(pid, signal.SIGKILL)
   lost = job.says('learner | resuming at step')
