@@ -84,13 +84,16 @@ class Launched:
     found = {}
     for pid in self.left():
       words, parent = words_of(pid), parent_of(pid)
-      if KEEPER in words:
-        found[f'actor {pid}'] = parent
-      elif parent == self.process.pid or KEEPER in words_of(parent):
-        if 'podrace.launch.warm' in words:  # as which a learner first starts
-          found[f'train {pid}'] = pid
-        elif 'podrace' in words:
-          found[f'{words[words.index("podrace") + 1]} {pid}'] = pid
+      kept = KEEPER in words_of(parent)
+      if not (kept or parent == self.process.pid):
+        continue
+      if 'podrace.launch.warm' in words:  # as which a learner first starts
+        found[f'train {pid}'] = pid
+      elif 'podrace' in words:
+        kind = words[words.index('podrace') + 1]
+        found[f'{kind} {pid}'] = pid
+        if kept:
+          found[f'{kind}-actor {pid}'] = parent_of(parent)
     return found
 
   def left(self) -> list[int]:

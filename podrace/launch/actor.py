@@ -127,8 +127,9 @@ class Placed:
     code = 1
     try:
       code = self._follow()
-    except ray.exceptions.RayError as e:
-      self._say(f'podrace launch: its machine or its actor is lost ({type(e).__name__})\n'.encode())
+    except Exception as e:  # almost always an error of Ray
+      why = f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
+      self._say(f'podrace launch: its machine or its actor is lost ({why})\n'.encode())
     finally:
       ray.kill(self._actor)
       self._ended(self)

@@ -8,6 +8,7 @@ dies, the supervisor has another one made where there is room. What processes se
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -25,7 +26,6 @@ from podrace.launch.handing import CPUS, GPUS, Make, with_resources
 from podrace.launch.keeper import Asked
 from podrace.launch.local import Local
 from podrace.launch.replica import settings
-from podrace.launch.screen import Screen
 from podrace.net import keys
 from podrace.program import Node, Program
 
@@ -52,6 +52,8 @@ def launch(make: Make, options: Options) -> int:
 
 def run(program: Program, directory: Path, group: Any) -> int:
   """Runs a program in a placement group; the exit code."""
+  from podrace.launch.screen import Screen
+
   actors = Actors(program, directory, group)
   with Screen([x for n in program.nodes for x in n.names]) as screen:
     return Local(program, directory, screen.say, screen.look, actors.start, actors.places).run()
@@ -59,9 +61,8 @@ def run(program: Program, directory: Path, group: Any) -> int:
 
 def show(program: Program, directory: Path) -> None:
   """Prints what would be started, and in which bundles."""
-  print(
-    f'# {PRIVATE}: a directory that each replica has on its machine, with keys and announcements'
-  )
+  print(f'# {PRIVATE}: a directory of each replica, on its machine, with keys and announcements')
+  print(f'# {HOST}: the address of its machine')
   where = places(program, directory)
   for node in program.order():
     for i, name in enumerate(node.names):
@@ -162,18 +163,18 @@ class Actors:
     keys.new_keys(private / 'keys')
     (private / 'keys' / f'{keys.AUTHORITY}.key').unlink()  # nobody signs others
     self._files = {f'keys/{p.name}': p.read_text() for p in (private / 'keys').iterdir()}
-    self._places = places(self._program, self._directory)
-    return self._places
+    return places(self._program, self._directory)
 
   def start(self, node: Node, number: int, words: tuple[str, ...]) -> Placed:
     """A replica; it starts when its actor does."""
     announces = f'announced/{node.name}-{number}' if node.listens else ''
     with self._lock:
+      self._files.pop(announces, None)  # else it would be taken for what this one announces
       asked = Asked(
         list(words), settings(node), os.getcwd(), PRIVATE, announces, dict(self._files),
         str(self._directory / 'logs' / f'{node.names[number]}.lock'),
       )  # fmt: skip
-      make = lambda text: self._actor(node, number, text)  # noqa: E731
+      make = functools.partial(self._actor, node, number)
       placed = Placed(asked, make, self._announced, self._ended)
       self._running.add(placed)
     return placed

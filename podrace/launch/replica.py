@@ -95,12 +95,10 @@ class Here:
   Args:
     environ: of the processes.
     warm: becomes the main node, which must be a command of podrace, when that starts first.
-    before: words that go before a command, for a program that runs it elsewhere.
   """
 
   environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
   warm: Process | None = None
-  before: Callable[[Node], tuple[str, ...]] = lambda node: ()
 
   def __call__(self, node: Node, number: int, words: tuple[str, ...]) -> Child:
     """Starts a replica, in a session of its own; or has one that was started before become it.
@@ -108,7 +106,7 @@ class Here:
     Raises:
       OSError: if there is no such program.
     """
-    words = (*self.before(node), *runnable(words))
+    words = runnable(words)
     environ = {**self.environ, **settings(node)}
     warm, self.warm = (self.warm, None) if node.main else (None, self.warm)
     process = warm or spawn(words, environ, subprocess.DEVNULL)

@@ -28,7 +28,6 @@ from podrace.launch.addresses import Announcements
 from podrace.launch.handing import CPUS, GPUS, Make, tool, with_resources
 from podrace.launch.local import Local, locked
 from podrace.launch.replica import Child, Here, runnable
-from podrace.launch.screen import Screen
 from podrace.net import keys
 from podrace.program import Node, Program
 
@@ -118,7 +117,7 @@ class Step:
 
 def start(node: Node, number: int, words: tuple[str, ...]) -> Step:
   """Starts a replica as a step; see `Here`."""
-  return Step(Here(before=step)(node, number, words))
+  return Step(Here()(node, number, (*step(node), *runnable(words))))
 
 
 def places(program: Program, directory: Path) -> Announcements:
@@ -169,6 +168,8 @@ def submit(sbatch: str, directory: Path) -> int:
 
 def main(directory: Path) -> int:
   """Supervises the program to its end; the exit code, as of `Local.run`."""
+  from podrace.launch.screen import Screen
+
   program = programs.from_json((directory / 'program.json').read_text())
   with time_is_up() as up, Screen([x for n in program.nodes for x in n.names]) as screen:
     code = Local(

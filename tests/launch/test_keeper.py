@@ -97,7 +97,7 @@ def test_files_are_its_users_alone(kept: Any) -> None:
     'print(file.read_text(), os.umask(0))'
   )
   one = kept(reads, '/PRIVATE/keys/client.key', files={'keys/client.key': 'one'})
-  assert one.says('one') == '0o100600 0o40700 one\n'
+  assert one.says('one\n') == '0o100600 0o40700 one\n'
   one.tell(files={'keys/client.key': 'two', 'announced/other': 'x'})
   assert one.end() == 0
   ours = os.umask(0)

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from podrace.errors import UsageError
-from podrace.program import Backoff, Node, Program, Reference, command, is_ready, literal, pieces
+from podrace.program import (
+  Backoff,
+  Node,
+  Program,
+  Reference,
+  command,
+  from_json,
+  is_ready,
+  literal,
+  pieces,
+  to_json,
+)  # fmt: skip
 
 LEARNER = Node(
   'learner', ('train', '--at={replay:all}', '{listen}'), listens=('params', 'top'), main=True
@@ -110,6 +121,20 @@ def test_pauses_double_up_to_the_most() -> None:
   for wrong in ({'first': 61}, {'first': -1}, {'most': float('inf')}, {'failures': 0}):
     with pytest.raises(UsageError, match='backoff'):
       Backoff(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_program_is_the_same_after_its_way_as_text() -> None:
+  odd = Node('odd', ('a', '{{"b": 1}}'), 2, cpus=0.5, gpus=1, listens=('x', 'y'), restart=None)
+  program = Program((*PROGRAM.nodes, odd, Node('slow', ('c',), restart=Backoff(failures=2))))
+  assert from_json(to_json(program)) == program
+
+
+@pytest.mark.parametrize(
+  'text', ['', '{}', '[]', '[{"name": "x"}]', '[3]', to_json(PROGRAM).replace('"cpus"', '"cpu"')]
+)
+def test_text_that_is_no_program_is_refused(text: str) -> None:
+  with pytest.raises(UsageError):
+    from_json(text)
 
 
 def test_programs_need_no_jax() -> None:

@@ -101,6 +101,32 @@ def test_replicas_find_each_other_and_end_with_the_main_one(cluster: Any, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_service_is_found_where_it_has_come_back(cluster: Any, tmp_path: Path) -> None:
+  announces = (
+    'import os, sys, signal\nfrom pathlib import Path\nfrom podrace.net.announce import Announcement\n'
+    'Announcement(Path(sys.argv[1]), "it").make(f"tcp://h:{os.getpid()}"); signal.pause()'
+  )
+  asks = (
+    'import sys, time\nfrom podrace.net.address import current\nseen = set()\nwhile len(seen) < 3:\n'
+    '  try: now = current(sys.argv[1])\n'
+    '  except OSError: continue\n'
+    '  finally: time.sleep(0.01)\n'
+    '  if now not in seen: print("at", now)\n'
+    '  seen.add(now)'
+  )
+  serve = node('serve', PID + announces, '{announce}', listens=['it'])
+  with OnRay(tmp_path, serve, node('main', asks, '{serve}', main=True)) as launched:
+    for times in (1, 2):
+      launched.says('| at tcp://', times)
+      pid = launched.pid('serve', times)
+      os.kill(pid if times == 1 else parent(parent(pid)), signal.SIGKILL)
+    assert launched.wait() == 0, launched.output
+    assert re.findall(r'at tcp://h:(\d+)', launched.output) == list(
+      map(str, launched.pids('serve'))
+    )
+
+
+@pytest.mark.slow
 def test_what_is_killed_is_started_again(cluster: Any, tmp_path: Path) -> None:
   nodes = (node('main', PID + WAITS, main=True), node('other', PID + WAITS))
   with OnRay(tmp_path, *nodes) as launched:

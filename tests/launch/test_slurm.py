@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 from children import SUPPORT, Process, alive, environment, until
-from test_local import SAVES, WAITS
+from test_local import SAVES, UNTIL, WAITS
 
 from podrace.commands import launch as command
 from podrace.errors import UsageError
 from podrace.launch import slurm
+from podrace.launch.local import locked
 from podrace.net import keys
 from podrace.program import Backoff, Node, Program, literal
 
@@ -91,7 +92,7 @@ def pids(cluster: Cluster, name: str) -> list[int]:
   return [int(x) for x in re.findall(rf'{name} +\| pid (\d+)', cluster.output)]
 
 
-def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster) -> None:
+def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster, capsys: Any) -> None:
   go = cluster.log.with_name('go')
   os.mkfifo(go)
   tells = (
@@ -99,6 +100,7 @@ def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster) ->
   )
   main = node('main', tells + f'open({str(go)!r}).read()', main=True, cpus=2.5, gpus=1)
   cluster.submit(main, node('other', PID + SAVES_AT_INT, replicas=2))
+  assert capsys.readouterr().out.startswith('job 7: ')
   cluster.says('up', 2)
   go.write_text('')
   cluster.ends()
@@ -139,10 +141,17 @@ def test_a_job_saves_and_is_queued_again_when_its_time_is_up(
 
 
 def test_a_job_that_is_complete_is_not_queued_again(cluster: Cluster) -> None:
-  ends = 'import signal, sys; signal.signal(2, lambda *_: sys.exit(0)); print("up"); signal.pause()'
-  cluster.submit(node('main', ends, main=True))
+  go = cluster.log.with_name('go')
+  os.mkfifo(go)
+  slow = (
+    'import signal; signal.signal(2, lambda *_: print("saving")); print("up")\n'
+    'while True: signal.pause()'
+  )
+  cluster.submit(node('main', UNTIL, str(go), main=True), node('other', slow))
   cluster.says('up')
-  os.kill(cluster.pid, signal.SIGTERM)
+  go.write_text('')
+  cluster.says('saving')
+  os.kill(cluster.pid, signal.SIGUSR1)  # its time is up just then
   cluster.ends()
   assert not cluster.calls('scontrol')
 
@@ -166,6 +175,19 @@ def test_steps_find_each_other_by_announcements(cluster: Cluster) -> None:
   cluster.ends()
   assert re.findall(r'at (.*)', cluster.output) == ['tcp://h:10', 'tcp://h:11']
   assert (cluster.directory / 'announced').stat().st_mode & 0o777 == 0o700
+
+
+def test_announcements_do_not_outlive_their_process(tmp_path: Path) -> None:
+  serve = Node('serve', ('serve', '{announce}'), replicas=2, listens=('it',))
+  program = Program((serve, Node('main', ('true',), main=True)))
+  where = slurm.places(program, tmp_path)
+  (tmp_path / 'announced').mkdir()
+  for i in range(2):
+    where.file(serve, i).touch()
+  where.forget(serve, 1)
+  assert [p.name for p in (tmp_path / 'announced').iterdir()] == ['serve-0']
+  where.open()  # as the program starts anew
+  assert not list((tmp_path / 'announced').iterdir())
 
 
 def test_keys_are_made_once_and_are_their_users_alone(tmp_path: Path) -> None:
@@ -196,19 +218,13 @@ LAUNCH = ('catch', '--as', 'impala', '--on', 'slurm')
 
 def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
   more = (
-    '--sbatch',
-    'time=8:00:00',
-    '--sbatch=exclusive',
-    '--gpus',
-    'learner=2',
-    '--cpus',
-    'act=3',
-  )
+    '--sbatch', 'time=8:00:00', '--sbatch=exclusive', '--gpus', 'learner=2', '--gpus', 'act=1', '--cpus', 'act=3',
+  )  # fmt: skip
   assert command.run([*LAUNCH, '--run-dir', str(tmp_path / 'run'), '--dry-run', *more]) == 0
   shown = capsys.readouterr().out
   options = re.findall(r'^#SBATCH --(.*)', shown, re.M)
   assert options == [
-    'job-name=podrace-run', 'ntasks=4', 'cpus-per-task=3', 'gpus=2',
+    'job-name=podrace-run', 'ntasks=4', 'cpus-per-task=3', 'gpus=4',
     f'output={tmp_path}/run/logs/slurm-%j.txt', 'open-mode=append', 'requeue', 'signal=B:USR1@90',
     'time=8:00:00', 'exclusive',
   ]  # fmt: skip
@@ -239,6 +255,13 @@ def test_what_is_refused(
     command.run([*LAUNCH, *more])
   assert said in str(e.value)
   assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_runs_is_not_submitted_again(cluster: Cluster) -> None:
+  words = [*LAUNCH, '--run-dir', str(cluster.directory)]
+  with locked(cluster.directory / 'logs'), pytest.raises(UsageError, match='runs already'):
+    command.run(words)
+  assert not cluster.calls('sbatch')
 
 
 def test_what_listens_must_announce(tmp_path: Path) -> None:
