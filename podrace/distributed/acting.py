@@ -53,15 +53,8 @@ class Options:
   """What `podrace act` is asked for, besides the run's config."""
 
   addresses: Addresses
-  share: tuple[int, int] = (0, 1)  # which of how many equal parts of all environments
+  environments: int = 0  # of this process; 0: all that the run has
   patience: Patience = Patience()
-
-  def __post_init__(self) -> None:
-    i, n = self.share
-    if n < 1:
-      raise UsageError(f'--share {i}/{n}: of {n} parts there is none; the whole is 0/1')
-    if not 0 <= i < n:
-      raise UsageError(f'--share {i}/{n}: the parts of {n} are 0/{n} to {n - 1}/{n}')
 
 
 def check_options(config: Config, args: list[str]) -> None:
@@ -83,20 +76,32 @@ def act(config: Config, options: Options) -> int:
   config = joining.fixed(config)
   validate(config)
   joining.check_addresses(options.addresses)
-  n = options.share[1]
-  if config.num_envs % n:
-    raise UsageError(f'--num-envs {config.num_envs} does not divide into {n} shares')
+  if options.environments > config.num_envs:
+    raise UsageError(
+      f'--local-envs {options.environments} is more than the run has: --num-envs {config.num_envs}'
+    )
   try:
-    return joining.until_the_end(lambda: _Acting(config, options).run())
+    return joining.until_the_end(lambda: _act(config, options))
   except ActorFailed as e:
     raise RunError(f'{config.env}: {e}') from e
+
+
+def _act(config: Config, options: Options) -> None:
+  """Acts, each time in the environments that the learner has lent."""
+  first = 0
+  while True:
+    try:
+      _Acting(config, options, first).run()
+    except joining.Moved as e:
+      first = e.first
+      log.info('the learner has lent other environments, from %d on: they begin anew', first)
 
 
 class _Acting:
   """One acting process."""
 
-  def __init__(self, config: Config, options: Options) -> None:
-    i, n = options.share
+  def __init__(self, config: Config, options: Options, first: int = 0) -> None:
+    num_envs = options.environments or config.num_envs
     spec = host.make(config.env)
     agent = bind_run(config, spec)
     if spec.try_out is not None:
@@ -108,7 +113,7 @@ class _Acting:
       spec=spec,
       devices=devices,
       destinations=devices[:1],  # whence they are written
-      num_envs=config.num_envs // n,
+      num_envs=num_envs,
       unroll_length=config.unroll_length,
       threads=config.actor_threads,
       lag='async',
@@ -118,12 +123,13 @@ class _Acting:
       env_threads=config.env_threads,
       deadline=config.env_deadline,
       seed=int.from_bytes(os.urandom(4), 'little'),
-      first_thread=i * config.actor_threads * len(devices),
     )
-    self._example = example_trajectory(agent, spec, config.num_envs // n, config.unroll_length)
+    self._example = example_trajectory(agent, spec, num_envs, config.unroll_length)
     self._layout = Layout(windows, self._example) if windows else None
     self._addresses, self._give_up = options.addresses, options.patience.give_up or None
-    self._newest = Newest(options.addresses, config, agent, options.patience, ACTING)
+    self._newest = Newest(
+      options.addresses, config, agent, options.patience, ACTING, num_envs, first
+    )
     self._num_envs = config.num_envs  # of all acting processes
     self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
 
@@ -131,7 +137,8 @@ class _Acting:
     with contextlib.ExitStack() as stack:
       stack.callback(self._newest.close)
       params = self._newest.get()
-      a, program = self._addresses, self._program
+      first, a = self._newest.first, self._addresses
+      program = self._program = dataclasses.replace(self._program, first=first)
       log.info('connecting to the replay service at %s', ', '.join(a.replay))
       client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
@@ -140,7 +147,10 @@ class _Acting:
       actors = self._start(params)
       stack.callback(actors.close)
       watcher = Worker('parameters', lambda: self._watch(actors), lambda: self._hang_up(client))
-      log.info('acting in %d environments', program.num_envs)
+      last = first + program.num_envs - 1
+      log.info(
+        'acting in %d environments, %d to %d of %d', program.num_envs, first, last, self._num_envs
+      )
       try:
         self._write(watcher, actors, write, _Teller(client, self._newest.run))
       except tables.Closed:

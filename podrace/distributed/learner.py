@@ -93,7 +93,7 @@ class DistributedSource:
     # Acting processes may wait for the publisher, so it listens before the service is waited for.
     a = self._addresses
     self._publisher = service.Publisher(
-      a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce
+      a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce, self._config.num_envs
     )
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
@@ -230,8 +230,9 @@ class DistributedSource:
     update = int(jax.device_get(state.update))
     self._publish(update, state.train.params, (FINISHED, np.ones(1, np.uint8)))
     assert self._publisher is not None
+    self._publisher.finish()
     end = time.monotonic() + GOODBYE_SECONDS
-    while self._publisher.peers and time.monotonic() < end:
+    while self._publisher.waited_for and time.monotonic() < end:
       time.sleep(POLL)
 
   def close(self) -> None:

@@ -113,6 +113,7 @@ class Link:
   Attributes:
     session: how many there have been, if there is one now; None if not.
     why: there is none.
+    waits: the service has it wait for a session.
     closed: `close` was called, or the service has no more to do for it.
     ping_every, patience: seconds, at most, between PINGs and between turns; handlers may lower them.
 
@@ -136,7 +137,7 @@ class Link:
     self.address, self.handler = address, handler
     self.changed = changed or threading.Condition()
     self.session: int | None = None
-    self.closed = self.over = False
+    self.closed = self.over = self.waits = False
     self.why = NOTHING_KNOWN
     self.silence, self.ping_every, self.patience = session.SILENCE, math.inf, 0.5
     self._client = session.new_client()
@@ -376,9 +377,10 @@ class Link:
     if self._last_reason:
       log.info('%s at %s is back', self._what, self.address)
     self._waits, self._last_reason, self.why = 0, '', NOTHING_KNOWN
+    self.waits = False
 
   def _wait(self, reason: str) -> None:
-    self.why, self._must_wait = plain(reason), True
+    self.why, self._must_wait, self.waits = plain(reason), True, True
     self._alone_since = time.monotonic()
     self._remind(f'waiting: {self.why}')
 
@@ -414,7 +416,7 @@ class Link:
       self.handler.lost(reason)
 
   def _hang_up(self) -> None:
-    stream, self._stream, self._open = self._stream, None, None
+    stream, self._stream, self._open, self.waits = self._stream, None, None, False
     if stream is not None and not stream.closed:
       self._selector.unregister(stream.socket)
       stream.close()

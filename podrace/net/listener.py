@@ -512,6 +512,7 @@ class Listener:
     if self._over is not None:
       self.send(peer, session.END, *self._over)
       return
+    self._end_before(peer, details)
     wait = self.handler.why_wait(details)
     if not wait and len(self.peers) >= PEERS:
       wait = f'{self.handler.service} has {PEERS} clients and takes no more'
@@ -532,19 +533,22 @@ class Listener:
       f'the client wants {details["name"]!r} version {details["version"]} (podrace {details["podrace"]})'
     ]
 
-  def _join(self, peer: Peer, details: dict[str, Any]) -> None:
-    """Begins a session."""
-    who = peer.key, details['client']
-    if details['client'] and (before := self._clients.get(who)) is not None:
+  def _end_before(self, peer: Peer, details: dict[str, Any]) -> None:
+    """Ends this client's session over an older connection, with all that it has."""
+    before = self._clients.get((peer.key, details['client']))
+    if details['client'] and before is not None:
       self.drop(before, 'is back over another connection', logging.INFO)
       self._end(before, 'you are back over another connection')
+
+  def _join(self, peer: Peer, details: dict[str, Any]) -> None:
+    """Begins a session."""
     peer.client, peer.name = details['client'], f'{label(details["host"])}:{details["pid"]}'
     peer.since = time.monotonic()
     answer = self.handler.welcome(peer, details)
     self.guests.pop(peer, None)
     self.peers[peer] = None
     if peer.client:
-      self._clients[who] = peer
+      self._clients[peer.key, peer.client] = peer
     peer.stream.largest, peer.stream.most_out = self.handler.largest, BACKLOG
     self.counts['sessions'] += 1
     if self.send(peer, session.WELCOME, dict(silence=self.listen.peer_timeout, **answer)):

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -84,10 +85,10 @@ class Places:
       '--log-every', '1280', '--run-dir', str(self.run_dir), *args,
     )  # fmt: skip
 
-  def act(self, share: str, *args: str) -> Podrace:
+  def act(self, environments: int, *args: str) -> Podrace:
     return self.start(
       'act', 'catch', *CATCH, '--connect-replay', self.replay, '--params', self.parameters,
-      '--share', share, *args,
+      '--local-envs', str(environments), *args,
     )  # fmt: skip
 
   def told(self) -> list[dict[str, Any]]:
@@ -110,17 +111,28 @@ def places(tmp_path: Path, cache: Path) -> Any:
 
 @pytest.mark.slow
 def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
+  """A spare takes its place; another one hears that the run is complete."""
   server, learner = places.serve(), places.learn(14_000)
-  one, two = places.act('0/2'), places.act('1/2')
+  one, two = places.act(16), places.act(16)
   one.says('acting in 16 environments')
   two.says('acting in 16 environments')
+  assert sorted(re.findall(r'environments, (.*)', one.output + two.output)) == [
+    '0 to 15 of 32',
+    '16 to 31 of 32',
+  ]
+  spare = places.act(16)
+  spare.says('this process is a spare: others act in the 32 environments of the run')
   places.step_from(3_840)
   one.kill()
-  places.step_from(2_560)
-  again = places.act('0/2')
+  spare.says('acting in 16 environments')
+  assert re.findall(r'environments, (.*)', spare.output) == re.findall(
+    r'environments, (.*)', one.output
+  )
+  late = places.act(16)
+  late.says('this process is a spare')
   assert learner.wait() == 0, learner.output
-  assert [again.wait(), two.wait()] == [0, 0]
-  again.says('the run is complete')
+  assert [late.wait(), spare.wait(), two.wait()] == [0, 0, 0]
+  late.says('the run is complete')
   server.signal(signal.SIGTERM)
   assert server.wait() == 143
   told = places.told()
@@ -128,7 +140,7 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   assert np.mean(returns) > 0.3, told[-3:]  # of which many explore with an epsilon of 0.4
   samples = told[-1]['replay_samples']
   assert abs(samples - 8 * (14_000 - 512)) < 8 * 256
-  assert {x['acting_processes'] for x in told} >= {1, 2}
+  assert 2 in {x['acting_processes'] for x in told} <= {0, 1, 2}  # no spare among them
 
 
 @pytest.mark.slow
@@ -140,8 +152,8 @@ def test_an_agent_that_plans_learns_in_other_processes(places: Places) -> None:
     '--listen', places.parameters, '--total-steps', '40_000', '--run-dir', str(places.run_dir),
   )  # fmt: skip
   actors = [
-    places.start('act', 'muzero-catch', *ends, '--params', places.parameters, '--share', share)
-    for share in ('0/2', '1/2')
+    places.start('act', 'muzero-catch', *ends, '--params', places.parameters, '--local-envs', '16')
+    for _ in range(2)
   ]
   assert learner.wait() == 0, learner.output
   assert [actor.wait() for actor in actors] == [0, 0]
@@ -158,7 +170,7 @@ def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
   learner.says('waiting until the replay service has 512 steps')
   learner.says('no acting process is connected')
   assert not places.told() and learner.process.is_alive()
-  actor = places.act('0/1')
+  actor = places.act(32)
   assert [learner.wait(), actor.wait()] == [0, 0], learner.output
   assert json.loads((places.run_dir / 'summary.json').read_text())['step'] == 384
   assert places.told()[-1]['acting_processes'] == 1
@@ -184,15 +196,15 @@ def test_impala_learns_from_a_queue_of_unrolls(
   replay, parameters = f'unix:{tmp_path}/replay', f'unix:{tmp_path}/parameters'
   ended: list[BaseException] = []
 
-  def act(share: int) -> None:
+  def act() -> None:
     try:
-      acting_process._Acting(config, acting_process.Options(addresses, (share, 2))).run()
+      acting_process._Acting(config, acting_process.Options(addresses, 8)).run()
     except BaseException as e:
       ended.append(e)
 
   addresses = handshake.Addresses((replay,), parameters)
   with ReplayServer(replay) as server:
-    actors = [threading.Thread(target=act, args=(i,), daemon=True) for i in range(2)]
+    actors = [threading.Thread(target=act, daemon=True) for _ in range(2)]
     for actor in actors:
       actor.start()
     run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
@@ -360,7 +372,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
-    service.Publisher(addresses.parameters) as publisher,
+    service.Publisher(addresses.parameters, environments=4) as publisher,
   ):
     acting = acting_process._Acting(config, acting_process.Options(addresses))
     program = acting._program
@@ -480,7 +492,7 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   learner = places.learn(10_000_000)
   learner.says('no podrace replay answers at')
   server = places.serve('--checkpoint-every', '1')
-  actors = [places.act('0/2'), places.act('1/2', '--max-staleness', '3')]
+  actors = [places.act(16), places.act(16, '--max-staleness', '3')]
   places.step_from(6_000)
   learner.signal(signal.SIGTERM)
   assert learner.wait() == 143, learner.output
@@ -501,7 +513,7 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   server = places.serve()
   server.says('listening at')
   learner = places.learn(10_000_000)
-  actors[0] = places.act('0/2')
+  actors[0] = places.act(16)
   places.step_from(3_000)
   learner.kill()
   learner = places.learn(10_000_000)
@@ -517,14 +529,14 @@ def test_everybody_may_come_and_go(places: Places) -> None:
 
 @pytest.mark.slow
 def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
-  nobody = places.act('0/1', '--give-up-after', '0.5')
+  nobody = places.act(32, '--give-up-after', '0.5')
   assert nobody.wait() == 1
   nobody.says('there are no parameters of')
   places.serve()
   learner = places.learn(10_000_000)
   learner.says('no acting process is connected; waiting for experience of `podrace act ')
-  places.act('0/2').says('acting in 16 environments')
-  actor = places.act('1/2', '--max-staleness', '1', '--give-up-after', '5')
+  places.act(16).says('acting in 16 environments')
+  actor = places.act(16, '--max-staleness', '1', '--give-up-after', '5')
   actor.says('acting in 16 environments')
   learner.kill()
   assert actor.wait() == 1
@@ -535,13 +547,13 @@ def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
 def test_another_run_is_refused_and_both_sides_are_told(places: Places) -> None:
   places.serve()
   places.learn(10_000)
-  other = places.act('0/2', '--agent.network.hidden', '64')
+  other = places.act(16, '--agent.network.hidden', '64')
   assert other.wait() == 2
   assert '--agent.network.hidden: the learner has 32, this process 64' in other.output
-  other = places.act('0/2', '--env', 'podrace:memory')
+  other = places.act(16, '--env', 'podrace:memory')
   assert other.wait() == 2
   assert '--env: the learner has podrace:catch, this process podrace:memory' in other.output
-  alone = places.act('0/1')
+  alone = places.act(32)
   alone.says('acting in 32 environments')
   alone.signal(signal.SIGINT)
   assert alone.wait() == 130, alone.output
@@ -552,7 +564,7 @@ def test_an_environment_that_fails_ends_its_process_only(places: Places) -> None
   env = ['--env', 'gymnasium:host_envs:Wrong-v0,what=raise']
   places.serve()
   learner = places.learn(1_000_000, *env)
-  actor = places.act('0/2', *env)
+  actor = places.act(16, *env)
   assert actor.wait() == 1, actor.output
   assert 'ZeroDivisionError: the game broke' in actor.output
   assert learner.process.is_alive()
@@ -752,17 +764,15 @@ def test_parameters_as_leaves() -> None:
     (['act', 'catch'], 'act needs --connect-replay'),
     (['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:1'], 'act needs --params'),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', '2/2'], r'--share 2/2: the parts of 2 are 0/2 to 1/2'),
-    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', '0/0'], '--share 0/0: of 0 parts there is none'),
+      '--local-envs', '0'], '--local-envs must be at least 1, not 0'),
     (['act', *CATCH, '--connect-replay', 'foo', '--params', 'tcp://127.0.0.1:2'],
      "--connect-replay takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, not 'foo'"),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'bar'],
      "--params takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, not 'bar'"),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', '0/5'], r'--num-envs 32 does not divide into 5 shares'),
+      '--local-envs', '33'], '--local-envs 33 is more than the run has: --num-envs 32'),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', 'half'], r"--share takes I/N, such as 0/2, not 'half'"),
+      '--local-envs', 'half'], "--local-envs takes a whole number of at least 0, not 'half'"),
     (['act', *CATCH, '--connect-replay', 'tcp://10.0.0.1:1', '--params', 'tcp://10.0.0.1:2'],
      'it needs keys'),
     *((['act', *more, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'], message)

@@ -180,7 +180,7 @@ class Learner:
   def __init__(self, folder: Path, config: Config) -> None:
     self.addresses = handshake.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
     self.config, self.agent = config, bound(config)
-    self.publisher = service.Publisher(self.addresses.parameters)
+    self.publisher = service.Publisher(self.addresses.parameters, environments=config.num_envs)
     self.ended: list[BaseException] = []
     self.threads: list[threading.Thread] = []
 

@@ -97,7 +97,7 @@ def test_numbers_mean_one_thing_in_each_direction() -> None:
 
 
 def test_every_kind_has_an_example() -> None:
-  assert {name for name, _, _ in SHOWN} == DECLARED.keys() and len(SHOWN) == 30
+  assert {name for name, _, _ in SHOWN} == DECLARED.keys() and len(SHOWN) == 32
 
 
 @pytest.mark.parametrize('at', range(len(SHOWN)), ids=lambda i: SHOWN[i][0])
@@ -201,7 +201,7 @@ def test_a_learner_answers_the_examples_as_the_page_does() -> None:
       for pool in one.pools:
         pool.close()
       with Raw(one.address) as late:
-        say(late.socket, 'HELLO')
+        say(late.socket, example('HELLO').replace(b'client\x07', b'client\x08'))
         hear(late.socket, 'WAIT')
         one.server.finished()
         hear(raw.socket, 'END')
@@ -274,15 +274,18 @@ def test_the_settings_of_the_page_make_a_table() -> None:
 
 
 def test_parameters_are_published_as_the_page_has_it() -> None:
-  with parameters.Publisher(bare.ANY) as publisher:
+  with parameters.Publisher(bare.ANY, environments=32) as publisher:
     publisher.publish(3, [('w', np.array([1, 2], '<f4'))])
+    other = bare.connect(publisher.address, parameters.Parameters.kinds)
+    assert other.hello(parameters.SERVICE, environments=16)['first'] == 0
     one = bare.connect(publisher.address, parameters.Parameters.kinds)
-    one.say(session.HELLO, {**session.hello(parameters.SERVICE, 7), 'role': 'act'})
-    hear(one.socket, b''.join(session.WELCOME.pack([{'silence': 10.0}])))
+    say(one.socket, example('HELLO', 1))
+    hear(one.socket, example('WELCOME', 1))
     hear(one.socket, 'NEWEST')
     say(one.socket, 'ASK')
     (report,), _ = one.expect(session.REPORT)
     one.close()
+    other.close()
   shown = set(re.findall(r'`(\w+)`', PAGE.rpartition('**REPORT**')[2]))
   assert {*report, *report['clients'][0]} == shown
 
@@ -295,7 +298,7 @@ def test_the_hello_of_the_page_is_one() -> None:
   assert hello['schema'] == remote_wire.schema(kind.observation_space, kind.action_space)
   assert msgpack.unpackb(msgpack.packb([hello])) == [hello]
   keys = named(PAGE.partition('**HELLO** asks')[2].partition('\n\n**WELCOME')[0])
-  assert keys == {*hello, 'role'}
+  assert keys == {*hello, 'role', 'environments', 'first'}
 
 
 # --- limits -----------------------------------------------------------------------------------------
