@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.errors import RunError, UsageError
 from podrace.hooks import learns_from_replay, memory
+from podrace.net.measures import Measures, Meter
 from podrace.replay.layout import Layout, named
 from podrace.replay.streams import Streams
 from podrace.sebulba import (
@@ -127,8 +129,9 @@ class _Acting:
     self._example = example_trajectory(agent, spec, num_envs, config.unroll_length)
     self._layout = Layout(windows, self._example) if windows else None
     self._addresses, self._give_up = options.addresses, options.patience.give_up or None
+    self._meter = _Meter()
     self._newest = Newest(
-      options.addresses, config, agent, options.patience, ACTING, num_envs, first
+      options.addresses, config, agent, options.patience, ACTING, num_envs, first, self._meter.read
     )
     self._num_envs = config.num_envs  # of all acting processes
     self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
@@ -212,7 +215,9 @@ class _Acting:
       watcher.check()
       self._newest.wait_while_stale()
       for unroll in actors.take(0, is_stale) or ():
+        begun = time.monotonic()
         write(unroll)
+        self._meter.wrote(unroll, self._program.unroll_length, time.monotonic() - begun)
         teller.add(unroll.totals)
 
   def _watch(self, actors: Actors) -> None:
@@ -233,6 +238,26 @@ class _Acting:
       client.close()
     finally:
       self._newest.close()
+
+
+class _Meter:
+  """What an acting process sends of itself."""
+
+  def __init__(self) -> None:
+    self._rates, self._restarts, self._dropped = Meter(), 0, 0
+
+  def wrote(self, unroll: Unroll, length: int, seconds: float) -> None:
+    """An unroll of so many steps was written, which took so long."""
+    self._rates.add(steps_per_s=length * len(unroll.serial), write_share=seconds)
+    self._restarts += unroll.restarts
+    self._dropped += unroll.dropped
+
+  def read(self) -> Measures:
+    return {
+      **self._rates.read(),
+      'env_restarts': self._restarts,
+      'dropped_steps': self._dropped,
+    }
 
 
 class _Teller:

@@ -25,6 +25,7 @@ from podrace.distributed.handshake import (
 )
 from podrace.errors import UsageError
 from podrace.net.address import check_address
+from podrace.net.measures import Measures, resident_mb
 from podrace.net.text import plain
 from podrace.process import on_signals
 
@@ -126,6 +127,7 @@ class Newest:
     patience: how long to do without newer ones.
     role: of this process, as the learner counts it.
     environments, first: that it acts in, see `service.Parameters`.
+    measure: numbers of this process, besides those that all have.
   """
 
   def __init__(
@@ -137,13 +139,21 @@ class Newest:
     role: str,
     environments: int = 0,
     first: int = 0,
+    measure: Callable[[], Measures] = dict,
   ) -> None:
-    a = addresses
+    a, self._measure = addresses, measure
     self._record, self._agent, self._address = record(config), agent, a.parameters
     self._give_up = patience.give_up or None
     log.info('waiting for parameters of %s', a.parameters)
     self._reader = service.Parameters(
-      a.parameters, a.keys, a.insecure, patience.max_staleness, role, environments, first
+      a.parameters,
+      a.keys,
+      a.insecure,
+      patience.max_staleness,
+      role,
+      environments,
+      first,
+      self.measures,
     )
     self.run = ''  # the name of the learner's, once it is known
     self.version = -1  # of the last ones that were returned
@@ -153,6 +163,11 @@ class Newest:
   def is_stale(self) -> bool:
     """Whether those that there are must not be used."""
     return self._reader.is_stale
+
+  def measures(self) -> Measures:
+    """What this process sends of itself."""
+    staleness = round(self._reader.staleness, 3)
+    return {**self._measure(), 'staleness_s': staleness, 'resident_mb': resident_mb()}
 
   def wait_while_stale(self) -> None:
     """Returns at once if those that there are may be used."""

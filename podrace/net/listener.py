@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
-from podrace.net import session
+from podrace.net import measures, session
 from podrace.net.announce import Announcement
 from podrace.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.net.lines import Lines, Say
@@ -77,12 +77,13 @@ class Peer:
     name: HOST:PID, once it has said hello.
     key: its certificate's fingerprint, '' without keys.
     state: the handler's.
+    metrics: the newest numbers that it has sent of itself.
     finished: it has said BYE.
   """
 
   __slots__ = (
-    'asked', 'client', 'ending', 'finished', 'gone', 'key', 'last_seen', 'name', 'since', 'state',
-    'stream', 'until', 'waits', 'where', 'writes',
+    'asked', 'client', 'ending', 'finished', 'gone', 'key', 'last_seen', 'metrics', 'name', 'since',
+    'state', 'stream', 'until', 'waits', 'where', 'writes',
   )  # fmt: skip
 
   stream: Stream
@@ -90,6 +91,7 @@ class Peer:
   def __init__(self, where: str) -> None:
     self.where, self.name, self.key, self.client = where, '', '', 0
     self.state: Any = None
+    self.metrics: measures.Measures = {}
     self.since = self.last_seen = time.monotonic()
     self.until = self.since + SILENT_SECONDS  # as one without a session
     self.finished = self.ending = self.gone = self.asked = self.waits = self.writes = False
@@ -478,6 +480,8 @@ class Listener:
       self.handler.handle(peer, kind, fields, split(body, sizes) if kind.arrays else [])
     elif kind is session.PING and peer in self.peers:
       self.send(peer, session.PONG, self.handler.ping(peer, fields[0]))
+    elif kind is session.METRICS and peer in self.peers:
+      peer.metrics = measures.check(fields[0])
     elif kind is session.HELLO:
       self._hello(peer, fields[0])
     elif kind is session.ASK:
@@ -609,6 +613,7 @@ class Listener:
         seconds=round(now - p.since, 3),
         last_seen_s=round(now - p.last_seen, 3),
         **describe(p),
+        metrics=p.metrics,
       )
       for p in list(self.peers)[:REPORTED]
     ]
@@ -617,6 +622,7 @@ class Listener:
       counts=dict(self.counts),
       clients=clients,
       more_clients=max(len(self.peers) - REPORTED, 0),
+      resident_mb=measures.resident_mb(),
     )
 
   def tell_gone(self, peer: Peer, reason: str) -> None:

@@ -18,17 +18,18 @@ import math
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.net import link, listener, session
+from podrace.net import link, listener, measures, session
 from podrace.net.announce import Announcement
 from podrace.net.frame import Kind, WireError, packed, short
 from podrace.net.link import Link
 from podrace.net.listener import Listen, Listener, Peer, Serving
+from podrace.net.text import label
 from podrace.service import leases
 from podrace.tables.waiting import Closed
 
@@ -96,6 +97,7 @@ class Publisher(listener.Handler):
 
   Args:
     environments: of the run, which are lent to the acting processes among its clients, each for its session.
+    program: of a learner, what else there is to report; is called by the publisher's thread.
 
   Attributes:
     address, reachable: with the port that it has; as others can use it.
@@ -116,7 +118,9 @@ class Publisher(listener.Handler):
     peer_timeout: float = session.SILENCE,
     announce: Announcement | None = None,
     environments: int = 0,
+    program: Callable[[], dict[str, Any]] = dict,
   ) -> None:
+    self._program = program
     self._leases = leases.Leases(environments)
     self._over = False
     self._before = self._newest = Version(-1, [])
@@ -167,10 +171,10 @@ class Publisher(listener.Handler):
     """Of the newest version, -1 if there is none."""
     return self._newest.number
 
-  def clients(self, role: str) -> int:
-    """How many clients there are that said to be this; those that say nothing act."""
-    readers = [peer.state for peer in list(self.peers)]
-    return sum(reader is not None and reader.role == role for reader in readers)
+  def clients(self, role: str) -> list[measures.Measures]:
+    """The clients that said to be this, by the numbers that they sent; those that say nothing act."""
+    peers = list(self.peers)
+    return [p.metrics for p in peers if p.state is not None and p.state.role == role]
 
   @property
   def waited_for(self) -> bool:
@@ -259,10 +263,18 @@ class Publisher(listener.Handler):
 
   def report(self) -> dict[str, Any]:
     return dict(
-      self.listener.report(lambda p: dict(versions=p.state.versions, bytes=p.state.bytes)),
+      self.listener.report(self._described),
       version=self.number,
       parameter_bytes=len(self._newest.data),
+      program=self._program(),
     )
+
+  def _described(self, peer: Peer) -> dict[str, Any]:
+    reader, lent = peer.state, self._leases.held.get(peer, range(0))
+    return dict(
+      role=label(reader.role), first=lent.start, environments=len(lent),
+      versions=reader.versions, bytes=reader.bytes,
+    )  # fmt: skip
 
 
 # --- the acting end ---------------------------------------------------------------------------------
@@ -279,6 +291,7 @@ class Parameters(link.Handler):
     role: of this client, as the publisher counts its clients.
     environments: in which it acts; it waits for its session until so many of the run's are free.
     first: the number that the first of them should have.
+    measure: the numbers that this process sends of itself; is called by a thread.
 
   Attributes:
     first: the number that the first of them has in this session, or had in the last one.
@@ -300,12 +313,13 @@ class Parameters(link.Handler):
     role: str = ACTING,
     environments: int = 0,
     first: int = 0,
+    measure: Callable[[], measures.Measures] = dict,
   ) -> None:
     if max_staleness is not None and not max_staleness > 0:
       raise ValueError(f'{max_staleness=} must be positive')
     self.address, self.changed = address, threading.Condition()
     self._max_staleness, self._role = max_staleness, role
-    self._environments, self.first = environments, first
+    self._environments, self.first, self._measure = environments, first, measure
     self._held: Published | None = None
     self._known = -1  # the newest version of which it knows
     self._begun_at = 0.0  # when a message began that is coming
@@ -399,6 +413,9 @@ class Parameters(link.Handler):
     if type(first) is not int or first < 0:
       raise WireError('a welcome without the number of the first environment')
     self.first = first
+
+  def metrics(self) -> measures.Measures:
+    return self._measure()
 
   def pong(self, details: Any) -> None:
     if type(details) is not int:

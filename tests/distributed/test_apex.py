@@ -41,6 +41,7 @@ from podrace.distributed.handshake import from_leaves, to_leaves
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
 from podrace.net import keys as net_keys
+from podrace.net import link
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
 from podrace.replay.layout import named
@@ -187,6 +188,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
   monkeypatch.setattr(
     distributed_learner, 'GOODBYE_SECONDS', 120.0
   )  # however slow they are to see that it is over
+  monkeypatch.setattr(link, 'METRICS_SECONDS', 0.2)
   network = ActorCritic(hidden=(64,), initializer='lecun', activation='relu')
   config = Config(
     Impala(network, learning_rate=1e-2, self_tuning=self_tuning),
@@ -219,6 +221,12 @@ def test_impala_learns_from_a_queue_of_unrolls(
   updates = told[-1]['step'] // 128
   assert all(x['policy_lag_max'] >= x['policy_lag_mean'] >= 0 for x in told)
   assert {x['unrolls_repeated'] for x in told} == {0}
+  assert set(told[-1]) >= {
+    'acting_steps_per_s', 'acting_write_share', 'acting_staleness_s', 'acting_resident_mb', 'acting_env_restarts',
+    'acting_dropped_steps', 'learner_resident_mb', 'replay_resident_mb', 'replay_mb', 'replay_waiting_samplers',
+  }  # fmt: skip
+  assert max(x.get('acting_steps_per_s', 0) for x in told) > 0
+  assert 0 < max(x.get('replay_inserts', 0) for x in told) <= table.contents.counts.inserts
   assert (
     16 * updates
     <= told[-1]['unrolls_taken']
