@@ -20,7 +20,9 @@ from podrace.program import Program
 from podrace.runs import name_of, run_directory
 
 ENGINES = ('local',)
-OF_TRAIN = ('--no-compile-cache', '--allow-code', '--override', '--sinks', '--quiet')
+OF_TRAIN = (
+  '--no-compile-cache', '--allow-code', '--override', '--sinks', '--metrics-listen', '--metrics-insecure', '--quiet',
+)  # fmt: skip
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
 COMMAND = Command(

@@ -87,7 +87,6 @@ class Connection(Handler):
     self.outbox = Outbox(self, link)
     self.tables: dict[str, dict[str, Any]] = {}
     self.sizes: dict[str, int] = {}
-    self.report: dict[str, Any] | None = None
     self._asked: dict[int, Asked] = {}
     self._to_ask: deque[Asked] = deque()  # or to cancel, if they have been sent
     self._numbers = itertools.count(1)
@@ -99,7 +98,7 @@ class Connection(Handler):
     self._received = 0  # samples
     self._unsaid = self._unsaid_samples = 0  # bytes and samples that the server does not know of
     self._signatures: dict[int, Signature] = {}
-    self.report = None
+    self.report: dict[str, Any] | None = None
 
   # --- from any thread
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import re
 import shlex
@@ -32,12 +33,13 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.commands import act, configuration
 from podrace.commands.options import Options
-from podrace.config import Config
+from podrace.config import Config, bind_run
 from podrace.distributed import acting as acting_process
 from podrace.distributed import experience, feed, handshake, joining
 from podrace.distributed import learner as distributed_learner
 from podrace.distributed.feed import Feed
 from podrace.distributed.handshake import from_leaves, to_leaves
+from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
 from podrace.net import keys as net_keys
@@ -413,6 +415,52 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     thread.join(120)
     assert len(ended) == 1 and isinstance(ended[0], UsageError), ended
     assert "has run 'two-2' now, this process works for run 'one-1'" in str(ended[0])
+
+
+def test_a_process_that_is_lent_other_environments_begins_in_them(
+  tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  """Though it waits to write, as nothing takes what is in the queue."""
+  caplog.set_level(logging.INFO)
+  config = tiny()
+  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  options = acting_process.Options(addresses, 2)
+  agent = bind_run(config, host.make(config.env))
+  told = json.dumps({**handshake.record(config), handshake.RUN: 'one-1'}).encode()
+  leaves = [*to_leaves(agent.init(jax.random.key(0)).params),
+            (handshake.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
+  ended: list[BaseException] = []
+
+  def act() -> None:
+    try:
+      acting_process._act(config, options)
+    except BaseException as e:
+      ended.append(e)
+
+  with (
+    ReplayServer(addresses.replay[0]),
+    service.connect(addresses.replay) as client,
+    service.Publisher(addresses.parameters, environments=4) as publisher,
+  ):
+    publisher.publish(1, leaves)
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    until(lambda: ended or 'acting in 2 environments, 0 to 1 of 4' in caplog.text)
+    table = client.table('unrolls')
+    until(lambda: ended or table.info().waiting_inserts)
+    publisher._leases.held['another'] = range(2)
+    (peer,) = publisher.peers
+    publisher.listener.call(lambda: publisher.listener.tell_gone(peer, 'a test'))
+    until(lambda: ended or 'acting in 2 environments, 2 to 3 of 4' in caplog.text)
+    seen: set[int] = set()
+    for _ in range(100):
+      if {2, 3} <= seen:
+        break
+      seen |= set(table.sample(4, at_least=1, timeout=60).data['env_id'].tolist())
+    publisher.publish(2, [*leaves, (handshake.FINISHED, np.ones(1, np.uint8))])
+    thread.join(120)
+  assert [type(e) for e in ended] == [joining.Finished], ended
+  assert seen == {0, 1, 2, 3}
 
 
 def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
