@@ -805,7 +805,7 @@ def test_names_are_shown_as_they_are() -> None:
     raw.expect(session.WELCOME)
     learner.server.env = '[/z]'
     report = learner.server.report()
-    clients = [{'name': c['name'], 'last_seen_s': 0.0} for c in report['clients']]
+    clients = [{'name': c['name'], 'last_seen_s': 0.0, 'metrics': {}} for c in report['clients']]
     console = Console(record=True, width=250)
     console.print(table(report, {}, 1.0))
     del report['env']  # as a service has it
