@@ -80,6 +80,8 @@ def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:
       before = counted(report)
       report['program']['steps'] = 3000
       console = Console(width=250, record=True)
+      console.print(table(report, {}, 2.0))  # of what was not there before there is no rate
+      assert '3,000 steps, 0 steps/s' in console.export_text()
       console.print(table(report, before, 2.0))
       shown = console.export_text()
       asker.close()

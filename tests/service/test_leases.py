@@ -170,3 +170,15 @@ def test_a_welcome_without_a_place_is_none() -> None:
     assert one.first == 3
     one.close()
   publisher.close()
+
+
+def test_a_spare_whose_learner_goes_gives_up_as_others_do() -> None:
+  with service.Publisher(ANY, environments=4) as publisher:
+    one = reader(publisher.address, 4)
+    until(lambda: one.connected)
+    spare = reader(publisher.address, 4)
+    until(lambda: spare.is_stale)
+  with pytest.raises(service.Stale, match=r'0\.3 s were not enough'):
+    spare.get(timeout=0.3)
+  one.close()
+  spare.close()
