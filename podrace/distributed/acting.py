@@ -20,7 +20,7 @@ from podrace.distributed.experience import episodes_table, replay_table, timed, 
 from podrace.distributed.handshake import COMMON, Addresses
 from podrace.distributed.joining import Newest, Patience
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Totals
+from podrace.envs.host.base import HostSpec, Totals
 from podrace.errors import RunError, UsageError
 from podrace.hooks import learns_from_replay, memory
 from podrace.net.measures import Measures, Meter
@@ -99,6 +99,28 @@ def _act(config: Config, options: Options) -> None:
       log.info('the learner has lent other environments, from %d on: they begin anew', first)
 
 
+def acting_program(
+  config: Config, agent: Any, spec: HostSpec, num_envs: int, max_lag: int
+) -> ActingProgram:
+  """What an acting process computes in so many environments, numbered from 0."""
+  devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
+  return ActingProgram(
+    agent=agent,
+    spec=spec,
+    devices=devices,
+    destinations=devices[:1],  # whence they are written
+    num_envs=num_envs,
+    unroll_length=config.unroll_length,
+    threads=config.actor_threads,
+    lag='async',
+    max_lag=max_lag,
+    batch_size=config.env_batch_size,
+    env_threads=config.env_threads,
+    deadline=config.env_deadline,
+    seed=int.from_bytes(os.urandom(4), 'little'),
+  )
+
+
 class _Acting:
   """One acting process."""
 
@@ -108,24 +130,15 @@ class _Acting:
     agent = bind_run(config, spec)
     if spec.try_out is not None:
       spec.try_out(config.env_deadline)
-    devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
     windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
-    self._program = ActingProgram(
-      agent=agent,
-      spec=spec,
-      devices=devices,
-      destinations=devices[:1],  # whence they are written
-      num_envs=num_envs,
-      unroll_length=config.unroll_length,
-      threads=config.actor_threads,
-      lag='async',
-      # In versions. With replay it is bounded in seconds.
-      max_lag=2**30 if windows else config.max_lag,
-      batch_size=config.env_batch_size,
-      env_threads=config.env_threads,
-      deadline=config.env_deadline,
-      seed=int.from_bytes(os.urandom(4), 'little'),
-    )
+    try:
+      # In versions. With replay the lag is bounded in seconds.
+      max_lag = 2**30 if windows else config.max_lag
+      self._program = acting_program(config, agent, spec, num_envs, max_lag)
+    except ValueError as e:
+      if options.environments:
+        raise UsageError(f'--local-envs {num_envs}: {e}') from e
+      raise
     self._example = example_trajectory(agent, spec, num_envs, config.unroll_length)
     self._layout = Layout(windows, self._example) if windows else None
     self._addresses, self._give_up = options.addresses, options.patience.give_up or None
@@ -241,7 +254,7 @@ class _Acting:
 
 
 class _Meter:
-  """What an acting process sends of itself."""
+  """The numbers that an acting process sends."""
 
   def __init__(self) -> None:
     self._rates, self._restarts, self._dropped = Meter(), 0, 0

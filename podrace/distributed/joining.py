@@ -165,7 +165,7 @@ class Newest:
     return self._reader.is_stale
 
   def measures(self) -> Measures:
-    """What this process sends of itself."""
+    """The numbers that this process sends."""
     staleness = round(self._reader.staleness, 3)
     return {**self._measure(), 'staleness_s': staleness, 'resident_mb': resident_mb()}
 

@@ -1,4 +1,4 @@
-"""What a learner shows of its program: how many steps it has made, and what its replay service does."""
+"""A learner's view of its replay service, for `podrace top` and for the log."""
 
 from __future__ import annotations
 
