@@ -18,6 +18,8 @@ from typing import Any
 
 from common import ROOT, record
 
+import podrace
+
 COMMAND = [sys.executable, '-m', 'podrace.cli']
 ACTORS = 2
 COMMON = (
@@ -45,6 +47,8 @@ def score(preset: str, options: list[str], folder: Path) -> dict[str, Any]:
     if given[0].startswith(COMMON)
     for x in given
   ]
+  given = dict(zip(options[::2], options[1::2], strict=True)).get('--num-envs')
+  num_envs = int(given or podrace.configure(preset).num_envs)
   at = ['--connect-replay', replay]
   server = start(folder / 'replay.txt', 'replay', '--listen', replay)
   learner = start(
@@ -67,8 +71,8 @@ def score(preset: str, options: list[str], folder: Path) -> dict[str, Any]:
       *at,
       '--params',
       parameters,
-      '--share',
-      f'{i}/{ACTORS}',
+      '--local-envs',
+      str(num_envs // ACTORS),
     )
     for i in range(ACTORS)
   ]

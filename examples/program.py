@@ -31,7 +31,7 @@ def program(run_dir: Path) -> Program:
     ),
     Node(
       'act',
-      ('podrace', 'act', *TASK, *at, '--params', '{learner}', '--share', '{replica}/{replicas}'),
+      ('podrace', 'act', *TASK, *at, '--params', '{learner}', '--local-envs', '8'),
       replicas=2,
     ),
     Node('best', (sys.executable, literal(__file__), 'best', literal(str(run_dir)))),

@@ -19,10 +19,12 @@ from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Tra
 # What the run itself writes, so that no metric of an agent is called so.
 RESERVED = frozenset({
   'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'gradient_steps', 'env_restarts', 'dropped_steps',
-  'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting', 'acting_processes',
-  'reanalysing_processes', 'consensus_distance',
+  'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting',
+  'consensus_distance', 'learner_resident_mb',
 })  # fmt: skip
-RESERVED_PREFIXES = ('episode_', 'info_', 'policy_lag_', 'replay_', 'remote_', 'unrolls_')
+RESERVED_PREFIXES = (
+  'acting_', 'episode_', 'info_', 'policy_lag_', 'reanalysing_', 'replay_', 'remote_', 'unrolls_',
+)  # fmt: skip
 
 
 def sgd(

@@ -45,13 +45,13 @@ class Log:
     config: Config | Discovery,
     run_dir: Path,
     callbacks: Callbacks,
-    sink_names: tuple[str, ...],
+    sinks: tuple[str | metrics.Sink, ...],  # which somebody else closes, if they are no names
     terminal: metrics.Progress | None,  # None: no progress is shown
     warn: Callable[[str], None],
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
     self.warn, self.advised = warn, False
-    self.sink_names, self.terminal = sink_names, terminal
+    self.given_sinks, self.terminal = sinks, terminal
     self.clock = Clock()
     self.since_line = Clock()  # what the current line of metrics is about
     self.wall_before = 0.0  # seconds, of earlier lives
@@ -63,10 +63,13 @@ class Log:
     """Opens the files, for lines after `step`."""
     self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
     stack.callback(self.lines.close)
-    for name in self.sink_names:
-      sink = metrics.SINKS[name](self.run_dir)
-      stack.callback(sink.close)
-      self.sinks.append(sink)
+    for given in self.given_sinks:
+      if isinstance(given, str):
+        sink = metrics.SINKS[given](self.run_dir)
+        stack.callback(sink.close)
+        self.sinks.append(sink)
+      else:
+        self.sinks.append(given)
     if self.terminal:
       self.sinks.append(self.terminal)
 

@@ -175,9 +175,11 @@ SINKS: dict[str, Callable[[Path], Sink]] = {'tensorboard': TensorBoard, 'wandb':
 LIBRARIES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}
 
 
-def check_sinks(names: Sequence[str]) -> None:
-  """Raises UsageError where there is no such sink, or its library isn't installed."""
-  for name in names:
+def check_sinks(sinks: Sequence[str | Sink]) -> None:
+  """Raises UsageError where there is no sink of a name, or its library isn't installed."""
+  for name in sinks:
+    if not isinstance(name, str):
+      continue
     if name not in SINKS:
       raise unknown('sink', name, SINKS)
     try:

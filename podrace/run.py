@@ -68,7 +68,7 @@ def train(
   config: Config,
   run_dir: Path | str,
   override: bool = False,
-  sinks: tuple[str, ...] = (),
+  sinks: tuple[str | metrics.Sink, ...] = (),
   quiet: bool = False,
   listen: Listen | None = None,
   addresses: Addresses | None = None,
@@ -77,7 +77,7 @@ def train(
   """Trains, from the beginning or from the newest good checkpoint; returns the summary.
 
   `listen` is where remote environments come to, if the config has them; `addresses` as in `build`.
-  `quiet` silences the progress, not the warnings.
+  `quiet` silences the progress, not the warnings. `sinks` are names, see `podrace.metrics`, or sinks.
 
   Raises:
     UsageError, ValueError: if the config is wrong, or not that of the run in `run_dir`.
@@ -112,7 +112,7 @@ def discover(
   config: Discovery,
   run_dir: Path | str,
   override: bool = False,
-  sinks: tuple[str, ...] = (),
+  sinks: tuple[str | metrics.Sink, ...] = (),
   quiet: bool = False,
   callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def carry_out(
   assemble: Callable[[Callable[[str], None]], tuple[Architecture, Server | None]],
   run_dir: Path | str,
   override: bool,
-  sinks: tuple[str, ...],
+  sinks: tuple[str | metrics.Sink, ...],
   quiet: bool,
   callbacks: Sequence[Callback],
   opening: Callable[[Callable[[str], None]], None] = lambda say: None,
@@ -247,7 +247,7 @@ class _Run:
     stop: Stop,
     terminal: metrics.Progress,
     warn: Callable[[str], None],
-    sinks: tuple[str, ...],
+    sinks: tuple[str | metrics.Sink, ...],
     quiet: bool,
     is_ours: Callable[[], bool],  # the directory, still
     callbacks: Callbacks,

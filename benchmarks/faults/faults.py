@@ -430,8 +430,8 @@ class Acting(Run):
   def client(self, share: int) -> Podrace:
     return Podrace(
       self.folder, 'act', 'catch', *COMMON, *self.agent, '--connect-replay', self.way(self.at),
-      '--params', self.way(self.address), '--keys', str(self.keys), '--share', f'{share}/2',
-      '--max-staleness', '5', far=True,
+      '--params', self.way(self.address), '--keys', str(self.keys),
+      '--local-envs', str(ENVIRONMENTS // 2), '--max-staleness', '5', far=True,
     )  # fmt: skip
 
   def told_by_replay(self) -> tuple[dict[str, Any], collections.Counter[str]]:

@@ -20,7 +20,8 @@ COMMAND = Command(
   (
     shared.CONNECT_REPLAY,
     shared.PARAMS,
-    Option('--share', 'I/N', 'acts in the I-th of N equal parts of all --num-envs', '0/1'),
+    Option('--local-envs', 'N', 'environments of this process, of all --num-envs; the learner lends it '
+      'some that nobody acts in (default: all)'),
     shared.MAX_STALENESS,
     shared.GIVE_UP_AFTER,
     shared.CLIENT_KEYS,
@@ -46,10 +47,9 @@ def run(args: list[str]) -> int:
   preset = configuration.take_preset(args)
   options = Options(args, COMMAND)
   replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
-  share = options.text('--share')
-  part, slash, parts = share.partition('/')
-  if not slash or not part.isdigit() or not parts.isdigit():
-    raise UsageError(f'--share takes I/N, such as 0/2, not {share!r}')
+  local = options.whole('--local-envs')
+  if local == 0:
+    raise UsageError('--local-envs must be at least 1, not 0')
   from podrace import net
 
   net.require()
@@ -61,7 +61,7 @@ def run(args: list[str]) -> int:
     handshake.Addresses(
       tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
     ),
-    (int(part), int(parts)),
+    local or 0,
     joining.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
   )
   with log_to_stderr('podrace act', '--quiet' in options):

@@ -25,7 +25,14 @@ PACKAGE = Path(__file__).parents[1]
 MOST_USED = (  # of the options of a run; the others come after them
   '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env', '--agent', '--architecture',
 )  # fmt: skip
-SERVING = ('--listen', '--connect-replay', '--keys', '--insecure', '--peer-timeout')  # of Sebulba
+SERVING = (
+  '--listen',
+  '--connect-replay',
+  '--keys',
+  '--insecure',
+  '--peer-timeout',
+  '--announce',
+)  # of Sebulba
 ALL = '--help-all'
 
 

@@ -30,7 +30,9 @@ OF_ENGINES: dict[str, tuple[Option, ...]] = {
   'local': (),
   **{name: x.OPTIONS for name, x in ENGINES.items()},
 }
-OF_TRAIN = ('--no-compile-cache', '--allow-code', '--override', '--sinks', '--quiet')
+OF_TRAIN = (
+  '--no-compile-cache', '--allow-code', '--override', '--sinks', '--metrics-listen', '--metrics-insecure', '--quiet',
+)  # fmt: skip
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
 COMMAND = Command(

@@ -1,4 +1,4 @@
-"""podrace top: the clients of a learner or a service."""
+"""podrace top: a program, from its learner; or a service and its clients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from podrace.commands.options import CLIENT_INSECURE, CLIENT_KEYS, Command, Opti
 COMMAND = Command(
   'top',
   'ADDRESS [OPTIONS]',
-  'the clients of a learner or a service, and what they do',
+  'a whole program, by the address of its learner; or the clients of a service, and what they do',
   (
     CLIENT_KEYS,
     CLIENT_INSECURE,

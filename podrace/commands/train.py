@@ -52,6 +52,8 @@ COMMAND = Train(
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
     Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb or both', choices=('tensorboard', 'wandb')),
+    Option('--metrics-listen', 'HOST:PORT', 'where Prometheus reads the newest metrics, at /metrics'),
+    Option('--metrics-insecure', '', 'of --metrics-listen: beyond this machine; anybody may read'),
     Option('--quiet', '', 'no progress; only warnings and the last words'),
     Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or unix:PATH, see docs/distributed.md'),
     Option('--connect-replay', 'ADDRESSES', 'of --replay service: where `podrace replay` listens, shards '
@@ -79,14 +81,14 @@ def run(args: list[str]) -> int:
     base = dataclasses.replace(base, envs='remote', lag='async')
   base = configuration.implied(base, rest)
   config = configuration.parse(base, rest)
-  peers = _peers(options)
+  peers, metrics_at = _peers(options), _metrics_address(options)
   _join(options)
   if configuration.is_open(preset, run_dir, agent, rest):
     config = configuration.settled(base, config.env, rest)
 
   from podrace import run as runs
 
-  sinks = tuple(s for s in options.text('--sinks').split(',') if s)
+  sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
   quiet = '--quiet' in options
   name = name_of(preset, config.env)
   with contextlib.ExitStack() as stack:
@@ -96,6 +98,8 @@ def run(args: list[str]) -> int:
     stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)
+    if metrics_at is not None and options.text('--process-id') in ('', '0'):  # which has the lines
+      sinks += (_endpoint(metrics_at, stack),)
     summary = runs.train(
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet, **peers
     )
@@ -131,6 +135,28 @@ def _peers(options: Options) -> dict[str, Any]:
   if not replay:
     return {'listen': Listen(*common)}
   return {'addresses': Addresses(tuple(options.text('--connect-replay').split(',')), *common)}
+
+
+def _metrics_address(options: Options) -> str | None:
+  """Where the newest metrics are to be read."""
+  insecure = '--metrics-insecure' in options
+  if '--metrics-listen' not in options:
+    if insecure:
+      raise UsageError('--metrics-insecure: of --metrics-listen, which is not given')
+    return None
+  from podrace import exposition
+
+  return exposition.checked(options.text('--metrics-listen'), insecure)
+
+
+def _endpoint(address: str, stack: contextlib.ExitStack) -> Any:
+  """A sink that answers there."""
+  from podrace.exposition import Endpoint
+
+  endpoint = Endpoint(address)
+  stack.callback(endpoint.close)
+  logging.getLogger('podrace').info('metrics are at %s', endpoint.url)
+  return endpoint
 
 
 def _join(options: Options) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +20,10 @@ from podrace.distributed.experience import episodes_table, replay_table, timed, 
 from podrace.distributed.handshake import COMMON, Addresses
 from podrace.distributed.joining import Newest, Patience
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Totals
+from podrace.envs.host.base import HostSpec, Totals
 from podrace.errors import RunError, UsageError
 from podrace.hooks import learns_from_replay, memory
+from podrace.net.measures import Measures, Meter
 from podrace.replay.layout import Layout, named
 from podrace.replay.streams import Streams
 from podrace.sebulba import (
@@ -53,15 +55,8 @@ class Options:
   """What `podrace act` is asked for, besides the run's config."""
 
   addresses: Addresses
-  share: tuple[int, int] = (0, 1)  # which of how many equal parts of all environments
+  environments: int = 0  # of this process; 0: all that the run has
   patience: Patience = Patience()
-
-  def __post_init__(self) -> None:
-    i, n = self.share
-    if n < 1:
-      raise UsageError(f'--share {i}/{n}: of {n} parts there is none; the whole is 0/1')
-    if not 0 <= i < n:
-      raise UsageError(f'--share {i}/{n}: the parts of {n} are 0/{n} to {n - 1}/{n}')
 
 
 def check_options(config: Config, args: list[str]) -> None:
@@ -83,47 +78,74 @@ def act(config: Config, options: Options) -> int:
   config = joining.fixed(config)
   validate(config)
   joining.check_addresses(options.addresses)
-  n = options.share[1]
-  if config.num_envs % n:
-    raise UsageError(f'--num-envs {config.num_envs} does not divide into {n} shares')
+  if options.environments > config.num_envs:
+    raise UsageError(
+      f'--local-envs {options.environments} is more than the run has: --num-envs {config.num_envs}'
+    )
   try:
-    return joining.until_the_end(lambda: _Acting(config, options).run())
+    return joining.until_the_end(lambda: _act(config, options))
   except ActorFailed as e:
     raise RunError(f'{config.env}: {e}') from e
+
+
+def _act(config: Config, options: Options) -> None:
+  """Acts, each time in the environments that the learner has lent."""
+  first = 0
+  while True:
+    try:
+      _Acting(config, options, first).run()
+    except joining.Moved as e:
+      first = e.first
+      log.info('the learner has lent other environments, from %d on: they begin anew', first)
+
+
+def acting_program(
+  config: Config, agent: Any, spec: HostSpec, num_envs: int, max_lag: int
+) -> ActingProgram:
+  """What an acting process computes in so many environments, numbered from 0."""
+  devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
+  return ActingProgram(
+    agent=agent,
+    spec=spec,
+    devices=devices,
+    destinations=devices[:1],  # whence they are written
+    num_envs=num_envs,
+    unroll_length=config.unroll_length,
+    threads=config.actor_threads,
+    lag='async',
+    max_lag=max_lag,
+    batch_size=config.env_batch_size,
+    env_threads=config.env_threads,
+    deadline=config.env_deadline,
+    seed=int.from_bytes(os.urandom(4), 'little'),
+  )
 
 
 class _Acting:
   """One acting process."""
 
-  def __init__(self, config: Config, options: Options) -> None:
-    i, n = options.share
+  def __init__(self, config: Config, options: Options, first: int = 0) -> None:
+    num_envs = options.environments or config.num_envs
     spec = host.make(config.env)
     agent = bind_run(config, spec)
     if spec.try_out is not None:
       spec.try_out(config.env_deadline)
-    devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
     windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
-    self._program = ActingProgram(
-      agent=agent,
-      spec=spec,
-      devices=devices,
-      destinations=devices[:1],  # whence they are written
-      num_envs=config.num_envs // n,
-      unroll_length=config.unroll_length,
-      threads=config.actor_threads,
-      lag='async',
-      # In versions. With replay it is bounded in seconds.
-      max_lag=2**30 if windows else config.max_lag,
-      batch_size=config.env_batch_size,
-      env_threads=config.env_threads,
-      deadline=config.env_deadline,
-      seed=int.from_bytes(os.urandom(4), 'little'),
-      first_thread=i * config.actor_threads * len(devices),
-    )
-    self._example = example_trajectory(agent, spec, config.num_envs // n, config.unroll_length)
+    try:
+      # In versions. With replay the lag is bounded in seconds.
+      max_lag = 2**30 if windows else config.max_lag
+      self._program = acting_program(config, agent, spec, num_envs, max_lag)
+    except ValueError as e:
+      if options.environments:
+        raise UsageError(f'--local-envs {num_envs}: {e}') from e
+      raise
+    self._example = example_trajectory(agent, spec, num_envs, config.unroll_length)
     self._layout = Layout(windows, self._example) if windows else None
     self._addresses, self._give_up = options.addresses, options.patience.give_up or None
-    self._newest = Newest(options.addresses, config, agent, options.patience, ACTING)
+    self._meter = _Meter()
+    self._newest = Newest(
+      options.addresses, config, agent, options.patience, ACTING, num_envs, first, self._meter.read
+    )
     self._num_envs = config.num_envs  # of all acting processes
     self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
 
@@ -131,7 +153,8 @@ class _Acting:
     with contextlib.ExitStack() as stack:
       stack.callback(self._newest.close)
       params = self._newest.get()
-      a, program = self._addresses, self._program
+      first, a = self._newest.first, self._addresses
+      program = self._program = dataclasses.replace(self._program, first=first)
       log.info('connecting to the replay service at %s', ', '.join(a.replay))
       client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
@@ -140,7 +163,10 @@ class _Acting:
       actors = self._start(params)
       stack.callback(actors.close)
       watcher = Worker('parameters', lambda: self._watch(actors), lambda: self._hang_up(client))
-      log.info('acting in %d environments', program.num_envs)
+      last = first + program.num_envs - 1
+      log.info(
+        'acting in %d environments, %d to %d of %d', program.num_envs, first, last, self._num_envs
+      )
       try:
         self._write(watcher, actors, write, _Teller(client, self._newest.run))
       except tables.Closed:
@@ -202,7 +228,9 @@ class _Acting:
       watcher.check()
       self._newest.wait_while_stale()
       for unroll in actors.take(0, is_stale) or ():
+        begun = time.monotonic()
         write(unroll)
+        self._meter.wrote(unroll, self._program.unroll_length, time.monotonic() - begun)
         teller.add(unroll.totals)
 
   def _watch(self, actors: Actors) -> None:
@@ -223,6 +251,26 @@ class _Acting:
       client.close()
     finally:
       self._newest.close()
+
+
+class _Meter:
+  """The numbers that an acting process sends."""
+
+  def __init__(self) -> None:
+    self._rates, self._restarts, self._dropped = Meter(), 0, 0
+
+  def wrote(self, unroll: Unroll, length: int, seconds: float) -> None:
+    """An unroll of so many steps was written, which took so long."""
+    self._rates.add(steps_per_s=length * len(unroll.serial), write_share=seconds)
+    self._restarts += unroll.restarts
+    self._dropped += unroll.dropped
+
+  def read(self) -> Measures:
+    return {
+      **self._rates.read(),
+      'env_restarts': self._restarts,
+      'dropped_steps': self._dropped,
+    }
 
 
 class _Teller:

@@ -25,6 +25,7 @@ from podrace.distributed.handshake import (
 )
 from podrace.errors import UsageError
 from podrace.net.address import check_address
+from podrace.net.measures import Measures, resident_mb
 from podrace.net.text import plain
 from podrace.process import on_signals
 
@@ -38,6 +39,14 @@ class Signalled(BaseException):
 
 class Finished(Exception):
   """The run is complete."""
+
+
+class Moved(Exception):
+  """The learner has lent this process other environments, from number `first` on, than it acts in."""
+
+  def __init__(self, first: int) -> None:
+    super().__init__(first)
+    self.first = first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,25 +126,48 @@ class Newest:
     agent: makes parameters of the same shapes.
     patience: how long to do without newer ones.
     role: of this process, as the learner counts it.
+    environments, first: that it acts in, see `service.Parameters`.
+    measure: numbers of this process, besides those that all have.
   """
 
   def __init__(
-    self, addresses: Addresses, config: Config, agent: Any, patience: Patience, role: str
+    self,
+    addresses: Addresses,
+    config: Config,
+    agent: Any,
+    patience: Patience,
+    role: str,
+    environments: int = 0,
+    first: int = 0,
+    measure: Callable[[], Measures] = dict,
   ) -> None:
-    a, self._patience = addresses, patience
+    a, self._measure = addresses, measure
     self._record, self._agent, self._address = record(config), agent, a.parameters
     self._give_up = patience.give_up or None
     log.info('waiting for parameters of %s', a.parameters)
     self._reader = service.Parameters(
-      a.parameters, a.keys, a.insecure, patience.max_staleness, role
+      a.parameters,
+      a.keys,
+      a.insecure,
+      patience.max_staleness,
+      role,
+      environments,
+      first,
+      self.measures,
     )
     self.run = ''  # the name of the learner's, once it is known
     self.version = -1  # of the last ones that were returned
+    self.first = first  # the number of the first environment that the learner had lent by then
 
   @property
   def is_stale(self) -> bool:
     """Whether those that there are must not be used."""
-    return self._reader.staleness > self._patience.max_staleness
+    return self._reader.is_stale
+
+  def measures(self) -> Measures:
+    """The numbers that this process sends."""
+    staleness = round(self._reader.staleness, 3)
+    return {**self._measure(), 'staleness_s': staleness, 'resident_mb': resident_mb()}
 
   def wait_while_stale(self) -> None:
     """Returns at once if those that there are may be used."""
@@ -150,7 +182,9 @@ class Newest:
       TimeoutError: if that took longer than it may.
       Closed: if this is.
     """
-    return self._read(self._reader.get(self._give_up))
+    found = self._reader.get(self._give_up)
+    self.first = self._reader.first
+    return self._read(found)
 
   def _read(self, found: service.Published) -> Any:
     leaves = dict(found.leaves)
@@ -173,11 +207,17 @@ class Newest:
     self.run = run
 
   def follow(self, take: Callable[[Any], None]) -> NoReturn:
-    """Has each newer version taken, until there will be none: it raises why, as `get`."""
+    """Has each newer version taken, until there will be none: it raises why, as `get`.
+
+    Raises:
+      Moved: if this process is to act in other environments from now on.
+    """
     while True:
       found = self._reader.get(self._give_up)
       if found.version != self.version:
         take(self._read(found))
+      if self._reader.first != self.first:
+        raise Moved(self._reader.first)
       with self._reader.changed:
         if self._reader.version == self.version:
           self._reader.changed.wait(1.0)

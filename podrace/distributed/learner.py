@@ -33,7 +33,9 @@ from podrace.distributed.handshake import (
   run_name,
   to_leaves,
 )
+from podrace.distributed.view import replay_metrics, replay_reports
 from podrace.envs.host.base import HostSpec, Totals
+from podrace.net.measures import logged, resident_mb
 from podrace.replay.host import ReplayFailed
 from podrace.replay.layout import Layout
 from podrace.sebulba import (
@@ -85,6 +87,7 @@ class DistributedSource:
     self._reminded = -math.inf
     self._waited = False  # for the first experience, which was logged
     self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
+    self._steps = 0  # of the environments, so far
     self._taken = 0  # batches of the update at hand
     self._give_up: Callable[[], bool] = lambda: False
 
@@ -93,8 +96,9 @@ class DistributedSource:
     # Acting processes may wait for the publisher, so it listens before the service is waited for.
     a = self._addresses
     self._publisher = service.Publisher(
-      a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce
-    )
+      a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce, self._config.num_envs,
+      self._program,
+    )  # fmt: skip
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
     space, mesh, replay = self._spec.action_space, self._learning.mesh, self._learning.replay
@@ -106,6 +110,10 @@ class DistributedSource:
       table = unrolls_table(self._client, self._config.num_envs, example, space, self._run)
       self._source = Queued(table, example, mesh)
     self._episodes_table = episodes_table(self._client, self._run)
+
+  def _program(self) -> dict[str, Any]:
+    """What `podrace top` shows besides the acting processes."""
+    return dict(steps=self._steps, replay=replay_reports(self._client))
 
   def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
     assert self._client is not None, 'start before open'  # which has made the tables
@@ -157,7 +165,7 @@ class DistributedSource:
       self._warn_if_alone()
       return give_up() or bool(self._publisher and self._publisher.failure)
 
-    self._give_up = waits
+    self._give_up, self._steps = waits, update * self._config.steps_per_update
     self._check()
     take = self._take_sample if self._windows else self._take_unrolls
     batch = take(update)
@@ -207,9 +215,14 @@ class DistributedSource:
     episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     lag = {'policy_lag_mean': lags.mean(), 'policy_lag_max': lags.max()} if len(lags) else {}
+    acting, reanalysing = (self._publisher.clients(role) for role in (ACTING, REANALYSING))
     return episodes, {
-      'acting_processes': self._publisher.clients(ACTING),
-      'reanalysing_processes': self._publisher.clients(REANALYSING),
+      'acting_processes': len(acting),
+      'reanalysing_processes': len(reanalysing),
+      'learner_resident_mb': resident_mb(),
+      **logged('acting', acting),
+      **logged('reanalysing', reanalysing),
+      **replay_metrics(replay_reports(self._client), self._source.table.name),
       **{k: float(x) for k, x in lag.items()},
       **self._feed.metrics(),
     }
@@ -230,8 +243,9 @@ class DistributedSource:
     update = int(jax.device_get(state.update))
     self._publish(update, state.train.params, (FINISHED, np.ones(1, np.uint8)))
     assert self._publisher is not None
+    self._publisher.finish()
     end = time.monotonic() + GOODBYE_SECONDS
-    while self._publisher.peers and time.monotonic() < end:
+    while self._publisher.waited_for and time.monotonic() < end:
       time.sleep(POLL)
 
   def close(self) -> None:

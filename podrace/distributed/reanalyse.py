@@ -29,6 +29,7 @@ from podrace.distributed.joining import Newest, Patience
 from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_refresh, memory, searches
+from podrace.net.measures import Meter
 from podrace.replay.layout import Columns, Layout, named
 from podrace.sebulba import example_trajectory
 from podrace.service.parameters import REANALYSING
@@ -96,7 +97,10 @@ class Reanalysing:
     self._refresh: Any = jax.jit(Refresh(agent, self._layout))
     self._key = jax.random.key(int.from_bytes(os.urandom(4), 'little'))
     self._addresses, self._give_up = options.addresses, options.patience.give_up or None
-    self._newest = Newest(options.addresses, config, agent, options.patience, REANALYSING)
+    measure = self._rate.meter.read
+    self._newest = Newest(
+      options.addresses, config, agent, options.patience, REANALYSING, measure=measure
+    )
     self._params: Any = None
 
   def run(self) -> None:
@@ -199,10 +203,14 @@ class Rate:
 
   Args:
     searches: of each window.
+
+  Attributes:
+    meter: what there was since it was last read.
   """
 
   def __init__(self, searches: int) -> None:
     self._searches, self._windows = searches, 0
+    self.meter = Meter()
     self._first = 0  # windows of the first batch, with which the clock begins
     self._begun = self._logged = time.monotonic()
 
@@ -211,6 +219,7 @@ class Rate:
     if not self._windows:
       self._begun, self._first = time.monotonic(), windows
     self._windows += windows
+    self.meter.add(windows_per_s=windows, searches_per_s=windows * self._searches)
     if time.monotonic() - self._logged > LOG_EVERY:
       self._logged = time.monotonic()
       log.info('%s', self)

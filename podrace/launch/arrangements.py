@@ -154,7 +154,8 @@ def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
   at = ('--connect-replay', '{replay:all}')
   learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at, *_listening(asked))
   actors = asked.command(
-    'act', *at, *asked.keys, '--params', '{learner}', '--share', '{replica}/{replicas}',
+    'act', *at, *asked.keys, '--params', '{learner}',
+    '--local-envs', str(asked.config.num_envs // asked.actors),
     only=(*SHARED, *OF_ACTING, *OF_ALL),
   )  # fmt: skip
   return (

@@ -31,6 +31,7 @@ BACKOFF = (
 )  # seconds between attempts, at first and at most; drawn between half of it and all
 HELLO_SECONDS = 1.0  # between attempts to get a session, of a connection that must wait
 REMIND = 30.0  # seconds between messages that there is none
+METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
 BYE_SECONDS = 1.0  # that the last word has
 BACKLOG = 1024  # frames that the other end has not read
 LARGEST = 2**32 - 1  # bytes of a frame: this end has chosen whom it listens to
@@ -88,6 +89,10 @@ class Handler(Protocol):
     """What PONG tells. May raise WireError."""
     return
 
+  def metrics(self) -> dict[str, float]:
+    """What METRICS tells of this process, now and then; nothing if it is empty."""
+    return {}
+
   def turned(self) -> None:
     """In each turn of the thread; `Link.session` says whether there is one."""
     return
@@ -113,6 +118,7 @@ class Link:
   Attributes:
     session: how many there have been, if there is one now; None if not.
     why: there is none.
+    waits: the service has it wait for a session.
     closed: `close` was called, or the service has no more to do for it.
     ping_every, patience: seconds, at most, between PINGs and between turns; handlers may lower them.
 
@@ -136,7 +142,7 @@ class Link:
     self.address, self.handler = address, handler
     self.changed = changed or threading.Condition()
     self.session: int | None = None
-    self.closed = self.over = False
+    self.closed = self.over = self.waits = False
     self.why = NOTHING_KNOWN
     self.silence, self.ping_every, self.patience = session.SILENCE, math.inf, 0.5
     self._client = session.new_client()
@@ -154,7 +160,7 @@ class Link:
     self._must_wait = False
     self._waits, self._alone_since = 0, time.monotonic()
     self._said, self._last_reason = 0.0, ''
-    self._heard = self._pinged = self._asked = 0.0
+    self._heard = self._pinged = self._asked = self._measured = 0.0
     self._worker: Worker | None = None
 
   def start(self) -> Link:
@@ -368,7 +374,7 @@ class Link:
       raise WireError('a second WELCOME, or one without the seconds of silence')
     self.silence = silence
     self._sessions += 1
-    self._open = self._stream
+    self._open, self._measured = self._stream, time.monotonic()
     self.handler.joined(details)
     with self.changed:
       self.session = self._sessions
@@ -376,9 +382,10 @@ class Link:
     if self._last_reason:
       log.info('%s at %s is back', self._what, self.address)
     self._waits, self._last_reason, self.why = 0, '', NOTHING_KNOWN
+    self.waits = False
 
   def _wait(self, reason: str) -> None:
-    self.why, self._must_wait = plain(reason), True
+    self.why, self._must_wait, self.waits = plain(reason), True, True
     self._alone_since = time.monotonic()
     self._remind(f'waiting: {self.why}')
 
@@ -414,7 +421,7 @@ class Link:
       self.handler.lost(reason)
 
   def _hang_up(self) -> None:
-    stream, self._stream, self._open = self._stream, None, None
+    stream, self._stream, self._open, self.waits = self._stream, None, None, False
     if stream is not None and not stream.closed:
       self._selector.unregister(stream.socket)
       stream.close()
@@ -427,6 +434,10 @@ class Link:
     if now - self._pinged > min(self.silence / 4, self.ping_every):
       self._pinged = now
       self.send(session.PING, self.handler.ping())
+    if now - self._measured > METRICS_SECONDS:
+      self._measured = now
+      if found := self.handler.metrics():
+        self.send(session.METRICS, found)
     if now - self._heard > 2 * self.silence:
       self._lose(f'it has been silent for {now - self._heard:.1f} s')
 

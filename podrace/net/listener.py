@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
-from podrace.net import session
+from podrace.net import measures, session
 from podrace.net.announce import Announcement
 from podrace.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.net.lines import Lines, Say
@@ -77,12 +77,13 @@ class Peer:
     name: HOST:PID, once it has said hello.
     key: its certificate's fingerprint, '' without keys.
     state: the handler's.
+    metrics: the newest numbers that it has sent of itself.
     finished: it has said BYE.
   """
 
   __slots__ = (
-    'asked', 'client', 'ending', 'finished', 'gone', 'key', 'last_seen', 'name', 'since', 'state',
-    'stream', 'until', 'waits', 'where', 'writes',
+    'asked', 'client', 'ending', 'finished', 'gone', 'key', 'last_seen', 'metrics', 'name', 'since',
+    'state', 'stream', 'until', 'waits', 'where', 'writes',
   )  # fmt: skip
 
   stream: Stream
@@ -90,6 +91,7 @@ class Peer:
   def __init__(self, where: str) -> None:
     self.where, self.name, self.key, self.client = where, '', '', 0
     self.state: Any = None
+    self.metrics: measures.Measures = {}
     self.since = self.last_seen = time.monotonic()
     self.until = self.since + SILENT_SECONDS  # as one without a session
     self.finished = self.ending = self.gone = self.asked = self.waits = self.writes = False
@@ -478,6 +480,8 @@ class Listener:
       self.handler.handle(peer, kind, fields, split(body, sizes) if kind.arrays else [])
     elif kind is session.PING and peer in self.peers:
       self.send(peer, session.PONG, self.handler.ping(peer, fields[0]))
+    elif kind is session.METRICS and peer in self.peers:
+      peer.metrics = measures.check(fields[0])
     elif kind is session.HELLO:
       self._hello(peer, fields[0])
     elif kind is session.ASK:
@@ -512,6 +516,7 @@ class Listener:
     if self._over is not None:
       self.send(peer, session.END, *self._over)
       return
+    self._end_before(peer, details)
     wait = self.handler.why_wait(details)
     if not wait and len(self.peers) >= PEERS:
       wait = f'{self.handler.service} has {PEERS} clients and takes no more'
@@ -532,19 +537,22 @@ class Listener:
       f'the client wants {details["name"]!r} version {details["version"]} (podrace {details["podrace"]})'
     ]
 
-  def _join(self, peer: Peer, details: dict[str, Any]) -> None:
-    """Begins a session."""
-    who = peer.key, details['client']
-    if details['client'] and (before := self._clients.get(who)) is not None:
+  def _end_before(self, peer: Peer, details: dict[str, Any]) -> None:
+    """Ends this client's session over an older connection, with all that it has."""
+    before = self._clients.get((peer.key, details['client']))
+    if details['client'] and before is not None:
       self.drop(before, 'is back over another connection', logging.INFO)
       self._end(before, 'you are back over another connection')
+
+  def _join(self, peer: Peer, details: dict[str, Any]) -> None:
+    """Begins a session."""
     peer.client, peer.name = details['client'], f'{label(details["host"])}:{details["pid"]}'
     peer.since = time.monotonic()
     answer = self.handler.welcome(peer, details)
     self.guests.pop(peer, None)
     self.peers[peer] = None
     if peer.client:
-      self._clients[who] = peer
+      self._clients[peer.key, peer.client] = peer
     peer.stream.largest, peer.stream.most_out = self.handler.largest, BACKLOG
     self.counts['sessions'] += 1
     if self.send(peer, session.WELCOME, dict(silence=self.listen.peer_timeout, **answer)):
@@ -605,6 +613,7 @@ class Listener:
         seconds=round(now - p.since, 3),
         last_seen_s=round(now - p.last_seen, 3),
         **describe(p),
+        metrics=p.metrics,
       )
       for p in list(self.peers)[:REPORTED]
     ]
@@ -613,6 +622,7 @@ class Listener:
       counts=dict(self.counts),
       clients=clients,
       more_clients=max(len(self.peers) - REPORTED, 0),
+      resident_mb=measures.resident_mb(),
     )
 
   def tell_gone(self, peer: Peer, reason: str) -> None:

@@ -19,6 +19,7 @@ HELLO = packed(1, 'HELLO', dict)
 PING = packed(4, 'PING', object)
 BYE = packed(5, 'BYE', str)
 ASK = packed(6, 'ASK')
+METRICS = packed(7, 'METRICS', dict)
 # Of a listener.
 WAIT = packed(65, 'WAIT', str)
 WELCOME = packed(66, 'WELCOME', dict)
@@ -28,7 +29,7 @@ GONE = packed(71, 'GONE', str)
 END = packed(72, 'END', bool, str)
 REPORT = packed(73, 'REPORT', dict)
 
-OF_CLIENTS = HELLO, PING, BYE, ASK
+OF_CLIENTS = HELLO, PING, BYE, ASK, METRICS
 OF_LISTENERS = WAIT, WELCOME, PONG, REFUSED, GONE, END, REPORT
 GUEST_BYTES = 65536  # of a frame of a connection without a session
 SILENCE = 10.0  # seconds after which a peer is taken for dead, unless a listener says otherwise

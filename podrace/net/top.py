@@ -1,4 +1,4 @@
-"""`podrace top`: what the clients of a learner or a service do, in the terminal. Imports no JAX."""
+"""`podrace top`: a learner or a service, its clients, and the learner's replay service, in the terminal. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ from podrace.net.text import plain
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
 KINDS = session.of_listeners()
-HEAD = ('client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'seen')
+HEAD = (
+  'client',
+  'environments',
+  'frames/s',
+  'answer p50 p99',
+  'step p50 p99',
+  'restarts',
+  'MB',
+  'seen',
+)
+RATES = ('inserts', 'samples')  # of a table
 
 
 class Asker:
@@ -113,7 +123,7 @@ def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any
     shown.add_row(
       _plain(c['name']), f'{c["acting"]} of {c["environments"]}', f'{rate:,.0f}',
       '{:.1f} {:.1f} ms'.format(*c['answer_ms']), '{:.1f} {:.1f} ms'.format(*c['step_ms']),
-      str(c['restarts']), f'{c["last_seen_s"]:.1f} s',
+      str(c['restarts']), _number(c['metrics'].get('resident_mb')), f'{c["last_seen_s"]:.1f} s',
     )  # fmt: skip
   if report['more_clients']:
     shown.add_row(f'and {report["more_clients"]} more', *[''] * (len(HEAD) - 1))
@@ -121,40 +131,88 @@ def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any
 
 
 def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any:
-  """The report of `podrace replay` or of published parameters."""
+  """The report of `podrace replay`, or of a learner that publishes parameters."""
   from rich.console import Group
+
+  title = f'{_plain(report["service"])}: {_counts(report)}; {report["resident_mb"]:,.0f} MB'
+  clients = _clients(report, title)
+  if 'version' not in report:
+    return Group(_tables(report, '', before, seconds), clients)
+  steps, shards = report['program'].get('steps', 0), _shards(report)
+  head = (
+    f'version {report["version"]}, {report["parameter_bytes"]:,} bytes; '
+    f'{steps:,} steps, {_rate("steps", steps, before, seconds)} steps/s'
+  )
+  replay = [_tables(r, _shard(i), before, seconds) for i, r in enumerate(shards)]
+  return Group(head, clients, *replay)
+
+
+def _clients(report: dict[str, Any], title: str) -> Any:
+  """All that each client says of itself, and that is known of it."""
   from rich.table import Table
 
-  known = ('name', 'seconds', 'last_seen_s')
-  columns = [k for c in report['clients'][:1] for k in c if k not in known]
-  title = f'{_plain(report["service"])}: {_counts(report)}'
-  clients = Table('client', *map(_plain, columns), 'seen', title=title)
-  for c in report['clients']:
-    clients.add_row(_plain(c['name']), *(f'{c[k]:,}' for k in columns), f'{c["last_seen_s"]:.1f} s')
+  known = ('name', 'seconds', 'last_seen_s', 'metrics')
+  rows = [{k: x for k, x in c.items() if k not in known} | c['metrics'] for c in report['clients']]
+  columns = list(dict.fromkeys(k for row in rows for k in row))
+  shown = Table('client', *map(_plain, columns), 'seen', title=title)
+  for c, row in zip(report['clients'], rows, strict=True):
+    shown.add_row(
+      _plain(c['name']), *(_number(row.get(k)) for k in columns), f'{c["last_seen_s"]:.1f} s'
+    )
   if report['more_clients']:
-    clients.add_row(f'and {report["more_clients"]} more', *[''] * (len(columns) + 1))
-  if 'version' in report:
-    return Group(f'version {report["version"]}, {report["parameter_bytes"]:,} bytes', clients)
-  shown = Table('table', 'items', 'MB', 'inserts/s', 'samples/s', 'waiting', 'limiter')
+    shown.add_row(f'and {report["more_clients"]} more', *[''] * (len(columns) + 1))
+  return shown
+
+
+def _tables(report: dict[str, Any], where: str, before: dict[str, int], seconds: float) -> Any:
+  """The tables of a replay service; `where` is which one, of several."""
+  from rich.table import Table
+
+  title = f'{_plain(report["service"])} {where}: {report["resident_mb"]:,.0f} MB'
+  shown = Table('table', 'items', 'MB', 'inserts/s', 'samples/s', 'waiting', 'limiter', title=title)
   for t in report['tables']:
-    rates = [
-      (t[k] - before.get(f'{t["name"]} {k}', t[k])) / seconds if seconds else 0.0
-      for k in ('inserts', 'samples')
-    ]
     shown.add_row(
       _plain(t['name']), f'{t["size"]:,} of {t["max_size"]:,}', f'{t["bytes"] / 1e6:,.1f}',
-      *(f'{rate:,.0f}' for rate in rates),
+      *(_rate(f'{where} {t["name"]} {k}', t[k], before, seconds) for k in RATES),
       f'{t["waiting_inserts"]} inserts, {t["waiting_samplers"]} samplers', _plain(t['limiter']),
     )  # fmt: skip
-  return Group(shown, clients)
+  return shown
+
+
+def _number(x: Any) -> str:
+  """A number as people read it; other text as it is; nothing for nothing."""
+  if isinstance(x, float):
+    return f'{x:,.0f}' if abs(x) >= 100 else f'{x:.3g}'
+  return f'{x:,}' if isinstance(x, int) else _plain(x or '')
+
+
+def _rate(name: str, now: int, before: dict[str, int], seconds: float) -> str:
+  return f'{(now - before.get(name, now)) / seconds if seconds else 0.0:,.0f}'
+
+
+def _shards(report: dict[str, Any]) -> list[dict[str, Any]]:
+  """The reports of a learner's replay service."""
+  return report['program'].get('replay', [])
+
+
+def _shard(number: int) -> str:
+  return f'shard {number}'
 
 
 def counted(report: dict[str, Any]) -> dict[str, int]:
   """What a report has of which rates are made, by name."""
-  if 'env' not in report:
-    kinds = ('inserts', 'samples')
-    return {f'{t["name"]} {k}': t[k] for t in report.get('tables', []) for k in kinds}
-  return {c['name']: c['frames'] for c in report['clients']}
+  if 'env' in report:
+    return {c['name']: c['frames'] for c in report['clients']}
+  if 'version' not in report:
+    return _counted_tables(report, '')
+  found = {'steps': report['program'].get('steps', 0)}
+  for i, shard in enumerate(_shards(report)):
+    found |= _counted_tables(shard, _shard(i))
+  return found
+
+
+def _counted_tables(report: dict[str, Any], where: str) -> dict[str, int]:
+  return {f'{where} {t["name"]} {k}': t[k] for t in report['tables'] for k in RATES}
 
 
 def run(address: str, keys: Path | None, insecure: bool, once: bool, every: float) -> int:

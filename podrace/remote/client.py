@@ -28,6 +28,7 @@ from podrace.envs.spaces import values
 from podrace.net.address import check_address
 from podrace.net.frame import Kind, flat
 from podrace.net.link import Handler, Link, Refused
+from podrace.net.measures import Measures, Meter, resident_mb
 from podrace.net.text import STRING, plain
 from podrace.process import on_signals
 from podrace.remote import wire
@@ -185,6 +186,7 @@ class Client(Handler):
       o.connect, o.keys, o.insecure, self, give_up=o.give_up, flag='--connect', what='learner'
     )
     self._groups: list[Group] = []
+    self._meter = Meter()
     self._lives = 0
     self._failure: Failed | None = None
     self.signum = 0
@@ -232,6 +234,7 @@ class Client(Handler):
 
   def _say(self, group: Group, arrays: list[Any]) -> None:
     group.busy_since = None
+    self._meter.add(steps_per_s=group.size)
     self._link.send(wire.STEP, group.index, group.seq, arrays=arrays, within=group.session)
 
   def _fail(self, group: Group, error: str) -> None:
@@ -271,6 +274,9 @@ class Client(Handler):
       )  # fmt: skip
     for group in self._groups:
       self._link.send(wire.ENTER, group.index, group.size)
+
+  def metrics(self) -> Measures:
+    return {**self._meter.read(), 'resident_mb': resident_mb()}
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     index = fields[0]

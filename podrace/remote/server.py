@@ -30,6 +30,7 @@ from podrace.envs.spaces import tree
 from podrace.net.frame import Kind
 from podrace.net.lines import Say
 from podrace.net.listener import Handler, Listen, Listener, Peer
+from podrace.net.measures import logged, resident_mb
 from podrace.net.session import GUEST_BYTES
 from podrace.net.text import STRING, plain
 from podrace.remote import wire
@@ -507,6 +508,8 @@ class Server(Handler):
       'remote_dropped': self.counts['dropped'],
       'remote_malformed': self.counts['malformed'],
       'remote_refused': self.counts['refused'] + self.counts['turned away'],
+      'learner_resident_mb': resident_mb(),
+      **logged('remote', [peer.metrics for peer in list(self.peers)]),
     }
 
 

@@ -45,7 +45,7 @@ class ActingProgram:
   deadline: float = 60.0  # seconds that an answer of the environments may take
   seed: int = 0
   in_turn: bool = False  # a batch has the next unroll of every thread, as replay on devices needs
-  first_thread: int = 0  # the number of this process's first one, of all that act
+  first: int = 0  # the number of its first environment, where other programs have those before
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'threads', 'max_lag'):
@@ -117,11 +117,11 @@ class ActingProgram:
 
   def thread_index(self, local: int) -> int:
     """A thread of this process, counted over all processes."""
-    return self.first_thread + jax.process_index() * self.local_threads + local
+    return jax.process_index() * self.local_threads + local
 
   def first_env(self, local: int) -> int:
     """The number of a thread's first environment, counted over all."""
-    return self.thread_index(local) * self.envs_per_thread
+    return self.first + self.thread_index(local) * self.envs_per_thread
 
   def device_of(self, local: int) -> jax.Device:
     return self.devices[local // self.threads]

@@ -16,7 +16,7 @@ import numpy as np
 
 from podrace.net.frame import Kind, WireError, check_fields, short
 from podrace.net.link import Handler, Link, Refused
-from podrace.net.session import PING
+from podrace.net.session import ASK, PING, REPORT
 from podrace.net.text import plain_lines
 from podrace.service import wire
 from podrace.service.writing import Outbox
@@ -72,6 +72,7 @@ class Connection(Handler):
     changed: is notified when there is an answer, or something else to wait for.
     tables: settings of those in use.
     sizes: of tables, as far as is known.
+    report: the server's newest, of those that were asked for; None if there is none.
   """
 
   service, kinds = wire.SERVICE, wire.OF_SERVICES
@@ -97,6 +98,7 @@ class Connection(Handler):
     self._received = 0  # samples
     self._unsaid = self._unsaid_samples = 0  # bytes and samples that the server does not know of
     self._signatures: dict[int, Signature] = {}
+    self.report: dict[str, Any] | None = None
 
   # --- from any thread
 
@@ -113,6 +115,10 @@ class Connection(Handler):
   def state(self) -> str:
     """For messages: whether there is a connection."""
     return f'there is no connection: {self.why}' if self.session is None else 'it is connected'
+
+  def ask_report(self) -> None:
+    """Has a newer report come, in a while."""
+    self._link.send(ASK)
 
   def check_open(self) -> None:
     """Raises Closed, or what has ended the link."""
@@ -233,6 +239,8 @@ class Connection(Handler):
     elif kind is wire.SIGNATURE:
       number, signature = fields
       self._signatures[number] = wire.read_signature(signature)
+    elif kind is REPORT:
+      self.report = wire.read_report(fields[0])
     else:
       number, good, value = fields
       value = value if good else plain_lines(value)

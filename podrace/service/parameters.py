@@ -18,17 +18,19 @@ import math
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.net import link, listener, session
+from podrace.net import link, listener, measures, session
 from podrace.net.announce import Announcement
 from podrace.net.frame import Kind, WireError, packed, short
 from podrace.net.link import Link
 from podrace.net.listener import Listen, Listener, Peer, Serving
+from podrace.net.text import label
+from podrace.service import leases
 from podrace.tables.waiting import Closed
 
 SERVICE = 'podrace parameters'
@@ -93,6 +95,10 @@ class Reader:
 class Publisher(listener.Handler):
   """Sends versions to clients, while it is open. `publish` may be called from any thread.
 
+  Args:
+    environments: of the run, which are lent to the acting processes among its clients, each for its session.
+    program: of a learner, what else there is to report; is called by the publisher's thread.
+
   Attributes:
     address, reachable: with the port that it has; as others can use it.
     peers: its clients.
@@ -111,7 +117,12 @@ class Publisher(listener.Handler):
     insecure: bool = False,
     peer_timeout: float = session.SILENCE,
     announce: Announcement | None = None,
+    environments: int = 0,
+    program: Callable[[], dict[str, Any]] = dict,
   ) -> None:
+    self._program = program
+    self._leases = leases.Leases(environments)
+    self._over = False
     self._before = self._newest = Version(-1, [])
     listen = Listen(address, keys, insecure, peer_timeout, announce)
     self.listener = Listener(listen, self, log.log)
@@ -160,10 +171,19 @@ class Publisher(listener.Handler):
     """Of the newest version, -1 if there is none."""
     return self._newest.number
 
-  def clients(self, role: str) -> int:
-    """How many clients there are that said to be this; those that say nothing act."""
-    readers = [peer.state for peer in list(self.peers)]
-    return sum(reader is not None and reader.role == role for reader in readers)
+  def clients(self, role: str) -> list[measures.Measures]:
+    """The clients that said to be this, by the numbers that they sent; those that say nothing act."""
+    peers = list(self.peers)
+    return [p.metrics for p in peers if p.state is not None and p.state.role == role]
+
+  @property
+  def waited_for(self) -> bool:
+    """Whether somebody has a session, or waits for one."""
+    return bool(self.peers) or any(guest.waits for guest in list(self.listener.guests))
+
+  def finish(self) -> None:
+    """The run is over, and its environments are nobody's: those that wait for some get sessions, to hear of it."""
+    self._over = True
 
   def close(self) -> None:
     """Ends it; clients wait for another one at its address."""
@@ -199,10 +219,30 @@ class Publisher(listener.Handler):
 
   # --- as a listener's handler
 
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
+    size, total = leases.asked(details)[0], self._leases.total
+    if size <= total:
+      return []
+    return [f'this process wants to act in {size} environments, the run has {total} (--num-envs)']
+
+  def why_wait(self, details: dict[str, Any]) -> str:
+    size, wish = leases.asked(details)
+    if not size or self._over or self._leases.find(size, wish):
+      return ''
+    return (
+      f'this process is a spare: others act in the {self._leases.total} environments of the run. '
+      f'It acts when {size} are free'
+    )
+
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
     peer.state = Reader(details.get('role', ACTING))
-    self.listener.log(f'{peer.name} joins')
-    return {}
+    size, wish = leases.asked(details)
+    if not size or self._over:
+      self.listener.log(f'{peer.name} joins')
+      return dict(first=wish) if size else {}
+    lent = self._leases.lend(peer, size, wish)
+    self.listener.log(f'{peer.name} joins, with environments {lent.start} to {lent.stop - 1}')
+    return dict(first=lent.start)
 
   def welcomed(self, peer: Peer) -> None:
     self._tell_one(peer)
@@ -219,13 +259,22 @@ class Publisher(listener.Handler):
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
     peer.state.sending = False
+    self._leases.give_back(peer)
 
   def report(self) -> dict[str, Any]:
     return dict(
-      self.listener.report(lambda p: dict(versions=p.state.versions, bytes=p.state.bytes)),
+      self.listener.report(self._described),
       version=self.number,
       parameter_bytes=len(self._newest.data),
+      program=self._program(),
     )
+
+  def _described(self, peer: Peer) -> dict[str, Any]:
+    reader, lent = peer.state, self._leases.held.get(peer, range(0))
+    return dict(
+      role=label(reader.role), first=lent.start, environments=len(lent),
+      versions=reader.versions, bytes=reader.bytes,
+    )  # fmt: skip
 
 
 # --- the acting end ---------------------------------------------------------------------------------
@@ -240,8 +289,12 @@ class Parameters(link.Handler):
   Args:
     max_staleness: seconds; `get` waits while it is more. None for no bound.
     role: of this client, as the publisher counts its clients.
+    environments: in which it acts; it waits for its session until so many of the run's are free.
+    first: the number that the first of them should have.
+    measure: the numbers that this process sends of itself; is called by a thread.
 
   Attributes:
+    first: the number that the first of them has in this session, or had in the last one.
     changed: is notified when there is another version, or a session begins or ends.
     fetched: versions whose bytes were sent.
 
@@ -258,11 +311,15 @@ class Parameters(link.Handler):
     insecure: bool = False,
     max_staleness: float | None = None,
     role: str = ACTING,
+    environments: int = 0,
+    first: int = 0,
+    measure: Callable[[], measures.Measures] = dict,
   ) -> None:
     if max_staleness is not None and not max_staleness > 0:
       raise ValueError(f'{max_staleness=} must be positive')
     self.address, self.changed = address, threading.Condition()
     self._max_staleness, self._role = max_staleness, role
+    self._environments, self.first, self._measure = environments, first, measure
     self._held: Published | None = None
     self._known = -1  # the newest version of which it knows
     self._begun_at = 0.0  # when a message began that is coming
@@ -304,9 +361,11 @@ class Parameters(link.Handler):
     with self.changed:
       while (held := self._usable()) is None:
         now = time.monotonic()
+        if self._link.waits and timeout is not None:
+          deadline = now + timeout  # the publisher is there, and says what for
         if now >= deadline:
           raise Stale(f'{self._why()} and {timeout:g} s were not enough to get newer ones')
-        if not said and (self._held is not None or now - begun > 2.0):
+        if not (said or self._link.waits) and (self._held is not None or now - begun > 2.0):
           said = True
           log.warning('%s; waiting for newer ones', self._why())
         self.changed.wait(min(deadline - now, 1.0))
@@ -319,8 +378,13 @@ class Parameters(link.Handler):
     if self._link.closed:
       raise Closed(f'the parameters of {self.address} are closed')
     self._link.check()
-    is_fresh = self._max_staleness is None or self.staleness <= self._max_staleness
-    return self._held if is_fresh else None
+    return None if self.is_stale else self._held
+
+  @property
+  def is_stale(self) -> bool:
+    """Whether what is held must not be used: it is too old, or another process has this one's environments."""
+    most = math.inf if self._max_staleness is None else self._max_staleness
+    return self.staleness > most or self._link.waits
 
   def _why(self) -> str:
     if self._held is None:
@@ -339,7 +403,19 @@ class Parameters(link.Handler):
   # --- as a link's handler
 
   def hello(self) -> dict[str, Any]:
-    return {'role': self._role}
+    lent = dict(environments=self._environments, first=self.first) if self._environments else {}
+    return {'role': self._role, **lent}
+
+  def joined(self, details: dict[str, Any]) -> None:
+    if not self._environments:
+      return
+    first = details.get('first')
+    if type(first) is not int or first < 0:
+      raise WireError('a welcome without the number of the first environment')
+    self.first = first
+
+  def metrics(self) -> measures.Measures:
+    return self._measure()
 
   def pong(self, details: Any) -> None:
     if type(details) is not int:

@@ -16,7 +16,7 @@ import zstandard
 
 from podrace import tables
 from podrace.net import session
-from podrace.net.frame import WireError, packed
+from podrace.net.frame import WireError, check_fields, packed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
@@ -301,6 +301,27 @@ def make_chunk(
   if rows > 1 and size > UNPACKED_CHUNK_BYTES:
     raise WireError(f'a packed chunk of {rows} rows with more than {UNPACKED_CHUNK_BYTES:,} bytes')
   return store.packed_chunk(data, how == DIFFERENCES, dtype, shape, rows)
+
+
+OF_REPORT = dict(service=str, tables=list, bytes=int, resident_mb=float)
+OF_TABLE = dict(
+  name=str, size=int, max_size=int, bytes=int, inserts=int, samples=int, waiting_inserts=int,
+  waiting_samplers=int, limiter=str,
+)  # fmt: skip
+
+
+def read_report(details: dict[str, Any]) -> dict[str, Any]:
+  """What a client keeps of a service's REPORT: the service and its tables."""
+  found = _read('report', details, OF_REPORT)
+  return found | {'tables': [_read('table of a report', t, OF_TABLE) for t in found['tables']]}
+
+
+def _read(what: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
+  if type(details) is not dict:
+    raise WireError(f'a {what} that is no map')
+  found = {name: details.get(name) for name in expected}
+  check_fields(what, list(found.values()), tuple(expected.values()))
+  return found
 
 
 def kept(chunk: Chunk) -> tuple[int, Any]:

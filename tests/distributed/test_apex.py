@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
+import re
 import shlex
 import signal
 import sys
@@ -31,15 +33,17 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.commands import act, configuration
 from podrace.commands.options import Options
-from podrace.config import Config
+from podrace.config import Config, bind_run
 from podrace.distributed import acting as acting_process
 from podrace.distributed import experience, feed, handshake, joining
 from podrace.distributed import learner as distributed_learner
 from podrace.distributed.feed import Feed
 from podrace.distributed.handshake import from_leaves, to_leaves
+from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
 from podrace.net import keys as net_keys
+from podrace.net import link
 from podrace.networks import ActorCritic
 from podrace.presets import PRESETS
 from podrace.replay.layout import named
@@ -84,10 +88,10 @@ class Places:
       '--log-every', '1280', '--run-dir', str(self.run_dir), *args,
     )  # fmt: skip
 
-  def act(self, share: str, *args: str) -> Podrace:
+  def act(self, environments: int, *args: str) -> Podrace:
     return self.start(
       'act', 'catch', *CATCH, '--connect-replay', self.replay, '--params', self.parameters,
-      '--share', share, *args,
+      '--local-envs', str(environments), *args,
     )  # fmt: skip
 
   def told(self) -> list[dict[str, Any]]:
@@ -110,17 +114,28 @@ def places(tmp_path: Path, cache: Path) -> Any:
 
 @pytest.mark.slow
 def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
+  """A spare takes its place; another one hears that the run is complete."""
   server, learner = places.serve(), places.learn(14_000)
-  one, two = places.act('0/2'), places.act('1/2')
+  one, two = places.act(16), places.act(16)
   one.says('acting in 16 environments')
   two.says('acting in 16 environments')
+  assert sorted(re.findall(r'environments, (.*)', one.output + two.output)) == [
+    '0 to 15 of 32',
+    '16 to 31 of 32',
+  ]
+  spare = places.act(16)
+  spare.says('this process is a spare: others act in the 32 environments of the run')
   places.step_from(3_840)
   one.kill()
-  places.step_from(2_560)
-  again = places.act('0/2')
+  spare.says('acting in 16 environments')
+  assert re.findall(r'environments, (.*)', spare.output) == re.findall(
+    r'environments, (.*)', one.output
+  )
+  late = places.act(16)
+  late.says('this process is a spare')
   assert learner.wait() == 0, learner.output
-  assert [again.wait(), two.wait()] == [0, 0]
-  again.says('the run is complete')
+  assert [late.wait(), spare.wait(), two.wait()] == [0, 0, 0]
+  late.says('the run is complete')
   server.signal(signal.SIGTERM)
   assert server.wait() == 143
   told = places.told()
@@ -128,7 +143,7 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
   assert np.mean(returns) > 0.3, told[-3:]  # of which many explore with an epsilon of 0.4
   samples = told[-1]['replay_samples']
   assert abs(samples - 8 * (14_000 - 512)) < 8 * 256
-  assert {x['acting_processes'] for x in told} >= {1, 2}
+  assert 2 in {x['acting_processes'] for x in told} <= {0, 1, 2}  # no spare among them
 
 
 @pytest.mark.slow
@@ -140,8 +155,8 @@ def test_an_agent_that_plans_learns_in_other_processes(places: Places) -> None:
     '--listen', places.parameters, '--total-steps', '40_000', '--run-dir', str(places.run_dir),
   )  # fmt: skip
   actors = [
-    places.start('act', 'muzero-catch', *ends, '--params', places.parameters, '--share', share)
-    for share in ('0/2', '1/2')
+    places.start('act', 'muzero-catch', *ends, '--params', places.parameters, '--local-envs', '16')
+    for _ in range(2)
   ]
   assert learner.wait() == 0, learner.output
   assert [actor.wait() for actor in actors] == [0, 0]
@@ -158,7 +173,7 @@ def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
   learner.says('waiting until the replay service has 512 steps')
   learner.says('no acting process is connected')
   assert not places.told() and learner.process.is_alive()
-  actor = places.act('0/1')
+  actor = places.act(32)
   assert [learner.wait(), actor.wait()] == [0, 0], learner.output
   assert json.loads((places.run_dir / 'summary.json').read_text())['step'] == 384
   assert places.told()[-1]['acting_processes'] == 1
@@ -175,6 +190,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
   monkeypatch.setattr(
     distributed_learner, 'GOODBYE_SECONDS', 120.0
   )  # however slow they are to see that it is over
+  monkeypatch.setattr(link, 'METRICS_SECONDS', 0.2)
   network = ActorCritic(hidden=(64,), initializer='lecun', activation='relu')
   config = Config(
     Impala(network, learning_rate=1e-2, self_tuning=self_tuning),
@@ -184,15 +200,15 @@ def test_impala_learns_from_a_queue_of_unrolls(
   replay, parameters = f'unix:{tmp_path}/replay', f'unix:{tmp_path}/parameters'
   ended: list[BaseException] = []
 
-  def act(share: int) -> None:
+  def act() -> None:
     try:
-      acting_process._Acting(config, acting_process.Options(addresses, (share, 2))).run()
+      acting_process._Acting(config, acting_process.Options(addresses, 8)).run()
     except BaseException as e:
       ended.append(e)
 
   addresses = handshake.Addresses((replay,), parameters)
   with ReplayServer(replay) as server:
-    actors = [threading.Thread(target=act, args=(i,), daemon=True) for i in range(2)]
+    actors = [threading.Thread(target=act, daemon=True) for _ in range(2)]
     for actor in actors:
       actor.start()
     run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
@@ -207,6 +223,12 @@ def test_impala_learns_from_a_queue_of_unrolls(
   updates = told[-1]['step'] // 128
   assert all(x['policy_lag_max'] >= x['policy_lag_mean'] >= 0 for x in told)
   assert {x['unrolls_repeated'] for x in told} == {0}
+  assert set(told[-1]) >= {
+    'acting_steps_per_s', 'acting_write_share', 'acting_staleness_s', 'acting_resident_mb', 'acting_env_restarts',
+    'acting_dropped_steps', 'learner_resident_mb', 'replay_resident_mb', 'replay_mb', 'replay_waiting_samplers',
+  }  # fmt: skip
+  assert max(x.get('acting_steps_per_s', 0) for x in told) > 0
+  assert 0 < max(x.get('replay_inserts', 0) for x in told) <= table.contents.counts.inserts
   assert (
     16 * updates
     <= told[-1]['unrolls_taken']
@@ -360,7 +382,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
-    service.Publisher(addresses.parameters) as publisher,
+    service.Publisher(addresses.parameters, environments=4) as publisher,
   ):
     acting = acting_process._Acting(config, acting_process.Options(addresses))
     program = acting._program
@@ -393,6 +415,52 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     thread.join(120)
     assert len(ended) == 1 and isinstance(ended[0], UsageError), ended
     assert "has run 'two-2' now, this process works for run 'one-1'" in str(ended[0])
+
+
+def test_a_process_that_is_lent_other_environments_begins_in_them(
+  tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  """Though it waits to write, as nothing takes what is in the queue."""
+  caplog.set_level(logging.INFO)
+  config = tiny()
+  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  options = acting_process.Options(addresses, 2)
+  agent = bind_run(config, host.make(config.env))
+  told = json.dumps({**handshake.record(config), handshake.RUN: 'one-1'}).encode()
+  leaves = [*to_leaves(agent.init(jax.random.key(0)).params),
+            (handshake.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
+  ended: list[BaseException] = []
+
+  def act() -> None:
+    try:
+      acting_process._act(config, options)
+    except BaseException as e:
+      ended.append(e)
+
+  with (
+    ReplayServer(addresses.replay[0]),
+    service.connect(addresses.replay) as client,
+    service.Publisher(addresses.parameters, environments=4) as publisher,
+  ):
+    publisher.publish(1, leaves)
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    until(lambda: ended or 'acting in 2 environments, 0 to 1 of 4' in caplog.text)
+    table = client.table('unrolls')
+    until(lambda: ended or table.info().waiting_inserts)
+    publisher._leases.held['another'] = range(2)
+    (peer,) = publisher.peers
+    publisher.listener.call(lambda: publisher.listener.tell_gone(peer, 'a test'))
+    until(lambda: ended or 'acting in 2 environments, 2 to 3 of 4' in caplog.text)
+    seen: set[int] = set()
+    for _ in range(100):
+      if {2, 3} <= seen:
+        break
+      seen |= set(table.sample(4, at_least=1, timeout=60).data['env_id'].tolist())
+    publisher.publish(2, [*leaves, (handshake.FINISHED, np.ones(1, np.uint8))])
+    thread.join(120)
+  assert [type(e) for e in ended] == [joining.Finished], ended
+  assert seen == {0, 1, 2, 3}
 
 
 def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
@@ -480,7 +548,7 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   learner = places.learn(10_000_000)
   learner.says('no podrace replay answers at')
   server = places.serve('--checkpoint-every', '1')
-  actors = [places.act('0/2'), places.act('1/2', '--max-staleness', '3')]
+  actors = [places.act(16), places.act(16, '--max-staleness', '3')]
   places.step_from(6_000)
   learner.signal(signal.SIGTERM)
   assert learner.wait() == 143, learner.output
@@ -501,7 +569,7 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   server = places.serve()
   server.says('listening at')
   learner = places.learn(10_000_000)
-  actors[0] = places.act('0/2')
+  actors[0] = places.act(16)
   places.step_from(3_000)
   learner.kill()
   learner = places.learn(10_000_000)
@@ -517,14 +585,14 @@ def test_everybody_may_come_and_go(places: Places) -> None:
 
 @pytest.mark.slow
 def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
-  nobody = places.act('0/1', '--give-up-after', '0.5')
+  nobody = places.act(32, '--give-up-after', '0.5')
   assert nobody.wait() == 1
   nobody.says('there are no parameters of')
   places.serve()
   learner = places.learn(10_000_000)
   learner.says('no acting process is connected; waiting for experience of `podrace act ')
-  places.act('0/2').says('acting in 16 environments')
-  actor = places.act('1/2', '--max-staleness', '1', '--give-up-after', '5')
+  places.act(16).says('acting in 16 environments')
+  actor = places.act(16, '--max-staleness', '1', '--give-up-after', '5')
   actor.says('acting in 16 environments')
   learner.kill()
   assert actor.wait() == 1
@@ -535,13 +603,13 @@ def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
 def test_another_run_is_refused_and_both_sides_are_told(places: Places) -> None:
   places.serve()
   places.learn(10_000)
-  other = places.act('0/2', '--agent.network.hidden', '64')
+  other = places.act(16, '--agent.network.hidden', '64')
   assert other.wait() == 2
   assert '--agent.network.hidden: the learner has 32, this process 64' in other.output
-  other = places.act('0/2', '--env', 'podrace:memory')
+  other = places.act(16, '--env', 'podrace:memory')
   assert other.wait() == 2
   assert '--env: the learner has podrace:catch, this process podrace:memory' in other.output
-  alone = places.act('0/1')
+  alone = places.act(32)
   alone.says('acting in 32 environments')
   alone.signal(signal.SIGINT)
   assert alone.wait() == 130, alone.output
@@ -552,7 +620,7 @@ def test_an_environment_that_fails_ends_its_process_only(places: Places) -> None
   env = ['--env', 'gymnasium:host_envs:Wrong-v0,what=raise']
   places.serve()
   learner = places.learn(1_000_000, *env)
-  actor = places.act('0/2', *env)
+  actor = places.act(16, *env)
   assert actor.wait() == 1, actor.output
   assert 'ZeroDivisionError: the game broke' in actor.output
   assert learner.process.is_alive()
@@ -752,17 +820,18 @@ def test_parameters_as_leaves() -> None:
     (['act', 'catch'], 'act needs --connect-replay'),
     (['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:1'], 'act needs --params'),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', '2/2'], r'--share 2/2: the parts of 2 are 0/2 to 1/2'),
-    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', '0/0'], '--share 0/0: of 0 parts there is none'),
+      '--local-envs', '0'], '--local-envs must be at least 1, not 0'),
     (['act', *CATCH, '--connect-replay', 'foo', '--params', 'tcp://127.0.0.1:2'],
      "--connect-replay takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, not 'foo'"),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'bar'],
      "--params takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, not 'bar'"),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', '0/5'], r'--num-envs 32 does not divide into 5 shares'),
+      '--actor-threads', '2', '--local-envs', '5'],
+     '--local-envs 5: --num-envs 5 must be a multiple of 2, as 4 or 6 is'),
     (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--share', 'half'], r"--share takes I/N, such as 0/2, not 'half'"),
+      '--local-envs', '33'], '--local-envs 33 is more than the run has: --num-envs 32'),
+    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
+      '--local-envs', 'half'], "--local-envs takes a whole number of at least 0, not 'half'"),
     (['act', *CATCH, '--connect-replay', 'tcp://10.0.0.1:1', '--params', 'tcp://10.0.0.1:2'],
      'it needs keys'),
     *((['act', *more, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'], message)

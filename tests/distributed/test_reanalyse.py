@@ -30,6 +30,7 @@ from podrace.distributed import handshake, joining, reanalyse
 from podrace.distributed.handshake import to_leaves
 from podrace.envs.host import base as host
 from podrace.hooks import memory
+from podrace.net import link
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.replay import Buffer
 from podrace.replay.layout import Layout
@@ -180,7 +181,7 @@ class Learner:
   def __init__(self, folder: Path, config: Config) -> None:
     self.addresses = handshake.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
     self.config, self.agent = config, bound(config)
-    self.publisher = service.Publisher(self.addresses.parameters)
+    self.publisher = service.Publisher(self.addresses.parameters, environments=config.num_envs)
     self.ended: list[BaseException] = []
     self.threads: list[threading.Thread] = []
 
@@ -231,8 +232,9 @@ def of_plan(name: str) -> bool:
 
 
 def test_it_refreshes_what_is_in_replay_and_nothing_else(
-  tmp_path: Path, caplog: pytest.LogCaptureFixture
+  tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+  monkeypatch.setattr(link, 'METRICS_SECONDS', 0.1)
   caplog.set_level(logging.INFO)
   learner = Learner(tmp_path, tiny())
   with learner.publisher, ReplayServer(learner.addresses.replay[0]) as server:
@@ -246,8 +248,8 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
     assert not any(x['extras/plan/reanalysed'].any() for x in before.values())
     learner.publish(7)
     learner.reanalyse(batch_size=32)
-    until(lambda: learner.publisher.clients('reanalyse') == 1)
-    assert learner.publisher.clients('act') == 1
+    until(lambda: len(learner.publisher.clients('reanalyse')) == 1)
+    assert len(learner.publisher.clients('act')) == 1
 
     def fresh(steps: int) -> bool:
       found = contents(table).values()
@@ -267,6 +269,14 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
     )
     learner.publish(9)
     until(lambda: fresh(9))  # with the newest
+    until(lambda: learner.publisher.clients('reanalyse')[0].get('windows_per_s', 0) > 0)
+    (sent,) = learner.publisher.clients('reanalyse')
+    assert sent['searches_per_s'] >= sent['windows_per_s'] and sent['resident_mb'] > 50
+    assert 0 <= sent['staleness_s'] < 60
+    (sent,) = learner.publisher.clients('act')
+    assert sent.keys() == {
+      'steps_per_s', 'write_share', 'env_restarts', 'dropped_steps', 'staleness_s', 'resident_mb',
+    }  # fmt: skip
     learner.end(10, 2)
   (told,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith('reanalysed')]
   assert 'windows/s' in told and 'searches/s' in told

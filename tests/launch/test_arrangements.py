@@ -64,10 +64,12 @@ def test_acting_processes_are_told_what_they_must_know_and_no_more(tmp_path: Pat
     '--agent.learning-rate', '1e-3', '--total-steps', '9', '--num_envs=8', '--agent', 'impala',
     '--agent.network.hidden', '8', '8', '--seed', '1', '--actor-threads', '1', '--no-compile-cache',
   )  # fmt: skip
-  found = commands(ARRANGEMENTS['impala'](asked('catch', *arguments, actors=4)), tmp_path)
+  whole = asked('catch', *arguments, actors=4)
+  whole = dataclasses.replace(whole, config=dataclasses.replace(whole.config, num_envs=8))
+  found = commands(ARRANGEMENTS['impala'](whole), tmp_path)
   assert found['act-3'] == (
     'podrace act catch --agent.learning-rate 1e-3 --num_envs=8 --agent impala --agent.network.hidden 8 8 '
-    '--actor-threads 1 --no-compile-cache --connect-replay unix:S/replay-0 --params unix:S/learner-0 --share 3/4'
+    '--actor-threads 1 --no-compile-cache --connect-replay unix:S/replay-0 --params unix:S/learner-0 --local-envs 2'
   )
   assert found['learner'].startswith('podrace train catch ' + ' '.join(arguments))
   assert '--replay service --lag async --connect-replay unix:S/replay-0' in found['learner']

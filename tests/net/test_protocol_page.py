@@ -18,7 +18,7 @@ from peers import Learner, Raw, spec
 
 from podrace import tables
 from podrace.envs.host import base as host
-from podrace.net import frame, link, listener, session, stream
+from podrace.net import frame, link, listener, measures, session, stream
 from podrace.net.frame import PREFIX, Kind, WireError, split
 from podrace.remote import server as remote_server
 from podrace.remote import wire as remote_wire
@@ -73,7 +73,7 @@ def example(name: str, nth: int = 0) -> bytes:
 
 
 def test_every_kind_is_on_the_page_and_none_else() -> None:
-  assert ROWS.keys() == DECLARED.keys() and len(ROWS) == 29
+  assert ROWS.keys() == DECLARED.keys() and len(ROWS) == 30
   assert f'version {frame.VERSION}' in PAGE.splitlines()[0]
 
 
@@ -97,7 +97,7 @@ def test_numbers_mean_one_thing_in_each_direction() -> None:
 
 
 def test_every_kind_has_an_example() -> None:
-  assert {name for name, _, _ in SHOWN} == DECLARED.keys() and len(SHOWN) == 30
+  assert {name for name, _, _ in SHOWN} == DECLARED.keys() and len(SHOWN) == 33
 
 
 @pytest.mark.parametrize('at', range(len(SHOWN)), ids=lambda i: SHOWN[i][0])
@@ -201,7 +201,7 @@ def test_a_learner_answers_the_examples_as_the_page_does() -> None:
       for pool in one.pools:
         pool.close()
       with Raw(one.address) as late:
-        say(late.socket, 'HELLO')
+        say(late.socket, example('HELLO').replace(b'client\x07', b'client\x08'))
         hear(late.socket, 'WAIT')
         one.server.finished()
         hear(raw.socket, 'END')
@@ -274,17 +274,26 @@ def test_the_settings_of_the_page_make_a_table() -> None:
 
 
 def test_parameters_are_published_as_the_page_has_it() -> None:
-  with parameters.Publisher(bare.ANY) as publisher:
+  with parameters.Publisher(bare.ANY, environments=32) as publisher:
     publisher.publish(3, [('w', np.array([1, 2], '<f4'))])
+    other = bare.connect(publisher.address, parameters.Parameters.kinds)
+    assert other.hello(parameters.SERVICE, environments=16)['first'] == 0
     one = bare.connect(publisher.address, parameters.Parameters.kinds)
-    one.say(session.HELLO, {**session.hello(parameters.SERVICE, 7), 'role': 'act'})
-    hear(one.socket, b''.join(session.WELCOME.pack([{'silence': 10.0}])))
+    say(one.socket, example('HELLO', 1))
+    hear(one.socket, example('WELCOME', 1))
     hear(one.socket, 'NEWEST')
-    say(one.socket, 'ASK')
+    say(one.socket, 'METRICS', 'ASK')
     (report,), _ = one.expect(session.REPORT)
+    assert report['clients'][-1]['metrics'] == {'steps_per_s': 1234.5, 'env_restarts': 0}
     one.close()
-  shown = set(re.findall(r'`(\w+)`', PAGE.rpartition('**REPORT**')[2]))
+    other.close()
+  of_report, _, of_program = PAGE.rpartition('**REPORT**')[2].partition('\n\n')
+  shown = set(re.findall(r'`(\w+)`', of_report))
   assert {*report, *report['clients'][0]} == shown
+  assert {x['first'] for x in report['clients']} == {0, 16}
+  assert {x['environments'] for x in report['clients']} == {16}
+  mine = {'program', 'steps', 'replay', *service_wire.OF_REPORT}
+  assert set(re.findall(r'`(\w+)`', of_program)) == mine
 
 
 def test_the_hello_of_the_page_is_one() -> None:
@@ -295,7 +304,7 @@ def test_the_hello_of_the_page_is_one() -> None:
   assert hello['schema'] == remote_wire.schema(kind.observation_space, kind.action_space)
   assert msgpack.unpackb(msgpack.packb([hello])) == [hello]
   keys = named(PAGE.partition('**HELLO** asks')[2].partition('\n\n**WELCOME')[0])
-  assert keys == {*hello, 'role'}
+  assert keys == {*hello, 'role', 'environments', 'first'}
 
 
 # --- limits -----------------------------------------------------------------------------------------
@@ -313,6 +322,9 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'to WAIT, or has asked | {listener.TALKING_SECONDS:.0f} |',
     f'`silence`, {session.SILENCE:.0f} by default',
     f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f} |',
+    f"| between METRICS, of podrace's own clients | {link.METRICS_SECONDS:.0f} |",
+    f'a map of at most {measures.MOST} numbers',
+    f'{", ".join(f"`{name}`" for name in [*measures.LOGGED][:-1])} and `{[*measures.LOGGED][-1]}`',
     f'if the client does not close it first | {listener.ENDING_SECONDS:.0f} |',
     f'{link.BACKOFF[0]}, doubled each time, at most {link.BACKOFF[1]:.0f};',
     f'looks at its clock every {listener.TICK} s',

@@ -211,13 +211,17 @@ def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from podrace.net.top import Asker, table
 
     asker = Asker(one.address, None, False)
+    until(lambda: asker.ask()['clients'][0]['metrics'])
     report = asker.ask()
     asker.close()
+    sent = report['clients'][0]['metrics']
+    assert sent['steps_per_s'] > 0 and 20 < sent['resident_mb'] < 1000
     from rich.console import Console
 
     console = Console(width=150, record=True)
     console.print(table(report, {c['name']: 0 for c in report['clients']}, 1.0))
-    assert f':{envs.process.pid}' in console.export_text()
+    shown = console.export_text()
+    assert f':{envs.process.pid}' in shown and f' {sent["resident_mb"]:.3g} ' in shown
     address = one.address
   with pytest.raises(SystemExit) as end:
     cli.main(['top', address, '--once'])

@@ -26,7 +26,7 @@ from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
 from podrace.envs.host.base import groups_at_once
-from podrace.net import listener, session
+from podrace.net import listener, measures, session
 from podrace.net.frame import PREFIX
 from podrace.net.text import label
 from podrace.net.top import Asker, table
@@ -47,9 +47,14 @@ def test_a_client_joins_steps_and_is_counted() -> None:
       raw.step(3, seq, FIRST if seq == 0 else MID)
       action = raw.act(3, seq)
       assert action.shape == (3,) and action.dtype == np.int32
+    raw.say(session.METRICS, {'steps_per_s': 12.5, 'resident_mb': 100})
     raw.say(session.ASK)
     report = raw.expect(session.REPORT)[0][0]
     (client,) = report['clients']
+    assert client['metrics'] == {'steps_per_s': 12.5, 'resident_mb': 100}
+    found = learner.spec.metrics()
+    assert (found['remote_steps_per_s'], found['remote_resident_mb']) == (12.5, 100)
+    assert 0.5 < found['learner_resident_mb'] / report['resident_mb'] < 2
     assert client['frames'] == 60 and client['acting'] == 3 and report['free'] == 5
     assert 0 < client['answer_ms'][0] <= client['answer_ms'][1]
     assert learner.spec.metrics()['remote_envs'] == 3
@@ -800,7 +805,7 @@ def test_names_are_shown_as_they_are() -> None:
     raw.expect(session.WELCOME)
     learner.server.env = '[/z]'
     report = learner.server.report()
-    clients = [{'name': c['name'], 'last_seen_s': 0.0} for c in report['clients']]
+    clients = [{'name': c['name'], 'last_seen_s': 0.0, 'metrics': {}} for c in report['clients']]
     console = Console(record=True, width=250)
     console.print(table(report, {}, 1.0))
     del report['env']  # as a service has it
@@ -852,6 +857,7 @@ def test_a_report_of_the_longest_names_fits() -> None:
         peer.name = f'{label(told["host"])}:{told["pid"]}'
         peer.state = Client(told)
         peer.state.environments, peer.state.frames, peer.state.restarts = 65536, 2**62, 2**62
+        peer.metrics = {f'{"a" * 38}{i}': -(2.0**62) for i in range(10, 10 + measures.MOST)}
         learner.server.peers[peer] = None
       filled.set()
 
