@@ -71,11 +71,13 @@ def build(
     return SebulbaDriver(learning, source, source.publish)
   if config.architecture == 'sebulba':
     return build_sebulba(config, server)
+  if config.model_devices > 1 and jax.process_count() > 1:
+    raise UsageError(f'--model-devices {config.model_devices} is for runs of one process')
   env = envs.make(config.env)
   agent = bind_run(config, env)
   replay, mesh = (
     memory(agent, env, config.num_envs, config.unroll_length),
-    learner_mesh(config.devices),
+    learner_mesh(config.devices, config.model_devices),
   )
   sizes = config.num_envs, config.unroll_length, config.seeds
   program = Anakin(agent, env, replay, mesh, *sizes, agreement(config))
