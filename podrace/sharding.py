@@ -40,7 +40,8 @@ def train_specs(agent: Agent, train: TrainState, mesh: Mesh, leading: int = 0) -
     lambda path, x: _spec(_name(path), x.shape, rules, model_size(mesh), leading), train
   )
   if all(spec == P() for spec in jax.tree.leaves(found.params, is_leaf=lambda x: x == P())):
-    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(train.params)]
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(train)]
+    names = [name for name in map(_name, paths) if name.startswith('params/')]
     raise ValueError(
       f'--model-devices {model_size(mesh)} splits no parameter: no rule of {rules or "the network, which has none,"} '
       f'is for any of {", ".join(names[:4])}{", ..." if names[4:] else ""}: {ADVICE}'
