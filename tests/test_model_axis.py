@@ -39,7 +39,7 @@ from podrace.sharding import train_specs
 from podrace.types import TrainState
 
 SIZES = Transformer(layers=1, width=16, heads=8)
-SMALL = ActorCritic(torso='transformer', transformer=SIZES, hidden=(8,), initializer='lecun')
+SMALL = ActorCritic(torso='transformer', transformer=SIZES, hidden=(), initializer='lecun')
 PLAIN = ActorCritic(hidden=(16, 16), initializer='lecun')
 quickly = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
@@ -134,7 +134,7 @@ def bytes_there(tree: Any, device: Any) -> int:
 
 def bytes_split(tree: Any) -> tuple[int, int]:
   """Bytes of all arrays that the rules split, by names written out here; and of the others."""
-  wanted = re.compile(r"(query|key|value)'\]|'out'\]\['kernel|'up'\]|'down'\]\['kernel|Dense_0'\]")
+  wanted = re.compile(r"(query|key|value)'\]|'out'\]\['kernel|'up'\]|'down'\]\['kernel")
   found = [0, 0]
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     found[not wanted.search(jax.tree_util.keystr(path))] += x.nbytes
