@@ -36,8 +36,6 @@ SMALL = dict(layers=6, width=512)
 CASES: dict[str, dict[str, Any]] = {
   **{f'19M, {DEVICES // m} x {m}': dict(model=m, **SMALL) for m in (1, 2, 4, 8)},
   '1B, 1 x 8': dict(model=8, layers=20, width=2048),
-  '0.5B, 1 x 8': dict(model=8, layers=10, width=2048),
-  '0.3B, 1 x 8': dict(model=8, layers=6, width=2048),
 }
 
 
