@@ -162,7 +162,7 @@ def mesh_of(devices: Sequence[jax.Device], model: int = 1) -> Mesh:
 
 def data_size(mesh: Mesh) -> int:
   """Into how many parts a batch is split over a mesh."""
-  return mesh.shape[AXIS]
+  return mesh.size // model_size(mesh)
 
 
 def model_size(mesh: Mesh) -> int:

@@ -24,6 +24,7 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.agreement import Gossip
 from podrace.anakin import Anakin
+from podrace.check import check_run
 from podrace.checkpoint import Checkpoints, snapshot
 from podrace.config import bind, from_json, to_json
 from podrace.envs import make
@@ -137,7 +138,7 @@ def bytes_split(tree: Any) -> tuple[int, int]:
   wanted = re.compile(r"(query|key|value)'\]|'out'\]\['kernel|'up'\]|'down'\]\['kernel")
   found = [0, 0]
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
-    found[not wanted.search(jax.tree_util.keystr(path))] += x.nbytes
+    found[not wanted.search(jax.tree_util.keystr(path))] += x.size * x.dtype.itemsize
   return found[0], found[1]
 
 
@@ -206,6 +207,17 @@ def test_agents_take_a_model_axis_unchanged(preset: str) -> None:
     anakin = Anakin(agent, world, replay, topology.learner_mesh(8, model), 32, 32)
     state = jax.eval_shape(anakin._run, anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32))
     assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, anakin.shapes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Own(Impala):
+  """An agent that is not podrace's, which is checked before it runs."""
+
+
+@pytest.mark.parametrize('model', [2, 8])
+def test_an_agent_of_ones_own_is_checked_on_such_a_mesh(model: int) -> None:
+  anakin = program(Own(PLAIN), 8, model)
+  check_run(anakin.agent, anakin.env, anakin.replay, anakin.mesh, 8, 8)
 
 
 def begun(agent: Any, model: int, seeds: int = 1) -> tuple[Any, TrainState, Any]:

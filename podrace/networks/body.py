@@ -39,15 +39,15 @@ class Body:
   """
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
-  # ^ transformer: for all observations; the others for images; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
+  # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
   hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
   activation: Literal['tanh', 'relu'] = 'tanh'
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
   core: Literal['none', 'gru', 'lstm'] = 'none'
   core_size: int = 128
   transformer: Transformer = Transformer()  # used by that torso
-  sharding: tuple[tuple[str, int], ...] = SHARDING
-  # ^ over --model-devices: a pattern of names of arrays and the axis to split, the first that fits
+  sharding: tuple[tuple[str, int], ...] = ()
+  # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none: docs/model_axis.md
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
@@ -95,6 +95,11 @@ class Body:
     if min(image_sides(self.observation_space)) >= PIXELS:
       return 'nature'
     return 'mlp' if math.prod(images[0].shape) <= FLAT else 'grid'
+
+  @property
+  def sharding_rules(self) -> tuple[tuple[str, int], ...]:
+    """How `podrace.sharding` splits its parameters."""
+    return self.sharding or SHARDING
 
   @property
   def cpu_chunk(self) -> int:
