@@ -211,14 +211,10 @@ def _check_agreement(config: Config) -> None:
 
 def _check_model_devices(config: Config) -> None:
   at_least(config, 1, 'model_devices')
-  if config.model_devices == 1:
-    return
-  for name, value in (('agree', 'gossip'), ('architecture', 'sebulba')):
-    if getattr(config, name) == value:
-      raise UsageError(
-        f'--model-devices {config.model_devices} is for --architecture anakin with --agree all-reduce; this run '
-        f'has --{name} {value}'
-      )
+  if config.model_devices > 1 and config.agree == 'gossip':
+    raise UsageError(
+      f'--model-devices {config.model_devices} is for --agree all-reduce, not for gossip'
+    )
 
 
 def _check_anakin(config: Config) -> None:

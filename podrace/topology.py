@@ -47,12 +47,19 @@ class Topology(NamedTuple):
     """This process's learner devices, in the mesh's order."""
     return [d for d in self.learners.devices.flat if d.process_index == jax.process_index()]
 
+  @property
+  def destinations(self) -> tuple[jax.Device, ...]:
+    """Those of them to which unrolls are sent: the first of each group with a model axis."""
+    return tuple(self.local_learners[:: model_size(self.learners)])
 
-def split_devices(actors: str = '', learners: str = '', num_devices: int | None = None) -> Topology:
+
+def split_devices(
+  actors: str = '', learners: str = '', num_devices: int | None = None, model: int = 1
+) -> Topology:
   """A topology from lists of device numbers, `0,1`, of the first `num_devices` of each process.
 
   None: of all. If only one of the two lists is given, the others do the other thing; if none is, a
-  quarter acts, at least one, and the others learn. A single device does both.
+  quarter acts, at least one, and the others learn. A single device does both. The learners' mesh is as `mesh_of` makes it.
 
   Raises:
     ValueError: if a number is no device's, or comes twice, or if nobody is left to act or to learn.
@@ -88,7 +95,7 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
       f'{", ".join(map(str, counts.values()))} devices: give --learner-devices that all have'
     )
   chosen = [per_process[p][i] for p in counts for i in learn]
-  return Topology(tuple(local[i] for i in act), Mesh(np.array(chosen), (AXIS,)))
+  return Topology(tuple(local[i] for i in act), mesh_of(chosen, model))
 
 
 def _others(chosen: list[int], n: int, flag: str, other: str) -> list[int]:
