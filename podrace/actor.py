@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from podrace import topology
 from podrace.envs.base import Batch
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
@@ -158,13 +160,8 @@ def actor_on_mesh(
     return unroll(agent, env, params_of(source), actor, key, length)
 
   flat = P(AXIS)
+  on_each = functools.partial(topology.on_each, mesh=mesh, check_vma=False)
   return (
-    jax.shard_map(local_begin, mesh=mesh, in_specs=(flat, P()), out_specs=flat, check_vma=False),
-    jax.shard_map(
-      local_unroll,
-      mesh=mesh,
-      in_specs=(spec, flat, P()),
-      out_specs=(flat, TRAJECTORY_SPECS),
-      check_vma=False,
-    ),
+    on_each(local_begin, in_specs=(flat, P()), out_specs=flat),
+    on_each(local_unroll, in_specs=(spec, flat, P()), out_specs=(flat, TRAJECTORY_SPECS)),
   )

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace.learner import device_step, learner
-from podrace.topology import AXIS, trajectory_specs
+from podrace.topology import AXIS, model_size, trajectory_specs
 from podrace.types import Agent, Array, Metrics, Replay, TrainState
 
 REPLICAS = 'replicas'  # the axis of a mesh along which replicas differ
@@ -131,6 +131,10 @@ class Gossip:
       raise ValueError(f'staleness must be 0 or 1, not {self.staleness}')
 
   def check(self, mesh: Mesh) -> None:
+    if model_size(mesh) > 1:
+      raise ValueError(
+        f'--model-devices {model_size(mesh)} is for --agree all-reduce, not for gossip'
+      )
     if mesh.size < 2:
       raise ValueError(
         '--agree gossip needs at least 2 devices, and this run has 1: leave it out, or give more by --devices '

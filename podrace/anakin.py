@@ -28,13 +28,14 @@ from podrace.envs.base import batch
 from podrace.faults import check_faults, count_faults, faults, first_outside
 from podrace.hooks import gradient_steps, init_members
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory
+from podrace.sharding import train_specs
 from podrace.types import Agent, Array, Environment, Replay, TrainState
 
 
 class State(NamedTuple):
   """The whole state of a run; with seeds, each leaf but `update` has a leading axis for them."""
 
-  train: TrainState  # the same on all devices; of replicas that gossip, `rest` is split over them
+  train: TrainState  # the same along AXIS; of replicas that gossip, `rest` is split over them
   actor: ActorState  # split over devices along [B]
   memory: Any  # replay, split likewise
   log: Log
@@ -73,7 +74,7 @@ class Anakin:
 
   @functools.cached_property
   def _actor(self) -> tuple[Any, Any]:
-    local = batch(self.env, self.num_envs // self.mesh.size)
+    local = batch(self.env, self.num_envs // topology.data_size(self.mesh))
     spec = P(topology.AXIS) if self.agree.split else P()
     length, params_of = self.unroll_length, self.agree.params_of
     return actor_on_mesh(self.agent, local, self.mesh, length, spec, params_of)
@@ -84,7 +85,7 @@ class Anakin:
 
   def _init_one(self, train: TrainState, actor_key: Array, run_key: Array) -> State:
     begin, unroll = self._actor
-    train = self.agree.begin(train, self.mesh.size)
+    train = self.agree.begin(train, topology.data_size(self.mesh))
     actor = begin(jnp.arange(self.num_envs, dtype=jnp.int32), actor_key)
     _, example = jax.eval_shape(unroll, self.agree.source(train), actor, actor_key)
     memory = init_memory(self.replay, self.mesh, example)
@@ -94,10 +95,13 @@ class Anakin:
   def _init(self, keys: Array) -> State:
     if self.seeds == 1:
       train_key, actor_key, run_key = jax.random.split(keys[0], 3)
-      return self._init_one(self.agent.init(train_key), actor_key, run_key)
+      with topology.on_mesh(self.mesh):
+        train = self.agent.init(train_key)
+      return self._init_one(train, actor_key, run_key)
     split = jax.vmap(lambda key: tuple(jax.random.split(key, 3)))
     train_keys, actor_keys, run_keys = split(keys)
-    train = init_members(self.agent, train_keys)
+    with topology.on_mesh(self.mesh):
+      train = init_members(self.agent, train_keys)
     return jax.vmap(self._init_one, out_axes=SEEDS)(train, actor_keys, run_keys)
 
   @functools.cached_property
@@ -105,14 +109,18 @@ class Anakin:
     """A State of shapes, dtypes and shardings: what `init` makes and a checkpoint holds."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.seeds))
     split = P(None, topology.AXIS) if self.seeds > 1 else P(topology.AXIS)
-    of_train: Any = TrainState(P(), split) if self.agree.split else P()
+    shapes = jax.eval_shape(self._init, keys)
+    of_train: Any = TrainState(P(), split) if self.agree.split else self._train_specs(shapes.train)
     specs = State(of_train, split, split, P(), P(), P())  # type: ignore[arg-type]
 
     def place(spec: P, tree: Any) -> Any:
       sharding = NamedSharding(self.mesh, spec)
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    return jax.tree.map(place, specs, jax.eval_shape(self._init, keys))
+    return jax.tree.map(place, specs, shapes)
+
+  def _train_specs(self, train: TrainState) -> TrainState:
+    return train_specs(self.agent, train, self.mesh, int(self.seeds > 1))
 
   @functools.cached_property
   def shardings(self) -> State:

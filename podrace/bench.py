@@ -20,7 +20,7 @@ from podrace.config import Config, validate
 from podrace.errors import RunError, UsageError
 from podrace.sebulba import ActingProgram, Actors, ActorSource, Batch, SebulbaDriver
 from podrace.sebulba.acting import pack
-from podrace.topology import cores
+from podrace.topology import cores, data_size, on_host
 from podrace.worker import Worker
 
 PATIENCE = 300.0  # seconds that a stage may take to begin, its workers' start included, or to end
@@ -104,14 +104,24 @@ def memory(driver: SebulbaDriver) -> dict[str, int]:
   The latter are what is learned, the parameters before with lag 1, a batch, and replay.
   """
   s, batch = driver.shapes, driver.learning.batch
-  replay = _bytes(s.memory) // driver.mesh.size
+  replay = _bytes(s.memory) // data_size(driver.mesh)
   actor = sum(_bytes(t) for t in batch) // acting_of(driver).total_threads
   return {
     'parameters': _bytes(s.train.params),
     'actor_thread': actor,
     'replay': replay,
-    'learner_device': _bytes((s.train, s.previous)) + _bytes(batch) // driver.mesh.size + replay,
+    'learner_device': _own_bytes((s.train, s.previous))
+    + _bytes(batch) // data_size(driver.mesh)
+    + replay,
   }
+
+
+def _own_bytes(tree: Any) -> int:
+  """Of a device's part."""
+  parts = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
+  )
+  return _bytes(parts)
 
 
 def _bytes(tree: Any) -> int:
@@ -218,9 +228,7 @@ def inference_rate(program: ActingProgram, state: Any, seconds: float) -> float:
 
   def acting(local: int) -> Callable[[], int]:
     device = program.device_of(local)
-    params = jax.device_put(
-      jax.tree.map(lambda x: x.addressable_data(0), state.train.params), device
-    )
+    params = jax.device_put(jax.tree.map(on_host, state.train.params), device)
     env_id = jax.device_put(np.zeros(n, np.int32), device)
     with jax.default_device(device):  # as in a run: else it compiles anew
       carry = program.programs.begin(params, env_id, program.example, jax.random.key(0))

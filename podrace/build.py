@@ -56,6 +56,8 @@ def build(
     ValueError: with the numbers, where they don't fit each other.
   """
   validate(config)
+  if config.model_devices > 1 and jax.process_count() > 1:
+    raise UsageError(f'--model-devices {config.model_devices} is for runs of one process')
   if (config.replay == 'service') != (addresses is not None):
     raise UsageError(
       '--replay service and --connect-replay go together, as in --connect-replay '
@@ -75,7 +77,7 @@ def build(
   agent = bind_run(config, env)
   replay, mesh = (
     memory(agent, env, config.num_envs, config.unroll_length),
-    learner_mesh(config.devices),
+    learner_mesh(config.devices, config.model_devices),
   )
   sizes = config.num_envs, config.unroll_length, config.seeds
   program = Anakin(agent, env, replay, mesh, *sizes, agreement(config))
@@ -163,7 +165,8 @@ def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver
     spec = server.spec(spec)
   agent = bind_run(config, spec)
   replay = memory(agent, spec, config.num_envs, config.unroll_length)
-  topology = split_devices(config.actor_devices, config.learner_devices, config.devices)
+  devices = config.actor_devices, config.learner_devices, config.devices
+  topology = split_devices(*devices, config.model_devices)
   return sebulba(
     agent,
     spec,
@@ -207,7 +210,7 @@ def sebulba(
   """
   if host_replay and replay.windows is None:
     raise ValueError('this agent learns from the newest trajectory only: it has no replay to host')
-  mesh, destinations = topology.learners, tuple(topology.local_learners)
+  mesh, destinations = topology.learners, topology.destinations
   in_turn = replay.windows is not None and not host_replay
   program = ActingProgram(
     agent, spec, topology.actors, destinations, num_envs, unroll_length, in_turn=in_turn, **acting
@@ -238,9 +241,9 @@ def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
     )
   spec = host.make(config.env)
   agent = bind_run(config, spec)
-  mesh = learner_mesh(config.devices)
+  mesh = learner_mesh(config.devices, config.model_devices)
   if devices := config.learner_devices:
-    mesh = split_devices(devices, devices, config.devices).learners
+    mesh = split_devices(devices, devices, config.devices, config.model_devices).learners
   replay = memory(agent, spec, config.num_envs, config.unroll_length)
   check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
   example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)

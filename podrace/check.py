@@ -34,7 +34,7 @@ from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
 from podrace.hooks import checks_vma, learns_from_replay, networks
 from podrace.replay.buffer import Buffer
-from podrace.topology import AXIS, TRAJECTORY_SPECS
+from podrace.topology import AXIS, TRAJECTORY_SPECS, data_size, on_each, on_mesh
 from podrace.types import (
   ActorOutput,
   Replay,
@@ -58,7 +58,7 @@ def check_run(
   _check_buffer(agent)
   check_environment(env.jax if isinstance(env, HostSpec) else env)
   if not (is_ours(agent) and all(is_ours(x) for x in _parts(agent))):
-    _Agent(agent, env, mesh, num_envs // mesh.size, unroll_length).check(replay)
+    _Agent(agent, env, mesh, num_envs // data_size(mesh), unroll_length).check(replay)
 
 
 def _check_buffer(agent: Any) -> None:
@@ -89,6 +89,10 @@ class _Agent:
   length: int  # of an unroll
 
   def check(self, replay: Replay) -> None:
+    with on_mesh(self.mesh):
+      self._check(replay)
+
+  def _check(self, replay: Replay) -> None:
     train = jax.eval_shape(self._init, key_type())
     ids = self._one_each(jnp.int32)
     state = jax.eval_shape(self._initial_state, ids)
@@ -201,7 +205,7 @@ class _Agent:
 
     def whole(spec: Any, tree: Any) -> Any:
       axis = len(spec) - 1
-      return jax.tree.map(lambda x: _longer(x, axis, self.mesh.size), tree)
+      return jax.tree.map(lambda x: _longer(x, axis, data_size(self.mesh)), tree)
 
     every = Sample(
       Trajectory(*map(whole, TRAJECTORY_SPECS, sample.trajectory)),
@@ -215,9 +219,9 @@ class _Agent:
       unchanged.append(bool(before) and all(x is y for x, y in zip(before, after, strict=True)))
       return found
 
-    learn = jax.shard_map(
+    learn = on_each(
       learned,
-      mesh=self.mesh,
+      self.mesh,
       in_specs=(P(), specs, P()),
       out_specs=(P(), flat, P()),
       check_vma=checks_vma(self.agent),

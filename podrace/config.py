@@ -71,6 +71,7 @@ class Common(Basics):
   gossip_graph: Literal['exponential', 'ring'] = 'exponential'
   # ^ of gossip, see docs/gossip.md
   gossip_staleness: int = 0  # of gossip, in updates: 0 or 1
+  model_devices: int = 1  # parameters are split over so many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +188,7 @@ def _check_common(config: Config) -> None:
       '--eval-env, --eval-episodes and --eval-video are for --eval-every, which is not given'
     )
   _check_agreement(config)
+  _check_model_devices(config)
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
 
@@ -205,6 +207,14 @@ def _check_agreement(config: Config) -> None:
       raise UsageError(
         f'--{flag(name)} {getattr(config, name)} is for --agree gossip, which is not given'
       )
+
+
+def _check_model_devices(config: Config) -> None:
+  at_least(config, 1, 'model_devices')
+  if config.model_devices > 1 and config.agree == 'gossip':
+    raise UsageError(
+      f'--model-devices {config.model_devices} is for --agree all-reduce, not for gossip'
+    )
 
 
 def _check_anakin(config: Config) -> None:
@@ -406,8 +416,13 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
   for name, value in record.items():
     if isinstance(value, dict):
       value = _make(hints[name], value)
-    values[name] = tuple(value) if isinstance(value, list) else value
+    values[name] = _tuples(value)
   return cls(**values)
+
+
+def _tuples(value: Any) -> Any:
+  """What JSON has as lists."""
+  return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def changes(

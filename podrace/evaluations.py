@@ -21,6 +21,7 @@ from podrace.files import write_whole
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import JsonLines, read
 from podrace.sebulba.actors import CLOSE_SECONDS
+from podrace.topology import on_host
 from podrace.worker import Worker
 
 MANY = 4  # parameters that wait, from which on there is a warning
@@ -79,7 +80,7 @@ class Evaluations:
     from safetensors.numpy import save
 
     self._kind = jax.tree.structure(params)
-    leaves = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(params)]
+    leaves = [on_host(x) for x in jax.tree.leaves(params)]
     write_whole(
       self._path(step), save({str(i): np.ascontiguousarray(x) for i, x in enumerate(leaves)})
     )

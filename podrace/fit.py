@@ -10,6 +10,7 @@ from podrace.checkpoint import CheckpointError, Checkpoints
 from podrace.config import Config, differences, option, to_json
 from podrace.errors import UsageError
 from podrace.record import completed_record, read_record, shapes_sha256
+from podrace.topology import data_size, model_size
 
 if TYPE_CHECKING:
   from podrace.discovery.config import Discovery
@@ -24,7 +25,8 @@ class Fit:
   def record(self) -> dict[str, Any]:
     """What a checkpoint's meta has for `check`."""
     return {
-      'mesh': self._program.mesh.size,
+      'mesh': data_size(self._program.mesh),
+      'model': model_size(self._program.mesh),
       'steps_per_update': self._config.steps_per_update,
       'shapes': self.shapes(),
       'replay': self.replay(),
@@ -46,11 +48,7 @@ class Fit:
 
   def check(self, meta: dict[str, Any]) -> None:
     """Raises UsageError if a checkpoint is whole but of another program's state."""
-    if meta['mesh'] != self._program.mesh.size:
-      raise UsageError(
-        f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]} device(s) that learn, '
-        f'this run has {self._program.mesh.size}: {self._devices_advice(meta["mesh"])}'
-      )
+    self._check_devices(meta)
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} counts {meta["steps_per_update"]} steps an update, '
@@ -75,6 +73,22 @@ class Fit:
         "--actor-threads) has changed, which can't be in a run:\n  "
         + '\n  '.join(changed or ['nothing that config.json tells of: another podrace made it'])
         + '\nstart afresh in another --run-dir'
+      )
+
+  def _check_devices(self, meta: dict[str, Any]) -> None:
+    data, model = data_size(self._program.mesh), model_size(self._program.mesh)
+    was = meta.get('model', 1)  # an older podrace had no model axis
+    if (was > 1) != (model > 1):
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} was made with --model-devices {was}, this run has {model}: the '
+        "optimiser's state is one vector with 1, and split as the parameters are with more, which can't change in a "
+        f'run; give --model-devices {was}, or begin another run with --init-from'
+      )
+    if meta['mesh'] != data:
+      groups = f' groups of --model-devices {was}' if was > 1 else ' device(s)'
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]}{groups} that learn, '
+        f'this run has {data}: {self._devices_advice(meta["mesh"] * model)}'
       )
 
   def replay(self) -> dict[str, float] | None:

@@ -19,6 +19,7 @@ The four are `podrace.types.Agent`. The others:
 - `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's length.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
   `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
+- `sharding_rules`, of its networks: tuples (pattern, axis) for `--model-devices`, see docs/model_axis.md.
 - `agent`, a field: of an agent that wraps another one. That is bound, and made greedy, in its place.
 - `settings: int` and `init_members(keys) -> TrainState`: how many settings of hyper-parameters it has, for runs
   of several seeds in one program, and the beginning of all members; each setting has the same seeds.
@@ -160,6 +161,14 @@ def networks(agent: Any) -> dict[str, Any]:
   """The fields that have a `bind`."""
   fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
   return {name: value for name, value in fields.items() if hasattr(value, 'bind')}
+
+
+def sharding(agent: Any) -> tuple[tuple[str, int], ...]:
+  """The rules of all its networks: a pattern of names of arrays, and the axis along which those are split."""
+  rules = [
+    getattr(network, 'sharding_rules', ()) for network in networks(innermost(agent)).values()
+  ]
+  return tuple(rule for own in rules for rule in own)
 
 
 def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace.hooks import checks_vma
-from podrace.topology import AXIS, TRAJECTORY_SPECS
+from podrace.topology import AXIS, TRAJECTORY_SPECS, data_size, has_model_axis, on_each
 from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory, map_batch
 
 # What the run itself writes, so that no metric of an agent is called so.
@@ -63,7 +63,7 @@ def sgd(
 
 def varying(tree: Any) -> Any:
   """The same, as something that differs between the devices of a mesh; under `vmap` it may already."""
-  on_mesh = AXIS in jax.sharding.get_abstract_mesh().axis_names
+  on_mesh = AXIS in jax.sharding.get_abstract_mesh().manual_axes
   return lax.pcast(tree, AXIS, to='varying') if on_mesh else tree
 
 
@@ -79,10 +79,15 @@ def _mean_over(chunks: Any, f: Callable[[Any], Any]) -> Any:
   return jax.tree.map(lambda x: x / count, total)
 
 
+def flatten(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+  """The same on one vector of all parameters, which is faster; with a model axis, on each array, as those are split."""
+  return optimizer if has_model_axis() else optax.flatten(optimizer)
+
+
 def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformation:
   """Adam for each field of a NamedTuple of parameters, with a learning rate of its own."""
   return optax.multi_transform(
-    {name: optax.flatten(optax.adam(rate)) for name, rate in rates.items()},
+    {name: flatten(optax.adam(rate)) for name, rate in rates.items()},
     kind(**{name: name for name in rates}),
   )
 
@@ -110,11 +115,11 @@ def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
 
   def part(axis: int, x: Any) -> Any:
     shape = list(x.shape)
-    shape[axis] //= mesh.size
+    shape[axis] //= data_size(mesh)
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
   local = map_batch(part, example)
-  return jax.shard_map(lambda: replay.init(local), mesh=mesh, in_specs=(), out_specs=P(AXIS))()
+  return on_each(lambda: replay.init(local), mesh, (), P(AXIS))()
 
 
 def device_step(agent: Agent, replay: Replay) -> Callable[..., Any]:
@@ -152,12 +157,12 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
 
   Returns `(train, memory, trajectory, key, update) -> (train, memory, metrics, count)`; `metrics`
   are summed over the `count` samples that were learned from. `train`, `metrics` and `count` are
-  the same on every device, the rest is split over them.
+  the same along AXIS, the rest is split along it.
   """
   flat = P(AXIS)
-  return jax.shard_map(
+  return on_each(
     device_step(agent, replay),
-    mesh=mesh,
+    mesh,
     in_specs=(P(), flat, TRAJECTORY_SPECS, P(), P()),
     out_specs=(P(), flat, P(), P()),
     check_vma=checks_vma(agent),
@@ -175,9 +180,9 @@ def sample_learner(agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample]) ->
     return agent.learn(train, sample(batch), key)
 
   flat = P(AXIS)
-  return jax.shard_map(
+  return on_each(
     step,
-    mesh=mesh,
+    mesh,
     in_specs=(P(), flat, P()),
     out_specs=(P(), flat, P()),
     check_vma=checks_vma(agent),

@@ -28,7 +28,7 @@ from podrace.config import (
 from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.process import is_locked, linked_folders, lock
-from podrace.topology import cores
+from podrace.topology import cores, on_host
 from podrace.version import __version__
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def params_sha256(params: Any) -> str:
   }
   digest = hashlib.sha256()
   for path, leaf in sorted(leaves.items()):
-    array = np.asarray(leaf.addressable_data(0))
+    array = on_host(leaf)
     digest.update(f'{path} {array.dtype} {array.shape}\n'.encode())
     digest.update(np.ascontiguousarray(array).tobytes())
   return digest.hexdigest()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +17,8 @@ from podrace.errors import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
 
 SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
-AXIS = 'data'  # the one mesh axis: environments, and with them the batch, are split along it
+AXIS = 'data'  # the mesh axis along which environments, and with them the batch, are split
+MODEL = 'model'  # the other axis of a mesh that has one: parameters are split along it, by `podrace.sharding`
 
 
 def split_along(axis: int, names: Any = AXIS) -> P:
@@ -44,12 +47,19 @@ class Topology(NamedTuple):
     """This process's learner devices, in the mesh's order."""
     return [d for d in self.learners.devices.flat if d.process_index == jax.process_index()]
 
+  @property
+  def destinations(self) -> tuple[jax.Device, ...]:
+    """Those of them to which unrolls are sent: the first of each group with a model axis."""
+    return tuple(self.local_learners[:: model_size(self.learners)])
 
-def split_devices(actors: str = '', learners: str = '', num_devices: int | None = None) -> Topology:
+
+def split_devices(
+  actors: str = '', learners: str = '', num_devices: int | None = None, model: int = 1
+) -> Topology:
   """A topology from lists of device numbers, `0,1`, of the first `num_devices` of each process.
 
   None: of all. If only one of the two lists is given, the others do the other thing; if none is, a
-  quarter acts, at least one, and the others learn. A single device does both.
+  quarter acts, at least one, and the others learn. A single device does both. The learners' mesh is as `mesh_of` makes it.
 
   Raises:
     ValueError: if a number is no device's, or comes twice, or if nobody is left to act or to learn.
@@ -85,7 +95,7 @@ def split_devices(actors: str = '', learners: str = '', num_devices: int | None 
       f'{", ".join(map(str, counts.values()))} devices: give --learner-devices that all have'
     )
   chosen = [per_process[p][i] for p in counts for i in learn]
-  return Topology(tuple(local[i] for i in act), Mesh(np.array(chosen), (AXIS,)))
+  return Topology(tuple(local[i] for i in act), mesh_of(chosen, model))
 
 
 def _others(chosen: list[int], n: int, flag: str, other: str) -> list[int]:
@@ -118,11 +128,11 @@ def _fake_advice(devices: int) -> str:
   return f'; to try things out on fake ones, set JAX_NUM_CPU_DEVICES={devices}'
 
 
-def learner_mesh(num_devices: int | None = None) -> Mesh:
-  """A mesh over `num_devices` of all processes' devices (None: all of them).
+def learner_mesh(num_devices: int | None = None, model: int = 1) -> Mesh:
+  """A mesh over `num_devices` of all processes' devices (None: all of them), as `mesh_of` makes it.
 
   Raises:
-    ValueError: if there are fewer, or if they leave a process of the run without any.
+    ValueError: if there are fewer, if they leave a process of the run without any, or do not divide by `model`.
   """
   devices = jax.devices()
   if num_devices is None:
@@ -138,18 +148,98 @@ def learner_mesh(num_devices: int | None = None) -> Mesh:
       f'--devices {num_devices} leaves a process without a device: '
       f'{jax.process_count()} processes have {len(devices)} devices in all'
     )
-  return Mesh(np.array(chosen), (AXIS,))
+  return mesh_of(chosen, model)
+
+
+def mesh_of(devices: Sequence[jax.Device], model: int = 1) -> Mesh:
+  """A mesh of the one axis AXIS; of AXIS and MODEL where each copy of the parameters is on `model` > 1 devices.
+
+  Raises:
+    ValueError: if the devices do not divide so.
+  """
+  if len(devices) % model:
+    raise ValueError(
+      f'--model-devices {model} does not divide the {len(devices)} devices that learn: give a divisor of '
+      f'{len(devices)}, or other --devices{_fake_advice(model)}'
+    )
+  if model == 1:
+    return Mesh(np.array(devices), (AXIS,))
+  return Mesh(np.reshape(np.array(devices), (-1, model)), (AXIS, MODEL))
+
+
+def data_size(mesh: Mesh) -> int:
+  """Into how many parts a batch is split over a mesh."""
+  return mesh.size // model_size(mesh)
+
+
+def model_size(mesh: Mesh) -> int:
+  """Over how many devices each copy of the parameters is split."""
+  return mesh.shape.get(MODEL, 1)
+
+
+def on_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+  """For what is traced here outside of `shard_map`, and asks whether there is a model axis."""
+  if model_size(mesh) == 1:
+    return contextlib.nullcontext()
+  return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def has_model_axis() -> bool:
+  """Whether what is traced now is for a mesh with one."""
+  return MODEL in jax.sharding.get_abstract_mesh().axis_names
+
+
+def on_each(
+  f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool = True
+) -> Callable[..., Any]:
+  """`f` on every device of a mesh, or every group of `model_size` devices, with its own part of what is split along AXIS.
+
+  It is `jax.shard_map` over AXIS. A model axis is left to XLA, so `f` needs to know no other axis.
+  """
+  if data_size(mesh) == 1 and model_size(mesh) > 1:
+    return _on_the_only_one(f, mesh, in_specs)
+  return jax.shard_map(
+    f,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names={AXIS},
+    check_vma=check_vma,
+  )
+
+
+def _on_the_only_one(f: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Callable[..., Any]:
+  """`on_each` of one group. XLA does not compile collectives over an axis of size 1 next to a model axis."""
+
+  def run(*args: Any) -> Any:
+    def longer(spec: P, tree: Any) -> Any:
+      return tree if spec == P() else jax.tree.map(lambda x: x[None], tree)
+
+    axes = jax.tree.map(lambda spec: None if spec == P() else 0, in_specs)
+    each = jax.vmap(f, axes, axis_name=AXIS, axis_size=1)
+    with on_mesh(mesh):
+      found = each(*jax.tree.map(longer, in_specs, args))
+    return jax.tree.map(lambda x: x[0], found)
+
+  return run
 
 
 def per_device(mesh: Mesh, total: int, name: str) -> int:
-  """`total` divided over the mesh; `name` is the flag it came from.
+  """`total` divided over the mesh's AXIS; `name` is the flag it came from.
 
   Raises:
     ValueError: if it does not divide.
   """
-  if total < mesh.size or total % mesh.size:
-    raise ValueError(f'--{name} {total} does not divide over {mesh.size} devices')
-  return total // mesh.size
+  size, model = data_size(mesh), model_size(mesh)
+  if total < size or total % size:
+    groups = f' in groups of --model-devices {model}' if model > 1 else ''
+    raise ValueError(f'--{name} {total} does not divide over {mesh.size} devices{groups}')
+  return total // size
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+  """An array of this process' devices as NumPy has it, whole; of several processes, one that all have whole."""
+  return np.asarray(x.addressable_data(0) if x.is_fully_replicated else x)
 
 
 def host_device() -> jax.Device:

@@ -31,7 +31,7 @@ from podrace.agents import check
 from podrace.agents.searching import masked
 from podrace.errors import UsageError
 from podrace.fields import check_types
-from podrace.learner import scale_by_adam, sgd
+from podrace.learner import flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -277,7 +277,7 @@ class Disco:
     return total, means | {k: jnp.mean(weight * entropy(x)) for k, x in names.items()}
 
   def optimiser(self) -> optax.GradientTransformation:
-    return optax.flatten(
+    return flatten(
       optax.chain(
         scale_by_adam(self.adam_epsilon),
         optax.clip(self.max_update),

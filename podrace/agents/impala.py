@@ -21,7 +21,7 @@ from jax import lax
 from podrace import returns
 from podrace.agents import acting, check, metagradient
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import flatten, sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
@@ -157,7 +157,7 @@ class Impala:
       step = optax.rmsprop(rate, decay=self.rmsprop_decay, eps=self.epsilon)
     else:
       step = optax.adam(rate, eps=self.epsilon, eps_root=metagradient.eps_root(self))
-    return optax.flatten(optax.chain(metagradient.clip(self), step))
+    return flatten(optax.chain(metagradient.clip(self), step))
 
 
 def columns(trajectory: Trajectory, index: Array) -> Trajectory:

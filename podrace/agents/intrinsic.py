@@ -33,7 +33,7 @@ from podrace.envs.base import select
 from podrace.envs.lifetimes import Lifetimes
 from podrace.errors import UsageError
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import flatten, sgd
 from podrace.networks import LifetimeNetwork, Policy
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
@@ -273,7 +273,7 @@ class Intrinsic:
 
     def adam(rate: float) -> Any:
       clip = optax.clip_by_global_norm(self.max_grad_norm)
-      return optax.flatten(optax.chain(clip, optax.adam(rate, eps=self.adam_epsilon)))
+      return flatten(optax.chain(clip, optax.adam(rate, eps=self.adam_epsilon)))
 
     labels = Params(*Params._fields)
     return optax.multi_transform({name: adam(rate) for name, rate in rates.items()}, labels)

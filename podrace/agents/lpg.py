@@ -22,7 +22,7 @@ import optax
 from podrace.agents import check
 from podrace.errors import UsageError
 from podrace.fields import check_types
-from podrace.learner import scale_by_adam, sgd
+from podrace.learner import flatten, scale_by_adam, sgd
 from podrace.networks import PolicyPrediction, PolicyPredictor
 from podrace.rules import files
 from podrace.rules import lpg as rules
@@ -138,4 +138,4 @@ class LPG:
   def optimiser(self) -> optax.GradientTransformation:
     scale = scale_by_adam(self.adam_epsilon) if self.optimizer == 'adam' else optax.identity()
     clip = optax.clip_by_global_norm(self.max_grad_norm)
-    return optax.flatten(optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate)))
+    return flatten(optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate)))

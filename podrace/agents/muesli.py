@@ -34,7 +34,7 @@ from podrace.agents import check
 from podrace.agents.searching import masked
 from podrace.agents.unrolled import ends, imagine, spread
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -321,7 +321,7 @@ class Muesli:
     if self.anneal_learning_rate:
       windows = self.total_updates * self.total_envs / (1 - self.replay_share)
       rate = optax.linear_schedule(rate, 0.0, math.ceil(windows / self.batch_size))
-    return optax.flatten(
+    return flatten(
       optax.chain(
         optax.scale_by_adam(eps=self.adam_epsilon),
         optax.clip(self.max_update),

@@ -30,7 +30,7 @@ from podrace.agents.searching import Params, Plan, by_chance, plan, predict
 from podrace.agents.unrolled import ends, imagine, spread
 from podrace.envs.states import rules, takes_turns
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -329,7 +329,7 @@ class MuZero:
 
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
-    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+    return flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
 
 
 def streams(window: Trajectory, rows: Array) -> Trajectory:

@@ -25,7 +25,7 @@ from jax import lax
 from podrace import returns
 from podrace.agents import acting, check, metagradient
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import flatten, sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
@@ -235,7 +235,7 @@ class PPO:
     if self.anneal_learning_rate:
       steps = float(self.total_updates) * self.epochs * self.minibatches  # beyond 32 bits, maybe
       rate = optax.linear_schedule(self.learning_rate, 0.0, steps)
-    return optax.flatten(
+    return flatten(
       optax.chain(
         metagradient.clip(self),
         optax.adam(rate, eps=self.adam_epsilon, eps_root=metagradient.eps_root(self)),

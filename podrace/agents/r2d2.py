@@ -27,7 +27,7 @@ from jax import lax
 from podrace import returns
 from podrace.agents import check, valuing
 from podrace.fields import check_types
-from podrace.learner import sgd
+from podrace.learner import flatten, sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
 from podrace.types import (
@@ -204,4 +204,4 @@ class R2D2:
 
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
-    return optax.flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+    return flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))

@@ -29,6 +29,7 @@ from podrace.net.session import SILENCE
 from podrace.net.text import plain
 from podrace.presets import PRESETS
 from podrace.record import write_json
+from podrace.topology import on_host
 
 RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
 RUN = 'run'  # of the record: the name of the run, which its tables have, too
@@ -129,7 +130,7 @@ def _defaults(cls: Any) -> dict[str, Any]:
 def to_leaves(params: Any) -> list[tuple[str, np.ndarray]]:
   """Parameters as they are published."""
   found = jax.tree_util.tree_leaves_with_path(params)
-  return [(jax.tree_util.keystr(path), np.asarray(x.addressable_data(0))) for path, x in found]
+  return [(jax.tree_util.keystr(path), on_host(x)) for path, x in found]
 
 
 def from_leaves(like: Any, leaves: dict[str, np.ndarray]) -> Any:

@@ -44,6 +44,7 @@ from podrace.sebulba import (
   State,
 )
 from podrace.service.parameters import ACTING, REANALYSING
+from podrace.topology import data_size
 from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
@@ -76,8 +77,8 @@ class DistributedSource:
     check(addresses)  # is refused before it is compiled for
     self._windows, mesh = learning.windows, learning.mesh
     size = self._windows.buffer.batch_size if self._windows else 0
-    if size % mesh.size:
-      raise ValueError(f'batch_size {size} does not divide over {mesh.size} learner devices')
+    if size % data_size(mesh):
+      raise ValueError(f'batch_size {size} does not divide over {data_size(mesh)} learner devices')
     self._client: service.Client | None = None
     self._publisher: service.Publisher | None = None
     self._feed: Feed | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from typing import Annotated, Any, Literal
 
 import jax
@@ -15,11 +16,14 @@ from flax import linen as nn
 from podrace import distributions
 from podrace.envs.spaces import MASK, UNSEEN, over
 from podrace.fields import check_types
+from podrace.networks import torsos, transformer
 from podrace.networks.initializers import INITIALIZERS
 from podrace.networks.observations import PIXELS, as_floats, image_sides, images_in, zeros_of
 from podrace.networks.torsos import IMAGE_TORSOS, Torso
+from podrace.networks.transformer import Transformer
 from podrace.types import Array, TimeStep
 
+SHARDING = torsos.SHARDING + transformer.SHARDING
 CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
 FLAT = 2048  # numbers of an image that an MLP takes as they are: MinAtar's boards have up to 1,000
 CPU_CHUNK_FRAMES = 32  # likewise, where a sample is a frame that goes through convolutions
@@ -34,13 +38,16 @@ class Body:
   where it is 0.
   """
 
-  torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid'] = 'auto'
-  # ^ for images; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
+  torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
+  # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
   hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
   activation: Literal['tanh', 'relu'] = 'tanh'
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
   core: Literal['none', 'gru', 'lstm'] = 'none'
   core_size: int = 128
+  transformer: Transformer = Transformer()  # used by that torso
+  sharding: tuple[tuple[str, int], ...] = ()
+  # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none: docs/model_axis.md
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
@@ -48,6 +55,8 @@ class Body:
     check_types(self)
     if min(self.core_size, *self.hidden, 1) < 1:
       raise ValueError(f'sizes must be at least 1: {self.hidden=} {self.core_size=}')
+    for pattern, _ in self.sharding:
+      _check_pattern(pattern)
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
     """This network for these spaces.
@@ -88,6 +97,11 @@ class Body:
     return 'mlp' if math.prod(images[0].shape) <= FLAT else 'grid'
 
   @property
+  def sharding_rules(self) -> tuple[tuple[str, int], ...]:
+    """How `podrace.sharding` splits its parameters."""
+    return self.sharding or SHARDING
+
+  @property
   def cpu_chunk(self) -> int:
     """Samples in one gradient on CPU: convolutions of whole frames fill the caches with few."""
     return CPU_CHUNK if self.image_torso in ('mlp', 'grid') else CPU_CHUNK_FRAMES
@@ -99,7 +113,7 @@ class Body:
   def make_torso(self) -> nn.Module:
     """Observations, prepared, to features."""
     activation = {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
-    return Torso(self.image_torso, self.hidden, activation, self.kernel_init)
+    return Torso(self.image_torso, self.hidden, activation, self.kernel_init, self.transformer)
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
     """Observations [B, ...] as floats, but pixels as bytes; and the action mask if there is one."""
@@ -145,3 +159,10 @@ class Body:
     """`key` is for networks that draw noise, one sample or one `per_row`; without, there is none."""
     rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
     return self.module.apply({'params': params}, state, timesteps, rngs=rngs)
+
+
+def _check_pattern(pattern: str) -> None:
+  try:
+    re.compile(pattern)
+  except re.error as e:
+    raise ValueError(f'sharding: {pattern!r} is no pattern of names: {e}') from e

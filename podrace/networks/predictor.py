@@ -36,7 +36,7 @@ class _Predictor(nn.Module):
   def setup(self) -> None:
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
-    self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init)
+    self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init, s.transformer)
     self.features = [
       Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]
     ]  # linear, as theirs

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from podrace.networks.layers import Conv, Dense, flat
+from podrace.networks.transformer import Transformer, TransformerTorso
 from podrace.types import Array
+
+# Layers in turn by outputs and by inputs, so that there is one sum over devices for two.
+SHARDING = (
+  (r'Mlp_\d+/Dense_\d*[02468]/(kernel|bias)$', -1),
+  (r'Mlp_\d+/Dense_\d*[13579]/kernel$', -2),
+)
 
 
 class Mlp(nn.Module):
@@ -87,18 +94,27 @@ IMAGE_TORSOS = {
 
 
 class Torso(nn.Module):
-  """Observations [B, ...] to features [B, F]: images through convolutions, then all through an MLP."""
+  """Observations [B, ...] to features [B, F]: images through convolutions, or all of them through a transformer;
+  then all through an MLP."""
 
-  image: str  # a key of IMAGE_TORSOS, or 'mlp' to flatten images too
+  image: str  # a key of IMAGE_TORSOS, 'transformer', or 'mlp' to flatten images too
   hidden: tuple[int, ...]
   activation: Callable[[Array], Array]
   kernel_init: Any
+  transformer: Transformer = Transformer()
 
   @nn.compact
   def __call__(self, observation: Any) -> Array:
+    if self.image == 'transformer':
+      features = [TransformerTorso(self.transformer)(observation)]
+    else:
+      features = self.features(observation)
+    return Mlp(self.hidden, self.activation, self.kernel_init)(jnp.concatenate(features, axis=-1))
+
+  def features(self, observation: Any) -> list[Array]:
     features = []
     for x in jax.tree.leaves(observation):
       if x.ndim == 4 and self.image != 'mlp':
         x = IMAGE_TORSOS[self.image](self.kernel_init)(x)
       features.append(flat(x))
-    return Mlp(self.hidden, self.activation, self.kernel_init)(jnp.concatenate(features, axis=-1))
+    return features

@@ -29,7 +29,7 @@ from podrace.files import sync
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
-from podrace.topology import AXIS
+from podrace.topology import AXIS, data_size
 from podrace.types import Array, Trajectory
 from podrace.worker import Worker
 
@@ -81,9 +81,9 @@ class HostReplay:
 
   def __init__(self, layout: Layout, mesh: Mesh, seed: int) -> None:
     w = layout.windows
-    if w.buffer.batch_size % mesh.size:
+    if w.buffer.batch_size % data_size(mesh):
       raise ValueError(
-        f'batch_size {w.buffer.batch_size} does not divide over {mesh.size} learner devices'
+        f'batch_size {w.buffer.batch_size} does not divide over {data_size(mesh)} learner devices'
       )
     self._windows, self._seed, self._layout = w, seed, layout
     self._sharding = NamedSharding(mesh, P(AXIS))

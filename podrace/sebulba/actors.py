@@ -108,7 +108,7 @@ class Actors:
 
   def publish(self, version: int, params: Any) -> None:
     """Gives the actors' devices a version of the parameters."""
-    one = jax.tree.map(lambda x: x.addressable_data(0), params)
+    one = jax.tree.map(_on_one_device, params)
     here = jax.tree.leaves(one)[0].device
     devices = dict.fromkeys(self._acting.devices)
     # to be put where it is costs as much as a copy
@@ -162,3 +162,10 @@ def _life_key(key: Array, life: Array) -> Array:
 def _env_key(key: Array) -> Array:
   _, env_key = jax.random.split(key)
   return env_key
+
+
+def _on_one_device(x: Array) -> Array:
+  """A parameter of the learners, whole."""
+  if x.is_fully_replicated:
+    return x.addressable_data(0)
+  return jax.device_put(x, x.addressable_shards[0].device)

@@ -27,6 +27,7 @@ from podrace.learner import (
 from podrace.replay.layout import Layout
 from podrace.replay.windows import Windows
 from podrace.sebulba.pipe import Snapshot
+from podrace.sharding import train_specs
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import Agent, Array, Replay, TrainState, Trajectory, map_batch
 
@@ -34,7 +35,7 @@ from podrace.types import Agent, Array, Replay, TrainState, Trajectory, map_batc
 class State(NamedTuple):
   """What a run has learned, and where its actors are if they can be saved."""
 
-  train: TrainState  # the same on all learner devices
+  train: TrainState  # the same along AXIS
   memory: Any
   log: Log
   key: Array
@@ -75,7 +76,8 @@ class LearningProgram:
 
   def _init(self, keys: Array) -> State:
     train_key, _, run_key = jax.random.split(keys[0], 3)
-    train = self.agent.init(train_key)
+    with topology_.on_mesh(self.mesh):
+      train = self.agent.init(train_key)
     memory: Any = ()
     if isinstance(self.replay, Layout):
       learn = sample_learner(self.agent, self.mesh, self.replay.sample)
@@ -92,13 +94,16 @@ class LearningProgram:
     """A State of shapes, dtypes and shardings, without actors."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     state = jax.eval_shape(self._init, keys)
-    split = NamedSharding(self.mesh, P(AXIS))
-    same = topology_.replicated(self.mesh)
+    train = train_specs(self.agent, state.train, self.mesh)
+    previous = train.params if self.keeps_previous else ()
+    same: Any = P()
+    specs = State(train, P(AXIS), same, same, same, previous, same)
 
-    def place(sharding: Any, tree: Any) -> Any:
+    def place(spec: P, tree: Any) -> Any:
+      sharding = NamedSharding(self.mesh, spec)
       return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
-    return State(*(place(split if f == 'memory' else same, x) for f, x in state._asdict().items()))
+    return jax.tree.map(place, specs, state)
 
   @functools.cached_property
   def shardings(self) -> Any:
@@ -129,9 +134,9 @@ class LearningProgram:
 
   def _learn_trajectories(self, replay: Replay) -> Any:
     learn = learner(self.agent, replay, self.mesh)
-    join = jax.shard_map(
+    join = topology_.on_each(
       lambda *trajectories: _concatenate(trajectories),
-      mesh=self.mesh,
+      self.mesh,
       in_specs=(TRAJECTORY_SPECS,) * self.streams,
       out_specs=TRAJECTORY_SPECS,
     )

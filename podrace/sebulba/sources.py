@@ -20,7 +20,7 @@ from podrace.sebulba.actors import Actors
 from podrace.sebulba.learning_program import Batch, State
 from podrace.sebulba.pipe import Snapshot, Unroll
 from podrace.sebulba.statistics import Statistics
-from podrace.topology import split_along
+from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
 
 GiveUp = Callable[[], bool]
@@ -114,12 +114,19 @@ class ActorSource:
     """Each unroll's parts, which are on the learner devices, as arrays over the mesh."""
     if self._mesh.size == 1:  # they are that already
       return tuple(u.parts[0] for u in unrolls)
+    local = [d for d in self._mesh.devices.flat if d.process_index == jax.process_index()]
+    model = model_size(self._mesh)
 
     def one(axis: int, *parts: Array) -> Array:
       shape = list(parts[0].shape)
-      shape[axis] *= self._mesh.size
+      shape[axis] *= data_size(self._mesh)
       sharding = NamedSharding(self._mesh, split_along(axis))
-      return jax.make_array_from_single_device_arrays(tuple(shape), sharding, list(parts))
+      every = [
+        part if d == part.device else jax.device_put(part, d)
+        for i, part in enumerate(parts)
+        for d in local[i * model : (i + 1) * model]
+      ]
+      return jax.make_array_from_single_device_arrays(tuple(shape), sharding, every)
 
     return tuple(map_batch(one, *u.parts) for u in unrolls)
 

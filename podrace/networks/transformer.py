@@ -1,0 +1,100 @@
+"""A transformer over the parts of one observation, and how its parameters are split over a model axis."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from podrace.fields import check_types
+from podrace.networks.layers import Conv, flat
+from podrace.types import Array
+
+# Heads, and what is between the two layers behind attention, are on different devices; the rest is on all.
+SHARDING = (
+  (r'attention/(query|key|value)/kernel$', -2),
+  (r'attention/(query|key|value)/bias$', -2),
+  (r'attention/out/kernel$', -3),
+  (r'/up/(kernel|bias)$', -1),
+  (r'/down/kernel$', -2),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+  """Sizes of a transformer torso: it has about 12 * layers * width^2 parameters."""
+
+  layers: int = 2
+  width: int = 64
+  heads: int = 4
+  patch: int = 2  # the side of the squares that an image is cut into, each of which is a token
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    if min(self.layers, self.width, self.heads, self.patch) < 1:
+      raise ValueError(f'sizes of a transformer must be at least 1: {self}')
+    if self.width % self.heads:
+      raise ValueError(
+        f'the width {self.width} of a transformer does not divide into {self.heads} heads'
+      )
+
+
+class TransformerTorso(nn.Module):
+  """Observations [B, ...] to features [B, width]: the mean over what comes of all tokens.
+
+  Layers are normalised before each block (Xiong et al. 2020, arXiv 2002.04745).
+  """
+
+  sizes: Transformer
+
+  @nn.compact
+  def __call__(self, observation: Any) -> Array:
+    x = Tokens(self.sizes.width, self.sizes.patch, name='tokens')(observation)
+    for i in range(self.sizes.layers):
+      x = Block(self.sizes.heads, name=f'block_{i}')(x)
+    return jnp.mean(nn.LayerNorm(name='last')(x), axis=1)
+
+
+class Tokens(nn.Module):
+  """Observations to tokens [B, N, width]: the patches of images (Dosovitskiy et al. 2021, arXiv 2010.11929), and each
+  number of all else by itself (Gorishniy et al. 2021, arXiv 2106.11959).
+
+  A token is an embedding of its content plus one of its place. Both begin with the same size, as the norm of their sum is
+  not seen.
+  """
+
+  width: int
+  patch: int
+
+  @nn.compact
+  def __call__(self, observation: Any) -> Array:
+    tokens = []
+    for i, x in enumerate(jax.tree.leaves(observation)):
+      x = x[..., None] if x.ndim == 3 else x  # a board without channels
+      if x.ndim == 4:
+        patches = Conv(self.width, self.patch, self.patch, padding='SAME', name=f'patches_{i}')(x)
+        tokens.append(patches.reshape(x.shape[0], -1, self.width))
+      else:
+        numbers = flat(x)
+        shape = (numbers.shape[1], self.width)
+        embedding = self.param(f'numbers_{i}', nn.initializers.normal(1.0), shape)
+        tokens.append(numbers[:, :, None] * embedding[None])
+    content = jnp.concatenate(tokens, axis=1)
+    place = self.param('places', nn.initializers.normal(1.0), content.shape[1:])
+    return content + place[None]
+
+
+class Block(nn.Module):
+  """Self-attention and two layers with GELU between them, on [B, N, width]."""
+
+  heads: int
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    normal = nn.LayerNorm(name='before_attention')(x)
+    x = x + nn.MultiHeadDotProductAttention(self.heads, name='attention')(normal)
+    y = nn.Dense(4 * x.shape[-1], name='up')(nn.LayerNorm(name='before_layers')(x))
+    return x + nn.Dense(x.shape[-1], name='down')(nn.gelu(y))
