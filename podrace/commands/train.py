@@ -53,7 +53,7 @@ COMMAND = Train(
     Option('--override', '', 'resume although the configuration has changed'),
     Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb or both', choices=('tensorboard', 'wandb')),
     Option('--metrics-listen', 'HOST:PORT', 'where Prometheus reads the newest metrics, at /metrics'),
-    Option('--metrics-insecure', '', 'of --metrics-listen: beyond this machine; anybody may read'),
+    Option('--metrics-insecure', '', 'of it: beyond this machine; anybody may read'),
     Option('--quiet', '', 'no progress; only warnings and the last words'),
     Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or unix:PATH, see docs/distributed.md'),
     Option('--connect-replay', 'ADDRESSES', 'of --replay service: where `podrace replay` listens, shards '
@@ -62,7 +62,7 @@ COMMAND = Train(
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
     shared.ANNOUNCE,
-    Option('--coordinator', 'HOST:PORT', 'of a run over several processes: the first one listens; or auto'),
+    Option('--coordinator', 'HOST:PORT', 'of several processes: the first one listens; or auto'),
     Option('--num-processes', 'N', 'of a run over several processes'),
     Option('--process-id', 'I', 'which of them this is, from 0'),
   ),
@@ -86,6 +86,8 @@ def run(args: list[str]) -> int:
   if configuration.is_open(preset, run_dir, agent, rest):
     config = configuration.settled(base, config.env, rest)
 
+  import jax
+
   from podrace import run as runs
 
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
@@ -98,7 +100,7 @@ def run(args: list[str]) -> int:
     stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)
-    if metrics_at is not None and options.text('--process-id') in ('', '0'):  # which has the lines
+    if metrics_at is not None and jax.process_index() == 0:  # which has the lines
       sinks += (_endpoint(metrics_at, stack),)
     summary = runs.train(
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet, **peers

@@ -159,9 +159,9 @@ def test_accelerators_are_the_learners(arrangement: dict[str, Any]) -> None:
 
 
 def test_replicas_know_their_number(capsys: pytest.CaptureFixture[str]) -> None:
-  found = jobs(manifest(capsys, 'catch', '--as', 'impala', '--actors', '4'))['act']
+  found = jobs(manifest(capsys, 'apex-pong', '--as', 'apex', '--shards', '4'))['replay']
   assert found['replicas'] == 4
-  assert started(found, 3)[-2:] == ['--share', '3/4']
+  assert any(word.endswith('/replay-3') for word in started(found, 3))
   (number,) = (x for x in container(found)['env'] if x['name'] == 'REPLICA')
   assert number['valueFrom']['fieldRef']['fieldPath'].endswith("['jobset.sigs.k8s.io/job-index']")
 
