@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -228,9 +230,9 @@ class _Acting:
       watcher.check()
       self._newest.wait_while_stale()
       for unroll in actors.take(0, is_stale) or ():
-        begun = time.monotonic()
-        write(unroll)
-        self._meter.wrote(unroll, self._program.unroll_length, time.monotonic() - begun)
+        with self._meter.writing():
+          write(unroll)
+        self._meter.wrote(unroll, self._program.unroll_length)
         teller.add(unroll.totals)
 
   def _watch(self, actors: Actors) -> None:
@@ -258,14 +260,34 @@ class _Meter:
 
   def __init__(self) -> None:
     self._rates, self._restarts, self._dropped = Meter(), 0, 0
+    self._lock = threading.Lock()
+    self._since = math.inf  # when the write began of which the time is not counted yet
 
-  def wrote(self, unroll: Unroll, length: int, seconds: float) -> None:
-    """An unroll of so many steps was written, which took so long."""
-    self._rates.add(steps_per_s=length * len(unroll.serial), write_share=seconds)
+  @contextlib.contextmanager
+  def writing(self) -> Iterator[None]:
+    """Counts the time as spent on writing."""
+    with self._lock:
+      self._since = time.monotonic()
+    yield
+    self._count()
+    with self._lock:
+      self._since = math.inf
+
+  def _count(self) -> None:
+    """Counts the time of a write, so far."""
+    with self._lock:
+      now = time.monotonic()
+      self._rates.add(write_share=max(now - self._since, 0.0))
+      self._since = max(self._since, now)
+
+  def wrote(self, unroll: Unroll, length: int) -> None:
+    """An unroll of so many steps was written."""
+    self._rates.add(steps_per_s=length * len(unroll.serial))
     self._restarts += unroll.restarts
     self._dropped += unroll.dropped
 
   def read(self) -> Measures:
+    self._count()
     return {
       **self._rates.read(),
       'env_restarts': self._restarts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import bare
@@ -13,6 +14,7 @@ from rich.console import Console
 from services import ANY, all_of
 
 from podrace import cli, service
+from podrace.distributed import acting
 from podrace.distributed.view import replay_metrics, replay_reports
 from podrace.net import session
 from podrace.net.frame import WireError
@@ -92,3 +94,18 @@ def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:
     'podrace replay shard 0', '[red]reanalyse', 'act', '0 of 1,000,000',
   ):  # fmt: skip
     assert text in shown, shown
+
+
+def test_a_write_that_waits_is_counted_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+  now = 100.0
+  monkeypatch.setattr(time, 'monotonic', lambda: now)
+  meter = acting._Meter()
+  now = 104.0
+  with meter.writing():
+    now = 110.0
+    assert meter.read()['write_share'] == 0.6
+    now = 112.0
+  now = 114.0
+  assert meter.read()['write_share'] == 0.5
+  now = 115.0
+  assert meter.read()['write_share'] == 0
