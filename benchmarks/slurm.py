@@ -158,7 +158,8 @@ def complete() -> dict[str, Any]:
 
 def killed() -> dict[str, Any]:
   job = Job('--total-steps', '400000')
-  until(lambda: any(job.run_dir.glob('checkpoints/[0-9]*')), f'a checkpoint of {job.run_dir}')
+  saved = job.run_dir / 'checkpoints'
+  until(lambda: any(p.name.isdigit() for p in saved.glob('*')), f'a checkpoint in {saved}')
   (pid,) = job.pids('train')
   os.kill(pid, signal.SIGKILL)
   lost = job.says('learner | resuming at step')

@@ -186,6 +186,20 @@ def test_what_it_leaves_behind_ends_with_it(kept: Any) -> None:
   until(lambda: not alive(one.pid))
 
 
+def test_a_process_that_has_left_its_session_holds_nothing_up(kept: Any) -> None:
+  leaves = (
+    f'import subprocess, sys; more = dict(start_new_session=True)\n'
+    f'p = subprocess.Popen([sys.executable, "-uc", {WAITS!r}], **more); print("pid", p.pid)'
+  )
+  one = kept(leaves)
+  pid = one.pid
+  try:
+    assert one.end() == 0
+    assert alive(pid)
+  finally:
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_one_that_closes_its_output_is_kept(kept: Any) -> None:
   one = kept(PID + 'import signal; os.close(1); os.close(2); signal.pause()')
   pid = one.pid
