@@ -340,7 +340,8 @@ def test_a_resumed_run_has_the_same_bits(whole: Path, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_other_devices_are_refused(whole: Path, changed: Any, said: str) -> None:
   other = podrace.configure('catch', **RUN | dict(total_steps=2560) | changed)
-  with pytest.raises(UsageError, match=said):
+  # JAX's check of keys is off for one group: see `test_agents_take_a_model_axis_unchanged`.
+  with jax.debug_key_reuse(False), pytest.raises(UsageError, match=said):
     podrace.train(other, whole, override=True, quiet=True)
 
 
