@@ -204,9 +204,9 @@ def test_agents_take_a_model_axis_unchanged(preset: str) -> None:
   config = PRESETS[preset]()
   world = make('podrace:catch')
   agent = bind(config.agent, world, 100, 32)
-  replay = hooks.memory(agent, world, 32, 32)
+  replay = hooks.memory(agent, world, 32, 16)
   for model in (2, 8):
-    anakin = Anakin(agent, world, replay, topology.learner_mesh(8, model), 32, 32)
+    anakin = Anakin(agent, world, replay, topology.learner_mesh(8, model), 32, 16)
     # JAX's check takes a scan over split keys for a reuse under vmap, which one group has.
     with jax.debug_key_reuse(model < 8):
       state = jax.eval_shape(anakin._run, anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32))
