@@ -204,9 +204,9 @@ def test_agents_take_a_model_axis_unchanged(preset: str) -> None:
   config = PRESETS[preset]()
   world = make('podrace:catch')
   agent = bind(config.agent, world, 100, 32)
-  replay = hooks.memory(agent, world, 32, 32)
+  replay = hooks.memory(agent, world, 32, 16)
   for model in (2, 8):
-    anakin = Anakin(agent, world, replay, topology.learner_mesh(8, model), 32, 32)
+    anakin = Anakin(agent, world, replay, topology.learner_mesh(8, model), 32, 16)
     # JAX's check takes a scan over split keys for a reuse under vmap, which one group has.
     with jax.debug_key_reuse(model < 8):
       state = jax.eval_shape(anakin._run, anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32))
@@ -340,7 +340,8 @@ def test_a_resumed_run_has_the_same_bits(whole: Path, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_other_devices_are_refused(whole: Path, changed: Any, said: str) -> None:
   other = podrace.configure('catch', **RUN | dict(total_steps=2560) | changed)
-  with pytest.raises(UsageError, match=said):
+  # JAX's check of keys is off for one group: see `test_agents_take_a_model_axis_unchanged`.
+  with jax.debug_key_reuse(False), pytest.raises(UsageError, match=said):
     podrace.train(other, whole, override=True, quiet=True)
 
 

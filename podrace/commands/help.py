@@ -262,10 +262,13 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
     kind = ast.unparse(node.annotation).removeprefix('Annotated[').partition(', tyro')[0]
     if kind.startswith('Literal['):
       kind = '|'.join(str(v) for v in ast.literal_eval(f'({kind[8:-1]},)'))
+    name = prefix + flag(node.target.id)
+    if kind in files and node.target.id not in PARTS:  # it has fields of its own
+      found |= {f[0]: f for f in fields_of(files[kind], kind, f'{name}.')}
+      continue
     plain = node.value is not None and not isinstance(node.value, ast.Call)
     if plain and (shown := _shown(node.value)):  # else the comment explains it
       comment = f'{comment} (default {shown})'.strip()
-    name = prefix + flag(node.target.id)
     inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
     if inherited and (not comment or comment.startswith('(default')):
       comment = f'{inherited} {comment}'.strip()

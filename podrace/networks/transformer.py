@@ -27,10 +27,10 @@ SHARDING = (
 class Transformer:
   """Sizes of a transformer torso: it has about 12 * layers * width^2 parameters."""
 
-  layers: int = 2
-  width: int = 64
-  heads: int = 4
-  patch: int = 2  # the side of the squares that an image is cut into, each of which is a token
+  layers: int = 2  # used by that torso: blocks of attention and two layers
+  width: int = 64  # likewise, of a token
+  heads: int = 4  # likewise; --model-devices divides them
+  patch: int = 2  # likewise, the side of the squares of an image, each of which is a token
 
   def __post_init__(self) -> None:
     check_types(self)
