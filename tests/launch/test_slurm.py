@@ -144,7 +144,7 @@ def test_a_job_that_is_complete_is_not_queued_again(cluster: Cluster) -> None:
   go = cluster.log.with_name('go')
   os.mkfifo(go)
   slow = (
-    'import signal; signal.signal(2, lambda *_: print("saving")); print("up")\n'
+    PID + 'import signal; signal.signal(2, lambda *_: print("saving")); print("up")\n'
     'while True: signal.pause()'
   )
   cluster.submit(node('main', UNTIL, str(go), main=True), node('other', slow))
@@ -154,6 +154,8 @@ def test_a_job_that_is_complete_is_not_queued_again(cluster: Cluster) -> None:
   os.kill(cluster.pid, signal.SIGUSR1)  # its time is up just then
   cluster.ends()
   assert not cluster.calls('scontrol')
+  (other,) = pids(cluster, 'other')
+  until(lambda: not alive(other))
 
 
 def test_steps_find_each_other_by_announcements(cluster: Cluster) -> None:

@@ -2,11 +2,12 @@
 
 Written after what SLURM 22.05 does. sbatch runs the script in the background, with SLURM_JOB_ID; srun runs a command in
 a session of its own with the variables that JAX looks at, passes SIGINT on, and kills the command on SIGTERM, which it
-does not pass on. All of them write their arguments to $SLURM_LOG.
+does not pass on, and where it is killed itself. All of them write their arguments to $SLURM_LOG.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -40,7 +41,10 @@ def srun(arguments: list[str]) -> int:
   environ = {
     **os.environ, 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '1', 'SLURM_PROCID': '0', 'SLURM_LOCALID': '0',
   }  # fmt: skip
-  step = subprocess.Popen(arguments[own:], env=environ, start_new_session=True)
+  killed_with_us = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # noqa: E731
+  step = subprocess.Popen(
+    arguments[own:], env=environ, start_new_session=True, preexec_fn=killed_with_us
+  )
   passed = '--disable-status' in arguments[:own]
   signal.signal(signal.SIGINT, lambda *_: os.killpg(step.pid, signal.SIGINT) if passed else None)
   signal.signal(signal.SIGTERM, lambda *_: os.killpg(step.pid, signal.SIGKILL))
