@@ -66,7 +66,7 @@ def disco_small() -> Discovery:
     value=ValueFunction(ActorCritic(hidden=(64,), initializer='lecun', activation='relu')),
     env='podrace:catch,rows=5,columns=5',
     agents=8, num_envs=8, unroll_length=16, agent_updates=10, lifetime=100,
-    meta_learning_rate=3e-3, total_steps=4_505_600,
+    meta_learning_rate=3e-3, total_steps=9_011_200,
   )  # fmt: skip
 
 
