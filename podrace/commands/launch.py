@@ -79,7 +79,10 @@ def run(args: list[str]) -> int:
   # Nothing is computed here: accelerators are the learner's.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   if engine := ENGINES.get(options.text('--on')):
-    found: int = engine.launch(_program(preset, options)[1], options)
+    make = _program(preset, options)[1]
+    del os.environ['JAX_PLATFORMS']  # a job has this environment, and with it the learner
+    os.environ.update(environ)
+    found: int = engine.launch(make, options)
     return found
   if '--dry-run' in options:
     name, make = _program(preset, options)

@@ -259,6 +259,16 @@ def test_what_is_refused(
   assert not list(tmp_path.iterdir())
 
 
+def test_a_job_has_the_accelerators_of_its_user(cluster: Cluster, monkeypatch: Any) -> None:
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
+  seen = cluster.log.with_name('seen')
+  (cluster.log.with_name('bin') / 'sbatch').write_text(
+    f'#!/bin/sh\necho $JAX_PLATFORMS > {seen}\n'
+  )
+  assert command.run([*LAUNCH, '--run-dir', str(cluster.directory)]) == 0
+  assert seen.read_text() == 'cuda\n'
+
+
 def test_a_program_that_runs_is_not_submitted_again(cluster: Cluster) -> None:
   words = [*LAUNCH, '--run-dir', str(cluster.directory)]
   with locked(cluster.directory / 'logs'), pytest.raises(UsageError, match='runs already'):
