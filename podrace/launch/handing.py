@@ -70,12 +70,17 @@ def files_of_keys(node: Node) -> tuple[str, ...]:
   return tuple(dict.fromkeys((*listener, *(keys.CLIENT_FILES if needs(node) else ()))))
 
 
+def make_keys(directory: Path) -> None:
+  """Makes keys for one program. Nobody can sign others: the authority's is gone."""
+  keys.new_keys(directory)
+  (directory / f'{keys.AUTHORITY}.key').unlink()
+
+
 @contextlib.contextmanager
 def new_keys() -> Iterator[Path]:
-  """A directory with keys for one program, as long as it is entered. Nobody can sign others: the authority's is gone."""
+  """A directory with keys for one program, as long as it is entered."""
   with tempfile.TemporaryDirectory(prefix='podrace-keys-') as directory:
-    keys.new_keys(Path(directory))
-    (Path(directory) / f'{keys.AUTHORITY}.key').unlink()
+    make_keys(Path(directory))
     yield Path(directory)
 
 

@@ -22,11 +22,10 @@ from podrace.commands.options import Options
 from podrace.errors import RunError, UsageError
 from podrace.launch.actor import HOST, ROOM, Placed, Runner
 from podrace.launch.addresses import Announcements
-from podrace.launch.handing import CPUS, GPUS, Make, with_resources
+from podrace.launch.handing import CPUS, GPUS, Make, make_keys, with_resources
 from podrace.launch.keeper import Asked
 from podrace.launch.local import Local
 from podrace.launch.replica import settings
-from podrace.net import keys
 from podrace.program import Node, Program
 
 OPTIONS = (CPUS, GPUS)
@@ -160,8 +159,7 @@ class Actors:
 
   def places(self, private: Path) -> Announcements:
     """Where replicas find each other, with keys that are made for this start of the program."""
-    keys.new_keys(private / 'keys')
-    (private / 'keys' / f'{keys.AUTHORITY}.key').unlink()  # nobody signs others
+    make_keys(private / 'keys')
     self._files = {f'keys/{p.name}': p.read_text() for p in (private / 'keys').iterdir()}
     return places(self._program, self._directory)
 

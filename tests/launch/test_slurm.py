@@ -199,6 +199,7 @@ def test_keys_are_made_once_and_are_their_users_alone(tmp_path: Path) -> None:
   slurm.prepare(program, tmp_path)
   assert (tmp_path / 'keys' / 'client.key').read_text() == made
   assert (tmp_path / 'keys').stat().st_mode & 0o777 == 0o700
+  assert not (tmp_path / 'keys' / 'authority.key').exists()
   assert sorted(p.name for p in tmp_path.iterdir()) == ['keys', 'program.json']
 
 
