@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from children import SUPPORT, Process, alive, until
@@ -18,6 +19,8 @@ from test_local import UNTIL, WAITS, node, pipe
 from podrace.commands import launch as command
 from podrace.errors import UsageError
 from podrace.launch import ray as engine
+from podrace.launch.actor import Placed
+from podrace.launch.keeper import Asked
 from podrace.program import Node
 
 MEMORY = 200 * 2**20  # bytes of each node's object store
@@ -209,6 +212,18 @@ def test_without_ray_or_a_cluster_it_says_what_to_do(tmp_path: Path, monkeypatch
   with pytest.raises(UsageError, match='runs on a machine of the cluster'):
     command.run(words)
   assert not (tmp_path / 'run').exists()
+
+
+def test_the_end_is_seen_where_ray_itself_is_lost(monkeypatch: Any) -> None:
+  ray = pytest.importorskip('ray')
+  for name in ('wait', 'kill'):
+    monkeypatch.setattr(ray, name, mock.Mock(side_effect=ConnectionError('no cluster')))
+  asked, ended = Asked(['true'], {}, '/', '/PRIVATE', '', {}, '/not/there'), mock.Mock()
+  placed = Placed(asked, mock.Mock(), mock.Mock(), ended)
+  with placed.stdout as said:
+    assert placed.wait() and placed.poll() == 1
+    assert said.read().endswith(b'is lost (ConnectionError: no cluster)\n')
+  ended.assert_called_once_with(placed)
 
 
 def test_a_bundle_is_not_empty() -> None:
