@@ -263,9 +263,7 @@ def test_what_is_refused(
 def test_a_job_has_the_accelerators_of_its_user(cluster: Cluster, monkeypatch: Any) -> None:
   monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
   seen = cluster.log.with_name('seen')
-  (cluster.log.with_name('bin') / 'sbatch').write_text(
-    f'#!/bin/sh\necho $JAX_PLATFORMS > {seen}\n'
-  )
+  (cluster.log.with_name('bin') / 'sbatch').write_text(f'#!/bin/sh\necho $JAX_PLATFORMS > {seen}\n')
   assert command.run([*LAUNCH, '--run-dir', str(cluster.directory)]) == 0
   assert seen.read_text() == 'cuda\n'
 
