@@ -11,6 +11,7 @@ from podrace.commands import configuration
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.commands.train import COMMAND as TRAIN
+from podrace.commands.train import metrics_address
 from podrace.config import unknown
 from podrace.errors import UsageError
 from podrace.launch import kubernetes, local, ray, skypilot, slurm
@@ -100,6 +101,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
   from podrace import net
 
   net.require()
+  metrics_address(options)  # is refused here, before a job waits for its machines
   config = configuration.configured(preset, options, 'podrace launch')
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]

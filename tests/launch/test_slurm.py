@@ -246,6 +246,7 @@ def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
     (('--run-dir', 'a', '--gpus', 'lerner=1'), 'with one of replay, learner, act as NODE'),
     (('--run-dir', 'a', '--cpus', 'act=two'), '--cpus act=N takes a whole number'),
     (('--run-dir', 'a'), 'there is no sbatch here'),
+    (('--run-dir', 'a', '--metrics-listen', '0.0.0.0:9100'), 'or --metrics-insecure, with which'),
     (('--run-dir', 'a', '--on', 'local', '--gpus', 'act=1'), '--gpus: not of --on local'),
   ],
 )  # fmt: skip
