@@ -9,9 +9,8 @@ from typing import Any
 
 from podrace.commands import configuration
 from podrace.commands.options import Command, Option, Options
-from podrace.commands.train import AGENT
+from podrace.commands.train import AGENT, metrics_address
 from podrace.commands.train import COMMAND as TRAIN
-from podrace.commands.train import metrics_address
 from podrace.config import unknown
 from podrace.errors import UsageError
 from podrace.launch import kubernetes, local, ray, skypilot, slurm
