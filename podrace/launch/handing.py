@@ -20,11 +20,10 @@ Make = Callable[[Path], Program]  # the program for a run directory
 SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # a listener's
 PORT = 5555
 GRACE = 60  # seconds in which processes may save
-CPUS = Option(
-  '--cpus', 'NODE=N', 'beyond this machine: cores of each replica (default 1); may be repeated'
-)
+CPUS = Option('--cpus', 'NODE=N', 'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be '
+  'repeated')  # fmt: skip
 GPUS = Option(
-  '--gpus', 'NODE=N', 'beyond this machine: of each replica (default 0); may be repeated'
+  '--gpus', 'NODE=N', 'likewise: accelerators of each replica (default 0); may be repeated'
 )
 IMAGE = Option('--image', 'IMAGE', 'of --on kubernetes and skypilot: with podrace in it')
 
