@@ -66,7 +66,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   stages = [rates[k] for k in ('environment', 'inference', 'learner')]
   rates['parallel'] = 1 / sum(1 / r for r in stages)
   more: dict[str, float] = {}
-  if not set(acting.devices) & set(acting.destinations):
+  if not set(acting.devices) & set(driver.mesh.devices.flat):
     more['combined_over_minimum'] = round(rates['combined'] / min(stages), 3)
     rates['minimum'] = min(stages)
   return {

@@ -13,7 +13,7 @@ from typing import Any
 from podrace.errors import UsageError
 
 HANDOVER = (
-  157e-6  # seconds for a batch of an actor thread, besides its stages; by benchmarks/plan.py
+  162e-6  # seconds for a batch of an actor thread, besides its stages; by benchmarks/plan.py
 )
 
 

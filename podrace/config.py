@@ -449,7 +449,7 @@ def option(path: str) -> str:
 
 def argument(value: Any) -> str:
   """A record's value as an option takes it."""
-  return ' '.join(map(str, value)) if isinstance(value, list) else str(value)
+  return ' '.join(map(argument, value)) if isinstance(value, list) else str(value)
 
 
 # --- binding ------------------------------------------------------------------------------------

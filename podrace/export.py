@@ -231,9 +231,9 @@ def _acting_network(agent: Any) -> Any:
 
 
 def _network(agent: Any, space: Any) -> dict[str, Any] | None:
-  """What the NumPy runner has to know; None for a network that is not podrace's own."""
+  """What the NumPy runner has to know; None for a network that it does not have: not podrace's own, or a transformer."""
   network = _acting_network(agent)
-  if type(network) not in OURS:
+  if type(network) not in OURS or network.image_torso == 'transformer':
     return None
   actor = isinstance(network, Actor)
   q = isinstance(network, QNetwork)

@@ -22,8 +22,8 @@ def why_not(about: dict[str, Any]) -> str:
   """Why a policy has no ONNX graph; '' if it can have one."""
   if about['network'] is None:
     return (
-      f"{about['agent']} has a network of its own, or does not take its network's best action; only the best actions "
-      "of podrace's networks are written as ONNX"
+      f"{about['agent']} has a network of its own, or a transformer, or does not take its network's best action; only "
+      "the best actions of podrace's other networks are written as ONNX"
     )
   spec = importlib.util.find_spec('onnx')
   if spec is None or spec.loader is None:  # none, or a directory of that name

@@ -45,8 +45,8 @@ def load_policy(folder: Path | str, runtime: str = 'numpy') -> Policy:
   files = {name: _verified(folder / name, digest) for name, digest in about['sha256'].items()}
   if runtime != 'jax' and about['network'] is None:
     raise PolicyError(
-      f"{about['agent']} has a network of its own, or does not take its network's best action, so only JAX can run "
-      "it: take runtime='jax'"
+      f"{about['agent']} has a network of its own, or a transformer, or does not take its network's best action, so "
+      "only JAX can run it: take runtime='jax'"
     )
   if runtime == 'onnx':
     return Policy(about, _onnx_step(about, _needed(files, GRAPH, folder)))

@@ -193,7 +193,11 @@ def last_line(path: Path) -> tuple[dict[str, Any], float]:
 
 
 def is_running(path: Path) -> bool:
-  """Whether a process has the run's lock."""
+  """Whether a process has the run's lock, or `podrace launch` that of its logs, as between two starts of a learner."""
+  return _has_lock(path) or _has_lock(path / 'logs')
+
+
+def _has_lock(path: Path) -> bool:
   try:
     descriptor = os.open(path / 'lock', os.O_RDONLY | os.O_NOFOLLOW)
   except OSError:

@@ -38,6 +38,12 @@ def test_a_batch_costs_its_handover() -> None:
   assert 1 / slower.acting - 1 / LEARNER.acting == pytest.approx(HANDOVER / 4)
 
 
+def test_the_handover_is_what_was_fitted() -> None:
+  path = Path(__file__).parents[1] / 'benchmarks' / 'results' / 'plan.json'
+  fitted = json.loads(path.read_text())['results']['recorded']['handover_s']
+  assert pytest.approx(fitted, abs=0.5e-6) == HANDOVER
+
+
 def test_a_learner_with_devices_of_its_own_overlaps() -> None:
   found = capacity.one_machine(dataclasses.replace(LEARNER, shared=False))
   assert found.limits == pytest.approx(dict(acting=1 / (1 / 100 + 1 / 3000), learner=6000.0))

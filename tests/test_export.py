@@ -264,8 +264,11 @@ def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_pa
   assert len(set(actions[0].tolist())) > 1
 
 
-def test_a_network_of_ones_own_has_the_program_of_jax_alone(tmp_path: Path) -> None:
-  CASES['own'] = (PPO(network=Own()), VECTOR, THREE)
+@pytest.mark.parametrize('network', [Own(), ActorCritic(torso='transformer')])
+def test_a_network_that_numpy_lacks_has_the_program_of_jax_alone(
+  network: Any, tmp_path: Path
+) -> None:
+  CASES['own'] = (PPO(network=network), VECTOR, THREE)
   try:
     made('own', tmp_path / 'policy')
   finally:

@@ -23,6 +23,7 @@ from podrace.commands import follow
 from podrace.commands.runs import age, size
 from podrace.config import agent_name
 from podrace.errors import RunError, UsageError
+from podrace.launch.local import locked
 from podrace.process import lock
 from podrace.stop import Stopped
 
@@ -77,6 +78,14 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
   with lock(path):
     assert (runs.look(path).state, runs.look(path).why) == ('running', '')
   assert (runs.look(path).state, runs.look(path).why) == ('failed', 'earlier')
+
+
+def test_a_run_whose_learner_is_to_start_again_is_running(tmp_path: Path) -> None:
+  path = make(tmp_path / 'a', line(300, 0.25))
+  with locked(path / 'logs'), pytest.raises(UsageError, match='is still running: stop it first'):
+    runs.remove(path)
+  runs.remove(path)
+  assert not path.exists()
 
 
 @pytest.mark.parametrize('text', ['', '{', '[]', '{"env": 3}', '{"agent": {}, "env": "a"}'])

@@ -9,7 +9,7 @@ from typing import Any
 
 from podrace.commands import configuration
 from podrace.commands.options import Command, Option, Options
-from podrace.commands.train import AGENT
+from podrace.commands.train import AGENT, metrics_address
 from podrace.commands.train import COMMAND as TRAIN
 from podrace.config import unknown
 from podrace.errors import UsageError
@@ -79,7 +79,10 @@ def run(args: list[str]) -> int:
   # Nothing is computed here: accelerators are the learner's.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   if engine := ENGINES.get(options.text('--on')):
-    found: int = engine.launch(_program(preset, options)[1], options)
+    make = _program(preset, options)[1]
+    del os.environ['JAX_PLATFORMS']  # a job has this environment, and with it the learner
+    os.environ.update(environ)
+    found: int = engine.launch(make, options)
     return found
   if '--dry-run' in options:
     name, make = _program(preset, options)
@@ -97,6 +100,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
   from podrace import net
 
   net.require()
+  metrics_address(options)  # is refused here, before a job waits for its machines
   config = configuration.configured(preset, options, 'podrace launch')
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]

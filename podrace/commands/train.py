@@ -81,7 +81,7 @@ def run(args: list[str]) -> int:
     base = dataclasses.replace(base, envs='remote', lag='async')
   base = configuration.implied(base, rest)
   config = configuration.parse(base, rest)
-  peers, metrics_at = _peers(options), _metrics_address(options)
+  peers, metrics_at = _peers(options), metrics_address(options)
   _join(options)
   if configuration.is_open(preset, run_dir, agent, rest):
     config = configuration.settled(base, config.env, rest)
@@ -139,8 +139,12 @@ def _peers(options: Options) -> dict[str, Any]:
   return {'addresses': Addresses(tuple(options.text('--connect-replay').split(',')), *common)}
 
 
-def _metrics_address(options: Options) -> str | None:
-  """Where the newest metrics are to be read."""
+def metrics_address(options: Options) -> str | None:
+  """Where the newest metrics are to be read; None if nowhere.
+
+  Raises:
+    UsageError: for no address, or one that needs --metrics-insecure.
+  """
   insecure = '--metrics-insecure' in options
   if '--metrics-listen' not in options:
     if insecure:

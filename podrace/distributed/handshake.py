@@ -117,7 +117,7 @@ def act_command(config: Config, addresses: Addresses) -> str:
 
 def quoted(value: Any) -> str:
   """A record's value as a shell takes it."""
-  return ' '.join(map(shlex.quote, argument(value).split(' ')))
+  return ' '.join(map(quoted, value)) if isinstance(value, list) else shlex.quote(str(value))
 
 
 def _defaults(cls: Any) -> dict[str, Any]:

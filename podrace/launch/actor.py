@@ -131,7 +131,10 @@ class Placed:
       why = f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
       self._say(f'podrace launch: its machine or its actor is lost ({why})\n'.encode())
     finally:
-      ray.kill(self._actor)
+      with contextlib.suppress(
+        Exception
+      ):  # Ray itself may be lost, and the end must be seen all the same
+        ray.kill(self._actor)
       self._ended(self)
       self._code = code
       os.close(self._write)

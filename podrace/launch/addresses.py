@@ -40,8 +40,13 @@ class Addresses:
     """Itself, with what is needed within the directory of sockets.
 
     Raises:
-      UsageError: if its path is too long.
+      UsageError: if its path is too long, or a node wants keys.
     """
+    for node in self._program.nodes:
+      if Reference('keys') in references(node):
+        raise UsageError(
+          f'node {node.name}: there are {{keys}} on several machines only; here nobody needs them, leave them out'
+        )
     names = (f'{n.name}-{n.replicas}' for n in self._program.nodes)
     if max(len(os.fsencode(self._sockets / name)) for name in names) > LONGEST:
       raise UsageError(

@@ -20,11 +20,10 @@ Make = Callable[[Path], Program]  # the program for a run directory
 SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # a listener's
 PORT = 5555
 GRACE = 60  # seconds in which processes may save
-CPUS = Option(
-  '--cpus', 'NODE=N', 'beyond this machine: cores of each replica (default 1); may be repeated'
-)
+CPUS = Option('--cpus', 'NODE=N', 'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be '
+  'repeated')  # fmt: skip
 GPUS = Option(
-  '--gpus', 'NODE=N', 'beyond this machine: of each replica (default 0); may be repeated'
+  '--gpus', 'NODE=N', 'likewise: accelerators of each replica (default 0); may be repeated'
 )
 IMAGE = Option('--image', 'IMAGE', 'of --on kubernetes and skypilot: with podrace in it')
 
@@ -70,12 +69,17 @@ def files_of_keys(node: Node) -> tuple[str, ...]:
   return tuple(dict.fromkeys((*listener, *(keys.CLIENT_FILES if needs(node) else ()))))
 
 
+def make_keys(directory: Path) -> None:
+  """Makes keys for one program. Nobody can sign others: the authority's is gone."""
+  keys.new_keys(directory)
+  (directory / f'{keys.AUTHORITY}.key').unlink()
+
+
 @contextlib.contextmanager
 def new_keys() -> Iterator[Path]:
-  """A directory with keys for one program, as long as it is entered. Nobody can sign others: the authority's is gone."""
+  """A directory with keys for one program, as long as it is entered."""
   with tempfile.TemporaryDirectory(prefix='podrace-keys-') as directory:
-    keys.new_keys(Path(directory))
-    (Path(directory) / f'{keys.AUTHORITY}.key').unlink()
+    make_keys(Path(directory))
     yield Path(directory)
 
 

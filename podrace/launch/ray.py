@@ -22,11 +22,10 @@ from podrace.commands.options import Options
 from podrace.errors import RunError, UsageError
 from podrace.launch.actor import HOST, ROOM, Placed, Runner
 from podrace.launch.addresses import Announcements
-from podrace.launch.handing import CPUS, GPUS, Make, with_resources
+from podrace.launch.handing import CPUS, GPUS, Make, files_of_keys, make_keys, with_resources
 from podrace.launch.keeper import Asked
 from podrace.launch.local import Local
 from podrace.launch.replica import settings
-from podrace.net import keys
 from podrace.program import Node, Program
 
 OPTIONS = (CPUS, GPUS)
@@ -160,8 +159,7 @@ class Actors:
 
   def places(self, private: Path) -> Announcements:
     """Where replicas find each other, with keys that are made for this start of the program."""
-    keys.new_keys(private / 'keys')
-    (private / 'keys' / f'{keys.AUTHORITY}.key').unlink()  # nobody signs others
+    make_keys(private / 'keys')
     self._files = {f'keys/{p.name}': p.read_text() for p in (private / 'keys').iterdir()}
     return places(self._program, self._directory)
 
@@ -170,8 +168,10 @@ class Actors:
     announces = f'announced/{node.name}-{number}' if node.listens else ''
     with self._lock:
       self._files.pop(announces, None)  # else it would be taken for what this one announces
+      own = {f'keys/{name}' for name in files_of_keys(node)}
+      files = {k: x for k, x in self._files.items() if k in own or not k.startswith('keys/')}
       asked = Asked(
-        list(words), settings(node), os.getcwd(), PRIVATE, announces, dict(self._files),
+        list(words), settings(node), os.getcwd(), PRIVATE, announces, files,
         str(self._directory / 'logs' / f'{node.names[number]}.lock'),
       )  # fmt: skip
       make = functools.partial(self._actor, node, number)

@@ -23,7 +23,7 @@ from podrace.program import Announced, Node, Program, Reference, pieces, resolve
 OPTIONS = (
   handing.IMAGE,
   Option('--setup', 'COMMAND', 'of --on skypilot, without --image: installs podrace on a machine'),
-  Option('--machines', 'N', 'of --on skypilot', 2),
+  Option('--machines', 'N', "of --on skypilot: how many, the learner's too", 2),
   Option('--resources', 'KEY=VALUE', "of --on skypilot: of each machine, as its YAML has them, such as "
     'accelerators=L4:1, cpus=16+ or infra=aws; may be repeated'),
 )  # fmt: skip

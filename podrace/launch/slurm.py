@@ -25,10 +25,9 @@ from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.launch.addresses import Announcements
-from podrace.launch.handing import CPUS, GPUS, Make, tool, with_resources
+from podrace.launch.handing import CPUS, GPUS, Make, make_keys, tool, with_resources
 from podrace.launch.local import Local, locked
 from podrace.launch.replica import Child, Here, runnable
-from podrace.net import keys
 from podrace.program import Node, Program
 
 OPTIONS = (
@@ -139,7 +138,7 @@ def prepare(program: Program, directory: Path) -> None:
   write_whole(directory / 'program.json', programs.to_json(program) + '\n')
   if not (directory / 'keys').exists():
     with tempfile.TemporaryDirectory(prefix='keys-', dir=directory) as draft:
-      keys.new_keys(Path(draft) / 'keys')
+      make_keys(Path(draft) / 'keys')
       os.rename(Path(draft) / 'keys', directory / 'keys')
 
 

@@ -189,6 +189,8 @@ class Connection(Handler):
       self._to_ask = deque(every)
 
   def lost(self, reason: str) -> None:
+    if not self._link.closed:  # what is closed keeps its last one
+      self.report = None
     self.outbox.lost()
 
   def ping(self) -> int:

@@ -494,11 +494,15 @@ def test_devices_that_are_not_there(run: Command, args: list[str], message: str)
   assert (code, out) == (2, '') and message in err
 
 
-@pytest.mark.parametrize('learner', ['1', pytest.param('0', marks=pytest.mark.slow)])
-def test_bench_sebulba(run: Command, learner: str) -> None:
+@pytest.mark.parametrize(
+  ('learner', 'model'),
+  [('1', '1'), pytest.param('0', '1', marks=pytest.mark.slow), pytest.param('1,0', '2', marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_bench_sebulba(run: Command, learner: str, model: str) -> None:
   code, out, err = run(
     'bench', 'sebulba', 'catch', '--num-envs', '8', '--unroll-length', '4', '--seconds', '0.2',
     '--agent.network.hidden', '16', '--actor-devices', '0', '--learner-devices', learner,
+    '--model-devices', model,
   )  # fmt: skip
   assert code == 0, err
   told = json.loads(out.splitlines()[-1])
@@ -508,7 +512,7 @@ def test_bench_sebulba(run: Command, learner: str) -> None:
   for shares in told['actor_time'], *told['actor_time_by_thread']:
     assert sum(shares.values()) == pytest.approx(1, abs=0.01)
   assert len(told['actor_time_by_thread']) == told['threads'] == 2
-  apart = learner != '0'
+  apart = learner == '1'
   assert ('minimum' in told) == ('combined_over_minimum' in told) == apart
   if apart:
     assert told['minimum'] == min(rates[:3])

@@ -728,6 +728,10 @@ def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
   few = {**one, 'agent': {'name': 'impala'}}
   told = handshake.other_run(many, few)
   assert told[0] == '--agent.x-0: the learner has 0, this process None'
+  rules = {**one, 'agent': {'name': 'impala', 'rules': [['a$', -1], ['b', 0]]}}
+  assert handshake.other_run(rules, few) == [
+    '--agent.rules: the learner has a$ -1 b 0, this process None'
+  ]
   assert len(told) == 11 and told[-1] == 'and 10 more'
 
 
@@ -744,7 +748,9 @@ class OwnImpala(Impala):
     PRESETS['r2d2-remote-memory'](),
     dataclasses.replace(
       PRESETS['catch'](), num_envs=8, seed=3,
-      agent=dataclasses.replace(PRESETS['catch']().agent, lambda_=0.5, network=ActorCritic(hidden=(3, 4))),
+      agent=dataclasses.replace(PRESETS['catch']().agent, lambda_=0.5, network=ActorCritic(
+        hidden=(3, 4), sharding=(('Dense_0/kernel$', -1), ('a b', -2)),
+      )),
     ),
     Config(DQN(actor_priorities=True, n_step=2), env='gymnasium:CartPole-v1,a=b'),
     Config(OwnImpala(boldness=(5, 6, 7), discount=0.5), unroll_length=3),

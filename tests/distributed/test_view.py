@@ -44,6 +44,14 @@ def test_a_replay_service_is_asked_over_the_connection_that_there_is() -> None:
     assert replay_reports(client)  # a closed client has its last ones
 
 
+def test_a_service_that_is_gone_has_no_numbers() -> None:
+  with ReplayServer(ANY) as server:
+    client = service.connect(server.address)
+    until(lambda: replay_reports(client))
+  until(lambda: not replay_reports(client))
+  client.close()
+
+
 @pytest.mark.parametrize(
   'change',
   [{'tables': None}, {'tables': [7]}, {'tables': [{}]}, {'bytes': -1}, {'resident_mb': 1}, {'service': 1}],

@@ -317,6 +317,12 @@ def test_a_directory_for_sockets_that_is_too_long_is_refused(
   assert not list(long.iterdir())
 
 
+def test_keys_are_for_several_machines(tmp_path: Path) -> None:
+  program = Program((Node('main', ('true', '{keys}'), main=True),))
+  with pytest.raises(UsageError, match=r'node main: there are \{keys\} on several machines only'):
+    Local(program, tmp_path, lambda name, line: None).run()
+
+
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
   (tmp_path / 'file').touch()
   program = Program((Node('main', ('true',), main=True),))

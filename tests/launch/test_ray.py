@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from children import SUPPORT, Process, alive, until
@@ -18,7 +19,11 @@ from test_local import UNTIL, WAITS, node, pipe
 from podrace.commands import launch as command
 from podrace.errors import UsageError
 from podrace.launch import ray as engine
-from podrace.program import Node
+from podrace.launch.actor import Placed
+from podrace.launch.handing import SERVER_FILES
+from podrace.launch.keeper import Asked
+from podrace.net.keys import CLIENT_FILES
+from podrace.program import Node, Program
 
 MEMORY = 200 * 2**20  # bytes of each node's object store
 PID = 'import os; print("pid", os.getpid())\n'
@@ -209,6 +214,31 @@ def test_without_ray_or_a_cluster_it_says_what_to_do(tmp_path: Path, monkeypatch
   with pytest.raises(UsageError, match='runs on a machine of the cluster'):
     command.run(words)
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_replica_gets_the_keys_that_it_uses(tmp_path: Path, monkeypatch: Any) -> None:
+  serve = Node('serve', ('serve', '{announce}', '{keys}'), listens=('it',))
+  main = Node('main', ('ask', '{serve}', '{keys}'), main=True)
+  program, made = Program((serve, main, Node('other', ('true',)))), mock.Mock()
+  monkeypatch.setattr(engine, 'Placed', made)
+  actors = engine.Actors(program, tmp_path, None)
+  actors.places(tmp_path)
+  for one in program.nodes:
+    actors.start(one, 0, one.command)
+  given = [{Path(x).name for x in call.args[0].files} for call in made.call_args_list]
+  assert given == [{*SERVER_FILES}, {*CLIENT_FILES}, set()]
+
+
+def test_the_end_is_seen_where_ray_itself_is_lost(monkeypatch: Any) -> None:
+  ray = pytest.importorskip('ray')
+  for name in ('wait', 'kill'):
+    monkeypatch.setattr(ray, name, mock.Mock(side_effect=ConnectionError('no cluster')))
+  asked, ended = Asked(['true'], {}, '/', '/PRIVATE', '', {}, '/not/there'), mock.Mock()
+  placed = Placed(asked, mock.Mock(), mock.Mock(), ended)
+  with placed.stdout as said:
+    assert placed.wait() and placed.poll() == 1
+    assert said.read().endswith(b'is lost (ConnectionError: no cluster)\n')
+  ended.assert_called_once_with(placed)
 
 
 def test_a_bundle_is_not_empty() -> None:

@@ -199,6 +199,7 @@ def test_keys_are_made_once_and_are_their_users_alone(tmp_path: Path) -> None:
   slurm.prepare(program, tmp_path)
   assert (tmp_path / 'keys' / 'client.key').read_text() == made
   assert (tmp_path / 'keys').stat().st_mode & 0o777 == 0o700
+  assert not (tmp_path / 'keys' / 'authority.key').exists()
   assert sorted(p.name for p in tmp_path.iterdir()) == ['keys', 'program.json']
 
 
@@ -245,6 +246,7 @@ def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
     (('--run-dir', 'a', '--gpus', 'lerner=1'), 'with one of replay, learner, act as NODE'),
     (('--run-dir', 'a', '--cpus', 'act=two'), '--cpus act=N takes a whole number'),
     (('--run-dir', 'a'), 'there is no sbatch here'),
+    (('--run-dir', 'a', '--metrics-listen', '0.0.0.0:9100'), 'or --metrics-insecure, with which'),
     (('--run-dir', 'a', '--on', 'local', '--gpus', 'act=1'), '--gpus: not of --on local'),
   ],
 )  # fmt: skip
@@ -257,6 +259,14 @@ def test_what_is_refused(
     command.run([*LAUNCH, *more])
   assert said in str(e.value)
   assert not list(tmp_path.iterdir())
+
+
+def test_a_job_has_the_accelerators_of_its_user(cluster: Cluster, monkeypatch: Any) -> None:
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
+  seen = cluster.log.with_name('seen')
+  (cluster.log.with_name('bin') / 'sbatch').write_text(f'#!/bin/sh\necho $JAX_PLATFORMS > {seen}\n')
+  assert command.run([*LAUNCH, '--run-dir', str(cluster.directory)]) == 0
+  assert seen.read_text() == 'cuda\n'
 
 
 def test_a_program_that_runs_is_not_submitted_again(cluster: Cluster) -> None:
