@@ -91,7 +91,9 @@ def updated(kind: Any, network: Any, data: int, model: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize('shape', [(4, 2), (1, 8)])
-@pytest.mark.parametrize(('kind', 'network'), [(Impala, SMALL), (PPO, PLAIN)])
+@pytest.mark.parametrize(
+  ('kind', 'network'), [(Impala, SMALL), pytest.param(PPO, PLAIN, marks=pytest.mark.slow)]
+)
 def test_the_same_update_on_8_devices_however_they_are_grouped(
   kind: Any, network: Any, shape: tuple[int, int]
 ) -> None:
@@ -197,7 +199,14 @@ def test_an_agent_with_a_target_network_and_replay_splits_that_too() -> None:
 
 
 @pytest.mark.parametrize(
-  'preset', ['cartpole', 'dqn-cartpole', 'muzero-catch', 'muesli-catch', 'r2d2-memory']
+  'preset',
+  [
+    'dqn-cartpole',
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ('cartpole', 'muzero-catch', 'muesli-catch', 'r2d2-memory')
+    ),
+  ],
 )
 def test_agents_take_a_model_axis_unchanged(preset: str) -> None:
   """That those of presets trace, on several groups and on one; others here are compiled."""
@@ -218,7 +227,7 @@ class Own(Impala):
   """An agent that is not podrace's, which is checked before it runs."""
 
 
-@pytest.mark.parametrize('model', [2, 8])
+@pytest.mark.parametrize('model', [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_an_agent_of_ones_own_is_checked_on_such_a_mesh(model: int) -> None:
   anakin = program(Own(PLAIN), 8, model)
   check_run(anakin.agent, anakin.env, anakin.replay, anakin.mesh, 8, 8)
