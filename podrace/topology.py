@@ -276,9 +276,8 @@ class Place(NamedTuple):
   coordinator: str  # HOST:PORT, where the first one listens
   num_processes: int
   process_id: int
-  local_devices: tuple[int, ...] | None = (
-    None  # GPUs that are this process's; None: all of its machine
-  )
+  local_devices: tuple[int, ...] | None = None
+  # ^ GPUs that are this process's; None: all of its machine
 
 
 def detected_place() -> Place:

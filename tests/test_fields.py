@@ -61,8 +61,15 @@ def recording(cls: type, read: set[str]) -> type:
   return subclass
 
 
+def read_for_a_model_axis(agent: Any) -> None:
+  """As `podrace.hooks.sharding` does, which looks at all fields of an agent for that."""
+  for name in ('network', 'actor', 'critic', 'policy', 'reward', 'lifetime_value'):
+    getattr(getattr(agent, name, None), 'sharding_rules', None)
+
+
 def use(agent: Any) -> None:
-  """All that is ever done with an agent, as shapes only: what is read is read in tracing."""
+  """All that is ever done with an agent, as shapes only: what is read is read in tracing, or for a model axis."""
+  read_for_a_model_axis(agent)
   step = learner(agent, on_policy(), topology.learner_mesh(1))
 
   def everything(key: Any) -> Any:
@@ -245,7 +252,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'dqn': {},
   'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
   'sac': {'critic': BODY, 'buffer': RANKING},
-  'd4pg': {'critic': BODY, 'buffer': RANKING},
+  'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'muzero': {},
   'muesli': {},
   'disco': {},
@@ -291,6 +298,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
 
 
 def learn_with_replay(agent: Any) -> None:
+  read_for_a_model_axis(agent)
   replay = agent.memory(B, T) if hasattr(agent, 'memory') else on_policy()
   step = learner(agent, replay, topology.learner_mesh(1))
 

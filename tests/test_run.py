@@ -687,7 +687,7 @@ def test_another_number_of_devices_is_refused_with_what_to_give(
   config = dataclasses.replace(PRESETS['catch'](), architecture=architecture)
   old = dataclasses.replace(config, **devices)
   (tmp_path / 'config.json').write_text(json.dumps(to_json(old)))
-  program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1))
+  program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1, shape={'data': 1}))
   one = Fit(config, program, tmp_path)
   with pytest.raises(UsageError, match=r'made on 2 .*, this run has 1: ') as told:
     one.check({'step': 1024, 'mesh': 2})
