@@ -354,6 +354,7 @@ def test_other_devices_are_refused(whole: Path, changed: Any, said: str) -> None
     podrace.train(other, whole, override=True, quiet=True)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_larger_groups(whole: Path, tmp_path: Path) -> None:
   """Each part of the batch stays, on other devices."""
   shutil.copytree(whole, tmp_path / 'run')
@@ -364,6 +365,7 @@ def test_a_run_goes_on_with_larger_groups(whole: Path, tmp_path: Path) -> None:
   assert [line['step'] for line in run.metrics][-2:] == [1280, 1344]
 
 
+@pytest.mark.slow
 def test_parameters_go_to_a_run_without_a_model_axis_and_to_evaluation(
   whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +379,7 @@ SEBULBA: Any = dict(architecture='sebulba', lag='1', actor_devices='0', actor_th
                     total_steps=640, agent={'network': {'hidden': (8,)}})  # fmt: skip
 
 
+@pytest.mark.slow
 def test_sebulba_has_the_same_run_with_a_model_axis_and_resumes(tmp_path: Path) -> None:
   """Actors have whole parameters. Two groups of two learn as two devices do."""
   alone = podrace.configure('catch', **SEBULBA | dict(learner_devices='1,2'))

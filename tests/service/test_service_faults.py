@@ -80,7 +80,7 @@ def test_a_frozen_client_holds_up_nobody(tmp_path: Path) -> None:
       writer.create_item(table, 1.0, num_steps=1)
     writer.close(timeout=60)
     with Program(tmp_path / 'log', 'sample', server.address, 'it', 100) as sampler:
-      until(lambda: sampler.output)
+      until(sampler.said)  # a whole line: it may be stopped within one
       sampler.signal(signal.SIGSTOP)
       for _ in range(20):
         assert len(table.sample(10, timeout=30).key) == 10
