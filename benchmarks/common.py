@@ -51,14 +51,15 @@ def origin() -> dict[str, Any]:
   """When, by which command and of which commit; also for parts of a file that come from several runs."""
   return dict(
     date=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
-    command=' '.join(['python', os.path.relpath(sys.argv[0], ROOT), *map(_portable, sys.argv[1:])]),
+    command=' '.join(['python', os.path.relpath(sys.argv[0], ROOT), *map(portable, sys.argv[1:])]),
     commit=commit(),
   )
 
 
-def _portable(argument: str) -> str:
-  """A path of this machine by its last part, which is all that it says to others."""
-  return f'.../{pathlib.Path(argument).name}' if os.path.isabs(argument) else argument
+def portable(argument: str) -> str:
+  """A path of this machine, also behind NAME=, by its last part, which is all that it says to others."""
+  name, is_given, path = argument.rpartition('=')
+  return f'{name}{is_given}.../{pathlib.Path(path).name}' if os.path.isabs(path) else argument
 
 
 def commit() -> dict[str, Any]:

@@ -37,7 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, ROOT, machine, origin, record
+from common import RESULTS, ROOT, machine, origin, portable, record
 from learned_rewards import interval
 
 from podrace import build
@@ -209,8 +209,10 @@ def training(run_dir: Path) -> dict[str, Any]:
   lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
   lines = [x for x in lines if x.get('episode_return_by_age')]
   summary = json.loads((run_dir / 'summary.json').read_text())
+  config = json.loads((run_dir / 'config.json').read_text())
+  config['agent']['rule'] = portable(config['agent']['rule'])
   return dict(
-    config=json.loads((run_dir / 'config.json').read_text()),
+    config=config,
     summary={k: summary[k] for k in ('step', 'steps_per_s', 'params_sha256') if k in summary},
     curve=[(x['step'], x['episode_return'], x['episode_return_by_age']) for x in lines],
   )
