@@ -15,6 +15,7 @@ import pytest
 from collectives import collectives
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from processes import fingerprints
 
 import podrace
 from podrace import config as settings
@@ -350,18 +351,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return run_dir
 
 
-def prints(run_dir: Path) -> Any:
-  with_all = Checkpoints(run_dir / 'checkpoints', writes=False)
-  return with_all.meta(1280)['fingerprints']
-
-
 def test_a_resumed_run_has_the_same_bits_in_every_replica(whole: Path, tmp_path: Path) -> None:
   half = podrace.configure('catch', **TINY | dict(total_steps=640))
   podrace.train(half, tmp_path / 'run', quiet=True)
   run = podrace.train(
     podrace.configure('catch', **TINY), tmp_path / 'run', override=True, quiet=True
   )
-  assert prints(tmp_path / 'run') == prints(whole)
+  assert fingerprints(tmp_path / 'run', 1280) == fingerprints(whole, 1280)
   line, expected = run.metrics[-1], read(whole / 'metrics.jsonl')[-1]
   assert line['consensus_distance'] > 0
   assert line == expected | {k: line[k] for k in ('wall_s', 'steps_per_s')}

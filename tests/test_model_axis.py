@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from collectives import collectives
 from jax.sharding import PartitionSpec as P
+from processes import fingerprints
 
 import podrace
 from podrace import cli, hooks, record, topology
@@ -26,7 +27,7 @@ from podrace.agreement import Gossip
 from podrace.anakin import Anakin
 from podrace.build import build
 from podrace.check import check_run
-from podrace.checkpoint import Checkpoints, snapshot
+from podrace.checkpoint import snapshot
 from podrace.config import bind, from_json, to_json
 from podrace.envs import make
 from podrace.envs.base import batch
@@ -321,10 +322,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return run_dir
 
 
-def prints(run_dir: Path) -> Any:
-  return Checkpoints(run_dir / 'checkpoints', writes=False).meta(1280)['fingerprints']
-
-
 def test_a_resumed_run_has_the_same_bits(whole: Path, tmp_path: Path) -> None:
   podrace.train(
     podrace.configure('catch', **RUN | dict(total_steps=640)), tmp_path / 'run', quiet=True
@@ -332,7 +329,7 @@ def test_a_resumed_run_has_the_same_bits(whole: Path, tmp_path: Path) -> None:
   run = podrace.train(
     podrace.configure('catch', **RUN), tmp_path / 'run', override=True, quiet=True
   )
-  assert prints(tmp_path / 'run') == prints(whole)
+  assert fingerprints(tmp_path / 'run', 1280) == fingerprints(whole, 1280)
   assert (
     run.summary['params_sha256']
     == record.read_summary(whole / 'summary.json', print)['params_sha256']

@@ -91,9 +91,9 @@ def test_what_it_says_and_its_exit_code_are_passed_on(kept: Any) -> None:
 
 def test_files_are_its_users_alone(kept: Any) -> None:
   reads = (
-    'import os, sys, time\nfrom pathlib import Path\nfile = Path(sys.argv[1])\n'
+    'import os, sys\nfrom pathlib import Path\nfrom changes import changes\nfile = Path(sys.argv[1])\n'
     'print(oct(file.stat().st_mode), oct(file.parent.stat().st_mode), file.read_text())\n'
-    'while file.read_text() == "one": time.sleep(0.01)\n'
+    'for _ in changes(sys.argv[1]):\n  if file.read_text() != "one": break\n'
     'print(file.read_text(), os.umask(0))'
   )
   one = kept(reads, '/PRIVATE/keys/client.key', files={'keys/client.key': 'one'})

@@ -86,9 +86,10 @@ def test_replicas_find_each_other_and_end_with_the_main_one(cluster: Any, tmp_pa
     'Announcement(Path(file), "it").make("tcp://h:7"); signal.pause()'
   )
   asks = (
-    'import sys, time\nfrom podrace.net.address import current\nwhile True:\n'
+    'import sys\nfrom changes import changes\nfrom podrace.net.address import current\n'
+    'for _ in changes(sys.argv[1].removeprefix("announced:")):\n'
     '  try: print("at", current(sys.argv[1])); break\n'
-    '  except OSError: time.sleep(0.01)'
+    '  except OSError: pass'
   )
   before = set(Path('/tmp').glob('podrace-*'))
   words = ('{listen}', '{announce}', '{keys}')
@@ -112,12 +113,13 @@ def test_a_service_is_found_where_it_has_come_back(cluster: Any, tmp_path: Path)
     'Announcement(Path(sys.argv[1]), "it").make(f"tcp://h:{os.getpid()}"); signal.pause()'
   )
   asks = (
-    'import sys, time\nfrom podrace.net.address import current\nseen = set()\nwhile len(seen) < 3:\n'
+    'import sys\nfrom changes import changes\nfrom podrace.net.address import current\nseen = set()\n'
+    'for _ in changes(sys.argv[1].removeprefix("announced:")):\n'
     '  try: now = current(sys.argv[1])\n'
     '  except OSError: continue\n'
-    '  finally: time.sleep(0.01)\n'
     '  if now not in seen: print("at", now)\n'
-    '  seen.add(now)'
+    '  seen.add(now)\n'
+    '  if len(seen) == 3: break'
   )
   serve = node('serve', PID + announces, '{announce}', listens=['it'])
   with OnRay(tmp_path, serve, node('main', asks, '{serve}', main=True)) as launched:

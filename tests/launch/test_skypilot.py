@@ -210,13 +210,24 @@ def script(*nodes: Node) -> str:
   return skypilot.script(Program(nodes), Cloud('one', Path('runs/one'), 1, setup='true'))
 
 
-FOR_EVER = 'trap "echo asked; exit" TERM; echo waits; while :; do sleep 0.05; done'
+def forever(at_term: str) -> str:
+  """Says so, to those as well that read the pipes which are its arguments."""
+  code = (
+    f'import signal, sys; signal.signal(signal.SIGTERM, {at_term}); print("waits")\n'
+    'for path in sys.argv[1:]: open(path, "w").close()\nwhile True: signal.pause()'
+  )
+  return f'exec {sys.executable} -uc {shlex.quote(code)}'
+
+
+FOR_EVER = forever('lambda *_: (print("asked"), sys.exit())')
+TOLD = 'read _ < ~/pipe'  # returns when FOR_EVER has said so
 
 
 @pytest.mark.parametrize('code', [0, 2])
 def test_the_end_of_the_main_node_ends_the_others(machines: Machines, code: int) -> None:
-  until_others = 'until grep -q waits ~/said-0; do sleep 0.05; done;'
-  machines.start(script(node('x', FOR_EVER), node('y', f'{until_others} exit {code}', main=True)))
+  os.mkfifo(machines.home / 'pipe')
+  main = node('y', f'{TOLD}; exit {code}', main=True)
+  machines.start(script(node('x', f'{FOR_EVER} ~/pipe'), main))
   assert machines.wait() == [code]
   assert machines.said().split() == ['waits', 'asked']
 
@@ -229,10 +240,9 @@ def test_a_process_that_fails_starts_again(machines: Machines) -> None:
 
 
 def test_a_process_that_fails_for_good_ends_all(machines: Machines) -> None:
-  main = node('y', FOR_EVER, main=True)
-  machines.start(
-    script(node('x', 'until grep -q waits ~/said-0; do sleep 0.05; done; exit 2'), main)
-  )
+  os.mkfifo(machines.home / 'pipe')
+  main = node('y', f'{FOR_EVER} ~/pipe', main=True)
+  machines.start(script(node('x', f'{TOLD}; exit 2'), main))
   assert machines.wait() == [1]
   assert machines.said().split() == ['waits', 'asked']
 
@@ -249,7 +259,7 @@ def test_a_process_that_does_not_end_is_killed(
   machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(skypilot, 'GRACE', 0.2)
-  deaf = 'trap "" TERM; echo $$ waits; while :; do sleep 0.05; done'
+  deaf = f'echo $$; {forever("signal.SIG_IGN")}'
   machines.start(script(node('x', deaf, main=True)))
   until(lambda: 'waits' in machines.said())
   machines.shells[0].terminate()

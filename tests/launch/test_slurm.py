@@ -165,11 +165,11 @@ def test_steps_find_each_other_by_announcements(cluster: Cluster) -> None:
     'Path(file).write_text(json.dumps({"it": f"tcp://h:{number}"})); signal.pause()'
   )
   asks = (
-    'import sys, time\nfrom podrace.net.address import current\n'
+    'import sys\nfrom changes import changes\nfrom podrace.net.address import current\n'
     'for one in sys.argv[1].split(","):\n'
-    '  while True:\n'
+    '  for _ in changes(one.removeprefix("announced:")):\n'
     '    try: print("at", current(one)); break\n'
-    '    except OSError: time.sleep(0.01)'
+    '    except OSError: pass'
   )
   own = ('{listen}', '{announce}', '1{replica}')
   serve = node('serve', announces, *own, replicas=2, listens=('it',))

@@ -23,6 +23,8 @@ import jax
 import pytest
 from children import STARTED, until
 
+from podrace.checkpoint import Checkpoints
+
 DEADLINE = 180.0  # seconds, for what takes a few on an idle machine
 CONTEXT = multiprocessing.get_context('forkserver')
 CONTEXT.set_forkserver_preload(
@@ -228,3 +230,8 @@ class StopAt:
       signal.raise_signal(self.signum)
 
   def close(self) -> None: ...
+
+
+def fingerprints(run_dir: Path, step: int) -> Any:
+  """Of what the checkpoint of a step holds."""
+  return Checkpoints(run_dir / 'checkpoints', writes=False).meta(step)['fingerprints']
