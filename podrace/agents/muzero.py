@@ -301,15 +301,8 @@ class MuZero:
       rewards = jnp.sum(share[1:] * each, axis=0)
     total = policy + self.value_cost * value + self.reward_cost * rewards
     now = decode(said.value[0], support)
-    metrics = dict(
-      policy_loss=jnp.mean(policy),
-      value_loss=jnp.mean(value),
-      reward_loss=jnp.mean(rewards),
-      value=jnp.mean(now),
-      entropy=jnp.mean(goals.policy_mask[0] * entropy[0]),
-      target_age=jnp.mean(goals.plan.steps[0].astype(jnp.float32)),
-      reanalysed=jnp.mean(goals.plan.reanalysed[0].astype(jnp.float32)),
-    )
+    parts = dict(policy_loss=policy, value_loss=value, reward_loss=rewards, value=now)
+    metrics = means(parts, goals.policy_mask[0] * entropy[0], goals.plan)
     if support is not None:
       metrics['outside_support'] = jnp.mean(outside(goals.value[0], support))
     if self.consistency:
@@ -330,6 +323,13 @@ class MuZero:
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
     return flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+
+
+def means(each: dict[str, Array], entropy: Array, plans: Plan) -> dict[str, Array]:
+  """Metrics: of what there is [N] of each state, and of the plans [U + 1, N, ...] that were learned from."""
+  age, share = plans.steps[0].astype(jnp.float32), plans.reanalysed[0].astype(jnp.float32)
+  found = dict(**each, entropy=entropy, target_age=age, reanalysed=share)
+  return {name: jnp.mean(x) for name, x in found.items()}
 
 
 def streams(window: Trajectory, rows: Array) -> Trajectory:
