@@ -118,8 +118,9 @@ class Placed:
       self.tell({'signal': int(signum)})
 
   def tell(self, line: dict[str, Any]) -> None:
-    """A line for the keeper."""
-    self._actor.tell.remote(json.dumps(line))
+    """A line for the keeper, if Ray is there: `_main` sees it where it is not."""
+    with contextlib.suppress(Exception):
+      self._actor.tell.remote(json.dumps(line))
 
   def _main(self) -> None:
     import ray
@@ -131,9 +132,7 @@ class Placed:
       why = f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
       self._say(f'podrace launch: its machine or its actor is lost ({why})\n'.encode())
     finally:
-      with contextlib.suppress(
-        Exception
-      ):  # Ray itself may be lost, and the end must be seen all the same
+      with contextlib.suppress(Exception):  # Ray may be lost, and the end must be seen all the same
         ray.kill(self._actor)
       self._ended(self)
       self._code = code

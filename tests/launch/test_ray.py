@@ -236,7 +236,10 @@ def test_the_end_is_seen_where_ray_itself_is_lost(monkeypatch: Any) -> None:
   for name in ('wait', 'kill'):
     monkeypatch.setattr(ray, name, mock.Mock(side_effect=ConnectionError('no cluster')))
   asked, ended = Asked(['true'], {}, '/', '/PRIVATE', '', {}, '/not/there'), mock.Mock()
-  placed = Placed(asked, mock.Mock(), mock.Mock(), ended)
+  lost = mock.Mock()
+  lost.return_value.tell.remote.side_effect = ConnectionError('no cluster')
+  placed = Placed(asked, lost, mock.Mock(), ended)
+  placed.signal(signal.SIGTERM)  # which raises nothing: other replicas have to hear theirs
   with placed.stdout as said:
     assert placed.wait() and placed.poll() == 1
     assert said.read().endswith(b'is lost (ConnectionError: no cluster)\n')
