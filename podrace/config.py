@@ -188,7 +188,7 @@ def _check_common(config: Config) -> None:
       '--eval-env, --eval-episodes and --eval-video are for --eval-every, which is not given'
     )
   _check_agreement(config)
-  _check_model_devices(config)
+  at_least(config, 1, 'model_devices')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
 
@@ -207,14 +207,6 @@ def _check_agreement(config: Config) -> None:
       raise UsageError(
         f'--{flag(name)} {getattr(config, name)} is for --agree gossip, which is not given'
       )
-
-
-def _check_model_devices(config: Config) -> None:
-  at_least(config, 1, 'model_devices')
-  if config.model_devices > 1 and config.agree == 'gossip':
-    raise UsageError(
-      f'--model-devices {config.model_devices} is for --agree all-reduce, not for gossip'
-    )
 
 
 def _check_anakin(config: Config) -> None:

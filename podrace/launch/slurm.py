@@ -25,7 +25,7 @@ from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.launch.addresses import Announcements
-from podrace.launch.handing import CPUS, GPUS, Make, make_keys, tool, with_resources
+from podrace.launch.handing import CPUS, GPUS, Make, call, make_keys, tool, with_resources
 from podrace.launch.local import Local, locked
 from podrace.launch.replica import Child, Here, runnable
 from podrace.program import Node, Program
@@ -176,9 +176,7 @@ def main(directory: Path) -> int:
       lambda private: places(program, directory).open(),
     ).run()  # fmt: skip
   if up and code == 128 + signal.SIGTERM:  # else it has ended by itself
-    subprocess.run(
-      ('scontrol', 'requeue', os.environ['SLURM_JOB_ID']), timeout=SECONDS, check=False
-    )
+    call('scontrol', 'requeue', os.environ['SLURM_JOB_ID'], seconds=SECONDS)
   return code
 
 
