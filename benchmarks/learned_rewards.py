@@ -87,8 +87,9 @@ CASES = {
     with_others=False,
   ),
   'random_abc': Case('random_abc', 50, 20, 2000),
+  'key_box': Case('key_box', 50, 30, 2000),
 }
-for _name in ('empty_rooms', 'nonstationary_abc', 'random_abc'):
+for _name in ('empty_rooms', 'nonstationary_abc', 'random_abc', 'key_box'):
   for _what, _changed in (
     ('without memory', dict(reward=LifetimeNetwork(core='none'))),
     ('by episode', dict(objective='episode')),

@@ -20,7 +20,8 @@ from podrace.errors import UsageError
 
 Announced = Mapping[tuple[str, int], Mapping[str, str]]  # (node, replica) -> name -> address
 
-OWN = ('listen', 'announce', 'keys', 'dir', 'replica', 'replicas')  # what an engine gives a replica
+# What an engine gives a replica.
+OWN = ('listen', 'announce', 'keys', 'dir', 'replica', 'replicas', 'coordinator')
 NAME = re.compile(
   r'[a-z]([a-z0-9-]{0,38}[a-z0-9])?'
 )  # as DNS has it: Kubernetes makes hosts of them

@@ -35,6 +35,15 @@ OF_TRAIN = (
 )  # fmt: skip
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
+OF = {  # how many processes there are of each kind, by arrangement
+  'seed': {'--actors'},
+  'impala': {'--actors', '--shards'},
+  'apex': {'--actors', '--shards'},
+  'reanalyse': {'--actors', '--shards', '--reanalysers'},
+  'learners': {'--learners'},
+}
+OF_ARRANGEMENTS = set().union(*OF.values())
+
 COMMAND = Command(
   'launch',
   '[PRESET] --as ARRANGEMENT [OPTIONS]',
@@ -43,10 +52,11 @@ COMMAND = Command(
   (
     Option('--as', 'ARRANGEMENT', 'seed: a learner and processes of environments; impala: a queue and acting '
       'processes; apex: a replay service and acting processes; reanalyse: as apex, and processes that search '
-      'again', choices=tuple(ARRANGEMENTS)),
+      'again; learners: processes that learn as one', choices=tuple(ARRANGEMENTS)),
     Option('--actors', 'N', 'processes that act, or have environments', 2),
     Option('--shards', 'N', 'of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
+    Option('--learners', 'N', 'processes that learn as one', 2),
     Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of Ray; kubernetes: a JobSet; '
       'skypilot: machines of a cloud', 'local', choices=tuple(OF_ENGINES)),
     Option('--run-dir', 'DIR', 'where the run is kept, with logs/ of all processes; started again with the same '
@@ -108,7 +118,9 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
   def make(run_dir: Path) -> Program:
     asked = Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
-      options.whole('--actors'), options.whole('--shards'), options.whole('--reanalysers'),
+      # Nobody acts for learners.
+      1 if options.text('--as') == 'learners' else options.whole('--actors'),
+      options.whole('--shards'), options.whole('--reanalysers'), options.whole('--learners'),
       keyed=options.text('--on') in ENGINES,
     )  # fmt: skip
     return ARRANGEMENTS[options.text('--as')](asked)
@@ -126,10 +138,8 @@ def _show(program: Program, run_dir: Path) -> None:
 def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
   """Raises UsageError for options that contradict each other."""
   arrangement = options.text('--as')
-  if '--shards' in options and arrangement == 'seed':
-    raise UsageError('--shards: --as seed has no replay service')
-  if '--reanalysers' in options and arrangement != 'reanalyse':
-    raise UsageError(f'--reanalysers: of --as reanalyse, not of {arrangement}')
+  if wrong := sorted(OF_ARRANGEMENTS & set(options.names) - OF[arrangement]):
+    raise UsageError(f'{", ".join(wrong)}: not of --as {arrangement}')
   here = {o.name for o in OF_ENGINES[options.text('--on')]}
   elsewhere = {o.name for known in OF_ENGINES.values() for o in known} - here
   if wrong := sorted(elsewhere & set(options.names)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,7 @@ from podrace.net import announce
 from podrace.program import Announced, Node, Program, Reference, command, references
 
 LONGEST = 100  # bytes of a Unix socket's path; some systems have no room for more
+LOOPBACK = '127.0.0.1'
 
 
 class Places(Protocol):
@@ -35,6 +37,7 @@ class Addresses:
   def __init__(self, program: Program, sockets: Path, directory: Path) -> None:
     self._program, self._sockets, self._directory = program, sockets, directory
     self._announced_in = sockets / 'announced'
+    self._coordinator = f'{LOOPBACK}:PORT'
 
   def open(self) -> Addresses:
     """Itself, with what is needed within the directory of sockets.
@@ -53,6 +56,8 @@ class Addresses:
         f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, such as /tmp'
       )
     self._announced_in.mkdir(mode=0o700)
+    with socket.create_server((LOOPBACK, 0)) as free:  # it stays the same when learners start again
+      self._coordinator = f'{LOOPBACK}:{free.getsockname()[1]}'
     return self
 
   def known(self) -> dict[tuple[str, int], Mapping[str, str]]:
@@ -75,7 +80,7 @@ class Addresses:
     """The words of a replica's command, all of whose references are known."""
     own = dict(
       listen=self._address(node, i), announce=str(self._file(node, i)), dir=str(self._directory),
-      replica=str(i), replicas=str(node.replicas),
+      replica=str(i), replicas=str(node.replicas), coordinator=self._coordinator,
     )  # fmt: skip
     return command(self._program, node, known, own)
 

@@ -4,6 +4,7 @@
   impala     a queue of unrolls, acting processes that fill it, a learner that empties it (IMPALA)
   apex       a replay service, acting processes that write to it, a learner that samples (Ape-X, R2D2)
   reanalyse  as apex, and processes that search the past again (MuZero Reanalyse)
+  learners   processes that learn as one, each with environments of its own (Podracer's replicated Sebulba)
 
 An arrangement is a function from what was asked for to a Program. It adds nothing to an agent.
 """
@@ -38,10 +39,11 @@ class Asked:
   actors: int = 2
   shards: int = 1  # of the replay service
   reanalysers: int = 1
+  learners: int = 2  # processes that learn as one
   keyed: bool = False  # on several machines: what listens, and what connects, has keys
 
   def __post_init__(self) -> None:
-    for name in ('actors', 'shards', 'reanalysers'):
+    for name in ('actors', 'shards', 'reanalysers', 'learners'):
       if getattr(self, name) < 1:
         raise UsageError(f'--{name} must be at least 1, not {getattr(self, name)}')
     if self.config.num_envs % self.actors:
@@ -143,6 +145,29 @@ def reanalyse(asked: Asked) -> Program:
   )
 
 
+def learners(asked: Asked) -> Program:
+  """Anakin or Sebulba over several processes (Hessel et al. 2021, arXiv 2104.06272).
+
+  One that fails takes the others with it. All start again, and resume from the newest checkpoint.
+  """
+  if asked.keyed:
+    raise UsageError(
+      '--as learners is for one machine; on several start `podrace train ... --coordinator auto` in each, by srun or '
+      'a JobSet'
+    )
+  asked.demand('learners', envs='local')
+  count = str(asked.learners)
+
+  def command(number: int) -> tuple[str, ...]:
+    together = ('--coordinator', '{coordinator}', '--num-processes', count)
+    return asked.command(
+      'train', *together, '--process-id', str(number), '--run-dir', literal(asked.run_dir)
+    )
+
+  others = (Node(f'learner-{i}', command(i)) for i in range(1, asked.learners))
+  return Program((Node('learner', command(0), main=True), *others))
+
+
 def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
   """Replay, the learner and acting processes."""
   asked.demand(arrangement, replay='service', lag='async', envs='local', architecture='sebulba')
@@ -175,4 +200,5 @@ ARRANGEMENTS: dict[str, Callable[[Asked], Program]] = {
   'impala': impala,
   'apex': apex,
   'reanalyse': reanalyse,
+  'learners': learners,
 }

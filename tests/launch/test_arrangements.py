@@ -92,6 +92,24 @@ def test_reanalysing_processes(tmp_path: Path) -> None:
   )
 
 
+def test_processes_that_learn_as_one(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['learners'](asked('catch', '--seed', '3', learners=3)), tmp_path)
+  assert list(found) == ['learner', 'learner-1', 'learner-2']
+  assert found['learner-2'] == (
+    'podrace train catch --seed 3 --coordinator 127.0.0.1:PORT --num-processes 3 --process-id 2 --run-dir runs/one'
+  )
+
+
+def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> None:
+  program = ARRANGEMENTS['learners'](asked('catch'))
+  (tmp_path / 'sockets').mkdir()
+  addresses = Addresses(program, tmp_path / 'sockets', tmp_path).open()
+  first, again = (addresses.command(program.main, 0, {}) for _ in range(2))
+  assert first == again
+  host, port = first[first.index('--coordinator') + 1].split(':')
+  assert (host, int(port) > 0) == ('127.0.0.1', True)
+
+
 @pytest.mark.parametrize(
   ('arrangement', 'preset', 'counts', 'said'),
   [
@@ -103,6 +121,8 @@ def test_reanalysing_processes(tmp_path: Path) -> None:
     ('impala', 'catch', {'actors': 7}, 'does not divide over --actors 7'),
     ('apex', 'apex-pong', {'shards': 0}, '--shards must be at least 1'),
     ('seed', 'dqn-pong', {}, 'dqn learns from replay; add --replay host'),
+    ('learners', 'catch', {'learners': 0}, '--learners must be at least 1'),
+    ('learners', 'catch', {'keyed': True}, '--as learners is for one machine'),
   ],
 )
 def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], said: str) -> None:
@@ -154,6 +174,12 @@ class Launch(Process):
     )
     return max(int(x) for x in children if set(words) & set(_command(x)))
 
+  def learner(self, number: str) -> int:
+    """Of the process with this number among those that learn as one."""
+    children = Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children').read_text()
+    (pid,) = (x for x in children.split() if _command(x)[-4:-3] == [number])
+    return int(pid)
+
   def lines(self) -> list[dict[str, float]]:
     path = self.run_dir / 'metrics.jsonl'
     return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
@@ -183,8 +209,9 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
       "unknown engine 'mars': there are kubernetes, local",
     ),
     (('catch', '--as', 'impala', '--actors', '5'), 'does not divide over --actors 5'),
-    (('pong', '--as', 'seed', '--shards', '2'), '--shards: --as seed has no replay service'),
-    (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: of --as reanalyse'),
+    (('pong', '--as', 'seed', '--shards', '2'), '--shards: not of --as seed'),
+    (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: not of --as impala'),
+    (('catch', '--as', 'learners', '--actors', '2'), '--actors: not of --as learners'),
     (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen: podrace launch sets it itself'),
   ],
 )
@@ -232,3 +259,28 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path: Path) -> None:
     assert launch.output.count('resuming at step') == 2
     launch.signal(signal.SIGTERM)
     assert launch.wait() == 143
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+def test_learners_that_are_killed_learn_the_same(
+  tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '2')  # of each process
+  lag = ('--lag', '0') if architecture == 'sebulba' else ()
+  options = ('--architecture', architecture, *lag, '--total-steps', '400000')
+  options += ('--checkpoint-every', '10000', '--log-every', '10000')
+
+  def learned(name: str, *kills: str) -> str:
+    (tmp_path / name).mkdir()
+    with Launch(tmp_path / name, 'catch', '--as', 'learners', *options) as launch:
+      for number in kills:
+        before = len(launch.lines())
+        until(lambda n=before: len(launch.lines()) > n + 1)
+        begun = launch.output.count('resuming at step')
+        os.kill(launch.learner(number), signal.SIGKILL)
+        until(lambda n=begun: launch.output.count('resuming at step') > n)
+      assert launch.wait() == 0, launch.output
+      return str(json.loads((launch.run_dir / 'summary.json').read_text())['params_sha256'])
+
+  assert learned('killed', '1', '0') == learned('whole')
