@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+MOST = 4096  # bytes of a text that goes to all processes
+
 
 def share(total: int) -> int:
   """How many of so many are this process's; rounded up where they do not divide."""
@@ -29,3 +31,11 @@ def everyones(numbers: Sequence[float]) -> np.ndarray:
     return own[None]
   # as bytes, since JAX has no doubles
   return np.asarray(multihost_utils.process_allgather(own.view(np.uint8))).view(np.float64)
+
+
+def from_first(text: str) -> str:
+  """The first process's text, of at most MOST bytes and without zeros; likewise."""
+  if jax.process_count() == 1:
+    return text
+  own = np.frombuffer(text.encode().ljust(MOST, b'\0'), np.uint8)
+  return bytes(np.asarray(multihost_utils.broadcast_one_to_all(own))).rstrip(b'\0').decode()

@@ -39,7 +39,7 @@ class Learners:
   @property
   def parameters(self) -> list[str]:
     """The hash of each process's."""
-    return re.findall('^parameters (.*)$', self.output, re.M)
+    return re.findall('^parameters ([0-9a-f]{64})$', self.output, re.M)
 
   def end(self, signum: int = 0, victim: int = 1) -> list[int]:
     """The exit codes of all, after a signal to one of them."""
