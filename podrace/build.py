@@ -232,8 +232,6 @@ def sebulba(
 
 def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
   """The learning half, by default on all devices; acting is in other processes."""
-  if jax.process_count() > 1:
-    raise UsageError('--replay service is for learners of one process')
   if config.actor_devices:
     raise UsageError(
       f'--actor-devices {config.actor_devices}: with --replay service nobody acts in this process; '
@@ -241,9 +239,9 @@ def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
     )
   spec = host.make(config.env)
   agent = bind_run(config, spec)
-  mesh = learner_mesh(config.devices, config.model_devices)
-  if devices := config.learner_devices:
-    mesh = split_devices(devices, devices, config.devices, config.model_devices).learners
+  every = range(config.devices or jax.local_device_count())
+  devices = config.learner_devices or ','.join(map(str, every))
+  mesh = split_devices(devices, devices, config.devices, config.model_devices).learners
   replay = memory(agent, spec, config.num_envs, config.unroll_length)
   check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
   example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)

@@ -114,6 +114,7 @@ class Checkpoints:
       None  # writes a checkpoint's extra directory, and then the checkpoint
     )
     self._closed = False
+    self._newest = -1  # the step of the last one that was to be saved
     if writes:
       self.tidy()
 
@@ -132,13 +133,16 @@ class Checkpoints:
     """Removes extra directories of no checkpoint, there or being written.
 
     Orbax forgets the oldest checkpoint as soon as the next is begun, and removes it when that is whole: until
-    then it is the one that a killed run goes on from, so what counts is its directory.
+    then it is the one that a killed run goes on from, so what counts is its directory. Of several processes the
+    first one does it, and the others may be ahead of it by the newest.
     """
+    if jax.process_index() > 0:
+      return
     there = {int(p.name) for p in self._directory.glob('[0-9]*') if p.name.isdigit()}
     steps = there.union(self._manager.all_steps())
     for folder in self.extra(0).parent.glob('[0-9]*'):
       name = folder.name  # with zeros before the number it is a replay service's, kept there
-      if name.isdigit() and name == str(int(name)) and int(name) not in steps:
+      if name.isdigit() and name == str(int(name)) and int(name) not in steps | {self._newest}:
         shutil.rmtree(folder, ignore_errors=True)
     for partial in self.extra(0).parent.glob('.*.partial'):
       shutil.rmtree(partial, ignore_errors=True)
@@ -150,12 +154,14 @@ class Checkpoints:
 
     With `extra`, that is called there first, and the checkpoint begun when it has returned: no
     checkpoint is without what belongs to it. What it returns becomes `extra` of the checkpoint's meta.
+    Of several processes it is called here: they begin a checkpoint together, which is for the thread that learns.
 
     Raises:
       CheckpointError: if this, or the one before it, could not be written.
     """
     self._join()
     self.check()
+    self._newest = step
     self.tidy()  # before there is one more
     params, of_params = snapshot(params)
     rest, of_rest = snapshot(rest)
@@ -170,7 +176,10 @@ class Checkpoints:
       if not self._closed:
         self._begin(step, params, rest, {**meta, 'extra': record})
 
-    self._writing = Worker(f'checkpoint-{step}', write)
+    if jax.process_count() > 1:
+      write()
+    else:
+      self._writing = Worker(f'checkpoint-{step}', write)
 
   def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
     args = ocp.args.Composite(

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from podrace import hooks, metrics
 from podrace.architecture import Architecture
@@ -23,6 +22,7 @@ from podrace.config import Config, to_json, validate
 from podrace.errors import RunError, UsageError
 from podrace.evaluate import evaluated
 from podrace.evaluations import Evaluations
+from podrace.group import everyones
 from podrace.log import Log
 from podrace.record import (
   changes_of,
@@ -414,9 +414,7 @@ class _Run:
     self, updates: int, signum: int, save: bool, ended: bool
   ) -> tuple[int, int, bool, bool]:
     """The same decisions on all processes: the first one's, and anybody's signal."""
-    if jax.process_count() == 1:
-      return updates, signum, save, ended
-    found = multihost_utils.process_allgather(np.array([updates, signum, save, ended], np.int32))
+    found = everyones([updates, signum, save, ended])
     return int(found[0, 0]), int(found[:, 1].max()), bool(found[0, 2]), bool(found[0, 3])
 
   def check_health(self, broken: Any, finite: Any, update: int) -> None:

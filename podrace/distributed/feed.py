@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from podrace import tables
 from podrace.distributed.experience import timed
 from podrace.envs.host.base import Totals
+from podrace.group import own_rows, share
 from podrace.replay.host import Draw, ReplayFailed, weighted
 from podrace.replay.layout import Columns, unnamed
 from podrace.replay.windows import Windows
@@ -33,10 +34,10 @@ POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 
 
 class Sampled:
-  """Batches of windows, for agents with replay."""
+  """Batches of windows, for agents with replay; of several learner processes, this one's rows of them."""
 
   def __init__(self, table: Any, w: Windows, mesh: Mesh) -> None:
-    self.table, self.size, self.ahead = table, w.buffer.batch_size, PREFETCH
+    self.table, self.size, self.ahead = table, share(w.buffer.batch_size), PREFETCH
     self.prioritised = w.prioritised
     self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
     self.steps = 0  # of the environments, up to the update at hand
@@ -45,26 +46,25 @@ class Sampled:
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
     """What is learned from, on the learner's devices."""
     self._samples += len(samples.key)
-    yield Draw(
-      samples.key, jax.device_put(weighted(samples, self._windows, self.steps), self._sharding)
-    )
+    rows = weighted(samples, self._windows, self.steps)
+    yield Draw(samples.key, jax.make_array_from_process_local_data(self._sharding, rows))
 
-  def metrics(self) -> dict[str, float]:
+  def counts(self) -> dict[str, int]:
     """For the log."""
-    return {'replay_windows': self.table.last_size, 'replay_samples': self._samples}
+    return {'replay_samples': self._samples}
 
 
 class Queued:
   """Batches of unrolls, for agents without replay; a batch's `key` are the versions that acted, [n].
 
   Each unroll comes once. A service that was killed begins again from a checkpoint and does not know who has
-  had what since: so it is known here, by its source and number.
+  had what since: so it is known here, by its source and number. Each of several learner processes knows of its own rows.
   """
 
   prioritised, ahead = False, 1
 
   def __init__(self, table: Any, example: Trajectory, mesh: Mesh) -> None:
-    self.table, self.size = table, example.env_id.shape[0]
+    self.table, self.size = table, share(example.env_id.shape[0])
     self._example = example
     self._shardings: Any = jax.tree.map(
       lambda spec: NamedSharding(mesh, spec), TRAJECTORY_SPECS, is_leaf=lambda x: isinstance(x, P)
@@ -84,7 +84,10 @@ class Queued:
     n = self.size
     while len(rows['number']) >= n:
       batch, rows = {k: x[:n] for k, x in rows.items()}, {k: x[n:] for k, x in rows.items()}
-      yield Draw(batch['version'], jax.device_put(self._trajectory(batch), self._shardings))
+      trajectory = self._trajectory(batch)
+      yield Draw(
+        batch['version'], jax.make_array_from_process_local_data(self._shardings, trajectory)
+      )
     self._kept = rows
 
   def _is_new(self, source: int, number: int) -> bool:
@@ -101,13 +104,18 @@ class Queued:
       self._example, {k: np.moveaxis(x, 0, 1) if timed(k) else x for k, x in rows.items()}
     )
 
-  def metrics(self) -> dict[str, float]:
+  def counts(self) -> dict[str, int]:
     """For the log."""
     return {'unrolls_taken': self._taken, 'unrolls_repeated': self._repeated}
 
 
 class Feed:
-  """Batches for the learner, and priorities from it, by threads of their own."""
+  """Batches for the learner, and priorities from it, by threads of their own.
+
+  Args:
+    source: what batches are made of.
+    episodes: the table of those that are finished; None if they are not read here.
+  """
 
   def __init__(self, source: Sampled | Queued, episodes: Any) -> None:
     self._source, self._table, self._episodes = source, source.table, episodes
@@ -117,9 +125,9 @@ class Feed:
     self._totals = Totals()
     self._closed = False
     self._next: Draw | None = None  # drawn and not yet given away
+    works = [self._sample, self._prioritise, *([self._listen] if episodes is not None else [])]
     self._workers = [
-      Worker(work.__name__, functools.partial(self._until_closed, work))
-      for work in (self._sample, self._prioritise, self._listen)
+      Worker(work.__name__, functools.partial(self._until_closed, work)) for work in works
     ]
 
   def begun(self, give_up: Callable[[], bool]) -> bool:
@@ -154,9 +162,9 @@ class Feed:
       totals, self._totals = self._totals, Totals()
     return totals
 
-  def metrics(self) -> dict[str, float]:
-    """For the log."""
-    return self._source.metrics()
+  def counts(self) -> dict[str, int]:
+    """What was taken, for the log."""
+    return self._source.counts()
 
   def close(self) -> None:
     """Has the threads end with the client, which is closed next."""
@@ -191,7 +199,7 @@ class Feed:
         key, priority = self._learned.get(timeout=POLL)
       except queue.Empty:
         continue
-      values = np.asarray(priority, np.float64)
+      values = own_rows(priority).astype(np.float64)
       if np.isfinite(values).all():  # else neither is the loss, which ends the run
         self._table.update_priorities(key, values)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import logging
-import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,36 +17,24 @@ from podrace.config import (
   Config,
 )
 from podrace.distributed.experience import episodes_table, replay_table, unrolls_table
-from podrace.distributed.feed import POLL, Feed, Queued, Sampled
-from podrace.distributed.handshake import (
-  FINISHED,
-  RECORD,
-  RUN,
-  Addresses,
-  act_command,
-  check,
-  record,
-  run_name,
-  to_leaves,
-)
+from podrace.distributed.feed import Feed, Queued, Sampled
+from podrace.distributed.handshake import Addresses, check, run_name
+from podrace.distributed.publishing import Publishing
 from podrace.distributed.view import replay_metrics, replay_reports
 from podrace.envs.host.base import HostSpec, Totals
-from podrace.net.measures import logged, resident_mb
-from podrace.replay.host import ReplayFailed
+from podrace.group import everyones, from_first
+from podrace.net.measures import resident_mb
 from podrace.replay.layout import Layout
 from podrace.sebulba import (
   Batch,
   LearningProgram,
   State,
 )
-from podrace.service.parameters import ACTING, REANALYSING
 from podrace.topology import data_size
 from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
 UNROLLS_PUBLISH_SECONDS = 0.05  # likewise, where no replay makes the policy's lag matter less
-GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
-REMIND = 30.0  # seconds between messages that nobody acts
 log = logging.getLogger('podrace.distributed')
 
 
@@ -60,6 +44,9 @@ class DistributedSource:
   With replay the `update`-th update has the samples that `samples_per_insert` makes of its steps: the
   service's limiter sees to it that as many steps have been made, and none is counted before it lets
   something be sampled. Without, it has a batch of unrolls.
+
+  Of several learner processes each takes its own rows of every batch from the service. How many batches there are
+  depends on the update alone, so it is the same for all.
   """
 
   snapshots = ()
@@ -73,19 +60,16 @@ class DistributedSource:
     run_dir: Path,
   ) -> None:
     self._learning, self._spec, self._addresses, self._config = learning, spec, addresses, config
-    self._record, self._run_dir, self._run = record(config), run_dir, ''
+    self._run_dir = run_dir
     check(addresses)  # is refused before it is compiled for
     self._windows, mesh = learning.windows, learning.mesh
     size = self._windows.buffer.batch_size if self._windows else 0
     if size % data_size(mesh):
       raise ValueError(f'batch_size {size} does not divide over {data_size(mesh)} learner devices')
     self._client: service.Client | None = None
-    self._publisher: service.Publisher | None = None
+    self._publishing: Publishing | None = None
     self._feed: Feed | None = None
-    self._publish_seconds = PUBLISH_SECONDS if self._windows else UNROLLS_PUBLISH_SECONDS
-    self._version, self._published_at = -1, 0.0
     self._episodes = Totals()
-    self._reminded = -math.inf
     self._waited = False  # for the first experience, which was logged
     self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
     self._steps = 0  # of the environments, so far
@@ -93,78 +77,54 @@ class DistributedSource:
     self._give_up: Callable[[], bool] = lambda: False
 
   def open(self) -> None:
-    self._run = run_name(self._run_dir)
+    first = jax.process_index() == 0
+    run = from_first(run_name(self._run_dir) if first else '')
     # Acting processes may wait for the publisher, so it listens before the service is waited for.
+    every = PUBLISH_SECONDS if self._windows else UNROLLS_PUBLISH_SECONDS
+    self._publishing = Publishing(self._addresses, self._config, every, run, self._program)
     a = self._addresses
-    self._publisher = service.Publisher(
-      a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce, self._config.num_envs,
-      self._program,
-    )  # fmt: skip
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
     space, mesh, replay = self._spec.action_space, self._learning.mesh, self._learning.replay
     if isinstance(replay, Layout):
-      table = replay_table(self._client, replay, space, self._run)
+      table = replay_table(self._client, replay, space, run)
       self._source: Sampled | Queued = Sampled(table, replay.windows, mesh)
     else:
       example = self._learning.example
-      table = unrolls_table(self._client, self._config.num_envs, example, space, self._run)
+      table = unrolls_table(self._client, self._config.num_envs, example, space, run)
       self._source = Queued(table, example, mesh)
-    self._episodes_table = episodes_table(self._client, self._run)
+    self._episodes_table = episodes_table(self._client, run) if first else None
 
   def _program(self) -> dict[str, Any]:
     """What `podrace top` shows besides the acting processes."""
     return dict(steps=self._steps, replay=replay_reports(self._client))
 
   def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
-    assert self._client is not None, 'start before open'  # which has made the tables
+    assert self._publishing is not None, 'start before open'  # which has made the tables
     self._episodes = Totals(**statistics.get('episodes', {}))
     update = int(jax.device_get(state.update))
-    self._publish(update, state.train.params)
+    self._publishing.publish(update, state.train.params)
     self._count_steps(update)
     self._feed = Feed(self._source, self._episodes_table)
 
   def publish(self, update: int, params: Any) -> None:
     """Publishes the parameters, if the last version is old enough."""
-    if time.monotonic() > self._published_at + self._publish_seconds:
-      with contextlib.suppress(ReplayFailed):  # the next `take` raises it
-        self._publish(update, params)
-
-  def _publish(self, update: int, params: Any, *more: tuple[str, np.ndarray]) -> None:
-    assert self._publisher is not None
-    text = np.frombuffer(json.dumps({**self._record, RUN: self._run}).encode(), np.uint8)
-    self._version = max(self._version + 1, update)
-    try:
-      self._publisher.publish(self._version, [*to_leaves(params), (RECORD, text), *more])
-    except RuntimeError as e:  # its thread has failed
-      raise ReplayFailed(str(e)) from e
-    self._published_at = time.monotonic()
+    assert self._publishing is not None
+    self._publishing.publish_now_and_then(update, params)
 
   def _check(self) -> None:
     """Raises ReplayFailed if a thread has failed."""
-    assert self._feed is not None and self._publisher is not None
+    assert self._feed is not None and self._publishing is not None
     self._feed.check()
-    if self._publisher.failure:
-      raise ReplayFailed(self._publisher.failure)
-
-  def _warn_if_alone(self) -> None:
-    """Logs that no process acts, while there is nothing to learn from: at once, then now and then."""
-    assert self._publisher is not None
-    now = time.monotonic()
-    if self._publisher.clients(ACTING):
-      self._reminded = -math.inf
-    elif now - self._reminded > REMIND:
-      self._reminded = now
-      there = dataclasses.replace(self._addresses, parameters=self._publisher.reachable)
-      log.warning(
-        'no acting process is connected; waiting for experience of `%s`',
-        act_command(self._config, there),
-      )
+    self._publishing.check()
 
   def take(self, update: int, give_up: Callable[[], bool]) -> Batch | None:
+    publishing = self._publishing
+    assert publishing is not None
+
     def waits() -> bool:
-      self._warn_if_alone()
-      return give_up() or bool(self._publisher and self._publisher.failure)
+      publishing.warn_if_alone()
+      return give_up() or publishing.failed
 
     self._give_up, self._steps = waits, update * self._config.steps_per_update
     self._check()
@@ -212,21 +172,27 @@ class DistributedSource:
       self._source.steps = (learned + 1) * w.num_envs * w.unroll_length
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
-    assert self._feed is not None and self._publisher is not None
+    assert self._feed is not None and self._publishing is not None
     episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
-    lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
-    lag = {'policy_lag_mean': lags.mean(), 'policy_lag_max': lags.max()} if len(lags) else {}
-    acting, reanalysing = (self._publisher.clients(role) for role in (ACTING, REANALYSING))
     return episodes, {
-      'acting_processes': len(acting),
-      'reanalysing_processes': len(reanalysing),
+      **self._publishing.metrics(),
       'learner_resident_mb': resident_mb(),
-      **logged('acting', acting),
-      **logged('reanalysing', reanalysing),
       **replay_metrics(replay_reports(self._client), self._source.table.name),
-      **{k: float(x) for k, x in lag.items()},
-      **self._feed.metrics(),
+      **({'replay_windows': self._source.table.last_size} if self._windows else {}),
+      **self._counts(),
     }
+
+  def _counts(self) -> dict[str, float]:
+    """What all learner processes have taken, and how old it was."""
+    assert self._feed is not None
+    lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
+    counts = self._feed.counts()
+    every = everyones([lags.max(initial=0), lags.sum(), len(lags), *counts.values()])
+    lag_sum, unrolls, *sums = every[:, 1:].sum(0).tolist()
+    found: dict[str, float] = dict(zip(counts, map(int, sums), strict=True))
+    if unrolls:
+      found |= dict(policy_lag_mean=lag_sum / unrolls, policy_lag_max=float(every[:, 0].max()))
+    return found
 
   def statistics(self) -> dict[str, Any]:
     if self._feed is not None:
@@ -241,18 +207,13 @@ class DistributedSource:
 
   def finished(self, state: State) -> None:
     """Publishes that the run is complete, and waits for the acting processes to leave."""
-    update = int(jax.device_get(state.update))
-    self._publish(update, state.train.params, (FINISHED, np.ones(1, np.uint8)))
-    assert self._publisher is not None
-    self._publisher.finish()
-    end = time.monotonic() + GOODBYE_SECONDS
-    while self._publisher.waited_for and time.monotonic() < end:
-      time.sleep(POLL)
+    assert self._publishing is not None
+    self._publishing.finish(int(jax.device_get(state.update)), state.train.params)
 
   def close(self) -> None:
     if self._feed:
       self._feed.close()
     if self._client:
       self._client.close()
-    if self._publisher:
-      self._publisher.close()
+    if self._publishing:
+      self._publishing.close()

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import tables
 from podrace.files import sync
+from podrace.group import everyones, own_rows, share
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
@@ -48,7 +49,7 @@ class ReplayFailed(Exception):
 
 
 class Draw(NamedTuple):
-  """A sample on the learner's devices, and the keys that its priorities go to."""
+  """A sample on the learner's devices, and the keys that its priorities go to; of several processes, this one's."""
 
   key: np.ndarray
   data: Columns
@@ -71,7 +72,9 @@ def selector(w: Windows) -> tables.selectors.Selector:
 class HostReplay:
   """One learner's replay: the table, and the thread that writes to it and samples from it.
 
-  It does what it is asked, in that order: unrolls are added, samples drawn, priorities set.
+  It does what it is asked, in that order: unrolls are added, samples drawn, priorities set. Of a run of several
+  processes each has the windows of its own environments, and draws its rows of each batch from them: the chance of a
+  window and its weight are those within them, as they are within a device for replay there.
 
   Args:
     layout: of the trajectories.
@@ -86,6 +89,7 @@ class HostReplay:
         f'batch_size {w.buffer.batch_size} does not divide over {data_size(mesh)} learner devices'
       )
     self._windows, self._seed, self._layout = w, seed, layout
+    self._batch_size = share(w.buffer.batch_size)
     self._sharding = NamedSharding(mesh, P(AXIS))
     self._begun: int | None = None  # the update in which learning began
     self._steps = 0  # of the environments, up to the update at hand
@@ -104,8 +108,8 @@ class HostReplay:
       sampler=selector(w),
       remover=tables.fifo(),
       rate_limiter=tables.min_size(1),  # how often is `times`
-      max_size=-(-w.buffer.capacity // w.period),
-      seed=self._seed,
+      max_size=-(-share(w.buffer.capacity) // w.period),
+      seed=(self._seed, jax.process_index()),
     )
     self._streams = Streams(
       self._layout, self.table, lambda history: tables.Writer(self.store, history)
@@ -130,13 +134,15 @@ class HostReplay:
   def times(self, update: int) -> int:
     """How many samples are learned from in an update, of which all unrolls have been added.
 
-    As `Schedule.times`, from where there is a window to be learned from.
+    As `Schedule.times`, from where there is a window to be learned from, in all processes.
     """
     w = self._windows
     self._steps = (update + 1) * w.num_envs * w.unroll_length
     if self._begun is None:
+      if self._steps < w.buffer.min_size:
+        return 0
       self._wait()
-      if self._steps < w.buffer.min_size or not len(self.table):
+      if not everyones([len(self.table)]).all():
         return 0
       self._begun = update
     return int(w.schedule.due(update - self._begun))
@@ -152,19 +158,21 @@ class HostReplay:
       yield self._next()
 
   def update(self, key: np.ndarray, priority: Array) -> None:
-    """New priorities [n], which may still be being computed."""
+    """New priorities of a batch, of which this process drew `key`; they may still be being computed."""
     if self._windows.prioritised:
-      self._order(lambda: self._update(key, np.asarray(priority, np.float64)))
+      self._order(lambda: self._update(key, own_rows(priority).astype(np.float64)))
 
   def metrics(self) -> dict[str, float]:
-    """For the log."""
+    """For the log: of all processes, which must all ask."""
     self._wait()
     counts = self.table.contents.counts
-    return {
+    numbers = {
       'replay_windows': len(self.table),
       'replay_inserts': counts.inserts,
       'replay_samples': counts.samples,
     }
+    sums = everyones(list(numbers.values())).sum(0).astype(int).tolist()
+    return dict(zip(numbers, sums, strict=True))
 
   def close(self) -> None:
     """Ends the thread."""
@@ -214,9 +222,9 @@ class HostReplay:
         return
 
   def _draw(self, steps: int) -> None:
-    found = self.table.sample(self._windows.buffer.batch_size)
-    data = jax.device_put(weighted(found, self._windows, steps), self._sharding)
-    self._drawn.put(Draw(found.key, data))
+    found = self.table.sample(self._batch_size)
+    rows = weighted(found, self._windows, steps)
+    self._drawn.put(Draw(found.key, jax.make_array_from_process_local_data(self._sharding, rows)))
 
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
     if np.isfinite(priority).all():  # else neither is the loss, which ends the run

@@ -11,8 +11,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from podrace import tables
-from podrace.checkpoint import CheckpointError, Extra
+from podrace.checkpoint import CheckpointError, Extra, read_json
 from podrace.envs.host.base import Totals
+from podrace.errors import UsageError
+from podrace.files import sync
+from podrace.record import write_json
 from podrace.replay.host import Draw, HostReplay, ReplayFailed
 from podrace.replay.layout import Layout
 from podrace.sebulba.acting_program import ActingProgram
@@ -23,6 +26,7 @@ from podrace.sebulba.statistics import Statistics
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
 
+PART = 'record.json'  # how to restore one process's replay, of several
 GiveUp = Callable[[], bool]
 
 
@@ -160,6 +164,11 @@ class ActorSource:
       self._actors.close()
 
 
+def _part(path: Path) -> Path:
+  """Where this process saves its replay, within the directory of all."""
+  return path if jax.process_count() == 1 else path / str(jax.process_index())
+
+
 def snapshots_of(unrolls: list[Unroll]) -> tuple[Snapshot, ...]:
   """Of those threads that can be saved."""
   return tuple(u.snapshot for u in unrolls if u.snapshot is not None)
@@ -169,8 +178,6 @@ class HostReplaySource:
   """Samples of replay on the host, which remembers the unrolls of actor threads."""
 
   def __init__(self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int) -> None:
-    if jax.process_count() > 1:
-      raise ValueError('replay on the host is for runs of one process; leave out --replay host')
     self._actors, self.snapshots = actors, actors.snapshots
     self.replay = HostReplay(layout, mesh, seed)
     self._draws: Iterator[Draw] = iter(())
@@ -215,14 +222,19 @@ class HostReplaySource:
     return self._actors.statistics()
 
   def save(self, path: Path) -> Extra | None:
+    part = _part(path)
     try:
-      write = self.replay.save(path, bool(self.snapshots))
+      write = self.replay.save(part, bool(self.snapshots))
     except ReplayFailed as e:
       raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
 
     def extra() -> dict[str, Any]:
       try:
-        return write()
+        record = write()
+        if part != path:
+          write_json(part / PART, record)
+          sync(path.parent.parent)  # the first one made the parent, too
+        return {**record, 'processes': jax.process_count()}
       except (tables.CheckpointError, OSError) as e:
         raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
 
@@ -231,8 +243,16 @@ class HostReplaySource:
   def restore(self, path: Path, record: dict[str, Any] | None) -> None:
     if record is None:
       raise CheckpointError(f'checkpoint {path.name} is of a run with replay on the device')
+    if (were := record.get('processes', 1)) != jax.process_count():
+      raise UsageError(
+        f'the checkpoint at step {path.name} has the replay of {were} process(es), each its own part, and this run '
+        f'has {jax.process_count()}: start {were}, or begin another run with --init-from'
+      )
+    part = _part(path)
+    if part != path and (record := read_json(part / PART)) is None:
+      raise CheckpointError(f'{part / PART} is not there')
     try:
-      self.replay.restore(path, record)
+      self.replay.restore(part, record)
     except tables.CheckpointError as e:
       raise CheckpointError(str(e)) from e
 

@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from podrace.envs.host.base import Totals
+from podrace.group import everyones
 from podrace.sebulba.pipe import Unroll
 
 
@@ -61,9 +60,7 @@ class Statistics:
     if jax.process_count() == 1:
       return self
     whole = [self.unrolls, self.lag_sum, self.restarts, self.dropped]
-    numbers = np.array([*self.episodes.values(), *whole, self.lag_max], np.float64)
-    # as bytes, since JAX has no doubles
-    every = np.asarray(multihost_utils.process_allgather(numbers.view(np.uint8))).view(np.float64)
+    every = everyones([*self.episodes.values(), *whole, self.lag_max])
     sums, most = every.sum(0), int(every[:, -1].max())
     unrolls, restarts, dropped = (int(x) for x in sums[[-5, -3, -2]])
     totals = Totals(int(sums[0]), float(sums[1]), float(sums[2]), int(sums[3]))

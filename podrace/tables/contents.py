@@ -31,7 +31,7 @@ class Contents:
     max_size: int,
     max_bytes: int | None,
     max_times_sampled: int,
-    seed: int,
+    seed: int | Sequence[int],
   ) -> None:
     if max_bytes is not None and max_bytes < 1:
       raise ValueError(f'table {name!r}: {max_bytes=} must be positive')

@@ -60,7 +60,7 @@ class Table:
     max_size: int,
     max_bytes: int | None = None,
     max_times_sampled: int = 0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     report_after: float = REPORT_AFTER,
     report: Callable[[str], None] = log.warning,
   ) -> None:

@@ -35,7 +35,7 @@ from podrace.commands import act, configuration
 from podrace.commands.options import Options
 from podrace.config import Config, bind_run
 from podrace.distributed import acting as acting_process
-from podrace.distributed import experience, feed, handshake, joining
+from podrace.distributed import experience, feed, handshake, joining, publishing
 from podrace.distributed import learner as distributed_learner
 from podrace.distributed.feed import Feed
 from podrace.distributed.handshake import from_leaves, to_leaves
@@ -187,9 +187,8 @@ def test_impala_learns_from_a_queue_of_unrolls(
   self_tuning: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """All of it in one process, with two acting ends."""
-  monkeypatch.setattr(
-    distributed_learner, 'GOODBYE_SECONDS', 120.0
-  )  # however slow they are to see that it is over
+  # However slow they are to see that it is over.
+  monkeypatch.setattr(publishing, 'GOODBYE_SECONDS', 120.0)
   monkeypatch.setattr(link, 'METRICS_SECONDS', 0.2)
   network = ActorCritic(hidden=(64,), initializer='lecun', activation='relu')
   config = Config(
@@ -305,7 +304,7 @@ def test_an_unroll_is_learned_from_once() -> None:
   assert drawn((1, 1), (2, 0), (1, 2), (1, 3)) == []  # three of them again
   assert drawn((2, 1), (1, 3), (2, 2), (3, 0)) == [13, 21, 22, 30]
   assert drawn(*((4, i) for i in range(9))) == [40, 41, 42, 43, 44, 45, 46, 47]
-  assert queued.metrics() == {'unrolls_taken': 21, 'unrolls_repeated': 4}
+  assert queued.counts() == {'unrolls_taken': 21, 'unrolls_repeated': 4}
 
 
 def test_tables_are_waited_for_where_a_signal_ends_the_wait(
@@ -471,7 +470,7 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
   def fail() -> None:
     raise ArithmeticError('a bug')
 
-  def look(self: distributed_learner.DistributedSource) -> None:
+  def look(self: publishing.Publishing) -> None:
     nonlocal looks
     publisher = self._publisher
     assert publisher is not None
@@ -481,7 +480,7 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
       looks += 1
       assert looks < 3, 'it waits on'
 
-  monkeypatch.setattr(distributed_learner.DistributedSource, '_warn_if_alone', look)
+  monkeypatch.setattr(publishing.Publishing, 'warn_if_alone', look)
   addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
@@ -781,7 +780,7 @@ def test_a_preset_as_it_is_needs_no_options() -> None:
 def test_who_waits_for_acting_processes_says_so_now_and_then(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  learner: Any = object.__new__(distributed_learner.DistributedSource)
+  learner: Any = object.__new__(publishing.Publishing)
   learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
   learner._addresses = handshake.Addresses(('unix:/a',), 'tcp://127.0.0.1:*')
   acting = 0
@@ -789,10 +788,10 @@ def test_who_waits_for_acting_processes_says_so_now_and_then(
     clients=lambda role: acting * (role == parameters.ACTING), reachable='tcp://127.0.0.1:7'
   )
   now = 100.0
-  monkeypatch.setattr(distributed_learner.time, 'monotonic', lambda: now)
+  monkeypatch.setattr(publishing.time, 'monotonic', lambda: now)
 
   def times() -> int:
-    learner._warn_if_alone()
+    learner.warn_if_alone()
     told = [r for r in caplog.records if r.levelname == 'WARNING']
     assert all('--params tcp://127.0.0.1:7`' in r.getMessage() for r in told)
     return len(told)

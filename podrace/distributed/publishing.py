@@ -1,0 +1,135 @@
+"""A learner's parameters, for the processes that work for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrace import service
+from podrace.config import Config
+from podrace.distributed.feed import POLL
+from podrace.distributed.handshake import (
+  FINISHED,
+  RECORD,
+  RUN,
+  Addresses,
+  act_command,
+  record,
+  to_leaves,
+)
+from podrace.net.measures import logged
+from podrace.replay.host import ReplayFailed
+from podrace.service.parameters import ACTING, REANALYSING
+
+GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
+REMIND = 30.0  # seconds between messages that nobody acts
+log = logging.getLogger('podrace.distributed')
+
+
+class Publishing:
+  """Publishes parameters, and knows who reads them. Of several learner processes the first one does; the others nothing.
+
+  Args:
+    every: seconds between versions, at least.
+    run: the name of the learner's.
+    program: what `podrace top` shows besides.
+  """
+
+  def __init__(
+    self,
+    addresses: Addresses,
+    config: Config,
+    every: float,
+    run: str,
+    program: Callable[[], dict[str, Any]],
+  ) -> None:
+    a = addresses
+    self._addresses, self._config, self._every = a, config, every
+    self._text = np.frombuffer(json.dumps({**record(config), RUN: run}).encode(), np.uint8)
+    self._version, self._at = -1, 0.0
+    self._reminded = -math.inf
+    self._publisher: service.Publisher | None = None
+    if jax.process_index() == 0:
+      self._publisher = service.Publisher(
+        a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce, config.num_envs, program
+      )
+
+  def publish(self, update: int, params: Any, *more: tuple[str, np.ndarray]) -> None:
+    """Publishes the parameters after so many updates.
+
+    Raises:
+      ReplayFailed: if its thread has failed.
+    """
+    if self._publisher is None:
+      return
+    self._version = max(self._version + 1, update)
+    try:
+      self._publisher.publish(self._version, [*to_leaves(params), (RECORD, self._text), *more])
+    except RuntimeError as e:
+      raise ReplayFailed(str(e)) from e
+    self._at = time.monotonic()
+
+  def publish_now_and_then(self, update: int, params: Any) -> None:
+    """Likewise, if the last version is old enough; `check` raises what failed."""
+    if time.monotonic() > self._at + self._every:
+      with contextlib.suppress(ReplayFailed):
+        self.publish(update, params)
+
+  @property
+  def failed(self) -> bool:
+    return self._publisher is not None and bool(self._publisher.failure)
+
+  def check(self) -> None:
+    """Raises ReplayFailed if its thread has failed."""
+    if self._publisher is not None and self._publisher.failure:
+      raise ReplayFailed(self._publisher.failure)
+
+  def warn_if_alone(self) -> None:
+    """Logs that no process acts, while there is nothing to learn from: at once, then now and then."""
+    if self._publisher is None:
+      return
+    now = time.monotonic()
+    if self._publisher.clients(ACTING):
+      self._reminded = -math.inf
+    elif now - self._reminded > REMIND:
+      self._reminded = now
+      there = dataclasses.replace(self._addresses, parameters=self._publisher.reachable)
+      log.warning(
+        'no acting process is connected; waiting for experience of `%s`',
+        act_command(self._config, there),
+      )
+
+  def metrics(self) -> dict[str, float]:
+    """For the log: of the processes that are connected."""
+    if self._publisher is None:
+      return {}
+    acting, reanalysing = (self._publisher.clients(role) for role in (ACTING, REANALYSING))
+    return {
+      'acting_processes': len(acting),
+      'reanalysing_processes': len(reanalysing),
+      **logged('acting', acting),
+      **logged('reanalysing', reanalysing),
+    }
+
+  def finish(self, update: int, params: Any) -> None:
+    """Publishes that the run is complete, and waits for the acting processes to leave."""
+    if self._publisher is None:
+      return
+    self.publish(update, params, (FINISHED, np.ones(1, np.uint8)))
+    self._publisher.finish()
+    end = time.monotonic() + GOODBYE_SECONDS
+    while self._publisher.waited_for and time.monotonic() < end:
+      time.sleep(POLL)
+
+  def close(self) -> None:
+    if self._publisher is not None:
+      self._publisher.close()
