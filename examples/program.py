@@ -1,57 +1,78 @@
-"""A program of one's own: replay, a learner, acting processes, and a function of this file that watches the run.
+"""A program of one's own: Acme's distributed experiment (Hoffman et al. 2020, arXiv 2006.00979).
 
-python examples/program.py runs/mine
+    python examples/program.py runs/mine
+
+Replay, two processes that learn as one, actors; and a counter, an evaluator and a saver, which are functions of this
+file. Acme's inference server, which acts for processes of environments, is the learner of `podrace launch --as seed`.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from podrace.evaluate import evaluate
+from podrace.export import export
 from podrace.launch import run
 from podrace.program import Node, Program, literal
 
 TASK = ('cartpole', '--agent', 'dqn', '--num-envs', '16')
+LENGTH = ('--total-steps', '40000', '--checkpoint-every', '5000')
 
 
-def program(run_dir: Path) -> Program:
+def program(run_dir: str) -> Program:
   """Each node is a command. What is in braces is known once the program runs."""
-  at = ('--connect-replay', '{replay}')
-  keep = ('--run-dir', literal(str(run_dir)), '--total-steps', '20000')
-  service = ('--replay', 'service', '--lag', 'async')
+  replay, at = ('--connect-replay', '{replay}'), literal(run_dir)
+  learner = (
+    'podrace', 'train', *TASK, *LENGTH, '--replay', 'service', '--lag', 'async', *replay, '--run-dir', at,
+    '--coordinator', '{coordinator}', '--num-processes', '2', '--process-id',
+  )  # fmt: skip
+  act = ('podrace', 'act', *TASK, *replay, '--params', '{learner}', '--local-envs', '8')
+  mine = (sys.executable, literal(__file__))
   return Program((
     Node('replay', ('podrace', 'replay', '--listen', '{listen}'), listens=('replay',)),
-    Node(
-      'learner',
-      ('podrace', 'train', *TASK, *keep, *service, *at, '--listen', '{listen}'),
-      listens=('params',),
-      main=True,
-    ),
-    Node(
-      'act',
-      ('podrace', 'act', *TASK, *at, '--params', '{learner}', '--local-envs', '8'),
-      replicas=2,
-    ),
-    Node('best', (sys.executable, literal(__file__), 'best', literal(str(run_dir)))),
+    Node('learner', (*learner, '0', '--listen', '{listen}'), listens=('params',), main=True),
+    Node('second-learner', (*learner, '1', '--listen', '{learner}')),
+    Node('actor', act, replicas=2),
+    Node('counter', (*mine, 'counter', '{replay}')),
+    Node('evaluator', (*mine, 'evaluator', at)),
+    Node('saver', (*mine, 'saver', at)),
   ))  # fmt: skip
 
 
-def best(run_dir: Path) -> None:
-  """Says each time when the run has become better, until it is ended with the program."""
-  most = float('-inf')
+def counter(address: str) -> None:
   while True:
-    path = run_dir / 'metrics.jsonl'
-    for line in path.read_text().splitlines() if path.exists() else ():
-      found = json.loads(line)
-      if (found['episode_return'] or most) > most:
-        most = found['episode_return']
-        print(f'step {found["step"]:,}: a return of {most:.1f}, the best so far', flush=True)
+    top = subprocess.check_output(('podrace', 'top', address, '--once'))
+    print({x['name']: x['inserted'] for x in json.loads(top)['tables']}, flush=True)
+    time.sleep(5)
+
+
+def evaluator(run_dir: str) -> None:
+  for step in checkpoints(run_dir):
+    found = evaluate(Path(run_dir), 20, 0, ['greedy'])
+    print(f'step {step:,}: a return of {found["episode_return_mean"]:.1f}', flush=True)
+
+
+def saver(run_dir: str) -> None:
+  for step in checkpoints(run_dir):
+    export(Path(run_dir), Path(run_dir, 'policies', str(step)))
+
+
+def checkpoints(run_dir: str) -> Iterator[int]:
+  newest = 0
+  while True:
+    steps = [int(x.name) for x in Path(run_dir, 'checkpoints').glob('*') if x.name.isdigit()]
+    if max(steps, default=0) > newest:
+      yield (newest := max(steps))
     time.sleep(1)
 
 
 if __name__ == '__main__':
-  if sys.argv[1] == 'best':
-    best(Path(sys.argv[2]))
-  sys.exit(run(program(Path(sys.argv[1])), sys.argv[1]))
+  nodes = {f.__name__: f for f in (counter, evaluator, saver)}
+  if sys.argv[1] in nodes:
+    nodes[sys.argv[1]](sys.argv[2])
+  sys.exit(run(program(sys.argv[1]), sys.argv[1]))

@@ -37,9 +37,9 @@ SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
 OF = {  # how many processes there are of each kind, by arrangement
   'seed': {'--actors'},
-  'impala': {'--actors', '--shards'},
-  'apex': {'--actors', '--shards'},
-  'reanalyse': {'--actors', '--shards', '--reanalysers'},
+  'impala': {'--actors', '--shards', '--learners'},
+  'apex': {'--actors', '--shards', '--learners'},
+  'reanalyse': {'--actors', '--shards', '--reanalysers', '--learners'},
   'learners': {'--learners'},
 }
 OF_ARRANGEMENTS = set().union(*OF.values())
@@ -56,7 +56,7 @@ COMMAND = Command(
     Option('--actors', 'N', 'processes that act, or have environments', 2),
     Option('--shards', 'N', 'of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
-    Option('--learners', 'N', 'processes that learn as one', 2),
+    Option('--learners', 'N', 'processes that learn as one; 2 with --as learners', 1),
     Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of Ray; kubernetes: a JobSet; '
       'skypilot: machines of a cloud', 'local', choices=tuple(OF_ENGINES)),
     Option('--run-dir', 'DIR', 'where the run is kept, with logs/ of all processes; started again with the same '
@@ -115,15 +115,18 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
 
+  arrangement, learners = options.text('--as'), options.whole('--learners')
+  actors = options.whole('--actors')
+  if arrangement == 'learners':  # for which nobody else acts
+    actors, learners = 1, learners if '--learners' in options else 2
+
   def make(run_dir: Path) -> Program:
     asked = Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
-      # Nobody acts for learners.
-      1 if options.text('--as') == 'learners' else options.whole('--actors'),
-      options.whole('--shards'), options.whole('--reanalysers'), options.whole('--learners'),
+      actors, options.whole('--shards'), options.whole('--reanalysers'), learners,
       keyed=options.text('--on') in ENGINES,
     )  # fmt: skip
-    return ARRANGEMENTS[options.text('--as')](asked)
+    return ARRANGEMENTS[arrangement](asked)
 
   return name_of(preset, config.env), make
 

@@ -12,7 +12,7 @@ An arrangement is a function from what was asked for to a Program. It adds nothi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from podrace.commands.configuration import value_of
 from podrace.config import Config, agent_name
@@ -39,7 +39,7 @@ class Asked:
   actors: int = 2
   shards: int = 1  # of the replay service
   reanalysers: int = 1
-  learners: int = 2  # processes that learn as one
+  learners: int = 1  # processes that learn as one
   keyed: bool = False  # on several machines: what listens, and what connects, has keys
 
   def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ def seed(asked: Asked) -> Program:
   asked.demand('seed', envs='remote', lag='async', architecture='sebulba')
   if learns_from_replay(config.agent) and config.replay != 'host':
     raise UsageError(f'--as seed: {agent_name(config.agent)} learns from replay; add --replay host')
-  learner = asked.command('train', '--envs', 'remote', *_listening(asked))
+  learner = asked.command('train', '--envs', 'remote', *_listening(asked), *_kept(asked))
   more = some(asked.arguments, ('--env-deadline', '--quiet'), of_agent=False)
   envs = (
     'podrace',
@@ -150,22 +150,8 @@ def learners(asked: Asked) -> Program:
 
   One that fails takes the others with it. All start again, and resume from the newest checkpoint.
   """
-  if asked.keyed:
-    raise UsageError(
-      '--as learners is for one machine; on several start `podrace train ... --coordinator auto` in each, by srun or '
-      'a JobSet'
-    )
   asked.demand('learners', envs='local')
-  count = str(asked.learners)
-
-  def command(number: int) -> tuple[str, ...]:
-    together = ('--coordinator', '{coordinator}', '--num-processes', count)
-    return asked.command(
-      'train', *together, '--process-id', str(number), '--run-dir', literal(asked.run_dir)
-    )
-
-  others = (Node(f'learner-{i}', command(i)) for i in range(1, asked.learners))
-  return Program((Node('learner', command(0), main=True), *others))
+  return Program(tuple(_learners(asked, asked.command('train'))))
 
 
 def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
@@ -177,7 +163,7 @@ def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
     *asked.keys, *some(asked.arguments, ('--quiet',), of_agent=False),
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')
-  learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at, *_listening(asked))
+  learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at)
   actors = asked.command(
     'act', *at, *asked.keys, '--params', '{learner}',
     '--local-envs', str(asked.config.num_envs // asked.actors),
@@ -185,14 +171,37 @@ def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
   )  # fmt: skip
   return (
     Node('replay', replay, asked.shards, listens=('replay',)),
-    Node('learner', learner, listens=('params',), main=True),
+    *_learners(asked, learner, ('params',)),
     Node('act', actors, asked.actors),
   )
 
 
+def _learners(
+  asked: Asked, command: tuple[str, ...], listens: tuple[str, ...] = ()
+) -> Iterator[Node]:
+  """Processes that learn as one, the first of which listens."""
+  if asked.learners > 1 and asked.keyed:
+    raise UsageError(
+      f'--learners {asked.learners} is for one machine; on several start `podrace train ... --coordinator auto` in '
+      'each, by srun or a JobSet'
+    )
+  for i in range(asked.learners):
+    together = ('--coordinator', '{coordinator}', '--num-processes', str(asked.learners))
+    more = (*together, '--process-id', str(i)) if asked.learners > 1 else ()
+    if i == 0:
+      at = _listening(asked) if listens else ()
+      yield Node('learner', (*command, *more, *at, *_kept(asked)), listens=listens, main=True)
+    else:  # which has the options of the first, and does not listen
+      at = ('--listen', '{learner}') if listens else ()
+      yield Node(f'learner-{i}', (*command, *more, *at, *_kept(asked)))
+
+
 def _listening(asked: Asked) -> tuple[str, ...]:
-  at = ('--listen', '{listen}', '--announce', '{announce}')
-  return (*at, *asked.keys, '--run-dir', literal(asked.run_dir))
+  return ('--listen', '{listen}', '--announce', '{announce}', *asked.keys)
+
+
+def _kept(asked: Asked) -> tuple[str, ...]:
+  return ('--run-dir', literal(asked.run_dir))
 
 
 ARRANGEMENTS: dict[str, Callable[[Asked], Program]] = {

@@ -100,8 +100,20 @@ def test_processes_that_learn_as_one(tmp_path: Path) -> None:
   )
 
 
+def test_learners_of_a_service_have_the_options_of_the_first(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['impala'](asked('catch', learners=2)), tmp_path)
+  assert list(found) == ['replay', 'learner', 'learner-1', 'act-0', 'act-1']
+  assert found['learner-1'] == (
+    'podrace train catch --replay service --lag async --connect-replay unix:S/replay-0 '
+    '--coordinator 127.0.0.1:PORT --num-processes 2 --process-id 1 --listen unix:S/learner-0 --run-dir runs/one'
+  )
+  assert (
+    '--coordinator' not in commands(ARRANGEMENTS['impala'](asked('catch')), tmp_path)['learner']
+  )
+
+
 def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> None:
-  program = ARRANGEMENTS['learners'](asked('catch'))
+  program = ARRANGEMENTS['learners'](asked('catch', learners=2))
   (tmp_path / 'sockets').mkdir()
   addresses = Addresses(program, tmp_path / 'sockets', tmp_path).open()
   first, again = (addresses.command(program.main, 0, {}) for _ in range(2))
@@ -122,7 +134,8 @@ def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> N
     ('apex', 'apex-pong', {'shards': 0}, '--shards must be at least 1'),
     ('seed', 'dqn-pong', {}, 'dqn learns from replay; add --replay host'),
     ('learners', 'catch', {'learners': 0}, '--learners must be at least 1'),
-    ('learners', 'catch', {'keyed': True}, '--as learners is for one machine'),
+    ('learners', 'catch', {'learners': 2, 'keyed': True}, '--learners 2 is for one machine'),
+    ('impala', 'catch', {'learners': 2, 'keyed': True}, '--learners 2 is for one machine'),
   ],
 )
 def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], said: str) -> None:
@@ -180,6 +193,11 @@ class Launch(Process):
     (pid,) = (x for x in children.split() if _command(x)[-4:-3] == [number])
     return int(pid)
 
+  def goes_on(self) -> None:
+    """Waits for two more lines of metrics, or the end."""
+    before = len(self.lines())
+    until(lambda: len(self.lines()) > before + 1 or self.process.poll() is not None)
+
   def lines(self) -> list[dict[str, float]]:
     path = self.run_dir / 'metrics.jsonl'
     return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
@@ -212,6 +230,7 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
     (('pong', '--as', 'seed', '--shards', '2'), '--shards: not of --as seed'),
     (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: not of --as impala'),
     (('catch', '--as', 'learners', '--actors', '2'), '--actors: not of --as learners'),
+    (('pong', '--as', 'seed', '--learners', '2'), '--learners: not of --as seed'),
     (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen: podrace launch sets it itself'),
   ],
 )
@@ -238,8 +257,10 @@ def test_the_example(tmp_path: Path) -> None:
     tmp_path / 'said.txt', str(ROOT / 'examples' / 'program.py'), str(tmp_path / 'run')
   ) as example:
     assert example.wait() == 0, example.output
-    assert 'the best so far' in example.output
-    assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 20_000
+    assert 'a return of' in example.output
+    assert "'inserted'" not in example.output and "{'replay'" in example.output
+    assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 40_000
+    assert list((tmp_path / 'run' / 'policies').iterdir())
 
 
 @pytest.mark.slow
@@ -250,8 +271,7 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path: Path) -> None:
   with Launch(tmp_path, *env, '--as', 'seed', *rest) as launch:
     learner = ('train', 'podrace.launch.warm')  # as which it first starts
     for words in (('envs',), learner, ('envs',), learner):
-      before = len(launch.lines())
-      until(lambda n=before: len(launch.lines()) > n + 1 or launch.process.poll() is not None)
+      launch.goes_on()
       os.kill(launch.pid(*words), signal.SIGKILL)
     steps = len(launch.lines())
     until(lambda: len(launch.lines()) > steps)
@@ -275,8 +295,7 @@ def test_learners_that_are_killed_learn_the_same(
     (tmp_path / name).mkdir()
     with Launch(tmp_path / name, 'catch', '--as', 'learners', *options) as launch:
       for number in kills:
-        before = len(launch.lines())
-        until(lambda n=before: len(launch.lines()) > n + 1)
+        launch.goes_on()
         begun = launch.output.count('resuming at step')
         os.kill(launch.learner(number), signal.SIGKILL)
         until(lambda n=begun: launch.output.count('resuming at step') > n)
@@ -284,3 +303,17 @@ def test_learners_that_are_killed_learn_the_same(
       return str(json.loads((launch.run_dir / 'summary.json').read_text())['params_sha256'])
 
   assert learned('killed', '1', '0') == learned('whole')
+
+
+@pytest.mark.slow
+def test_learners_of_a_service_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
+  often = ('--total-steps', '60000', '--checkpoint-every', '5000', '--log-every', '5000')
+  with Launch(tmp_path, 'catch', '--as', 'impala', '--learners', '2', *often) as launch:
+    for number in '10':
+      launch.goes_on()
+      os.kill(launch.learner(number), signal.SIGKILL)
+      launch.goes_on()
+    assert launch.wait() == 0, launch.output
+    assert launch.output.count('resuming at step') == 2
+    assert json.loads((launch.run_dir / 'summary.json').read_text())['step'] >= 60_000
