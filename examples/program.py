@@ -47,7 +47,7 @@ def program(run_dir: str) -> Program:
 def counter(address: str) -> None:
   while True:
     top = subprocess.check_output(('podrace', 'top', address, '--once'))
-    print({x['name']: x['inserted'] for x in json.loads(top)['tables']}, flush=True)
+    print({x['name']: x['inserts'] for x in json.loads(top)['tables']}, flush=True)
     time.sleep(5)
 
 
