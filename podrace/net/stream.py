@@ -313,7 +313,7 @@ class Stream:
       self._frames.clear()
       self._into = None
       # Its owner is in them, which has it: only the garbage collector would find the two, and TLS's memory, some time.
-      self.on_message = self.memory = _nothing
+      self.on_message = self.memory = no_memory
       self.socket.close()
 
   def say_plain(self, kind: Kind, *fields: Any) -> None:
@@ -341,8 +341,8 @@ def new_scratch() -> bytearray:
   return bytearray(2 * SCRATCH_BYTES)  # the second half for TLS
 
 
-def _nothing(*args: Any) -> None:
-  """What is done with a message of a connection that is closed."""
+def no_memory(*args: Any) -> None:
+  """Leaves memory to the stream, and messages of a connection that is closed alone."""
 
 
 def no_delay(socket: sockets.socket) -> None:

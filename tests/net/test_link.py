@@ -13,8 +13,7 @@ from children import until
 from proxy import Proxy
 from test_net_keys import Nobody
 
-from podrace.net import link as net_link
-from podrace.net import session
+from podrace.net import outage, session
 from podrace.net.frame import PREFIX, WireError, packed
 from podrace.net.link import Link, Refused
 
@@ -67,7 +66,7 @@ def test_it_waits_for_a_service_and_says_so(caplog: pytest.LogCaptureFixture) ->
   free.close()
   with caplog.at_level(logging.INFO):
     link = to(free.address)
-    assert not link.wait_joined(time.monotonic() + 0.2) and link.why == net_link.NOBODY
+    assert not link.wait_joined(time.monotonic() + 0.2) and link.why == outage.NOBODY
     until(lambda: 'no test answers' in caplog.text)
     with Service().listen(free.address):
       assert joined(link)

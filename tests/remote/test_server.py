@@ -26,7 +26,7 @@ from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
 from podrace.envs.host.base import groups_at_once
-from podrace.net import listener, measures, session
+from podrace.net import connections, loop, measures, session, sessions
 from podrace.net.frame import PREFIX
 from podrace.net.text import label
 from podrace.net.top import Asker, table
@@ -370,7 +370,7 @@ def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
     assert len(ids) == 4
     with learner.server._lead:  # nobody reads what comes while the batch is acted for
       raws[5].step(1, 0, FIRST)
-      until(lambda: learner.server.listener._selector.select(0))
+      until(lambda: learner.server.listener._loop.wait(0))
     pool.send(ids, np.zeros(len(ids), np.int32))
     second = pool.recv()
     ids = second.env_id
@@ -600,7 +600,7 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
 
   In this order of the clients.
   """
-  one, heard = learner.server.listener, 0
+  one, heard = learner.server.listener.sessions, 0
   handle, drop = learner.server.handle, one.drop
 
   def handled(*args: Any) -> None:
@@ -624,7 +624,7 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
   def all_are_there() -> bool:
     for raw in raws:
       if raw.client in peers:
-        one._ready(peers[raw.client], listener.READ)
+        one.serve(peers[raw.client], loop.READ)
     return heard == messages
 
   until(lambda: all(has_arrived(raw) for raw in raws if raw.client in peers))
@@ -818,12 +818,12 @@ def test_names_are_shown_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-  'seconds', [listener.REPORT_SECONDS, 0.0], ids=['one for all', 'each anew']
+  'seconds', [sessions.REPORT_SECONDS, 0.0], ids=['one for all', 'each anew']
 )
 def test_reports_cost_little_however_often_they_are_asked_for(
   seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(listener, 'REPORT_SECONDS', seconds)
+  monkeypatch.setattr(sessions, 'REPORT_SECONDS', seconds)
   made: list[float] = []
   with Learner() as learner, Raw(learner.address) as raw, Raw(learner.address) as deaf:
     report, counts = learner.server.report, learner.server.counts
@@ -853,7 +853,7 @@ def test_a_report_of_the_longest_names_fits() -> None:
 
     def fill() -> None:
       for _ in range(1500):
-        peer = listener.Peer('here')
+        peer = connections.Peer('here')
         peer.name = f'{label(told["host"])}:{told["pid"]}'
         peer.state = Client(told)
         peer.state.environments, peer.state.frames, peer.state.restarts = 65536, 2**62, 2**62
