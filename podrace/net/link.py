@@ -5,6 +5,7 @@ A session ends with its connection. In the next one the handler tells the servic
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -16,7 +17,7 @@ from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, split
-from podrace.net.loop import READ, Loop
+from podrace.net.loop import Loop
 from podrace.net.outage import Outage
 from podrace.net.outgoing import CONNECT_SECONDS, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch
@@ -27,7 +28,6 @@ HELLO_SECONDS = 1.0  # between attempts to get a session, of a connection that m
 METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
 
 NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
-HAS_NO_KEYS = 'somebody listens there without keys, or who is no podrace'
 
 
 class Refused(ValueError):
@@ -104,7 +104,7 @@ class Link:
     waits: the service has it wait for a session.
     closed: `close` was called, or the service has no more to do for it.
     ping_every, patience: seconds, at most, between PINGs and between turns; handlers may lower them.
-    wake: has the thread look around; for any thread, as are `send` to `lose`.
+    wake: has the thread look around; for any thread.
 
   Raises:
     SecurityError: for addresses or keys that can't be used.
@@ -162,7 +162,7 @@ class Link:
       if not connection.stream.send(kind, *fields, arrays=arrays):
         self.wake()
     except (Full, Ended) as e:
-      self._lose_later(connection, str(e))
+      self._loop.call(functools.partial(self._lose, str(e), connection))
       return False
     return True
 
@@ -170,21 +170,6 @@ class Link:
     """Raises what has ended the link for good: Refused, TimeoutError, or what failed in its thread."""
     if self._worker is not None:
       self._worker.check()
-
-  @property
-  def failed(self) -> bool:
-    """Whether `check` raises."""
-    return self._worker is not None and self._worker.failed
-
-  def wait_joined(self, deadline: float) -> bool:
-    """Whether there is a session in time; raises as `check`."""
-    with self.changed:
-      while self.session is None and not self.closed:
-        self.check()
-        if (left := deadline - time.monotonic()) <= 0:
-          return False
-        self.changed.wait(min(left, 3600.0))
-    return not self.closed
 
   def close(self, reason: str = 'closed') -> None:
     """Ends the session and the thread."""
@@ -196,39 +181,26 @@ class Link:
     if self._worker is not None:
       self._worker.wait()
 
-  def lose(self, reason: str) -> None:
-    """Ends the session; another one begins."""
-    self._lose_later(self._connection, reason)
-
-  def _lose_later(self, connection: Outgoing | None, reason: str) -> None:
-    def lose() -> None:
-      if connection is self._connection:
-        self._lose(reason)
-
-    self._loop.call(lose)
-
   # --- the thread ----------------------------------------------------------------------------------
 
   def _main(self) -> None:
-    try:
-      while not self.closed:
-        if self._connection is None:
-          self._connect()
-        self._turn()
-      self._leave()
-    finally:
-      self._hang_up()
+    while not self.closed:
+      if self._connection is None and time.monotonic() >= self._outage.due:
+        self._connect()
+      self._turn()
+    self._leave()
 
   def _at_end(self) -> None:
-    with self.changed:
-      self.session = None
-      self.changed.notify_all()
+    self._hang_up()
     self.handler.lost('it has ended')
     self._loop.close()
 
   def _turn(self) -> None:
     """Waits for something to come, and deals with it."""
-    for connection, events in self._loop.wait(self.patience):
+    seconds = self.patience
+    if self._connection is None:
+      seconds = min(seconds, self._outage.due - time.monotonic())
+    for connection, events in self._loop.wait(seconds):
       self._ready(connection, events)
     self._loop.do_calls()  # after what has come, which may say more of why a session is over
     if self._open is not None:
@@ -237,40 +209,26 @@ class Link:
     self._look_at_the_clock()
 
   def _connect(self) -> None:
-    """Begins a connection, after a while if the one before was no success."""
-    if self._sleep(self._outage.pause()):
-      return
+    """Begins a connection."""
     h = self.handler
     try:
       self._connection = Outgoing(
         self._loop, self.address, self._context, h.kinds, self._message, h.memory, self._scratch
       )
     except (OSError, ValueError) as e:
-      self._outage.why = why_not(e)
+      self._outage.failed(why_not(e))
       return
     self._pinged, self._asked = 0.0, math.inf
     self._outage.stands()
     if self._connection.stream.shaken:
       self._hello()
 
-  def _sleep(self, seconds: float) -> bool:
-    """Lets time pass; whether the link is to end."""
-    until = time.monotonic() + seconds
-    while not self.closed and (left := until - time.monotonic()) > 0:
-      self._look_at_the_clock()
-      self._loop.wait(min(left, 0.2))
-    return self.closed
-
   def _ready(self, connection: Outgoing, events: int) -> None:
     try:
-      if not connection.stream.shaken:
-        if connection.shake():
-          self._hello()
-        events = READ if connection.stream.pending() else 0
-      connection.serve(events)
+      if connection.serve(events):
+        self._hello()
     except Ended as e:
-      keys = self.session is None and not connection.stream.shaken
-      self._lose(f'{HAS_NO_KEYS}, or with other keys ({e})' if keys else str(e))
+      self._lose(str(e))
     except WireError as e:
       self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
 
@@ -279,23 +237,26 @@ class Link:
     if self._open is not None:
       self._open.leave(session.BYE, self._bye)
 
-  def _lose(self, reason: str) -> None:
-    """Ends the connection; the next turn begins another."""
-    if self._connection is None:
+  def _lose(self, reason: str, connection: Outgoing | None = None) -> None:
+    """Ends the connection, if it is this one still; another one begins."""
+    if self._connection is None or connection not in (None, self._connection):
       return
-    self._outage.why = reason
-    self._hang_up()
-    with self.changed:
-      had, self.session = self.session is not None, None
-      self.changed.notify_all()
+    had = self.session is not None
     if had:
       self._outage.begin(reason)
+    else:
+      self._outage.failed(reason)
+    self._hang_up()
+    if had:
       self.handler.lost(reason)
 
   def _hang_up(self) -> None:
-    connection, self._connection, self._open, self.waits = self._connection, None, None, False
-    if connection is not None:
-      connection.close()
+    if self._connection is not None:
+      self._connection.close()
+    with self.changed:
+      self.session = self._connection = self._open = None
+      self.waits = False
+      self.changed.notify_all()
 
   # --- what is said --------------------------------------------------------------------------------
 
@@ -314,19 +275,11 @@ class Link:
     if self._connection is not None:
       self._asked = math.inf
       details = session.hello(self.handler.service, self._client, **self.handler.hello())
-      self._check_hello(details)
+      _check_hello(details, self.address)
       try:
         self._connection.stream.send(session.HELLO, details)
       except (Ended, Full) as e:
         self._lose(str(e))
-
-  def _check_hello(self, details: dict[str, Any]) -> None:
-    size = sum(map(len, session.HELLO.pack([details]))) - PREFIX.size
-    if size > session.GUEST_BYTES:
-      raise Refused(
-        f'HELLO to {self.address} would have {size:,} bytes, and a service takes at most {session.GUEST_BYTES:,}: '
-        'what this client tells of itself, as its spaces, is too large'
-      )
 
   def _join(self, details: dict[str, Any]) -> None:
     silence = details.get('silence')
@@ -345,13 +298,6 @@ class Link:
   def _wait(self, reason: str) -> None:
     self._asked, self.waits = time.monotonic(), True
     self._outage.wait(plain(reason))
-
-  def _refused(self, reasons: list[Any]) -> None:
-    lines = plain_reasons(reasons)
-    raise Refused('\n  '.join([f'{self.address} refused this client:', *lines]))
-
-  def _gone(self, reason: str) -> None:
-    self._lose(plain(reason))
 
   def _end(self, complete: bool, reason: str) -> None:
     reason = plain(reason)
@@ -388,11 +334,25 @@ class Link:
       self._lose(f'it has been silent for {silent:.1f} s')
 
 
+def _check_hello(details: dict[str, Any], address: str) -> None:
+  size = sum(map(len, session.HELLO.pack([details]))) - PREFIX.size
+  if size > session.GUEST_BYTES:
+    raise Refused(
+      f'HELLO to {address} would have {size:,} bytes, and a service takes at most {session.GUEST_BYTES:,}: '
+      'what this client tells of itself, as its spaces, is too large'
+    )
+
+
+def _refused(link: Link, reasons: list[Any]) -> None:
+  lines = plain_reasons(reasons)
+  raise Refused('\n  '.join([f'{link.address} refused this client:', *lines]))
+
+
 _COMMON: dict[int, Callable[..., None]] = {
   session.WAIT.number: Link._wait,
   session.WELCOME.number: Link._join,
   session.PONG.number: lambda link, details: link.handler.pong(details),
-  session.REFUSED.number: Link._refused,
-  session.GONE.number: Link._gone,
+  session.REFUSED.number: _refused,
+  session.GONE.number: lambda link, reason: link._lose(plain(reason)),
   session.END.number: Link._end,
 }

@@ -30,23 +30,26 @@ class Outage:
 
   Attributes:
     why: there is no session, as far as is known.
+    due: when the next attempt is, on time.monotonic's clock.
   """
 
   def __init__(self, what: str, address: str, give_up: float) -> None:
     self._what, self._address, self._give_up = what, address, give_up
     self.why = NOTHING_KNOWN
-    self._attempts, self._since = 0, time.monotonic()
+    self._pause = BACKOFF[0]
+    self._since = self.due = time.monotonic()
     self._said, self._said_at = '', 0.0
 
-  def pause(self) -> float:
-    """Seconds until the next attempt."""
-    before, self._attempts = self._attempts, self._attempts + 1
-    first, most = BACKOFF
-    return min(first * 2 ** (before - 1), most) * (0.5 + 0.5 * random()) if before else 0.0
+  def failed(self, reason: str) -> None:
+    """An attempt had no success."""
+    self.why = reason
+    self.due = time.monotonic() + self._pause * (0.5 + 0.5 * random())
+    self._pause = min(2 * self._pause, BACKOFF[1])
 
   def begin(self, reason: str) -> None:
-    """A session is over. All clients lose a service together, so the first attempt waits as well."""
-    self.why, self._attempts, self._since = reason, 1, time.monotonic()
+    """A session is over. All clients lose a service together, so the next attempt waits as well."""
+    self._since = time.monotonic()
+    self.failed(reason)
     self._remind(f'the session with {self._what} at {self._address} is over: {reason}')
 
   def stands(self) -> None:
@@ -63,7 +66,7 @@ class Outage:
     """A session begins."""
     if self._said:
       log.info('%s at %s is back', self._what, self._address)
-    self._attempts, self._said, self.why = 0, '', NOTHING_KNOWN
+    self._pause, self._said, self.why = BACKOFF[0], '', NOTHING_KNOWN
 
   def check(self, now: float) -> None:
     """Raises TimeoutError if it has been too long."""

@@ -14,6 +14,7 @@ from podrace.net.stream import Ended, Full, Memory, Message, Stream, no_delay, w
 CONNECT_SECONDS = 5.0  # to make a connection, and to get its first answer; then it is tried anew
 BYE_SECONDS = 1.0  # that the last word has
 BACKLOG = 1024  # frames that the other end has not read
+HAS_NO_KEYS = 'somebody listens there without keys, or who is no podrace'
 LARGEST = 2**32 - 1  # bytes of a frame: this end has chosen whom it listens to
 
 
@@ -48,24 +49,33 @@ class Outgoing:
     self._events = READ if self.stream.shaken else WRITE
     loop.add(socket, self, self._events)
 
-  def shake(self) -> bool:
-    """Goes on with TLS's handshake; whether it is done. Raises Ended if it has failed."""
-    wants = self.stream.shake()
-    self._wait_for(WRITE if wants == 'write' else READ)
-    return not wants
-
-  def serve(self, events: int) -> None:
-    """Reads what has come and sends what waited.
+  def serve(self, events: int) -> bool:
+    """Reads what has come and sends what waited; whether this has completed TLS's handshake.
 
     Raises:
       Ended: if the connection is over.
       WireError: if what came is no message; whatever `message` raises.
     """
+    shakes = not self.stream.shaken
+    if shakes:
+      if not self._shake():
+        return False
+      events = READ  # something may have come with the last of the handshake
     if events & READ:
       self.heard = time.monotonic()
       self.stream.receive()
     if events & WRITE and not self.stream.closed and self.stream.flush():
       self._wait_for(READ)
+    return shakes
+
+  def _shake(self) -> bool:
+    """Goes on with TLS's handshake; whether it is done."""
+    try:
+      wants = self.stream.shake()
+    except Ended as e:
+      raise Ended(f'{HAS_NO_KEYS}, or with other keys ({e})') from e
+    self._wait_for(WRITE if wants == 'write' else READ)
+    return not wants
 
   def look_for_room(self) -> None:
     """Has what another thread could not send go when there is room for it."""

@@ -13,7 +13,7 @@ from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Kind, WireError
-from podrace.net.loop import READ, Loop
+from podrace.net.loop import Loop
 from podrace.net.outage import NOTHING_KNOWN, SAYS_NOTHING
 from podrace.net.outgoing import Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch, no_memory
@@ -76,14 +76,14 @@ class Asker:
       )
       self._why = SAYS_NOTHING
     connection, stream = self._connection, self._connection.stream
-    while not stream.shaken and not connection.shake() and (left := end - time.monotonic()) > 0:
-      self._loop.wait(left)
-    stream.send(session.ASK)
-    connection.serve(READ)  # what TLS has read already
+    ask = stream.shaken
     while self._report is None and (left := end - time.monotonic()) > 0:
+      if ask:
+        stream.send(session.ASK)
       connection.look_for_room()
+      ask = False
       for _, events in self._loop.wait(left):
-        connection.serve(events)
+        ask = connection.serve(events)
 
   def _hear(self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Any) -> None:
     if kind is session.REPORT:
