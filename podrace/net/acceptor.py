@@ -66,6 +66,8 @@ class Acceptor:
     """For good; once it is closed the path may be another process's."""
     if self._socket.fileno() < 0:
       return
+    if self.accepting:
+      self._loop.remove(self._socket)
     self._socket.close()
     if (path := addresses.unix_path(self.address)) is not None:
       with contextlib.suppress(OSError):
