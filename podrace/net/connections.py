@@ -8,7 +8,7 @@ import logging
 import socket as sockets
 import ssl
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import measures, session
 from podrace.net.acceptor import Acceptor
-from podrace.net.frame import Buffer, Kind
+from podrace.net.frame import Kind
 from podrace.net.lines import Lines
 from podrace.net.loop import READ, WRITE, Loop
 from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
@@ -39,7 +39,7 @@ class Peer:
     state: the handler's.
     metrics: the newest numbers that it has sent of itself.
     finished: it has said BYE.
-    gone: nothing can be sent to it any more.
+    gone: nothing can be sent to it any more, but what it has said is not all read.
   """
 
   __slots__ = (
@@ -150,7 +150,7 @@ class Connections:
           peer.stream.say_plain(session.GONE, WANTS_KEYS)
         self._hush(peer)  # what TLS has said of it is on its way
         return
-    self._writes(peer, wants == 'write')
+    self.look_for_room(peer, wants == 'write')
     if not wants:
       assert peer.stream.tls is not None
       peer.key = net_keys.fingerprint_of(peer.stream.tls.certificate())
@@ -193,7 +193,7 @@ class Connections:
       stream.receive()
     if not events & WRITE or stream.closed or not stream.flush():
       return False
-    self._writes(peer, False)
+    self.look_for_room(peer, False)
     if peer.ending:
       stream.end_writing()
     return not peer.ending
@@ -208,19 +208,8 @@ class Connections:
     except OSError as e:
       raise Ended(why(e)) from e
 
-  def send(self, peer: Peer, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = ()) -> bool:
-    """Whether it is on its way; raises Full if the peer does not read."""
-    if peer.gone or peer.ending:
-      return False
-    try:
-      if not peer.stream.send(kind, *fields, arrays=arrays):
-        self._writes(peer, True)
-    except Ended:
-      peer.gone = True
-    return not peer.gone
-
-  def _writes(self, peer: Peer, on: bool) -> None:
-    """Whether to look for room to write."""
+  def look_for_room(self, peer: Peer, on: bool) -> None:
+    """Whether to wait for room to write."""
     if peer.writes != on and not peer.stream.closed:
       peer.writes = on
       self._loop.change(peer.stream.socket, peer, READ | WRITE if on else READ)
@@ -232,11 +221,14 @@ class Connections:
     if peer.ending or peer.stream.closed:
       return
     try:
-      self.send(peer, session.GONE, plain(reason))
+      if not peer.stream.send(session.GONE, plain(reason)):
+        self.look_for_room(peer, True)
     except Full:
       self.remove(peer)
-    else:
-      self._hush(peer)
+      return
+    except Ended:  # it can't hear it, but may have more to say
+      pass
+    self._hush(peer)
 
   def _hush(self, peer: Peer) -> None:
     """Has a connection end when the other end has read what it was sent, or soon.

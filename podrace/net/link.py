@@ -200,8 +200,8 @@ class Link:
     seconds = self.patience
     if self._connection is None:
       seconds = min(seconds, self._outage.due - time.monotonic())
-    for connection, events in self._loop.wait(seconds):
-      self._ready(connection, events)
+    for key, events in self._loop.wait(seconds):
+      self._ready(key.data, events)
     self._loop.do_calls()  # after what has come, which may say more of why a session is over
     if self._open is not None:
       self._open.look_for_room()

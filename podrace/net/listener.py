@@ -24,6 +24,7 @@ from podrace.net.connections import ENDING_SECONDS, Peer
 from podrace.net.lines import Lines, Say
 from podrace.net.loop import Loop
 from podrace.net.sessions import Handler, Sessions
+from podrace.net.stream import Ended
 from podrace.worker import Worker
 
 TICK = 0.2  # seconds between looks at who is silent
@@ -132,13 +133,22 @@ class Listener:
   def _poll(self, seconds: float) -> None:
     ready = self._loop.wait(seconds)
     self.do_calls()  # which may have been wanted before anything came
-    for owner, events in ready:
-      if type(owner) is Peer:
-        self.sessions.serve(owner, events)
+    for key, events in ready:
+      if type(key.data) is Peer:
+        self._serve(key.data, events)
       else:
         self._connections.accept()
     self.do_calls()
     self.handler.turned()
+
+  def _serve(self, peer: Peer, events: int) -> None:
+    try:
+      if self._connections.serve(peer, events):
+        self.sessions.written(peer)
+    except Ended:
+      self.sessions.lost(peer)
+    except Exception as e:
+      self.blame(peer, e)
 
   def _look_at_the_clock(self) -> None:
     """Every TICK seconds, whatever depends on time."""

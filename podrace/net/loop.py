@@ -36,15 +36,15 @@ class Loop:
     """Waits no longer for a socket, which is open still."""
     self._selector.unregister(socket)
 
-  def wait(self, seconds: float) -> list[tuple[Any, int]]:
-    """The owners of sockets that are ready, and what for; waits until there are some, for so long at most."""
+  def wait(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+    """Sockets that are ready, by their keys' `data`, and what for; waits until there are some, for so long at most."""
     ready = self._selector.select(max(seconds, 0.0))
-    found = [(key.data, events) for key, events in ready if key.data is not None]
-    if len(found) < len(ready):
-      with contextlib.suppress(OSError):  # nothing there
+    if self._woken:
+      with contextlib.suppress(BlockingIOError):  # it is on its way, and ends the next wait
         self._read.recv(64)
-      self._woken = False  # before the calls are done: who comes later wakes it again
-    return found
+        self._woken = False  # before the calls are done: who comes later wakes it again
+      ready = [one for one in ready if one[0].data is not None]
+    return ready
 
   def wake(self) -> None:
     """Ends the wait, or the next one."""

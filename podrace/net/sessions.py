@@ -115,20 +115,6 @@ class Sessions:
 
   # --- what comes --------------------------------------------------------------------------------
 
-  def serve(self, peer: Peer, events: int) -> None:
-    """Deals with a connection that can be read or written."""
-    try:
-      if self.connections.serve(peer, events):
-        if peer.asked:
-          self._answer(peer)
-        if peer in self.peers:
-          self._handler.drained(peer)
-    except Ended:
-      self.connections.remove(peer)
-      self.drop(peer, 'is gone', logging.INFO if peer.finished else logging.WARNING)
-    except Exception as e:
-      self.blame(peer, e)
-
   def _memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     if peer in self.peers:
       return self._handler.memory(peer, kind, fields, size)
@@ -232,16 +218,35 @@ class Sessions:
 
   # --- what goes ---------------------------------------------------------------------------------
 
+  def written(self, peer: Peer) -> None:
+    """All that a connection was sent is on its way, after something had to wait."""
+    if peer.asked:
+      self._answer(peer)
+    if peer in self.peers:
+      self._handler.drained(peer)
+
   def send(self, peer: Peer, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = ()) -> bool:
     """Whether it is on its way; else the client has been dropped, or is when all that it has said is read."""
+    if peer.gone or peer.ending:
+      return False
     try:
-      return self.connections.send(peer, kind, *fields, arrays=arrays)
+      if not peer.stream.send(kind, *fields, arrays=arrays):
+        self.connections.look_for_room(peer, True)
     except Full as e:
       self.drop(peer, f'dropped: {e}')
       self.connections.remove(peer)
       return False
+    except Ended:
+      peer.gone = True
+      return False
+    return True
 
   # --- how a session ends ------------------------------------------------------------------------
+
+  def lost(self, peer: Peer) -> None:
+    """A connection is over."""
+    self.connections.remove(peer)
+    self.drop(peer, 'is gone', logging.INFO if peer.finished else logging.WARNING)
 
   def end(self, complete: bool, reason: str) -> None:
     """Says to all that the service ends, and to those that come from now on."""

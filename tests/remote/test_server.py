@@ -624,7 +624,7 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
   def all_are_there() -> bool:
     for raw in raws:
       if raw.client in peers:
-        one.serve(peers[raw.client], loop.READ)
+        learner.server.listener._serve(peers[raw.client], loop.READ)
     return heard == messages
 
   until(lambda: all(has_arrived(raw) for raw in raws if raw.client in peers))
