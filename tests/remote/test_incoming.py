@@ -92,7 +92,7 @@ def test_what_comes_together_is_handed_on_together_without_what_is_wrong() -> No
   pool: Any = Pool(8)
   listener: Any = Listener()
   incoming = Incoming(LAYOUT, listener)
-  good, nan, within, last = every = groups(pool, 4)
+  good, nan, much, again = every = groups(pool, 4)
   for one in every:
     incoming.add(one, body(FIRST))
   incoming.look()
@@ -100,15 +100,16 @@ def test_what_comes_together_is_handed_on_together_without_what_is_wrong() -> No
   for one, data in (
     (good, body()),
     (nan, body(value=np.nan)),
-    (within, body(FIRST)),
-    (last, body(LAST, life=[0, 1], discount=0.0)),
+    (much, body(LAST, discount=[0.0, 2.0])),
+    (again, body(MID, life=[0, 1])),
   ):
     step(incoming, one, data)
   incoming.look()
   incoming.look()
   reasons = dict(listener.blamed)
-  assert reasons.keys() == {nan.peer, within.peer, last.peer}
-  assert 'NaN' in reasons[nan.peer] and 'within another' in reasons[within.peer]
+  assert reasons.keys() == {nan.peer, much.peer, again.peer}
+  assert 'NaN' in reasons[nan.peer] and 'between 0 and 1' in reasons[much.peer]
+  assert 'without its first timestep' in reasons[again.peer]
   assert pool.come[1:] == [[good]] and good.state == 'thinking' and not listener.surprises
 
 
