@@ -82,9 +82,6 @@ class Stream:
     self._frames: collections.deque[int] = collections.deque()  # buffers of each frame that waits
     self._lock = threading.Lock()  # of what is to be sent; under TLS of the socket as well
 
-  def fileno(self) -> int:
-    return self.socket.fileno()
-
   def shake(self) -> str:
     """Goes on with TLS's handshake: '' if it is done, else what it waits for, 'read' or 'write'.
 
