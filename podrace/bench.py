@@ -18,9 +18,10 @@ from gymnasium import spaces
 from podrace.build import build_sebulba
 from podrace.config import Config, validate
 from podrace.errors import RunError, UsageError
+from podrace.process import cores
 from podrace.sebulba import ActingProgram, Actors, ActorSource, Batch, SebulbaDriver
 from podrace.sebulba.acting import pack
-from podrace.topology import cores, data_size, on_host
+from podrace.topology import data_size, on_host
 from podrace.worker import Worker
 
 PATIENCE = 300.0  # seconds that a stage may take to begin, its workers' start included, or to end

@@ -28,10 +28,10 @@ from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import number
 from podrace.networks import outside_loops
+from podrace.process import cores
 from podrace.record import load_config
 from podrace.sebulba.actors import CLOSE_SECONDS
 from podrace.sebulba.pipe import POLL
-from podrace.topology import cores
 from podrace.types import Agent, Array, Arrival, Environment, HostEnvironment
 from podrace.worker import Worker
 

@@ -25,6 +25,13 @@ class _ToStderr(logging.Handler):
     tell(self.format(record))
 
 
+def cores() -> int:
+  """How many cores this process may use."""
+  if hasattr(os, 'sched_getaffinity'):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def log_to_stderr(who: str, quiet: bool = False) -> Iterator[None]:
   """Has a command tell what podrace logs, as `who: message`; if it is quiet, only what is wrong.

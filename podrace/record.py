@@ -27,8 +27,8 @@ from podrace.config import (
 )
 from podrace.errors import UsageError
 from podrace.files import write_whole
-from podrace.process import is_locked, linked_folders, lock
-from podrace.topology import cores, on_host
+from podrace.process import cores, is_locked, linked_folders, lock
+from podrace.topology import on_host
 from podrace.version import __version__
 
 if TYPE_CHECKING:

@@ -258,13 +258,6 @@ def host_device() -> jax.Device:
     ) from e
 
 
-def cores() -> int:
-  """How many cores this process may use."""
-  if hasattr(os, 'sched_getaffinity'):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
   """The same on every device."""
   return NamedSharding(mesh, P())

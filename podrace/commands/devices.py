@@ -23,7 +23,8 @@ def run(args: list[str]) -> int:
   number = options.whole('--devices')
   import jax
 
-  from podrace.topology import cores, split_devices
+  from podrace.process import cores
+  from podrace.topology import split_devices
 
   topology = split_devices(
     options.text('--actor-devices'), options.text('--learner-devices'), number

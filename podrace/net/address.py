@@ -6,7 +6,6 @@ connection, so they find a service that has come back at another host or port.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import os
@@ -14,9 +13,7 @@ import socket as sockets
 import stat
 import sys
 from pathlib import Path
-from typing import Any
 
-from podrace.net import announce
 from podrace.net.keys import SecurityError
 
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
@@ -50,6 +47,8 @@ def current(address: str) -> str:
   """
   if (found := announced_at(address)) is None:
     return address
+  from podrace.net import announce  # most clients are given an address
+
   path, name = found
   there = announce.read(path).get(name)
   if there is None:
@@ -149,19 +148,10 @@ def listen(address: str) -> tuple[sockets.socket, str]:
 def _listen_tcp(address: str) -> sockets.socket:
   host, port = host_and_port(address)
   name = '0.0.0.0' if host == '*' else host.strip('[]')
-  found = sockets.getaddrinfo(
-    name, 0 if port == '*' else int(port), type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
-  )
-  family, kind, proto, _, where = found[0]
-  socket = sockets.socket(family, kind, proto)
-  try:
-    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-    socket.bind(where)
-    socket.listen(BACKLOG)
-  except BaseException:
-    socket.close()
-    raise
-  return socket
+  found = sockets.getaddrinfo(name, 0 if port == '*' else int(port), type=sockets.SOCK_STREAM)
+  family, *_, where = found[0]
+  both = family == sockets.AF_INET6 and sockets.has_dualstack_ipv6()
+  return sockets.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
 def _listen_unix(path: str) -> sockets.socket:
@@ -233,29 +223,26 @@ def connect(address: str, seconds: float) -> sockets.socket:
   Raises:
     OSError: if none does, each in so many seconds, or a Unix socket is not this user's own, or nothing is announced.
   """
-  failure: OSError | None = None
-  for family, where in _places(current(address)):
-    socket = sockets.socket(family, sockets.SOCK_STREAM)
-    try:
-      socket.settimeout(seconds)
-      socket.connect(where)
-      if family == getattr(sockets, 'AF_UNIX', None) and not same_user(socket):
-        raise PermissionError(errno.EPERM, "another user's process listens there")
-      return socket
-    except OSError as e:
-      socket.close()
-      failure = e
-  raise failure or OSError(errno.EINVAL, 'it has no address')
-
-
-def _places(address: str) -> list[tuple[int, Any]]:
-  """Families and addresses to connect to, in the order in which to try them."""
+  address = current(address)
   if (path := unix_path(address)) is not None:
-    if why := not_private(path):
-      raise PermissionError(errno.EPERM, why)
-    return [(sockets.AF_UNIX, path)]
+    return _connect_unix(path, seconds)
   host, port = host_and_port(address)
-  with contextlib.suppress(UnicodeError):
-    found = sockets.getaddrinfo(host.strip('[]'), int(port), type=sockets.SOCK_STREAM)
-    return [(family, where) for family, _, _, _, where in found]
-  raise OSError(errno.EINVAL, f'{host!r} is not a name of a machine')
+  try:
+    return sockets.create_connection((host.strip('[]'), int(port)), seconds)
+  except UnicodeError:
+    raise OSError(errno.EINVAL, f'{host!r} is not a name of a machine') from None
+
+
+def _connect_unix(path: str, seconds: float) -> sockets.socket:
+  if why := not_private(path):
+    raise PermissionError(errno.EPERM, why)
+  socket = sockets.socket(sockets.AF_UNIX)
+  try:
+    socket.settimeout(seconds)
+    socket.connect(path)
+    if not same_user(socket):
+      raise PermissionError(errno.EPERM, "another user's process listens there")
+  except BaseException:
+    socket.close()
+    raise
+  return socket

@@ -219,20 +219,18 @@ class Allowed:
     self._keys: frozenset[str] = frozenset()
     self.refresh()
 
-  def refresh(self) -> bool:
-    """Whether the list is another one than before; one that can't be read allows nobody."""
+  def refresh(self) -> None:
+    """Reads the list again, if the file has changed; one that can't be read allows nobody."""
     try:
       found = self._path.stat()
       seen = (found.st_mtime_ns, found.st_size, found.st_ino)
       if seen == self._seen:
-        return False
+        return
       text = self._path.read_text()
     except (OSError, UnicodeDecodeError):
       seen, text = (0, 0, 0), ''
     lines = [line.partition('#')[0].strip() for line in text.splitlines()]
-    keys = frozenset(line for line in lines if _FINGERPRINT.fullmatch(line))
-    changed, self._keys, self._seen = keys != self._keys, keys, seen
-    return changed
+    self._keys, self._seen = frozenset(filter(_FINGERPRINT.fullmatch, lines)), seen
 
   def __contains__(self, fingerprint: str) -> bool:
     return fingerprint in self._keys

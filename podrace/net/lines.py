@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from podrace.net.bucket import TokenBucket
 from podrace.net.text import plain_lines
 
 LINES, LINE_SECONDS = 20, 10.0  # lines in so many seconds, at most
@@ -21,14 +22,16 @@ class Lines:
 
   Attributes:
     events: the newest lines, said or not.
+    counts: of what has happened, by name.
   """
 
   def __init__(self, say: Say) -> None:
     self.events: collections.deque[str] = collections.deque(maxlen=200)
+    self.counts: collections.Counter[str] = collections.Counter()
     self._say = say
     self._said: collections.deque[float] = collections.deque()  # when
     self._unsaid, self._unsaid_since = 0, 0.0
-    self._room, self._at = float(LOG_BYTES), time.monotonic()
+    self._room = TokenBucket(LOG_BYTES, LOG_BYTES_A_SECOND)
 
   def log(self, line: str, level: int = logging.INFO, always: bool = False) -> None:
     """Says a line; whatever that leads to, it raises nothing."""
@@ -37,13 +40,11 @@ class Lines:
     self.events.append(line)
     while self._said and now - self._said[0] > LINE_SECONDS:
       self._said.popleft()
-    self._room = min(LOG_BYTES, self._room + LOG_BYTES_A_SECOND * (now - self._at))
-    self._at = now
-    if (len(self._said) >= LINES or self._room < len(line)) and not always:
+    if (len(self._said) >= LINES or self._room.left < len(line)) and not always:
       self._unsaid_since = self._unsaid_since if self._unsaid else now
       self._unsaid += 1
       return
-    self._room -= len(line)
+    self._room.take(len(line))
     self._said.append(now)
     with contextlib.suppress(Exception, SystemExit):  # rich exits where nobody reads any more
       self._say(level, line)

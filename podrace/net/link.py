@@ -5,46 +5,29 @@ A session ends with its connection. In the next one the handler tells the servic
 
 from __future__ import annotations
 
-import logging
+import functools
 import math
-import selectors
-import socket as sockets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import random
 from typing import Any, Protocol
 
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, split
-from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
+from podrace.net.loop import Loop
+from podrace.net.outage import Outage
+from podrace.net.outgoing import CONNECT_SECONDS, Outgoing, why_not
+from podrace.net.stream import Ended, Full, new_scratch
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
 
-CONNECT_SECONDS = 5.0  # to make a connection, and to get its first answer; then it is tried anew
-BACKOFF = (
-  0.05,
-  2.0,
-)  # seconds between attempts, at first and at most; drawn between half of it and all
 HELLO_SECONDS = 1.0  # between attempts to get a session, of a connection that must wait
-REMIND = 30.0  # seconds between messages that there is none
 METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
-BYE_SECONDS = 1.0  # that the last word has
-BACKLOG = 1024  # frames that the other end has not read
-LARGEST = 2**32 - 1  # bytes of a frame: this end has chosen whom it listens to
-READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
-# Why there is no session, as far as is known.
-NOTHING_KNOWN = 'it has not answered yet'
-NOBODY = 'nobody listens there'
-SAYS_NOTHING = 'the connection stands, and it does not answer'
 NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
-HAS_NO_KEYS = 'somebody listens there without keys, or who is no podrace'
-
-log = logging.getLogger('podrace.net')
 
 
 class Refused(ValueError):
@@ -117,10 +100,11 @@ class Link:
 
   Attributes:
     session: how many there have been, if there is one now; None if not.
-    why: there is none.
+    number: of the session that is, begins, or was last.
     waits: the service has it wait for a session.
     closed: `close` was called, or the service has no more to do for it.
     ping_every, patience: seconds, at most, between PINGs and between turns; handlers may lower them.
+    wake: has the thread look around; for any thread.
 
   Raises:
     SecurityError: for addresses or keys that can't be used.
@@ -142,25 +126,17 @@ class Link:
     self.address, self.handler = address, handler
     self.changed = changed or threading.Condition()
     self.session: int | None = None
+    self.number = 0
     self.closed = self.over = self.waits = False
-    self.why = NOTHING_KNOWN
     self.silence, self.ping_every, self.patience = session.SILENCE, math.inf, 0.5
     self._client = session.new_client()
-    self._give_up, self._what = give_up, what or handler.service
-    self._sessions = 0
-    self._stream: Stream | None = None  # connected, or on its way
-    self._open: Stream | None = None  # of a session
-    self._lost_why = ''  # noticed by another thread
-    self._wants = READ
+    self._outage = Outage(what or handler.service, address, give_up)
+    self._connection: Outgoing | None = None
+    self._open: Outgoing | None = None  # the connection, if it has a session
     self._bye = 'closed'
-    self._wake = session.Wake()
-    self._selector = selectors.DefaultSelector()
-    self._selector.register(self._wake.fileno(), READ)
-    self._scratch = new_scratch()
-    self._must_wait = False
-    self._waits, self._alone_since = 0, time.monotonic()
-    self._said, self._last_reason = 0.0, ''
-    self._heard = self._pinged = self._asked = self._measured = 0.0
+    self._loop, self._scratch = Loop(), new_scratch()
+    self.wake = self._loop.wake
+    self._pinged = self._asked = self._measured = 0.0
     self._worker: Worker | None = None
 
   def start(self) -> Link:
@@ -168,31 +144,25 @@ class Link:
     self._worker = Worker(f'link {self.address}', self._main, self._at_end)
     return self
 
-  @property
-  def number(self) -> int:
-    """Of the session that is, begins, or was last."""
-    return self._sessions
-
   # --- from any thread -----------------------------------------------------------------------------
 
-  def wake(self) -> None:
-    """Has the thread look around."""
-    self._wake.set()
+  @property
+  def why(self) -> str:
+    """There is no session."""
+    return self._outage.why
 
   def send(
     self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = (), within: int | None = None
   ) -> bool:
     """Whether it is on its way; if not, there is no session, or not the one numbered `within`."""
-    number, stream = self._sessions, self._open
-    if stream is None or (within is not None and within != number):
+    number, connection = self.number, self._open
+    if connection is None or (within is not None and within != number):
       return False
     try:
-      if not stream.send(kind, *fields, arrays=arrays):
+      if not connection.stream.send(kind, *fields, arrays=arrays):
         self.wake()
     except (Full, Ended) as e:
-      if stream is self._open:
-        self._lost_why = str(e)
-        self.wake()
+      self._loop.call(functools.partial(self._lose, str(e), connection))
       return False
     return True
 
@@ -200,21 +170,6 @@ class Link:
     """Raises what has ended the link for good: Refused, TimeoutError, or what failed in its thread."""
     if self._worker is not None:
       self._worker.check()
-
-  @property
-  def failed(self) -> bool:
-    """Whether `check` raises."""
-    return self._worker is not None and self._worker.failed
-
-  def wait_joined(self, deadline: float) -> bool:
-    """Whether there is a session in time; raises as `check`."""
-    with self.changed:
-      while self.session is None and not self.closed:
-        self.check()
-        if (left := deadline - time.monotonic()) <= 0:
-          return False
-        self.changed.wait(min(left, 3600.0))
-    return not self.closed
 
   def close(self, reason: str = 'closed') -> None:
     """Ends the session and the thread."""
@@ -226,118 +181,84 @@ class Link:
     if self._worker is not None:
       self._worker.wait()
 
-  def lose(self, reason: str) -> None:
-    """Ends the session; another one begins."""
-    self._lost_why = reason
-    self.wake()
-
   # --- the thread ----------------------------------------------------------------------------------
 
   def _main(self) -> None:
-    try:
-      while not self.closed:
-        if self._stream is None:
-          self._connect()
-        self._turn()
-      self._leave()
-    finally:
-      self._hang_up()
+    while not self.closed:
+      if self._connection is None and time.monotonic() >= self._outage.due:
+        self._connect()
+      self._turn()
+    self._leave()
 
   def _at_end(self) -> None:
-    with self.changed:
-      self.session = self._open = None
-      self.changed.notify_all()
+    self._hang_up()
     self.handler.lost('it has ended')
-    self._selector.close()
-    self._wake.close()
+    self._loop.close()
 
   def _turn(self) -> None:
     """Waits for something to come, and deals with it."""
-    stream = self._stream
-    for key, events in self._selector.select(self.patience):
-      if stream is None or key.data is not stream:
-        self._wake.clear()
-      else:
-        self._ready(stream, events)
-    if self._lost_why and self._stream is stream and stream is not None:
-      self._lose(self._lost_why)
-    self._lost_why = ''
-    self._flush()
+    seconds = self.patience
+    if self._connection is None:
+      seconds = min(seconds, self._outage.due - time.monotonic())
+    for key, events in self._loop.wait(seconds):
+      self._ready(key.data, events)
+    self._loop.do_calls()  # after what has come, which may say more of why a session is over
+    if self._open is not None:
+      self._open.look_for_room()
     self.handler.turned()
     self._look_at_the_clock()
 
-  def _flush(self) -> None:
-    """Has the selector tell of room where another thread's message waits for it."""
-    if (stream := self._open) is not None and stream.waiting:
-      self._select(READ | WRITE)
-
   def _connect(self) -> None:
-    """Begins a connection, after a while if the one before was no success."""
-    if self._waits:
-      first, most = BACKOFF
-      seconds = min(first * 2 ** (self._waits - 1), most) * (0.5 + 0.5 * random())
-      if self._sleep(seconds):
-        return
-    self._waits += 1
-    self._heard, self._pinged, self._must_wait = time.monotonic(), 0.0, False
-    try:
-      socket = self._socket()
-    except (OSError, ValueError) as e:
-      self.why = NOBODY if isinstance(e, (ConnectionRefusedError, FileNotFoundError)) else why(e)
-      return
+    """Begins a connection."""
     h = self.handler
-    self._stream = Stream(
-      socket, h.kinds, self._message, h.memory, LARGEST, BACKLOG, self._scratch, self._context
-    )
-    self._wants = READ if self._stream.shaken else WRITE
-    self._selector.register(socket, self._wants, self._stream)
-    if self.why in (NOTHING_KNOWN, NOBODY):  # else it is known better
-      self.why = SAYS_NOTHING
-    if self._stream.shaken:
+    try:
+      self._connection = Outgoing(
+        self._loop, self.address, self._context, h.kinds, self._message, h.memory, self._scratch
+      )
+    except (OSError, ValueError) as e:
+      self._outage.failed(why_not(e))
+      return
+    self._pinged, self._asked = 0.0, math.inf
+    self._outage.stands()
+    if self._connection.stream.shaken:
       self._hello()
 
-  def _socket(self) -> sockets.socket:
-    socket = addresses.connect(self.address, CONNECT_SECONDS)
-    no_delay(socket)
-    return socket
-
-  def _sleep(self, seconds: float) -> bool:
-    """Lets time pass; whether the link is to end."""
-    until = time.monotonic() + seconds
-    while not self.closed and (left := until - time.monotonic()) > 0:
-      self._look_at_the_clock()
-      if self._selector.select(min(left, 0.2)):
-        self._wake.clear()
-    return self.closed
-
-  def _select(self, events: int) -> None:
-    if self._stream is not None and events != self._wants:
-      self._wants = events
-      self._selector.modify(self._stream.socket, events, self._stream)
-
-  def _ready(self, stream: Stream, events: int) -> None:
+  def _ready(self, connection: Outgoing, events: int) -> None:
     try:
-      if not stream.shaken:
-        wants = stream.shake()
-        self._select(WRITE if wants == 'write' else READ)
-        if not wants:
-          self._hello()
-        events = READ if stream.pending() else 0
-      if events & READ:
-        self._heard = time.monotonic()
-        stream.receive()
-      if events & WRITE and not stream.closed and stream.flush():
-        self._select(READ)
+      if connection.serve(events):
+        self._hello()
     except Ended as e:
-      self._lose(self._explained(stream, str(e)))
+      self._lose(str(e))
     except WireError as e:
       self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
 
-  def _explained(self, stream: Stream, reason: str) -> str:
-    """Why a connection is over that had no session."""
-    if self.session is not None or stream.shaken:
-      return reason
-    return f'{HAS_NO_KEYS}, or with other keys ({reason})'
+  def _leave(self) -> None:
+    """Ends the session as its service knows it."""
+    if self._open is not None:
+      self._open.leave(session.BYE, self._bye)
+
+  def _lose(self, reason: str, connection: Outgoing | None = None) -> None:
+    """Ends the connection, if it is this one still; another one begins."""
+    if self._connection is None or connection not in (None, self._connection):
+      return
+    had = self.session is not None
+    if had:
+      self._outage.begin(reason)
+    else:
+      self._outage.failed(reason)
+    self._hang_up()
+    if had:
+      self.handler.lost(reason)
+
+  def _hang_up(self) -> None:
+    if self._connection is not None:
+      self._connection.close()
+    with self.changed:
+      self.session = self._connection = self._open = None
+      self.waits = False
+      self.changed.notify_all()
+
+  # --- what is said --------------------------------------------------------------------------------
 
   def _message(
     self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Sequence[int]
@@ -351,50 +272,32 @@ class Link:
 
   def _hello(self) -> None:
     """Asks for a session."""
-    if self._stream is not None:
-      self._asked, self._must_wait = time.monotonic(), False
+    if self._connection is not None:
+      self._asked = math.inf
+      details = session.hello(self.handler.service, self._client, **self.handler.hello())
+      _check_hello(details, self.address)
       try:
-        details = session.hello(self.handler.service, self._client, **self.handler.hello())
-        self._check_hello(details)
-        self._stream.send(session.HELLO, details)
+        self._connection.stream.send(session.HELLO, details)
       except (Ended, Full) as e:
         self._lose(str(e))
-
-  def _check_hello(self, details: dict[str, Any]) -> None:
-    size = sum(map(len, session.HELLO.pack([details]))) - PREFIX.size
-    if size > session.GUEST_BYTES:
-      raise Refused(
-        f'HELLO to {self.address} would have {size:,} bytes, and a service takes at most {session.GUEST_BYTES:,}: '
-        'what this client tells of itself, as its spaces, is too large'
-      )
 
   def _join(self, details: dict[str, Any]) -> None:
     silence = details.get('silence')
     if self.session is not None or type(silence) is not float or not 0 < silence < math.inf:
       raise WireError('a second WELCOME, or one without the seconds of silence')
     self.silence = silence
-    self._sessions += 1
-    self._open, self._measured = self._stream, time.monotonic()
+    self.number += 1
+    self._open, self._measured = self._connection, time.monotonic()
     self.handler.joined(details)
     with self.changed:
-      self.session = self._sessions
+      self.session = self.number
       self.changed.notify_all()
-    if self._last_reason:
-      log.info('%s at %s is back', self._what, self.address)
-    self._waits, self._last_reason, self.why = 0, '', NOTHING_KNOWN
+    self._outage.end()
     self.waits = False
 
   def _wait(self, reason: str) -> None:
-    self.why, self._must_wait, self.waits = plain(reason), True, True
-    self._alone_since = time.monotonic()
-    self._remind(f'waiting: {self.why}')
-
-  def _refused(self, reasons: list[Any]) -> None:
-    lines = plain_reasons(reasons)
-    raise Refused('\n  '.join([f'{self.address} refused this client:', *lines]))
-
-  def _gone(self, reason: str) -> None:
-    self._lose(plain(reason))
+    self._asked, self.waits = time.monotonic(), True
+    self._outage.wait(plain(reason))
 
   def _end(self, complete: bool, reason: str) -> None:
     reason = plain(reason)
@@ -405,31 +308,20 @@ class Link:
       self._leave()
       self._lose(reason)
 
-  def _lose(self, reason: str) -> None:
-    """Ends the connection; the next turn begins another."""
-    if self._stream is None:
-      return
-    self.why = reason
-    self._hang_up()
-    with self.changed:
-      had, self.session = self.session is not None, None
-      self.changed.notify_all()
-    if had:
-      self._alone_since = time.monotonic()
-      self._remind(f'the session with {self._what} at {self.address} is over: {reason}')
-      self._waits = 1  # all clients lose a service together
-      self.handler.lost(reason)
-
-  def _hang_up(self) -> None:
-    stream, self._stream, self._open, self.waits = self._stream, None, None, False
-    if stream is not None and not stream.closed:
-      self._selector.unregister(stream.socket)
-      stream.close()
+  # --- time ----------------------------------------------------------------------------------------
 
   def _look_at_the_clock(self) -> None:
-    now = time.monotonic()
+    now, connection = time.monotonic(), self._connection
     if self.session is None:
-      self._look_for_a_session(now)
+      self._outage.check(now)
+    if connection is None:
+      return
+    silent = now - connection.heard
+    if self.session is None:
+      if silent > CONNECT_SECONDS:
+        self._lose(self.why)
+      elif now - self._asked > HELLO_SECONDS:
+        self._hello()
       return
     if now - self._pinged > min(self.silence / 4, self.ping_every):
       self._pinged = now
@@ -438,53 +330,29 @@ class Link:
       self._measured = now
       if found := self.handler.metrics():
         self.send(session.METRICS, found)
-    if now - self._heard > 2 * self.silence:
-      self._lose(f'it has been silent for {now - self._heard:.1f} s')
+    if silent > 2 * self.silence:
+      self._lose(f'it has been silent for {silent:.1f} s')
 
-  def _look_for_a_session(self, now: float) -> None:
-    alone = now - self._alone_since
-    if alone > 2.0:
-      self._remind(f'no {self._what} answers at {self.address} ({self.why}); trying again')
-    if self._give_up and alone > self._give_up:
-      raise TimeoutError(f'no {self._what} at {self.address} for {self._give_up:.0f} s: {self.why}')
-    if self._stream is None:
-      return
-    if now - self._heard > CONNECT_SECONDS:
-      self._lose(self.why)
-    elif self._must_wait and now - self._asked > HELLO_SECONDS:
-      self._hello()
 
-  def _remind(self, message: str) -> None:
-    """Says what is being waited for, when it begins and every half minute."""
-    now = time.monotonic()
-    if message != self._last_reason or now - self._said > REMIND:
-      self._said, self._last_reason = now, message
-      log.warning('%s', message)
+def _check_hello(details: dict[str, Any], address: str) -> None:
+  size = sum(map(len, session.HELLO.pack([details]))) - PREFIX.size
+  if size > session.GUEST_BYTES:
+    raise Refused(
+      f'HELLO to {address} would have {size:,} bytes, and a service takes at most {session.GUEST_BYTES:,}: '
+      'what this client tells of itself, as its spaces, is too large'
+    )
 
-  def _leave(self) -> None:
-    """Says goodbye, and waits until that is read."""
-    stream = self._open
-    if stream is None:
-      return
-    until = time.monotonic() + BYE_SECONDS
-    try:
-      stream.send(session.BYE, self._bye)
-      stream.socket.settimeout(BYE_SECONDS)
-      while not stream.flush() and time.monotonic() < until:
-        pass  # it waits for room itself, until the timeout
-      stream.end_writing()
-      # A connection that is closed with something unread is reset, and the last word with it.
-      while time.monotonic() < until and stream.socket.recv(65536):
-        pass
-    except (Ended, Full, OSError):
-      pass
+
+def _refused(link: Link, reasons: list[Any]) -> None:
+  lines = plain_reasons(reasons)
+  raise Refused('\n  '.join([f'{link.address} refused this client:', *lines]))
 
 
 _COMMON: dict[int, Callable[..., None]] = {
   session.WAIT.number: Link._wait,
   session.WELCOME.number: Link._join,
   session.PONG.number: lambda link, details: link.handler.pong(details),
-  session.REFUSED.number: Link._refused,
-  session.GONE.number: Link._gone,
+  session.REFUSED.number: _refused,
+  session.GONE.number: lambda link, reason: link._lose(plain(reason)),
   session.END.number: Link._end,
 }

@@ -1,11 +1,10 @@
-"""What every session has in common: its messages, how it begins, and how each side wakes its thread.
+"""What every session has in common: its messages, and how it begins.
 
 A session is a connection: it begins with WELCOME and ends with the connection.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket as sockets
 from typing import Any
@@ -72,33 +71,3 @@ def check_hello(details: dict[str, Any]) -> None:
     x = details.get(name)
     if type(x) is not int or not 0 <= x < NUMBER:
       raise WireError(f'a hello without a {name} that is an integer from 0 to 2^63 - 1')
-
-
-class Wake:
-  """Lets other threads end a wait for sockets."""
-
-  def __init__(self) -> None:
-    self._read, self._write = sockets.socketpair()
-    self._read.setblocking(False)
-    self._write.setblocking(False)
-    self._signalled = False
-
-  def fileno(self) -> int:
-    return self._read.fileno()
-
-  def set(self) -> None:
-    """Ends the wait; what the caller has appended to a queue before is seen after it."""
-    if not self._signalled:
-      self._signalled = True
-      with contextlib.suppress(OSError):  # it is awake, or closed
-        self._write.send(b'.')
-
-  def clear(self) -> None:
-    """Before the queues are looked at."""
-    with contextlib.suppress(OSError):  # nothing there
-      self._read.recv(64)
-    self._signalled = False
-
-  def close(self) -> None:
-    self._read.close()
-    self._write.close()

@@ -82,9 +82,6 @@ class Stream:
     self._frames: collections.deque[int] = collections.deque()  # buffers of each frame that waits
     self._lock = threading.Lock()  # of what is to be sent; under TLS of the socket as well
 
-  def fileno(self) -> int:
-    return self.socket.fileno()
-
   def shake(self) -> str:
     """Goes on with TLS's handshake: '' if it is done, else what it waits for, 'read' or 'write'.
 
@@ -313,7 +310,7 @@ class Stream:
       self._frames.clear()
       self._into = None
       # Its owner is in them, which has it: only the garbage collector would find the two, and TLS's memory, some time.
-      self.on_message = self.memory = _nothing
+      self.on_message = self.memory = no_memory
       self.socket.close()
 
   def say_plain(self, kind: Kind, *fields: Any) -> None:
@@ -341,8 +338,8 @@ def new_scratch() -> bytearray:
   return bytearray(2 * SCRATCH_BYTES)  # the second half for TLS
 
 
-def _nothing(*args: Any) -> None:
-  """What is done with a message of a connection that is closed."""
+def no_memory(*args: Any) -> None:
+  """Leaves memory to the stream, and messages of a connection that is closed alone."""
 
 
 def no_delay(socket: sockets.socket) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import selectors
 import sys
 import time
 from collections.abc import Sequence
@@ -14,8 +13,10 @@ from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Kind, WireError
-from podrace.net.link import LARGEST, NOBODY, NOTHING_KNOWN, SAYS_NOTHING
-from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
+from podrace.net.loop import Loop
+from podrace.net.outage import NOTHING_KNOWN, SAYS_NOTHING
+from podrace.net.outgoing import Outgoing, why_not
+from podrace.net.stream import Ended, Full, new_scratch, no_memory
 from podrace.net.text import plain
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
@@ -44,7 +45,8 @@ class Asker:
     addresses.check_address(address, keys, insecure, 'top')
     self._address = address
     self._context = None if keys is None else net_keys.client_context(keys)
-    self._stream: Stream | None = None
+    self._loop = Loop()
+    self._connection: Outgoing | None = None
     self._report: dict[str, Any] | None = None
     self._why = NOTHING_KNOWN
 
@@ -60,31 +62,28 @@ class Asker:
       try:
         self._ask(end)
       except (Ended, Full, OSError, WireError) as e:
-        self._why = NOBODY if isinstance(e, ConnectionRefusedError | FileNotFoundError) else why(e)
-        self.close()
+        self._why = why_not(e)
+        self._hang_up()
         time.sleep(0.2)
       if self._report is not None:
         return self._report
     raise TimeoutError(f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: {self._why}')
 
   def _ask(self, end: float) -> None:
-    if self._stream is None:
-      socket = addresses.connect(self._address, ANSWER_SECONDS)
-      no_delay(socket)
-      nothing = lambda *args: None  # noqa: E731
-      self._stream = Stream(
-        socket, KINDS, self._hear, nothing, LARGEST, 8, new_scratch(), self._context
+    if self._connection is None:
+      self._connection = Outgoing(
+        self._loop, self._address, self._context, KINDS, self._hear, no_memory, new_scratch()
       )
       self._why = SAYS_NOTHING
-    stream = self._stream
-    with selectors.DefaultSelector() as selector:
-      selector.register(stream, selectors.EVENT_READ)
-      while not stream.shaken and stream.shake() and (left := end - time.monotonic()) > 0:
-        selector.select(min(left, 0.05))
-      stream.send(session.ASK)
-      while self._report is None and (left := end - time.monotonic()) > 0:
-        if stream.pending() or selector.select(left if stream.flush() else 0.01):
-          stream.receive()
+    connection, stream = self._connection, self._connection.stream
+    ask = stream.shaken
+    while self._report is None and (left := end - time.monotonic()) > 0:
+      if ask:
+        stream.send(session.ASK)
+      connection.look_for_room()
+      ask = False
+      for _, events in self._loop.wait(left):
+        ask = connection.serve(events)
 
   def _hear(self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Any) -> None:
     if kind is session.REPORT:
@@ -92,10 +91,14 @@ class Asker:
     elif kind is session.GONE:
       raise Ended(plain(fields[0]))
 
+  def _hang_up(self) -> None:
+    if self._connection is not None:
+      self._connection.close()
+    self._connection = None
+
   def close(self) -> None:
-    if self._stream is not None:
-      self._stream.close()
-    self._stream = None
+    self._hang_up()
+    self._loop.close()
 
 
 def _plain(text: Any) -> str:

@@ -30,7 +30,7 @@ from podrace.net.frame import Kind, flat
 from podrace.net.link import Handler, Link, Refused
 from podrace.net.measures import Measures, Meter, resident_mb
 from podrace.net.text import STRING, plain
-from podrace.process import on_signals
+from podrace.process import cores, on_signals
 from podrace.remote import wire
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
@@ -314,13 +314,6 @@ class Client(Handler):
         pass
       if not group.join(0.0) and not self.signum:
         raise Failed(f'{self._spec.name}: group {group.index} does not end its step')
-
-
-def cores() -> int:
-  """How many this process may use."""
-  if hasattr(os, 'sched_getaffinity'):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
 
 
 def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:

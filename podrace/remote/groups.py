@@ -67,13 +67,15 @@ class Group:
     self.state: Literal['waiting', 'asked', 'come', 'thinking', 'gone'] = 'waiting'
     self.pool: RemotePool | None = None
     self.overtaken = 0  # so often, while it was the first of those that wait
-    self.slots = np.zeros(0, np.int32)
+    self.slots, self.run_id = np.zeros(0, np.int32), np.zeros(0, np.int64)  # both [n]
     self.seq = 0  # of the STEP that is awaited or was the last
     self.since = time.monotonic()  # when its state began
 
-  def begin(self) -> None:
-    """It has slots; before, it takes no memory to speak of."""
+  def begin(self, pool: RemotePool, slots: np.ndarray) -> None:
+    """It has slots [n] of a pool; before, it takes no memory to speak of."""
     size = self.size
+    self.pool, self.slots, self.run_id = pool, slots, pool.run_id[slots]
+    pool.expect(size)
     self.state, self.since = 'asked', time.monotonic()
     self.life: np.ndarray = np.zeros(size, np.uint32)
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
@@ -82,7 +84,6 @@ class Group:
     self.within: np.ndarray = np.full(
       (size, 3), (0, ONE, MID), np.uint32
     )  # life, discount, flags within an episode
-    self.run_id: np.ndarray = np.zeros(0, np.int64)  # [n] of its slots
     self._buffers: list[np.ndarray] = []
 
   def buffer(self, size: int) -> np.ndarray:

@@ -1,9 +1,5 @@
 """The learner's end: clients with environments, and pools of them for the actor threads.
 
-One thread at a time has the network, and it is one that waits for environments, if there is any: so that
-between a message and its answer there is no other thread. Where all are busy a thread of the server's own
-looks after it now and then.
-
 A client's environments come in groups that step together. A group takes slots, as many as it has
 environments, in one actor thread's pool; to Sebulba a slot is an environment, and another group in it
 is another life of that environment. Everything a client says is checked here: what is not as
@@ -12,39 +8,37 @@ docs/protocol.md has it ends the client's session, never the run.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import shlex
-import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from podrace.envs.host.base import START_SECONDS, HostSpec
 from podrace.envs.spaces import tree
+from podrace.net.connections import Peer
 from podrace.net.frame import Kind
 from podrace.net.lines import Say
-from podrace.net.listener import Handler, Listen, Listener, Peer
+from podrace.net.listener import Listen, Listener
 from podrace.net.measures import logged, resident_mb
 from podrace.net.session import GUEST_BYTES
+from podrace.net.sessions import Handler
 from podrace.net.text import STRING, plain
 from podrace.remote import wire
-from podrace.remote.groups import STEPPING, Client, Group, Item, within_episodes
+from podrace.remote.groups import STEPPING, Client, Group, Item
+from podrace.remote.incoming import Incoming
+from podrace.remote.network import SharedNetwork
 from podrace.remote.pool import RemotePool
+from podrace.remote.slots import WAITING, Slots
 from podrace.remote.wire import WireError
 from podrace.types import Arrival, TimeStep
 
 ENVIRONMENTS = 65536  # of one client, at most
-WAITING = 16384  # groups without slots, of all clients
-GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
-CARE = 0.05  # seconds between looks at the network while all actor threads are busy
 REMIND = 60.0  # seconds between messages that there are no environments
-TOGETHER = 2**21  # bytes of timesteps that are looked at together, unless a single one has more
 
 log = logging.getLogger('podrace.remote')
 
@@ -68,23 +62,15 @@ class Server(Handler):
     deadline: float = 60.0,
     say: Say = log.log,
   ) -> None:
-    self.listener = Listener(listen, self, say)
-    self.log, self.counts = self.listener.log, self.listener.counts
-    self.peers = self.listener.peers
-    self.max_wait, self._deadline = max_wait, deadline
-    self.failure: str | None = None
-    self._slots = slots
-    self._pools: list[RemotePool] = []
-    self._come: list[Item] = []  # not looked at yet
-    self._come_bytes = 0
-    self._waiting: list[Group] = []  # for slots
-    self._assigning = False
-    self._lonely_since: float | None = None
-    self._reminded = 0.0
-    self._lead = threading.Lock()  # held by the thread that has the network
-    self._thread: threading.Thread | None = None
-    self._stop = threading.Event()
-    self._shut = self._finished = False
+    self.listener = listener = Listener(listen, self, say)
+    self.log, self.counts, self.peers = listener.log, listener.counts, listener.peers
+    self.max_wait, self._deadline, self._most = max_wait, deadline, slots
+    self.slots = Slots(slots, self._start)
+    self.network = network = SharedNetwork(listener, self.slots.pools)
+    self.call, self.turn, self.finished = network.call, network.turn, network.finish
+    self.wake, self.pass_on = listener.wake, network.pass_on
+    self._lonely_at: float | None = None  # when it was said last that there are no environments
+    self._closed = False
 
   def spec(self, spec: HostSpec) -> HostSpec:
     """The same kind of environment, of which others have the pools."""
@@ -92,6 +78,7 @@ class Server(Handler):
     self.schema = wire.schema(spec.observation_space, spec.action_space)
     self.layout = wire.Layout(self.schema)
     self.env = spec.name
+    self._incoming = Incoming(self.layout, self.listener)
     none = [np.zeros((0, *shape), dtype) for dtype, shape in self.layout.leaves]
     zero: Any = np.zeros(0, np.float32)
     timestep = TimeStep(tree(spec.observation_space, iter(none)), zero, zero, zero.astype(np.int8))
@@ -117,90 +104,23 @@ class Server(Handler):
   @property
   def largest(self) -> int:
     """Bytes of a frame, at most; no group is larger than all slots."""
-    return max(self.layout.step_bytes(self._slots) + 64, GUEST_BYTES)
+    return max(self.layout.step_bytes(self._most) + 64, GUEST_BYTES)
 
   # --- its life ----------------------------------------------------------------------------------
 
   def __enter__(self) -> Server:
-    self.listener.open()
-    self._thread = threading.Thread(target=self._main, name='remote', daemon=True)
-    self._thread.start()
+    self.network.open()
     return self
 
-  def finished(self) -> None:
-    """The run is complete: clients hear it, and need not wait for another. Nobody is served any more."""
-    self._finished = True
-    self._end()
-
-  def _end(self) -> None:
-    self._stop.set()
-    if self._thread:
-      self._thread.join(5.0)
-
   def __exit__(self, *exc: object) -> None:
-    if self._shut:
-      return
-    self._shut = True
-    self._end()
-    if not self._lead.acquire(timeout=5.0):
-      raise RuntimeError('a thread does not give back the network')
-    self.listener.close()
+    if not self._closed:
+      self._closed = True
+      self.network.close()
 
-  def call(self, do: Callable[..., None], *args: Any) -> None:
-    """Does something at once, or has it done by the thread that has the network.
-
-    Raises:
-      RuntimeError: if one of them has failed.
-    """
-    self.listener.later(functools.partial(do, *args))
-    if not self._as_leader(self.listener.do_calls):
-      self.listener.wake()
-
-  def turn(self, wait: float) -> bool:
-    """Listens for up to `wait` seconds, and deals with what comes; False if another thread does.
-
-    Raises:
-      RuntimeError: if it failed, now or before.
-    """
-    return self._as_leader(self.listener.turn, wait)
-
-  def wake(self) -> None:
-    """Has the thread that has the network look around."""
-    self.listener.wake()
-
-  def pass_on(self) -> None:
-    """To a thread that waits for environments, after this one has had the network."""
-    for pool in self._pools:
-      if pool.waiting:
-        pool.nudge()
-        return
-
-  def _as_leader(self, do: Callable[..., None], *args: Any) -> bool:
-    if self.failure:
-      raise RuntimeError(f'the network has failed:\n{self.failure}')
-    if self._stop.is_set() or not self._lead.acquire(blocking=False):  # at the end it is `_main`'s
-      return False
-    try:
-      do(*args)
-    except BaseException as e:
-      self.failure = traceback.format_exc()
-      self.log(f'the network failed:\n{self.failure}', logging.ERROR, always=True)
-      raise RuntimeError(f'the network failed:\n{self.failure}') from e
-    finally:
-      self._lead.release()
-    return True
-
-  def _main(self) -> None:
-    """Looks after the network while nobody else does, and takes leave at the end."""
-    while not self._stop.wait(CARE):
-      with contextlib.suppress(RuntimeError):  # which is said already, and to the actor threads
-        self.turn(0.0)
-      self.pass_on()  # who found the network taken waits to be given it
-    self.wake()
-    with self._lead:
-      if self.failure is None:
-        why = 'the run is complete' if self._finished else 'the learner has stopped'
-        self.listener.end(self._finished, why, GOODBYE)
+  @property
+  def failure(self) -> str | None:
+    """The traceback of what has ended the network; None if nothing has."""
+    return self.network.failure
 
   # --- as a listener's handler: sessions ---------------------------------------------------------
 
@@ -211,7 +131,7 @@ class Server(Handler):
     return wire.differences(self.schema, details.get('schema'))
 
   def why_wait(self, details: dict[str, Any]) -> str:
-    return '' if self._pools else 'the learner is getting ready'
+    return '' if self.slots.pools else 'the learner is getting ready'
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
     peer.state = Client(details)
@@ -223,25 +143,11 @@ class Server(Handler):
         'so they take part; end them if that is not what you want',
         logging.WARNING,
       )
-    return dict(largest_group=self._largest_group, env=self.env[:STRING])
-
-  @property
-  def _largest_group(self) -> int:
-    return min((p.batch_size for p in self._pools), default=0)
+    return dict(largest_group=self.slots.largest_group, env=self.env[:STRING])
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
-    """Unrolls that its environments had begun are dropped with it."""
     self.turned()  # first what was said first
-    self._waiting = [g for g in self._waiting if g.peer is not peer]
-    for group in peer.state.groups.values():
-      state, group.state = group.state, 'gone'
-      if group.pool is None:
-        continue
-      if state in ('asked', 'come'):
-        group.pool.expect(-group.size)
-        self._release(group)
-      elif group.pool.withdraw(group):
-        self._release(group)  # else when it is answered
+    self.slots.leave(peer.state.groups.values())
 
   # --- what clients say --------------------------------------------------------------------------
 
@@ -270,117 +176,45 @@ class Server(Handler):
     if kind is wire.STEP:
       group = self._stepping(peer, *fields)
       if group is not None:
-        self._step(group, arrays[0])
+        self._incoming.add(group, arrays[0])
     else:
       self._enter(peer, *fields)
 
   def _enter(self, peer: Peer, index: int, size: int) -> None:
     client: Client = peer.state
+    largest = self.slots.largest_group
     if index >= wire.GROUPS or index in client.groups:
       raise WireError(f'group {index}, which is there already or more than {wire.GROUPS - 1}')
-    if not 1 <= size <= self._largest_group or client.environments + size > ENVIRONMENTS:
-      raise WireError(f'a group of {size} environments, expected 1 to {self._largest_group}')
-    if len(self._waiting) >= WAITING:
+    if not 1 <= size <= largest or client.environments + size > ENVIRONMENTS:
+      raise WireError(f'a group of {size} environments, expected 1 to {largest}')
+    if self.slots.crowded:
       self.listener.tell_gone(peer, f'{WAITING} groups of environments wait already')
       return
     group = client.groups[index] = Group(peer, index, size)
     client.environments += size
-    self._waiting.append(group)
-    self._assign()
+    self.slots.enter(group)
     if group.state == 'waiting' and not client.must_wait:
       client.must_wait = True
-      slots = sum(p.num_envs for p in self._pools)
       self.log(
-        f'{peer.name}: environments wait until others leave; all {slots} slots (--num-envs) are taken, '
+        f'{peer.name}: environments wait until others leave; all {self.slots.total} slots (--num-envs) are taken, '
         f'or no {size} of one actor thread are free'
       )
 
-  def _step(self, group: Group, body: memoryview) -> None:
-    now = time.monotonic()
-    if group.seq:
-      group.client.stepping.add(now - group.since)
-    group.state, group.since = 'come', now
-    if self._come_bytes + len(body) > TOGETHER:
-      self.turned()
-    self._come.append(Item(group, self.layout.arrays(body, group.size), now))
-    self._come_bytes += len(body)
+  def _start(self, group: Group) -> None:
+    self.listener.send(group.peer, wire.START, group.index)
 
   def turned(self) -> None:
-    """Deals with the timesteps that have come: together, as most of what there is to check costs as much for many."""
-    items, self._come, self._come_bytes = self._come, [], 0
-    if items:
-      self._accept(items)
-
-  def _accept(self, items: list[Item]) -> None:
-    items = [item for item in items if item.group.state == 'come']  # else dropped since
-    if not items:
-      return
-    steps = [item.arrays for item in items]
-    try:
-      records = self.layout.records(steps)
-      if not np.isfinite(records.numbers).all():
-        raise WireError('a reward, score or discount that is NaN or infinite')
-      self.layout.check_observations(steps)
-      within = within_episodes(items, records)
-    except Exception as e:
-      if len(items) == 1:
-        self.listener.blame(items[0].group.peer, e)
-        return
-      if not isinstance(e, WireError):
-        self.listener.unexpected(e)
-      for item in items:  # whose is it?
-        self._accept([item])
-      return
-    start = 0
-    for item, is_within in zip(items, within, strict=True):
-      group = item.group
-      stop = start + group.size
-      if is_within:
-        group.kind = group.mids
-      elif group.state == 'come':  # else dropped for another one's
-        self._accept_ends(group, wire.Records(records.words[start:stop]))
-      start = stop
-    self._pass_on([item for item in items if item.group.state == 'come'])
-
-  def _accept_ends(self, group: Group, records: wire.Records) -> None:
-    try:
-      restarts = group.accept(records)
-    except Exception as e:
-      self.listener.blame(group.peer, e)
-      return
-    if restarts is not None and group.pool is not None:
-      group.pool.run_id[group.slots] += restarts
-      group.run_id = group.pool.run_id[group.slots]
-      group.client.restarts += int(restarts.sum())
-
-  def _pass_on(self, items: list[Item]) -> None:
-    """To the actor threads."""
-    pools: dict[RemotePool, list[Item]] = {}
-    for item in items:
-      group = item.group
-      group.state = 'thinking'
-      group.client.frames += group.size
-      self.counts['frames'] += group.size
-      assert group.pool is not None
-      pools.setdefault(group.pool, []).append(item)
-    for pool, those in pools.items():
-      pool.put(those)
+    self._incoming.look()
 
   # --- what actor threads want -------------------------------------------------------------------
 
   def pool(self, pool: RemotePool) -> None:
     """One more that takes environments."""
-    self._pools.append(pool)
-    self._reminded = 0.0
-    self._assign()
+    self.slots.add(pool)
 
   def unpool(self, pool: RemotePool) -> None:
     """One that takes none any more."""
-    if pool in self._pools:
-      self._pools.remove(pool)
-    for group in self._groups():  # whose clients keep their sessions, to hear how the run ends
-      if group.pool is pool:
-        group.state, group.pool = 'gone', None
+    self.slots.remove(pool, self._groups())
 
   def _groups(self) -> list[Group]:
     return [group for peer in self.peers for group in peer.state.groups.values()]
@@ -392,7 +226,7 @@ class Server(Handler):
       group = item.group
       data = actions[start : (start := start + group.size * self.layout.action_bytes)]
       if group.state == 'gone':  # while the answer was made
-        self._release(group)
+        self.slots.release(group)
         continue
       now, seq = time.monotonic(), group.seq
       group.state, group.since = 'asked', now
@@ -401,56 +235,6 @@ class Server(Handler):
       group.client.answering.add(now - item.at)
       self.listener.send(group.peer, wire.ACTION, group.index, seq, arrays=(data,))
     pool.expect(asked)
-
-  # --- slots
-
-  def _assign(self) -> None:
-    """Gives slots to the groups that wait, where there are enough."""
-    if self._assigning:  # a client is gone that was to hear of it; its slots are seen to below
-      return
-    self._assigning = True
-    try:
-      while groups := self._give_slots():
-        for group in groups:
-          if (
-            group.state == 'asked'
-          ):  # else its client has been dropped, as one that does not read is
-            self.listener.send(group.peer, wire.START, group.index)
-    finally:
-      self._assigning = False
-
-  def _give_slots(self) -> list[Group]:
-    """Those for which there were enough, and which do not wait any more.
-
-    They are served as they came; but what is too little for the first goes to others. Where these were as many
-    as there are slots, some have come and gone meanwhile: then nobody overtakes it any more.
-    """
-    waiting: list[Group] = []
-    begun = []
-    for group in self._waiting:
-      pools = [p for p in self._pools if len(p.free) >= group.size]
-      if not pools or (waiting and waiting[0].overtaken >= self._slots):
-        waiting.append(group)
-        continue
-      if waiting:
-        waiting[0].overtaken += 1
-      pool = max(pools, key=lambda p: len(p.free))
-      slots, pool.free = pool.free[: group.size], pool.free[group.size :]
-      group.pool, group.slots = pool, np.array(slots, np.int32)
-      pool.run_id[slots] += pool.used[slots]  # another life than the one before
-      pool.used[slots] = True
-      group.begin()
-      group.run_id = pool.run_id[slots]
-      pool.expect(group.size)
-      begun.append(group)
-    self._waiting = waiting
-    return begun
-
-  def _release(self, group: Group) -> None:
-    if group.pool is not None:
-      group.pool.free.extend(group.slots.tolist())
-      group.pool = None
-      self._assign()
 
   # --- time --------------------------------------------------------------------------------------
 
@@ -470,17 +254,15 @@ class Server(Handler):
 
   def _tell_of_loneliness(self, now: float) -> None:
     """That there are no environments, when it begins and every minute; and when it ends."""
-    if not self._pools:
+    if not self.slots.pools:
       return
+    said_at = self._lonely_at
     if any(group.state in STEPPING for group in self._groups()):
-      if self._lonely_since is not None:
+      if said_at is not None:
         self.log('environments are here, going on', always=True)
-      self._lonely_since = None
-      return
-    if self._lonely_since is None:
-      self._lonely_since, self._reminded = now, 0.0
-    if now - self._reminded > REMIND:
-      self._reminded = now
+      self._lonely_at = None
+    elif said_at is None or now - said_at > REMIND:
+      self._lonely_at = now
       keys = ' --keys DIR' if self.listener.listen.keys else ''
       self.log(
         'no environments are connected; waiting for '
@@ -495,16 +277,15 @@ class Server(Handler):
     return dict(
       self.listener.report(_described),
       env=self.env,
-      slots=sum(p.num_envs for p in self._pools),
-      free=sum(len(p.free) for p in self._pools),
+      slots=self.slots.total,
+      free=self.slots.free,
     )
 
   def metrics(self) -> dict[str, float]:
     """Numbers for metrics.jsonl; from another thread."""
-    acting = sum(p.num_envs - len(p.free) for p in list(self._pools))
     return {
       'remote_clients': len(self.peers),
-      'remote_envs': acting,
+      'remote_envs': self.slots.total - self.slots.free,
       'remote_dropped': self.counts['dropped'],
       'remote_malformed': self.counts['malformed'],
       'remote_refused': self.counts['refused'] + self.counts['turned away'],

@@ -12,6 +12,7 @@ import numpy as np
 
 from podrace import topology as topology_
 from podrace.envs.host.base import Deadline, PoolArgs
+from podrace.process import cores
 from podrace.sebulba.acting_program import ActingProgram
 from podrace.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
 from podrace.sebulba.thread import ActorThread
@@ -102,8 +103,7 @@ class Actors:
     s = self._acting
     n = s.envs_per_thread
     seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
-    cores = s.env_threads or topology_.cores()
-    threads = max(1, min(n, cores // s.local_threads))
+    threads = max(1, min(n, (s.env_threads or cores()) // s.local_threads))
     return PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline)
 
   def publish(self, version: int, params: Any) -> None:

@@ -83,7 +83,7 @@ class Connection(Handler):
     self.address, self.changed = address, changed
     link = self._link = Link(address, keys, insecure, self, changed)
     link.ping_every = PING_SECONDS
-    self.wait_joined, self.wake, self.close = link.wait_joined, link.wake, link.close
+    self.wake, self.close = link.wake, link.close
     self.outbox = Outbox(self, link)
     self.tables: dict[str, dict[str, Any]] = {}
     self.sizes: dict[str, int] = {}
@@ -135,6 +135,10 @@ class Connection(Handler):
           return False
         self.changed.wait(min(left, 3600.0))
     return True
+
+  def wait_joined(self, deadline: float) -> bool:
+    """Whether there is a session in time; raises as `check_open`."""
+    return self.wait_until(lambda: self.session is not None, deadline)
 
   def ask(self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf) -> Asked:
     """Asks, now and again whenever a session begins before there is an answer."""

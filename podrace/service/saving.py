@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from podrace.net.listener import Listener, Peer
+from podrace.net.bucket import TokenBucket
+from podrace.net.connections import Peer
+from podrace.net.listener import Listener
 from podrace.process import lock
 from podrace.service import wire
 from podrace.tables import CheckpointError, checkpoint
@@ -55,7 +57,7 @@ class Saving:
     self._saver: Worker | None = None
     self._wanted: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
-    self._saves_left, self._saves_at = float(SAVES_AT_ONCE), self._saved_at
+    self._saves = TokenBucket(SAVES_AT_ONCE, 1 / SAVE_SECONDS)
     self._not_saved = ''  # why the last one was not written
 
   def unlock(self) -> None:
@@ -102,13 +104,8 @@ class Saving:
 
   def _save_for_clients(self) -> None:
     """A checkpoint for all who wait for one, unless clients have had too many lately; then `turned` makes it."""
-    if not self._wanted or self._is_writing:
-      return
-    now = time.monotonic()
-    more = (now - self._saves_at) / SAVE_SECONDS
-    self._saves_left, self._saves_at = min(SAVES_AT_ONCE, self._saves_left + more), now
-    if self._saves_left >= 1:
-      self._saves_left -= 1
+    if self._wanted and not self._is_writing and self._saves.left >= 1:
+      self._saves.take(1)
       self._save()
 
   def _save(self) -> None:

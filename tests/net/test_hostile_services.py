@@ -86,7 +86,7 @@ CASES = {
 def test_a_service_that_is_nearly_right_is_left_and_tried_again(
   name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr('podrace.net.link.BACKOFF', (0.0, 0.0))
+  monkeypatch.setattr('podrace.net.outage.BACKOFF', (0.0, 0.0))
   make, says = CASES[name]
   end, rng = bare.Accepting(session.of_clients()), random.Random(0)
   link, close = make(end.address)
@@ -100,7 +100,7 @@ def test_a_service_that_is_nearly_right_is_left_and_tried_again(
       one.send(data)
       one.end()  # a frame that has become longer is not waited for
       assert one.is_closed(30)
-    assert not link.failed or 'refused' in str(link._worker._failure), link._worker.failure
+    assert not link._worker.failed or 'refused' in str(link._worker._failure), link._worker.failure
     seen += link.number > 0
   assert seen  # some were right
   close()

@@ -13,8 +13,7 @@ from children import until
 from proxy import Proxy
 from test_net_keys import Nobody
 
-from podrace.net import link as net_link
-from podrace.net import session
+from podrace.net import outage, session
 from podrace.net.frame import PREFIX, WireError, packed
 from podrace.net.link import Link, Refused
 
@@ -42,7 +41,8 @@ def to(address: str, client: Any = None, **more: Any) -> Link:
 
 
 def joined(link: Link) -> bool:
-  return link.wait_joined(time.monotonic() + 20)
+  until(lambda: link.check() or link.session is not None, 20)
+  return True
 
 
 def test_it_joins_says_and_hears() -> None:
@@ -67,7 +67,8 @@ def test_it_waits_for_a_service_and_says_so(caplog: pytest.LogCaptureFixture) ->
   free.close()
   with caplog.at_level(logging.INFO):
     link = to(free.address)
-    assert not link.wait_joined(time.monotonic() + 0.2) and link.why == net_link.NOBODY
+    until(lambda: link.why == outage.NOBODY)
+    assert link.session is None
     until(lambda: 'no test answers' in caplog.text)
     with Service().listen(free.address):
       assert joined(link)
@@ -209,7 +210,7 @@ def test_another_program_at_the_port_is_said_to_be_one(
   with end.accept() as one:
     one.send(greeting)
     until(lambda: 'somebody listens there who is no podrace' in link.why)
-    assert 'it sent a frame of' in link.why and link.session is None and not link.failed
+    assert 'it sent a frame of' in link.why and link.session is None and not link._worker.failed
   link.close()
   end.close()
 
@@ -226,10 +227,10 @@ def test_a_failure_of_its_handler_is_raised_at_its_owner() -> None:
     link.close()
 
 
-def test_closing_ends_every_wait() -> None:
+def test_a_link_that_waits_for_its_session_can_be_closed() -> None:
   free = bare.Accepting(session.of_clients())  # it accepts, and says nothing
   link = to(free.address)
   begun = time.monotonic()
   link.close()
-  assert time.monotonic() - begun < 3 and not link.wait_joined(time.monotonic() + 60)
+  assert time.monotonic() - begun < 3 and link.closed and link.session is None
   free.close()

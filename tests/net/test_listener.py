@@ -17,7 +17,7 @@ import pytest
 from bare import Service
 from children import until
 
-from podrace.net import keys, listener, session
+from podrace.net import acceptor, connections, keys, listener, session, sessions
 from podrace.net.frame import PREFIX, WireError, fixed, packed
 
 SAY = packed(20, 'SAY', str, arrays=1)
@@ -156,7 +156,8 @@ def test_silence_ends_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_stop_of_the_listener_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
   stopped = 0.0  # seconds that its clock has gone on without it
   clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + stopped)
-  monkeypatch.setattr(listener, 'time', clock)
+  for module in (connections, listener, sessions):
+    monkeypatch.setattr(module, 'time', clock)
   with Service().listen(peer_timeout=3.0) as service, client(service) as end:
     until(lambda: service.listener.peers)
     stopped = 3.5
@@ -166,7 +167,7 @@ def test_a_stop_of_the_listener_is_nobodys_silence(monkeypatch: pytest.MonkeyPat
 
 
 def test_connections_that_say_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(listener, 'SILENT_SECONDS', 0.3)
+  monkeypatch.setattr(connections, 'SILENT_SECONDS', 0.3)
   with Service().listen() as service, connect(service) as silent, connect(service) as half:
     half.send(PREFIX.pack(50, 1 | 40 << 8) + b'x')
     assert silent.is_closed() and half.is_closed()
@@ -189,7 +190,7 @@ def test_a_connection_that_has_ended_holds_no_memory() -> None:
 
 
 def test_connections_without_a_session_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(listener, 'GUESTS', 20)
+  monkeypatch.setattr(connections, 'GUESTS', 20)
   with Service().listen() as service:
     ends = [connect(service) for _ in range(60)]
     until(lambda: service.listener.counts['cut'] == 40)
@@ -215,18 +216,20 @@ def test_a_guest_may_send_no_large_frame() -> None:
 def test_new_connections_take_a_bounded_share_of_the_time(
   monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-  monkeypatch.setattr(listener, 'GREETING_SECONDS', 0.02)
+  monkeypatch.setattr(acceptor, 'GREETING_SECONDS', 0.02)
   keys.new_keys(tmp_path / 'keys')
   with Service().listen(keys=tmp_path / 'keys') as service:
-    listening = service.listener
+    listening = service.listener.sessions.connections.acceptor
     states = set()
     ends = []
     for _ in range(50):
       ends.append(sockets.create_connection(('127.0.0.1', int(service.address.rpartition(':')[2]))))
       ends[-1].send(b'no handshake')
-      states.add(listening._accepting)
-    until(lambda: listening.counts['connections'] >= 50)  # all in the end, and not all at once
-    assert listening.counts['turned away'] > 0
+      states.add(listening.accepting)
+    until(
+      lambda: service.listener.counts['connections'] >= 50
+    )  # all in the end, and not all at once
+    assert service.listener.counts['turned away'] > 0
     with bare.connect(service.address, KINDS, tmp_path / 'keys') as good:
       good.hello('test')
     for end in ends:
@@ -262,7 +265,7 @@ def test_a_client_that_reads_nothing_is_dropped_and_others_are_not() -> None:
     client(service) as deaf,
     client(service) as good,
   ):
-    for _ in range(2 * listener.BACKLOG):
+    for _ in range(2 * sessions.BACKLOG):
       try:
         deaf.say(SAY, 'more', arrays=(b'',))
       except OSError:

@@ -18,9 +18,21 @@ from peers import Learner, Raw, spec
 
 from podrace import tables
 from podrace.envs.host import base as host
-from podrace.net import frame, link, listener, measures, session, stream
+from podrace.net import (
+  connections,
+  frame,
+  link,
+  listener,
+  measures,
+  outage,
+  outgoing,
+  session,
+  sessions,
+  stream,
+)
 from podrace.net.frame import PREFIX, Kind, WireError, split
 from podrace.remote import server as remote_server
+from podrace.remote import slots
 from podrace.remote import wire as remote_wire
 from podrace.service import inserting, parameters, registry, sampling, server
 from podrace.service import wire as service_wire
@@ -318,23 +330,23 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| `head` | {frame.HEADER_BYTES:,} |',
     f'| arrays and maps within each other, in a header | {frame.DEPTH} |',
     f'at most {session.STRING} characters. Other keys',
-    f'| after it was connected, for TLS and HELLO or ASK | {listener.SILENT_SECONDS:.0f} |',
-    f'to WAIT, or has asked | {listener.TALKING_SECONDS:.0f} |',
+    f'| after it was connected, for TLS and HELLO or ASK | {connections.SILENT_SECONDS:.0f} |',
+    f'to WAIT, or has asked | {connections.TALKING_SECONDS:.0f} |',
     f'`silence`, {session.SILENCE:.0f} by default',
     f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f} |',
     f"| between METRICS, of podrace's own clients | {link.METRICS_SECONDS:.0f} |",
     f'a map of at most {measures.MOST} numbers',
     f'{", ".join(f"`{name}`" for name in [*measures.LOGGED][:-1])} and `{[*measures.LOGGED][-1]}`',
-    f'if the client does not close it first | {listener.ENDING_SECONDS:.0f} |',
-    f'{link.BACKOFF[0]}, doubled each time, at most {link.BACKOFF[1]:.0f};',
+    f'if the client does not close it first | {connections.ENDING_SECONDS:.0f} |',
+    f'{outage.BACKOFF[0]}, doubled each time, at most {outage.BACKOFF[1]:.0f};',
     f'looks at its clock every {listener.TICK} s',
-    f'| sessions of a listener | {listener.PEERS:,};',
-    f'| connections without a session | {listener.GUESTS:,};',
-    f'has not read, with a session | {listener.BACKLOG};',
-    f'| the same, without a session | {listener.GUEST_BACKLOG} |',
+    f'| sessions of a listener | {sessions.PEERS:,};',
+    f'| connections without a session | {connections.GUESTS:,};',
+    f'has not read, with a session | {sessions.BACKLOG};',
+    f'| the same, without a session | {connections.GUEST_BACKLOG} |',
     f'group is 0 to {remote_wire.GROUPS - 1};',
     f'| environments of a client | {remote_server.ENVIRONMENTS:,} |',
-    f'of all clients | {remote_server.WAITING:,};',
+    f'of all clients | {slots.WAITING:,};',
     f'| array of maps | at most {listener.REPORTED:,} |',
     f'at most {session.STRING + 20} and {session.STRING} characters, in ASCII',
     f'| array of maps, integer | at most {listener.REPORTED:,},',
@@ -359,7 +371,7 @@ def test_powers_of_two_are_those_of_the_page() -> None:
   assert service_wire.MESSAGE_CHUNKS == 2**20 == service_wire.MESSAGE_BYTES
   assert parameters.MOST_BYTES == 2**32 - 2**21 and service_wire.FRAME_BYTES == 2**30
   assert service_wire.UNPACKED_CHUNK_BYTES == 2**26 and service_wire.MOST_BYTES == 2**28
-  assert parameters.KEPT == 4 and link.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
+  assert parameters.KEPT == 4 and outgoing.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
   assert service_wire.CHUNK.itemsize * service_wire.MESSAGE_CHUNKS == 2**24
   assert server.SLACK == 2**20 and service_wire.MOST_NUMBER == 10**15
   assert host.START_SECONDS == 120 and stream.PREFIX_BYTES == 8

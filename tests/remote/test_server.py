@@ -26,12 +26,12 @@ from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
 from podrace.envs.host.base import groups_at_once
-from podrace.net import listener, measures, session
+from podrace.net import connections, loop, measures, session, sessions
 from podrace.net.frame import PREFIX
 from podrace.net.text import label
 from podrace.net.top import Asker, table
+from podrace.remote import incoming, network, server, wire
 from podrace.remote import pool as remote_pool
-from podrace.remote import server, wire
 from podrace.remote.groups import Client, Latencies
 from podrace.types import FIRST, LAST, MID
 
@@ -368,9 +368,9 @@ def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
     first = pool.recv()
     ids = first.env_id
     assert len(ids) == 4
-    with learner.server._lead:  # nobody reads what comes while the batch is acted for
+    with learner.server.network.lead:  # nobody reads what comes while the batch is acted for
       raws[5].step(1, 0, FIRST)
-      until(lambda: learner.server.listener._selector.select(0))
+      until(lambda: learner.server.listener._loop.wait(0))
     pool.send(ids, np.zeros(len(ids), np.int32))
     second = pool.recv()
     ids = second.env_id
@@ -490,7 +490,7 @@ def test_a_thread_that_found_the_network_taken_is_given_it(monkeypatch: pytest.M
       if threading.current_thread().name == 'remote' and not give_back.is_set():
         taken.set()
         assert give_back.wait(20)
-        monkeypatch.setattr(server, 'CARE', 1000.0)
+        monkeypatch.setattr(network, 'CARE', 1000.0)
       turn(seconds)
 
     def watched(seconds: float) -> bool:
@@ -600,7 +600,7 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
 
   In this order of the clients.
   """
-  one, heard = learner.server.listener, 0
+  one, heard = learner.server.listener.sessions, 0
   handle, drop = learner.server.handle, one.drop
 
   def handled(*args: Any) -> None:
@@ -624,7 +624,7 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
   def all_are_there() -> bool:
     for raw in raws:
       if raw.client in peers:
-        one._ready(peers[raw.client], listener.READ)
+        learner.server.listener._serve(peers[raw.client], loop.READ)
     return heard == messages
 
   until(lambda: all(has_arrived(raw) for raw in raws if raw.client in peers))
@@ -634,11 +634,11 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
   del learner.server.handle, one.drop
 
 
-@pytest.mark.parametrize('bound', [server.TOGETHER, 0], ids=['together', 'one by one'])
+@pytest.mark.parametrize('bound', [incoming.TOGETHER, 0], ids=['together', 'one by one'])
 def test_of_many_that_come_together_those_that_are_wrong_are_found(
   monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
-  monkeypatch.setattr(server, 'TOGETHER', bound)
+  monkeypatch.setattr(incoming, 'TOGETHER', bound)
 
   def frames(raw: Raw, size: int, **fields: Any) -> list[bytes]:
     body = raw.body(size)
@@ -663,7 +663,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
     counts = learner.server.counts
     until(lambda: learner.pools[0]._asked == 26)
     before = counts['frames']
-    with learner.server._lead:
+    with learner.server.network.lead:
       within.step(3, 2, body=frames(within, 3, reward=[1, 2, 4]))
       for raw in (ends, closes):
         raw.step(2, 2, body=frames(raw, 2, step_type=[MID, LAST], discount=[1, 0], reward=8))
@@ -680,7 +680,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       again.step(2, 2, body=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
       last.step(1, 2)
       together(learner, raws, 4)
-      assert len(learner.server._come) == (4 if bound else 1)
+      assert len(learner.server._incoming._items) == (4 if bound else 1)
       learner.server.turned()
     for raw in (within, ends, closes, again, last):
       raw.act(sizes[raw], 2)
@@ -696,7 +696,9 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
     assert counts['malformed'] == len(bad)
     assert counts['frames'] - before == (12 if bound else 14)  # the first group of `two`
     until(lambda: learner.pools[0]._asked == 10)
-    with learner.server._lead:  # both bad, beside one that is within an episode and one that isn't
+    with (
+      learner.server.network.lead
+    ):  # both bad, beside one that is within an episode and one that isn't
       ends.step(2, 3)
       within.step(3, 3)
       together(learner, raws, 2)
@@ -724,7 +726,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
 def test_what_has_come_for_a_pool_that_is_closed_is_forgotten() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
-    with learner.server._lead:
+    with learner.server.network.lead:
       raw.step(2, 1)
       together(learner, [raw], 1)
       learner.server.unpool(learner.pools[0])
@@ -747,7 +749,7 @@ def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
       return send(peer, kind, *fields, **more)
 
     one.send = fails  # type: ignore[method-assign]
-    with server._lead:
+    with server.network.lead:
       for group in (0, 1):
         raw.step(2, 0, FIRST, group)
       together(learner, [raw], 2)
@@ -818,12 +820,12 @@ def test_names_are_shown_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-  'seconds', [listener.REPORT_SECONDS, 0.0], ids=['one for all', 'each anew']
+  'seconds', [sessions.REPORT_SECONDS, 0.0], ids=['one for all', 'each anew']
 )
 def test_reports_cost_little_however_often_they_are_asked_for(
   seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(listener, 'REPORT_SECONDS', seconds)
+  monkeypatch.setattr(sessions, 'REPORT_SECONDS', seconds)
   made: list[float] = []
   with Learner() as learner, Raw(learner.address) as raw, Raw(learner.address) as deaf:
     report, counts = learner.server.report, learner.server.counts
@@ -853,7 +855,7 @@ def test_a_report_of_the_longest_names_fits() -> None:
 
     def fill() -> None:
       for _ in range(1500):
-        peer = listener.Peer('here')
+        peer = connections.Peer('here')
         peer.name = f'{label(told["host"])}:{told["pid"]}'
         peer.state = Client(told)
         peer.state.environments, peer.state.frames, peer.state.restarts = 65536, 2**62, 2**62
@@ -951,7 +953,8 @@ def fuzz_documents(count: int) -> None:
     until(lambda: len(learner.pools[0].free) == 64)
     until(lambda: not learner.server.peers)
     assert memory() - before < 30 * 2**20
-    raw.join(64)  # the server does what it did
+    with Raw(learner.address) as last:  # the first has said nothing for too long
+      last.join(64)  # the server does what it did
 
 
 def test_documents_that_are_nearly_right() -> None:

@@ -162,7 +162,7 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
       raw.say(wire.SAVE, number)
     until(lambda: len(server.saving._wanted) == 10)
     assert server.counts['checkpoints'] == 3
-    server.saving._saves_at -= 3600.0  # an hour later
+    server.saving._saves._at -= 3600.0  # an hour later
     server.listener.wake()
     answers = [raw.answer(wire.ANSWER)[0] for _ in range(10)]
     assert [x[0] for x in answers] == list(range(3, 13)) and len({x[2] for x in answers}) == 1

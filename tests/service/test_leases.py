@@ -109,7 +109,7 @@ def test_whose_place_is_taken_meanwhile_does_not_act() -> None:
     late.get(timeout=30)
     held = publisher._leases.held
     held['another'] = range(8)
-    late._link.lose('a test')
+    late._link._loop.call(lambda: late._link._lose('a test'))
     until(lambda: late.is_stale)
     assert late.version == 1 and late.staleness < 60  # fresh enough, but for that
     held['another'] = range(2)

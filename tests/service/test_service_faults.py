@@ -19,7 +19,7 @@ from services import ANY, Program, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
-from podrace.net import listener
+from podrace.net import sessions
 from podrace.service import inserting, wire
 from podrace.service.server import ReplayServer
 from podrace.tables import checkpoint
@@ -445,7 +445,7 @@ def test_what_was_half_written_is_removed(tmp_path: Path) -> None:
 
 
 def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(listener, 'PEERS', 1)
+  monkeypatch.setattr(sessions, 'PEERS', 1)
   with ReplayServer(ANY) as server, service.connect(server.address) as first:
     with pytest.raises(TimeoutError, match='has 1 clients and takes no more'):
       service.connect(server.address, timeout=2.0)

@@ -1,0 +1,278 @@
+"""A listener's connections: how they come, prove their keys, are bounded while they have no session, and end."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import socket as sockets
+import ssl
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from podrace.net import address as addresses
+from podrace.net import keys as net_keys
+from podrace.net import measures, session
+from podrace.net.acceptor import Acceptor
+from podrace.net.frame import Kind
+from podrace.net.lines import Lines
+from podrace.net.loop import READ, WRITE, Loop
+from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
+from podrace.net.text import plain
+
+GUESTS = 1024  # connections without a session; then those go that were heard of longest ago
+GUEST_BACKLOG = 8  # frames that one of them has not read
+SILENT_SECONDS = 10.0  # that a connection may take to say hello
+TALKING_SECONDS = 300.0  # that one may be silent which must wait, or has asked
+ENDING_SECONDS = 1.0  # that a connection is kept to hear why it ends
+WANTS_KEYS = 'this listener wants keys: give --keys DIR'
+
+
+class Peer:
+  """A connection, and its session if it has one.
+
+  Attributes:
+    name: HOST:PID, once it has said hello.
+    key: its certificate's fingerprint, '' without keys.
+    state: the handler's.
+    metrics: the newest numbers that it has sent of itself.
+    finished: it has said BYE.
+    gone: nothing can be sent to it any more, but what it has said is not all read.
+  """
+
+  __slots__ = (
+    'asked', 'client', 'ending', 'finished', 'gone', 'key', 'last_seen', 'metrics', 'name', 'since',
+    'state', 'stream', 'until', 'waits', 'where', 'writes',
+  )  # fmt: skip
+
+  stream: Stream
+
+  def __init__(self, where: str) -> None:
+    self.where, self.name, self.key, self.client = where, '', '', 0
+    self.state: Any = None
+    self.metrics: measures.Measures = {}
+    self.since = self.last_seen = time.monotonic()
+    self.until = self.since + SILENT_SECONDS  # as one without a session
+    self.finished = self.ending = self.gone = self.asked = self.waits = self.writes = False
+
+
+class Connections:
+  """Connections, from `open` to `close`. Those without a session are guests.
+
+  Args:
+    keys: the listener's directory of keys; None for none.
+    kinds: that clients send.
+    message, memory: as a Stream's, with the peer before their other arguments.
+
+  Attributes:
+    guests: those heard of longest ago first.
+
+  Raises:
+    SecurityError: for keys that can't be used; of `open` for the address.
+  """
+
+  def __init__(
+    self,
+    loop: Loop,
+    keys: Path | None,
+    kinds: dict[int, Kind],
+    message: Callable[..., None],
+    memory: Callable[..., Any],
+    lines: Lines,
+  ) -> None:
+    self._loop, self._kinds, self._message, self._memory = loop, kinds, message, memory
+    self._lines, self._counts = lines, lines.counts
+    self.guests: collections.OrderedDict[Peer, None] = collections.OrderedDict()
+    self._context: ssl.SSLContext | None = None
+    self._allowed: net_keys.Allowed | None = None
+    if keys is not None:
+      self._context = net_keys.server_context(keys)
+      self._allowed = net_keys.Allowed(keys / net_keys.ALLOWED)
+    self._scratch = new_scratch()
+    self.acceptor: Acceptor
+
+  def open(self, address: str) -> str:
+    """Listens, from now on; the address with the port that it has."""
+    self.acceptor = Acceptor(address, self._loop)
+    return self.acceptor.address
+
+  def close(self) -> None:
+    """Ends all guests at once, and listens no more."""
+    for guest in self.guests:
+      guest.stream.close()
+    self.guests.clear()
+    self.acceptor.close()
+
+  # --- new ones ----------------------------------------------------------------------------------
+
+  def accept(self) -> None:
+    """Makes guests of those that have come."""
+    with self.acceptor.timed():
+      try:
+        for socket, where in self.acceptor.accept():
+          self._come(socket, where)
+      except OSError as e:  # no more files, or the peer has left
+        self._counts['errors'] += 1
+        self._lines.log(f'accepting: {e.strerror or e}', logging.WARNING)
+
+  def _come(self, socket: sockets.socket, where: Any) -> None:
+    is_unix = socket.family == getattr(sockets, 'AF_UNIX', None)
+    peer = Peer('a process here' if is_unix else f'{where[0]}:{where[1]}')
+    try:
+      if is_unix and not addresses.same_user(socket):
+        self._turned_away(peer, "it is another user's")
+        socket.close()
+        return
+      no_delay(socket)
+    except (OSError, ValueError):
+      socket.close()
+      return
+    peer.stream = Stream(
+      socket, self._kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer),
+      session.GUEST_BYTES, GUEST_BACKLOG, self._scratch, self._context, True,
+    )  # fmt: skip
+    self._loop.add(socket, peer)
+    self.guests[peer] = None
+    self._counts['connections'] += 1
+    while len(self.guests) > GUESTS:
+      self._cut(next(iter(self.guests)))
+
+  def _shake(self, peer: Peer) -> None:
+    """Goes on with a handshake; when it is done, its key must be on the list."""
+    with self.acceptor.timed():
+      try:
+        wants = peer.stream.shake()
+      except Ended as e:
+        self._turned_away(peer, str(e))
+        if 'WRONG_VERSION' in str(e):  # no TLS
+          peer.stream.say_plain(session.GONE, WANTS_KEYS)
+        self._hush(peer)  # what TLS has said of it is on its way
+        return
+    self.look_for_room(peer, wants == 'write')
+    if not wants:
+      assert peer.stream.tls is not None
+      peer.key = net_keys.fingerprint_of(peer.stream.tls.certificate())
+      if self.revoked([peer]):
+        self._turned_away(peer, f'its key {peer.key} is not listed')
+        self.end(peer, f'the key {peer.key} is not in {net_keys.ALLOWED}')
+
+  def _turned_away(self, peer: Peer, reason: str) -> None:
+    self._counts['turned away'] += 1
+    self._lines.log(f'turned away {peer.where}: {reason}', logging.WARNING)
+
+  def revoked(self, peers: Iterable[Peer]) -> list[Peer]:
+    """Those of them whose keys are not on the list, which is read again if it has changed."""
+    if self._allowed is None:
+      return []
+    self._allowed.refresh()
+    return [peer for peer in peers if peer.key and peer.key not in self._allowed]
+
+  # --- all of them -------------------------------------------------------------------------------
+
+  def serve(self, peer: Peer, events: int) -> bool:
+    """Reads what has come and sends what waited; whether nothing waits any more.
+
+    Raises:
+      Ended: if the connection is over.
+      WireError: if what it sent is no message; whatever `message` raises.
+    """
+    stream = peer.stream
+    if stream.closed:
+      return False
+    if peer.ending and events & READ:
+      self._discard(stream)
+      return False
+    if not stream.shaken:
+      self._shake(peer)
+      # Something may have been said with the last of the handshake.
+      events = READ if stream.pending() and not peer.ending else 0
+    if events & READ:
+      peer.last_seen = time.monotonic()
+      stream.receive()
+    if not events & WRITE or stream.closed or not stream.flush():
+      return False
+    self.look_for_room(peer, False)
+    if peer.ending:
+      stream.end_writing()
+    return not peer.ending
+
+  def _discard(self, stream: Stream) -> None:
+    """Reads nothing more of a connection that ends, but waits for the other end to read the last words."""
+    try:
+      if not stream.socket.recv(65536):
+        raise Ended('it ended')
+    except BlockingIOError:
+      return
+    except OSError as e:
+      raise Ended(why(e)) from e
+
+  def look_for_room(self, peer: Peer, on: bool) -> None:
+    """Whether to wait for room to write."""
+    if peer.writes != on and not peer.stream.closed:
+      peer.writes = on
+      self._loop.change(peer.stream.socket, peer, READ | WRITE if on else READ)
+
+  # --- their ends --------------------------------------------------------------------------------
+
+  def end(self, peer: Peer, reason: str) -> None:
+    """Closes a connection without a session when it has heard why, or soon."""
+    if peer.ending or peer.stream.closed:
+      return
+    try:
+      if not peer.stream.send(session.GONE, plain(reason)):
+        self.look_for_room(peer, True)
+    except Full:
+      self.remove(peer)
+      return
+    except Ended:  # it can't hear it, but may have more to say
+      pass
+    self._hush(peer)
+
+  def _hush(self, peer: Peer) -> None:
+    """Has a connection end when the other end has read what it was sent, or soon.
+
+    One that is closed with something unread is reset, and the last words with it.
+    """
+    peer.ending = True
+    peer.until = time.monotonic() + ENDING_SECONDS
+    self.guests[peer] = None
+    self.guests.move_to_end(peer, last=False)
+    if not peer.stream.waiting:
+      peer.stream.end_writing()
+
+  def remove(self, peer: Peer) -> None:
+    """Closes a connection at once."""
+    self.guests.pop(peer, None)
+    if not peer.stream.closed:
+      self._loop.remove(peer.stream.socket)
+      peer.stream.close()
+
+  def _cut(self, peer: Peer) -> None:
+    self._counts['cut'] += 1
+    self.remove(peer)
+
+  # --- guests ------------------------------------------------------------------------------------
+
+  def take_back(self, peer: Peer) -> None:
+    """A session is over, and its connection, if it is open still, a guest's."""
+    if not peer.stream.closed:
+      peer.until = time.monotonic() + SILENT_SECONDS
+      peer.stream.largest = session.GUEST_BYTES
+      self.guests[peer] = None
+
+  def talks(self, peer: Peer) -> None:
+    """A guest has said something sensible: it has more time."""
+    if peer in self.guests:
+      peer.until = time.monotonic() + TALKING_SECONDS
+      self.guests.move_to_end(peer)
+
+  def tick(self, now: float) -> None:
+    """Ends guests whose time is over."""
+    self.acceptor.resume()
+    for peer in [guest for guest in self.guests if guest.until < now]:
+      if peer.ending:
+        self.remove(peer)
+      else:
+        self._cut(peer)

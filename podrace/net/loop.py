@@ -1,0 +1,73 @@
+"""A thread's sockets: waiting for them, and doing meanwhile what other threads want done."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import selectors
+import socket as sockets
+from collections.abc import Callable
+from typing import Any
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Loop:
+  """The sockets of one thread at a time, each with its owner; any thread may `wake`, `later` and `call`."""
+
+  def __init__(self) -> None:
+    self._selector = selectors.DefaultSelector()
+    self._calls: collections.deque[Callable[[], None]] = collections.deque()
+    self._read, self._write = sockets.socketpair()
+    self._read.setblocking(False)
+    self._write.setblocking(False)
+    self._woken = False
+    self._selector.register(self._read, READ)
+
+  def add(self, socket: sockets.socket, owner: Any, events: int = READ) -> None:
+    """Waits for a socket, from now on."""
+    self._selector.register(socket, events, owner)
+
+  def change(self, socket: sockets.socket, owner: Any, events: int) -> None:
+    """Waits for other events of a socket."""
+    self._selector.modify(socket, events, owner)
+
+  def remove(self, socket: sockets.socket) -> None:
+    """Waits no longer for a socket, which is open still."""
+    self._selector.unregister(socket)
+
+  def wait(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
+    """Sockets that are ready, by their keys' `data`, and what for; waits until there are some, for so long at most."""
+    ready = self._selector.select(max(seconds, 0.0))
+    if self._woken:
+      with contextlib.suppress(BlockingIOError):  # it is on its way, and ends the next wait
+        self._read.recv(64)
+        self._woken = False  # before the calls are done: who comes later wakes it again
+      ready = [one for one in ready if one[0].data is not None]
+    return ready
+
+  def wake(self) -> None:
+    """Ends the wait, or the next one."""
+    if not self._woken:
+      self._woken = True
+      with contextlib.suppress(OSError):  # it is awake, or closed
+        self._write.send(b'.')
+
+  def later(self, do: Callable[[], None]) -> None:
+    """As `call`, without waking the thread."""
+    self._calls.append(do)
+
+  def call(self, do: Callable[[], None]) -> None:
+    """Has something done by the thread."""
+    self._calls.append(do)
+    self.wake()
+
+  def do_calls(self) -> None:
+    """Does what others want done."""
+    while self._calls:
+      self._calls.popleft()()
+
+  def close(self) -> None:
+    """Closes what is its own; sockets are their owners'."""
+    for x in (self._selector, self._read, self._write):
+      x.close()
