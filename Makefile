@@ -28,8 +28,9 @@ train: setup
 test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow'
 
+# It compiles as users do; `make test` compiles without optimisations, see tests/conftest.py.
 test-all: setup
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+	XLA_FLAGS='$(XLA_FLAGS)' $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .

@@ -15,6 +15,11 @@ os.environ.setdefault(
 )
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.05'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
+# What is compiled runs for seconds at most: without optimisations, compiling takes a quarter of the
+# time. `make test-all` sets this to nothing, and so compiles as users do.
+os.environ.setdefault(
+  'XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+)
 
 import hypothesis
 import jax
@@ -31,9 +36,9 @@ jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 
-# A process may have 65,530 memory maps on Linux, and dies of a segmentation fault where a compiled
-# program would need one more: a worker that kept the programs of all tests would come close.
-MANY_MAPS = 20_000
+# A compiled program holds 1.5 MB and two memory maps. A worker that kept those of all tests would
+# need many GB, and 65,530 maps are all that Linux gives a process.
+MANY_MAPS = 6_000
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -113,12 +113,12 @@ def test_the_update_is_that_of_the_released_code() -> None:
   agent, params = released_agent(), table()
   assert agent.rule_sha256 == reference()['weights_sha256']
   assert rule_formats.KNOWN[agent.rule_sha256] == 'Disco103' and 'Disco103' in agent.opening()
-  rest = agent.init(jax.random.key(0)).rest
+  rest = jax.jit(agent.init)(jax.random.key(0)).rest
   train = TrainState(params, rest._replace(target=params, opt_state=agent.optimiser().init(params)))
-  step = learning(agent)
+  step, seen = learning(agent), jax.jit(functools.partial(targets, agent))
   for update, expected in enumerate(reference()['updates']):
     window = window_of(update)
-    check_targets(agent, train, window, expected)
+    check_targets(*seen(agent.params(), train, window), expected)
     train, _, metrics = step(train, by_stream(window), jax.random.key(0))
     close(metrics['loss'], expected['total_loss'], 'loss')
     memory, moments = train.rest.memory, train.rest.moments
@@ -143,18 +143,22 @@ def unflattened(agent: Disco, train: TrainState) -> Predictions:
   return found
 
 
-def check_targets(agent: Disco, train: TrainState, window: Trajectory, expected: Any) -> None:
+def targets(agent: Disco, rule: Any, train: TrainState, window: Trajectory) -> Any:
+  """What the agent estimates, what its rule sees of that, and what the rule aims at."""
   found = agent.estimates(train.params, train.rest.target, window)
   first, second = jnp.mean(found.advantage), jnp.mean(found.advantage**2)
   moments = agent.moved(train.rest.moments, first, second)
   seen = inputs_of(train.params, train.rest.target, found, window, moments)
-  targets, _ = rules.update(agent.params(), train.rest.memory, seen)
+  return found, seen, rules.update(rule, train.rest.memory, seen)[0]
+
+
+def check_targets(found: Any, seen: rules.Inputs, aims: Any, expected: Any) -> None:
   close(found.q_target, expected['q_targets'], 'q')
   close(found.advantage, expected['advantage'], 'advantage')
   close(seen.scaled_advantage, expected['scaled_advantage'], 'scaled advantage')
-  close(targets.policy, expected['pi_hat'], 'policy')
-  close(targets.y[..., ::60], expected['y_hat'], 'y')
-  close(targets.z[..., ::60], expected['z_hat'], 'z')
+  close(aims.policy, expected['pi_hat'], 'policy')
+  close(aims.y[..., ::60], expected['y_hat'], 'y')
+  close(aims.z[..., ::60], expected['z_hat'], 'z')
 
 
 # --- what replay, devices and masks are to it -----------------------------------------------------------
@@ -244,11 +248,12 @@ def test_forbidden_actions_are_not_aimed_at() -> None:
 @pytest.mark.parametrize('core', ['none', 'lstm'])
 def test_what_is_said_of_taken_actions_is_what_is_said_of_all(core: Any) -> None:
   agent, window = bound(small(network=dict(core=core, core_size=5))), random_window()
-  params = agent.network.init(jax.random.key(0))
-  state = agent.network.initial_state(8)
+  network = agent.network
+  params = jax.jit(network.init)(jax.random.key(0))
+  state = network.initial_state(8)
   action = np.concatenate([window.outputs.action, window.outputs.action[-1:]])
-  taken = agent.network.unroll_taken(params, state, window.timesteps, jnp.asarray(action))
-  said, _ = agent.network.unroll(params, state, window.timesteps)
+  taken = jax.jit(network.unroll_taken)(params, state, window.timesteps, jnp.asarray(action))
+  said, _ = jax.jit(network.unroll)(params, state, window.timesteps)
   for name in ('z', 'q', 'next_policy'):
     expected = rules.chosen(getattr(said, name), jnp.asarray(action))
     np.testing.assert_allclose(getattr(taken, name), expected, rtol=1e-4, atol=1e-5)

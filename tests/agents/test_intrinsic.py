@@ -31,7 +31,10 @@ SMALL = LifetimeNetwork(hidden=(6,), core_size=5)
 
 
 def agent(env: str = WORLD, **settings: Any) -> Intrinsic:
-  given = dict(reward=SMALL, value=SMALL, period=4, policy_learning_rate=20.0) | settings
+  given = dict(
+    reward=SMALL, value=SMALL, period=4, policy_learning_rate=20.0, policy_entropy_cost=0.3
+  )
+  given |= settings
   found: Intrinsic = bind(Intrinsic(**given), make(env))  # type: ignore[arg-type]
   return found
 
@@ -42,10 +45,10 @@ def loud(params: Params) -> Params:
 
 
 @functools.cache
-def lived(env: str = WORLD, **settings: Any) -> tuple[Intrinsic, Params, list[Trajectory]]:
+def lived(env: str = WORLD) -> tuple[Intrinsic, Params, list[Trajectory]]:
   """Two unrolls in a row."""
-  learning, many = agent(env, **settings), batch(make(env), B)
-  params = loud(learning.init(jax.random.key(1)).params)
+  learning, many = agent(env), batch(make(env), B)
+  params = loud(contract.quick_jit(learning.init)(jax.random.key(1)).params)
 
   @contract.quick_jit
   def run(key: Any) -> Any:
@@ -58,6 +61,12 @@ def lived(env: str = WORLD, **settings: Any) -> tuple[Intrinsic, Params, list[Tr
     return found
 
   return learning, params, run(jax.random.key(0))
+
+
+@functools.cache
+def reliving(env: str = WORLD) -> Any:
+  """`relive` of the agent that has `lived`."""
+  return contract.quick_jit(lived(env)[0].relive)
 
 
 def joined(first: Trajectory, second: Trajectory) -> Trajectory:
@@ -74,8 +83,8 @@ def joined(first: Trajectory, second: Trajectory) -> Trajectory:
 
 def test_what_is_relived_is_what_was_lived() -> None:
   """Of a second unroll: from the state that acting came to, and from the beginning of the first."""
-  learning, params, (first, second) = lived()
-  relive = contract.quick_jit(learning.relive)
+  _, params, (first, second) = lived()
+  relive = reliving()
   begins, *found = relive(params, second)
   whole, *all_of_it = relive(params, joined(first, second))
   assert begins.sum() >= 2 * B and whole[:T].sum() >= 2 * B
@@ -88,9 +97,9 @@ def test_what_is_relived_is_what_was_lived() -> None:
 
 def test_a_lifetime_ends_with_its_last_episode() -> None:
   """Where the environment takes another goal, the agent takes another policy."""
-  learning, params, (first, second) = lived()
+  _, params, (first, second) = lived()
   whole = joined(first, second)
-  begins = np.asarray(learning.relive(params, whole)[0])
+  begins = np.asarray(reliving()(params, whole)[0])
   for b in range(B):
     opens = np.flatnonzero(np.asarray(whole.timesteps.step_type)[:, b] == FIRST)
     np.testing.assert_array_equal(np.flatnonzero(begins[:, b]), opens[2::2])
@@ -145,9 +154,10 @@ def slow_log_probs(learning: Intrinsic, x: Trajectory, reward: np.ndarray, b: in
 
 
 def test_policies_learn_by_reinforce_on_the_intrinsic_reward_alone() -> None:
-  learning, params, (first, second) = lived(policy_entropy_cost=0.3)
+  learning, params, (first, second) = lived()
   whole = joined(first, second)
-  _, raw, _, log_prob, _ = learning.relive(params, whole)
+  relive = reliving()
+  _, raw, _, log_prob, _ = relive(params, whole)
   reward = jnp.tanh(raw)
   assert np.abs(reward).max() > 0.05
   for b in range(B):
@@ -155,21 +165,21 @@ def test_policies_learn_by_reinforce_on_the_intrinsic_reward_alone() -> None:
     np.testing.assert_allclose(log_prob[:, b], expected, rtol=1e-3, atol=2e-4)
   other = whole._replace(agent_state=whole.agent_state)
   scaled = jax.tree.map(jnp.zeros_like, params.reward)
-  still = learning.relive(Params(scaled, params.value), other)
+  still = relive(Params(scaled, params.value), other)
   assert not np.any(still[1]) and not np.allclose(still[3], log_prob, atol=1e-3)
 
 
 def test_the_reward_remembers_across_episodes_and_not_across_lifetimes() -> None:
-  learning, params, (first, second) = lived()
+  _, params, (first, second) = lived()
   whole = joined(first, second)
-  begins, reward, value, *_ = learning.relive(params, whole)
+  begins, reward, value, *_ = reliving()(params, whole)
   b = 0
   opens = np.flatnonzero(np.asarray(whole.timesteps.step_type)[:, b] == FIRST)
   start = opens[2]  # of the second lifetime
   assert begins[start, b] and opens[3] < opens[4]
   changed = whole.timesteps.reward.at[start + 1, b].add(1.0)
   other = whole._replace(timesteps=whole.timesteps._replace(reward=changed))
-  _, reward_2, value_2, *_ = learning.relive(params, other)
+  _, reward_2, value_2, *_ = reliving()(params, other)
   for one, two in ((reward, reward_2), (value, value_2)):
     differs = np.abs(np.asarray(one - two))[:, b] > 1e-7
     assert differs[opens[3] : opens[4]].all()  # the next episode
@@ -208,11 +218,12 @@ def slow_advantages(learning: Intrinsic, x: Trajectory, begins: Any, value: Any,
 
 @pytest.mark.parametrize('objective', ['lifetime', 'episode'])
 def test_returns_are_of_the_lifetime_or_of_the_episode(objective: Any) -> None:
-  learning, params, (first, _) = lived(objective=objective, discount=0.8, lambda_=0.7)
-  begins, _, value, *_ = learning.relive(params, first)
+  learning = agent(objective=objective, discount=0.8, lambda_=0.7)
+  _, params, (first, _) = lived()
+  begins, _, value, *_ = reliving()(params, first)
   reward = jnp.where(first.timesteps.first, 0.0, jax.random.normal(jax.random.key(0), (T + 1, B)))
   noisy = first._replace(timesteps=first.timesteps._replace(reward=reward))
-  found = np.asarray(learning.advantages(noisy.timesteps, begins, value))
+  found = np.asarray(contract.quick_jit(learning.advantages)(noisy.timesteps, begins, value))
   mask = np.asarray(first.timesteps.step_type[:-1]) != LAST
   for b in range(B):
     expected = slow_advantages(learning, noisy, np.asarray(begins), np.asarray(value), b)
@@ -254,8 +265,12 @@ def test_the_meta_gradient_against_differences() -> None:
 
 def test_the_value_is_learned_by_its_own_loss_and_the_reward_by_the_other() -> None:
   learning, params, (first, _) = lived()
+
+  def of(name: str, params: Params) -> Any:
+    return learning.loss(params, first)[1][name]
+
   policy, value = (
-    jax.grad(lambda p, name=name: learning.loss(p, first)[1][name])(params)
+    contract.quick_jit(jax.grad(functools.partial(of, name)))(params)
     for name in ('policy_loss', 'value_loss')
   )
   assert not any(np.any(x) for x in jax.tree.leaves((policy.value, value.reward)))
@@ -264,22 +279,22 @@ def test_the_value_is_learned_by_its_own_loss_and_the_reward_by_the_other() -> N
 
 def test_large_rewards_cost() -> None:
   learning, params, (first, _) = lived()
-  raw = learning.relive(params, first)[1]
+  raw = reliving()(params, first)[1]
   totals = [
-    float(dataclasses.replace(learning, reward_cost=c).loss(params, first)[0]) for c in (0.0, 0.5)
+    float(contract.quick_jit(dataclasses.replace(learning, reward_cost=c).loss)(params, first)[0])
+    for c in (0.0, 0.5)
   ]
   np.testing.assert_allclose(totals[1] - totals[0], 0.5 * np.mean(np.square(raw)), rtol=1e-3)
 
 
 def test_what_is_done_at_last_is_ignored() -> None:
   learning, params, (first, _) = lived()
+  loss = contract.quick_jit(learning.loss)
   last = np.asarray(first.timesteps.step_type[:-1]) == LAST
   action = jnp.where(last, (first.outputs.action + 1) % 4, first.outputs.action)
   other = first._replace(outputs=first.outputs._replace(action=action))
   assert last.any()
-  for x, y in zip(
-    *(jax.tree.leaves(learning.loss(params, w)) for w in (first, other)), strict=True
-  ):
+  for x, y in zip(*(jax.tree.leaves(loss(params, w)) for w in (first, other)), strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
 
 
@@ -336,8 +351,9 @@ def test_lengths_of_lifetimes_agree() -> None:
 
 
 def test_lifetimes_without_end() -> None:
-  learning, params, (first, second) = lived('podrace:empty_rooms,size=5,steps=3,episodes=0')
-  assert not learning.relive(params, joined(first, second))[0].any()
+  env = 'podrace:empty_rooms,size=5,steps=3,episodes=0'
+  _, params, (first, second) = lived(env)
+  assert not reliving(env)(params, joined(first, second))[0].any()
   assert (np.asarray(second.agent_state.episode) >= 6).all()
 
 

@@ -291,7 +291,7 @@ def test_numbers_become_two_hot_and_come_back() -> None:
   x = jnp.array([-30.0, -7.3, -0.2, 0.0, 0.4, 12.0, 30.0, 99.0])
   code = encode(x, support)
   np.testing.assert_allclose(code.sum(-1), 1, rtol=1e-5)
-  assert int((code > 1e-6).sum(-1).max()) == 2
+  assert int((code > 1e-5).sum(-1).max()) == 2
   back = decode(jnp.log(code + 1e-12), support)
   np.testing.assert_allclose(back, jnp.clip(x, -30, 30), rtol=1e-3, atol=1e-3)
   assert decode(x[:, None], None).tolist() == encode(x, None)[:, 0].tolist() == x.tolist()
