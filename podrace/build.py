@@ -18,6 +18,7 @@ from podrace.config import Config, bind_run, validate
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
+from podrace.group import share
 from podrace.hooks import memory
 from podrace.replay import Buffer, windows
 from podrace.replay.layout import Layout
@@ -160,8 +161,6 @@ def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver
   if config.envs == 'remote':
     if server is None:
       raise UsageError('--envs remote is for `podrace train`, with --listen')
-    if jax.process_count() > 1:
-      raise UsageError('--envs remote is for runs of one process')
     spec = server.spec(spec)
   agent = bind_run(config, spec)
   replay = memory(agent, spec, config.num_envs, config.unroll_length)
@@ -250,7 +249,7 @@ def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
 
 
 def make_server(config: Config, listen: Listen | None) -> Server | None:
-  """What remote environments come to, if the config has them; it does not listen yet."""
+  """What remote environments come to, if the config has them; each learner process has its own. It does not listen yet."""
   if config.envs == 'local':
     if listen is not None:
       raise UsageError('--listen is for --envs remote and for --replay service')
@@ -259,4 +258,6 @@ def make_server(config: Config, listen: Listen | None) -> Server | None:
     raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
   from podrace.remote.server import Server
 
-  return Server(listen, config.num_envs, config.max_wait_ms / 1000, config.env_deadline)
+  if listen.announce is not None and jax.process_count() > 1:
+    listen = dataclasses.replace(listen, announce=listen.announce.numbered(jax.process_index()))
+  return Server(listen, share(config.num_envs), config.max_wait_ms / 1000, config.env_deadline)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
   from podrace.net.listener import Listen
   from podrace.remote.server import Server
 
+log = logging.getLogger('podrace')
 CALL_SECONDS = 0.5  # how long one call of the compiled program may take: signals wait for it
 CHECKPOINT_SECONDS = 60.0  # between checkpoints, where the user doesn't say
 FIRST_CHECKPOINT_SECONDS = 10.0  # until a run's first one, so that little is lost if it dies early
@@ -167,7 +169,7 @@ def carry_out(
     stop = stack.enter_context(Stop())
     if server is not None:
       stack.enter_context(server)
-      say(f'listening for environments at {server.address}')
+      (say if leader else log.info)(f'listening for environments at {server.address}')
     opening(say)
     run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
     with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():

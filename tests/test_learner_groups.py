@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from groups import Learners
+from peers import Envs
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, podrace, summary
 
 DQN = ['catch', '--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8', '--unroll-length', '8',
@@ -41,6 +42,13 @@ def test_replay_on_the_host_of_two_processes(tmp_path: Path, cache: Path) -> Non
   learned = end - 448  # from the update on that has min_size: of all samples, by both processes
   assert last['replay_samples'] == learned
   assert end - 1000 < last['replay_inserts'] <= end and last['replay_windows'] <= 2048
+
+  one = Podrace(
+    ['train', *HOST, '--total-steps', str(2 * end), '--override', '--run-dir', str(run_dir),
+     '--learner-devices', '0,1'], tmp_path / 'one.txt', 2, cache,
+  )  # fmt: skip
+  assert one.wait() == 2
+  assert 'has the replay of 2 process(es), each its own part, and this run has 1' in one.output
   parts = [run_dir / 'replay' / str(end) / name for name in '01']
   hashes = {json.loads((p / 'record.json').read_text())['sha256'] for p in parts}
   assert len(hashes) == 2  # what they remember is not the same
@@ -111,3 +119,37 @@ def test_a_service_feeds_two_processes(args: list[str], tmp_path: Path, cache: P
     assert 1280 // 8 <= learned['unrolls_taken'] <= 1280 // 8 + 2 * 4 * 4
     assert learned['policy_lag_max'] >= learned['policy_lag_mean'] >= 0
   assert told[-1]['acting_processes'] == 1  # which only the first process knows
+
+
+# --- environments elsewhere ---------------------------------------------------------------------------
+
+
+REMOTE = ['catch', '--architecture', 'sebulba', '--env', 'gymnasium:CartPole-v1', '--envs', 'remote',
+          '--num-envs', '16', '--unroll-length', '8', '--agent.network.hidden', '16', '--actor-threads', '1',
+          '--log-every', '1280', '--checkpoint-every', '1280']  # fmt: skip
+
+
+@pytest.mark.slow
+def test_environments_elsewhere_serve_two_processes(tmp_path: Path, cache: Path) -> None:
+  """One client, with half of its environments for each; one of them is killed, and it comes back to both."""
+  run_dir = tmp_path / 'run'
+  remote, at = [*REMOTE, '--announce', str(tmp_path / 'at')], [f'unix:{tmp_path}/{i}' for i in '01']
+  listen = (('--listen', at[0]), ('--listen', at[1]))
+  client = Envs(','.join(at), tmp_path / 'client', '--num-envs', '16', env='gymnasium:CartPole-v1')
+  learners = Learners(run_dir, cache, *remote, '--total-steps', '64000000', each=listen)
+  learners.until(lambda: len(saved(run_dir)) > 1)
+  assert [json.loads((tmp_path / f'at.{i}').read_text())['envs'] for i in '01'] == at
+  client.says('with 8 environments in 2 groups', 2)
+  assert all(learners.end(signal.SIGKILL)), learners.output
+  step = saved(run_dir)[-1]
+  end = step + 2560
+
+  learners = Learners(run_dir, cache, *remote, '--total-steps', str(end), '--override', each=listen)
+  assert learners.end() == [0, 0], learners.output
+  assert client.wait() == 0, client.output
+  client.says('with 8 environments in 2 groups', 4)
+  assert f'resuming at step {step:,}' in learners.output
+  assert learners.parameters == [summary(run_dir)['params_sha256']] * 2
+  told = lines(run_dir)
+  assert [line['step'] for line in told] == list(range(1280, end + 1, 1280))
+  assert told[-1]['remote_envs'] == 16 and told[-1]['remote_clients'] == 2  # of both processes

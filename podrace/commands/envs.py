@@ -12,7 +12,8 @@ COMMAND = Command(
   'environments for a learner elsewhere, which `podrace train --envs remote --listen ADDRESS` is; '
   'needs no JAX',
   (
-    Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH'),
+    Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH; those of several learner processes with commas, '
+      'each of which has its part of the environments'),
     Option('--env', 'LIB:NAME', 'of ale, envpool or gymnasium, with options after commas'),
     Option('--num-envs', 'N', 'how many', 1),
     Option('--workers', 'N', 'threads or processes that step them, of all groups (default: two for each '

@@ -28,6 +28,10 @@ class Announcement:
     except OSError as e:
       raise UsageError(f'--announce {self.path} cannot be written: {e.strerror or e}') from e
 
+  def numbered(self, number: int) -> Announcement:
+    """That of one of several processes: a file of its own, FILE.NUMBER."""
+    return dataclasses.replace(self, path=self.path.with_name(f'{self.path.name}.{number}'))
+
 
 def read(path: Path) -> dict[str, str]:
   """The addresses of an announcement, by name; none if it is not there, or is none."""

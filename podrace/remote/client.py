@@ -7,6 +7,7 @@ connection or the learner.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -49,7 +50,7 @@ class Failed(Exception):
 class Options:
   """The options of `podrace envs`."""
 
-  connect: str
+  connect: str  # one address, or those of all learner processes with commas
   env: str
   num_envs: int = 1
   workers: int = 0  # threads or processes that step; 0: two a core, of a group at most one a core
@@ -61,7 +62,8 @@ class Options:
   give_up: float = 0.0  # seconds without a learner after which to end; 0: never
 
   def __post_init__(self) -> None:
-    check_address(self.connect, self.keys, self.insecure, '--connect')
+    for address in self.addresses:
+      check_address(address, self.keys, self.insecure, '--connect')
     for name in ('num_envs', 'workers', 'groups'):
       least = 1 if name == 'num_envs' else 0
       if getattr(self, name) < least:
@@ -72,6 +74,33 @@ class Options:
         f'--env-deadline must be more than 0, not {self.deadline}, and --give-up-after not negative, '
         f'not {self.give_up}'
       )
+    if self.num_envs < len(self.addresses):
+      raise ValueError(
+        f'--num-envs {self.num_envs}: each of the {len(self.addresses)} learner processes of --connect needs at '
+        'least one'
+      )
+
+  @property
+  def addresses(self) -> list[str]:
+    """Of each learner process."""
+    return self.connect.split(',')
+
+  def parts(self) -> list[Options]:
+    """For each learner process, with its share of the environments and workers."""
+    n = len(self.addresses)
+    if n == 1:
+      return [self]
+    workers = max(1, (self.workers or 2 * cores()) // n)
+    return [
+      dataclasses.replace(
+        self,
+        connect=address,
+        num_envs=self.num_envs // n + (i < self.num_envs % n),
+        workers=workers,
+        seed=None if self.seed is None else self.seed + (i << 32),
+      )
+      for i, address in enumerate(self.addresses)
+    ]
 
 
 def make_spec(name: str) -> HostSpec:
@@ -172,12 +201,16 @@ class Group:
 
 
 class Client(Handler):
-  """One process with environments. Its link's thread has the network; groups send by themselves."""
+  """Environments for one learner process. Its link's thread has the network; groups send by themselves.
+
+  Args:
+    clients: that this process has.
+  """
 
   service, kinds = wire.SERVICE, wire.OF_LEARNERS
 
-  def __init__(self, options: Options, spec: HostSpec) -> None:
-    self._options, self._spec = options, spec
+  def __init__(self, options: Options, spec: HostSpec, clients: int = 1) -> None:
+    self._options, self._spec, self._clients = options, spec, clients
     self._env = spec.name[:STRING]
     self._schema = wire.schema(spec.observation_space, spec.action_space)
     self._layout = wire.Layout(self._schema)
@@ -196,28 +229,37 @@ class Client(Handler):
     """The run is complete."""
     return self._link.over
 
-  def wake(self) -> None:
-    """Has `run` look at `signum`, which a signal has set."""
+  @property
+  def done(self) -> bool:
+    """Nothing more is to be done."""
+    return self._link.closed or bool(self.signum)
+
+  def stop(self, signum: int) -> None:
+    """A signal came."""
+    self.signum = signum
     self._link.wake()
 
-  def run(self) -> None:
-    """Until the run is complete.
+  def start(self) -> None:
+    """Begins to connect."""
+    self._link.start()
+
+  def look(self, seconds: float) -> None:
+    """Waits for the end, for at most so long.
 
     Raises:
       Refused, Failed: see there.
       TimeoutError: if there was no learner for `give_up` seconds.
     """
-    self._link.start()
-    try:
-      while not self._link.closed and not self.signum:
-        self._link.check()
-        self._look_at_groups()
-        with self._link.changed:
-          self._link.changed.wait(TURN)
-    finally:
-      why = signal.Signals(self.signum).name if self.signum else 'it failed'
-      self._link.close(why)
-      self._end_groups(END_SECONDS)
+    self._link.check()
+    self._look_at_groups()
+    with self._link.changed:
+      if not self.done:
+        self._link.changed.wait(seconds)
+
+  def close(self, why: str) -> None:
+    """Ends the session, and the environments; raises as `look`."""
+    self._link.close(why)
+    self._end_groups(END_SECONDS)
     self._link.check()
 
   def _look_at_groups(self) -> None:
@@ -276,7 +318,7 @@ class Client(Handler):
       self._link.send(wire.ENTER, group.index, group.size)
 
   def metrics(self) -> Measures:
-    return {**self._meter.read(), 'resident_mb': resident_mb()}
+    return {**self._meter.read(), 'resident_mb': resident_mb() / self._clients}
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     index = fields[0]
@@ -336,24 +378,42 @@ def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
   return [num_envs // count + (i < num_envs % count) for i in range(count)]
 
 
+def run_all(clients: Sequence[Client]) -> None:
+  """Until the run is complete, or one of them can't go on; raises as `Client.look`."""
+  why = 'it failed'
+  try:
+    for client in clients:
+      client.start()
+    while not any(client.done for client in clients):
+      for client in clients:
+        client.look(TURN / len(clients))
+    signum = clients[0].signum
+    why = signal.Signals(signum).name if signum else 'the run is complete'
+  finally:
+    with contextlib.ExitStack() as stack:
+      for client in clients:
+        stack.callback(client.close, why)
+
+
 def run(options: Options) -> int:
   """`podrace envs`: the exit code."""
   spec = make_spec(options.env)
   if spec.try_out is not None:
     spec.try_out(options.deadline)
-  client = Client(options, spec)
+  parts = options.parts()
+  clients = [Client(part, spec, len(parts)) for part in parts]
 
   def on_signal(signum: int, frame: Any) -> None:
-    client.signum = signum
-    client.wake()
+    for client in clients:
+      client.stop(signum)
 
   try:
     with on_signals(on_signal):
-      client.run()
+      run_all(clients)
   except Refused as e:
     log.error('%s', e)
     return 2
   except (Failed, TimeoutError) as e:
     log.error('%s', e)
     return 1
-  return 128 + client.signum if client.signum else 0
+  return 128 + clients[0].signum if clients[0].signum else 0

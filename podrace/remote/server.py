@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -20,11 +21,12 @@ import numpy as np
 
 from podrace.envs.host.base import START_SECONDS, HostSpec
 from podrace.envs.spaces import tree
+from podrace.group import everyones
 from podrace.net.connections import Peer
 from podrace.net.frame import Kind
 from podrace.net.lines import Say
 from podrace.net.listener import Listen, Listener
-from podrace.net.measures import logged, resident_mb
+from podrace.net.measures import LOGGED, logged, resident_mb
 from podrace.net.session import GUEST_BYTES
 from podrace.net.sessions import Handler
 from podrace.net.text import STRING, plain
@@ -282,15 +284,25 @@ class Server(Handler):
     )
 
   def metrics(self) -> dict[str, float]:
-    """Numbers for metrics.jsonl; from another thread."""
-    return {
+    """Numbers for metrics.jsonl, of all learner processes, which must all ask; from another thread."""
+    counts = {
       'remote_clients': len(self.peers),
       'remote_envs': self.slots.total - self.slots.free,
       'remote_dropped': self.counts['dropped'],
       'remote_malformed': self.counts['malformed'],
       'remote_refused': self.counts['refused'] + self.counts['turned away'],
+    }
+    own = logged('remote', [peer.metrics for peer in list(self.peers)])
+    every = everyones([*counts.values(), *(own.get(f'remote_{k}', math.nan) for k in LOGGED)])
+    sums = every[:, : len(counts)].sum(0).astype(int).tolist()
+    of_processes = [
+      {name: x for name, x in zip(LOGGED, row, strict=True) if not math.isnan(x)}
+      for row in every[:, len(counts) :].tolist()
+    ]
+    return {
+      **dict(zip(counts, sums, strict=True)),
       'learner_resident_mb': resident_mb(),
-      **logged('remote', [peer.metrics for peer in list(self.peers)]),
+      **logged('remote', of_processes),
     }
 
 

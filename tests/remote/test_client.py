@@ -24,7 +24,7 @@ from podrace.net import keys as net_keys
 from podrace.net import outage, session
 from podrace.net.top import Asker
 from podrace.remote import wire
-from podrace.remote.client import Client, Group, Options, group_sizes
+from podrace.remote.client import Client, Group, Options, group_sizes, run_all
 
 
 def both_step(learner: Learner, turns: int) -> bool:
@@ -256,8 +256,33 @@ def test_a_learner_that_is_getting_ready_is_there() -> None:
 
 def ended(client: Client) -> BaseException:
   with pytest.raises(TimeoutError) as error:
-    client.run()
+    run_all([client])
   return error.value
+
+
+def test_each_learner_process_has_its_part() -> None:
+  three = Options('unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=8, workers=7, seed=5).parts()
+  assert [(o.connect, o.num_envs, o.workers) for o in three] == [
+    ('unix:/a', 3, 2), ('unix:/b', 3, 2), ('unix:/c', 2, 2)
+  ]  # fmt: skip
+  drawn = {tuple(np.random.SeedSequence([o.seed, 0]).generate_state(2)) for o in three}
+  assert len(drawn) == 3
+  with pytest.raises(
+    ValueError, match='each of the 3 learner processes of --connect needs at least'
+  ):
+    Options('unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=2)
+  with pytest.raises(ValueError, match=r"--connect takes .* not 'b'"):
+    Options('unix:/a,b', 'test:spec', num_envs=2)
+
+
+def test_what_one_client_fails_with_ends_all(tmp_path: Path) -> None:
+  """One of two learners refuses its environments; the other hears why they leave."""
+  with Learner() as one, Learner(spec(shape=(7,))) as other:
+    log = tmp_path / 'log'
+    with Envs(f'{one.address},{other.address}', log, '--num-envs', '4') as envs:
+      assert envs.wait() == 2
+      assert 'observation: the learner has Box <f4 of shape [7]' in envs.output
+    one.says('left: it failed')
 
 
 @pytest.mark.parametrize(

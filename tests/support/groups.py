@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from children import until
-from processes import Podrace, tell_parameters
+from processes import DEADLINE, Podrace, tell_parameters
 from test_distributed import free_port
 
 
@@ -49,5 +49,5 @@ class Learners:
 
   def until(self, condition: Any) -> None:
     """Waits for a condition; fails if a process ends without."""
-    until(lambda: condition() or not all(p.process.is_alive() for p in self.all))
+    until(lambda: condition() or not all(p.process.is_alive() for p in self.all), DEADLINE)
     assert condition(), self.output
