@@ -36,7 +36,7 @@ OF_TRAIN = (
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
 OF = {  # how many processes there are of each kind, by arrangement
-  'seed': {'--actors'},
+  'seed': {'--actors', '--learners'},
   'impala': {'--actors', '--shards', '--learners'},
   'apex': {'--actors', '--shards', '--learners'},
   'reanalyse': {'--actors', '--shards', '--reanalysers', '--learners'},

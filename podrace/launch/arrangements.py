@@ -96,22 +96,20 @@ def seed(asked: Asked) -> Program:
   asked.demand('seed', envs='remote', lag='async', architecture='sebulba')
   if learns_from_replay(config.agent) and config.replay != 'host':
     raise UsageError(f'--as seed: {agent_name(config.agent)} learns from replay; add --replay host')
-  learner = asked.command('train', '--envs', 'remote', *_listening(asked), *_kept(asked))
+  learners = tuple(_learners(asked, asked.command('train', '--envs', 'remote'), ('envs',), True))
   more = some(asked.arguments, ('--env-deadline', '--quiet'), of_agent=False)
   envs = (
     'podrace',
     'envs',
     '--connect',
-    '{learner}',
+    ','.join(f'{{{node.name}}}' for node in learners),
     '--env',
     literal(config.env),
     *asked.keys,
     *map(literal, more),
   )
-  return Program((
-    Node('learner', learner, listens=('envs',), main=True),
-    Node('envs', (*envs, '--num-envs', str(config.num_envs // asked.actors)), asked.actors),
-  ))  # fmt: skip
+  count = str(config.num_envs // asked.actors)
+  return Program((*learners, Node('envs', (*envs, '--num-envs', count), asked.actors)))
 
 
 def impala(asked: Asked) -> Program:
@@ -177,9 +175,9 @@ def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
 
 
 def _learners(
-  asked: Asked, command: tuple[str, ...], listens: tuple[str, ...] = ()
+  asked: Asked, command: tuple[str, ...], listens: tuple[str, ...] = (), each: bool = False
 ) -> Iterator[Node]:
-  """Processes that learn as one, the first of which listens."""
+  """Processes that learn as one, the first of which listens, or each."""
   if asked.learners > 1 and asked.keyed:
     raise UsageError(
       f'--learners {asked.learners} is for one machine; on several start `podrace train ... --coordinator auto` in '
@@ -188,20 +186,15 @@ def _learners(
   for i in range(asked.learners):
     together = ('--coordinator', '{coordinator}', '--num-processes', str(asked.learners))
     more = (*together, '--process-id', str(i)) if asked.learners > 1 else ()
-    if i == 0:
-      at = _listening(asked) if listens else ()
-      yield Node('learner', (*command, *more, *at, *_kept(asked)), listens=listens, main=True)
-    else:  # which has the options of the first, and does not listen
-      at = ('--listen', '{learner}') if listens else ()
-      yield Node(f'learner-{i}', (*command, *more, *at, *_kept(asked)))
+    own = listens if i == 0 or each else ()
+    # The others are given where the first one listens.
+    at = _listening(asked) if own else ('--listen', '{learner}') if listens else ()
+    words = (*command, *more, *at, '--run-dir', literal(asked.run_dir))
+    yield Node(f'learner-{i}' if i else 'learner', words, listens=own, main=i == 0)
 
 
 def _listening(asked: Asked) -> tuple[str, ...]:
   return ('--listen', '{listen}', '--announce', '{announce}', *asked.keys)
-
-
-def _kept(asked: Asked) -> tuple[str, ...]:
-  return ('--run-dir', literal(asked.run_dir))
 
 
 ARRANGEMENTS: dict[str, Callable[[Asked], Program]] = {

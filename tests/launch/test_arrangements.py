@@ -112,6 +112,13 @@ def test_learners_of_a_service_have_the_options_of_the_first(tmp_path: Path) -> 
   )
 
 
+def test_each_learner_has_environments_of_its_own_with_seed(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['seed'](asked('pong', learners=2, actors=1)), tmp_path)
+  assert list(found) == ['learner', 'learner-1', 'envs']
+  assert '--process-id 1 --listen unix:S/learner-1-0' in found['learner-1']
+  assert '--connect unix:S/learner-0,unix:S/learner-1-0 --env ale:pong' in found['envs']
+
+
 def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> None:
   program = ARRANGEMENTS['learners'](asked('catch', learners=2))
   (tmp_path / 'sockets').mkdir()
@@ -230,7 +237,6 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
     (('pong', '--as', 'seed', '--shards', '2'), '--shards: not of --as seed'),
     (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: not of --as impala'),
     (('catch', '--as', 'learners', '--actors', '2'), '--actors: not of --as learners'),
-    (('pong', '--as', 'seed', '--learners', '2'), '--learners: not of --as seed'),
     (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen: podrace launch sets it itself'),
   ],
 )
