@@ -3,7 +3,7 @@
 The preset `catch` with fewer steps than its 2,000,000: IMPALA, 64 environments, which are 8 on each of 8 devices. The devices are
 fake ones of a CPU, so this says how the two learn, and nothing about speed. Both have the same settings, which were chosen for
 all-reduce, and the same seeds; learning rates are the preset's, three and thirty times that. All seeds of a case are one program.
-Breakout is the preset `minatar-breakout`, PPO with 64 environments, alike, with its own learning rate and 1,000,000 steps of
+Breakout is the preset `minatar-breakout`, PPO with 64 environments, alike, with its own learning rate and 400,000 steps of
 10,000,000.
 
 A run has converged if the mean return of the episodes in its last tenth is at least 0.9 on Catch, where 1 is the most, and 5 on
@@ -49,8 +49,8 @@ CASES = (  # preset, arm, learning rate, steps
   ('catch', 'exponential, stale', 3e-3, 300_000),
   ('catch', 'all-reduce', 3e-2, 300_000),
   ('catch', 'exponential', 3e-2, 300_000),
-  ('minatar-breakout', 'all-reduce', 5e-3, 1_000_000),
-  ('minatar-breakout', 'exponential', 5e-3, 1_000_000),
+  ('minatar-breakout', 'all-reduce', 5e-3, 400_000),
+  ('minatar-breakout', 'exponential', 5e-3, 400_000),
 )
 
 
