@@ -4,8 +4,9 @@
     python benchmarks/launch.py first [--repeats 5]
 
 `kills` ends a random process of a program with SIGKILL, again and again, 5 to 25 s after the one before: of SEED RL
-(IMPALA on Gymnasium's CartPole, two processes of environments) and of IMPALA with a queue (Catch, two acting
-processes). Time lost is from a kill until the run has come further than it was. A program that is complete is followed
+(IMPALA on Gymnasium's CartPole, two processes of environments), of IMPALA with a queue (Catch, two acting processes),
+and of two processes that learn as one (Catch, Sebulba, lag 0), whose parameters must in the end be those of a run in
+which nothing was killed. Time lost is from a kill until the run has come further than it was. A program that is complete is followed
 by another one, until there were so many kills. After each no process may be left, and the run must be whole. With
 `--on ray` (pip install 'podrace[ray]') programs are on a cluster of four nodes on this machine, and the actors that
 keep processes are killed as well.
@@ -43,7 +44,12 @@ OFTEN = ('--log-every', '512', '--checkpoint-every', '10000')
 PROGRAMS = {
   'seed': (*CARTPOLE, '--as', 'seed', '--total-steps', '600000', *OFTEN),
   'impala': ('catch', '--as', 'impala', '--total-steps', '1500000', '--log-every', '2048', '--checkpoint-every', '50000'),
+  'learners': (
+    'catch', '--as', 'learners', '--architecture', 'sebulba', '--lag', '0', '--total-steps', '1000000',
+    '--log-every', '5000', '--checkpoint-every', '20000',
+  ),
 }  # fmt: skip
+EXACT = ('learners',)  # on one machine only
 MARK = uuid.uuid4().hex  # in the environment of all that is started here
 KEEPER = 'podrace.launch.keeper'
 PODRACE = (sys.executable, '-m', 'podrace')
@@ -147,6 +153,7 @@ def killed(name: str, kills: int, rng: random.Random, engine: str) -> dict[str, 
   """Programs of one arrangement, until there were so many kills."""
   lost: list[tuple[str, float]] = []
   programs = 0
+  whole = undisturbed(name) if name in EXACT else None
   while len(lost) < kills:
     launched = Launched('launch', *PROGRAMS[name], '--on', engine)
     launched.reaches(0)
@@ -167,13 +174,22 @@ def killed(name: str, kills: int, rng: random.Random, engine: str) -> dict[str, 
     summary = json.loads((launched.run_dir / 'summary.json').read_text())
     assert code == 0, f'ended with {code}: see {launched.output.name}'
     assert not launched.left(), f'processes are left: {launched.left()}'
+    assert whole in (None, summary['params_sha256']), 'other parameters than without kills'
     programs += 1
     print(f'{name}: complete at step {summary["step"]:,}', flush=True)
   kinds = {k: [s for x, s in lost if x == k] for k in sorted({x for x, _ in lost})}
   return dict(
     command=' '.join(PROGRAMS[name]), programs=programs, lost_s=common.summary([s for _, s in lost]),
     by_kind={k: common.summary(v) for k, v in kinds.items()}, steps=summary['step'],
+    params_sha256=whole,
   )  # fmt: skip
+
+
+def undisturbed(name: str) -> str:
+  """The sum of what a program learns in which nothing is killed."""
+  launched = Launched('launch', *PROGRAMS[name])
+  assert launched.process.wait() == 0, launched.output.name
+  return str(json.loads((launched.run_dir / 'summary.json').read_text())['params_sha256'])
 
 
 def first(repeats: int) -> dict[str, Any]:
@@ -213,7 +229,8 @@ def main() -> None:
       results[case] = first(args.repeats) | common.origin()
     else:
       with cluster(args.on):
-        found = {n: killed(n, args.kills, rng, args.on) for n in PROGRAMS}
+        names = [n for n in PROGRAMS if args.on == 'local' or n not in EXACT]
+        found = {n: killed(n, args.kills, rng, args.on) for n in names}
       results[case if args.on == 'local' else f'{case}_{args.on}'] = found | common.origin()
     common.record('launch', results)
 
