@@ -18,12 +18,11 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 # What is compiled runs for seconds at most: without optimisations, and on one thread of each worker,
 # compiling takes a quarter of the time. `make test-all` sets this to nothing, and so compiles as
 # users do.
-QUICK = {
-  'xla_backend_optimization_level': '0',
-  'xla_cpu_use_fusion_emitters': 'false',
-  'xla_cpu_parallel_codegen_split_count': '1',
-}
-os.environ.setdefault('XLA_FLAGS', ' '.join(f'--{name}={value}' for name, value in QUICK.items()))
+os.environ.setdefault(
+  'XLA_FLAGS',
+  '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false '
+  '--xla_cpu_parallel_codegen_split_count=1',
+)
 
 import hypothesis
 import jax
