@@ -15,10 +15,13 @@ os.environ.setdefault(
 )
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.05'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
-# What is compiled runs for seconds at most: without optimisations, compiling takes a quarter of the
-# time. `make test-all` sets this to nothing, and so compiles as users do.
+# What is compiled runs for seconds at most: without optimisations, and on one thread of each worker,
+# compiling takes a quarter of the time. `make test-all` sets this to nothing, and so compiles as
+# users do.
 os.environ.setdefault(
-  'XLA_FLAGS', '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+  'XLA_FLAGS',
+  '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false '
+  '--xla_cpu_parallel_codegen_split_count=1',
 )
 
 import hypothesis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def window(seed: int = 0, core: Any = ()) -> Trajectory:
   return found
 
 
+rule_targets = jax.jit(rules.targets)
+
+
+@functools.cache
 def params(seed: int = 0) -> dict[str, Any]:
   return rules.init(jax.random.key(seed), SIZES)
 
@@ -107,7 +112,7 @@ def test_the_rule_against_loops() -> None:
   t = inputs()
   ends = np.asarray(t.last)
   assert (ends & (t.discount == 0)).any() and (ends & (t.discount == 1)).any()
-  found = rules.targets(params(), t, 0.9)
+  found = rule_targets(params(), t, 0.9)
   exact: Any = jax.tree.map(lambda x: np.asarray(x, np.float64), (params(), t))
   for b in range(B):
     policy, y = slow_targets(exact[0], exact[1]._replace(last=ends), 0.9, b)
@@ -117,13 +122,13 @@ def test_the_rule_against_loops() -> None:
 
 def test_no_number_that_it_is_given_is_in_vain() -> None:
   t, p = inputs(), params()
-  found = rules.targets(p, t, 0.9).policy
+  found = rule_targets(p, t, 0.9).policy
   others = dict(
     reward=t.reward + 1, discount=1 - t.discount, last=~t.last, probability=t.probability / 2, y=-t.y
   )  # fmt: skip
   for name, x in others.items():
-    assert not np.allclose(found, rules.targets(p, t._replace(**{name: x}), 0.9).policy), name
-  assert not np.allclose(found, rules.targets(p, t, 0.5).policy)
+    assert not np.allclose(found, rule_targets(p, t._replace(**{name: x}), 0.9).policy), name
+  assert not np.allclose(found, rule_targets(p, t, 0.5).policy)
 
 
 # --- the update ----------------------------------------------------------------------------------------
@@ -166,8 +171,8 @@ def test_a_rule_that_adds_up_rewards_is_reinforce(core: Any) -> None:
     chosen = jnp.take_along_axis(log_p, x.outputs.action[..., None], axis=-1)[..., 0]
     return jnp.sum(weight * chosen) / (T * B)
 
-  train = learning.init(jax.random.key(3))
-  expected = jax.grad(objective)(train.params)
+  train = jax.jit(learning.init)(jax.random.key(3))
+  expected = jax.jit(jax.grad(objective))(train.params)
   after = updater(learning)(reinforce(0.8), train, x)
   for path, g in jax.tree_util.tree_leaves_with_path(expected):
     moved = jax.tree.map(lambda a, b: a - b, after.params, train.params)
@@ -182,10 +187,10 @@ def test_y_moves_to_its_target() -> None:
   update = updater(learning)
   rule = params() | {'policy/linear/w': jnp.zeros((8, 1)), 'y/linear/w': jnp.zeros((8, 5))}
   rule['y/linear/b'] = jnp.array([2.0, 0.0, -1.0, 1.0, 0.0])
-  before = train = learning.init(jax.random.key(0))
+  before = train = jax.jit(learning.init)(jax.random.key(0))
   for _ in range(300):
     train = update(rule, train, x)
-  said, _ = learning.network.unroll(train.params, (), x.timesteps)
+  said, _ = jax.jit(learning.network.unroll)(train.params, (), x.timesteps)
   goal = jax.nn.softmax(rule['y/linear/b'])
   learned = np.asarray(x.timesteps.step_type[:-1] != LAST)
   np.testing.assert_allclose(
@@ -205,7 +210,7 @@ def test_nothing_passes_from_one_episode_to_another(core: Any) -> None:
   """What is done at LAST is ignored, and what comes after it changes nothing before it."""
   learning = agent(core)
   x = window(core=learning.network.initial_state(B))
-  train = learning.init(jax.random.key(0))
+  train = jax.jit(learning.init)(jax.random.key(0))
   last = np.asarray(x.timesteps.step_type[:-1] == LAST)
   assert last[:-1].any()
   other = x._replace(
@@ -221,8 +226,8 @@ def test_nothing_passes_from_one_episode_to_another(core: Any) -> None:
   )
   goals = []
   for w in (two, later):
-    said, _ = learning.network.unroll(train.params, w.agent_state, w.timesteps)
-    goals.append(rules.targets(params(), learning.inputs(said, w), 0.99))
+    said, _ = jax.jit(learning.network.unroll)(train.params, w.agent_state, w.timesteps)
+    goals.append(rule_targets(params(), learning.inputs(said, w), 0.99))
   np.testing.assert_array_equal(goals[0].policy[:3], goals[1].policy[:3])
   assert not np.allclose(goals[0].policy[4:], goals[1].policy[4:])
 
@@ -231,9 +236,9 @@ def test_metrics_are_what_they_are_called() -> None:
   logits = jnp.array([[0.0, 0.0, 0.0], [50.0, 0.0, 0.0]])
   np.testing.assert_allclose(entropy(logits), [np.log(3), 0.0], atol=1e-6)
   learning, x = agent(), window()
-  train = learning.init(jax.random.key(0))
-  said, _ = learning.network.unroll(train.params, (), x.timesteps)
-  goals = rules.targets(params(), learning.inputs(said, x), 0.99)
+  train = jax.jit(learning.init)(jax.random.key(0))
+  said, _ = jax.jit(learning.network.unroll)(train.params, (), x.timesteps)
+  goals = rule_targets(params(), learning.inputs(said, x), 0.99)
   total, found = learning.losses(said, goals, x)
   mask = np.asarray(x.timesteps.step_type[:-1] != LAST)
   square = np.mean(mask * np.square(goals.policy))
@@ -248,7 +253,7 @@ def test_devices_learn_the_same_together() -> None:
   x = window(core=learning.network.initial_state(B))
   for devices in (1, 2):
     step = jax.jit(learner(learning, on_policy(), topology.learner_mesh(devices)))
-    train = learning.init(jax.random.key(0))
+    train = jax.jit(learning.init)(jax.random.key(0))
     for i in range(3):
       train, _, metrics, _ = step(train, (), x, jax.random.key(i), jnp.int32(i))
     found.append((train, metrics))
@@ -266,7 +271,7 @@ def test_the_gradient_through_updates_against_differences() -> None:
   By SGD: the gradient leaves out Adam's denominator, which is no derivative then.
   """
   learning = agent(optimizer='sgd', learning_rate=0.3, max_grad_norm=0.5)
-  train, windows = learning.init(jax.random.key(0)), [window(seed) for seed in range(4)]
+  train, windows = jax.jit(learning.init)(jax.random.key(0)), [window(seed) for seed in range(4)]
   update = updater(learning)
 
   @jax.jit
@@ -274,7 +279,7 @@ def test_the_gradient_through_updates_against_differences() -> None:
     after = train
     for x in windows[:3]:
       after = update(rule, after, x)
-    said, _ = learning.network.unroll(after.params, (), windows[3].timesteps)
+    said, _ = jax.jit(learning.network.unroll)(after.params, (), windows[3].timesteps)
     log_prob = learning.network.distribution.log_prob(said.policy[:-1], windows[3].outputs.action)
     return jnp.sum(windows[3].timesteps.reward[1:] * log_prob)
 
@@ -329,7 +334,7 @@ def test_acting_needs_no_file(tmp_path: Path) -> None:
   learning = LPG(str(path), network=PolicyPredictor(predictions=SIZES.predictions))
   path.unlink()
   found = bind(dataclasses.replace(learning, greedy=True), make('podrace:catch'))
-  train = found.init(jax.random.key(0))
+  train = jax.jit(found.init)(jax.random.key(0))
   timestep = jax.tree.map(lambda x: jnp.repeat(x, 5, axis=0), found.network.example())
   outputs = {tuple(found.act(train.params, (), timestep, jax.random.key(k))[0].action.tolist()) for k in (0, 1)}  # fmt: skip
   assert len(outputs) == 1 and len(set(outputs.pop())) == 1

@@ -155,7 +155,7 @@ def test_how_dqn_explores() -> None:
   network = QNetwork(hidden=(8,)).bind(VECTOR, spaces.Discrete(4))
   timestep = many(network)
   agent = DQN(network=network, total_envs=400)
-  params = agent.init(jax.random.key(0)).params  # their epsilon is 1
+  params = jax.jit(agent.init)(jax.random.key(0)).params  # their epsilon is 1
   best = np.argmax(network.mean(network.step(params.network, (), timestep)[0]), axis=-1)
 
   def best_share(agent: DQN, state: Any, epsilon: float) -> float:
@@ -168,7 +168,7 @@ def test_how_dqn_explores() -> None:
   assert best_share(dataclasses.replace(agent, greedy=True), (), 1.0) == 1
   noisy = dataclasses.replace(network, noisy=True)
   agent = DQN(network=noisy)
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   noise_key, _ = jax.random.split(jax.random.key(3))
   q, _ = noisy.step(params.network, (), timestep, noise_key, per_row=True)
   best = np.argmax(q[..., 0], axis=-1)
@@ -186,7 +186,7 @@ def test_how_others_explore() -> None:
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
   timestep = many(network)
   agent = R2D2(network=network, total_envs=400)
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   state = agent.initial_state(jnp.arange(400))._replace(epsilon=jnp.ones(400))
   q, _ = network.step(params, state.core, timestep)
   best = np.argmax(network.mean(q), axis=-1)
@@ -194,7 +194,7 @@ def test_how_others_explore() -> None:
   greedy = dataclasses.replace(agent, greedy=True)
   np.testing.assert_array_equal(act(greedy, params, state, timestep), best)
   for agent, spread in ((bound(D4PG(noise=0.3)), 0.3), (bound(SAC()), None)):
-    params = agent.init(jax.random.key(0)).params
+    params = jax.jit(agent.init)(jax.random.key(0)).params
     mode = act(dataclasses.replace(agent, greedy=True), params, (), timestep)
     outputs, _ = agent.actor.step(params, (), timestep)
     mean = np.tanh(outputs[..., :2] if spread is None else outputs)
@@ -279,7 +279,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 def q_values(network: QNetwork, params: Any, timesteps: TimeStep, state: Any = ()) -> np.ndarray:
-  q, _ = network.unroll(params, state, timesteps)
+  q, _ = jax.jit(network.unroll)(params, state, timesteps)
   return np.asarray(network.mean(q))
 
 
@@ -294,8 +294,8 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
     max_grad_norm=0.1 if n == 1 else 10.0, target_period=n, target_rate=0.25, epsilon=0.25,
     epsilon_steps=10,
   )  # fmt: skip
-  train = agent.init(jax.random.key(0))
-  target = agent.init(jax.random.key(1)).params.network
+  train = jax.jit(agent.init)(jax.random.key(0))
+  target = jax.jit(agent.init)(jax.random.key(1)).params.network
   before = 0 if n == 1 else 30
   train = train._replace(rest=train.rest._replace(target=target, steps=jnp.int32(before)))
   window = random_window(n, 5, discrete)
@@ -329,7 +329,9 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
     return jnp.mean(weight * (steps.step_type[0] != LAST) * optax.huber_loss(error, delta=0.7))
 
   if n == 1:  # of an untouched Adam
-    assert_gradient(new.rest.opt_state, jax.grad(loss)(train.params.network), agent.max_grad_norm)
+    assert_gradient(
+      new.rest.opt_state, jax.jit(jax.grad(loss))(train.params.network), agent.max_grad_norm
+    )
   assert int(new.rest.steps) == before + 1
   assert float(new.params.epsilon) == pytest.approx(0.925 if n == 1 else 0.25)
   follows = optax.incremental_update(new.params.network, target, 0.25)
@@ -345,8 +347,8 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
     hidden=(8,), head=head, num_atoms=7, v_min=-3.0, v_max=3.0, dueling=True, noisy=noisy
   ).bind(VECTOR, spaces.Discrete(4))
   agent = DQN(network=network, n_step=2, double=double, discount=0.9, huber=0.7)
-  train = agent.init(jax.random.key(0))
-  target = agent.init(jax.random.key(1)).params.network
+  train = jax.jit(agent.init)(jax.random.key(0))
+  target = jax.jit(agent.init)(jax.random.key(1)).params.network
   train = train._replace(rest=train.rest._replace(target=target))
   window = random_window(2, 5, discrete)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
@@ -356,7 +358,7 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   keys = jax.random.split(jax.random.fold_in(learn_key, 0), 3)  # of the first device
 
   def outputs(params: Any, timestep: Any, key: Any) -> Any:
-    return network.step(params, (), timestep, key if noisy else None)[0]
+    return jax.jit(network.step)(params, (), timestep, key if noisy else None)[0]
 
   q = outputs(train.params.network, step.before, keys[0])  # [B, A, atoms]
   q_t = outputs(target, step.after, keys[2])
@@ -387,7 +389,7 @@ def test_noise_is_each_device_s_own() -> None:
   """With the same windows on both, outputs and so priorities would be the same."""
   network = QNetwork(hidden=(4,), noisy=True).bind(VECTOR, spaces.Discrete(4))
   agent = DQN(network=network)
-  train = agent.init(jax.random.key(0))
+  train = jax.jit(agent.init)(jax.random.key(0))
   sample = Sample(random_window(1, 5, discrete), np.ones(B, np.float32), np.arange(B))
   step = learner(agent, fixed(sample), topology.learner_mesh(2))
   twice = jax.tree.map(lambda x: jnp.concatenate([x, x], axis=1), sample.trajectory[:2])
@@ -448,8 +450,8 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
     max_grad_norm=0.1 if burn_in else 40.0, target_period=2 if burn_in else 1, learning_rate=0.01,
     max_share=0.6 if burn_in else 0.9, rescale_epsilon=0.05 if burn_in else 1e-3,
   )  # fmt: skip
-  train = agent.init(jax.random.key(0))
-  target = agent.init(jax.random.key(1)).params
+  train = jax.jit(agent.init)(jax.random.key(0))
+  target = jax.jit(agent.init)(jax.random.key(1)).params
   train = train._replace(rest=train.rest._replace(target=target))
   rng = np.random.default_rng(1)
   state = agent.initial_state(jnp.arange(B))
@@ -471,7 +473,7 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   assert_close(new.rest.target, target if burn_in else new.params)
 
   early, late = agent.split(steps)
-  core = network.unroll(train.params, state.core, early)[1] if burn_in else state.core
+  core = jax.jit(network.unroll)(train.params, state.core, early)[1] if burn_in else state.core
   action = window.outputs.action[burn_in:]
 
   def of_fixed_goals(params: Any) -> Any:
@@ -488,11 +490,11 @@ def test_r2d2_s_burn_in_has_no_gradient() -> None:
   """It is that of the rest alone, from the state that the burn-in leads to."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
   agent = R2D2(network=network, sequence=T - 4, burn_in=4, total_envs=B)
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   state = agent.initial_state(jnp.arange(B))
   window = jax.tree.map(jnp.asarray, random_window(T, 3, discrete, state))
   early, late = agent.split(window.timesteps)
-  _, core = network.unroll(params, state.core, early)
+  _, core = jax.jit(network.unroll)(params, state.core, early)
   rest = Trajectory(
     late,
     jax.tree.map(lambda x: x[4:], window.outputs),
@@ -501,7 +503,9 @@ def test_r2d2_s_burn_in_has_no_gradient() -> None:
   )
 
   def gradient(agent: R2D2, window: Trajectory) -> Any:
-    return jax.grad(lambda p: jnp.sum(jnp.square(agent.errors(p, params, window)[0])))(params)
+    return jax.jit(jax.grad(lambda p: jnp.sum(jnp.square(agent.errors(p, params, window)[0]))))(
+      params
+    )
 
   found = gradient(agent, window)
   expected = gradient(dataclasses.replace(agent, burn_in=0), rest)
@@ -515,7 +519,7 @@ def test_r2d2_initial_priority_is_that_of_learning(n_step: int) -> None:
   """With the same parameters everywhere, but for the last step, whose value acting had not seen."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))
   agent = R2D2(network=network, sequence=T - 2, burn_in=2, n_step=n_step, total_envs=B)
-  train = agent.init(jax.random.key(0))
+  train = jax.jit(agent.init)(jax.random.key(0))
   state = agent.initial_state(jnp.arange(B))
   window = random_window(T, 3, discrete, state)
   q = q_values(network, train.params, window.timesteps, state.core)
@@ -551,8 +555,8 @@ def test_sac() -> None:
   """The critics' loss against their target, for each window; the temperature's direction."""
   assert bound(SAC()).entropy_goal == -2
   agent = bound(SAC(target_entropy=5.0, discount=0.9, target_rate=0.25))
-  train = agent.init(jax.random.key(0))
-  target = agent.init(jax.random.key(1)).rest.critic
+  train = jax.jit(agent.init)(jax.random.key(0))
+  target = jax.jit(agent.init)(jax.random.key(1)).rest.critic
   train = train._replace(rest=train.rest._replace(target=target, log_alpha=jnp.float32(-0.7)))
   window = random_window(1, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
@@ -589,8 +593,8 @@ def test_sac() -> None:
     return jnp.mean(weight * step.mask * each)
 
   moments = new.rest.opt_state.inner_states
-  assert_gradient(moments['actor'], jax.grad(policy_loss)(train.params))
-  assert_gradient(moments['critic'], jax.grad(critic_loss)(rest.critic))
+  assert_gradient(moments['actor'], jax.jit(jax.grad(policy_loss))(train.params))
+  assert_gradient(moments['critic'], jax.jit(jax.grad(critic_loss))(rest.critic))
   outputs, _ = agent.actor.step(train.params, (), step.before)
   _, actor_key = jax.random.split(jax.random.fold_in(learn_key, 0))
   x = agent.actor.distribution.sample(outputs, actor_key)
@@ -606,8 +610,8 @@ def test_sac() -> None:
 
 def test_d4pg() -> None:
   agent = bound(D4PG(n_step=2, discount=0.9, v_min=-3, v_max=3, target_period=1, target_rate=0.25))
-  train = agent.init(jax.random.key(0))
-  target = agent.init(jax.random.key(1)).rest.target
+  train = jax.jit(agent.init)(jax.random.key(0))
+  target = jax.jit(agent.init)(jax.random.key(1)).rest.target
   train = train._replace(rest=train.rest._replace(target=target))
   window = random_window(2, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
@@ -638,15 +642,15 @@ def test_d4pg() -> None:
     return jnp.mean(weight * step.mask * each)
 
   moments = new.rest.opt_state.inner_states
-  assert_gradient(moments['actor'], jax.grad(policy_loss)(train.params))
-  assert_gradient(moments['critic'], jax.grad(critic_loss)(train.rest.critic))
+  assert_gradient(moments['actor'], jax.jit(jax.grad(policy_loss))(train.params))
+  assert_gradient(moments['critic'], jax.jit(jax.grad(critic_loss))(train.rest.critic))
   online = type(target)(new.params, new.rest.critic)
   assert_close(new.rest.target, optax.incremental_update(online, target, 0.25))
 
 
 def test_noise_is_drawn_and_can_be_left_out() -> None:
   network = QNetwork(hidden=(8,), noisy=True, dueling=True).bind(VECTOR, spaces.Discrete(4))
-  params = network.init(jax.random.key(0))
+  params = jax.jit(network.init)(jax.random.key(0))
   timestep = network.example()._replace(observation=jnp.ones((1, 3)))
 
   def q(key: Any) -> np.ndarray:
@@ -663,7 +667,7 @@ def test_environments_in_one_state_do_not_act_alike() -> None:
   """With noise alone, each of 64 environments explores by a sample of its own."""
   network = QNetwork(hidden=(8,), noisy=True).bind(VECTOR, spaces.Discrete(4))
   agent = DQN(network=network, epsilon=0.0)
-  params = agent.init(jax.random.key(0)).params._replace(epsilon=jnp.float32(0))
+  params = jax.jit(agent.init)(jax.random.key(0)).params._replace(epsilon=jnp.float32(0))
   timestep = jax.tree.map(lambda x: jnp.ones((64, *x.shape[1:]), x.dtype), network.example())
   taken = [set(act(agent, params, (), timestep, key).tolist()) for key in range(10)]
   assert np.mean([len(actions) for actions in taken]) > 2
@@ -674,7 +678,7 @@ def test_environments_in_one_state_do_not_act_alike() -> None:
 def test_noise_of_each_row_is_that_of_factorised_weights() -> None:
   """Row by row, the outputs have the mean and the spread that one sample for all rows has."""
   network = QNetwork(hidden=(), noisy=True).bind(VECTOR, spaces.Discrete(2))
-  params = network.init(jax.random.key(0))
+  params = jax.jit(network.init)(jax.random.key(0))
   one = network.example()._replace(observation=jnp.array([[1.0, -2.0, 0.5]]))
   rows = jax.tree.map(lambda x: jnp.repeat(x, 20_000, axis=0), one)
   q = network.step(params, (), rows, jax.random.key(1), per_row=True)[0][..., 0]
