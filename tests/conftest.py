@@ -1,6 +1,7 @@
 """Eight fake devices, JAX's strict modes, and one store of compiled programs, for every test."""
 
 import gc
+import importlib.metadata
 import os
 import signal
 from collections.abc import Iterator
@@ -17,11 +18,13 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.05'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 # What is compiled runs for seconds at most: without optimisations, and on one thread of each worker,
 # compiling takes a quarter of the time. `make test-all` sets this to nothing, and so compiles as
-# users do.
+# users do. XLA ends a process that gives it a flag that it does not have.
 os.environ.setdefault(
   'XLA_FLAGS',
-  '--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false '
-  '--xla_cpu_parallel_codegen_split_count=1',
+  '--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1'
+  + (
+    '' if importlib.metadata.version('jaxlib') >= '0.11' else ' --xla_cpu_use_fusion_emitters=false'
+  ),
 )
 
 import hypothesis
