@@ -16,7 +16,17 @@ DQN = ['catch', '--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8'
        '--agent.network.hidden', '16', '--agent.buffer.min-size', '500', '--agent.buffer.batch-size', '16',
        '--agent.buffer.samples-per-insert', '1', '--agent.buffer.capacity', '2048',
        '--agent.buffer.priority-exponent', '0.5', '--log-every', '640']  # fmt: skip
-HOST = [*DQN, '--replay', 'host', '--actor-threads', '1', '--checkpoint-every', '640']
+HOST = [
+  *DQN,
+  '--replay',
+  'host',
+  '--lag',
+  'async',
+  '--actor-threads',
+  '1',
+  '--checkpoint-every',
+  '640',
+]
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -45,7 +55,7 @@ def test_replay_on_the_host_of_two_processes(tmp_path: Path, cache: Path) -> Non
 
   one = Podrace(
     ['train', *HOST, '--total-steps', str(2 * end), '--override', '--run-dir', str(run_dir),
-     '--learner-devices', '0,1'], tmp_path / 'one.txt', 2, cache,
+     '--actor-devices', '0', '--learner-devices', '0,1'], tmp_path / 'one.txt', 2, cache,
   )  # fmt: skip
   assert one.wait() == 2
   assert 'has the replay of 2 process(es), each its own part, and this run has 1' in one.output

@@ -15,7 +15,7 @@ import pytest
 from test_windows import B, T, World, settings
 
 from podrace import tables, topology
-from podrace.replay import windows
+from podrace.replay import host, windows
 from podrace.replay.host import HostReplay, ReplayFailed
 from podrace.replay.layout import Layout
 from podrace.types import Trajectory
@@ -247,6 +247,31 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
     assert learned == int(Fraction(ratio).limit_denominator(10_000) * (40 - ready) * B * T / 8)
   finally:
     both.close()
+
+
+def test_of_two_processes_each_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Half of the capacity and of each batch, drawn by numbers of its own, once both have windows."""
+  monkeypatch.setattr(host, 'share', lambda total: -(-total // 2))
+  there, found = 0, []
+  monkeypatch.setattr(
+    host, 'everyones', lambda own: np.array([own, np.full(len(own), there)], np.float64)
+  )
+  for number in range(2):
+    monkeypatch.setattr(jax, 'process_index', lambda number=number: number)
+    both = Both(World(2), 3, settings(capacity=101, batch_size=8, priority_exponent=0.5))
+    try:
+      both.add(times=2)
+      there = 0
+      assert both.hosted.times(1) == 0  # the other has nothing yet
+      there = 5
+      assert both.hosted.times(2) > 0
+      keys, _ = both.sample()
+      assert both.hosted.metrics()['replay_samples'] == 4 + 5
+      assert both.hosted.table.contents.max_size == 51
+      found.append(keys.tolist())
+    finally:
+      both.close()
+  assert len(found[0]) == len(found[1]) == 4 and found[0] != found[1]
 
 
 def drawn(both: Both, updates: range) -> list[Any]:
