@@ -14,7 +14,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Kind, WireError
 from podrace.net.loop import Loop
-from podrace.net.outage import NOTHING_KNOWN, SAYS_NOTHING
+from podrace.net.outage import Outage
 from podrace.net.outgoing import Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch, no_memory
 from podrace.net.text import plain
@@ -48,7 +48,7 @@ class Asker:
     self._loop = Loop()
     self._connection: Outgoing | None = None
     self._report: dict[str, Any] | None = None
-    self._why = NOTHING_KNOWN
+    self._outage = Outage('service', address, 0.0)
 
   def ask(self) -> dict[str, Any]:
     """The report of whoever listens there.
@@ -62,19 +62,21 @@ class Asker:
       try:
         self._ask(end)
       except (Ended, Full, OSError, WireError) as e:
-        self._why = why_not(e)
+        self._outage.failed(why_not(e))
         self._hang_up()
         time.sleep(0.2)
       if self._report is not None:
         return self._report
-    raise TimeoutError(f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: {self._why}')
+    raise TimeoutError(
+      f'no answer from {self._address} in {ANSWER_SECONDS:.0f} s: {self._outage.why}'
+    )
 
   def _ask(self, end: float) -> None:
     if self._connection is None:
       self._connection = Outgoing(
         self._loop, self._address, self._context, KINDS, self._hear, no_memory, new_scratch()
       )
-      self._why = SAYS_NOTHING
+      self._outage.stands()
     connection, stream = self._connection, self._connection.stream
     ask = stream.shaken
     while self._report is None and (left := end - time.monotonic()) > 0:

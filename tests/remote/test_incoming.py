@@ -190,9 +190,11 @@ def test_its_own_thread_looks_after_it_and_gives_it_to_one_that_waits() -> None:
   shared.open()
   until(lambda: listener.turns > 1 and idle.nudged > 1)
   shared.finish()
+  turns = listener.turns
+  assert not shared.turn(0.0) and listener.turns == turns  # nobody is served any more
   shared.close()
   assert listener.ended == [(True, 'the run is complete', network.GOODBYE)] and listener.closed
-  assert not busy.nudged and not shared.turn(0.0)
+  assert not busy.nudged
 
 
 def test_a_failure_is_raised_in_whoever_comes_next_and_nobody_is_told_of_an_end() -> None:

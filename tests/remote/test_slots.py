@@ -116,6 +116,37 @@ def test_who_is_dropped_while_it_is_started_leaves_its_slots_to_the_next() -> No
   assert started == [first, second] and found.free == 0
 
 
+def test_a_client_that_is_dropped_while_one_group_is_started_hears_nothing_of_another() -> None:
+  started: list[Any] = []
+
+  def start(one: Any) -> None:
+    started.append(one)
+    found.leave(both)
+
+  found = Slots(4, start)
+  pool: Any = Pool(4)
+  both = [group(2), group(2)]
+  for one in both:
+    found.enter(one)
+  found.add(pool)
+  assert started == both[:1] and found.free == 4
+
+
+def test_thousands_that_are_dropped_one_after_the_other_are_no_recursion() -> None:
+  started: list[Any] = []
+
+  def start(one: Any) -> None:
+    started.append(one)
+    found.leave([one])
+
+  found = Slots(2, start)
+  pool: Any = Pool(2)
+  for _ in range(2000):
+    found.enter(group(2))
+  found.add(pool)
+  assert len(started) == 2000 and found.free == 2
+
+
 def test_groups_of_a_pool_that_is_gone_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
   found, _ = filled(2, 2)
   groups = [group(2), group(2)]
