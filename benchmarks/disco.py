@@ -40,7 +40,7 @@ WINDOW, UPDATES = 20, 1000
 T = 29
 OTHERS = {  # preset of PPO -> steps, learning rate of Disco
   'cartpole': (200_000, 1e-3),
-  'minatar-breakout': (500_000, 1e-3),
+  'minatar-breakout': (200_000, 1e-3),
 }
 RELEASED = 'catch, released'
 CASES = ['catch', RELEASED, 'catch, sebulba', 'catch, 8 devices'] + [
