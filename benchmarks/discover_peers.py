@@ -13,11 +13,12 @@ Counted are the steps of K + 1 unrolls, which both make. They differ where the c
 - groove makes new agents in each meta-step and takes those that are due, podrace makes none while none is due;
 - podrace counts episodes, and checks rewards, losses and the rule for numbers that are not finite;
 - walls are placed differently, and groove's observations have the time as well.
+groove returns the rule that it began with, so XLA leaves out the gradient if there is a single meta-step: there are more.
 What groove evaluates after each meta-step is left out, as podrace has nothing of the kind.
 
 `groove` runs with the versions that it names, `groove-new` with podrace's JAX and a Flax that goes with it. The sides are processes on one core. They
 take turns with their calls, and one that has no turn sleeps. `of_core` is by the time that a process had the core,
-which other work on the machine changes least. Each is compiled once for each setting, without a cache.
+which other work on the machine changes least. `temp_mib` is what XLA says that the program needs besides its state. Each is compiled once for each setting, without a cache.
 
 Writes benchmarks/results/discover_peers.json after each setting; what is not run keeps what the file has.
 """
@@ -44,7 +45,7 @@ ALIKE = dict(
 )
 SETTINGS = {
   'narrow': dict(agents=64, num_envs=16, trajectory=32, meta_steps=3),  # that of docs/discovery.md
-  'wide': dict(agents=8, num_envs=64, trajectory=256, meta_steps=1),  # groove's, of 512 agents
+  'wide': dict(agents=8, num_envs=64, trajectory=256, meta_steps=3),  # groove's, of 512 agents
 }
 OURS, PEERS = 'podrace', ('groove', 'groove-new')
 
@@ -82,7 +83,7 @@ def work() -> None:
 
   init: Any = None
   run: Any = None
-  steps = jnp.int32(0)
+  steps, memory = jnp.int32(0), 0.0
   for request in common.requests():
     clock = time.perf_counter(), time.process_time()
     match request['do']:
@@ -94,9 +95,11 @@ def work() -> None:
         program = population(request['config'])
         init = program.init.lower(keys_of(0)).compile()
         run = program.run.lower(program.shapes, steps).compile()
+        memory = run.memory_analysis().temp_size_in_bytes / 2**20
       case 'run':
         jax.block_until_ready(run(init(keys_of(request['seed'])), steps))
-    common.answer(wall_s=time.perf_counter() - clock[0], cpu_s=time.process_time() - clock[1])
+    took = time.perf_counter() - clock[0], time.process_time() - clock[1]
+    common.answer(wall_s=took[0], cpu_s=took[1], temp_mib=memory)
 
 
 def keys_of(seed: int) -> Any:
@@ -147,7 +150,7 @@ def compared(seconds: dict[str, list[dict[str, float]]], steps: int) -> dict[str
   return found
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('checkout', type=pathlib.Path, nargs='?', help="groove's")
   parser.add_argument('--rounds', type=int, default=5)
@@ -156,11 +159,16 @@ def main() -> None:
   parser.add_argument('--peers', nargs='+', choices=PEERS, default=list(PEERS))
   parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
   args = parser.parse_args()
+  if not args.worker and args.checkout is None:
+    parser.error('the checkout of groove is missing')
+  return args
+
+
+def main() -> None:
+  args = arguments()
   if args.worker:
     work()
     return
-  if args.checkout is None:
-    parser.error('the checkout of groove is missing')
   pinned = ['taskset', '-c', str(args.core)]
   theirs = ['benchmarks/peers/peer_groove.py', str(args.checkout.resolve())]
   sides = {OURS: [*pinned, sys.executable, 'benchmarks/discover_peers.py', '--worker']}

@@ -97,7 +97,9 @@ def main() -> None:
         key = jax.random.PRNGKey(0)
         clock = time.perf_counter(), time.process_time()
         run = jax.jit(make_train(args)).lower(key).compile()
-        common.answer(wall_s=time.perf_counter() - clock[0], cpu_s=time.process_time() - clock[1])
+        took = time.perf_counter() - clock[0], time.process_time() - clock[1]
+        memory = run.memory_analysis().temp_size_in_bytes / 2**20
+        common.answer(wall_s=took[0], cpu_s=took[1], temp_mib=memory)
       case 'run':
         key = jax.random.PRNGKey(request['seed'])
         clock = time.perf_counter(), time.process_time()
