@@ -16,9 +16,10 @@ Counted are the steps of K + 1 unrolls, which both make. They differ where the c
 groove returns the rule that it began with, so XLA leaves out the gradient if there is a single meta-step: there are more.
 What groove evaluates after each meta-step is left out, as podrace has nothing of the kind.
 
-`groove` runs with the versions that it names, `groove-new` with podrace's JAX and a Flax that goes with it. The sides are processes on one core. They
-take turns with their calls, and one that has no turn sleeps. `of_core` is by the time that a process had the core,
-which other work on the machine changes least. `temp_mib` is what XLA says that the program needs besides its state. Each is compiled once for each setting, without a cache.
+`groove` runs with the versions that it names, `groove-new` with podrace's JAX and a Flax that goes with it. The sides
+are processes on one core. They take turns with their calls, and one that has no turn sleeps. `of_core` is by the time
+that a process had the core, which other work on the machine changes least. `temp_mib` is what XLA says that the program
+needs besides its state. Each is compiled once for each setting, without a cache.
 
 Writes benchmarks/results/discover_peers.json after each setting; what is not run keeps what the file has.
 """
