@@ -9,6 +9,7 @@ for each agent. One call is a population from its beginning and some meta-steps,
 Counted are the steps of K + 1 unrolls, which both make. They differ where the code does:
 - groove's rule is a GRU that is given 5 numbers, podrace's an LSTM that is given 6: a fourth more work for each unit;
 - groove learns its value function after each meta-step, podrace after each unroll; both make K + 1 steps of it;
+- groove's gradient stops at what the rule is given, podrace's goes on to the updates before;
 - groove keeps what its gradient needs, podrace computes each update again;
 - groove makes new agents in each meta-step and takes those that are due, podrace makes none while none is due;
 - podrace counts episodes, and checks rewards, losses and the rule for numbers that are not finite;
