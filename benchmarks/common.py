@@ -131,9 +131,12 @@ PEERS = {  # what is installed in the virtual environment of each
   'flashbax': ('flashbax==0.1.3',),
   'torch': ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless'),
   'sf': ('sample-factory==2.1.1', 'torch==2.15.0', 'gymnasium<1.0', 'ale-py', 'opencv-python'),
+  'groove': ('jax==0.4.13', 'jaxlib==0.4.13', 'flax==0.6.11', 'optax==0.1.5', 'gymnax==0.0.6',
+             'evosax==0.1.4', 'wandb==0.15.9', 'matplotlib==3.7.1', 'numpy<1.25', 'scipy<1.12'),  # as it names them
+  'groove-new': ('flax', 'optax', 'gymnax<1', 'chex', 'rich', 'six'),
   'reverb': ('dm-reverb[tensorflow]==0.14.0', 'lz4==4.4.5', 'zstandard==0.25.0'),
-}
-OUR_JAX = ('rejax', 'purejaxrl', 'flashbax')  # that are compared under the same JAX
+}  # fmt: skip
+OUR_JAX = ('rejax', 'purejaxrl', 'flashbax', 'groove-new')  # that are compared under the same JAX
 
 
 def peer(name: str) -> str:
