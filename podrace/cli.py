@@ -112,6 +112,7 @@ LASTING = (
   'replay',
   'launch',
 )  # commands that go on if nobody reads their output
+LEAVE_SECONDS = 2.0  # that other processes of a run have to be stopped as well, where this one could not end its work
 UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
 
 
@@ -191,7 +192,8 @@ def _guarded(args: list[str]) -> int:
 
     same = '--dir' if args[0] == 'sweep' else '--run-dir'
     tell(f'stopped by {e}; start again with the same {same} to go on')
-    leave_processes()
+    # Unless all were signalled, the others go on with what this one has left, and do not come.
+    leave_processes(LEAVE_SECONDS if e.unsaved else None)
     return 128 + e.signum
   except RunError as e:
     return _complain(e, 1)

@@ -232,7 +232,13 @@ def is_ready(program: Program, node: Node, announced: Announced) -> bool:
 
 
 def resolve(program: Program, reference: Reference, announced: Announced) -> str:
-  """The address that a reference stands for; several with commas. It must have been announced."""
+  """The address that a reference stands for; several with commas. It must have been announced.
+
+  Raises:
+    UsageError: for what an engine gives, and this one does not.
+  """
+  if reference.node in OWN:
+    raise UsageError(f'{reference}: where this program is to run there is none; leave it out')
   other = program.node(reference.node)
   address = reference.address or other.listens[0]
   return ','.join(announced[other.name, i][address] for i in range(other.replicas))

@@ -311,16 +311,22 @@ class _Run:
     self.saves.check_directory()
     self.saves.checkpoints.wait()
     self.saves.check_directory()
-    # Before the summary is there: a run that dies here is not finished, and publishes its end again.
+    self.complete(state)
+    return self.finish(state)
+
+  def complete(self, state: Any) -> None:
+    """What follows the last update, before the summary is there: a run that dies here is not finished, and does it again."""
     update = self.updates_done(state)
     with self.saves.failing(update, state):
       if self.evaluations:
         last = functools.partial(
-          self.evaluations.finish, update * config.steps_per_update, state.train.params
+          self.evaluations.finish, update * self.config.steps_per_update, state.train.params
         )
         self.stop.during(last, 'the last evaluation', self.warn, GRACE_SECONDS)
       self.program.finished(state)
-    return self.finish(state)
+      # JAX waits 30 s for those that leave later, and then ends all: the first one may have evaluated for longer.
+      together = functools.partial(everyones, [update])
+      self.stop.during(together, 'waiting for the other processes', self.warn, GRACE_SECONDS)
 
   def restored(self) -> Any | None:
     """The state that the run goes on from, and its notes; None if it begins."""

@@ -27,7 +27,7 @@ class Stopped(Exception):
   def __init__(self, signum: int, unsaved: str = '') -> None:
     name = signal.Signals(signum).name
     super().__init__(f'{name}: {unsaved}' if unsaved else name)
-    self.signum = signum
+    self.signum, self.unsaved = signum, unsaved
 
 
 class Stop:

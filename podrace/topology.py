@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace.errors import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
+from podrace.worker import Worker
 
 SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
 AXIS = 'data'  # the mesh axis along which environments, and with them the batch, are split
@@ -331,7 +332,7 @@ def is_one_of_several() -> bool:
   return jax.distributed.is_initialized()
 
 
-def leave_processes() -> None:
-  """Waits until all processes of the run are here: one that is gone first takes the others down."""
+def leave_processes(seconds: float | None = None) -> None:
+  """Waits until all processes of the run are here, for so long at most: one that is gone first takes the others down."""
   if is_one_of_several():
-    jax.distributed.shutdown()
+    Worker('leaving', jax.distributed.shutdown).join(seconds)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import podrace
-from podrace import metrics, presets, runs
+from podrace import metrics, presets, run, runs
 from podrace.agents.dqn import DQN
 from podrace.agents.ppo import PPO
 from podrace.callbacks import Callbacks
@@ -26,6 +26,7 @@ from podrace.defaults import with_defaults
 from podrace.envs.registry import UnknownName
 from podrace.errors import RunError, UsageError
 from podrace.evaluate import evaluate
+from podrace.evaluations import Evaluations
 
 SMALL = dict(num_envs=8, unroll_length=8, total_steps=6_400, log_every=640, devices=1)
 
@@ -356,6 +357,22 @@ def test_an_evaluation_that_fails_ends_the_run(
   monkeypatch.setattr('podrace.evaluations._evaluator', fail)
   with pytest.raises(RunError, match='no such game'):
     podrace.train(podrace.configure('catch', **EVALUATED), tmp_path / 'run', quiet=True)
+
+
+def test_processes_meet_after_the_last_evaluation(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """JAX would end the one that evaluates, once the others have waited 30 s for it to leave."""
+  did: list[str] = []
+
+  def noted(owner: Any, name: str) -> None:
+    plain = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: did.append(name) or plain(*args))
+
+  noted(run, 'everyones')
+  noted(Evaluations, 'finish')
+  podrace.train(podrace.configure('catch', **EVALUATED), tmp_path / 'run', quiet=True)
+  assert did[-2:] == ['finish', 'everyones']
 
 
 def test_evaluations_are_filmed(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import re
 import signal
+import threading
+import types
 from pathlib import Path
 
 import jax
@@ -18,6 +20,7 @@ from processes import summary
 from podrace import build, compile_cache, topology
 from podrace.networks.initializers import orthogonal
 from podrace.presets import PRESETS
+from podrace.stop import Stopped
 
 LAPACK = re.compile(r'custom_call @(lapack_\w+|\w*[Qq]r\w*|\w*[Hh]ouseholder\w*)\((.*)')
 
@@ -155,6 +158,24 @@ def test_a_finished_run_of_several_processes_leaves_them_itself(
   with pytest.raises(SystemExit) as end:
     cli.main([*args, '--run-dir', str(tmp_path / 'run')])
   assert end.value.code in (0, None) and left == [True]
+
+
+def test_processes_that_do_not_come_are_waited_for_a_while_at_most(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  from podrace import cli
+
+  gate = threading.Event()
+  monkeypatch.setattr(topology, 'is_one_of_several', lambda: True)
+  monkeypatch.setattr(topology.jax.distributed, 'shutdown', gate.wait)
+  monkeypatch.setattr(cli, 'LEAVE_SECONDS', 0.01)
+
+  def stopped(args: list[str]) -> int:
+    raise Stopped(signal.SIGTERM, 'a call did not end')
+
+  monkeypatch.setitem(cli.COMMANDS, 'train', types.SimpleNamespace(run=stopped))
+  assert cli._guarded(['train']) == 128 + signal.SIGTERM
+  gate.set()
 
 
 # --- what is compiled once ------------------------------------------------------------------------

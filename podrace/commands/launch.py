@@ -16,7 +16,7 @@ from podrace.errors import UsageError
 from podrace.launch import kubernetes, local, ray, skypilot, slurm
 from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
-from podrace.launch.replica import warmed
+from podrace.launch.replica import NO_ACCELERATORS, warmed
 from podrace.program import Program
 from podrace.runs import name_of, run_directory
 
@@ -98,7 +98,7 @@ def run(args: list[str]) -> int:
     name, make = _program(preset, options)
     _show(make(given or Path('runs') / name), given or Path('runs') / name)
     return 0
-  with warmed(environ) as warm:
+  with warmed(environ | (NO_ACCELERATORS if _learners(options) > 1 else {})) as warm:
     name, make = _program(preset, options)
     make(given or Path('runs') / name)  # refuses, before a directory is made
     with run_directory(given, name) as run_dir:
@@ -115,20 +115,27 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
 
-  arrangement, learners = options.text('--as'), options.whole('--learners')
-  actors = options.whole('--actors')
-  if arrangement == 'learners':  # for which nobody else acts
-    actors, learners = 1, learners if '--learners' in options else 2
+  arrangement = options.text('--as')
+  actors = (
+    1 if arrangement == 'learners' else options.whole('--actors')
+  )  # for which nobody else acts
 
   def make(run_dir: Path) -> Program:
     asked = Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
-      actors, options.whole('--shards'), options.whole('--reanalysers'), learners,
+      actors, options.whole('--shards'), options.whole('--reanalysers'), _learners(options),
       keyed=options.text('--on') in ENGINES,
     )  # fmt: skip
     return ARRANGEMENTS[arrangement](asked)
 
   return name_of(preset, config.env), make
+
+
+def _learners(options: Options) -> int:
+  """How many processes learn as one."""
+  if options.text('--as') == 'learners' and '--learners' not in options:
+    return 2
+  return options.whole('--learners')
 
 
 def _show(program: Program, run_dir: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
-from podrace.program import Node
+from podrace.program import Node, Reference, references
 
 CHUNK = 64 * 1024  # bytes that are read of one process before the others
 LONGEST = 256 * 1024  # bytes of a line, after which it is taken for whole
@@ -23,6 +23,7 @@ LEFT = 64  # chunks that are read of a process that has ended
 END = re.compile(rb'\r?\n|\r')  # of a line; progress bars end theirs with \r
 
 
+NO_ACCELERATORS = {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
 Process = subprocess.Popen[bytes]
 
 
@@ -126,10 +127,14 @@ def runnable(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def settings(node: Node) -> dict[str, str]:
-  """What a node's environment has besides: accelerators are for the main node, and for those that ask."""
+  """What a node's environment has besides: accelerators are for the main node, and for those that ask.
+
+  Several learners need devices of one kind, and each would take all accelerators.
+  """
   unbuffered = {} if node.command[0] == 'podrace' else {'PYTHONUNBUFFERED': '1'}
-  no_gpus = {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
-  return unbuffered if node.gpus or node.main else unbuffered | no_gpus
+  one_of_several = Reference('coordinator') in references(node)
+  has_all = node.gpus or (node.main and not one_of_several)
+  return unbuffered if has_all else unbuffered | NO_ACCELERATORS
 
 
 @dataclasses.dataclass

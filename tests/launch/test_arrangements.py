@@ -15,6 +15,7 @@ import podrace
 from podrace.errors import UsageError
 from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
+from podrace.launch.replica import NO_ACCELERATORS, settings
 from podrace.program import Program
 
 
@@ -117,6 +118,16 @@ def test_each_learner_has_environments_of_its_own_with_seed(tmp_path: Path) -> N
   assert list(found) == ['learner', 'learner-1', 'envs']
   assert '--process-id 1 --listen unix:S/learner-1-0' in found['learner-1']
   assert '--connect unix:S/learner-0,unix:S/learner-1-0 --env ale:pong' in found['envs']
+
+
+def test_one_learner_has_the_accelerators_and_several_have_none(tmp_path: Path) -> None:
+  found = [
+    settings(node)
+    for n in (1, 2)
+    for node in ARRANGEMENTS['impala'](asked('catch', learners=n)).nodes
+    if node.name.startswith('learner')
+  ]
+  assert found == [{}, NO_ACCELERATORS, NO_ACCELERATORS]
 
 
 def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> None:

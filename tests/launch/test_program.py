@@ -42,6 +42,12 @@ def test_references_become_addresses() -> None:
   assert command(PROGRAM, REPLAY, {}, own) == ('serve', 'tcp://x:0', '1/2')
 
 
+def test_what_an_engine_does_not_give_is_refused() -> None:
+  program = Program((Node('main', ('true', '{coordinator}'), main=True),))
+  with pytest.raises(UsageError, match=r'\{coordinator\}: where this program is to run'):
+    command(program, program.main, {}, {'dir': 'somewhere'})
+
+
 def test_a_node_is_ready_when_all_that_it_refers_to_is_announced() -> None:
   assert is_ready(PROGRAM, REPLAY, {})
   assert is_ready(PROGRAM, ACTOR, ANNOUNCED)
