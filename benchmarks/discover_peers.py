@@ -4,10 +4,10 @@
     .venv/bin/python benchmarks/discover_peers.py CHECKOUT [--core 0] [--settings narrow wide] [--peers groove groove-new]
 
 Both sides: the grid worlds that groove calls `small`, which `podrace:grid_worlds` has after it; agents whose policy
-and predictions are tables, with plain gradient steps; lives of 250 updates, unrolls of 20, K = 5, a value function
-for each agent. One call is a population from its beginning and some meta-steps, as groove's own `make_train` is.
-Counted are the steps of K + 1 unrolls, which both make. They differ where the code does:
-- groove's rule is a GRU that is given 5 numbers, podrace's an LSTM that is given 6: a fourth more work for each unit;
+and predictions are tables, with plain gradient steps; lives of 250 updates, unrolls of 20, K = 5, a table of values
+for each agent (groove's with plain steps, podrace's with Adam). One call is a population from its beginning and some
+meta-steps, as groove's own `make_train` is. Counted are the steps of K + 1 unrolls, which both make. They differ where the code does:
+- groove's rule is a GRU that is given 5 numbers, podrace's an LSTM that is given 6: a third more work for each unit;
 - groove learns its value function after each meta-step, podrace after each unroll; both make K + 1 steps of it;
 - groove's gradient stops at what the rule is given, podrace's goes on to the updates before;
 - groove keeps what its gradient needs, podrace computes each update again;
