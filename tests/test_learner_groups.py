@@ -163,3 +163,16 @@ def test_environments_elsewhere_serve_two_processes(tmp_path: Path, cache: Path)
   told = lines(run_dir)
   assert [line['step'] for line in told] == list(range(1280, end + 1, 1280))
   assert told[-1]['remote_envs'] == 16 and told[-1]['remote_clients'] == 2  # of both processes
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_for_experience_ends_in_time_after_a_signal(
+  tmp_path: Path, cache: Path
+) -> None:
+  """Alone: the other one waits for its own, and is ended by JAX."""
+  listen = tuple(('--listen', f'unix:{tmp_path}/{i}') for i in '01')
+  learners = Learners(tmp_path / 'run', cache, *REMOTE, each=listen)
+  learners.until(lambda: learners.output.count('no environments are connected') == 2)
+  other, signalled = learners.end(signal.SIGTERM)
+  assert signalled == 128 + signal.SIGTERM and other, learners.output
+  assert 'a call of the program did not end within 20 s and is not saved' in learners.output

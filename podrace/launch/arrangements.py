@@ -96,6 +96,11 @@ def seed(asked: Asked) -> Program:
   asked.demand('seed', envs='remote', lag='async', architecture='sebulba')
   if learns_from_replay(config.agent) and config.replay != 'host':
     raise UsageError(f'--as seed: {agent_name(config.agent)} learns from replay; add --replay host')
+  if (each := config.num_envs // asked.actors) % asked.learners:
+    raise UsageError(
+      f'--num-envs {config.num_envs}: the {each} of each of --actors {asked.actors} do not divide over '
+      f'--learners {asked.learners}'
+    )
   learners = tuple(_learners(asked, asked.command('train', '--envs', 'remote'), ('envs',), True))
   more = some(asked.arguments, ('--env-deadline', '--quiet'), of_agent=False)
   envs = (
@@ -108,8 +113,7 @@ def seed(asked: Asked) -> Program:
     *asked.keys,
     *map(literal, more),
   )
-  count = str(config.num_envs // asked.actors)
-  return Program((*learners, Node('envs', (*envs, '--num-envs', count), asked.actors)))
+  return Program((*learners, Node('envs', (*envs, '--num-envs', str(each)), asked.actors)))
 
 
 def impala(asked: Asked) -> Program:

@@ -151,6 +151,7 @@ def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> N
     ('impala', 'catch', {'actors': 7}, 'does not divide over --actors 7'),
     ('apex', 'apex-pong', {'shards': 0}, '--shards must be at least 1'),
     ('seed', 'dqn-pong', {}, 'dqn learns from replay; add --replay host'),
+    ('seed', 'pong', {'actors': 16, 'learners': 2}, 'the 1 of each of --actors 16 do not divide'),
     ('learners', 'catch', {'learners': 0}, '--learners must be at least 1'),
     ('learners', 'catch', {'learners': 2, 'keyed': True}, '--learners 2 is for one machine'),
     ('impala', 'catch', {'learners': 2, 'keyed': True}, '--learners 2 is for one machine'),
