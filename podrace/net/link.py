@@ -155,7 +155,10 @@ class Link:
     self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = (), within: int | None = None
   ) -> bool:
     """Whether it is on its way; if not, there is no session, or not the one numbered `within`."""
-    number, connection = self.number, self._open
+    connection, number = (
+      self._open,
+      self.number,
+    )  # in this order: a session's number is there before its connection
     if connection is None or (within is not None and within != number):
       return False
     try:
