@@ -206,8 +206,8 @@ class Link:
     for key, events in self._loop.wait(seconds):
       self._ready(key.data, events)
     self._loop.do_calls()  # after what has come, which may say more of why a session is over
-    if self._open is not None:
-      self._open.look_for_room()
+    if self._connection is not None:
+      self._connection.look_for_room()
     self.handler.turned()
     self._look_at_the_clock()
 
