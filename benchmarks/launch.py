@@ -5,7 +5,7 @@
 
 `kills` ends a random process of a program with SIGKILL, again and again, 5 to 25 s after the one before: of SEED RL
 (IMPALA on Gymnasium's CartPole, two processes of environments), of IMPALA with a queue (Catch, two acting processes),
-and of two processes that learn as one (Catch, Sebulba, lag 0), whose parameters must in the end be those of a run in
+and of two processes that learn as one (Catch, Anakin), whose parameters must in the end be those of a run in
 which nothing was killed. Time lost is from a kill until the run has come further than it was. A program that is complete is followed
 by another one, until there were so many kills. After each no process may be left, and the run must be whole. With
 `--on ray` (pip install 'podrace[ray]') programs are on a cluster of four nodes on this machine, and the actors that
@@ -45,8 +45,8 @@ PROGRAMS = {
   'seed': (*CARTPOLE, '--as', 'seed', '--total-steps', '600000', *OFTEN),
   'impala': ('catch', '--as', 'impala', '--total-steps', '1500000', '--log-every', '2048', '--checkpoint-every', '50000'),
   'learners': (
-    'catch', '--as', 'learners', '--architecture', 'sebulba', '--lag', '0', '--total-steps', '1000000',
-    '--log-every', '5000', '--checkpoint-every', '20000',
+    'catch', '--as', 'learners', '--architecture', 'anakin', '--total-steps', '1000000', '--log-every', '5000',
+    '--checkpoint-every', '20000',
   ),
 }  # fmt: skip
 EXACT = ('learners',)  # on one machine only

@@ -46,7 +46,7 @@ def program(run_dir: str) -> Program:
 
 def counter(address: str) -> None:
   while True:
-    top = subprocess.check_output(('podrace', 'top', address, '--once'))
+    top = subprocess.check_output((sys.executable, '-m', 'podrace', 'top', address, '--once'))
     print({x['name']: x['inserts'] for x in json.loads(top)['tables']}, flush=True)
     time.sleep(5)
 

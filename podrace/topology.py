@@ -333,6 +333,11 @@ def is_one_of_several() -> bool:
 
 
 def leave_processes(seconds: float | None = None) -> None:
-  """Waits until all processes of the run are here, for so long at most: one that is gone first takes the others down."""
+  """Waits until all processes of the run are here: one that is gone first takes the others down.
+
+  Args:
+    seconds: that are waited at most, whatever becomes of it.
+  """
   if is_one_of_several():
-    Worker('leaving', jax.distributed.shutdown).join(seconds)
+    leaving = Worker('leaving', jax.distributed.shutdown)
+    leaving.join() if seconds is None else leaving.wait(seconds)

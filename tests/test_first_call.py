@@ -160,14 +160,21 @@ def test_a_finished_run_of_several_processes_leaves_them_itself(
   assert end.value.code in (0, None) and left == [True]
 
 
+@pytest.mark.parametrize('fails', [False, True])
 def test_processes_that_do_not_come_are_waited_for_a_while_at_most(
-  monkeypatch: pytest.MonkeyPatch,
+  fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   from podrace import cli
 
   gate = threading.Event()
+
+  def shutdown() -> None:
+    if fails:
+      raise RuntimeError('they are gone')
+    gate.wait()
+
   monkeypatch.setattr(topology, 'is_one_of_several', lambda: True)
-  monkeypatch.setattr(topology.jax.distributed, 'shutdown', gate.wait)
+  monkeypatch.setattr(topology.jax.distributed, 'shutdown', shutdown)
   monkeypatch.setattr(cli, 'LEAVE_SECONDS', 0.01)
 
   def stopped(args: list[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import logging
 import socket as sockets
@@ -92,10 +93,12 @@ class Connections:
       self._allowed = net_keys.Allowed(keys / net_keys.ALLOWED)
     self._scratch = new_scratch()
     self.acceptor: Acceptor
+    self._closing = contextlib.ExitStack()
 
   def open(self, address: str) -> str:
     """Listens, from now on; the address with the port that it has."""
     self.acceptor = Acceptor(address, self._loop)
+    self._closing.callback(self.acceptor.close)
     return self.acceptor.address
 
   def close(self) -> None:
@@ -103,7 +106,7 @@ class Connections:
     for guest in self.guests:
       guest.stream.close()
     self.guests.clear()
-    self.acceptor.close()
+    self._closing.close()
 
   # --- new ones ----------------------------------------------------------------------------------
 

@@ -155,7 +155,10 @@ class Link:
     self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = (), within: int | None = None
   ) -> bool:
     """Whether it is on its way; if not, there is no session, or not the one numbered `within`."""
-    number, connection = self.number, self._open
+    connection, number = (
+      self._open,
+      self.number,
+    )  # in this order: a session's number is there before its connection
     if connection is None or (within is not None and within != number):
       return False
     try:
@@ -203,8 +206,8 @@ class Link:
     for key, events in self._loop.wait(seconds):
       self._ready(key.data, events)
     self._loop.do_calls()  # after what has come, which may say more of why a session is over
-    if self._open is not None:
-      self._open.look_for_room()
+    if self._connection is not None:
+      self._connection.look_for_room()
     self.handler.turned()
     self._look_at_the_clock()
 

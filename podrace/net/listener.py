@@ -106,14 +106,14 @@ class Listener:
         f'`ulimit -n {FILES}` before it is started allows more',
         logging.WARNING, always=True,
       )  # fmt: skip
-    self.address = self._connections.open(self.listen.address)
-    self._ticked = time.monotonic()
-    if self.listen.announce is not None:
-      try:
+    try:
+      self.address = self._connections.open(self.listen.address)
+      if self.listen.announce is not None:
         self.listen.announce.make(self.reachable)
-      except BaseException:
-        self.close()
-        raise
+    except BaseException:
+      self.close()
+      raise
+    self._ticked = time.monotonic()
 
   def close(self) -> None:
     """Ends all connections at once; `end` says goodbye before. No other thread has the network any more."""

@@ -300,13 +300,12 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
 def test_learners_that_are_killed_learn_the_same(
-  tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+  """With Anakin: Sebulba's actors of several processes are not saved."""
   monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '2')  # of each process
-  lag = ('--lag', '0') if architecture == 'sebulba' else ()
-  options = ('--architecture', architecture, *lag, '--total-steps', '400000')
+  options = ('--architecture', 'anakin', '--total-steps', '400000')
   options += ('--checkpoint-every', '10000', '--log-every', '10000')
 
   def learned(name: str, *kills: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket as sockets
 import time
 from typing import Any
 
@@ -13,7 +14,7 @@ from children import until
 from proxy import Proxy
 from test_net_keys import Nobody
 
-from podrace.net import outage, session
+from podrace.net import outage, outgoing, session
 from podrace.net.frame import PREFIX, WireError, packed
 from podrace.net.link import Link, Refused
 
@@ -86,6 +87,23 @@ def test_a_client_that_tells_too_much_of_itself_is_told_both_sizes() -> None:
     with pytest.raises(Refused, match=r'would have 80,\d{3} bytes, .* at most 65,536'):
       joined(link)
     assert not service.said
+
+
+def test_a_client_is_heard_whose_hello_the_kernel_takes_in_parts(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  class Large(Client):
+    def hello(self) -> dict[str, Any]:
+      return {'spaces': 'x' * 60_000}
+
+  def little_room(socket: sockets.socket) -> None:
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, 1)
+
+  monkeypatch.setattr(outgoing, 'no_delay', little_room)
+  with Service().listen() as service:
+    link = to(service.address, Large())
+    assert joined(link)
+    link.close()
 
 
 def test_it_comes_back_over_a_new_connection_and_says_what_was_lost() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import socket as sockets
 import ssl
@@ -46,6 +47,15 @@ def test_a_session_begins_speaks_and_ends() -> None:
     until(lambda: service.of('left'))
     assert service.of('left')[0][1] == 'left: test' and not service.listener.peers
     assert service.listener.counts['sessions'] == 1
+
+
+def test_nothing_stays_open_where_somebody_listens_already() -> None:
+  with Service(SAY).listen() as service:
+    other = Service(SAY)
+    before = len(os.listdir('/dev/fd'))
+    with pytest.raises(keys.SecurityError):
+      other.listen(service.address)
+    assert len(os.listdir('/dev/fd')) <= before
 
 
 def test_a_connection_that_ends_ends_its_session_after_what_it_said() -> None:
