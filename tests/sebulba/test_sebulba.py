@@ -16,7 +16,7 @@ import pytest
 import rule_files
 from gymnasium import spaces
 
-from podrace import build, topology
+from podrace import build, group, topology
 from podrace import sebulba as sebulba_
 from podrace.agents.impala import Impala
 from podrace.agents.intrinsic import Intrinsic
@@ -355,7 +355,7 @@ def test_statistics_of_several_processes_are_doubles(monkeypatch: pytest.MonkeyP
     return np.stack([np.asarray(jnp.asarray(x))] * 2)  # what JAX does to it
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(statistics.multihost_utils, 'process_allgather', gather)
+  monkeypatch.setattr(group.multihost_utils, 'process_allgather', gather)
   both = told.over_processes()
   assert both.episodes == {k: 2 * x for k, x in totals.items()}
   assert (both.unrolls, both.lag_max, both.restarts) == (4, 1, 10)
