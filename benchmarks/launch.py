@@ -1,9 +1,9 @@
 """`podrace launch`: what kills of its processes cost, and the time until the first update.
 
-    python benchmarks/launch.py kills [--kills 50] [--on ray]
+    python benchmarks/launch.py kills [--kills 34] [--on ray] [--programs seed impala learners]
     python benchmarks/launch.py first [--repeats 5]
 
-`kills` ends a random process of a program with SIGKILL, again and again, 5 to 25 s after the one before: of SEED RL
+`kills` ends a random process of a program with SIGKILL, again and again, 3 to 12 s after the run goes on: of SEED RL
 (IMPALA on Gymnasium's CartPole, two processes of environments), of IMPALA with a queue (Catch, two acting processes),
 and of two processes that learn as one (Catch, Anakin), whose parameters must in the end be those of a run in
 which nothing was killed. Time lost is from a kill until the run has come further than it was. A program that is complete is followed
@@ -14,7 +14,7 @@ keep processes are killed as well.
 `first` takes turns: `podrace train` with environments on the host, and `podrace launch --as seed` with the same, each
 from its start to the first line of metrics.jsonl. Programs are compiled before.
 
-Writes benchmarks/results/launch.json; the case that is not run keeps what the file has of it.
+Writes benchmarks/results/launch.json after each program; what is not run keeps what the file has of it.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def killed(name: str, kills: int, rng: random.Random, engine: str) -> dict[str, 
     launched.reaches(0)
     while launched.process.poll() is None and len(lost) < kills:
       try:
-        launched.process.wait(rng.uniform(5, 25))
+        launched.process.wait(rng.uniform(3, 12))
         break
       except subprocess.TimeoutExpired:
         pass
@@ -216,7 +216,8 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument('cases', nargs='*', help='kills, first; none: both')
-  parser.add_argument('--kills', type=int, default=50, help='of each arrangement')
+  parser.add_argument('--kills', type=int, default=34, help='of each program')
+  parser.add_argument('--programs', nargs='*', default=list(PROGRAMS), choices=PROGRAMS)
   parser.add_argument('--on', choices=('local', 'ray'), default='local', help='of kills')
   parser.add_argument('--repeats', type=int, default=5)
   args = parser.parse_args()
@@ -228,10 +229,12 @@ def main() -> None:
     if case == 'first':
       results[case] = first(args.repeats) | common.origin()
     else:
+      found = results.setdefault(case if args.on == 'local' else f'{case}_{args.on}', {})
       with cluster(args.on):
-        names = [n for n in PROGRAMS if args.on == 'local' or n not in EXACT]
-        found = {n: killed(n, args.kills, rng, args.on) for n in names}
-      results[case if args.on == 'local' else f'{case}_{args.on}'] = found | common.origin()
+        for name in args.programs:
+          if args.on == 'local' or name not in EXACT:
+            found[name] = killed(name, args.kills, rng, args.on) | common.origin()
+            common.record('launch', results)
     common.record('launch', results)
 
 
