@@ -179,7 +179,7 @@ def killed(name: str, kills: int, rng: random.Random, engine: str) -> dict[str, 
     print(f'{name}: complete at step {summary["step"]:,}', flush=True)
   kinds = {k: [s for x, s in lost if x == k] for k in sorted({x for x, _ in lost})}
   return dict(
-    command=' '.join(PROGRAMS[name]), programs=programs, lost_s=common.summary([s for _, s in lost]),
+    program=' '.join(PROGRAMS[name]), programs=programs, lost_s=common.summary([s for _, s in lost]),
     by_kind={k: common.summary(v) for k, v in kinds.items()}, steps=summary['step'],
     params_sha256=whole,
   )  # fmt: skip
