@@ -317,6 +317,16 @@ def test_a_directory_for_sockets_that_is_too_long_is_refused(
   assert not list(long.iterdir())
 
 
+@pytest.mark.parametrize(('words', 'code'), [(('{coordinator}',), 2), ((), 1)])
+def test_any_of_several_learners_may_be_the_first_that_refuses(
+  words: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
+  python = sys.executable, '-c'
+  other = Node('other', (*python, 'raise SystemExit(2)', *words))
+  program = Program((Node('main', (*python, WAITS, *words), main=True), other))
+  assert Local(program, tmp_path, lambda name, line: None).run() == code
+
+
 def test_keys_are_for_several_machines(tmp_path: Path) -> None:
   program = Program((Node('main', ('true', '{keys}'), main=True),))
   with pytest.raises(UsageError, match=r'node main: there are \{keys\} on several machines only'):
