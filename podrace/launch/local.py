@@ -207,6 +207,11 @@ class Local:
       pause = backoff.pause(replica.failures)
       replica.due, replica.restarts = time.monotonic() + pause, replica.restarts + 1
       self._tell(replica, f'ended with {code}, starts again in {pause:g} s')
+      for other in self._replicas if is_one_of_several(replica.node) else ():
+        if other.code == 0 and is_one_of_several(
+          other.node
+        ):  # it waits for all, those that have ended too
+          other.code, other.due = None, time.monotonic()
       return
     times = f' {replica.failures} times in a row' if replica.failures > 1 else ''
     log = self._logs / f'{replica.name}.log'
