@@ -140,6 +140,11 @@ def references(node: Node) -> tuple[Reference, ...]:
   return tuple(x for x in found if isinstance(x, Reference))
 
 
+def is_one_of_several(node: Node) -> bool:
+  """Whether it is one of several processes that learn as one."""
+  return Reference('coordinator') in references(node)
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
   """Nodes, one of which is the main one.

@@ -104,16 +104,10 @@ def seed(asked: Asked) -> Program:
   learners = tuple(_learners(asked, asked.command('train', '--envs', 'remote'), ('envs',), True))
   more = some(asked.arguments, ('--env-deadline', '--quiet'), of_agent=False)
   envs = (
-    'podrace',
-    'envs',
-    '--connect',
-    ','.join(f'{{{node.name}}}' for node in learners),
-    '--env',
-    literal(config.env),
-    *asked.keys,
-    *map(literal, more),
-  )
-  return Program((*learners, Node('envs', (*envs, '--num-envs', str(each)), asked.actors)))
+    'podrace', 'envs', '--connect', ','.join(f'{{{node.name}}}' for node in learners), '--env', literal(config.env),
+    *asked.keys, *map(literal, more), '--num-envs', str(each),
+  )  # fmt: skip
+  return Program((*learners, Node('envs', envs, asked.actors)))
 
 
 def impala(asked: Asked) -> Program:

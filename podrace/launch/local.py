@@ -26,7 +26,7 @@ from podrace.launch.addresses import Addresses, Places
 from podrace.launch.guard import Guard
 from podrace.launch.replica import LEFT, Here, Process, Replica, Start
 from podrace.launch.watchdog import GRACE
-from podrace.program import Program, is_ready
+from podrace.program import Program, is_one_of_several, is_ready
 
 TICK = 0.2  # seconds between looks at announcements, where processes choose their addresses
 PATIENCE = 30.0  # seconds after which it is said that a process waits for an announcement
@@ -207,12 +207,19 @@ class Local:
       pause = backoff.pause(replica.failures)
       replica.due, replica.restarts = time.monotonic() + pause, replica.restarts + 1
       self._tell(replica, f'ended with {code}, starts again in {pause:g} s')
+      for other in self._replicas if is_one_of_several(replica.node) else ():
+        if other.code == 0 and is_one_of_several(
+          other.node
+        ):  # it waits for all, those that have ended too
+          other.code, other.due = None, time.monotonic()
       return
     times = f' {replica.failures} times in a row' if replica.failures > 1 else ''
     log = self._logs / f'{replica.name}.log'
     self._tell(replica, f'ended with {code}{times}, so the program ends; all that it said: {log}')
     replica.code = code
-    self._end(code if replica.node.main else 1)
+    # What one learner refuses all do, and any may be the first.
+    refuses = code == BAD_USAGE and is_one_of_several(replica.node)
+    self._end(code if replica.node.main or refuses else 1)
 
   def _end(self, code: int) -> None:
     """Has all processes end: first the main one, which may need others to save."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
-from podrace.program import Node, Reference, references
+from podrace.program import Node, is_one_of_several
 
 CHUNK = 64 * 1024  # bytes that are read of one process before the others
 LONGEST = 256 * 1024  # bytes of a line, after which it is taken for whole
@@ -132,8 +132,7 @@ def settings(node: Node) -> dict[str, str]:
   Several learners need devices of one kind, and each would take all accelerators.
   """
   unbuffered = {} if node.command[0] == 'podrace' else {'PYTHONUNBUFFERED': '1'}
-  one_of_several = Reference('coordinator') in references(node)
-  has_all = node.gpus or (node.main and not one_of_several)
+  has_all = node.gpus or (node.main and not is_one_of_several(node))
   return unbuffered if has_all else unbuffered | NO_ACCELERATORS
 
 

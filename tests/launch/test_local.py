@@ -21,7 +21,7 @@ from podrace.errors import UsageError
 from podrace.launch import Local
 from podrace.launch.guard import WATCHDOG
 from podrace.launch.screen import Screen
-from podrace.program import Node, Program
+from podrace.program import Backoff, Node, Program
 
 WAITS = 'import signal; print("up"); signal.pause()'
 SAVES = """
@@ -315,6 +315,25 @@ def test_a_directory_for_sockets_that_is_too_long_is_refused(
   with pytest.raises(UsageError, match='set TMPDIR to a shorter one'):
     Local(program, tmp_path / 'program', lambda name, line: None).run()
   assert not list(long.iterdir())
+
+
+@pytest.mark.parametrize(('words', 'code'), [(('{coordinator}',), 2), ((), 1)])
+def test_any_of_several_learners_may_be_the_first_that_refuses(
+  words: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
+  python = sys.executable, '-c'
+  other = Node('other', (*python, 'raise SystemExit(2)', *words))
+  program = Program((Node('main', (*python, WAITS, *words), main=True), other))
+  assert Local(program, tmp_path, lambda name, line: None).run() == code
+
+
+def test_a_learner_that_has_ended_is_there_again_for_one_that_starts_again(tmp_path: Path) -> None:
+  count = 'import sys; open(sys.argv[1], "a").write("x")'
+  wants_two = 'import sys; f = open(sys.argv[1], "a+"); f.seek(0); sys.exit(len(f.read()) < 2)'
+  words, often = (str(tmp_path / 'file'), '{coordinator}'), Backoff(0.1, 0.1, failures=50)
+  other = Node('other', (sys.executable, '-c', count, *words))
+  main = Node('main', (sys.executable, '-c', wants_two, *words), main=True, restart=often)
+  assert Local(Program((main, other)), tmp_path, lambda name, line: None).run() == 0
 
 
 def test_keys_are_for_several_machines(tmp_path: Path) -> None:
