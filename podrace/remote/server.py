@@ -292,18 +292,22 @@ class Server(Handler):
       'remote_malformed': self.counts['malformed'],
       'remote_refused': self.counts['refused'] + self.counts['turned away'],
     }
-    own = logged('remote', [peer.metrics for peer in list(self.peers)])
-    every = everyones([*counts.values(), *(own.get(f'remote_{k}', math.nan) for k in LOGGED)])
-    sums = every[:, : len(counts)].sum(0).astype(int).tolist()
-    of_processes = [
-      {name: x for name, x in zip(LOGGED, row, strict=True) if not math.isnan(x)}
-      for row in every[:, len(counts) :].tolist()
-    ]
-    return {
-      **dict(zip(counts, sums, strict=True)),
-      'learner_resident_mb': resident_mb(),
-      **logged('remote', of_processes),
-    }
+    return _of_all(counts, logged('remote', [peer.metrics for peer in list(self.peers)]))
+
+
+def _of_all(counts: dict[str, int], own: dict[str, float]) -> dict[str, float]:
+  """Sums of counts, and of clients' measures what is logged, over all learner processes."""
+  every = everyones([*counts.values(), *(own.get(f'remote_{k}', math.nan) for k in LOGGED)])
+  sums = every[:, : len(counts)].sum(0).astype(int).tolist()
+  of_processes = [
+    {name: x for name, x in zip(LOGGED, row, strict=True) if not math.isnan(x)}
+    for row in every[:, len(counts) :].tolist()
+  ]
+  return {
+    **dict(zip(counts, sums, strict=True)),
+    'learner_resident_mb': resident_mb(),
+    **logged('remote', of_processes),
+  }
 
 
 def _described(peer: Peer) -> dict[str, Any]:
