@@ -21,7 +21,7 @@ from podrace.launch import run
 from podrace.program import Node, Program, literal
 
 TASK = ('cartpole', '--agent', 'dqn', '--num-envs', '16')
-LENGTH = ('--total-steps', '40000', '--checkpoint-every', '5000')
+LENGTH = ('--total-steps', '10000', '--checkpoint-every', '2000')
 
 
 def program(run_dir: str) -> Program:
