@@ -116,9 +116,9 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
 
   arrangement = options.text('--as')
-  actors = (
-    1 if arrangement == 'learners' else options.whole('--actors')
-  )  # for which nobody else acts
+  actors = options.whole('--actors')
+  if arrangement == 'learners':  # for which nobody else acts
+    actors = 1
 
   def make(run_dir: Path) -> Program:
     asked = Asked(

@@ -208,9 +208,8 @@ class Local:
       replica.due, replica.restarts = time.monotonic() + pause, replica.restarts + 1
       self._tell(replica, f'ended with {code}, starts again in {pause:g} s')
       for other in self._replicas if is_one_of_several(replica.node) else ():
-        if other.code == 0 and is_one_of_several(
-          other.node
-        ):  # it waits for all, those that have ended too
+        # It waits for all, those that have ended too.
+        if other.code == 0 and is_one_of_several(other.node):
           other.code, other.due = None, time.monotonic()
       return
     times = f' {replica.failures} times in a row' if replica.failures > 1 else ''

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import socket as sockets
 import ssl
 import threading
@@ -30,6 +31,85 @@ class Ended(Exception):
 
 class Full(Exception):
   """The other end does not read what it is sent."""
+
+
+class Waiting:
+  """Frames that wait to be sent, in buffers, of which the kernel takes some bytes at a time."""
+
+  def __init__(self) -> None:
+    self._buffers: collections.deque[memoryview] = collections.deque()
+    self._counts: collections.deque[int] = collections.deque()  # buffers of each frame
+
+  def __len__(self) -> int:
+    return len(self._counts)
+
+  def add(self, buffers: Sequence[Buffer], sent: int) -> None:
+    """A frame, of which so many bytes have been sent already."""
+    kept = 0
+    for x in buffers:
+      view = memoryview(x)
+      n = view.nbytes
+      if sent >= n:
+        sent -= n
+        continue
+      self._buffers.append(view[sent:])
+      sent, kept = 0, kept + 1
+    self._counts.append(kept)
+
+  def next(self) -> list[memoryview]:
+    """What is sent next."""
+    return [self._buffers[i] for i in range(min(len(self._buffers), AT_ONCE))]
+
+  def took(self, sent: int) -> None:
+    """So many more bytes have been sent."""
+    buffers, counts = self._buffers, self._counts
+    while buffers and sent >= buffers[0].nbytes:
+      sent -= buffers.popleft().nbytes
+      counts[0] -= 1
+      if not counts[0]:
+        counts.popleft()
+    if sent:
+      buffers[0] = buffers[0][sent:]
+
+  def clear(self) -> None:
+    """Nothing waits any more."""
+    self._buffers.clear()
+    self._counts.clear()
+
+
+@dataclasses.dataclass
+class Large:
+  """A large frame that is being read straight into its memory."""
+
+  kind: Kind
+  head: int  # bytes of its header
+  into: memoryview  # of its arrays; of all of it, if its header has not come
+  header: Any = None  # its fields and sizes, if they are known already
+  at: int = 0  # bytes that have come
+
+  @property
+  def left(self) -> int:
+    return len(self.into) - self.at
+
+  def begin(self, some: memoryview) -> None:
+    """What of it has come already."""
+    self.at = len(some)
+    self.into[: self.at] = some
+
+
+class LowWater:
+  """Has the kernel wake this end when much of what is left of a frame has come, not for each packet."""
+
+  def __init__(self, socket: sockets.socket | None) -> None:
+    self._socket, self._awaited = socket, 1
+
+  def expect(self, left: int) -> None:
+    """So many bytes are left; 0 if a frame is whole."""
+    some = max(min(left, AWAITED), 1)
+    if self._socket is not None and some != self._awaited:
+      self._awaited = some
+      with contextlib.suppress(OSError):
+        self._socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, some)
 
 
 class Stream:
@@ -73,13 +153,9 @@ class Stream:
       self.tls = Tls(socket, context, server, more)
     self.shaken = self.tls is None
     self._partial = b''
-    self._into: memoryview | None = None  # what is being read straight into its memory
-    self._at = 0
-    self._kind_of, self._head = next(iter(kinds.values())), 0  # its kind, and bytes of its header
-    self._awaited = 1  # bytes of which the kernel tells
-    self._direct: Any = None  # its fields and sizes, if they are known already
-    self._out: collections.deque[memoryview] = collections.deque()
-    self._frames: collections.deque[int] = collections.deque()  # buffers of each frame that waits
+    self._large: Large | None = None
+    self._low = LowWater(None if self.tls else socket)  # TLS may have some of a frame already
+    self._out = Waiting()
     self._lock = threading.Lock()  # of what is to be sent; under TLS of the socket as well
 
   def shake(self) -> str:
@@ -116,13 +192,14 @@ class Stream:
 
   def _receive(self) -> bool:
     """Reads once; whether something was there."""
-    if self._into is not None:
-      if not (n := self._read(self._into[self._at :])):
+    if (large := self._large) is not None:
+      if not (n := self._read(large.into[large.at :])):
         return False
-      self._at += n
-      if self._at == len(self._into):
-        self._finish()
-      self._await(0 if self._into is None else len(self._into) - self._at)
+      large.at += n
+      left = large.left
+      if not left:
+        self._finish(large)
+      self._low.expect(left)
       return True
     kept = len(self._partial)
     scratch = self._scratch
@@ -157,7 +234,10 @@ class Stream:
     while end - at >= PREFIX_BYTES:
       size, word = PREFIX.unpack_from(scratch, at)
       start = at + PREFIX_BYTES
-      kind, head = self._kind(word), word >> 8  # whoever speaks something else hears it at once
+      kind, head = (
+        kind_of(self.kinds, word),
+        word >> 8,
+      )  # whoever speaks something else hears it at once
       if size > self.largest or head > size:
         raise WireError(f'a frame of {size} bytes with a header of {head}, at most {self.largest}')
       if end - start >= size:
@@ -171,12 +251,6 @@ class Stream:
       else:
         break
     return at
-
-  def _kind(self, word: int) -> Kind:
-    kind = self.kinds.get(word & 0xFF)
-    if kind is None:
-      raise WireError(f'a frame of kind {word & 0xFF}, which is not sent to this end')
-    return kind
 
   def _whole(self, kind: Kind, head: int, payload: memoryview) -> None:
     """Deals with a frame, which is not in memory of its own."""
@@ -192,38 +266,25 @@ class Stream:
 
   def _begin(self, size: int, kind: Kind, head: int, start: int, end: int) -> None:
     """Begins with a large frame, of which some bytes have come already."""
-    self._kind_of, self._head = kind, head
-    if end - start < head or not kind.arrays:  # all of it, and then its header
-      self._direct, begun = None, start
-      self._into = np.empty(size, np.uint8).data
-    else:
+    begun, header, into = start, None, None
+    if end - start >= head and kind.arrays:  # else all of it, and then its header
       begun = start + head
-      fields, sizes = kind.header(self._scratch[start:begun], size - head)
+      header = fields, _ = kind.header(self._scratch[start:begun], size - head)
       into = self.memory(kind, fields, size - head)
-      # Memory that is not touched takes none: a frame of which nothing more comes costs nothing.
-      self._into = np.empty(size - head, np.uint8).data if into is None else memoryview(into)
-      self._direct = fields, sizes
-    self._at = end - begun
-    self._into[: self._at] = self._scratch[begun:end]
-    self._await(len(self._into) - self._at)
+    # Memory that is not touched takes none: a frame of which nothing more comes costs nothing.
+    memory = np.empty(size + start - begun, np.uint8).data if into is None else memoryview(into)
+    self._large = Large(kind, head, memory, header)
+    self._large.begin(self._scratch[begun:end])
+    self._low.expect(self._large.left)
 
-  def _await(self, left: int) -> None:
-    """Has the kernel wake this end when much of what is left of a frame has come, not for each packet."""
-    some = max(min(left, AWAITED), 1)
-    if some != self._awaited and self.tls is None:  # which may have some of it already
-      self._awaited = some
-      with contextlib.suppress(OSError):
-        self.socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVLOWAT, some)
-
-  def _finish(self) -> None:
+  def _finish(self, large: Large) -> None:
     """Deals with a large frame that is whole."""
-    body, self._into = self._into, None
-    assert body is not None
-    if self._direct is None:
-      self._whole(self._kind_of, self._head, body)
+    self._large = None
+    if large.header is None:
+      self._whole(large.kind, large.head, large.into)
       return
-    (fields, sizes), self._direct = self._direct, None
-    self.on_message(self._kind_of, fields, body, sizes)
+    fields, sizes = large.header
+    self.on_message(large.kind, fields, large.into, sizes)
 
   # --- out ---------------------------------------------------------------------------------------
 
@@ -247,28 +308,16 @@ class Stream:
       if self.closed:
         raise Ended('it is closed')
       if self._out:
-        if len(self._frames) >= self.most_out:
+        if len(self._out) >= self.most_out:
           raise Full('it does not read what it is sent')
-        self._queue(buffers, 0)
+        self._out.add(buffers, 0)
         return False
       total = sum(map(len, buffers))
       sent = self._write(buffers)
       if sent == total:
         return self.tls is None or not self.tls.waiting
-      self._queue(buffers, sent)
+      self._out.add(buffers, sent)
       return False
-
-  def _queue(self, buffers: Sequence[Buffer], sent: int) -> None:
-    kept = 0
-    for x in buffers:
-      view = memoryview(x)
-      n = view.nbytes
-      if sent >= n:
-        sent -= n
-        continue
-      self._out.append(view[sent:])
-      sent, kept = 0, kept + 1
-    self._frames.append(kept)
 
   def flush(self) -> bool:
     """Sends what waits; whether nothing does any more.
@@ -281,16 +330,9 @@ class Stream:
       while not self.closed:
         if not out:
           return self.tls is None or (self._write([]) == 0 and not self.tls.waiting)
-        sent = self._write([out[i] for i in range(min(len(out), AT_ONCE))])
-        if not sent:
+        if not (sent := self._write(out.next())):
           return False
-        while out and sent >= out[0].nbytes:
-          sent -= out.popleft().nbytes
-          self._frames[0] -= 1
-          if not self._frames[0]:
-            self._frames.popleft()
-        if sent:
-          out[0] = out[0][sent:]
+        out.took(sent)
       return True
 
   def _write(self, buffers: Sequence[Buffer]) -> int:
@@ -307,8 +349,7 @@ class Stream:
     with self._lock:
       self.closed = True
       self._out.clear()
-      self._frames.clear()
-      self._into = None
+      self._large = None
       # Its owner is in them, which has it: only the garbage collector would find the two, and TLS's memory, some time.
       self.on_message = self.memory = no_memory
       self.socket.close()
@@ -322,6 +363,14 @@ class Stream:
     """Tells the other end that nothing more comes."""
     with self._lock, contextlib.suppress(OSError, ValueError):
       self.socket.shutdown(sockets.SHUT_WR)
+
+
+def kind_of(kinds: dict[int, Kind], word: int) -> Kind:
+  """The kind that a frame's second word names."""
+  kind = kinds.get(word & 0xFF)
+  if kind is None:
+    raise WireError(f'a frame of kind {word & 0xFF}, which is not sent to this end')
+  return kind
 
 
 def why(error: BaseException) -> str:

@@ -152,7 +152,7 @@ class Registry:
     table = self._named(name).table
     return dict(
       dataclasses.asdict(table.info()),
-      why_no_sample=table.why_no_sample(),
+      why_no_sample=table.reads.why_not(),
       why_no_insert=table.inserts.why_not(),
     )
 

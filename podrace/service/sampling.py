@@ -64,9 +64,8 @@ class Request:
   def why_it_waits(self) -> str:
     """What keeps it waiting, after the time that it had."""
     table = self.entry.table
-    why = table.why_no_peek() if self.peek else table.why_no_sample()
     seconds = time.monotonic() - self.since
-    return f'sample from table {table.name!r} timed out after {seconds:.3g} s: {why}'
+    return f'sample from table {table.name!r} timed out after {seconds:.3g} s: {table.reads.why_not(self.peek)}'
 
 
 class Sampling:
@@ -92,7 +91,7 @@ class Sampling:
     request = Request(peer, number, entry, n, least, peek, end)
     reading.waiting[number] = request
     request.queue[request] = None
-    entry.table.readers(1, peek)
+    entry.table.reads.wait_more(1, peek)
     if end < math.inf:
       self._put_deadline(request)
     self.serve(request.queue)
@@ -144,14 +143,14 @@ class Sampling:
     for request in [*requests]:
       if request.over or request.peer.state.reading.full or request.peer.gone:
         continue
-      request.entry.table.draw(request.draws, request.n, request.peek)
+      request.entry.table.reads.draw(request.draws, request.n, request.peek)
       if len(request.draws.items) < request.least:
         break
       self._answer(request, '')
 
   def _forget(self, request: Request) -> None:
     request.over = True
-    request.entry.table.readers(-1, request.peek)
+    request.entry.table.reads.wait_more(-1, request.peek)
     del request.queue[request]
     del request.peer.state.reading.waiting[request.number]
 

@@ -67,9 +67,11 @@ class Contents:
     if not NEW <= item.key < END_OF_KEYS:
       raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
     if item.amends:
-      self._check_columns(item.signature)
+      check_columns(self.name, self.signature, item.signature)
     elif item.signature is not self.signature:
-      self._check_signature(item.signature)
+      check_alike(self.name, self.signature, item.signature)
+      # Also after a restore, for the caller's own types of named tuples.
+      self.signature = item.signature
     if self.max_bytes is not None:
       chunks = {chunk for part in item.parts for chunk in part[0]}
       if (needed := sum(chunk.nbytes for chunk in chunks)) > self.max_bytes:
@@ -77,28 +79,6 @@ class Contents:
           f'table {self.name!r}: the item needs chunks of {needed} bytes, '
           f'and max_bytes is {self.max_bytes}'
         )
-
-  def _check_signature(self, signature: Signature) -> None:
-    if self.signature is None:
-      self.signature = signature
-      return
-    known = self.signature
-    same = trees.to_json(signature.structure) == trees.to_json(known.structure)
-    if not same or signature.leaves != known.leaves:
-      raise ValueError(
-        f'table {self.name!r}: items are ({", ".join(map(str, known.leaves))}), '
-        f'got ({", ".join(map(str, signature.leaves))})'
-      )
-    self.signature = signature  # after a restore, with the caller's own types of named tuples
-
-  def _check_columns(self, signature: Signature) -> None:
-    """Raises ValueError for columns that are not the table's; without items nothing is amended."""
-    known = self.signature.leaves if self.signature else signature.leaves
-    if other := [leaf for leaf in signature.leaves if leaf not in known]:
-      raise ValueError(
-        f'table {self.name!r}: items are ({", ".join(map(str, known))}), and have no '
-        f'({", ".join(map(str, other))})'
-      )
 
   # --- in and out
 
@@ -286,3 +266,25 @@ class Contents:
     for item in self.items:
       if item is not None:
         self.hold(item, self.account)
+
+
+def check_alike(name: str, known: Signature | None, signature: Signature) -> None:
+  """Raises ValueError for another signature than a table's items have; without items any will do."""
+  if known is None:
+    return
+  same = trees.to_json(signature.structure) == trees.to_json(known.structure)
+  if not same or signature.leaves != known.leaves:
+    raise ValueError(
+      f'table {name!r}: items are ({", ".join(map(str, known.leaves))}), '
+      f'got ({", ".join(map(str, signature.leaves))})'
+    )
+
+
+def check_columns(name: str, known: Signature | None, signature: Signature) -> None:
+  """Raises ValueError for columns that a table's items do not have; without items nothing is amended."""
+  leaves = known.leaves if known else signature.leaves
+  if other := [leaf for leaf in signature.leaves if leaf not in leaves]:
+    raise ValueError(
+      f'table {name!r}: items are ({", ".join(map(str, leaves))}), and have no '
+      f'({", ".join(map(str, other))})'
+    )

@@ -14,19 +14,17 @@ import numpy as np
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.contents import Contents
 from podrace.tables.inserts import Inserts
-from podrace.tables.items import Draws, Item, Samples, TableInfo
+from podrace.tables.items import Item, Samples, TableInfo
 from podrace.tables.limiters import RateLimiter
+from podrace.tables.reads import Reads
 from podrace.tables.selectors import Selector
 from podrace.tables.waiting import (
   REPORT_AFTER,
-  Cancelled,
   Closed,
   Desk,
   InFlight,
   Pending,
-  RateLimited,
   Wait,
-  deadline_of,
   log,
 )
 
@@ -75,7 +73,7 @@ class Table:
     )
     self.desk = Desk(name, store.lock, report_after, report)
     self.inserts = Inserts(self.contents, rate_limiter, self.desk)
-    self._cancels = 0  # so many times has all waiting been cancelled
+    self.reads = Reads(self.contents, rate_limiter, self.desk, self.inserts)
     with store.lock:
       if name in store.tables:
         raise ValueError(f'the store has a table {name!r} already')
@@ -121,68 +119,7 @@ class Table:
 
     What it had been given until then, and counts, is in the error's `taken`.
     """
-    least = n if at_least is None else at_least
-    if not 1 <= least <= n:
-      raise ValueError(f'table {self.name!r}: {at_least=} of {n=}, expected 1 <= at_least <= n')
-    draws = Draws([], [])
-    try:
-      self._take(draws, n, least, deadline_of(timeout), peek)
-    except (RateLimited, Cancelled, Closed) as e:
-      if draws.items:
-        e.taken = self._read(draws)
-      raise
-    return self._read(draws)
-
-  def _read(self, draws: Draws) -> Samples:
-    signature = self.contents.signature or draws.items[0].signature
-    return draws.read(self.store, signature.structure)
-
-  def _take(self, draws: Draws, n: int, least: int, deadline: float, peek: bool) -> None:
-    with self.desk.sampling:
-      wait = None
-      while True:
-        self._draw_now(draws, n, peek)
-        if len(draws.items) >= least:
-          return
-        wait = wait or Wait(deadline, lambda: self._cancels)
-        self.desk.wait_more(1, peek)
-        try:
-          why = self.why_no_peek if peek else self.why_no_sample
-          wait.on(self.desk, self.desk.readable, 'sample from', why)
-        finally:
-          self.desk.wait_more(-1, peek)
-
-  def draw(self, draws: Draws, n: int, peek: bool = False) -> None:
-    """Draws what the limiter permits now, until `draws` has n items; never waits.
-
-    Raises:
-      Closed: if the table is.
-    """
-    with self.desk.sampling:
-      self._draw_now(draws, n, peek)
-
-  def _draw_now(self, draws: Draws, n: int, peek: bool) -> None:
-    self.desk.check_open()
-    if peek:
-      if self.contents.slots:
-        self.contents.peek(draws, n - len(draws.items))
-      return
-    while self._draw(draws, n - len(draws.items)) and self.desk.inserts:
-      self.inserts.admit()  # what has come in may be sampled as well
-
-  def _draw(self, draws: Draws, most: int) -> int:
-    """Draws up to `most` items, if and as many as the limiter permits now."""
-    contents, limiter = self.contents, self.rate_limiter
-    if contents.max_times_sampled:
-      n = 0
-      while n < most and limiter.may_sample(contents.counts):
-        contents.draw(draws, 1)
-        n += 1
-    else:
-      n = limiter.samples_allowed(contents.counts, most)
-      if n:
-        contents.draw(draws, n)
-    return n
+    return self.reads.sample(n, n if at_least is None else at_least, timeout, peek)
 
   # --- by key -----------------------------------------------------------------------------------
 
@@ -233,11 +170,6 @@ class Table:
         seconds=desk.clock.split(),
       )
 
-  def readers(self, more: int, peek: bool = False) -> None:
-    """So many more samplers wait, which use `draw`, or less."""
-    with self.desk.running:
-      self.desk.wait_more(more, peek)
-
   def cancel(self) -> None:
     """Every call that waits now, to insert or to sample, raises Cancelled; later ones wait as ever.
 
@@ -245,8 +177,7 @@ class Table:
     that a call had been given are in the error's `taken`.
     """
     with self.store.lock:
-      self._cancels += 1
-      self.desk.readable.notify_all()
+      self.reads.cancel()
       self.inserts.cancel()
 
   def close(self) -> None:
@@ -276,15 +207,3 @@ class Table:
     """Takes over what `snapshot` gave, with items over this store's chunks; under the lock."""
     self.contents.load(state)
     self.inserts.admit()
-
-  def why_no_peek(self) -> str:
-    """Why a sampler that only peeks waits."""
-    return f'there is no item; {len(self.desk.inserts)} inserts wait as well'
-
-  def why_no_sample(self) -> str:
-    """What keeps a sampler waiting."""
-    contents = self.contents
-    why = self.rate_limiter.why_no_sample(contents.counts)
-    if contents.max_bytes is not None and contents.account.bytes > 0.9 * contents.max_bytes:
-      why += f'; {contents.account.bytes} of {contents.max_bytes} bytes are used, which may be why'
-    return f'{why}; {len(self.desk.inserts)} inserts wait as well'

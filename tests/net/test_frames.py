@@ -194,7 +194,7 @@ def test_a_declared_size_takes_no_memory_until_bytes_come() -> None:
     before = resident()
     pair.one.socket.send(frame(bytes(70_000), 9, 8, size=2**30))
     pair.two.receive()
-    assert pair.two._into is not None and pair.two._into.nbytes == 2**30 - 8
+    assert pair.two._large is not None and pair.two._large.into.nbytes == 2**30 - 8
     assert resident() - before < 2**24
 
 
