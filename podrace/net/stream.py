@@ -201,8 +201,7 @@ class Stream:
         self._finish(large)
       self._low.expect(left)
       return True
-    kept = len(self._partial)
-    scratch = self._scratch
+    kept, scratch = len(self._partial), self._scratch
     if kept:
       scratch[:kept] = self._partial
     if not (n := self._read(scratch[kept:])):
@@ -312,9 +311,7 @@ class Stream:
           raise Full('it does not read what it is sent')
         self._out.add(buffers, 0)
         return False
-      total = sum(map(len, buffers))
-      sent = self._write(buffers)
-      if sent == total:
+      if (sent := self._write(buffers)) == sum(map(len, buffers)):
         return self.tls is None or not self.tls.waiting
       self._out.add(buffers, sent)
       return False
