@@ -155,10 +155,8 @@ class Link:
     self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = (), within: int | None = None
   ) -> bool:
     """Whether it is on its way; if not, there is no session, or not the one numbered `within`."""
-    connection, number = (
-      self._open,
-      self.number,
-    )  # in this order: a session's number is there before its connection
+    # In this order: a session's number is there before its connection.
+    connection, number = self._open, self.number
     if connection is None or (within is not None and within != number):
       return False
     try:
