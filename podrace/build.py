@@ -260,4 +260,5 @@ def make_server(config: Config, listen: Listen | None) -> Server | None:
 
   if listen.announce is not None and jax.process_count() > 1:
     listen = dataclasses.replace(listen, announce=listen.announce.numbered(jax.process_index()))
-  return Server(listen, share(config.num_envs), config.max_wait_ms / 1000, config.env_deadline)
+  wait, on_cores = config.max_wait_ms / 1000, jax.default_backend() == 'cpu'
+  return Server(listen, share(config.num_envs), wait, config.env_deadline, on_cores)

@@ -17,6 +17,8 @@ from typing import IO, Any, NoReturn
 
 from podrace.output import flush_standard, tell
 
+NICE = 10  # as `nice` without a number
+
 
 class _ToStderr(logging.Handler):
   """Tells whoever reads; that nobody does any more ends nothing."""
@@ -77,6 +79,18 @@ def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
   finally:
     for signum, handler in before.items():
       signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not Python's
+
+
+def give_way() -> None:
+  """Has other processes go first where cores are short; for what may be late.
+
+  Linux may weigh sessions, each as a whole, and only then the processes in one. So a session of this process's own
+  gives way as well.
+  """
+  os.nice(NICE)
+  if os.getsid(0) == os.getpid():
+    with contextlib.suppress(OSError):  # the kernel does not weigh sessions
+      Path('/proc/self/autogroup').write_text(f'{NICE}\n')
 
 
 def end_at_once(signum: int, frame: Any) -> None:

@@ -19,7 +19,7 @@ COMMAND = Command(
     Option('--workers', 'N', 'threads or processes that step them, of all groups (default: two for each '
       'core)', 0),
     Option('--groups', 'N', 'that step by themselves, so that some are stepped while the learner infers '
-      "for others (default 2, or as many as the learner's threads ask for)", 0),
+      "for others (default: as many as the learner asks for)", 0),
     CLIENT_KEYS,
     CLIENT_INSECURE,
     Option('--seed', 'S', 'of the environments (default: random)'),

@@ -30,6 +30,7 @@ from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_refresh, memory, searches
 from podrace.net.measures import Meter
+from podrace.process import give_way
 from podrace.replay.layout import Columns, Layout, named
 from podrace.sebulba import example_trajectory
 from podrace.service.parameters import REANALYSING
@@ -79,6 +80,7 @@ def reanalyse(config: Config, options: Options) -> int:
   config = joining.fixed(config)
   validate(config)
   joining.check_addresses(options.addresses)
+  give_way()  # the learner needs its cores more than newer targets
   return joining.until_the_end(lambda: Reanalysing(config, options).run())
 
 

@@ -35,6 +35,7 @@ class Peer:
   """A connection, and its session if it has one.
 
   Attributes:
+    here: it is on this machine, as far as the kernel knows.
     name: HOST:PID, once it has said hello.
     key: its certificate's fingerprint, '' without keys.
     state: the handler's.
@@ -44,14 +45,14 @@ class Peer:
   """
 
   __slots__ = (
-    'asked', 'client', 'ending', 'finished', 'gone', 'key', 'last_seen', 'metrics', 'name', 'since',
-    'state', 'stream', 'until', 'waits', 'where', 'writes',
+    'asked', 'client', 'ending', 'finished', 'gone', 'here', 'key', 'last_seen', 'metrics', 'name',
+    'since', 'state', 'stream', 'until', 'waits', 'where', 'writes',
   )  # fmt: skip
 
   stream: Stream
 
-  def __init__(self, where: str) -> None:
-    self.where, self.name, self.key, self.client = where, '', '', 0
+  def __init__(self, where: str, here: bool = True) -> None:
+    self.where, self.here, self.name, self.key, self.client = where, here, '', '', 0
     self.state: Any = None
     self.metrics: measures.Measures = {}
     self.since = self.last_seen = time.monotonic()
@@ -122,7 +123,10 @@ class Connections:
 
   def _come(self, socket: sockets.socket, where: Any) -> None:
     is_unix = socket.family == getattr(sockets, 'AF_UNIX', None)
-    peer = Peer('a process here' if is_unix else f'{where[0]}:{where[1]}')
+    if is_unix:
+      peer = Peer('a process here')
+    else:
+      peer = Peer(f'{where[0]}:{where[1]}', here=where[0] == socket.getsockname()[0])
     try:
       if is_unix and not addresses.same_user(socket):
         self._turned_away(peer, "it is another user's")

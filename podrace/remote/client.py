@@ -54,7 +54,7 @@ class Options:
   env: str
   num_envs: int = 1
   workers: int = 0  # threads or processes that step; 0: two a core, of a group at most one a core
-  groups: int = 0  # 0: two, or as many as the learner's size of groups asks for
+  groups: int = 0  # 0: as many as the learner does best with
   seed: int | None = None
   keys: Path | None = None
   insecure: bool = False
@@ -293,10 +293,13 @@ class Client(Handler):
   def joined(self, details: dict[str, Any]) -> None:
     """Begins a session, with environments made anew when they get slots."""
     largest, env = details.get('largest_group'), details.get('env')
+    groups = details.get('groups', 2)  # other learners may not say
     if type(largest) is not int or largest < 1 or type(env) is not str:
       raise WireError(f'a welcome with groups of {largest!r} environments of {str(env)[:60]!r}')
+    if type(groups) is not int or groups < 1:
+      raise WireError(f'a welcome with {groups!r} groups')
     o, session = self._options, self._link.number
-    sizes = group_sizes(o.num_envs, o.groups, largest)
+    sizes = group_sizes(o.num_envs, o.groups, largest, groups)
     seeds = np.random.SeedSequence(None if o.seed is None else [o.seed, self._lives])
     self._lives += 1
     # While the learner acts for one group the other has the cores: two groups have them all, each.
@@ -358,8 +361,11 @@ class Client(Handler):
         raise Failed(f'{self._spec.name}: group {group.index} does not end its step')
 
 
-def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
+def group_sizes(num_envs: int, groups: int, largest: int, best: int) -> list[int]:
   """Sizes of groups, as equal as can be; each at most `largest`.
+
+  Args:
+    groups: how many there are to be; 0: `best`, or as many as there must be.
 
   Raises:
     ValueError: if so few groups are asked for that they would be larger.
@@ -370,7 +376,7 @@ def group_sizes(num_envs: int, groups: int, largest: int) -> list[int]:
       f'--groups {groups}: an actor thread of the learner takes groups of at most {largest} '
       f'environments, which makes {least} of {num_envs}'
     )
-  count = min(groups or max(2, least), num_envs, wire.GROUPS)
+  count = min(groups or max(best, least), num_envs, wire.GROUPS)
   if -(-num_envs // count) > largest:
     raise ValueError(
       f'--num-envs {num_envs}: a client has at most {wire.GROUPS} groups of {largest} environments'

@@ -52,6 +52,7 @@ class Server(Handler):
     slots: environments of all pools.
     max_wait: seconds that those that are there wait for more.
     deadline: seconds that environments may take for a step.
+    on_cores: this machine's cores compute the actions, not an accelerator.
   """
 
   service, kinds = wire.SERVICE, wire.OF_CLIENTS
@@ -62,11 +63,12 @@ class Server(Handler):
     slots: int,
     max_wait: float = 0.005,
     deadline: float = 60.0,
+    on_cores: bool = False,
     say: Say = log.log,
   ) -> None:
     self.listener = listener = Listener(listen, self, say)
     self.log, self.counts, self.peers = listener.log, listener.counts, listener.peers
-    self.max_wait, self._deadline, self._most = max_wait, deadline, slots
+    self.max_wait, self._deadline, self._most, self._on_cores = max_wait, deadline, slots, on_cores
     self.slots = Slots(slots, self._start)
     self.network = network = SharedNetwork(listener, self.slots.pools)
     self.call, self.turn, self.finished = network.call, network.turn, network.finish
@@ -145,7 +147,10 @@ class Server(Handler):
         'so they take part; end them if that is not what you want',
         logging.WARNING,
       )
-    return dict(largest_group=self.slots.largest_group, env=self.env[:STRING])
+    # With two groups, environments step while others are acted for. If all is done by the same cores, they wait for
+    # each other nevertheless, and two half batches take longer than a whole one.
+    groups = 1 if self._on_cores and peer.here else 2
+    return dict(largest_group=self.slots.largest_group, groups=groups, env=self.env[:STRING])
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
     self.turned()  # first what was said first

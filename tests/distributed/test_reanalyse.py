@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import signal
 import threading
 from pathlib import Path
@@ -360,6 +361,7 @@ def test_a_run_learns_from_fresh_targets(places: Places) -> None:
   server, learner = places.serve(), start(places, 'train', *LEARNER, '--total-steps', '3_200')
   refresher = start(places, 'reanalyse')
   refresher.says('reanalysing 16 windows at a time')
+  assert os.getpriority(os.PRIO_PROCESS, refresher.process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
   actor = start(places, 'act')
   assert [learner.wait(), actor.wait(), refresher.wait()] == [0, 0, 0], learner.output
   told = places.told()
@@ -432,7 +434,10 @@ def test_bad_usage_is_2(args: list[str], message: str, capfd: pytest.CaptureFixt
   assert end.value.code == 2 and message in said and len(said.strip().splitlines()) == 1
 
 
-def test_it_gives_up_if_asked_to(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_gives_up_if_asked_to(
+  capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(reanalyse, 'give_way', lambda: None)  # of this process, for good
   ends = ['--connect-replay', f'unix:{tmp_path}/a', '--params', f'unix:{tmp_path}/b']
   with pytest.raises(SystemExit) as end:
     cli.main(['reanalyse', 'muzero-catch', *TINY, *ends, '--give-up-after', '0.1'])

@@ -50,6 +50,15 @@ def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
     assert_whole(found)
 
 
+def test_its_groups_are_as_many_as_the_learner_advises(tmp_path: Path) -> None:
+  with Learner(slots=8, on_cores=True) as learner:
+    with Envs(learner.address, tmp_path / 'log', '--num-envs', '4'):
+      until(lambda: learner.steps > 40)
+      (peer,) = learner.server.peers
+      assert [group.size for group in peer.state.groups.values()] == [4]
+    assert_whole(lives(learner.arrivals))
+
+
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
   with Learner() as learner, Envs(learner.address, tmp_path / 'log') as envs:
     until(lambda: learner.steps > 10)
@@ -350,6 +359,7 @@ def test_it_imports_no_jax() -> None:
 
 @pytest.mark.parametrize('wrong', [
   {'largest_group': 0}, {'largest_group': -3}, {'largest_group': 2.5}, {'largest_group': True}, {'env': None},
+  {'groups': 0}, {'groups': -1}, {'groups': 1.0}, {'groups': None}, {'groups': True},
 ])  # fmt: skip
 def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
   """A learner that says nonsense is lost; it ends no environments' process."""
@@ -392,18 +402,19 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-  ('num_envs', 'groups', 'largest', 'sizes'),
+  ('num_envs', 'groups', 'largest', 'best', 'sizes'),
   [
-    (64, 0, 64, [32, 32]), (64, 0, 16, [16] * 4), (64, 0, 20, [16] * 4), (1, 0, 8, [1]),
-    (7, 3, 8, [3, 2, 2]), (5, 1, 8, [5]),
+    (64, 0, 64, 2, [32, 32]), (64, 0, 16, 2, [16] * 4), (64, 0, 20, 2, [16] * 4), (1, 0, 8, 2, [1]),
+    (7, 3, 8, 2, [3, 2, 2]), (5, 1, 8, 2, [5]),
+    (64, 0, 64, 1, [64]), (64, 0, 20, 1, [16] * 4), (64, 2, 64, 1, [32, 32]), (3, 0, 8, 9, [1, 1, 1]),
   ],
 )  # fmt: skip
-def test_group_sizes(num_envs: int, groups: int, largest: int, sizes: list[int]) -> None:
-  assert group_sizes(num_envs, groups, largest) == sizes
+def test_group_sizes(num_envs: int, groups: int, largest: int, best: int, sizes: list[int]) -> None:
+  assert group_sizes(num_envs, groups, largest, best) == sizes
 
 
 def test_group_sizes_that_cannot_be() -> None:
   with pytest.raises(ValueError, match='--groups 2: an actor thread'):
-    group_sizes(64, 2, 16)
+    group_sizes(64, 2, 16, 2)
   with pytest.raises(ValueError, match='at most 256 groups of 1'):
-    group_sizes(1000, 0, 1)
+    group_sizes(1000, 0, 1, 2)

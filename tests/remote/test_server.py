@@ -60,6 +60,24 @@ def test_a_client_joins_steps_and_is_counted() -> None:
     assert learner.spec.metrics()['remote_envs'] == 3
 
 
+@pytest.mark.parametrize(
+  ('address', 'source', 'on_cores', 'groups'),
+  [
+    ('tcp://127.0.0.1:0', '127.0.0.1', True, 1),
+    ('tcp://127.0.0.1:0', '127.0.0.1', False, 2),  # an accelerator acts
+    ('tcp://127.0.0.1:0', '127.0.0.2', True, 2),  # as from another machine
+    ('unix:{dir}/a', '', True, 1),
+    ('unix:{dir}/a', '', False, 2),
+  ],
+)
+def test_groups_are_advised_by_whose_cores_act(
+  address: str, source: str, on_cores: bool, groups: int, tmp_path: Path
+) -> None:
+  with Learner(address=address.format(dir=tmp_path), on_cores=on_cores) as learner:
+    with Raw(learner.address, source=source) as raw:
+      assert raw.join_as()['groups'] == groups
+
+
 def test_a_client_that_is_back_ends_its_session_of_before() -> None:
   with (
     Learner(peer_timeout=600.0) as learner,

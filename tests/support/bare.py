@@ -95,14 +95,17 @@ class Bare:
     return told
 
 
-def connect(address: str, kinds: dict[int, Kind], keys: Path | None = None) -> Bare:
-  """A client's end."""
+def connect(
+  address: str, kinds: dict[int, Kind], keys: Path | None = None, source: str = ''
+) -> Bare:
+  """A client's end; `source` is an address of this machine that it connects from."""
   if (path := unix_path(address)) is not None:
     socket = sockets.socket(sockets.AF_UNIX)
     socket.connect(path)
   else:
     host, port = address.removeprefix('tcp://').rsplit(':', 1)
-    socket = sockets.create_connection((host.strip('[]'), int(port)), 10)
+    from_there = (source, 0) if source else None
+    socket = sockets.create_connection((host.strip('[]'), int(port)), 10, from_there)
   if keys is not None:
     socket = net_keys.client_context(keys).wrap_socket(socket)
   return Bare(socket, kinds)

@@ -53,11 +53,12 @@ class Learner:
     peer_timeout: float = 60.0,
     keep: bool = True,
     act: bool = True,
+    on_cores: bool = False,
   ) -> None:
     self.said: list[str] = []
     self.levels: list[int] = []  # of these
     listen = Listen(address, keys, peer_timeout=peer_timeout)
-    self.server = Server(listen, slots * threads, max_wait, deadline, self._say)
+    self.server = Server(listen, slots * threads, max_wait, deadline, on_cores, self._say)
     self.spec = self.server.spec(kind or spec())
     self.slots, self.keep = slots, keep
     self.arrivals: list[Any] = []
@@ -155,8 +156,10 @@ def assert_whole(of_lives: dict[Any, list[Any]]) -> None:
 class Raw(bare.Bare):
   """A client of a few lines, that can be made to say anything."""
 
-  def __init__(self, address: str, kind: HostSpec | None = None, keys: Path | None = None) -> None:
-    super().__init__(bare.connect(address, {}, keys).socket, wire.OF_LEARNERS)
+  def __init__(
+    self, address: str, kind: HostSpec | None = None, keys: Path | None = None, source: str = ''
+  ) -> None:
+    super().__init__(bare.connect(address, {}, keys, source).socket, wire.OF_LEARNERS)
     kind = kind or spec()
     self.schema = wire.schema(kind.observation_space, kind.action_space)
     self.layout = wire.Layout(self.schema)
