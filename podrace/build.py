@@ -258,7 +258,5 @@ def make_server(config: Config, listen: Listen | None) -> Server | None:
     raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
   from podrace.remote.server import Server
 
-  if listen.announce is not None and jax.process_count() > 1:
-    listen = dataclasses.replace(listen, announce=listen.announce.numbered(jax.process_index()))
   wait, on_cores = config.max_wait_ms / 1000, jax.default_backend() == 'cpu'
   return Server(listen, share(config.num_envs), wait, config.env_deadline, on_cores)

@@ -154,8 +154,8 @@ def entry() -> None:
 
 def _in_company() -> bool:
   """Whether this is one of several processes of a run."""
-  topology = sys.modules.get('podrace.topology')
-  return topology is not None and topology.is_one_of_several()
+  coordinator = sys.modules.get('podrace.coordinator')
+  return coordinator is not None and coordinator.is_one_of_several()
 
 
 def _guarded(args: list[str]) -> int:
@@ -188,7 +188,7 @@ def _guarded(args: list[str]) -> int:
   except BrokenPipeError:  # the reader of the output has enough, as in `podrace list | head`
     return UNREAD
   except Stopped as e:
-    from podrace.topology import leave_processes
+    from podrace.coordinator import leave_processes
 
     same = '--dir' if args[0] == 'sweep' else '--run-dir'
     tell(f'stopped by {e}; start again with the same {same} to go on')

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 
 from podrace.output import flush_standard, tell
 
-NICE = 10  # as `nice` without a number
+NICE = 19  # the most that there is
 
 
 class _ToStderr(logging.Handler):
@@ -82,12 +82,15 @@ def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def give_way() -> None:
-  """Has other processes go first where cores are short; for what may be late.
+  """Has all other processes go first where cores are short; for what may be late. Threads from now on do so, too.
 
   Linux may weigh sessions, each as a whole, and only then the processes in one. So a session of this process's own
   gives way as well.
   """
-  os.nice(NICE)
+  if hasattr(os, 'SCHED_IDLE'):
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+  else:
+    os.nice(NICE)
   if os.getsid(0) == os.getpid():
     with contextlib.suppress(OSError):  # the kernel does not weigh sessions
       Path('/proc/self/autogroup').write_text(f'{NICE}\n')

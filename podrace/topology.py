@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace.errors import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
-from podrace.worker import Worker
 
-SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
 AXIS = 'data'  # the mesh axis along which environments, and with them the batch, are split
 MODEL = 'model'  # the other axis of a mesh that has one: parameters are split along it, by `podrace.sharding`
 
@@ -262,82 +259,3 @@ def host_device() -> jax.Device:
 def replicated(mesh: Mesh) -> NamedSharding:
   """The same on every device."""
   return NamedSharding(mesh, P())
-
-
-class Place(NamedTuple):
-  """Where a process is among those of a run."""
-
-  coordinator: str  # HOST:PORT, where the first one listens
-  num_processes: int
-  process_id: int
-  local_devices: tuple[int, ...] | None = None
-  # ^ GPUs that are this process's; None: all of its machine
-
-
-def detected_place() -> Place:
-  """The place that a cluster's manager has given this process, as JAX finds it in the environment.
-
-  Raises:
-    ValueError: if there is no such manager, or what it says makes no sense.
-  """
-  # JAX's own detection is within `initialize`, which would listen at all of the machine's addresses.
-  from jax._src.clusters import ClusterEnv
-
-  detect = ClusterEnv.auto_detect_unset_distributed_params
-  try:
-    coordinator, count, number, local = detect(None, None, None, None, None, SILENCE_SECONDS)
-  except (LookupError, ValueError, RuntimeError) as e:
-    raise ValueError(f"--coordinator auto: the cluster's variables make no sense: {e!r}") from e
-  if coordinator is None or count is None or number is None:
-    raise ValueError(
-      '--coordinator auto: this process was started by none of SLURM (srun), Open MPI (mpirun), Kubernetes (with the '
-      'package kubernetes) and Cloud TPU; give HOST:PORT, --num-processes and --process-id'
-    )
-  return Place(coordinator, count, number, None if local is None else tuple(local))
-
-
-def join_processes(place: Place) -> None:
-  """Makes this one of several processes of one run (jax.distributed; Gloo on CPU).
-
-  The first process listens on exactly the address it was given, nothing wider.
-
-  Raises:
-    ValueError: if the numbers don't fit, or the address is not HOST:PORT.
-  """
-  coordinator, num_processes, process_id, local_devices = place
-  host, _, port = coordinator.rpartition(':')
-  if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-    raise ValueError(f'--coordinator takes HOST:PORT, not {coordinator!r}')
-  try:
-    socket.getaddrinfo(host, int(port))
-  except OSError as e:
-    raise ValueError(f'--coordinator {coordinator}: {e.strerror}') from e
-  if not 0 <= process_id < num_processes:
-    raise ValueError(f'--process-id {process_id} is not one of {num_processes} processes')
-  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-  jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from the run
-  jax.distributed.initialize(
-    coordinator,
-    num_processes,
-    process_id,
-    local_devices,
-    coordinator_bind_address=coordinator if process_id == 0 else None,
-    heartbeat_timeout_seconds=SILENCE_SECONDS,
-    shutdown_timeout_seconds=SILENCE_SECONDS,
-  )
-
-
-def is_one_of_several() -> bool:
-  """Whether this process has joined others, and not left them."""
-  return jax.distributed.is_initialized()
-
-
-def leave_processes(seconds: float | None = None) -> None:
-  """Waits until all processes of the run are here: one that is gone first takes the others down.
-
-  Args:
-    seconds: that are waited at most, whatever becomes of it.
-  """
-  if is_one_of_several():
-    leaving = Worker('leaving', jax.distributed.shutdown)
-    leaving.join() if seconds is None else leaving.wait(seconds)

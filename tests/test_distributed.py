@@ -16,7 +16,7 @@ import pytest
 from children import until
 from processes import DEADLINE, checkpoints, environment, lines, summary
 
-from podrace import topology
+from podrace import coordinator
 from podrace.build import build
 from podrace.checkpoint import Checkpoints
 from podrace.record import load_config
@@ -84,11 +84,17 @@ def pair(tmp_path: Path):
   """Starts both processes of a run in `run_dir`; whatever is left of them ends with the test."""
   started: list[Process] = []
 
-  def start(run_dir: Path, *args: str) -> list[Process]:
-    where = ['--coordinator', f'127.0.0.1:{free_port()}', '--num-processes', '2']
+  def start(run_dir: Path, *args: str, announced: Path | None = None) -> list[Process]:
+    ends = [['--coordinator', f'127.0.0.1:{free_port()}']] * 2
+    if announced is not None:
+      ends = [
+        ['--coordinator', '127.0.0.1:0', '--announce', str(announced)],
+        ['--coordinator', f'announced:{announced}#coordinator'],
+      ]
+    several = ['--run-dir', str(run_dir), '--num-processes', '2', '--process-id']
     both = [
       Process(
-        [*ARGS, *args, '--run-dir', str(run_dir), *where, '--process-id', str(i)],
+        [*ARGS, *args, *several, str(i), *ends[i]],
         devices=2,
         log=tmp_path / f'{run_dir.name}-{i}-{len(started)}.txt',
       )
@@ -160,7 +166,7 @@ def test_a_process_finds_its_place(
 ) -> None:
   for name, value in variables(2, 1234).items():
     monkeypatch.setenv(name, value)
-  assert topology.detected_place() == (f'{host}:1234', 4, 2, (2,))
+  assert coordinator.detected_place() == (f'{host}:1234', 4, 2, (2,), '')
 
 
 def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +174,7 @@ def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(name, value)
   monkeypatch.setenv('SLURM_NTASKS', 'four')
   with pytest.raises(ValueError, match=r'variables make no sense.*four'):
-    topology.detected_place()
+    coordinator.detected_place()
 
 
 @pytest.mark.slow
@@ -230,6 +236,17 @@ def test_two_processes_are_one_run(tmp_path: Path, pair) -> None:
 
 
 @pytest.mark.slow
+def test_two_processes_meet_where_the_first_one_announces(tmp_path: Path, pair) -> None:
+  """Twice: the second process begins by what the first announced before."""
+  for steps in '640', '1280':
+    more = ['--total-steps', steps, '--override']
+    both = pair(tmp_path / 'run', *more, announced=tmp_path / 'first')
+    assert [p.wait() for p in both] == [0, 0], both[0].output + both[1].output
+    assert both[0].parameters == both[1].parameters
+  assert summary(tmp_path / 'run')['step'] == 1280
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('victim', [0, 1])
 def test_a_killed_process_does_not_leave_the_other_hanging(
   victim: int, tmp_path: Path, pair
@@ -238,7 +255,7 @@ def test_a_killed_process_does_not_leave_the_other_hanging(
   until(lambda: both[0].popen.poll() is not None or saved(tmp_path / 'run'))
   both[victim].popen.kill()
   other = both[1 - victim]
-  assert other.wait(3 * topology.SILENCE_SECONDS) not in (0, 2), other.output
+  assert other.wait(3 * coordinator.SILENCE_SECONDS) not in (0, 2), other.output
   both = pair(tmp_path / 'run', '--total-steps', '64000000', '--checkpoint-every', '6400')
   until(lambda: 'resuming at step' in both[0].output or both[0].popen.poll() is not None)
   until(lambda: '\nstep ' in both[0].output or both[0].popen.poll() is not None)

@@ -144,7 +144,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
   for door in DOORS.values():
     module, _, name = door.rpartition('.')
     monkeypatch.setattr(importlib.import_module(module), name, begun)
-  for door in ('topology.join_processes', 'topology.detected_place', 'compile_cache.enable'):
+  for door in ('coordinator.join_processes', 'coordinator.detected_place', 'compile_cache.enable'):
     monkeypatch.setattr(f'podrace.{door}', lambda *_: None)
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
   monkeypatch.setattr(

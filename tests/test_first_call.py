@@ -17,7 +17,7 @@ import pytest
 from children import Process
 from processes import summary
 
-from podrace import build, compile_cache, topology
+from podrace import build, compile_cache, coordinator
 from podrace.networks.initializers import orthogonal
 from podrace.presets import PRESETS
 from podrace.stop import Stopped
@@ -134,11 +134,11 @@ def test_a_signal_ends_what_hangs_and_a_warning_says_where_it_stands(
 def test_sigterm_is_not_taken_by_jax_between_joining_and_the_run(tmp_path: Path) -> None:
   text = """
 import os, signal, socket
-from podrace import topology
+from podrace import coordinator
 with socket.socket() as s:
   s.bind(('127.0.0.1', 0))
   port = s.getsockname()[1]
-topology.join_processes(topology.Place(f'127.0.0.1:{port}', 1, 0))
+coordinator.join_processes(coordinator.Place(f'127.0.0.1:{port}', 1, 0))
 os.kill(os.getpid(), signal.SIGTERM)
 print('it goes on')
 """
@@ -153,7 +153,7 @@ def test_a_finished_run_of_several_processes_leaves_them_itself(
   from podrace import cli
 
   left = []
-  monkeypatch.setattr(topology, 'leave_processes', lambda: left.append(True))
+  monkeypatch.setattr(coordinator, 'leave_processes', lambda: left.append(True))
   args = ['train', 'catch', '--devices', '1', '--total-steps', '2000', '--quiet']
   with pytest.raises(SystemExit) as end:
     cli.main([*args, '--run-dir', str(tmp_path / 'run')])
@@ -173,8 +173,8 @@ def test_processes_that_do_not_come_are_waited_for_a_while_at_most(
       raise RuntimeError('they are gone')
     gate.wait()
 
-  monkeypatch.setattr(topology, 'is_one_of_several', lambda: True)
-  monkeypatch.setattr(topology.jax.distributed, 'shutdown', shutdown)
+  monkeypatch.setattr(coordinator, 'is_one_of_several', lambda: True)
+  monkeypatch.setattr(coordinator.jax.distributed, 'shutdown', shutdown)
   monkeypatch.setattr(cli, 'LEAVE_SECONDS', 0.01)
 
   def stopped(args: list[str]) -> int:

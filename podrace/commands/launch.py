@@ -124,7 +124,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
     asked = Asked(
       config, preset, (*agent, *options.arguments, *flags), str(run_dir),
       actors, options.whole('--shards'), options.whole('--reanalysers'), _learners(options),
-      keyed=options.text('--on') in ENGINES,
+      keyed=options.text('--on') in ENGINES, learners_insecure='--learners-insecure' in options,
     )  # fmt: skip
     return ARRANGEMENTS[arrangement](asked)
 

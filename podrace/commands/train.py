@@ -8,7 +8,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from podrace import compile_cache, own_code
 from podrace.agents import AGENTS
@@ -22,10 +22,15 @@ from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
 from podrace.runs import name_of, new_run_dir, run_directory
 
+if TYPE_CHECKING:
+  from podrace.coordinator import Place
+  from podrace.net.announce import Announcement
+
 AGENT = Option(
   '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'
 )  # fmt: skip
 
+COORDINATOR = 'coordinator'  # its name in announcements
 OF_LISTEN = ('--keys', '--insecure', '--peer-timeout', '--announce')
 
 
@@ -62,7 +67,7 @@ COMMAND = Train(
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
     shared.ANNOUNCE,
-    Option('--coordinator', 'HOST:PORT', 'of several processes: the first one listens; or auto'),
+    Option('--coordinator', 'HOST:PORT', 'of several processes: the first one listens; or auto, or announced:FILE#coordinator'),
     Option('--num-processes', 'N', 'of a run over several processes'),
     Option('--process-id', 'I', 'which of them this is, from 0'),
   ),
@@ -81,8 +86,10 @@ def run(args: list[str]) -> int:
     base = dataclasses.replace(base, envs='remote', lag='async')
   base = configuration.implied(base, rest)
   config = configuration.parse(base, rest)
-  peers, metrics_at = _peers(options), metrics_address(options)
-  _join(options)
+  place = _place(options)
+  peers, metrics_at = _peers(options, place), metrics_address(options)
+  if place is not None:
+    _join(options, place)
   if configuration.is_open(preset, run_dir, agent, rest):
     config = configuration.settled(base, config.env, rest)
 
@@ -106,19 +113,20 @@ def run(args: list[str]) -> int:
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet, **peers
     )
   _report(run_dir, summary, own_code.named(to_json(config)))
-  from podrace.topology import leave_processes
+  from podrace.coordinator import leave_processes
 
   leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
   return 0
 
 
-def _peers(options: Options) -> dict[str, Any]:
+def _peers(options: Options, place: Place | None) -> dict[str, Any]:
   """The addresses of other processes for the run: none, those of environments, or of a replay service."""
   replay = '--connect-replay' in options
   if '--listen' not in options:
     if replay:
       raise UsageError('--connect-replay needs --listen, where `podrace act` comes for parameters')
-    if given := [o for o in OF_LISTEN if o in options]:
+    useless = OF_LISTEN if place is None else [o for o in OF_LISTEN if o != '--announce']
+    if given := [o for o in useless if o in options]:
       raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
     return {}
   from podrace import net
@@ -132,11 +140,25 @@ def _peers(options: Options) -> dict[str, Any]:
     options.path('--keys'),
     '--insecure' in options,
     options.number('--peer-timeout'),
-    shared.announcement(options, 'params' if replay else 'envs'),
+    _announcement(options, 'params' if replay else 'envs', place),
   )
   if not replay:
     return {'listen': Listen(*common)}
   return {'addresses': Addresses(tuple(options.text('--connect-replay').split(',')), *common)}
+
+
+def _announcement(options: Options, name: str, place: Place | None) -> Announcement | None:
+  """What is announced of the address at which this process listens, for environments or acting processes."""
+  found = shared.announcement(options, name)
+  if found is None or place is None:
+    return found
+  if (
+    name == 'envs' and not place.by_announcement
+  ):  # all may have the same words; environments come to each
+    return found.numbered(place.process_id)
+  if place.process_id or options.text('--coordinator') == 'auto':
+    return found
+  return found.beside(COORDINATOR, f'tcp://{place.coordinator}')
 
 
 def metrics_address(options: Options) -> str | None:
@@ -165,22 +187,37 @@ def _endpoint(address: str, stack: contextlib.ExitStack) -> Any:
   return endpoint
 
 
-def _join(options: Options) -> None:
-  """Joins the other processes of a run, if there are any."""
+def _place(options: Options) -> Place | None:
+  """Where this process is among others of a run, if there are any."""
   given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
   if not given:
-    return
-  from podrace.topology import Place, detected_place, join_processes
+    return None
+  from podrace.coordinator import Place, detected_place
 
   coordinator = options.text('--coordinator')
   if coordinator == 'auto':
     if given[1:]:
       raise UsageError(f'--coordinator auto finds {" and ".join(given[1:])} itself; leave it out')
-    place = detected_place()
-  elif len(given) == 3:
-    place = Place(coordinator, *(options.whole(name) for name in given[1:]))
-  else:
+    return detected_place()
+  if len(given) < 3:
     raise UsageError('--coordinator, --num-processes and --process-id go together')
+  place = Place(coordinator, *(options.whole(name) for name in given[1:]))
+  place.check()
+  place = place.chosen()
+  if place.bind and '--announce' not in options:
+    raise UsageError(
+      f'--coordinator {coordinator} chooses a port; add --announce FILE, for the others to read it'
+    )
+  return place
+
+
+def _join(options: Options, place: Place) -> None:
+  """Joins the other processes of the run; says where, if it is asked to."""
+  from podrace.coordinator import join_processes
+
+  found = shared.announcement(options, COORDINATOR)
+  if found is not None and not place.process_id and options.text('--coordinator') != 'auto':
+    found.make(f'tcp://{place.coordinator}')
   join_processes(place)
 
 

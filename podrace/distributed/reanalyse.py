@@ -76,11 +76,11 @@ def reanalyse(config: Config, options: Options) -> int:
   Raises:
     UsageError: if the config can't be; if the agent has nothing to refresh; if the learner's run is another one.
   """
+  give_way()  # the learner needs its cores more than newer targets; before JAX starts its threads
   check_agent(config.agent)
   config = joining.fixed(config)
   validate(config)
   joining.check_addresses(options.addresses)
-  give_way()  # the learner needs its cores more than newer targets
   return joining.until_the_end(lambda: Reanalysing(config, options).run())
 
 

@@ -64,7 +64,7 @@ class Runner:
           if not (data := os.read(key.fd, CHUNK)):
             selector.unregister(key.fd)
           else:
-            yield (SAID, data) if key.fd == output else (ANNOUNCED, data.decode())
+            yield (SAID, data) if key.fd == output else (ANNOUNCED, data.decode().splitlines()[-1])
     os.set_blocking(output, False)
     for _ in range(LEFT):
       with contextlib.suppress(BlockingIOError):

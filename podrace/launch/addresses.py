@@ -12,6 +12,7 @@ from typing import Protocol
 
 from podrace.errors import UsageError
 from podrace.net import announce
+from podrace.net.address import host_and_port
 from podrace.program import Announced, Node, Program, Reference, command, references
 
 LONGEST = 100  # bytes of a Unix socket's path; some systems have no room for more
@@ -134,6 +135,7 @@ class Announcements:
         )
     self._program, self._announced = program, announced
     self._own = dict(listen=listen, keys=str(keys), dir=str(directory))
+    self._host = host_and_port(listen)[0]
 
   def open(self) -> Announcements:
     """Itself, with an empty directory for announcements."""
@@ -155,8 +157,12 @@ class Announcements:
     self.file(node, number).unlink(missing_ok=True)
 
   def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
-    """The words of a replica's command."""
-    own = dict(announce=str(self.file(node, i)), replica=str(i), replicas=str(node.replicas))
+    """The words of a replica's command. The main one is the coordinator of several learners, and chooses its port."""
+    at = f'announced:{self.file(self._program.main, 0)}#coordinator'
+    own = dict(
+      announce=str(self.file(node, i)), replica=str(i), replicas=str(node.replicas),
+      coordinator=f'{self._host}:0' if node.main else at,
+    )  # fmt: skip
     return command(self._program, node, known, self._own | own)
 
   def file(self, node: Node, number: int) -> Path:

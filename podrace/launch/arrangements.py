@@ -25,6 +25,7 @@ SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')
 OF_ACTING = (
   '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads', '--max-lag',
 )  # fmt: skip
+NOWHERE = 'tcp://127.0.0.1:*'  # of a learner that does not listen
 OF_ALL = ('--no-compile-cache', '--quiet')
 
 
@@ -41,6 +42,7 @@ class Asked:
   reanalysers: int = 1
   learners: int = 1  # processes that learn as one
   keyed: bool = False  # on several machines: what listens, and what connects, has keys
+  learners_insecure: bool = False  # learners may be on several machines, though they have none
 
   def __post_init__(self) -> None:
     for name in ('actors', 'shards', 'reanalysers', 'learners'):
@@ -176,18 +178,26 @@ def _learners(
   asked: Asked, command: tuple[str, ...], listens: tuple[str, ...] = (), each: bool = False
 ) -> Iterator[Node]:
   """Processes that learn as one, the first of which listens, or each."""
-  if asked.learners > 1 and asked.keyed:
+  several = asked.learners > 1
+  if several and asked.keyed and not asked.learners_insecure:
     raise UsageError(
-      f'--learners {asked.learners} is for one machine; on several start `podrace train ... --coordinator auto` in '
-      'each, by srun or a JobSet'
+      f'--learners {asked.learners} on several machines: JAX connects learners without keys and in plain text, so all who '
+      'reach their network can read and disturb it; give --learners-insecure if it is yours alone'
     )
   for i in range(asked.learners):
-    together = ('--coordinator', '{coordinator}', '--num-processes', str(asked.learners))
-    more = (*together, '--process-id', str(i)) if asked.learners > 1 else ()
+    more: tuple[str, ...] = ()
+    if several:
+      more = (
+        '--coordinator', '{coordinator}', '--num-processes', str(asked.learners), '--process-id', str(i),
+      )  # fmt: skip
     own = listens if i == 0 or each else ()
-    # The others are given where the first one listens.
-    at = _listening(asked) if own else ('--listen', '{learner}') if listens else ()
-    words = (*command, *more, *at, '--run-dir', literal(asked.run_dir))
+    if own:
+      more += _listening(asked)
+    elif listens:  # only the first one listens, but all connect
+      more += ('--listen', NOWHERE, *asked.keys)
+    elif several and i == 0:
+      more += ('--announce', '{announce}')
+    words = (*command, *more, '--run-dir', literal(asked.run_dir))
     yield Node(f'learner-{i}' if i else 'learner', words, listens=own, main=i == 0)
 
 

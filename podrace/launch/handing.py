@@ -19,11 +19,17 @@ from podrace.program import NAME, Announced, Node, Program, Reference, needs, re
 Make = Callable[[Path], Program]  # the program for a run directory
 SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # a listener's
 PORT = 5555
+COORDINATOR = 5554  # the port of the first of several learners
 GRACE = 60  # seconds in which processes may save
 CPUS = Option('--cpus', 'NODE=N', 'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be '
   'repeated')  # fmt: skip
 GPUS = Option(
   '--gpus', 'NODE=N', 'likewise: accelerators of each replica (default 0); may be repeated'
+)
+LEARNERS_INSECURE = Option(
+  '--learners-insecure',
+  '',
+  'of --learners, on several machines: they talk in plain text, without keys',
 )
 IMAGE = Option('--image', 'IMAGE', 'of --on kubernetes and skypilot: with podrace in it')
 

@@ -5,8 +5,8 @@ Each line of standard input is a JSON object: the fields of `Asked` first, then 
     {"files": {NAME: TEXT}}    files that have come or changed, in a directory of this user's alone
     {"signal": N}              for the replica and the processes of its session
 
-The replica's output is the keeper's, and so is its exit code. To FD the keeper writes what the replica announces. When
-its input ends, so does the replica. If the keeper is killed, a watchdog ends the replica and removes the directory.
+The replica's output is the keeper's, and so is its exit code. To FD the keeper writes what the replica announces, a line
+each time that it changes. When its input ends, so does the replica. If the keeper is killed, a watchdog ends the replica and removes the directory.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from podrace.files import write_whole
 from podrace.launch.guard import Guard
 from podrace.launch.replica import runnable
 from podrace.launch.watchdog import GRACE, signal_all
+from podrace.net import announce
 from podrace.worker import Worker
 
 TICK = 0.1  # seconds between looks for an announcement
@@ -44,6 +45,7 @@ class Asked:
   directory: str  # in which it runs, if this machine has it
   private: str  # stands in `words` for the directory of files
   announces: str  # its announcement among the files; '' for none
+  addresses: int  # that there are in it in the end
   files: dict[str, str]  # that are there from the beginning
   lock: str  # a file that one replica has at a time; where its directory is not, nobody needs it
 
@@ -68,7 +70,7 @@ def main(report: int) -> int:
       return NOT_THERE
     guard.add(process.pid)
     Worker('input', lambda: obey(sys.stdin, private, process.pid))
-    code = until_ended(process, private / asked.announces if asked.announces else None, report)
+    code = until_ended(process, private / asked.announces, asked.addresses, report)
     signal_all({process.pid}, signal.SIGKILL)  # what it has left
     guard.remove(process.pid)
   return code if code >= 0 else 128 - code
@@ -142,14 +144,17 @@ def obey(lines: Iterable[str], private: Path, pid: int) -> None:
     signal_all({pid}, signal.SIGKILL)
 
 
-def until_ended(process: subprocess.Popen[bytes], announcement: Path | None, report: int) -> int:
-  """Waits for its end, and reports its announcement; the exit code."""
-  while announcement is not None:
+def until_ended(
+  process: subprocess.Popen[bytes], announcement: Path, addresses: int, report: int
+) -> int:
+  """Waits for its end, and reports its announcement until it has so many addresses; the exit code."""
+  known: dict[str, str] = {}
+  while len(known) < addresses:
     with contextlib.suppress(subprocess.TimeoutExpired):
       return process.wait(TICK)
-    if announcement.exists():
-      os.write(report, announcement.read_bytes())
-      break
+    if (found := announce.read(announcement)) != known:
+      os.write(report, json.dumps(found).encode() + b'\n')
+      known = found
   return process.wait()
 
 

@@ -26,6 +26,7 @@ OPTIONS = (
   ),
   handing.CPUS,
   handing.GPUS,
+  handing.LEARNERS_INSECURE,
 )
 RESTARTS = 3  # of the whole set, once pods of a node have failed too often
 USER = 1000
@@ -52,9 +53,9 @@ class Cluster:
         'give an absolute one, as /runs/pong'
       )
 
-  def host(self, node: Node, i: int) -> str:
-    """The name of a replica's pod, and its port."""
-    return f'{self.name}-{node.name}-{i}-0.{self.name}:{PORT}'
+  def host(self, node: Node, i: int, port: int = PORT) -> str:
+    """The name of a replica's pod, and a port of it."""
+    return f'{self.name}-{node.name}-{i}-0.{self.name}:{port}'
 
 
 def launch(make: Make, options: Options) -> int:
@@ -239,6 +240,7 @@ def _words(program: Program, node: Node, known: Announced, cluster: Cluster) -> 
   own = dict(
     listen=f'tcp://*:{PORT}', announce=ANNOUNCED, keys=KEYS, dir=_escaped(str(cluster.directory)),
     replica='$(REPLICA)', replicas=str(node.replicas),
+    coordinator=cluster.host(program.main, 0, handing.COORDINATOR),
   )  # fmt: skip
   return command(program, escaped, known, own)
 

@@ -22,13 +22,21 @@ from podrace.commands.options import Options
 from podrace.errors import RunError, UsageError
 from podrace.launch.actor import HOST, ROOM, Placed, Runner
 from podrace.launch.addresses import Announcements
-from podrace.launch.handing import CPUS, GPUS, Make, files_of_keys, make_keys, with_resources
+from podrace.launch.handing import (
+  CPUS,
+  GPUS,
+  LEARNERS_INSECURE,
+  Make,
+  files_of_keys,
+  make_keys,
+  with_resources,
+)
 from podrace.launch.keeper import Asked
 from podrace.launch.local import Local
 from podrace.launch.replica import settings
-from podrace.program import Node, Program
+from podrace.program import Node, Program, is_one_of_several
 
-OPTIONS = (CPUS, GPUS)
+OPTIONS = (CPUS, GPUS, LEARNERS_INSECURE)
 REMIND = 30.0  # seconds between words about room that there is not
 PRIVATE = '/PODRACE-PRIVATE'  # in commands: a directory that each replica has on its machine
 
@@ -165,13 +173,14 @@ class Actors:
 
   def start(self, node: Node, number: int, words: tuple[str, ...]) -> Placed:
     """A replica; it starts when its actor does."""
-    announces = f'announced/{node.name}-{number}' if node.listens else ''
+    addresses = len(node.listens) + (node.main and is_one_of_several(node))
+    announces = f'announced/{node.name}-{number}' if addresses else ''
     with self._lock:
       self._files.pop(announces, None)  # else it would be taken for what this one announces
       own = {f'keys/{name}' for name in files_of_keys(node)}
       files = {k: x for k, x in self._files.items() if k in own or not k.startswith('keys/')}
       asked = Asked(
-        list(words), settings(node), os.getcwd(), PRIVATE, announces, files,
+        list(words), settings(node), os.getcwd(), PRIVATE, announces, addresses, files,
         str(self._directory / 'logs' / f'{node.names[number]}.lock'),
       )  # fmt: skip
       make = functools.partial(self._actor, node, number)

@@ -25,7 +25,16 @@ from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.launch.addresses import Announcements
-from podrace.launch.handing import CPUS, GPUS, Make, call, make_keys, tool, with_resources
+from podrace.launch.handing import (
+  CPUS,
+  GPUS,
+  LEARNERS_INSECURE,
+  Make,
+  call,
+  make_keys,
+  tool,
+  with_resources,
+)
 from podrace.launch.local import Local, locked
 from podrace.launch.replica import Child, Here, runnable
 from podrace.program import Node, Program
@@ -34,6 +43,7 @@ OPTIONS = (
   Option('--sbatch', 'OPTION', "of --on slurm: one of sbatch's own without its --, as time=8:00:00; may be repeated"),
   CPUS,
   GPUS,
+  LEARNERS_INSECURE,
 )  # fmt: skip
 LEFT = 90  # seconds before the end of its time, at which the job begins to save
 SECONDS = 60.0  # for sbatch and scontrol

@@ -16,6 +16,7 @@ class Announcement:
 
   path: Path
   name: str
+  others: tuple[tuple[str, str], ...] = ()  # names and addresses that are announced with it
 
   def make(self, address: str) -> None:
     """Writes the file, whole or not at all: a JSON object of addresses by name.
@@ -24,9 +25,13 @@ class Announcement:
       UsageError: if it can't be written.
     """
     try:
-      write_whole(self.path, json.dumps({self.name: address}) + '\n')
+      write_whole(self.path, json.dumps({**dict(self.others), self.name: address}) + '\n')
     except OSError as e:
       raise UsageError(f'--announce {self.path} cannot be written: {e.strerror or e}') from e
+
+  def beside(self, name: str, address: str) -> Announcement:
+    """The same, with another address that is known already."""
+    return dataclasses.replace(self, others=(*self.others, (name, address)))
 
   def numbered(self, number: int) -> Announcement:
     """That of one of several processes: a file of its own, FILE.NUMBER."""

@@ -18,13 +18,15 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, split
 from podrace.net.loop import Loop
-from podrace.net.outage import Outage
+from podrace.net.outage import NEAR, Outage
 from podrace.net.outgoing import CONNECT_SECONDS, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
 
-HELLO_SECONDS = 1.0  # between attempts to get a session, of a connection that must wait
+HELLO_SECONDS = (
+  1.0  # between attempts to get a session, of a connection that must wait; over a Unix socket NEAR
+)
 METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
 
 NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
@@ -131,6 +133,7 @@ class Link:
     self.silence, self.ping_every, self.patience = session.SILENCE, math.inf, 0.5
     self._client = session.new_client()
     self._outage = Outage(what or handler.service, address, give_up)
+    self._again = NEAR if addresses.unix_path(address) else HELLO_SECONDS
     self._connection: Outgoing | None = None
     self._open: Outgoing | None = None  # the connection, if it has a session
     self._bye = 'closed'
@@ -201,6 +204,8 @@ class Link:
     seconds = self.patience
     if self._connection is None:
       seconds = min(seconds, self._outage.due - time.monotonic())
+    elif self.waits:
+      seconds = min(seconds, self._again)
     for key, events in self._loop.wait(seconds):
       self._ready(key.data, events)
     self._loop.do_calls()  # after what has come, which may say more of why a session is over
@@ -321,7 +326,7 @@ class Link:
     if self.session is None:
       if silent > CONNECT_SECONDS:
         self._lose(self.why)
-      elif now - self._asked > HELLO_SECONDS:
+      elif now - self._asked >= self._again:
         self._hello()
       return
     if now - self._pinged > min(self.silence / 4, self.ping_every):

@@ -6,10 +6,13 @@ import logging
 import time
 from random import random
 
+from podrace.net.address import unix_path
+
 BACKOFF = (
   0.05,
   2.0,
 )  # seconds between attempts, at first and at most; drawn between half of it and all
+NEAR = 0.1  # the most of a Unix socket, where an attempt costs next to nothing
 REMIND = 30.0  # seconds between messages that there is no session
 ALONE = 2.0  # seconds after which there is one at all
 
@@ -36,7 +39,7 @@ class Outage:
   def __init__(self, what: str, address: str, give_up: float) -> None:
     self._what, self._address, self._give_up = what, address, give_up
     self.why = NOTHING_KNOWN
-    self._pause = BACKOFF[0]
+    self._pause, self._most = BACKOFF[0], NEAR if unix_path(address) else BACKOFF[1]
     self._since = self.due = time.monotonic()
     self._said, self._said_at = '', 0.0
 
@@ -44,7 +47,7 @@ class Outage:
     """An attempt had no success."""
     self.why = reason
     self.due = time.monotonic() + self._pause * (0.5 + 0.5 * random())
-    self._pause = min(2 * self._pause, BACKOFF[1])
+    self._pause = min(2 * self._pause, self._most)
 
   def begin(self, reason: str) -> None:
     """A session is over. All clients lose a service together, so the next attempt waits as well."""

@@ -361,7 +361,7 @@ def test_a_run_learns_from_fresh_targets(places: Places) -> None:
   server, learner = places.serve(), start(places, 'train', *LEARNER, '--total-steps', '3_200')
   refresher = start(places, 'reanalyse')
   refresher.says('reanalysing 16 windows at a time')
-  assert os.getpriority(os.PRIO_PROCESS, refresher.process.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+  assert os.sched_getscheduler(refresher.process.pid) == os.SCHED_IDLE
   actor = start(places, 'act')
   assert [learner.wait(), actor.wait(), refresher.wait()] == [0, 0, 0], learner.output
   told = places.told()
@@ -402,6 +402,12 @@ def test_reanalysing_processes_come_and_go(places: Places) -> None:
   assert server.wait() == 143
 
 
+@pytest.fixture(autouse=True)
+def goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+  """This process does not give way, which would be for good."""
+  monkeypatch.setattr(reanalyse, 'give_way', lambda: None)
+
+
 # --- bad input --------------------------------------------------------------------------------------
 
 ENDS = ['--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2']
@@ -434,10 +440,7 @@ def test_bad_usage_is_2(args: list[str], message: str, capfd: pytest.CaptureFixt
   assert end.value.code == 2 and message in said and len(said.strip().splitlines()) == 1
 
 
-def test_it_gives_up_if_asked_to(
-  capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  monkeypatch.setattr(reanalyse, 'give_way', lambda: None)  # of this process, for good
+def test_it_gives_up_if_asked_to(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
   ends = ['--connect-replay', f'unix:{tmp_path}/a', '--params', f'unix:{tmp_path}/b']
   with pytest.raises(SystemExit) as end:
     cli.main(['reanalyse', 'muzero-catch', *TINY, *ends, '--give-up-after', '0.1'])

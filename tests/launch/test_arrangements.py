@@ -13,7 +13,7 @@ from children import ROOT, Process, until
 
 import podrace
 from podrace.errors import UsageError
-from podrace.launch.addresses import Addresses
+from podrace.launch.addresses import Addresses, Announcements
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.replica import NO_ACCELERATORS, settings
 from podrace.program import Program
@@ -106,11 +106,25 @@ def test_learners_of_a_service_have_the_options_of_the_first(tmp_path: Path) -> 
   assert list(found) == ['replay', 'learner', 'learner-1', 'act-0', 'act-1']
   assert found['learner-1'] == (
     'podrace train catch --replay service --lag async --connect-replay unix:S/replay-0 '
-    '--coordinator 127.0.0.1:PORT --num-processes 2 --process-id 1 --listen unix:S/learner-0 --run-dir runs/one'
+    "--coordinator 127.0.0.1:PORT --num-processes 2 --process-id 1 --listen 'tcp://127.0.0.1:*' --run-dir runs/one"
   )
   assert (
     '--coordinator' not in commands(ARRANGEMENTS['impala'](asked('catch')), tmp_path)['learner']
   )
+
+
+def test_learners_on_several_machines_meet_where_the_first_one_announces(tmp_path: Path) -> None:
+  several = dict(learners=2, keyed=True, learners_insecure=True)
+  for arrangement in 'learners', 'impala':
+    program = ARRANGEMENTS[arrangement](asked('catch', **several))
+    where = Announcements(program, Path('/A'), Path('/K'), tmp_path)
+    found = {n.name: ' '.join(where.command(n, 0, where.known())) for n in program.nodes}
+    assert '--coordinator 0.0.0.0:0' in found['learner']
+    assert '--announce /A/learner-0' in found['learner']
+    assert '--coordinator announced:/A/learner-0#coordinator' in found['learner-1']
+    if arrangement == 'impala':
+      assert '--connect-replay announced:/A/replay-0#replay' in found['learner-1']
+      assert '--listen tcp://127.0.0.1:* --keys /K' in found['learner-1']
 
 
 def test_each_learner_has_environments_of_its_own_with_seed(tmp_path: Path) -> None:
@@ -153,8 +167,8 @@ def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> N
     ('seed', 'dqn-pong', {}, 'dqn learns from replay; add --replay host'),
     ('seed', 'pong', {'actors': 16, 'learners': 2}, 'the 1 of each of --actors 16 do not divide'),
     ('learners', 'catch', {'learners': 0}, '--learners must be at least 1'),
-    ('learners', 'catch', {'learners': 2, 'keyed': True}, '--learners 2 is for one machine'),
-    ('impala', 'catch', {'learners': 2, 'keyed': True}, '--learners 2 is for one machine'),
+    ('learners', 'catch', {'learners': 2, 'keyed': True}, 'give --learners-insecure'),
+    ('impala', 'catch', {'learners': 2, 'keyed': True}, 'give --learners-insecure'),
   ],
 )
 def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], said: str) -> None:

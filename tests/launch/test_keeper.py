@@ -28,7 +28,7 @@ class Kept:
 
   def __init__(self, code: str, *arguments: str, **more: Any) -> None:
     words = [sys.executable, '-uc', code, *arguments]
-    asked = Asked(words, {'HAS': 'it'}, '/', '/PRIVATE', '', {}, '/not/there')
+    asked = Asked(words, {'HAS': 'it'}, '/', '/PRIVATE', '', 0, {}, '/not/there')
     text = json.dumps(dataclasses.asdict(dataclasses.replace(asked, **more)))
     self.runner = Runner(text, lambda: '10.0.0.7')
     self.process = self.runner._keeper
@@ -105,13 +105,23 @@ def test_files_are_its_users_alone(kept: Any) -> None:
   assert one.output.splitlines()[1] == f'two {ours}'
 
 
-def test_what_it_announces_is_reported_once_it_is_there(kept: Any) -> None:
+def test_what_it_announces_is_reported_each_time_that_it_changes(kept: Any) -> None:
   announces = (
-    'import sys, signal, os\nopen(sys.argv[1] + "+", "w").write("text")\n'
-    'os.rename(sys.argv[1] + "+", sys.argv[1]); signal.pause()'
+    'import sys, signal\nfrom pathlib import Path\nfrom podrace.net.announce import Announcement\n'
+    'first = Announcement(Path(sys.argv[1]), "coordinator"); first.make("tcp://h:1")\n'
+    'signal.signal(signal.SIGUSR1, lambda *_: None); print("up", flush=True); signal.pause()\n'
+    'Announcement(Path(sys.argv[1]), "it").beside("coordinator", "tcp://h:1").make("tcp://h:2"); signal.pause()'
   )
-  one = kept(announces, '/PRIVATE/announced/it-0', announces='announced/it-0')
-  assert next(one.events) == ('announced', 'text')
+  at = 'announced/it-0'
+  one = kept(announces, f'/PRIVATE/{at}', announces=at, addresses=2)
+  found = []
+  for kind, value in one.events:
+    if kind == 'announced':
+      found.append(json.loads(value))
+      if len(found) == 2:
+        break
+      one.tell(signal=signal.SIGUSR1)
+  assert found == [{'coordinator': 'tcp://h:1'}, {'coordinator': 'tcp://h:1', 'it': 'tcp://h:2'}]
   one.tell(signal=signal.SIGTERM)
   assert one.end() == 143
 

@@ -166,6 +166,15 @@ def test_replicas_know_their_number(capsys: pytest.CaptureFixture[str]) -> None:
   assert number['valueFrom']['fieldRef']['fieldPath'].endswith("['jobset.sigs.k8s.io/job-index']")
 
 
+def test_learners_meet_at_the_first_ones_pod(capsys: pytest.CaptureFixture[str]) -> None:
+  several = ('--as', 'learners', '--learners', '2', '--learners-insecure')
+  found = jobs(manifest(capsys, 'catch', *several))
+  assert list(found) == ['learner', 'learner-1']
+  for job in found.values():
+    words = started(job, 0)
+    assert words[words.index('--coordinator') + 1] == 'one-learner-0-0.one:5554'
+
+
 def test_dollars_and_braces_stay_what_they_are(capsys: pytest.CaptureFixture[str]) -> None:
   odd = '/$(HOME)$${x}'
   found = jobs(manifest(capsys, 'catch', '--as', 'impala', '--run-dir', f'{odd}/one'))

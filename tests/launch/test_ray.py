@@ -187,6 +187,25 @@ def test_impala_on_ray(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_learners_on_ray(cluster: Any, tmp_path: Path) -> None:
+  words = (
+    'catch',
+    '--as',
+    'learners',
+    '--learners-insecure',
+    '--on',
+    'ray',
+    '--total-steps',
+    '2000',
+  )
+  at = ('--run-dir', str(tmp_path / 'run'))
+  with Process(tmp_path / 'said', '-m', 'podrace', 'launch', *words, *at) as launch:
+    assert launch.wait() == 0, launch.output
+    assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 2000
+    assert 'learner-1' in launch.output
+
+
+@pytest.mark.slow
 def test_a_program_without_room_says_so(cluster: Any, tmp_path: Path) -> None:
   with OnRay(tmp_path, node('main', 'pass', cpus=5, main=True)) as launched:
     launched.says('waiting for room for 5 CPU, 0 GPU; free: 3 CPU, 0 GPU')
@@ -235,7 +254,7 @@ def test_the_end_is_seen_where_ray_itself_is_lost(monkeypatch: Any) -> None:
   ray = pytest.importorskip('ray')
   for name in ('wait', 'kill'):
     monkeypatch.setattr(ray, name, mock.Mock(side_effect=ConnectionError('no cluster')))
-  asked, ended = Asked(['true'], {}, '/', '/PRIVATE', '', {}, '/not/there'), mock.Mock()
+  asked, ended = Asked(['true'], {}, '/', '/PRIVATE', '', 0, {}, '/not/there'), mock.Mock()
   lost = mock.Mock()
   lost.return_value.tell.remote.side_effect = ConnectionError('no cluster')
   placed = Placed(asked, lost, mock.Mock(), ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ from podrace.commands import launch as command
 from podrace.errors import UsageError
 from podrace.launch import slurm
 from podrace.launch.local import locked
-from podrace.net import keys
+from podrace.net import announce, keys
 from podrace.program import Backoff, Node, Program, literal
 
 SAVES_AT_INT = SAVES.replace('SIGTERM', 'SIGINT').replace('143', '130')  # which srun passes on
@@ -214,6 +215,42 @@ def test_impala_as_a_job(cluster: Cluster) -> None:
   assert json.loads((cluster.directory / 'summary.json').read_text())['step'] >= 2000
   assert re.search(r'act-1 +\| podrace act: the run is complete', cluster.output)
   assert 'PRIVATE KEY' not in cluster.output + cluster.log.read_text()
+
+
+@pytest.mark.slow
+def test_learners_as_a_job(cluster: Cluster) -> None:
+  """The first one is killed, so both start again; they meet at another port."""
+
+  def learner(cluster: Cluster) -> int:
+    for process in Path('/proc').glob('[0-9]*'):
+      with contextlib.suppress(OSError):
+        words = (process / 'cmdline').read_text().split('\0')
+        if {'train', str(cluster.directory), '0'} < {*words} and 'srun' not in words:
+          return int(process.name)
+    raise AssertionError(cluster.output)
+
+  words = (
+    'catch',
+    '--as',
+    'learners',
+    '--learners-insecure',
+    '--on',
+    'slurm',
+    '--total-steps',
+    '200_000',
+  )
+  at = ('--checkpoint-every', '1000', '--run-dir', str(cluster.directory))
+  with Process(cluster.log.with_name('said'), '-m', 'podrace', 'launch', *words, *at) as launch:
+    assert launch.wait() == 0, launch.output
+  cluster.says('learner   | step')
+  (first,) = (x for x in cluster.calls('srun') if '--process-id 0' in ' '.join(x))
+  assert '--coordinator 0.0.0.0:0' in ' '.join(first)
+  before = announce.read(cluster.directory / 'announced' / 'learner-0')['coordinator']
+  os.kill(learner(cluster), signal.SIGKILL)
+  cluster.says('resuming at step')
+  assert announce.read(cluster.directory / 'announced' / 'learner-0')['coordinator'] != before
+  cluster.ends()
+  assert json.loads((cluster.directory / 'summary.json').read_text())['step'] >= 200_000
 
 
 LAUNCH = ('catch', '--as', 'impala', '--on', 'slurm')

@@ -73,9 +73,11 @@ def test_a_client_joins_steps_and_is_counted() -> None:
 def test_groups_are_advised_by_whose_cores_act(
   address: str, source: str, on_cores: bool, groups: int, tmp_path: Path
 ) -> None:
-  with Learner(address=address.format(dir=tmp_path), on_cores=on_cores) as learner:
-    with Raw(learner.address, source=source) as raw:
-      assert raw.join_as()['groups'] == groups
+  with (
+    Learner(address=address.format(dir=tmp_path), on_cores=on_cores) as learner,
+    Raw(learner.address, source=source) as raw,
+  ):
+    assert raw.join_as()['groups'] == groups
 
 
 def test_a_client_that_is_back_ends_its_session_of_before() -> None:
