@@ -180,7 +180,7 @@ def _guarded(args: list[str]) -> int:
       return 0
     return command.run(rest)
   except ValueError as e:  # UsageError among them
-    if not _ours(e):
+    if not is_ours(e):
       raise
     return _complain(e, 2)
   except KeyboardInterrupt:
@@ -199,7 +199,7 @@ def _guarded(args: list[str]) -> int:
     return _complain(e, 1)
 
 
-def _ours(error: Exception) -> bool:
+def is_ours(error: Exception) -> bool:
   """Whether podrace raised it itself, and not the user's code or a library."""
   *_, (frame, _) = traceback.walk_tb(error.__traceback__)
   return Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parent)

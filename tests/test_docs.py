@@ -19,7 +19,7 @@ import rule_files
 import podrace.hooks
 from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
-from podrace.commands import configuration
+from podrace.commands import configuration, launch
 from podrace.commands.help import train_help
 from podrace.commands.options import Options
 
@@ -146,6 +146,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.import_module(module), name, begun)
   for door in ('coordinator.join_processes', 'coordinator.detected_place', 'compile_cache.enable'):
     monkeypatch.setattr(f'podrace.{door}', lambda *_: None)
+  monkeypatch.setattr('podrace.commands.launch.Warm', lambda _, args: launch.made(args))
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
   monkeypatch.setattr(
     configuration,

@@ -16,7 +16,8 @@ from podrace.errors import UsageError
 from podrace.launch import kubernetes, local, ray, skypilot, slurm
 from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
-from podrace.launch.replica import NO_ACCELERATORS, warmed
+from podrace.launch.replica import NO_ACCELERATORS
+from podrace.launch.warm import Warm
 from podrace.program import Program
 from podrace.runs import name_of, run_directory
 
@@ -77,32 +78,50 @@ for good; 2 bad usage; 143 and 130 on signals.
 
 def run(args: list[str]) -> int:
   """Launches."""
+  preset, options = _options(list(args))
+  given = options.path('--run-dir')
+  environ = dict(os.environ)
+  if options.text('--on') == 'local' and '--dry-run' not in options:
+    several = _learners(options) > 1
+    with (
+      Warm(environ | (NO_ACCELERATORS if several else {}), args) as warm,
+      run_directory(given, warm.name) as run_dir,
+    ):
+      return local.run(warm.program(run_dir), run_dir, environ, warm.process)
+  # Nothing is computed here: accelerators are the learner's.
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  name, make = _program(preset, options)
+  if engine := ENGINES.get(options.text('--on')):
+    del os.environ['JAX_PLATFORMS']  # a job has this environment, and with it the learner
+    os.environ.update(environ)
+    found: int = engine.launch(make, options)
+    return found
+  _show(make(given or Path('runs') / name), given or Path('runs') / name)
+  return 0
+
+
+def made(args: list[str]) -> tuple[str, Callable[[Path], Program]]:
+  """A name for the run, and its program for a run directory.
+
+  Raises:
+    UsageError: for arguments that can't be, before a directory is made.
+  """
+  preset, options = _options(args)
+  name, make = _program(preset, options)
+  make(options.path('--run-dir') or Path('runs') / name)
+  return name, make
+
+
+def _options(args: list[str]) -> tuple[str | None, Options]:
+  """The preset and the options; args are taken apart."""
   preset = configuration.take_preset(args)
   options = Options(args, COMMAND)
   options.needed('--as')
   for name, what, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', OF_ENGINES)):
     if options.text(name) not in known:
       raise unknown(what, options.text(name), known)
-  given = options.path('--run-dir')
-  _check(preset, options, given)
-  environ = dict(os.environ)
-  # Nothing is computed here: accelerators are the learner's.
-  os.environ['JAX_PLATFORMS'] = 'cpu'
-  if engine := ENGINES.get(options.text('--on')):
-    make = _program(preset, options)[1]
-    del os.environ['JAX_PLATFORMS']  # a job has this environment, and with it the learner
-    os.environ.update(environ)
-    found: int = engine.launch(make, options)
-    return found
-  if '--dry-run' in options:
-    name, make = _program(preset, options)
-    _show(make(given or Path('runs') / name), given or Path('runs') / name)
-    return 0
-  with warmed(environ | (NO_ACCELERATORS if _learners(options) > 1 else {})) as warm:
-    name, make = _program(preset, options)
-    make(given or Path('runs') / name)  # refuses, before a directory is made
-    with run_directory(given, name) as run_dir:
-      return local.run(make(run_dir), run_dir, environ, warm)
+  _check(preset, options, options.path('--run-dir'))
+  return preset, options
 
 
 def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path], Program]]:

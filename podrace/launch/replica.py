@@ -27,24 +27,14 @@ NO_ACCELERATORS = {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
 Process = subprocess.Popen[bytes]
 
 
-def spawn(words: tuple[str, ...], environ: Mapping[str, str], stdin: int) -> Process:
+def spawn(
+  words: tuple[str, ...], environ: Mapping[str, str], stdin: int, pass_fds: tuple[int, ...] = ()
+) -> Process:
   """A process in a session of its own, whose output is ours to read."""
   return subprocess.Popen(
     words, env=environ, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    pass_fds=pass_fds,
   )  # fmt: skip
-
-
-@contextlib.contextmanager
-def warmed(environ: Mapping[str, str]) -> Iterator[Process]:
-  """A process that imports what `podrace` needs for a learner, and waits to become one; killed if it did not."""
-  process = spawn((sys.executable, '-P', '-m', 'podrace.launch.warm'), environ, subprocess.PIPE)
-  assert process.stdin is not None
-  try:
-    yield process
-  finally:
-    if not process.stdin.closed:
-      process.kill()
-      process.communicate()
 
 
 class Child(Protocol):

@@ -1,17 +1,97 @@
-"""A process that imports what `podrace train` needs, and then becomes it: its arguments come as a line of JSON.
+"""The process that makes a program and then becomes its main node: a learner needs the same imports, which take a second.
 
-So a learner imports while its program is still made. Without that line, as when options are refused, it ends.
+The launcher imports none of them. Each says a line of JSON in turn, the launcher by the process's standard input, the
+process by a pipe:
+
+    the arguments of `podrace launch`           a name for the run, or what is wrong
+    the run directory                           the program
+    the words of the main node                  (it is that now)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from podrace import program as programs
+from podrace.errors import RunError, UsageError
+from podrace.launch.replica import Process, spawn
+from podrace.output import tell
+from podrace.program import Program
+
+Made = tuple[
+  str, Callable[[Path], Program]
+]  # a name for the run, and its program for a run directory
 
 
-def main() -> None:
-  """Imports, waits and runs."""
+class Warm:
+  """The launcher's end. What did not become a node is killed at the end.
+
+  Args:
+    environ: of the process.
+    arguments: of `podrace launch`.
+
+  Attributes:
+    name: for the run.
+    process: takes the words of the main node.
+
+  Raises:
+    UsageError: of `with`, for arguments that can't be.
+    RunError: if the process has died.
+  """
+
+  name: str
+
+  def __init__(self, environ: Mapping[str, str], arguments: list[str]) -> None:
+    read, answers = os.pipe()
+    words = (sys.executable, '-P', '-m', 'podrace.launch.warm', str(answers))
+    self.process: Process = spawn(words, environ, subprocess.PIPE, (answers,))
+    os.close(answers)
+    self._answers, self._arguments = os.fdopen(read), arguments
+
+  def __enter__(self) -> Warm:
+    try:
+      self.name = self._ask(self._arguments)
+    except BaseException:
+      self.__exit__()
+      raise
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    assert self.process.stdin is not None
+    self._answers.close()
+    if not self.process.stdin.closed:
+      self.process.kill()
+      self.process.communicate()
+
+  def program(self, run_dir: Path) -> Program:
+    """The program for a run directory; raises as `with`."""
+    return programs.from_json(self._ask(str(run_dir)))
+
+  def _ask(self, given: Any) -> str:
+    assert self.process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):  # it has died, as is seen next
+      self.process.stdin.write(json.dumps(given).encode() + b'\n')
+      self.process.stdin.flush()
+    if not (line := self._answers.readline()):
+      tell(self.process.communicate()[0].decode(errors='replace').rstrip())
+      raise RunError('the process that makes the program has died')
+    found: dict[str, str] = json.loads(line)
+    if 'refused' in found:
+      raise UsageError(found['refused'])
+    return found['made']
+
+
+def main(answers: TextIO) -> None:
+  """Makes a program, imports what a learner needs, waits and becomes one; without the next line it ends."""
+  if not make(answers):
+    return
   import tyro  # noqa: F401
 
   from podrace import build, cli, run  # noqa: F401
@@ -23,5 +103,28 @@ def main() -> None:
     cli.entry()
 
 
+def make(answers: TextIO) -> bool:
+  """Answers the launcher; whether there is a program."""
+  from podrace import cli
+  from podrace.commands import launch
+
+  def answer(**said: str) -> None:
+    answers.write(json.dumps(said) + '\n')
+    answers.flush()
+
+  with answers:
+    try:
+      name, program = launch.made(json.loads(sys.stdin.readline()))
+      answer(made=name)
+      if run_dir := sys.stdin.readline():
+        answer(made=programs.to_json(program(Path(json.loads(run_dir)))))
+        return True
+    except ValueError as e:
+      if not cli.is_ours(e) or os.environ.get('PODRACE_TRACEBACK'):
+        raise
+      answer(refused=str(e))
+  return False
+
+
 if __name__ == '__main__':
-  main()
+  main(os.fdopen(int(sys.argv[1]), 'w'))
