@@ -35,7 +35,7 @@ def program(run_dir: str) -> Program:
   mine = (sys.executable, literal(__file__))
   return Program((
     Node('replay', ('podrace', 'replay', '--listen', '{listen}'), listens=('replay',)),
-    Node('learner', (*learner, '0', '--listen', '{listen}'), listens=('params',), main=True),
+    Node('learner', (*learner, '0', '--listen', '{listen}', '--announce', '{announce}'), listens=('params',), main=True),
     Node('second-learner', (*learner, '1', '--listen', '{learner}')),
     Node('actor', act, replicas=2),
     Node('counter', (*mine, 'counter', '{replay}')),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -32,13 +31,17 @@ class Places(Protocol):
     """The words of a replica's command, all of whose references are known."""
 
 
+def coordinator(node: Node, host: str, announcement: Path) -> str:
+  """What stands for {coordinator} in a node's command: the main one chooses a port of its host, and announces it."""
+  return f'{host}:0' if node.main else f'announced:{announcement}#coordinator'
+
+
 class Addresses:
   """Unix sockets in a directory, and announcements of processes that choose their address."""
 
   def __init__(self, program: Program, sockets: Path, directory: Path) -> None:
     self._program, self._sockets, self._directory = program, sockets, directory
     self._announced_in = sockets / 'announced'
-    self._coordinator = f'{LOOPBACK}:PORT'
 
   def open(self) -> Addresses:
     """Itself, with what is needed within the directory of sockets.
@@ -57,8 +60,6 @@ class Addresses:
         f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, such as /tmp'
       )
     self._announced_in.mkdir(mode=0o700)
-    with socket.create_server((LOOPBACK, 0)) as free:  # it stays the same when learners start again
-      self._coordinator = f'{LOOPBACK}:{free.getsockname()[1]}'
     return self
 
   def known(self) -> dict[tuple[str, int], Mapping[str, str]]:
@@ -81,7 +82,8 @@ class Addresses:
     """The words of a replica's command, all of whose references are known."""
     own = dict(
       listen=self._address(node, i), announce=str(self._file(node, i)), dir=str(self._directory),
-      replica=str(i), replicas=str(node.replicas), coordinator=self._coordinator,
+      replica=str(i), replicas=str(node.replicas),
+      coordinator=coordinator(node, LOOPBACK, self._file(self._program.main, 0)),
     )  # fmt: skip
     return command(self._program, node, known, own)
 
@@ -157,11 +159,10 @@ class Announcements:
     self.file(node, number).unlink(missing_ok=True)
 
   def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
-    """The words of a replica's command. The main one is the coordinator of several learners, and chooses its port."""
-    at = f'announced:{self.file(self._program.main, 0)}#coordinator'
+    """The words of a replica's command."""
     own = dict(
       announce=str(self.file(node, i)), replica=str(i), replicas=str(node.replicas),
-      coordinator=f'{self._host}:0' if node.main else at,
+      coordinator=coordinator(node, self._host, self.file(self._program.main, 0)),
     )  # fmt: skip
     return command(self._program, node, known, self._own | own)
 

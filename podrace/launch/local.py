@@ -102,6 +102,8 @@ class Local:
       if self._code is not None:
         return
       node = replica.node
+      if is_one_of_several(node) and any(r.follows is not None for r in self._replicas):
+        continue  # the learners of before have not all ended yet
       if is_ready(self._program, node, known):
         self._addresses.forget(node, replica.number)
         self._start(replica, self._addresses.command(node, replica.number, known))
@@ -192,6 +194,10 @@ class Local:
         replica.code = code
         if replica is self._main:
           self._ask_others()
+      elif replica.follows is not None:
+        replica.due, replica.follows = replica.follows, None
+        replica.restarts += 1
+        self._tell(replica, 'was ended, and starts again with the other learner')
       elif code:
         self._fails(replica, code)
       else:
@@ -207,10 +213,8 @@ class Local:
       pause = backoff.pause(replica.failures)
       replica.due, replica.restarts = time.monotonic() + pause, replica.restarts + 1
       self._tell(replica, f'ended with {code}, starts again in {pause:g} s')
-      for other in self._replicas if is_one_of_several(replica.node) else ():
-        # It waits for all, those that have ended too.
-        if other.code == 0 and is_one_of_several(other.node):
-          other.code, other.due = None, time.monotonic()
+      if is_one_of_several(replica.node):
+        self._all_learners_again(replica.due, code)
       return
     times = f' {replica.failures} times in a row' if replica.failures > 1 else ''
     log = self._logs / f'{replica.name}.log'
@@ -219,6 +223,18 @@ class Local:
     # What one learner refuses all do, and any may be the first.
     refuses = code == BAD_USAGE and is_one_of_several(replica.node)
     self._end(code if replica.node.main or refuses else 1)
+
+  def _all_learners_again(self, due: float, code: int) -> None:
+    """Has those that learn with one that failed start again at that time: JAX would notice in 30 s, and end them."""
+    saved = code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # all of them, and they are leaving
+    for other in self._replicas:
+      if not is_one_of_several(other.node):
+        continue
+      if other.code == 0:
+        other.code, other.due = None, due
+      elif other.process is not None and other.follows is None and not saved:
+        other.follows = due
+        other.signal(signal.SIGKILL)
 
   def _end(self, code: int) -> None:
     """Has all processes end: first the main one, which may need others to save."""

@@ -133,6 +133,7 @@ class Replica:
   node: Node
   number: int
   due: float | None = 0.0  # when it starts, by the monotonic clock; None: it runs or has ended
+  follows: float | None = None  # when it starts again, once it has ended, as another has failed
   process: Child | None = None
   code: int | None = None  # with which it ended for good
   failures: int = 0  # in a row

@@ -97,7 +97,8 @@ def test_processes_that_learn_as_one(tmp_path: Path) -> None:
   found = commands(ARRANGEMENTS['learners'](asked('catch', '--seed', '3', learners=3)), tmp_path)
   assert list(found) == ['learner', 'learner-1', 'learner-2']
   assert found['learner-2'] == (
-    'podrace train catch --seed 3 --coordinator 127.0.0.1:PORT --num-processes 3 --process-id 2 --run-dir runs/one'
+    "podrace train catch --seed 3 --coordinator 'announced:S/announced/learner-0#coordinator' --num-processes 3 "
+    '--process-id 2 --run-dir runs/one'
   )
 
 
@@ -106,7 +107,7 @@ def test_learners_of_a_service_have_the_options_of_the_first(tmp_path: Path) -> 
   assert list(found) == ['replay', 'learner', 'learner-1', 'act-0', 'act-1']
   assert found['learner-1'] == (
     'podrace train catch --replay service --lag async --connect-replay unix:S/replay-0 '
-    "--coordinator 127.0.0.1:PORT --num-processes 2 --process-id 1 --listen 'tcp://127.0.0.1:*' --run-dir runs/one"
+    "--coordinator 'announced:S/announced/learner-0#coordinator' --num-processes 2 --process-id 1 --listen 'tcp://127.0.0.1:*' --run-dir runs/one"
   )
   assert (
     '--coordinator' not in commands(ARRANGEMENTS['impala'](asked('catch')), tmp_path)['learner']
@@ -144,14 +145,10 @@ def test_one_learner_has_the_accelerators_and_several_have_none(tmp_path: Path) 
   assert found == [{}, NO_ACCELERATORS, NO_ACCELERATORS]
 
 
-def test_the_coordinator_has_one_port_for_the_whole_program(tmp_path: Path) -> None:
-  program = ARRANGEMENTS['learners'](asked('catch', learners=2))
-  (tmp_path / 'sockets').mkdir()
-  addresses = Addresses(program, tmp_path / 'sockets', tmp_path).open()
-  first, again = (addresses.command(program.main, 0, {}) for _ in range(2))
-  assert first == again
-  host, port = first[first.index('--coordinator') + 1].split(':')
-  assert (host, int(port) > 0) == ('127.0.0.1', True)
+def test_the_first_learner_chooses_where_the_others_come_to(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['learners'](asked('catch', learners=2)), tmp_path)
+  assert '--coordinator 127.0.0.1:0' in found['learner']
+  assert '--announce S/announced/learner-0' in found['learner']
 
 
 @pytest.mark.parametrize(

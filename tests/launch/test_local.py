@@ -21,7 +21,7 @@ from podrace.errors import UsageError
 from podrace.launch import Local
 from podrace.launch.guard import WATCHDOG
 from podrace.launch.screen import Screen
-from podrace.program import Backoff, Node, Program
+from podrace.program import Backoff, Node, Program, literal
 
 WAITS = 'import signal; print("up"); signal.pause()'
 SAVES = """
@@ -334,6 +334,32 @@ def test_a_learner_that_has_ended_is_there_again_for_one_that_starts_again(tmp_p
   other = Node('other', (sys.executable, '-c', count, *words))
   main = Node('main', (sys.executable, '-c', wants_two, *words), main=True, restart=often)
   assert Local(Program((main, other)), tmp_path, lambda name, line: None).run() == 0
+
+
+@pytest.mark.parametrize('main_fails', [True, False])
+def test_learners_start_again_together(main_fails: bool, tmp_path: Path) -> None:
+  """One fails, once; the other would wait for ever."""
+  until_so_many = (
+    'import os, sys, time\ndef wait(n):\n'
+    '  while not os.path.exists(sys.argv[2]) or os.path.getsize(sys.argv[2]) < n: time.sleep(0.01)\n'
+  )
+  fails = until_so_many + (
+    'try: os.mkdir(sys.argv[1])\nexcept FileExistsError: wait(2)\nelse: wait(1); sys.exit(1)'
+  )
+  waits = until_so_many + 'open(sys.argv[2], "a").write("x"); wait(2)'
+  here, starts = tmp_path / 'failed', tmp_path / 'starts'
+  one, other = (
+    (sys.executable, '-c', literal(x), str(here), str(starts), '{coordinator}')
+    for x in (fails, waits)
+  )
+  often, said = Backoff(0.1, 0.1, failures=2), []
+  nodes = (
+    Node('main', one if main_fails else other, main=True, restart=often),
+    Node('other', other if main_fails else one, restart=often),
+  )
+  assert Local(Program(nodes), tmp_path, lambda name, line: said.append(line)).run() == 0
+  assert starts.read_text() == 'xx'
+  assert 'podrace launch: was ended, and starts again with the other learner' in said
 
 
 def test_keys_are_for_several_machines(tmp_path: Path) -> None:
