@@ -6,21 +6,27 @@ announces it in a file (podrace.net.announce) that the others read.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import socket
+import threading
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 
 from podrace.errors import RunError
 from podrace.net import address as addresses
+from podrace.output import tell
 from podrace.worker import Worker
 
 SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
 PATIENCE = 300.0  # seconds in which the first process must listen where it announces
 PAUSE = 0.2  # seconds between looks at an announcement
 
+T = TypeVar('T')
 log = logging.getLogger('podrace')
 
 
@@ -104,23 +110,63 @@ def detected_place() -> Place:
 def awaited(announced: str, patience: float = PATIENCE) -> str:
   """HOST:PORT of the first process, once it listens where it says.
 
-  What it announced before it was started again is read, too; then nobody listens there.
+  What it announced before it was started again is read, too; most often nobody listens there any more.
 
   Raises:
     RunError: if it does not in time.
   """
-  end, why = time.monotonic() + patience, ''
-  while time.monotonic() < end:
+
+  def there() -> str:
+    found = addresses.current(announced)
+    addresses.connect(found, 1.0).close()
+    return found.removeprefix('tcp://')
+
+  return tried(there, f'the first process, at {announced}', patience)
+
+
+def tried(attempt: Callable[[], T], what: str, patience: float) -> T:
+  """What an attempt returns, once it raises no OSError.
+
+  Raises:
+    RunError: if it does all the time.
+  """
+  end, said = time.monotonic() + patience, False
+  while True:
     try:
-      found = addresses.current(announced)
-      addresses.connect(found, 1.0).close()
-      return found.removeprefix('tcp://')
+      return attempt()
     except OSError as e:
-      if not why:
-        log.info('waiting for the first process, at %s', announced)
-      why = str(e.strerror or e)
+      why = e.strerror or str(e)
+      if time.monotonic() > end:
+        raise RunError(f'{what}: not there after {patience:.0f} s: {why}') from e
+      if not said:
+        log.warning('waiting for %s: %s', what, why)
+      said = True
     time.sleep(PAUSE)
-  raise RunError(f'the first process is not there after {patience:.0f} s: {announced}: {why}')
+
+
+class Moves:
+  """Ends this process if the first one announces another address, while it is entered.
+
+  JAX goes on trying the old one for minutes, and cannot be told to leave. Whoever started the processes starts this
+  one again.
+  """
+
+  def __init__(self, announced: str, coordinator: str) -> None:
+    self._announced, self._coordinator = announced, coordinator
+    self._joined = threading.Event()
+
+  def __enter__(self) -> None:
+    Worker('coordinator', self._watch)
+
+  def __exit__(self, *exc: object) -> None:
+    self._joined.set()
+
+  def _watch(self) -> None:
+    while not self._joined.wait(PAUSE):
+      with contextlib.suppress(OSError):  # it is not there again yet
+        if addresses.current(self._announced) != f'tcp://{self._coordinator}':
+          tell('podrace: the first process has started again elsewhere; so must this one')
+          os._exit(1)
 
 
 def join_processes(place: Place) -> None:
@@ -130,28 +176,30 @@ def join_processes(place: Place) -> None:
 
   Raises:
     ValueError: if the numbers don't fit, or the address is not HOST:PORT.
-    RunError: if the first process is not there in time.
+    RunError: if the first process, or its name, is not there in time.
   """
   place.check()
   coordinator, num_processes, process_id, local_devices, bind = place
+  moves: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if addresses.announced_at(coordinator) is not None:
     coordinator = awaited(coordinator)
+    moves = Moves(place.coordinator, coordinator)
   host, _, port = coordinator.rpartition(':')
-  try:
-    socket.getaddrinfo(host, int(port))
-  except OSError as e:
-    raise ValueError(f'--coordinator {coordinator}: {e.strerror}') from e
+  # A name may come with its machine, as that of a pod.
+  tried(lambda: socket.getaddrinfo(host, int(port)), f'--coordinator {coordinator}', PATIENCE)
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from the run
-  jax.distributed.initialize(
-    coordinator,
-    num_processes,
-    process_id,
-    local_devices,
-    coordinator_bind_address=None if process_id else bind or coordinator,
-    heartbeat_timeout_seconds=SILENCE_SECONDS,
-    shutdown_timeout_seconds=SILENCE_SECONDS,
-  )
+  with moves:
+    jax.distributed.initialize(
+      coordinator,
+      num_processes,
+      process_id,
+      local_devices,
+      cluster_detection_method='deactivate',  # it would change what is given; `detected_place` has asked
+      coordinator_bind_address=None if process_id else bind or coordinator,
+      heartbeat_timeout_seconds=SILENCE_SECONDS,
+      shutdown_timeout_seconds=SILENCE_SECONDS,
+    )
 
 
 def is_one_of_several() -> bool:

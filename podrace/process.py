@@ -82,14 +82,14 @@ def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
 
 
 def give_way() -> None:
-  """Has all other processes go first where cores are short; for what may be late. Threads from now on do so, too.
+  """Has other processes go first where cores are short; for what may be late. Threads from now on do so, too.
 
   Linux may weigh sessions, each as a whole, and only then the processes in one. So a session of this process's own
   gives way as well.
   """
-  if hasattr(os, 'SCHED_IDLE'):
+  try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-  else:
+  except (AttributeError, OSError):  # not Linux, or a sandbox
     os.nice(NICE)
   if os.getsid(0) == os.getpid():
     with contextlib.suppress(OSError):  # the kernel does not weigh sessions

@@ -172,6 +172,13 @@ class Program:
     for node in self.nodes:
       for reference in references(node):
         self._check(node, reference)
+    if any(map(is_one_of_several, self.nodes)):
+      own = references(self.main)
+      if not {Reference('coordinator'), Reference('announce')} <= {*own}:
+        raise UsageError(
+          f'node {main[0]}: the main node is the first of those with {{coordinator}}; it needs it too, and '
+          '--announce {announce}'
+        )
     self.order()
 
   @property

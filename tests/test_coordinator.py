@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import environment
 
-from podrace import cli
-from podrace.coordinator import Place, awaited
+from podrace import cli, coordinator
+from podrace.coordinator import Place, awaited, join_processes
 from podrace.errors import RunError
 from podrace.net.announce import Announcement, read
 from podrace.worker import Worker
@@ -73,12 +76,61 @@ def test_what_was_announced_before_a_restart_is_not_taken(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
   ('text', 'why'), [(None, 'does not announce coordinator'), ('{}', 'does not')]
 )
-def test_a_first_process_that_does_not_come(text: str | None, why: str, tmp_path: Path) -> None:
+def test_a_first_process_that_does_not_come(
+  text: str | None, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
   file = tmp_path / 'first'
   if text is not None:
     file.write_text(text)
-  with pytest.raises(RunError, match=f'is not there after 0 s: announced:.*{why}'):
+  with pytest.raises(
+    RunError, match=f'the first process, at announced:.*: not there after 0 s: .*{why}'
+  ):
     awaited(f'announced:{file}#coordinator', 0.1)
+  assert caplog.text.count('waiting for the first process') == 1
+
+
+def test_a_name_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+  """As that of a pod, which Kubernetes knows once it has a machine."""
+  asked = []
+
+  def resolve(host: str, port: int) -> list[Any]:
+    asked.append(host)
+    if len(asked) < 3:
+      raise socket.gaierror(socket.EAI_NONAME, 'Name or service not known')
+    return []
+
+  monkeypatch.setattr(coordinator.socket, 'getaddrinfo', resolve)
+  monkeypatch.setattr(coordinator, 'PAUSE', 0.0)
+  joined: list[Any] = []
+  monkeypatch.setattr(coordinator.jax.distributed, 'initialize', lambda *x, **y: joined.append(y))
+  monkeypatch.setattr(coordinator.jax.config, 'update', lambda *_: None)
+  join_processes(Place('pod:1', 2, 1))
+  assert asked == ['pod'] * 3
+  # JAX must not ask the cluster's variables after all: under SLURM each would see one GPU of its own.
+  assert joined[0]['cluster_detection_method'] == 'deactivate'
+
+
+def test_a_process_that_waits_elsewhere_than_the_first_one_ends(tmp_path: Path) -> None:
+  """JAX would try the old address for minutes, and the others would wait for it."""
+  file = tmp_path / 'first'
+  code = (
+    'import sys\nfrom podrace import coordinator\n'
+    'def initialize(*_, **__):\n  print("joins", flush=True); sys.stdin.read()\n'
+    'coordinator.jax.distributed.initialize = initialize\n'
+    f'coordinator.join_processes(coordinator.Place("announced:{file}#coordinator", 2, 1))'
+  )
+  with socket.create_server(('127.0.0.1', 0)) as there:
+    Announcement(file, 'coordinator').make(f'tcp://127.0.0.1:{there.getsockname()[1]}')
+    process = subprocess.Popen(
+      (sys.executable, '-c', code), env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == b'joins\n'
+    Announcement(file, 'coordinator').make('tcp://127.0.0.1:1')
+    assert process.wait(60) == 1
+    said = process.communicate()[0]
+  assert b'the first process has started again elsewhere' in said
 
 
 def test_other_addresses_are_announced_with_the_coordinators(tmp_path: Path) -> None:
@@ -116,9 +168,7 @@ def test_a_process_announces_where_the_others_come_to(joins: Any, tmp_path: Path
   place = joins('--coordinator', 'h:7', *several, '0', '--announce', str(file))
   assert read(file) == {'coordinator': 'tcp://h:7'}
   at = f'announced:{file}#coordinator'
-  assert joins('--coordinator', at, *several, '1', '--announce', str(tmp_path / 'other')) == Place(
-    at, 2, 1
-  )
+  assert joins('--coordinator', at, *several, '1') == Place(at, 2, 1)
   assert [p.name for p in tmp_path.iterdir()] == ['first']
 
 
@@ -130,6 +180,7 @@ def test_a_process_announces_where_the_others_come_to(joins: Any, tmp_path: Path
     (('announced:f#c', '--num-processes', '2', '--process-id', '0'), 'the first process listens'),
     (('announced:f#c', '--num-processes', '2'), 'go together'),
     (('h:1', '--num-processes', '2', '--process-id', '0', '--keys', 'k'), '--keys: of --listen'),
+    (('h:1', '--num-processes', '2', '--process-id', '1', '--announce', 'f'), '--announce: of --listen'),
   ],
 )  # fmt: skip
 def test_bad_usage_is_2(

@@ -87,7 +87,9 @@ def run(args: list[str]) -> int:
       Warm(environ | (NO_ACCELERATORS if several else {}), args) as warm,
       run_directory(given, warm.name) as run_dir,
     ):
-      return local.run(warm.program(run_dir), run_dir, environ, warm.process)
+      # One of several joins the others before JAX has devices, which a program may have asked for.
+      learner = None if several else warm.process
+      return local.run(warm.program(run_dir), run_dir, environ, learner)
   # Nothing is computed here: accelerators are the learner's.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   name, make = _program(preset, options)
@@ -178,6 +180,11 @@ def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
   names = {x.partition('=')[0] for x in options.arguments}
   if given := sorted(names & SET_HERE):
     raise UsageError(f'{", ".join(given)}: podrace launch sets it itself')
+  if options.text('--on') == 'skypilot' and _learners(options) > 1:
+    raise UsageError(
+      f'--learners {_learners(options)}: learners have one run directory, and the machines of --on skypilot have none '
+      'in common; take slurm, ray or kubernetes'
+    )
   named = preset or '--agent' in options or '--env' in names
   if not named and run_dir is not None and (run_dir / 'config.json').exists():
     raise UsageError(

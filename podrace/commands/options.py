@@ -49,7 +49,7 @@ SERVER_INSECURE = Option(
 PEER_TIMEOUT = Option(
   '--peer-timeout', 'S', 'of --listen: seconds of silence that end a session', 10
 )
-ANNOUNCE = Option('--announce', 'FILE', 'of --listen: a JSON file for the address, once it listens')
+ANNOUNCE = Option('--announce', 'FILE', 'a JSON file for the address, once it listens')
 CLIENT_KEYS = Option(
   '--keys', 'DIR', 'with authority.pem, client.pem and client.key: `podrace keys new`'
 )

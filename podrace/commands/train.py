@@ -88,8 +88,10 @@ def run(args: list[str]) -> int:
   config = configuration.parse(base, rest)
   place = _place(options)
   peers, metrics_at = _peers(options, place), metrics_address(options)
+  quiet = '--quiet' in options
   if place is not None:
-    _join(options, place)
+    with log_to_stderr('podrace train', quiet):
+      _join(options, place)
   if configuration.is_open(preset, run_dir, agent, rest):
     config = configuration.settled(base, config.env, rest)
 
@@ -98,7 +100,6 @@ def run(args: list[str]) -> int:
   from podrace import run as runs
 
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
-  quiet = '--quiet' in options
   name = name_of(preset, config.env)
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # the others take the same
@@ -125,8 +126,10 @@ def _peers(options: Options, place: Place | None) -> dict[str, Any]:
   if '--listen' not in options:
     if replay:
       raise UsageError('--connect-replay needs --listen, where `podrace act` comes for parameters')
-    useless = OF_LISTEN if place is None else [o for o in OF_LISTEN if o != '--announce']
-    if given := [o for o in useless if o in options]:
+    given = [
+      o for o in OF_LISTEN if o in options and not (o == '--announce' and _is_first(options, place))
+    ]
+    if given:
       raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
     return {}
   from podrace import net
@@ -152,13 +155,18 @@ def _announcement(options: Options, name: str, place: Place | None) -> Announcem
   found = shared.announcement(options, name)
   if found is None or place is None:
     return found
-  if (
-    name == 'envs' and not place.by_announcement
-  ):  # all may have the same words; environments come to each
-    return found.numbered(place.process_id)
-  if place.process_id or options.text('--coordinator') == 'auto':
+  if name == 'envs' and place.num_processes > 1 and not place.by_announcement:
+    return found.numbered(
+      place.process_id
+    )  # all may have the same words; environments come to each
+  if not _is_first(options, place):
     return found
   return found.beside(COORDINATOR, f'tcp://{place.coordinator}')
+
+
+def _is_first(options: Options, place: Place | None) -> bool:
+  """Whether the others come to this process, at an address that it was given or has chosen."""
+  return place is not None and not place.process_id and options.text('--coordinator') != 'auto'
 
 
 def metrics_address(options: Options) -> str | None:
@@ -216,7 +224,7 @@ def _join(options: Options, place: Place) -> None:
   from podrace.coordinator import join_processes
 
   found = shared.announcement(options, COORDINATOR)
-  if found is not None and not place.process_id and options.text('--coordinator') != 'auto':
+  if found is not None and _is_first(options, place):
     found.make(f'tcp://{place.coordinator}')
   join_processes(place)
 

@@ -49,15 +49,16 @@ class Addresses:
   announce: Announcement | None = None  # of the learner, once it listens
 
 
-def check(addresses: Addresses) -> None:
-  """Raises SecurityError for addresses and keys with which a learner can't listen or connect."""
+def check(addresses: Addresses, listens: bool = True) -> None:
+  """Raises SecurityError for addresses and keys with which a learner can't connect, or listen if it does."""
   a = addresses
   Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)
   for address in a.replay:
     check_address(address, a.keys, a.insecure, '--connect-replay')
   if a.keys is not None:
-    keys.server_context(a.keys)
-    keys.Allowed(a.keys / keys.ALLOWED)
+    if listens:
+      keys.server_context(a.keys)
+      keys.Allowed(a.keys / keys.ALLOWED)
     try:
       keys.client_context(a.keys)
     except keys.SecurityError as e:

@@ -61,7 +61,7 @@ class DistributedSource:
   ) -> None:
     self._learning, self._spec, self._addresses, self._config = learning, spec, addresses, config
     self._run_dir = run_dir
-    check(addresses)  # is refused before it is compiled for
+    check(addresses, listens=jax.process_index() == 0)  # is refused before it is compiled for
     self._windows, mesh = learning.windows, learning.mesh
     size = self._windows.buffer.batch_size if self._windows else 0
     if size % data_size(mesh):

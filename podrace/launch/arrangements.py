@@ -179,6 +179,8 @@ def _learners(
 ) -> Iterator[Node]:
   """Processes that learn as one, the first of which listens, or each."""
   several = asked.learners > 1
+  if asked.learners_insecure and not several:
+    raise UsageError('--learners-insecure: of --learners N, which is 1')
   if several and asked.keyed and not asked.learners_insecure:
     raise UsageError(
       f'--learners {asked.learners} on several machines: JAX connects learners without keys and in plain text, so all who '

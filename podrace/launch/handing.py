@@ -14,7 +14,16 @@ from typing import Any
 from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
 from podrace.net import keys
-from podrace.program import NAME, Announced, Node, Program, Reference, needs, references
+from podrace.program import (
+  NAME,
+  Announced,
+  Node,
+  Program,
+  Reference,
+  is_one_of_several,
+  needs,
+  references,
+)
 
 Make = Callable[[Path], Program]  # the program for a run directory
 SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # a listener's
@@ -106,6 +115,9 @@ def with_resources(program: Program, options: Options) -> Program:
         raise UsageError(f'--{name} {node}=N takes a whole number, not {text!r}')
       more: dict[str, Any] = {name: int(text)}
       nodes[node] = dataclasses.replace(nodes[node], **more)
+  if len({n.gpus for n in nodes.values() if is_one_of_several(n)}) > 1:
+    names = ', '.join(n.name for n in nodes.values() if is_one_of_several(n))
+    raise UsageError(f'--gpus: all that learn as one need as many: {names}')
   return Program(tuple(nodes.values()))
 
 

@@ -6,7 +6,8 @@ Each line of standard input is a JSON object: the fields of `Asked` first, then 
     {"signal": N}              for the replica and the processes of its session
 
 The replica's output is the keeper's, and so is its exit code. To FD the keeper writes what the replica announces, a line
-each time that it changes. When its input ends, so does the replica. If the keeper is killed, a watchdog ends the replica and removes the directory.
+each time that it changes. When its input ends, so does the replica. If the keeper is killed, a watchdog ends the
+replica and removes the directory.
 """
 
 from __future__ import annotations

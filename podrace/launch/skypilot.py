@@ -1,8 +1,7 @@
 """Programs on machines of any cloud, by SkyPilot: one task of several machines, all alike.
 
-The first machine has the main node and all nodes that listen, the others the rest. Several learners are spread over all.
-Each machine runs the same shell script, which starts its processes again when they fail. Keys are copied by SkyPilot
-(file_mounts).
+The first machine has the main node and all nodes that listen, the others the rest. Each runs the same shell script, which
+starts its processes again when they fail. Keys are copied by SkyPilot (file_mounts).
 """
 
 from __future__ import annotations
@@ -19,15 +18,7 @@ from podrace.config import unknown
 from podrace.errors import UsageError
 from podrace.launch import handing
 from podrace.launch.handing import GRACE, PORT, Make
-from podrace.program import (
-  Announced,
-  Node,
-  Program,
-  Reference,
-  is_one_of_several,
-  pieces,
-  resolve,
-)  # fmt: skip
+from podrace.program import Announced, Node, Program, Reference, pieces, resolve
 
 OPTIONS = (
   handing.IMAGE,
@@ -35,17 +26,17 @@ OPTIONS = (
   Option('--machines', 'N', "of --on skypilot: how many, the learner's too", 2),
   Option('--resources', 'KEY=VALUE', "of --on skypilot: of each machine, as its YAML has them, such as "
     'accelerators=L4:1, cpus=16+ or infra=aws; may be repeated'),
-  handing.LEARNERS_INSECURE,
 )  # fmt: skip
 RESOURCES = (
   'infra', 'accelerators', 'cpus', 'memory', 'instance_type', 'use_spot', 'disk_size', 'disk_tier', 'network_tier',
 )  # fmt: skip
 CLIENTS = ('envs', 'act', 'reanalyse')  # commands of podrace that wait for a learner
 GIVE_UP = 300  # seconds: nobody ends them when the first machine is done
+HEAD = '"$head"'
 RUN = """\
 set +m # SkyPilot's shell is an interactive one, whose children are no group
 cd ~ && umask 077
-mapfile -t hosts <<<"$SKYPILOT_NODE_IPS"
+head=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
 mkdir -p {home}/announced
 chmod 700 {home}/keys && chmod 600 {home}/keys/*
 
@@ -171,43 +162,22 @@ def script(program: Program, cloud: Cloud) -> str:
   """What each machine runs."""
   handing.check_listeners(program, 'skypilot')
   ports = {key: PORT + n for n, key in enumerate(_listeners(program))}
-  at = placed(program, cloud.machines)
-  known = handing.addresses(
-    program, lambda node, i: f'{_host(at[node.name, i])}:{ports.get((node.name, i), 0)}'
-  )
+  known = handing.addresses(program, lambda node, i: f'{HEAD}:{ports.get((node.name, i), 0)}')
   machines: list[list[str]] = [[] for _ in range(cloud.machines)]
-  for node in program.order():
-    for i in range(node.replicas):
-      own = f'tcp://*:{ports.get((node.name, i), 0)}'
-      words = _words(program, node, i, known, own, cloud)
-      then = '& main=$!' if node.main else '|| kill -USR1 $$ &'
-      machines[at[node.name, i]].append(f'  keep {words} {then}')
-  cases = [f'{n})\n' + '\n'.join(x) + '\n  ;;' for n, x in enumerate(machines)]
-  failures = program.main.restart.failures if program.main.restart else 1
-  return RUN.format(home=cloud.home, grace=GRACE, failures=failures, cases='\n'.join(cases))
-
-
-def placed(program: Program, machines: int) -> dict[tuple[str, int], int]:
-  """The machine of each replica."""
-  found, learners, others = {}, 1, 0  # the first learner is the main node
+  elsewhere = 0
   for node in program.order():
     for i in range(node.replicas):
       machine = 0
-      if node.main:
-        pass
-      elif is_one_of_several(node):
-        machine = learners % machines
-        learners += 1
-      elif not node.listens:
-        machine = 1 + others % (machines - 1) if machines > 1 else 0
-        others += 1
-      found[node.name, i] = machine
-  return found
-
-
-def _host(machine: int) -> str:
-  """Its address, in the shell."""
-  return f'"${{hosts[{machine}]}}"'
+      if not (node.listens or node.main):
+        machine = 1 + elsewhere % (cloud.machines - 1) if cloud.machines > 1 else 0
+        elsewhere += 1
+      at = f'tcp://*:{ports.get((node.name, i), 0)}'
+      words = _words(program, node, i, known, at, cloud)
+      then = '& main=$!' if node.main else '|| kill -USR1 $$ &'
+      machines[machine].append(f'  keep {words} {then}')
+  cases = [f'{n})\n' + '\n'.join(x) + '\n  ;;' for n, x in enumerate(machines)]
+  failures = program.main.restart.failures if program.main.restart else 1
+  return RUN.format(home=cloud.home, grace=GRACE, failures=failures, cases='\n'.join(cases))
 
 
 def _listeners(program: Program) -> Iterator[tuple[str, int]]:
@@ -215,11 +185,10 @@ def _listeners(program: Program) -> Iterator[tuple[str, int]]:
 
 
 def _words(program: Program, node: Node, i: int, known: Announced, at: str, cloud: Cloud) -> str:
-  """A replica's command for the shell, which knows the addresses of all machines."""
+  """A replica's command for the shell, which knows the address of the first machine."""
   own = dict(
     listen=shlex.quote(at), announce=f'{cloud.home}/announced/{node.name}-{i}',
     dir=shlex.quote(str(cloud.directory)), keys=f'{cloud.home}/keys', replica=str(i), replicas=str(node.replicas),
-    coordinator=f'{_host(0)}:{handing.COORDINATOR}',
   )  # fmt: skip
 
   def shell(piece: str | Reference) -> str:

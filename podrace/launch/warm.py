@@ -15,19 +15,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from podrace import program as programs
 from podrace.errors import RunError, UsageError
 from podrace.launch.replica import Process, spawn
-from podrace.output import tell
+from podrace.output import flush_standard
 from podrace.program import Program
-
-Made = tuple[
-  str, Callable[[Path], Program]
-]  # a name for the run, and its program for a run directory
 
 
 class Warm:
@@ -50,9 +46,11 @@ class Warm:
 
   def __init__(self, environ: Mapping[str, str], arguments: list[str]) -> None:
     read, answers = os.pipe()
-    words = (sys.executable, '-P', '-m', 'podrace.launch.warm', str(answers))
-    self.process: Process = spawn(words, environ, subprocess.PIPE, (answers,))
+    errors = os.dup(2)  # where it complains until there is a log for it
+    words = (sys.executable, '-P', '-m', 'podrace.launch.warm', str(answers), str(errors))
+    self.process: Process = spawn(words, environ, subprocess.PIPE, (answers, errors))
     os.close(answers)
+    os.close(errors)
     self._answers, self._arguments = os.fdopen(read), arguments
 
   def __enter__(self) -> Warm:
@@ -80,18 +78,20 @@ class Warm:
       self.process.stdin.write(json.dumps(given).encode() + b'\n')
       self.process.stdin.flush()
     if not (line := self._answers.readline()):
-      tell(self.process.communicate()[0].decode(errors='replace').rstrip())
-      raise RunError('the process that makes the program has died')
+      self.process.communicate()
+      raise RunError(f'the process that makes the program has ended with {self.process.returncode}')
     found: dict[str, str] = json.loads(line)
-    if 'refused' in found:
-      raise UsageError(found['refused'])
+    for name, error in ('refused', UsageError), ('failed', RunError):
+      if name in found:
+        raise error(found[name])
     return found['made']
 
 
-def main(answers: TextIO) -> None:
+def main(answers: TextIO, errors: int) -> None:
   """Makes a program, imports what a learner needs, waits and becomes one; without the next line it ends."""
-  if not make(answers):
-    return
+  with telling(errors):
+    if not make(answers):
+      return
   import tyro  # noqa: F401
 
   from podrace import build, cli, run  # noqa: F401
@@ -101,6 +101,22 @@ def main(answers: TextIO) -> None:
     os.dup2(null, 0)
     sys.argv = json.loads(line)
     cli.entry()
+
+
+@contextlib.contextmanager
+def telling(errors: int) -> Iterator[None]:
+  """What is printed meanwhile goes there: nobody reads this process's output yet."""
+  kept = os.dup(1)
+  os.dup2(errors, 1)
+  os.dup2(errors, 2)
+  os.close(errors)
+  try:
+    yield
+  finally:
+    flush_standard()
+    os.dup2(kept, 1)
+    os.dup2(kept, 2)
+    os.close(kept)
 
 
 def make(answers: TextIO) -> bool:
@@ -119,6 +135,8 @@ def make(answers: TextIO) -> bool:
       if run_dir := sys.stdin.readline():
         answer(made=programs.to_json(program(Path(json.loads(run_dir)))))
         return True
+    except RunError as e:
+      answer(failed=str(e))
     except ValueError as e:
       if not cli.is_ours(e) or os.environ.get('PODRACE_TRACEBACK'):
         raise
@@ -127,4 +145,4 @@ def make(answers: TextIO) -> bool:
 
 
 if __name__ == '__main__':
-  main(os.fdopen(int(sys.argv[1]), 'w'))
+  main(os.fdopen(int(sys.argv[1]), 'w'), int(sys.argv[2]))

@@ -166,6 +166,12 @@ def test_the_first_learner_chooses_where_the_others_come_to(tmp_path: Path) -> N
     ('learners', 'catch', {'learners': 0}, '--learners must be at least 1'),
     ('learners', 'catch', {'learners': 2, 'keyed': True}, 'give --learners-insecure'),
     ('impala', 'catch', {'learners': 2, 'keyed': True}, 'give --learners-insecure'),
+    (
+      'impala',
+      'catch',
+      {'keyed': True, 'learners_insecure': True},
+      '--learners-insecure: of --learners N',
+    ),
   ],
 )
 def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], said: str) -> None:
@@ -262,6 +268,10 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
     (('pong', '--as', 'seed', '--shards', '2'), '--shards: not of --as seed'),
     (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: not of --as impala'),
     (('catch', '--as', 'learners', '--actors', '2'), '--actors: not of --as learners'),
+    (
+      ('catch', '--as', 'learners', '--on', 'skypilot'),
+      '--learners 2: learners have one run directory',
+    ),
     (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen: podrace launch sets it itself'),
   ],
 )

@@ -317,7 +317,7 @@ def test_a_directory_for_sockets_that_is_too_long_is_refused(
   assert not list(long.iterdir())
 
 
-@pytest.mark.parametrize(('words', 'code'), [(('{coordinator}',), 2), ((), 1)])
+@pytest.mark.parametrize(('words', 'code'), [(('{coordinator}', '{announce}'), 2), ((), 1)])
 def test_any_of_several_learners_may_be_the_first_that_refuses(
   words: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
@@ -330,7 +330,10 @@ def test_any_of_several_learners_may_be_the_first_that_refuses(
 def test_a_learner_that_has_ended_is_there_again_for_one_that_starts_again(tmp_path: Path) -> None:
   count = 'import sys; open(sys.argv[1], "a").write("x")'
   wants_two = 'import sys; f = open(sys.argv[1], "a+"); f.seek(0); sys.exit(len(f.read()) < 2)'
-  words, often = (str(tmp_path / 'file'), '{coordinator}'), Backoff(0.1, 0.1, failures=50)
+  words, often = (
+    (str(tmp_path / 'file'), '{coordinator}', '{announce}'),
+    Backoff(0.1, 0.1, failures=50),
+  )
   other = Node('other', (sys.executable, '-c', count, *words))
   main = Node('main', (sys.executable, '-c', wants_two, *words), main=True, restart=often)
   assert Local(Program((main, other)), tmp_path, lambda name, line: None).run() == 0
@@ -349,7 +352,7 @@ def test_learners_start_again_together(main_fails: bool, tmp_path: Path) -> None
   waits = until_so_many + 'open(sys.argv[2], "a").write("x"); wait(2)'
   here, starts = tmp_path / 'failed', tmp_path / 'starts'
   one, other = (
-    (sys.executable, '-c', literal(x), str(here), str(starts), '{coordinator}')
+    (sys.executable, '-c', literal(x), str(here), str(starts), '{coordinator}', '{announce}')
     for x in (fails, waits)
   )
   often, said = Backoff(0.1, 0.1, failures=2), []

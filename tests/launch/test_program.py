@@ -43,7 +43,7 @@ def test_references_become_addresses() -> None:
 
 
 def test_what_an_engine_does_not_give_is_refused() -> None:
-  program = Program((Node('main', ('true', '{coordinator}'), main=True),))
+  program = Program((Node('main', ('true', '{coordinator}', '{announce}'), main=True),))
   with pytest.raises(UsageError, match=r'\{coordinator\}: where this program is to run'):
     command(program, program.main, {}, {'dir': 'somewhere'})
 

@@ -30,16 +30,36 @@ def test_what_it_refuses_is_refused_here() -> None:
     pass
 
 
-def test_its_last_words_are_told(
-  monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_how_it_died_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
   def spawn(words: Any, *more: Any) -> replica.Process:
-    return replica.spawn((sys.executable, '-c', 'print("no memory"); raise SystemExit(3)'), *more)
+    return replica.spawn((sys.executable, '-c', 'raise SystemExit(3)'), *more)
 
   monkeypatch.setattr(warm, 'spawn', spawn)
-  with pytest.raises(RunError, match='has died'), Warm(environment(), ['catch', '--as', 'impala']):
+  with (
+    pytest.raises(RunError, match='has ended with 3'),
+    Warm(environment(), ['catch', '--as', 'impala']),
+  ):
     pass
-  assert 'no memory' in capfd.readouterr().err
+
+
+def test_what_it_prints_meanwhile_is_told_however_much_that_is(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+  (tmp_path / 'chatty.py').write_text('print("x" * 200_000)\n')
+  monkeypatch.chdir(tmp_path)
+  words = [
+    '--agent',
+    'chatty:Agent',
+    '--env',
+    'podrace:catch',
+    '--as',
+    'impala',
+    '--allow-code',
+    'chatty',
+  ]
+  with pytest.raises(UsageError, match="has no 'Agent'"), Warm(environment(), words):
+    pass
+  assert 'x' * 200_000 in capfd.readouterr().err
 
 
 def test_it_ends_with_its_launcher() -> None:

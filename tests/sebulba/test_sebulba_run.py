@@ -34,10 +34,10 @@ from test_sebulba import SMALL, Learning, Running, over_in, sebulba
 
 from podrace import cli
 from podrace.agents.impala import Impala
+from podrace.coordinator import SILENCE_SECONDS
 from podrace.envs.host import ale, envpool
 from podrace.envs.host import base as host
 from podrace.sebulba import ActorFailed
-from podrace.topology import SILENCE_SECONDS
 from podrace.types import FIRST, LAST
 
 TINY = ['--architecture', 'sebulba', '--num-envs', '4', '--unroll-length', '8',
