@@ -48,7 +48,10 @@ def warm_started(config: Config, state: Any) -> Any:
 
   params = jax.tree.map(of_all, params)
   train = (jax.vmap(start) if several else start)(state.train, params)
-  placed = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), train, state.train)
+  # Each leaf has memory of its own: an update takes all of it, and a target network has the parameters' arrays here.
+  placed = jax.tree.map(
+    lambda new, old: jax.device_put(new, old.sharding, may_alias=False), train, state.train
+  )
   return state._replace(train=placed)
 
 

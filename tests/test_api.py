@@ -445,6 +445,14 @@ def test_a_warm_start_of_all_seeds_and_of_target_networks(
   assert (warm.train.params.epsilon == 1).all()
 
 
+def test_a_run_with_a_target_network_goes_on_from_a_warm_start(tmp_path: Path) -> None:
+  settings: Any = SMALL | dict(total_steps=640)
+  config = podrace.configure('catch', **settings, agent='dqn')
+  first = podrace.train(config, tmp_path / 'one', quiet=True)
+  config = dataclasses.replace(config, init_from=str(first.run_dir))
+  assert podrace.train(config, tmp_path / 'two', quiet=True).summary['step'] >= 640
+
+
 def test_a_warm_start_with_other_shapes_is_refused(tmp_path: Path) -> None:
   podrace.train(podrace.configure('catch', **SMALL), tmp_path / 'one', quiet=True)
   config = podrace.configure(
