@@ -110,6 +110,14 @@ def test_a_name_may_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
   assert joined[0]['cluster_detection_method'] == 'deactivate'
 
 
+def test_a_name_that_does_not_come_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(coordinator, 'PATIENCE', 0.1)
+  with pytest.raises(
+    RunError, match=r'--coordinator no\.such\.host\.invalid:70: not there after 0 s'
+  ):
+    join_processes(Place('no.such.host.invalid:70', 2, 0))
+
+
 def test_a_process_that_waits_elsewhere_than_the_first_one_ends(tmp_path: Path) -> None:
   """JAX would try the old address for minutes, and the others would wait for it."""
   file = tmp_path / 'first'

@@ -466,8 +466,8 @@ def check_memory(agent: MuZero, unroll_length: int) -> None:
     )
   if agent.model == 'rules' and rules(agent.environment) is None:
     raise ValueError(
-      'model rules tries out actions in the environment itself, whose state has to be in its observations: give '
-      '--env LIB:NAME,state=true'
+      'model rules tries out actions in the environment itself, which has to be one in JAX with its state in its '
+      'observations: give --env LIB:NAME,state=true'
     )
   if agent.recurrent and unroll_length > agent.sequence:
     raise ValueError(

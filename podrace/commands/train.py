@@ -67,7 +67,7 @@ COMMAND = Train(
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
     shared.ANNOUNCE,
-    Option('--coordinator', 'HOST:PORT', 'of several processes: the first one listens; or auto, or announced:FILE#coordinator'),
+    Option('--coordinator', 'HOST:PORT', 'of several processes: the first one listens; or auto'),
     Option('--num-processes', 'N', 'of a run over several processes'),
     Option('--process-id', 'I', 'which of them this is, from 0'),
   ),

@@ -58,7 +58,7 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
   """
   if (found := sha256(path)) != expected:
     raise UsageError(
-      f'the rule {path} is another file than it was: its sha256 is {found}, expected {expected}'
+      f'the rule {path} is not the file that was asked for: its sha256 is {found}, expected {expected}'
     )
   try:
     opened = np.load(path, allow_pickle=False)
@@ -72,9 +72,21 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
   return params
 
 
+def _agent_of(params: Params, kind: type[Sizes]) -> str:
+  """The other agent that learns by such arrays; '' if none does."""
+  from podrace.rules import disco, lpg
+
+  others = {'disco': disco.Sizes, 'lpg': lpg.Sizes}
+  return next(
+    (k for k, x in others.items() if x is not kind and x().shapes().keys() == params.keys()), ''
+  )
+
+
 def check(params: Params, path: str, kind: type[Sizes]) -> None:
   """Raises UsageError unless these arrays make a rule of the kind."""
   names = kind().shapes()
+  if other := _agent_of(params, kind):
+    raise UsageError(f'{path} is a rule of {other}; give --agent {other}, or another rule')
   if params.keys() != names.keys():
     lacks, others = sorted(names.keys() - params.keys()), sorted(params.keys() - names.keys())
     said = [f'{what} {_some(x)}' for what, x in (('it lacks', lacks), ('it has', others)) if x]

@@ -398,7 +398,7 @@ def test_a_rule_of_another_size_or_content_is_refused(tmp_path: Path) -> None:
   )
   rule_files.write(path, seed=1)
   rule_formats.load.cache_clear()
-  with pytest.raises(UsageError, match='is another file than it was'):
+  with pytest.raises(UsageError, match='is not the file that was asked for'):
     agent.memory(8, 4)
 
 
