@@ -87,9 +87,10 @@ def run(args: list[str]) -> int:
       Warm(environ | (NO_ACCELERATORS if several else {}), args) as warm,
       run_directory(given, warm.name) as run_dir,
     ):
-      # One of several joins the others before JAX has devices, which a program may have asked for.
-      learner = None if several else warm.process
-      return local.run(warm.program(run_dir), run_dir, environ, learner)
+      program = warm.program(run_dir)
+      if several:  # each joins the others before JAX has devices, for which this process may have asked
+        warm.end()
+      return local.run(program, run_dir, environ, None if several else warm.process)
   # Nothing is computed here: accelerators are the learner's.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   name, make = _program(preset, options)

@@ -57,11 +57,15 @@ class Warm:
     try:
       self.name = self._ask(self._arguments)
     except BaseException:
-      self.__exit__()
+      self.end()
       raise
     return self
 
   def __exit__(self, *exc: object) -> None:
+    self.end()
+
+  def end(self) -> None:
+    """Kills the process, unless it has become a node."""
     assert self.process.stdin is not None
     self._answers.close()
     if not self.process.stdin.closed:
