@@ -147,7 +147,7 @@ def tried(attempt: Callable[[], T], what: str, patience: float) -> T:
 class Moves:
   """Ends this process if the first one announces another address, while it is entered.
 
-  JAX goes on trying the old one for minutes, and cannot be told to leave. Whoever started the processes starts this
+  JAX tries the old one for minutes, and has no way to stop. Whoever started the processes starts this
   one again.
   """
 

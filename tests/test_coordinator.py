@@ -143,7 +143,7 @@ def test_a_process_that_waits_elsewhere_than_the_first_one_ends(tmp_path: Path) 
 
 def test_other_addresses_are_announced_with_the_coordinators(tmp_path: Path) -> None:
   file = tmp_path / 'first'
-  Announcement(file, 'params').beside('coordinator', 'tcp://h:1').make('tcp://h:2')
+  Announcement(file, 'params').with_other('coordinator', 'tcp://h:1').make('tcp://h:2')
   assert read(file) == {'coordinator': 'tcp://h:1', 'params': 'tcp://h:2'}
 
 

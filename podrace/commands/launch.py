@@ -118,7 +118,7 @@ def made(args: list[str]) -> tuple[str, Callable[[Path], Program]]:
 
 
 def _options(args: list[str]) -> tuple[str | None, Options]:
-  """The preset and the options; args are taken apart."""
+  """The preset and the options, which are taken out of args."""
   preset = configuration.take_preset(args)
   options = Options(args, COMMAND)
   options.needed('--as')

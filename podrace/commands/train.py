@@ -161,7 +161,7 @@ def _announcement(options: Options, name: str, place: Place | None) -> Announcem
     )  # all may have the same words; environments come to each
   if not _is_first(options, place):
     return found
-  return found.beside(COORDINATOR, f'tcp://{place.coordinator}')
+  return found.with_other(COORDINATOR, f'tcp://{place.coordinator}')
 
 
 def _is_first(options: Options, place: Place | None) -> bool:

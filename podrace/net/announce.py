@@ -29,7 +29,7 @@ class Announcement:
     except OSError as e:
       raise UsageError(f'--announce {self.path} cannot be written: {e.strerror or e}') from e
 
-  def beside(self, name: str, address: str) -> Announcement:
+  def with_other(self, name: str, address: str) -> Announcement:
     """The same, with another address that is known already."""
     return dataclasses.replace(self, others=(*self.others, (name, address)))
 

@@ -110,7 +110,7 @@ def test_what_it_announces_is_reported_each_time_that_it_changes(kept: Any) -> N
     'import sys, signal\nfrom pathlib import Path\nfrom podrace.net.announce import Announcement\n'
     'first = Announcement(Path(sys.argv[1]), "coordinator"); first.make("tcp://h:1")\n'
     'signal.signal(signal.SIGUSR1, lambda *_: None); print("up", flush=True); signal.pause()\n'
-    'Announcement(Path(sys.argv[1]), "it").beside("coordinator", "tcp://h:1").make("tcp://h:2"); signal.pause()'
+    'Announcement(Path(sys.argv[1]), "it").with_other("coordinator", "tcp://h:1").make("tcp://h:2"); signal.pause()'
   )
   at = 'announced/it-0'
   one = kept(announces, f'/PRIVATE/{at}', announces=at, addresses=2)
