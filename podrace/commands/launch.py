@@ -88,9 +88,8 @@ def run(args: list[str]) -> int:
       run_directory(given, warm.name) as run_dir,
     ):
       program = warm.program(run_dir)
-      if (
-        several
-      ):  # each joins the others before JAX has devices, for which this process may have asked
+      if several:
+        # Each joins the others before JAX has devices. This process may have asked for some.
         warm.end()
       return local.run(program, run_dir, environ, None if several else warm.process)
   # Nothing is computed here: accelerators are the learner's.

@@ -156,9 +156,8 @@ def _announcement(options: Options, name: str, place: Place | None) -> Announcem
   if found is None or place is None:
     return found
   if name == 'envs' and place.num_processes > 1 and not place.by_announcement:
-    return found.numbered(
-      place.process_id
-    )  # all may have the same words; environments come to each
+    # All may have the same words, and environments come to each.
+    return found.numbered(place.process_id)
   if not _is_first(options, place):
     return found
   return found.with_other(COORDINATOR, f'tcp://{place.coordinator}')

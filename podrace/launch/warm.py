@@ -46,7 +46,10 @@ class Warm:
 
   def __init__(self, environ: Mapping[str, str], arguments: list[str]) -> None:
     read, answers = os.pipe()
-    errors = os.dup(2)  # where it complains until there is a log for it
+    try:
+      errors = os.dup(2)  # where it complains until there is a log for it
+    except OSError:  # it is closed
+      errors = os.open(os.devnull, os.O_WRONLY)
     words = (sys.executable, '-P', '-m', 'podrace.launch.warm', str(answers), str(errors))
     self.process: Process = spawn(words, environ, subprocess.PIPE, (answers, errors))
     os.close(answers)

@@ -25,7 +25,7 @@ from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
 
 HELLO_SECONDS = (
-  1.0  # between attempts to get a session, of a connection that must wait; over a Unix socket NEAR
+  1.0  # between attempts to get a session, for those that must wait; a Unix socket has NEAR
 )
 METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
 
