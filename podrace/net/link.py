@@ -24,9 +24,7 @@ from podrace.net.stream import Ended, Full, new_scratch
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
 
-HELLO_SECONDS = (
-  1.0  # between attempts to get a session, for those that must wait; a Unix socket has NEAR
-)
+HELLO_SECONDS = 1.0  # between attempts of a connection that must wait, unless it is a Unix socket
 METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
 
 NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
