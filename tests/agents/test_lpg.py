@@ -315,8 +315,12 @@ def test_a_rule_is_written_as_it_is_read(tmp_path: Path) -> None:
 
 
 def test_files_of_another_kind_or_content_are_refused(tmp_path: Path) -> None:
-  with pytest.raises(UsageError, match=r'10 arrays are expected; it lacks .* and it has lstm/'):
+  with pytest.raises(UsageError, match='is a rule of disco; give --agent disco'):
     LPG(rule_files.small()).params()
+  other = tmp_path / 'other.npz'
+  files.save(other, {'lstm/w': np.ones((3, 1), np.float32)})
+  with pytest.raises(UsageError, match=r'10 arrays are expected; it lacks .* and it has lstm/'):
+    LPG(str(other)).params()
   with pytest.raises(UsageError, match=r'needs --agent.network.predictions 5, not 30'):
     LPG(rule_files.small_lpg()).params()
   with pytest.raises(UsageError, match=r'expected 00$'):
