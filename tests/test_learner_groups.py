@@ -149,7 +149,7 @@ def test_environments_elsewhere_serve_two_processes(tmp_path: Path, cache: Path)
   learners = Learners(run_dir, cache, *remote, '--total-steps', '64000000', each=listen)
   learners.until(lambda: len(saved(run_dir)) > 1)
   assert [json.loads((tmp_path / f'at.{i}').read_text())['envs'] for i in '01'] == at
-  client.says('with 8 environments in 2 groups', 2)
+  client.says('with 8 environments in one group', 2)
   assert all(learners.end(signal.SIGKILL)), learners.output
   step = saved(run_dir)[-1]
   end = step + 2560
@@ -157,7 +157,7 @@ def test_environments_elsewhere_serve_two_processes(tmp_path: Path, cache: Path)
   learners = Learners(run_dir, cache, *remote, '--total-steps', str(end), '--override', each=listen)
   assert learners.end() == [0, 0], learners.output
   assert client.wait() == 0, client.output
-  client.says('with 8 environments in 2 groups', 4)
+  client.says('with 8 environments in one group', 4)
   assert f'resuming at step {step:,}' in learners.output
   assert learners.parameters == [summary(run_dir)['params_sha256']] * 2
   told = lines(run_dir)

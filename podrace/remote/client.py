@@ -309,8 +309,8 @@ class Client(Handler):
       args = PoolArgs(size, size, seed.generate_state(size, np.uint32), max(1, workers), o.deadline)
       self._groups.append(Group(i, session, self._spec, args, self._say, self._fail))
     log.info(
-      'joined the learner of %s with %d environments in %d groups',
-      plain(env), o.num_envs, len(sizes),
+      'joined the learner of %s with %d environments in %s',
+      plain(env), o.num_envs, 'one group' if len(sizes) == 1 else f'{len(sizes)} groups',
     )  # fmt: skip
     if env != self._env:
       log.warning(
