@@ -195,8 +195,7 @@ class Local:
         if replica is self._main:
           self._ask_others()
       elif replica.follows is not None:
-        replica.due, replica.follows = replica.follows, None
-        replica.restarts += 1
+        replica.follow()
         self._tell(replica, 'was ended, and starts again with the other learner')
       elif code:
         self._fails(replica, code)
@@ -214,27 +213,14 @@ class Local:
       replica.due, replica.restarts = time.monotonic() + pause, replica.restarts + 1
       self._tell(replica, f'ended with {code}, starts again in {pause:g} s')
       if is_one_of_several(replica.node):
-        self._all_learners_again(replica.due, code)
+        start_learners_again(self._replicas, replica.due, code)
       return
     times = f' {replica.failures} times in a row' if replica.failures > 1 else ''
     log = self._logs / f'{replica.name}.log'
     self._tell(replica, f'ended with {code}{times}, so the program ends; all that it said: {log}')
     replica.code = code
-    # What one learner refuses all do, and any may be the first.
-    refuses = code == BAD_USAGE and is_one_of_several(replica.node)
+    refuses = code == BAD_USAGE and is_one_of_several(replica.node)  # as all learners do
     self._end(code if replica.node.main or refuses else 1)
-
-  def _all_learners_again(self, due: float, code: int) -> None:
-    """Has those that learn with one that failed start again at that time: JAX would notice in 30 s, and end them."""
-    saved = code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # all of them, and they are leaving
-    for other in self._replicas:
-      if not is_one_of_several(other.node):
-        continue
-      if other.code == 0:
-        other.code, other.due = None, due
-      elif other.process is not None and other.follows is None and not saved:
-        other.follows = due
-        other.signal(signal.SIGKILL)
 
   def _end(self, code: int) -> None:
     """Has all processes end: first the main one, which may need others to save."""
@@ -300,6 +286,19 @@ class Local:
         self._end(128 + signum)
       else:
         self._all_end = self._others_end = time.monotonic()
+
+
+def start_learners_again(replicas: list[Replica], due: float, code: int) -> None:
+  """Has those that learn with one that failed start again at that time: JAX would notice in 30 s, and end them."""
+  saved = code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # all of them, and they are leaving
+  for other in replicas:
+    if not is_one_of_several(other.node):
+      continue
+    if other.code == 0:
+      other.code, other.due = None, due
+    elif other.process is not None and other.follows is None and not saved:
+      other.follows = due
+      other.signal(signal.SIGKILL)
 
 
 @contextlib.contextmanager

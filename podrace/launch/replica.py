@@ -164,6 +164,10 @@ class Replica:
     self.process = start(self.node, self.number, words)
     self.due, self.began = None, time.monotonic()
 
+  def follow(self) -> None:
+    """Is due when the one that failed is."""
+    self.due, self.follows, self.restarts = self.follows, None, self.restarts + 1
+
   @property
   def output(self) -> IO[bytes] | None:
     """What it writes to, as long as somebody may."""

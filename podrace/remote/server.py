@@ -35,7 +35,7 @@ from podrace.remote.groups import STEPPING, Client, Group, Item
 from podrace.remote.incoming import Incoming
 from podrace.remote.network import SharedNetwork
 from podrace.remote.pool import RemotePool
-from podrace.remote.slots import WAITING, Slots
+from podrace.remote.slots import WAITING, Slots, best_groups
 from podrace.remote.wire import WireError
 from podrace.types import Arrival, TimeStep
 
@@ -147,9 +147,7 @@ class Server(Handler):
         'so they take part; end them if that is not what you want',
         logging.WARNING,
       )
-    # With two groups, environments step while others are acted for. If all is done by the same cores, they wait for
-    # each other nevertheless, and two half batches take longer than a whole one.
-    groups = 1 if self._on_cores and peer.here else 2
+    groups = best_groups(self._on_cores and peer.here)
     return dict(largest_group=self.slots.largest_group, groups=groups, env=self.env[:STRING])
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
@@ -263,12 +261,11 @@ class Server(Handler):
     """That there are no environments, when it begins and every minute; and when it ends."""
     if not self.slots.pools:
       return
-    said_at = self._lonely_at
     if any(group.state in STEPPING for group in self._groups()):
-      if said_at is not None:
+      if self._lonely_at is not None:
         self.log('environments are here, going on', always=True)
       self._lonely_at = None
-    elif said_at is None or now - said_at > REMIND:
+    elif self._lonely_at is None or now - self._lonely_at > REMIND:
       self._lonely_at = now
       keys = ' --keys DIR' if self.listener.listen.keys else ''
       self.log(

@@ -343,8 +343,9 @@ def test_a_learner_that_has_ended_is_there_again_for_one_that_starts_again(tmp_p
 def test_learners_start_again_together(main_fails: bool, tmp_path: Path) -> None:
   """One fails, once; the other would wait for ever."""
   until_so_many = (
-    'import os, sys, time\ndef wait(n):\n'
-    '  while not os.path.exists(sys.argv[2]) or os.path.getsize(sys.argv[2]) < n: time.sleep(0.01)\n'
+    f'import os, sys\nsys.path.insert(0, {str(SUPPORT)!r})\nfrom changes import changes\ndef wait(n):\n'
+    '  for _ in changes(sys.argv[2]):\n'
+    '    if os.path.exists(sys.argv[2]) and os.path.getsize(sys.argv[2]) >= n: return\n'
   )
   fails = until_so_many + (
     'try: os.mkdir(sys.argv[1])\nexcept FileExistsError: wait(2)\nelse: wait(1); sys.exit(1)'
