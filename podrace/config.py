@@ -513,6 +513,15 @@ def check_agent_options(agent: Any, args: Iterable[str]) -> None:
       _check_option(agent, name)
 
 
+def agents_with(setting: str) -> list[str]:
+  """Those of ours that have a setting, as the command line calls it."""
+  return [
+    name
+    for name in AGENTS
+    if setting in (flag(f.name) for f in dataclasses.fields(agent_class(name)))
+  ]
+
+
 def _check_option(agent: Any, name: str) -> None:
   settings, prefix = agent, '--agent.'
   for part in name.removeprefix(prefix).split('.'):
@@ -521,6 +530,10 @@ def _check_option(agent: Any, name: str) -> None:
       plain = dict(_untyped(settings)).get(part.replace('-', '_'))
       if isinstance(plain, bool | int | float | str):
         raise UsageError(f'{agent_name(settings)}: {no_field(part.replace("-", "_"), plain)}')
+      if prefix == '--agent.' and (owners := agents_with(part)):
+        raise UsageError(
+          f'unknown option of {agent_name(agent)} {name!r}: it is a setting of {", ".join(owners)}'
+        )
       raise unknown(f'option of {agent_name(agent)}', name, [prefix + f for f in fields])
     settings, prefix = getattr(settings, fields[part]), f'{prefix}{part}.'
     if not dataclasses.is_dataclass(settings):

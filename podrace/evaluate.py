@@ -256,6 +256,7 @@ def evaluate(
   allow_code: Iterable[str] = (),
   change: Callable[[Config], Config] = lambda config: config,
   env: str = '',
+  say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
   """Evaluates the newest good checkpoint of a run, in each way of `acting`, in as many episodes.
 
@@ -263,7 +264,8 @@ def evaluate(
   sampled_episode_return_mean.
 
   `allow_code` names modules of the run's own, as in `load_config`; `change` makes other settings of the recorded ones.
-  `env` names another environment to play in, with the same spaces; '' is the run's own.
+  `env` names another environment to play in, with the same spaces; '' is the run's own. `say` is for a person who
+  waits: compiling takes up to minutes.
 
   Raises:
     UsageError: if there is no run or no checkpoint, the run names other modules, or `env` has other spaces.
@@ -284,6 +286,8 @@ def evaluate(
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
   step, params, skipped = newest_params(config, agent, run_dir)
+  ways = ' and '.join(acting)
+  say(f'step {step:,}, {env or config.env}: compiling, then {episodes:,} episodes, {ways} ...')
   result: dict[str, Any] = {}
   for way in acting:
     actor = greedily(agent) if way == GREEDY else agent

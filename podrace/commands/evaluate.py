@@ -59,6 +59,7 @@ def run(args: list[str]) -> int:
     run_dir, episodes, seed, acting, most, allowed,
     change=lambda config: parse(config, settings, 'podrace eval') if settings else config,
     env=options.text('--env'),
+    say=tell,
   )  # fmt: skip
   tell(evaluate.summarised(result, acting))
   print(json.dumps(result))

@@ -460,7 +460,8 @@ def test_eval_ends_with_one_json_line(finished: Path) -> None:
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   assert result['episodes'] == result['sampled_episodes'] == 7
-  line = done.stderr.splitlines()[-1]
+  first, line = done.stderr.splitlines()
+  assert first.startswith('step ') and 'compiling, then 7 episodes, greedy and sampled' in first
   assert line.startswith('return: greedy ') and ', sampled ' in line
   assert -1 <= result['episode_return_mean'] <= 1 and result['episode_return_std'] >= 0
   assert 'Traceback' not in done.stderr
@@ -650,7 +651,8 @@ BAD = [
   (['train', '--agent.self-tuning', 'True', '--agent.discount', '1'], 'discount is 1 and to be tuned, so it needs to be less'),
   (['train', '--agent.self-tuning', 'True', '--agent.tuning.fields', 'clip_rho'], "invalid choice 'clip_rho'"),
   (['train', '--agent.tuning.learning-rate', '-1'], 'learning_rate must be at least 0, not -1'),
-  (['train', '--agent', 'dqn', '--agent.self-tuning', 'True'], "unknown option of dqn '--agent.self-tuning'"),
+  (['train', '--agent', 'dqn', '--agent.self-tuning', 'True'], "unknown option of dqn '--agent.self-tuning': it is a setting of impala"),
+  (['train', '--agent', 'dqn', '--agent.learning-rat', '1'], "unknown option of dqn '--agent.learning-rat': did you mean --agent.learning-rate"),
   (['train', '--agent.normalize-observations', 'True', '--env', 'jumanji:Game2048-v1'],
    'normalize_observations is for observations with floats'),
   (['train', '--run-dir', '--quiet'], '--run-dir needs a value, DIR, not the option --quiet'),
