@@ -43,7 +43,7 @@ STATED = {  # what each preset is to reach, greedily
   'muzero-tictactoe': 0.9,
   'muzero-connect-four': 0.6,
   'muzero-minatar': 50.0,
-  'muzero-minatar-asterix': 20.0,
+  'muzero-asterix': 20.0,
   'pong': 18.0,
   'ppo-pong': 18.0,
   'dqn-pong': 18.0,
@@ -58,13 +58,12 @@ HOURS = (
   'dqn-pong',
   'r2d2-pong',
   'muzero-minatar',
-  'muzero-minatar-asterix',
+  'muzero-asterix',
   'muesli-minatar',
 )
 # What is scored besides presets: a preset with other settings.
 VARIANTS = {
   'rainbow-minatar-asterix': ('rainbow-minatar', '--env', 'gymnax:Asterix-MinAtar'),
-  'muzero-minatar-asterix': ('muzero-minatar', '--env', 'gymnax:Asterix-MinAtar'),
 }
 
 

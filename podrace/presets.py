@@ -430,7 +430,7 @@ def muzero_connect_four() -> Config:
 
 
 def muzero_minatar() -> Config:
-  """MuZero on MinAtar Breakout: a return above 50; give another game by --env."""
+  """MuZero on MinAtar Breakout: a return above 50."""
   from podrace.agents.muzero import MuZero
   from podrace.networks import LearnedModel
   from podrace.replay import Buffer
@@ -450,6 +450,29 @@ def muzero_minatar() -> Config:
       learning_rate=5e-4, entropy_cost=0.01, discount=0.99,
     ),
     env='gymnax:Breakout-MinAtar', num_envs=64, unroll_length=4, total_steps=2_000_000,
+  )  # fmt: skip
+
+
+def muzero_asterix() -> Config:
+  """MuZero on MinAtar Asterix, with an image as the hidden state: a return above 20."""
+  from podrace.agents.muzero import MuZero
+  from podrace.networks import LearnedModel
+  from podrace.replay import Buffer
+
+  # A vector as the hidden state learns too little of where things are: it stays at a return of 1.
+  network = LearnedModel(
+    blocks=1, channels=8, normalize=False, head_hidden=(64,), v_min=-15.0, v_max=15.0
+  )
+  buffer = Buffer(
+    100_000, batch_size=32, min_size=2_000, samples_per_insert=4.0,
+    priority_exponent=0.6, importance_exponent=0.4,
+  )  # fmt: skip
+  return Config(
+    agent=MuZero(
+      network, buffer, simulations=8, unroll=3, n_step=3, bootstrap='target', target_period=500,
+      learning_rate=7e-4, entropy_cost=0.01, discount=0.97,
+    ),
+    env='gymnax:Asterix-MinAtar', num_envs=64, unroll_length=4, total_steps=1_000_000,
   )  # fmt: skip
 
 
@@ -530,6 +553,7 @@ PRESETS: dict[str, Callable[[], Config]] = {
   'muzero-tictactoe': muzero_tictactoe,
   'muzero-connect-four': muzero_connect_four,
   'muzero-minatar': muzero_minatar,
+  'muzero-asterix': muzero_asterix,
   'muesli-catch': muesli_catch,
   'muesli-cartpole': muesli_cartpole,
   'muesli-minatar': muesli_minatar,

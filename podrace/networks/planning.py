@@ -100,6 +100,15 @@ def scale_hidden(hidden: Array) -> Array:
   return (hidden - low) / jnp.maximum(high - low, 1e-5)
 
 
+def features(hidden: Array) -> Array:
+  """Hidden states [B, ...] as [B, n]; of images also the most of each channel, wherever it is.
+
+  What matters may be anywhere, such as a treasure beside the player, and is then learned once for all places.
+  """
+  everywhere = (flat(hidden), jnp.max(hidden, axis=(1, 2))) if hidden.ndim == 4 else (flat(hidden),)
+  return jnp.concatenate(everywhere, axis=-1)
+
+
 def scale_gradient(tree: Any, factor: float) -> Any:
   """The same numbers, whose gradient is `factor` times as large."""
   return jax.tree.map(lambda x: factor * x + (1 - factor) * jax.lax.stop_gradient(x), tree)
@@ -131,13 +140,13 @@ class _LearnedModel(nn.Module):
 
   def _tower(self, kind: Any) -> nn.Module:
     s = self.settings
-    module: nn.Module = kind(s.channels, s.blocks, s.kernel_init)
+    module: nn.Module = kind(s.channels, s.blocks, s.kernel_init, s.normalize)
     return module
 
   def _head(self, size: int, last: Any = nn.initializers.zeros) -> nn.Module:
     """A hidden layer and the outputs, which begin as zeros: all alike, as MuZero's are."""
     s = self.settings
-    return nn.Sequential([flat, s.mlp(s.head_hidden), Dense(size, kernel_init=last)])
+    return nn.Sequential([features, s.mlp(s.head_hidden), Dense(size, kernel_init=last)])
 
   def represent(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
     s, length = self.settings, timesteps.reward.shape[0]
@@ -154,7 +163,7 @@ class _LearnedModel(nn.Module):
     code = self.settings.encode_action(action)
     if self.settings.blocks:
       planes = jnp.broadcast_to(code[:, None, None, :], (*hidden.shape[:3], code.shape[-1]))
-      x = self.next_hidden(jnp.concatenate([hidden, planes], axis=-1))
+      x = hidden + self.next_hidden(jnp.concatenate([hidden, planes], axis=-1))
     else:
       x = self.next_hidden(jnp.concatenate([hidden, code], axis=-1))
       x = hidden + self.next_change(x)
@@ -181,7 +190,8 @@ class LearnedModel(Body):
   """A `Model` built from an environment's spaces.
 
   Its hidden state is a vector: behind the torso (an MLP, the grid's or IMPALA's convolutions) and the core, and
-  dynamics of an MLP. With `blocks` it is an image, by the paper's residual tower.
+  dynamics of an MLP. With `blocks` it is an image, by the paper's residual tower. Dynamics add to the hidden state
+  that they are given, as EfficientZero's do (Ye et al. 2021, arXiv 2111.00210).
   """
 
   activation: Literal['tanh', 'relu'] = 'relu'
@@ -191,6 +201,7 @@ class LearnedModel(Body):
   head_hidden: tuple[int, ...] = (32,)  # layers before policy, value and reward, each its own
   blocks: int = 0  # residual blocks of the tower; 0: the hidden state is a vector. The paper has 16
   channels: int = 64  # of the tower. The paper has 256
+  normalize: bool = True  # the tower's layers, as in the paper; a small tower learns faster without
   bins: int = 51  # atoms of value and reward; 1: they are numbers, learned by their squares
   v_min: float = -300.0  # the least return that the atoms can hold
   v_max: float = 300.0

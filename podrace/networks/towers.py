@@ -1,7 +1,7 @@
 """Residual towers, as MuZero's (Schrittwieser et al. 2020, arXiv 1911.08265, appendix F).
 
-Against the paper: layers are normalised over each sample, not over the batch, so that there are no statistics to
-keep.
+Against the paper: layers are normalised over the channels of each place, not over the batch, so that there are no
+statistics to keep.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from podrace.networks.observations import PIXELS
 from podrace.types import Array
 
 
-class Normalized(nn.Module):
-  """A 3 x 3 convolution, normalised over the channels of each place."""
+class Convolution(nn.Module):
+  """A 3 x 3 convolution; normalised, over the channels of each place."""
 
   channels: int
   kernel_init: Any
+  normalize: bool
   stride: int = 1
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     x = Conv(self.channels, 3, self.stride, 'SAME', self.kernel_init)(x)
+    if not self.normalize:
+      return x
     scale = self.param('scale', nn.initializers.ones_init(), (self.channels,))
     bias = self.param('bias', nn.initializers.zeros_init(), (self.channels,))
     return nn.standardize(x, axis=-1) * scale[None, None, None] + bias[None, None, None]
@@ -38,12 +41,13 @@ class Blocks(nn.Module):
   channels: int
   blocks: int
   kernel_init: Any
+  normalize: bool
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     for _ in range(self.blocks):
-      y = nn.relu(Normalized(self.channels, self.kernel_init)(x))
-      x = nn.relu(x + Normalized(self.channels, self.kernel_init)(y))
+      y = nn.relu(Convolution(self.channels, self.kernel_init, self.normalize)(x))
+      x = nn.relu(x + Convolution(self.channels, self.kernel_init, self.normalize)(y))
     return x
 
 
@@ -53,11 +57,12 @@ class Tower(nn.Module):
   channels: int
   blocks: int
   kernel_init: Any
+  normalize: bool
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
-    x = nn.relu(Normalized(self.channels, self.kernel_init)(x))
-    return Blocks(self.channels, self.blocks, self.kernel_init)(x)
+    x = nn.relu(Convolution(self.channels, self.kernel_init, self.normalize)(x))
+    return Blocks(self.channels, self.blocks, self.kernel_init, self.normalize)(x)
 
 
 class Downsample(nn.Module):
@@ -70,6 +75,7 @@ class Downsample(nn.Module):
   channels: int
   blocks: int
   kernel_init: Any
+  normalize: bool
 
   @nn.compact
   def __call__(self, observation: Any) -> Array:
@@ -83,7 +89,7 @@ class Downsample(nn.Module):
     x = jnp.concatenate(planes, axis=-1)
     if min(height, width) >= PIXELS:
       x = self._smaller(x)
-    return Tower(self.channels, self.blocks, self.kernel_init)(x)
+    return Tower(self.channels, self.blocks, self.kernel_init, self.normalize)(x)
 
   def _planes(self, x: Array, height: int, width: int) -> Array:
     if x.ndim == 4:
@@ -95,10 +101,10 @@ class Downsample(nn.Module):
 
   def _smaller(self, x: Array) -> Array:
     half = max(self.channels // 2, 1)
-    x = nn.relu(Normalized(half, self.kernel_init, 2)(x))
-    x = Blocks(half, min(2, self.blocks), self.kernel_init)(x)
-    x = nn.relu(Normalized(self.channels, self.kernel_init, 2)(x))
-    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init)(x)
+    x = nn.relu(Convolution(half, self.kernel_init, self.normalize, 2)(x))
+    x = Blocks(half, min(2, self.blocks), self.kernel_init, self.normalize)(x)
+    x = nn.relu(Convolution(self.channels, self.kernel_init, self.normalize, 2)(x))
+    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init, self.normalize)(x)
     x = nn.avg_pool(x, (3, 3), (2, 2), 'SAME')
-    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init)(x)
+    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init, self.normalize)(x)
     return nn.avg_pool(x, (3, 3), (2, 2), 'SAME')

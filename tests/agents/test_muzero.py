@@ -31,7 +31,7 @@ from podrace.agents.searching import Params, Plan
 from podrace.config import Config, from_json, to_json
 from podrace.hooks import greedily
 from podrace.networks import LearnedModel, Prediction
-from podrace.networks.planning import decode, encode, scale_hidden
+from podrace.networks.planning import decode, encode, features, scale_hidden
 from podrace.networks.protocol import unroll_merged
 from podrace.replay import Buffer
 from podrace.run import train
@@ -338,6 +338,22 @@ def test_models_of_all_sizes(settings: Any, observation: Any, hidden: tuple[int,
   assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(
     lambda x: x.shape, model.initial_state(1)
   )
+
+
+def test_images_are_seen_place_by_place_and_as_a_whole() -> None:
+  here, there = (jnp.zeros((1, 3, 4, 2)).at[0, y, x, 1].set(5.0) for y, x in ((0, 0), (2, 3)))
+  for image in (here, there):
+    assert features(image)[0, -2:].tolist() == [0, 5] and features(image).shape == (1, 26)
+  assert not np.array_equal(features(here), features(there))
+  assert features(jnp.ones((3, 7))).shape == (3, 7)
+
+
+def test_dynamics_of_an_image_add_to_it() -> None:
+  model = LearnedModel(blocks=1, channels=8).bind(BOARD, spaces.Discrete(5))
+  params = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))  # so the tower says 0
+  hidden = scale_hidden(jax.random.uniform(jax.random.key(1), (2, 3, 4, 8)))
+  after, _ = model.dynamics(params, hidden, jnp.array([0, 4]))
+  np.testing.assert_allclose(after, hidden, rtol=1e-5, atol=1e-6)
 
 
 # --- search ---------------------------------------------------------------------------------------------------
