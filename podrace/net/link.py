@@ -18,8 +18,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, split
 from podrace.net.loop import Loop
-from podrace.net.outage import NEAR, Outage
-from podrace.net.outgoing import CONNECT_SECONDS, Outgoing, why_not
+from podrace.net.outgoing import CONNECT_SECONDS, NEAR, Outage, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker

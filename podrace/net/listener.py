@@ -21,10 +21,10 @@ from podrace.net import address as addresses
 from podrace.net import measures, session
 from podrace.net.announce import Announcement
 from podrace.net.connections import ENDING_SECONDS, Peer
-from podrace.net.lines import Lines, Say
 from podrace.net.loop import Loop
 from podrace.net.sessions import Handler, Sessions
 from podrace.net.stream import Ended
+from podrace.net.text import Lines, Say
 from podrace.worker import Worker
 
 TICK = 0.2  # seconds between looks at who is silent

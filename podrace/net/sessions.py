@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from podrace.net import measures, session
 from podrace.net.connections import Connections, Peer
 from podrace.net.frame import VERSION, Buffer, Kind, WireError, split
-from podrace.net.lines import Lines
 from podrace.net.loop import Loop
 from podrace.net.stream import Ended, Full
-from podrace.net.text import label, plain, plain_reasons
+from podrace.net.text import Lines, label, plain, plain_reasons
 from podrace.version import __version__
 
 PEERS = 16384  # with a session, at most

@@ -14,8 +14,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Kind, WireError
 from podrace.net.loop import Loop
-from podrace.net.outage import Outage
-from podrace.net.outgoing import Outgoing, why_not
+from podrace.net.outgoing import Outage, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch, no_memory
 from podrace.net.text import plain
 

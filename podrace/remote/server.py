@@ -24,15 +24,13 @@ from podrace.envs.spaces import tree
 from podrace.group import everyones
 from podrace.net.connections import Peer
 from podrace.net.frame import Kind
-from podrace.net.lines import Say
 from podrace.net.listener import Listen, Listener
 from podrace.net.measures import LOGGED, logged, resident_mb
 from podrace.net.session import GUEST_BYTES
 from podrace.net.sessions import Handler
-from podrace.net.text import STRING, plain
+from podrace.net.text import STRING, Say, plain
 from podrace.remote import wire
-from podrace.remote.groups import STEPPING, Client, Group, Item
-from podrace.remote.incoming import Incoming
+from podrace.remote.groups import STEPPING, Client, Group, Incoming, Item
 from podrace.remote.network import SharedNetwork
 from podrace.remote.pool import RemotePool
 from podrace.remote.slots import WAITING, Slots, best_groups

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from podrace.net.bucket import TokenBucket
 from podrace.net.connections import Peer
 from podrace.net.listener import Listener
+from podrace.net.text import TokenBucket
 from podrace.process import lock
 from podrace.service import wire
 from podrace.tables import CheckpointError, checkpoint

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from podrace import tables
 from podrace.net.announce import Announcement
 from podrace.net.frame import Kind, WireError
-from podrace.net.lines import Say
 from podrace.net.listener import Handler, Listen, Listener, Peer, Serving
 from podrace.net.session import SILENCE
-from podrace.net.text import plain_lines
+from podrace.net.text import Say, plain_lines
 from podrace.process import on_signals
 from podrace.service import wire
 from podrace.service.inserting import Inserting, Stream

@@ -86,7 +86,7 @@ CASES = {
 def test_a_service_that_is_nearly_right_is_left_and_tried_again(
   name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr('podrace.net.outage.BACKOFF', (0.0, 0.0))
+  monkeypatch.setattr('podrace.net.outgoing.BACKOFF', (0.0, 0.0))
   make, says = CASES[name]
   end, rng = bare.Accepting(session.of_clients()), random.Random(0)
   link, close = make(end.address)

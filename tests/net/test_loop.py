@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from podrace.net import bucket
-from podrace.net.bucket import TokenBucket
+from podrace.net import text
 from podrace.net.loop import READ, WRITE, Loop
+from podrace.net.text import TokenBucket
 
 
 def ready(loop: Loop, seconds: float) -> list[tuple[Any, int]]:
@@ -65,7 +65,7 @@ def test_what_is_woken_once_is_woken_again_and_not_for_ever() -> None:
 
 def test_a_bucket_fills_up_with_time_to_its_brim(monkeypatch: pytest.MonkeyPatch) -> None:
   clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-  monkeypatch.setattr(bucket, 'time', clock)
+  monkeypatch.setattr(text, 'time', clock)
   found = TokenBucket(10, 2.0)
   found.take(13)
   assert found.left == -3

@@ -21,7 +21,7 @@ from peers import Envs, Learner, assert_whole, lives, spec
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.net import keys as net_keys
-from podrace.net import outage, session
+from podrace.net import outgoing, session
 from podrace.net.top import Asker
 from podrace.remote import wire
 from podrace.remote.client import Client, Group, Options, group_sizes, run_all
@@ -381,7 +381,7 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
     net_keys.new_keys(other)
   own = None if case in ('nobody', 'no keys', 'silent') else other
   reason = {
-    'nobody': outage.NOBODY, 'not listed': 'is not in allowed_clients', 'silent': outage.SAYS_NOTHING,
+    'nobody': outgoing.NOBODY, 'not listed': 'is not in allowed_clients', 'silent': outgoing.SAYS_NOTHING,
     'no keys': 'wants keys', 'other keys': 'certificate',
   }[case]  # fmt: skip
   with contextlib.ExitStack() as stack:
