@@ -43,10 +43,8 @@ class Handler(Protocol):
     kinds: that the service sends, see `session.of_listeners`.
   """
 
-  @property
-  def service(self) -> str: ...
-  @property
-  def kinds(self) -> dict[int, Kind]: ...
+  service: str
+  kinds: dict[int, Kind]
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""

@@ -29,7 +29,7 @@ class Loop:
     self._selector.register(socket, events, owner)
 
   def change(self, socket: sockets.socket, owner: Any, events: int) -> None:
-    """Waits for other events of a socket."""
+    """Waits for these events of a socket."""
     self._selector.modify(socket, events, owner)
 
   def remove(self, socket: sockets.socket) -> None:

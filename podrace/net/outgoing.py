@@ -59,8 +59,7 @@ class Outgoing:
     no_delay(socket)
     self._loop, self.heard = loop, time.monotonic()
     self.stream = Stream(socket, kinds, message, memory, LARGEST, BACKLOG, scratch, context)
-    self._events = READ if self.stream.shaken else WRITE
-    loop.add(socket, self, self._events)
+    loop.add(socket, self, READ if self.stream.shaken else WRITE)
 
   def serve(self, events: int) -> bool:
     """Reads what has come and sends what waited; whether this has completed TLS's handshake.
@@ -71,7 +70,12 @@ class Outgoing:
     """
     shakes = not self.stream.shaken
     if shakes:
-      if not self._shake():
+      try:
+        wants = self.stream.shake()
+      except Ended as e:
+        raise Ended(f'{HAS_NO_KEYS}, or with other keys ({e})') from e
+      self._wait_for(WRITE if wants == 'write' else READ)
+      if wants:
         return False
       events = READ  # something may have come with the last of the handshake
     if events & READ:
@@ -81,24 +85,13 @@ class Outgoing:
       self._wait_for(READ)
     return shakes
 
-  def _shake(self) -> bool:
-    """Goes on with TLS's handshake; whether it is done."""
-    try:
-      wants = self.stream.shake()
-    except Ended as e:
-      raise Ended(f'{HAS_NO_KEYS}, or with other keys ({e})') from e
-    self._wait_for(WRITE if wants == 'write' else READ)
-    return not wants
-
   def look_for_room(self) -> None:
     """Has what another thread could not send go when there is room for it."""
     if self.stream.waiting:
       self._wait_for(READ | WRITE)
 
   def _wait_for(self, events: int) -> None:
-    if events != self._events:
-      self._events = events
-      self._loop.change(self.stream.socket, self, events)
+    self._loop.change(self.stream.socket, self, events)
 
   def leave(self, bye: Kind, reason: str) -> None:
     """Says a last word, and waits until that is read."""

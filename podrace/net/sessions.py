@@ -35,10 +35,9 @@ class Handler(Protocol):
     largest: bytes of a frame of a client, at most.
   """
 
-  @property
-  def service(self) -> str: ...
-  @property
-  def kinds(self) -> dict[int, Kind]: ...
+  service: str
+  kinds: dict[int, Kind]
+
   @property
   def largest(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""Text of others, for a log, a terminal or a message: bounded in length and number, whatever they do, and without commands to a terminal."""
+"""Text of others, for a log, a terminal or a message: bounded, and without commands to a terminal."""
 
 from __future__ import annotations
 

@@ -21,15 +21,8 @@ from podrace.net.text import plain
 ANSWER_SECONDS = 5.0  # that a learner has to answer
 KINDS = session.of_listeners()
 HEAD = (
-  'client',
-  'environments',
-  'frames/s',
-  'answer p50 p99',
-  'step p50 p99',
-  'restarts',
-  'MB',
-  'seen',
-)
+  'client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'MB', 'seen',
+)  # fmt: skip
 RATES = ('inserts', 'samples')  # of a table
 
 
@@ -147,7 +140,7 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
     f'version {report["version"]}, {report["parameter_bytes"]:,} bytes; '
     f'{steps:,} steps, {_rate("steps", steps, before, seconds)} steps/s'
   )
-  replay = [_tables(r, _shard(i), before, seconds) for i, r in enumerate(shards)]
+  replay = [_tables(r, f'shard {i}', before, seconds) for i, r in enumerate(shards)]
   return Group(head, clients, *replay)
 
 
@@ -199,10 +192,6 @@ def _shards(report: dict[str, Any]) -> list[dict[str, Any]]:
   return report['program'].get('replay', [])
 
 
-def _shard(number: int) -> str:
-  return f'shard {number}'
-
-
 def counted(report: dict[str, Any]) -> dict[str, int]:
   """What a report has of which rates are made, by name."""
   if 'env' in report:
@@ -211,7 +200,7 @@ def counted(report: dict[str, Any]) -> dict[str, int]:
     return _counted_tables(report, '')
   found = {'steps': report['program'].get('steps', 0)}
   for i, shard in enumerate(_shards(report)):
-    found |= _counted_tables(shard, _shard(i))
+    found |= _counted_tables(shard, f'shard {i}')
   return found
 
 
