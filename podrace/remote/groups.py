@@ -84,9 +84,8 @@ class Group:
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
     self.over = True  # some of them are LAST
     self.mids = np.full(size, MID, np.uint32)
-    self.within: np.ndarray = np.full(
-      (size, 3), (0, ONE, MID), np.uint32
-    )  # life, discount, flags within an episode
+    # Life, discount, flags within an episode.
+    self.within: np.ndarray = np.full((size, 3), (0, ONE, MID), np.uint32)
     self._buffers: list[np.ndarray] = []
 
   def buffer(self, size: int) -> np.ndarray:

@@ -79,7 +79,7 @@ class RemotePool:
   # --- the actor thread
 
   def reset(self) -> None:
-    self._server.call(self._server.pool, self)
+    self._server.call(self._server.slots.add, self)
 
   def recv(self) -> Arrival:
     """Those that are there; waits `max_wait` for more, where more than they are awaited.
@@ -137,10 +137,8 @@ class RemotePool:
     # A group's are what they are until it is answered.
     ids, run_id = groups[0].slots, groups[0].run_id
     if len(items) > 1:
-      ids, run_id = (
-        np.concatenate([g.slots for g in groups]),
-        np.concatenate([g.run_id for g in groups]),
-      )
+      ids = np.concatenate([g.slots for g in groups])
+      run_id = np.concatenate([g.run_id for g in groups])
     layout = self._server.layout
     records, arrays = layout.records(steps), layout.observations(steps, self._buffers)
     observation = tree(self._server.observation_space, iter(arrays))

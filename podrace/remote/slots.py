@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 WAITING = 16384  # groups without slots, of all clients
 
 
-def best_groups(same_cores: bool) -> int:
-  """In how many groups a client had best have its environments.
-
-  With two, environments step while the learner acts for the others. Where the same cores do both, they wait for each
-  other nevertheless, and two half batches take longer than a whole one.
-  """
-  return 1 if same_cores else 2
-
-
 class Slots:
   """Gives slots to groups, each time those of one pool.
 
