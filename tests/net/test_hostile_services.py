@@ -30,7 +30,7 @@ def of_parameters(address: str) -> tuple[Link, Callable[[], Any]]:
 
 def of_replay(address: str) -> tuple[Link, Callable[[], Any]]:
   client = service.Client([address], None, False)
-  return client.connections[0]._link, client.close
+  return client.connections[0].link, client.close
 
 
 def of_seed(address: str) -> tuple[Link, Callable[[], Any]]:
