@@ -26,7 +26,7 @@ import numpy as np
 
 from podrace.net import link, listener, measures, session
 from podrace.net.announce import Announcement
-from podrace.net.frame import Kind, WireError, packed, short
+from podrace.net.frame import Kind, WireError, packed, short, split
 from podrace.net.link import Link
 from podrace.net.listener import Listen, Listener, Peer, Serving
 from podrace.net.text import label
@@ -197,12 +197,11 @@ class Publisher(listener.Handler):
   def _let_go(self) -> None:
     """Ends connections to those that read too slowly, where more than KEPT old versions wait for them."""
     reading = [p for p in self.peers if p.state.sending]
-    current = {id(v) for v in (self._before, self._newest)}
-    old = {id(p.state.has): p.state.has for p in reading if id(p.state.has) not in current}
-    for version in sorted(old.values(), key=lambda v: v.number)[KEPT:]:
-      for peer in reading:
-        if peer.state.has is version:
-          self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
+    old = {p.state.has for p in reading} - {self._before, self._newest}
+    too_new = sorted(old, key=lambda version: version.number)[KEPT:]
+    for peer in reading:
+      if peer.state.has in too_new:
+        self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
 
   def _tell_one(self, peer: Peer) -> None:
     """Sends the newest version, if a client has not been sent it and has read what it was sent."""
@@ -452,12 +451,9 @@ class Parameters(link.Handler):
 
 def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
   """Read-only arrays over a version's bytes."""
-  at, found = 0, []
-  for path, dtype, shape in _specs(leaves):
-    size = dtype.itemsize * math.prod(shape)
-    found.append((path, np.frombuffer(data[at : at + size].toreadonly(), dtype).reshape(shape)))
-    at += size
-  return found
+  specs = _specs(leaves)
+  parts = split(data.toreadonly(), [d.itemsize * math.prod(shape) for _, d, shape in specs])
+  return [(p, np.frombuffer(x, d).reshape(s)) for (p, d, s), x in zip(specs, parts, strict=True)]
 
 
 def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:

@@ -215,11 +215,10 @@ class ReplayServer(Handler):
       if kind is wire.SAVE:
         self.saving.want(peer, number)
         return
-      answer = does[kind](*args, *arrays)
+      good, answer = True, does[kind](*args, *arrays)
     except ValueError as e:
-      self.listener.send(peer, wire.ANSWER, number, False, plain_lines(e))
-    else:
-      self.listener.send(peer, wire.ANSWER, number, True, answer)
+      good, answer = False, plain_lines(e)
+    self.listener.send(peer, wire.ANSWER, number, good, answer)
 
   def ping(self, peer: Peer, said: Any) -> dict[str, int]:
     if said is not None:  # a client that never samples need not tell

@@ -106,7 +106,8 @@ class RemotePair(Pair):
     self.host.close()
     entry = self.server.registry.entries['it']
     for pending, stream, _ in entry.held:  # who waits for a table that nobody closes
-      self.server.inserting._account(self.store.drop, pending.item, stream, entry)
+      for account in (stream.account, entry.account):
+        entry.table.contents.drop(pending.item, account)
     self.host.delete(list(self.there()))
     assert (self.store.total.bytes, self.store.total.chunks) == (0, 0)
     self.server.stop()
