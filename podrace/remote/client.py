@@ -62,8 +62,7 @@ class Options:
   def __post_init__(self) -> None:
     for address in self.addresses:
       check_address(address, self.keys, self.insecure, '--connect')
-    for name in ('num_envs', 'workers', 'groups'):
-      least = 1 if name == 'num_envs' else 0
+    for name, least in (('num_envs', 1), ('workers', 0), ('groups', 0)):
       if getattr(self, name) < least:
         flag = name.replace('_', '-')
         raise ValueError(f'--{flag} must be at least {least}, not {getattr(self, name)}')

@@ -32,8 +32,7 @@ from podrace.net.text import STRING, Say, plain
 from podrace.remote import wire
 from podrace.remote.groups import STEPPING, Client, Group, Incoming, Item
 from podrace.remote.network import SharedNetwork
-from podrace.remote.pool import RemotePool
-from podrace.remote.slots import WAITING, Slots
+from podrace.remote.pool import WAITING, RemotePool, Slots
 from podrace.remote.wire import WireError
 from podrace.types import Arrival, TimeStep
 

@@ -30,8 +30,8 @@ from podrace.net import (
   stream,
 )
 from podrace.net.frame import PREFIX, Kind, WireError, split
+from podrace.remote import pool
 from podrace.remote import server as remote_server
-from podrace.remote import slots
 from podrace.remote import wire as remote_wire
 from podrace.service import inserting, parameters, registry, sampling, server
 from podrace.service import wire as service_wire
@@ -345,7 +345,7 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| the same, without a session | {connections.GUEST_BACKLOG} |',
     f'group is 0 to {remote_wire.GROUPS - 1};',
     f'| environments of a client | {remote_server.ENVIRONMENTS:,} |',
-    f'of all clients | {slots.WAITING:,};',
+    f'of all clients | {pool.WAITING:,};',
     f'| array of maps | at most {listener.REPORTED:,} |',
     f'at most {session.STRING + 20} and {session.STRING} characters, in ASCII',
     f'| array of maps, integer | at most {listener.REPORTED:,},',
