@@ -103,7 +103,7 @@ class Acceptor:
     """Accepts connections again, if there is time for them."""
     if not self.accepting and self._seconds.left > 0:
       self.accepting = True
-      self._loop.add(self._socket, self)
+      self._loop.add(self._socket, READ, self)
 
   def close(self) -> None:
     """For good; once it is closed the path may be another process's."""
@@ -197,7 +197,7 @@ class Connections:
       socket, self._kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer),
       session.GUEST_BYTES, GUEST_BACKLOG, self._scratch, self._context, True,
     )  # fmt: skip
-    self._loop.add(socket, peer)
+    self._loop.add(socket, READ, peer)
     self.guests[peer] = None
     self._counts['connections'] += 1
     while len(self.guests) > GUESTS:
@@ -276,7 +276,7 @@ class Connections:
     """Whether to wait for room to write."""
     if peer.writes != on and not peer.stream.closed:
       peer.writes = on
-      self._loop.change(peer.stream.socket, peer, READ | WRITE if on else READ)
+      self._loop.change(peer.stream.socket, READ | WRITE if on else READ, peer)
 
   # --- their ends --------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class Outgoing:
     no_delay(socket)
     self._loop, self.heard = loop, time.monotonic()
     self.stream = Stream(socket, kinds, message, memory, LARGEST, BACKLOG, scratch, context)
-    loop.add(socket, self, READ if self.stream.shaken else WRITE)
+    loop.add(socket, READ if self.stream.shaken else WRITE, self)
 
   def serve(self, events: int) -> bool:
     """Reads what has come and sends what waited; whether this has completed TLS's handshake.
@@ -91,7 +91,7 @@ class Outgoing:
       self._wait_for(READ | WRITE)
 
   def _wait_for(self, events: int) -> None:
-    self._loop.change(self.stream.socket, self, events)
+    self._loop.change(self.stream.socket, events, self)
 
   def leave(self, bye: Kind, reason: str) -> None:
     """Says a last word, and waits until that is read."""

@@ -203,6 +203,7 @@ class Client(Handler):
     self._link = Link(
       o.connect, o.keys, o.insecure, self, give_up=o.give_up, flag='--connect', what='learner'
     )
+    self.start = self._link.start  # begins to connect
     self._groups: list[Group] = []
     self._meter = Meter()
     self._lives = 0
@@ -217,10 +218,6 @@ class Client(Handler):
     """A signal came."""
     self.signum = signum
     self._link.wake()
-
-  def start(self) -> None:
-    """Begins to connect."""
-    self._link.start()
 
   def look(self, seconds: float) -> None:
     """Waits for the end, for at most so long.

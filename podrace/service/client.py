@@ -126,7 +126,7 @@ class Client:
     """
     deadline = deadline_of(timeout)
     for connection in self.connections:
-      if not connection.wait_joined(deadline):
+      if not connection.wait_until(lambda: not connection.away, deadline):
         raise TimeoutError(
           f'no {wire.SERVICE} at {connection.address} in {timeout:.0f} s: {connection.link.why}. '
           f'Is `podrace replay --listen {connection.address}` running, with the same keys?'

@@ -132,10 +132,6 @@ class Connection(Handler):
         self.changed.wait(min(left, 3600.0))
     return True
 
-  def wait_joined(self, deadline: float) -> bool:
-    """Whether there is a session in time; raises as `check_open`."""
-    return self.wait_until(lambda: not self.away, deadline)
-
   def ask(self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf) -> Asked:
     """Asks, now and again whenever a session begins before there is an answer."""
     with self.changed:

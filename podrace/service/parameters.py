@@ -198,9 +198,9 @@ class Publisher(listener.Handler):
     """Ends connections to those that read too slowly, where more than KEPT old versions wait for them."""
     reading = [p for p in self.peers if p.state.sending]
     old = {p.state.has for p in reading} - {self._before, self._newest}
-    too_new = sorted(old, key=lambda version: version.number)[KEPT:]
+    unwanted = sorted(old, key=lambda version: version.number)[KEPT:]
     for peer in reading:
-      if peer.state.has in too_new:
+      if peer.state.has in unwanted:
         self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
 
   def _tell_one(self, peer: Peer) -> None:
@@ -317,7 +317,8 @@ class Parameters(link.Handler):
     if max_staleness is not None and not max_staleness > 0:
       raise ValueError(f'{max_staleness=} must be positive')
     self.address, self.changed = address, threading.Condition()
-    self._max_staleness, self._role = max_staleness, role
+    self._max_staleness = math.inf if max_staleness is None else max_staleness
+    self._role = role
     self._environments, self.first, self._measure = environments, first, measure
     self._held: Published | None = None
     self._known = -1  # the newest version of which it knows
@@ -326,8 +327,7 @@ class Parameters(link.Handler):
     self.fetched = 0
     keys = None if keys is None else Path(keys)
     self._link = Link(address, keys, insecure, self, self.changed)
-    if max_staleness is not None:
-      self._link.ping_every = max_staleness / 3
+    self._link.ping_every = self._max_staleness / 3
     self._link.start()
 
   @property
@@ -382,8 +382,7 @@ class Parameters(link.Handler):
   @property
   def is_stale(self) -> bool:
     """Whether what is held must not be used: it is too old, or another process has this one's environments."""
-    most = math.inf if self._max_staleness is None else self._max_staleness
-    return self.staleness > most or self._link.waits
+    return self.staleness > self._max_staleness or self._link.waits
 
   def _why(self) -> str:
     if self._held is None:

@@ -125,7 +125,7 @@ def test_a_client_that_was_turned_away_joins_once_its_key_is_listed(tmp_path: Pa
         )
         assert connection.away and not reader.connected
         listed.write_text(text)
-        assert connection.wait_joined(time.monotonic() + 30)
+        assert connection.wait_until(lambda: not connection.away, time.monotonic() + 30)
         until(lambda: reader.connected)
       fill(client, client.table('it', **SIMPLE), 3).close(timeout=30)
     reader.close()
