@@ -160,9 +160,7 @@ class Connections:
     return self.acceptor.address
 
   def close(self) -> None:
-    """Ends all guests at once, and listens no more."""
-    for guest in self.guests:
-      guest.stream.close()
+    """Forgets all guests, and listens no more."""
     self.guests.clear()
     self._closing.close()
 

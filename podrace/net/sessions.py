@@ -308,7 +308,7 @@ class Sessions:
 
   def close(self) -> None:
     """Ends all connections at once."""
-    for peer in self.peers:
+    for peer in (*self.peers, *self.connections.guests):
       peer.stream.close()
     self.peers.clear()
     self.connections.close()

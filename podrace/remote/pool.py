@@ -183,7 +183,7 @@ class Slots:
     pools: those of actor threads that take environments now.
   """
 
-  def __init__(self, most: int, start: Callable[[Group], None]) -> None:
+  def __init__(self, most: int, start: Callable[[Group], object]) -> None:
     self._most, self._start = most, start
     self.pools: list[RemotePool] = []
     self._waiting: list[Group] = []

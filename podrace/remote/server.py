@@ -66,7 +66,7 @@ class Server(Handler):
     self.listener = listener = Listener(listen, self, say)
     self.log, self.counts, self.peers = listener.log, listener.counts, listener.peers
     self.max_wait, self._deadline, self._most, self._on_cores = max_wait, deadline, slots, on_cores
-    self.slots = Slots(slots, self._start)
+    self.slots = Slots(slots, lambda group: listener.send(group.peer, wire.START, group.index))
     self.network = network = SharedNetwork(listener, self.slots.pools)
     self.call, self.turn, self.finished = network.call, network.turn, network.finish
     self.wake, self.pass_on = listener.wake, network.pass_on
@@ -201,9 +201,6 @@ class Server(Handler):
         f'{peer.name}: environments wait until others leave; all {self.slots.total} slots (--num-envs) are taken, '
         f'or no {size} of one actor thread are free'
       )
-
-  def _start(self, group: Group) -> None:
-    self.listener.send(group.peer, wire.START, group.index)
 
   def turned(self) -> None:
     self._incoming.look()
