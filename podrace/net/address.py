@@ -37,7 +37,8 @@ def announced_at(address: str) -> tuple[Path, str] | None:
   """The file and the name of announced:FILE#NAME; None for others."""
   scheme, _, rest = address.partition(':')
   path, _, name = rest.rpartition('#')
-  return (Path(path), name) if scheme == 'announced' and path and name else None
+  valid = scheme == 'announced' and path and name and not _is_odd(address)
+  return (Path(path), name) if valid else None
 
 
 def current(address: str) -> str:
@@ -59,10 +60,13 @@ def current(address: str) -> str:
   return there
 
 
-def is_place(address: str) -> bool:
-  """Whether a client can connect to it as it is written."""
+def is_place(address: str, listens: bool = False) -> bool:
+  """Whether a client can connect to it as it is written, or a listener listen there."""
   host, port = host_and_port(address)
-  tcp = host not in ('', '*') and _is_port(port, 1)
+  if listens:
+    tcp = bool(host) and (port == '*' or _is_port(port, 0))
+  else:
+    tcp = host not in ('', '*') and _is_port(port, 1)
   return (tcp or bool(unix_path(address))) and not _is_odd(address)
 
 
@@ -95,14 +99,8 @@ def check_address(
   Raises:
     SecurityError: saying what to give instead.
   """
-  if listens:
-    host, port = host_and_port(address)
-    tcp, more = bool(host) and (port == '*' or _is_port(port, 0)), ' or * (any)'
-    valid = (tcp or bool(unix_path(address))) and not _is_odd(address)
-  else:
-    announced, more = announced_at(address) is not None, ', or announced:FILE#NAME'
-    valid = is_place(address) or (announced and not _is_odd(address))
-  if not valid:
+  if not is_place(address, listens) and (listens or announced_at(address) is None):
+    more = ' or * (any)' if listens else ', or announced:FILE#NAME'
     raise SecurityError(
       f'{flag} takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535{more}, not {address!r}'
     )

@@ -9,25 +9,26 @@ import logging
 import socket as sockets
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
 from podrace.net import measures, session
-from podrace.net.acceptor import Acceptor
 from podrace.net.frame import Kind
-from podrace.net.lines import Lines
 from podrace.net.loop import READ, WRITE, Loop
 from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
-from podrace.net.text import plain
+from podrace.net.text import Lines, TokenBucket, plain
 
 GUESTS = 1024  # connections without a session; then those go that were heard of longest ago
 GUEST_BACKLOG = 8  # frames that one of them has not read
 SILENT_SECONDS = 10.0  # that a connection may take to say hello
 TALKING_SECONDS = 300.0  # that one may be silent which must wait, or has asked
 ENDING_SECONDS = 1.0  # that a connection is kept to hear why it ends
+AT_ONCE = 16  # connections that are accepted before others are served
+GREETING_SHARE = 0.1  # of the time, that new connections may take
+GREETING_SECONDS = 1.0  # at once
 WANTS_KEYS = 'this listener wants keys: give --keys DIR'
 
 
@@ -58,6 +59,62 @@ class Peer:
     self.since = self.last_seen = time.monotonic()
     self.until = self.since + SILENT_SECONDS  # as one without a session
     self.finished = self.ending = self.gone = self.asked = self.waits = self.writes = False
+
+
+class Acceptor:
+  """Accepts connections, without blocking.
+
+  New ones have a bounded share of the time, for others have a right to the rest. While it is used up they wait in the
+  kernel.
+
+  Attributes:
+    address: with the port that it has.
+    accepting: new connections do not wait.
+
+  Raises:
+    SecurityError: if the address can't be listened at.
+  """
+
+  def __init__(self, address: str, loop: Loop) -> None:
+    self._socket, self.address = addresses.listen(address)
+    self._loop, self._seconds = loop, TokenBucket(GREETING_SECONDS, GREETING_SHARE)
+    self.accepting = False
+    self.resume()
+
+  def accept(self) -> Iterator[tuple[sockets.socket, Any]]:
+    """Some of the connections that have come, and where from; raises OSError, as where files run out."""
+    with contextlib.suppress(BlockingIOError):
+      for _ in range(AT_ONCE):
+        yield self._socket.accept()
+
+  @contextlib.contextmanager
+  def timed(self) -> Iterator[None]:
+    """Counts the time that a new connection takes."""
+    begun = time.monotonic()
+    try:
+      yield
+    finally:
+      self._seconds.take(time.monotonic() - begun)
+      if self.accepting and self._seconds.left < 0:
+        self.accepting = False
+        self._loop.remove(self._socket)
+
+  def resume(self) -> None:
+    """Accepts connections again, if there is time for them."""
+    if not self.accepting and self._seconds.left > 0:
+      self.accepting = True
+      self._loop.add(self._socket, READ, self)
+
+  def close(self) -> None:
+    """For good; once it is closed the path may be another process's."""
+    if self._socket.fileno() < 0:
+      return
+    if self.accepting:
+      self._loop.remove(self._socket)
+    self._socket.close()
+    if (path := addresses.unix_path(self.address)) is not None:
+      with contextlib.suppress(OSError):
+        Path(path).unlink()
 
 
 class Connections:
@@ -103,9 +160,7 @@ class Connections:
     return self.acceptor.address
 
   def close(self) -> None:
-    """Ends all guests at once, and listens no more."""
-    for guest in self.guests:
-      guest.stream.close()
+    """Forgets all guests, and listens no more."""
     self.guests.clear()
     self._closing.close()
 
@@ -140,7 +195,7 @@ class Connections:
       socket, self._kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer),
       session.GUEST_BYTES, GUEST_BACKLOG, self._scratch, self._context, True,
     )  # fmt: skip
-    self._loop.add(socket, peer)
+    self._loop.add(socket, READ, peer)
     self.guests[peer] = None
     self._counts['connections'] += 1
     while len(self.guests) > GUESTS:
@@ -219,7 +274,7 @@ class Connections:
     """Whether to wait for room to write."""
     if peer.writes != on and not peer.stream.closed:
       peer.writes = on
-      self._loop.change(peer.stream.socket, peer, READ | WRITE if on else READ)
+      self._loop.change(peer.stream.socket, READ | WRITE if on else READ, peer)
 
   # --- their ends --------------------------------------------------------------------------------
 

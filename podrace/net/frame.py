@@ -112,8 +112,7 @@ def split(body: Buffer, sizes: Iterable[int]) -> list[memoryview]:
   """The arrays of a body."""
   view, at, found = memoryview(body), 0, []
   for size in sizes:
-    found.append(view[at : at + size])
-    at += size
+    found.append(view[at : (at := at + size)])
   return found
 
 

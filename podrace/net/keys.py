@@ -81,21 +81,17 @@ def _make(directory: Path, role: str, name: str, signed_by: Path) -> str:
 
   key = ed25519.Ed25519PrivateKey.generate()
   subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
-  if role == AUTHORITY:
-    signer, issuer = key, subject
-  else:
+  signer: Any = key
+  issuer = subject
+  if role != AUTHORITY:
     text = (signed_by / f'{AUTHORITY}.key').read_bytes()
-    found = serialization.load_pem_private_key(text, None)
-    assert isinstance(found, ed25519.Ed25519PrivateKey)
-    signer = found
+    signer = serialization.load_pem_private_key(text, None)
     issuer = x509.load_pem_x509_certificate((signed_by / f'{AUTHORITY}.pem').read_bytes()).subject
   certificate = _certificate(role, key, subject, signer, issuer)
   pem, der = (certificate.public_bytes(getattr(serialization.Encoding, x)) for x in ('PEM', 'DER'))
   (directory / f'{role}.pem').write_bytes(pem)
   secret = key.private_bytes(
-    serialization.Encoding.PEM,
-    serialization.PrivateFormat.PKCS8,
-    serialization.NoEncryption(),
+    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
   )
   descriptor = os.open(directory / f'{role}.key', os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
   with os.fdopen(descriptor, 'wb') as file:

@@ -18,8 +18,7 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, split
 from podrace.net.loop import Loop
-from podrace.net.outage import NEAR, Outage
-from podrace.net.outgoing import CONNECT_SECONDS, Outgoing, why_not
+from podrace.net.outgoing import CONNECT_SECONDS, NEAR, Outage, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch
 from podrace.net.text import plain, plain_reasons
 from podrace.worker import Worker
@@ -44,10 +43,8 @@ class Handler(Protocol):
     kinds: that the service sends, see `session.of_listeners`.
   """
 
-  @property
-  def service(self) -> str: ...
-  @property
-  def kinds(self) -> dict[int, Kind]: ...
+  service: str
+  kinds: dict[int, Kind]
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""

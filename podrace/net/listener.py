@@ -21,10 +21,10 @@ from podrace.net import address as addresses
 from podrace.net import measures, session
 from podrace.net.announce import Announcement
 from podrace.net.connections import ENDING_SECONDS, Peer
-from podrace.net.lines import Lines, Say
 from podrace.net.loop import Loop
 from podrace.net.sessions import Handler, Sessions
 from podrace.net.stream import Ended
+from podrace.net.text import Lines, Say
 from podrace.worker import Worker
 
 TICK = 0.2  # seconds between looks at who is silent
@@ -85,12 +85,8 @@ class Listener:
     self.lines = lines = Lines(say)
     self.log, self.counts = lines.log, lines.counts
     self._loop = loop = Loop()
-    self.wake, self.later, self.call, self.do_calls = (
-      loop.wake,
-      loop.later,
-      loop.call,
-      loop.do_calls,
-    )
+    self.wake, self.later = loop.wake, loop.later
+    self.call, self.do_calls = loop.call, loop.do_calls
     self.sessions = sessions = Sessions(handler, loop, listen.keys, listen.peer_timeout, lines)
     self.send, self.drop, self.tell_gone = sessions.send, sessions.drop, sessions.tell_gone
     self.blame, self.unexpected = sessions.blame, sessions.unexpected
@@ -235,7 +231,8 @@ class Serving:
   def _main(self) -> None:
     listener = self._listener
     with contextlib.ExitStack() as last:  # each, whatever became of the others
-      last.callback(self._goodbye)
+      goodbye = f'{listener.handler.service} has ended'
+      last.callback(listener.end, False, goodbye, ENDING_SECONDS)
       last.callback(self._before_end)
       try:
         while not self._stop.is_set():
@@ -243,6 +240,3 @@ class Serving:
       except BaseException:
         listener.log(f'the service failed:\n{traceback.format_exc()}', logging.ERROR, always=True)
         raise
-
-  def _goodbye(self) -> None:
-    self._listener.end(False, f'{self._listener.handler.service} has ended', ENDING_SECONDS)

@@ -7,34 +7,27 @@ import contextlib
 import selectors
 import socket as sockets
 from collections.abc import Callable
-from typing import Any
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Loop:
-  """The sockets of one thread at a time, each with its owner; any thread may `wake`, `later` and `call`."""
+  """The sockets of one thread at a time, each with its owner; any thread may `wake`, `later` and `call`.
+
+  Attributes:
+    add, change: wait for a socket from now on, or for other events of it; with the events, and its owner.
+    remove: waits no longer for a socket, which is open still.
+  """
 
   def __init__(self) -> None:
-    self._selector = selectors.DefaultSelector()
+    self._selector = s = selectors.DefaultSelector()
+    self.add, self.change, self.remove = s.register, s.modify, s.unregister
     self._calls: collections.deque[Callable[[], None]] = collections.deque()
     self._read, self._write = sockets.socketpair()
     self._read.setblocking(False)
     self._write.setblocking(False)
     self._woken = False
-    self._selector.register(self._read, READ)
-
-  def add(self, socket: sockets.socket, owner: Any, events: int = READ) -> None:
-    """Waits for a socket, from now on."""
-    self._selector.register(socket, events, owner)
-
-  def change(self, socket: sockets.socket, owner: Any, events: int) -> None:
-    """Waits for other events of a socket."""
-    self._selector.modify(socket, events, owner)
-
-  def remove(self, socket: sockets.socket) -> None:
-    """Waits no longer for a socket, which is open still."""
-    self._selector.unregister(socket)
+    self.add(self._read, READ)
 
   def wait(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
     """Sockets that are ready, by their keys' `data`, and what for; waits until there are some, for so long at most."""

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 from podrace.net import measures, session
 from podrace.net.connections import Connections, Peer
 from podrace.net.frame import VERSION, Buffer, Kind, WireError, split
-from podrace.net.lines import Lines
 from podrace.net.loop import Loop
 from podrace.net.stream import Ended, Full
-from podrace.net.text import label, plain, plain_reasons
+from podrace.net.text import Lines, label, plain, plain_reasons
 from podrace.version import __version__
 
 PEERS = 16384  # with a session, at most
@@ -36,10 +35,9 @@ class Handler(Protocol):
     largest: bytes of a frame of a client, at most.
   """
 
-  @property
-  def service(self) -> str: ...
-  @property
-  def kinds(self) -> dict[int, Kind]: ...
+  service: str
+  kinds: dict[int, Kind]
+
   @property
   def largest(self) -> int: ...
 
@@ -310,7 +308,7 @@ class Sessions:
 
   def close(self) -> None:
     """Ends all connections at once."""
-    for peer in self.peers:
+    for peer in (*self.peers, *self.connections.guests):
       peer.stream.close()
     self.peers.clear()
     self.connections.close()

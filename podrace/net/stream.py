@@ -44,17 +44,10 @@ class Waiting:
     return len(self._counts)
 
   def add(self, buffers: Sequence[Buffer], sent: int) -> None:
-    """A frame, of which so many bytes have been sent already."""
-    kept = 0
-    for x in buffers:
-      view = memoryview(x)
-      n = view.nbytes
-      if sent >= n:
-        sent -= n
-        continue
-      self._buffers.append(view[sent:])
-      sent, kept = 0, kept + 1
-    self._counts.append(kept)
+    """A frame, of which so many bytes have been sent already: none, unless it is the only one."""
+    self._buffers.extend(map(memoryview, buffers))
+    self._counts.append(len(buffers))
+    self.took(sent)
 
   def next(self) -> list[memoryview]:
     """What is sent next."""
@@ -90,11 +83,6 @@ class Large:
   @property
   def left(self) -> int:
     return len(self.into) - self.at
-
-  def begin(self, some: memoryview) -> None:
-    """What of it has come already."""
-    self.at = len(some)
-    self.into[: self.at] = some
 
 
 class LowWater:
@@ -233,10 +221,10 @@ class Stream:
     while end - at >= PREFIX_BYTES:
       size, word = PREFIX.unpack_from(scratch, at)
       start = at + PREFIX_BYTES
-      kind, head = (
-        kind_of(self.kinds, word),
-        word >> 8,
-      )  # whoever speaks something else hears it at once
+      # Whoever speaks something else hears it at once.
+      if (kind := self.kinds.get(word & 0xFF)) is None:
+        raise WireError(f'a frame of kind {word & 0xFF}, which is not sent to this end')
+      head = word >> 8
       if size > self.largest or head > size:
         raise WireError(f'a frame of {size} bytes with a header of {head}, at most {self.largest}')
       if end - start >= size:
@@ -272,8 +260,8 @@ class Stream:
       into = self.memory(kind, fields, size - head)
     # Memory that is not touched takes none: a frame of which nothing more comes costs nothing.
     memory = np.empty(size + start - begun, np.uint8).data if into is None else memoryview(into)
-    self._large = Large(kind, head, memory, header)
-    self._large.begin(self._scratch[begun:end])
+    memory[: end - begun] = self._scratch[begun:end]
+    self._large = Large(kind, head, memory, header, end - begun)
     self._low.expect(self._large.left)
 
   def _finish(self, large: Large) -> None:
@@ -360,14 +348,6 @@ class Stream:
     """Tells the other end that nothing more comes."""
     with self._lock, contextlib.suppress(OSError, ValueError):
       self.socket.shutdown(sockets.SHUT_WR)
-
-
-def kind_of(kinds: dict[int, Kind], word: int) -> Kind:
-  """The kind that a frame's second word names."""
-  kind = kinds.get(word & 0xFF)
-  if kind is None:
-    raise WireError(f'a frame of kind {word & 0xFF}, which is not sent to this end')
-  return kind
 
 
 def why(error: BaseException) -> str:

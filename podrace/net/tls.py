@@ -115,13 +115,12 @@ class Tls:
 
   def push(self) -> bool:
     """Sends what waits; whether nothing does any more."""
-    while True:
+    while self.waiting:
       if not len(self._sending):
-        if not self._out.pending:
-          return True
         self._sending = memoryview(self._out.read())
       try:
         sent = self._socket.send(self._sending)
       except BlockingIOError:
         return False
       self._sending = self._sending[sent:]
+    return True

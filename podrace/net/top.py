@@ -14,23 +14,15 @@ from podrace.net import keys as net_keys
 from podrace.net import session
 from podrace.net.frame import Kind, WireError
 from podrace.net.loop import Loop
-from podrace.net.outage import Outage
-from podrace.net.outgoing import Outgoing, why_not
+from podrace.net.outgoing import Outage, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch, no_memory
 from podrace.net.text import plain
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
 KINDS = session.of_listeners()
 HEAD = (
-  'client',
-  'environments',
-  'frames/s',
-  'answer p50 p99',
-  'step p50 p99',
-  'restarts',
-  'MB',
-  'seen',
-)
+  'client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'MB', 'seen',
+)  # fmt: skip
 RATES = ('inserts', 'samples')  # of a table
 
 
@@ -124,9 +116,9 @@ def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any
   title = f'{_plain(report["env"])}: {taken} of {report["slots"]} slots taken; {_counts(report)}'
   shown = Table(*HEAD, title=title)
   for c in report['clients']:
-    rate = (c['frames'] - before.get(c['name'], c['frames'])) / seconds if seconds else 0.0
     shown.add_row(
-      _plain(c['name']), f'{c["acting"]} of {c["environments"]}', f'{rate:,.0f}',
+      _plain(c['name']), f'{c["acting"]} of {c["environments"]}',
+      _rate(c['name'], c['frames'], before, seconds),
       '{:.1f} {:.1f} ms'.format(*c['answer_ms']), '{:.1f} {:.1f} ms'.format(*c['step_ms']),
       str(c['restarts']), _number(c['metrics'].get('resident_mb')), f'{c["last_seen_s"]:.1f} s',
     )  # fmt: skip
@@ -141,14 +133,14 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
 
   title = f'{_plain(report["service"])}: {_counts(report)}; {report["resident_mb"]:,.0f} MB'
   clients = _clients(report, title)
+  replay = [_tables(r, where, before, seconds) for where, r in _services(report)]
   if 'version' not in report:
-    return Group(_tables(report, '', before, seconds), clients)
-  steps, shards = report['program'].get('steps', 0), _shards(report)
+    return Group(*replay, clients)
+  steps = report['program'].get('steps', 0)
   head = (
     f'version {report["version"]}, {report["parameter_bytes"]:,} bytes; '
     f'{steps:,} steps, {_rate("steps", steps, before, seconds)} steps/s'
   )
-  replay = [_tables(r, _shard(i), before, seconds) for i, r in enumerate(shards)]
   return Group(head, clients, *replay)
 
 
@@ -195,29 +187,21 @@ def _rate(name: str, now: int, before: dict[str, int], seconds: float) -> str:
   return f'{(now - before.get(name, now)) / seconds if seconds else 0.0:,.0f}'
 
 
-def _shards(report: dict[str, Any]) -> list[dict[str, Any]]:
-  """The reports of a learner's replay service."""
-  return report['program'].get('replay', [])
-
-
-def _shard(number: int) -> str:
-  return f'shard {number}'
+def _services(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+  """The reports of a learner's replay services, and which shards they are; or the report of one itself."""
+  if 'version' not in report:
+    return [('', report)]
+  return [(f'shard {i}', shard) for i, shard in enumerate(report['program'].get('replay', []))]
 
 
 def counted(report: dict[str, Any]) -> dict[str, int]:
   """What a report has of which rates are made, by name."""
   if 'env' in report:
     return {c['name']: c['frames'] for c in report['clients']}
-  if 'version' not in report:
-    return _counted_tables(report, '')
-  found = {'steps': report['program'].get('steps', 0)}
-  for i, shard in enumerate(_shards(report)):
-    found |= _counted_tables(shard, _shard(i))
+  found = {'steps': report['program'].get('steps', 0)} if 'version' in report else {}
+  for where, of in _services(report):
+    found |= {f'{where} {t["name"]} {k}': t[k] for t in of['tables'] for k in RATES}
   return found
-
-
-def _counted_tables(report: dict[str, Any], where: str) -> dict[str, int]:
-  return {f'{where} {t["name"]} {k}': t[k] for t in report['tables'] for k in RATES}
 
 
 def run(address: str, keys: Path | None, insecure: bool, once: bool, every: float) -> int:

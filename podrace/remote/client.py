@@ -11,12 +11,9 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
 import queue
 import signal
-import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +32,7 @@ from podrace.process import cores, on_signals
 from podrace.remote import wire
 from podrace.remote.wire import WireError
 from podrace.types import Arrival
+from podrace.worker import Worker
 
 TURN = 0.2  # seconds between looks at whether environments hang
 END_SECONDS = 10.0  # that threads have to end their pools
@@ -64,8 +62,7 @@ class Options:
   def __post_init__(self) -> None:
     for address in self.addresses:
       check_address(address, self.keys, self.insecure, '--connect')
-    for name in ('num_envs', 'workers', 'groups'):
-      least = 1 if name == 'num_envs' else 0
+    for name, least in (('num_envs', 1), ('workers', 0), ('groups', 0)):
       if getattr(self, name) < least:
         flag = name.replace('_', '-')
         raise ValueError(f'--{flag} must be at least {least}, not {getattr(self, name)}')
@@ -124,7 +121,10 @@ class Group:
 
   Args:
     say: sends the bytes of records and observations.
-    fail: gets the reason why there will be none.
+    ended: is called at the end of its thread, which may have failed.
+
+  Attributes:
+    worker: the thread, once it has begun.
   """
 
   def __init__(
@@ -134,24 +134,19 @@ class Group:
     spec: HostSpec,
     args: PoolArgs,
     say: Callable[[Group, list[Any]], None],
-    fail: Callable[[Group, str], None],
+    ended: Callable[[], None],
   ) -> None:
     self.index, self.session, self.size = index, session, args.num_envs
-    self._spec, self._args, self._say, self._fail = spec, args, say, fail
+    self._spec, self._args, self._say, self._ended = spec, args, say, ended
     self.seq = 0  # of the timesteps that are said next, or were last
     self.busy_since: float | None = None
     self.watches_itself = False
     self._actions: queue.SimpleQueue[np.ndarray | None] = queue.SimpleQueue()
-    self._thread: threading.Thread | None = None
+    self.worker: Worker | None = None
 
   def start(self) -> None:
     self.busy_since = time.monotonic() + 60.0  # to make them takes its time
-    self._thread = threading.Thread(target=self._main, name=f'group-{self.index}', daemon=True)
-    self._thread.start()
-
-  @property
-  def started(self) -> bool:
-    return self._thread is not None
+    self.worker = Worker(f'group-{self.index}', self._main, self._ended)
 
   def act(self, action: np.ndarray) -> None:
     self.busy_since = time.monotonic()
@@ -162,14 +157,10 @@ class Group:
 
   def join(self, seconds: float) -> bool:
     """Whether the thread has ended."""
-    if self._thread is not None:
-      self._thread.join(seconds)
-    return self._thread is None or not self._thread.is_alive()
+    return self.worker is None or self.worker.wait(seconds)
 
   def _main(self) -> None:
-    pool = None
-    try:
-      pool = self._spec.make(self._args)
+    with contextlib.closing(self._spec.make(self._args)) as pool:
       self.watches_itself = pool.watches_itself
       ids = np.arange(self.size, dtype=np.int32)
       pool.reset()
@@ -177,12 +168,6 @@ class Group:
       while (action := self._actions.get()) is not None:
         pool.send(ids, action)
         self._send(pool.recv(), ids)
-    except BaseException as e:
-      is_plain = isinstance(e, host.HostError) and not os.environ.get('PODRACE_TRACEBACK')
-      self._fail(self, str(e) if is_plain else traceback.format_exc())
-    finally:
-      if pool is not None:
-        pool.close()
 
   def _send(self, arrival: Arrival, ids: np.ndarray) -> None:
     if not np.array_equal(arrival.env_id, ids):
@@ -218,16 +203,11 @@ class Client(Handler):
     self._link = Link(
       o.connect, o.keys, o.insecure, self, give_up=o.give_up, flag='--connect', what='learner'
     )
+    self.start = self._link.start  # begins to connect
     self._groups: list[Group] = []
     self._meter = Meter()
     self._lives = 0
-    self._failure: Failed | None = None
     self.signum = 0
-
-  @property
-  def over(self) -> bool:
-    """The run is complete."""
-    return self._link.over
 
   @property
   def done(self) -> bool:
@@ -239,10 +219,6 @@ class Client(Handler):
     self.signum = signum
     self._link.wake()
 
-  def start(self) -> None:
-    """Begins to connect."""
-    self._link.start()
-
   def look(self, seconds: float) -> None:
     """Waits for the end, for at most so long.
 
@@ -251,7 +227,13 @@ class Client(Handler):
       TimeoutError: if there was no learner for `give_up` seconds.
     """
     self._link.check()
-    self._look_at_groups()
+    now = time.monotonic()
+    for group in self._groups:
+      if group.worker is not None and group.worker.failed:
+        raise Failed(f'{self._spec.name} failed:\n{group.worker.message(host.HostError)}')
+      since = group.busy_since
+      if since is not None and not group.watches_itself and now - since > self._options.deadline:
+        raise Failed(f'{self._spec.name}: no answer for {now - since:.0f} s')
     with self._link.changed:
       if not self.done:
         self._link.changed.wait(seconds)
@@ -262,16 +244,6 @@ class Client(Handler):
     self._end_groups(END_SECONDS)
     self._link.check()
 
-  def _look_at_groups(self) -> None:
-    """Raises Failed for environments that failed, or hang."""
-    if self._failure is not None:
-      raise self._failure
-    now = time.monotonic()
-    for group in self._groups:
-      since = group.busy_since
-      if since is not None and not group.watches_itself and now - since > self._options.deadline:
-        raise Failed(f'{self._spec.name}: no answer for {now - since:.0f} s')
-
   # --- what groups say, in their threads
 
   def _say(self, group: Group, arrays: list[Any]) -> None:
@@ -279,11 +251,9 @@ class Client(Handler):
     self._meter.add(steps_per_s=group.size)
     self._link.send(wire.STEP, group.index, group.seq, arrays=arrays, within=group.session)
 
-  def _fail(self, group: Group, error: str) -> None:
-    if group in self._groups:
-      self._failure = Failed(f'{self._spec.name} failed:\n{error}')
-      with self._link.changed:
-        self._link.changed.notify_all()
+  def _group_ended(self) -> None:
+    with self._link.changed:
+      self._link.changed.notify_all()
 
   # --- as a link's handler
 
@@ -307,7 +277,7 @@ class Client(Handler):
     self._groups = []
     for i, (size, seed) in enumerate(zip(sizes, seeds.spawn(len(sizes)), strict=True)):
       args = PoolArgs(size, size, seed.generate_state(size, np.uint32), max(1, workers), o.deadline)
-      self._groups.append(Group(i, session, self._spec, args, self._say, self._fail))
+      self._groups.append(Group(i, session, self._spec, args, self._say, self._group_ended))
     log.info(
       'joined the learner of %s with %d environments in %s',
       plain(env), o.num_envs, 'one group' if len(sizes) == 1 else f'{len(sizes)} groups',
@@ -327,7 +297,7 @@ class Client(Handler):
     index = fields[0]
     group = self._groups[index] if index < len(self._groups) else None
     if kind is wire.START:
-      if group is None or group.started:
+      if group is None or group.worker is not None:
         raise WireError(f'a start of group {index}, which there is not or has begun')
       group.start()
     elif group is None or group.seq != fields[1] or group.busy_since is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from podrace.net.listener import Peer
+from podrace.net.frame import Buffer
+from podrace.net.listener import Listener, Peer
 from podrace.net.text import label
 from podrace.remote import wire
 from podrace.remote.wire import WireError
@@ -17,6 +19,7 @@ from podrace.types import FIRST, LAST, MID
 if TYPE_CHECKING:
   from podrace.remote.pool import RemotePool
 
+TOGETHER = 2**21  # bytes of timesteps that are looked at together, unless a single one has more
 RESTARTS = 1000  # of an environment between two timesteps, at most; what says more is no count
 SAMPLES = 1024  # of latencies, for each client
 STEPPING = 'asked', 'come', 'thinking'  # states of groups that have slots
@@ -81,9 +84,8 @@ class Group:
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
     self.over = True  # some of them are LAST
     self.mids = np.full(size, MID, np.uint32)
-    self.within: np.ndarray = np.full(
-      (size, 3), (0, ONE, MID), np.uint32
-    )  # life, discount, flags within an episode
+    # Life, discount, flags within an episode.
+    self.within: np.ndarray = np.full((size, 3), (0, ONE, MID), np.uint32)
     self._buffers: list[np.ndarray] = []
 
   def buffer(self, size: int) -> np.ndarray:
@@ -143,3 +145,94 @@ def within_episodes(items: list[Item], records: wire.Records) -> list[bool]:
   starts = np.cumsum([0, *(g.size for g in groups[:-1])])
   each = np.logical_and.reduceat(as_before.all(1), starts)
   return [bool(x) and not g.over for x, g in zip(each, groups, strict=True)]
+
+
+class Incoming:
+  """Timesteps that have come and are not looked at yet.
+
+  They are looked at together, as most of what there is to check costs as much for many.
+
+  Args:
+    layout: of their bytes.
+    listener: ends sessions of clients whose timesteps are wrong.
+  """
+
+  def __init__(self, layout: wire.Layout, listener: Listener) -> None:
+    self._layout, self._listener = layout, listener
+    self._items: list[Item] = []
+    self._bytes = 0
+
+  def add(self, group: Group, body: Buffer) -> None:
+    """A group's timesteps have come."""
+    now = time.monotonic()
+    if group.seq:
+      group.client.stepping.add(now - group.since)
+    group.state, group.since = 'come', now
+    if self._bytes + len(body) > TOGETHER:
+      self.look()
+    self._items.append(Item(group, self._layout.arrays(body, group.size), now))
+    self._bytes += len(body)
+
+  def look(self) -> None:
+    """Checks those that have come, and hands them to the actor threads."""
+    items, self._items, self._bytes = self._items, [], 0
+    if items:
+      self._accept(items)
+
+  def _accept(self, items: list[Item]) -> None:
+    items = [item for item in items if item.group.state == 'come']  # else dropped since
+    if not items:
+      return
+    steps = [item.arrays for item in items]
+    try:
+      records = self._layout.records(steps)
+      if not np.isfinite(records.numbers).all():
+        raise WireError('a reward, score or discount that is NaN or infinite')
+      self._layout.check_observations(steps)
+      within = within_episodes(items, records)
+    except Exception as e:
+      self._accept_each(items, e)
+      return
+    start = 0
+    for item, is_within in zip(items, within, strict=True):
+      group = item.group
+      stop = start + group.size
+      if is_within:
+        group.kind = group.mids
+      elif group.state == 'come':  # else dropped for another one's
+        self._accept_ends(group, wire.Records(records.words[start:stop]))
+      start = stop
+    self._pass_on([item for item in items if item.group.state == 'come'])
+
+  def _accept_each(self, items: Sequence[Item], e: Exception) -> None:
+    """Finds out whose timesteps have led to an error."""
+    if len(items) == 1:
+      self._listener.blame(items[0].group.peer, e)
+      return
+    if not isinstance(e, WireError):
+      self._listener.unexpected(e)
+    for item in items:
+      self._accept([item])
+
+  def _accept_ends(self, group: Group, records: wire.Records) -> None:
+    try:
+      restarts = group.accept(records)
+    except Exception as e:
+      self._listener.blame(group.peer, e)
+      return
+    if restarts is not None and group.pool is not None:
+      group.pool.run_id[group.slots] += restarts
+      group.run_id = group.pool.run_id[group.slots]
+      group.client.restarts += int(restarts.sum())
+
+  def _pass_on(self, items: list[Item]) -> None:
+    pools: dict[RemotePool, list[Item]] = {}
+    for item in items:
+      group = item.group
+      group.state = 'thinking'
+      group.client.frames += group.size
+      self._listener.counts['frames'] += group.size
+      assert group.pool is not None
+      pools.setdefault(group.pool, []).append(item)
+    for pool, those in pools.items():
+      pool.put(those)

@@ -24,18 +24,15 @@ from podrace.envs.spaces import tree
 from podrace.group import everyones
 from podrace.net.connections import Peer
 from podrace.net.frame import Kind
-from podrace.net.lines import Say
 from podrace.net.listener import Listen, Listener
 from podrace.net.measures import LOGGED, logged, resident_mb
 from podrace.net.session import GUEST_BYTES
 from podrace.net.sessions import Handler
-from podrace.net.text import STRING, plain
+from podrace.net.text import STRING, Say, plain
 from podrace.remote import wire
-from podrace.remote.groups import STEPPING, Client, Group, Item
-from podrace.remote.incoming import Incoming
+from podrace.remote.groups import STEPPING, Client, Group, Incoming, Item
 from podrace.remote.network import SharedNetwork
-from podrace.remote.pool import RemotePool
-from podrace.remote.slots import WAITING, Slots, best_groups
+from podrace.remote.pool import WAITING, RemotePool, Slots
 from podrace.remote.wire import WireError
 from podrace.types import Arrival, TimeStep
 
@@ -69,7 +66,7 @@ class Server(Handler):
     self.listener = listener = Listener(listen, self, say)
     self.log, self.counts, self.peers = listener.log, listener.counts, listener.peers
     self.max_wait, self._deadline, self._most, self._on_cores = max_wait, deadline, slots, on_cores
-    self.slots = Slots(slots, self._start)
+    self.slots = Slots(slots, lambda group: listener.send(group.peer, wire.START, group.index))
     self.network = network = SharedNetwork(listener, self.slots.pools)
     self.call, self.turn, self.finished = network.call, network.turn, network.finish
     self.wake, self.pass_on = listener.wake, network.pass_on
@@ -108,7 +105,7 @@ class Server(Handler):
   @property
   def largest(self) -> int:
     """Bytes of a frame, at most; no group is larger than all slots."""
-    return max(self.layout.step_bytes(self._most) + 64, GUEST_BYTES)
+    return max(self._most * self.layout.environment_bytes + 64, GUEST_BYTES)
 
   # --- its life ----------------------------------------------------------------------------------
 
@@ -147,7 +144,9 @@ class Server(Handler):
         'so they take part; end them if that is not what you want',
         logging.WARNING,
       )
-    groups = best_groups(self._on_cores and peer.here)
+    # Of two groups one steps while the learner acts for the other. Where the same cores do both,
+    # they wait for each other nevertheless, and two half batches take longer than a whole one.
+    groups = 1 if self._on_cores and peer.here else 2
     return dict(largest_group=self.slots.largest_group, groups=groups, env=self.env[:STRING])
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
@@ -161,10 +160,8 @@ class Server(Handler):
     group = self._stepping(peer, *fields)
     if group is None:
       return None
-    if size != self.layout.step_bytes(group.size):
-      raise WireError(
-        f'a STEP of {size} bytes, expected {self.layout.step_bytes(group.size)} of {group.size} environments'
-      )
+    if size != (expected := group.size * self.layout.environment_bytes):
+      raise WireError(f'a STEP of {size} bytes, expected {expected} of {group.size} environments')
     return group.buffer(size)
 
   def _stepping(self, peer: Peer, index: int, seq: int) -> Group | None:
@@ -205,17 +202,10 @@ class Server(Handler):
         f'or no {size} of one actor thread are free'
       )
 
-  def _start(self, group: Group) -> None:
-    self.listener.send(group.peer, wire.START, group.index)
-
   def turned(self) -> None:
     self._incoming.look()
 
   # --- what actor threads want -------------------------------------------------------------------
-
-  def pool(self, pool: RemotePool) -> None:
-    """One more that takes environments."""
-    self.slots.add(pool)
 
   def unpool(self, pool: RemotePool) -> None:
     """One that takes none any more."""
@@ -248,13 +238,11 @@ class Server(Handler):
       group.since = min(group.since + seconds, time.monotonic())
 
   def tick(self, now: float) -> None:
-    for peer in list(self.peers):
-      for group in peer.state.groups.values():
-        # A worker that hangs is replaced in the second part, unless the client gives up by itself.
-        if group.state == 'asked' and now - group.since > self._deadline + START_SECONDS:
-          why = f'group {group.index} has not answered for {now - group.since:.0f} s'
-          self.listener.tell_gone(peer, why)
-          break
+    for group in self._groups():
+      # A worker that hangs is replaced in the second part, unless the client gives up by itself.
+      if group.state == 'asked' and now - group.since > self._deadline + START_SECONDS:
+        why = f'group {group.index} has not answered for {now - group.since:.0f} s'
+        self.listener.tell_gone(group.peer, why)  # with all its groups
     self._tell_of_loneliness(now)
 
   def _tell_of_loneliness(self, now: float) -> None:
@@ -279,10 +267,7 @@ class Server(Handler):
   def report(self) -> dict[str, Any]:
     """What `podrace top` shows; of the network thread."""
     return dict(
-      self.listener.report(_described),
-      env=self.env,
-      slots=self.slots.total,
-      free=self.slots.free,
+      self.listener.report(_described), env=self.env, slots=self.slots.total, free=self.slots.free
     )
 
   def metrics(self) -> dict[str, float]:

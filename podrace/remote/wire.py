@@ -5,6 +5,7 @@ Everything that comes in is somebody else's: what is not exactly as it should be
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,22 +152,19 @@ class Layout:
   def __init__(self, schema: dict[str, Any]) -> None:
     self.leaves = [(np.dtype(d), tuple(shape)) for _, d, shape, _, _ in schema['observation']]
     self.action = np.dtype(schema['action'][1]), tuple(schema['action'][2])
-    self._bytes = [d.itemsize * int(np.prod(s, dtype=np.int64)) for d, s in self.leaves]
-    self.action_bytes = self.action[0].itemsize * int(np.prod(self.action[1], dtype=np.int64))
+    observations = [d.itemsize * math.prod(s) for d, s in self.leaves]
+    self._bytes = RECORD.itemsize, *observations  # of an environment's arrays in a STEP
+    self.action_bytes = self.action[0].itemsize * math.prod(self.action[1])
     bounds = [_bounds(leaf) for leaf in schema['observation']]
     self._checked = [
       (i, b) for i, b in enumerate(bounds) if b is not None or self.leaves[i][0].kind == 'f'
     ]
-    self.environment_bytes = RECORD.itemsize + sum(self._bytes)  # of a STEP
-
-  def step_bytes(self, n: int) -> int:
-    """Of a STEP's arrays."""
-    return n * self.environment_bytes
+    self.environment_bytes = sum(self._bytes)
 
   def arrays(self, body: Buffer, n: int) -> list[memoryview]:
     """The bytes of a STEP's records and observations, of n environments."""
     view, at, found = memoryview(body), 0, []
-    for size in (RECORD.itemsize, *self._bytes):
+    for size in self._bytes:
       found.append(view[at : (at := at + n * size)])
     return found
 
@@ -177,7 +175,7 @@ class Layout:
 
   def buffers(self, n: int) -> list[np.ndarray]:
     """Memory for the observations of n environments."""
-    return [np.empty(n * size, np.uint8) for size in self._bytes]
+    return [np.empty(n * size, np.uint8) for size in self._bytes[1:]]
 
   def observations(
     self, steps: Sequence[Sequence[Buffer]], buffers: Sequence[np.ndarray]

@@ -25,6 +25,8 @@ from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 from podrace.tables.waiting import deadline_of
 
+IN_FLIGHT, DELAY = 1024, 0.5  # of a writer's items and their chunks, see Client.writer
+
 
 class Client:
   """Connections to one replay service, or to several as shards; see `connect`."""
@@ -89,8 +91,8 @@ class Client:
     self,
     history: int,
     rows_per_chunk: int | None = None,
-    max_in_flight: int = 1024,
-    delay: float = 0.5,
+    max_in_flight: int = IN_FLIGHT,
+    delay: float = DELAY,
   ) -> Writer:
     """A podrace.tables.Writer; each writes to one server, in turn to those that are there.
 
@@ -100,22 +102,15 @@ class Client:
       delay: seconds for which an item waits until its chunks are full. What is sent
         before that is packed in smaller pieces.
     """
-    live = [c for c in self.connections if c.session is not None] or self.connections
+    if max_in_flight < 1:
+      raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')
+    live = [c for c in self.connections if not c.away] or self.connections
     connection = live[next(self._writers) % len(live)]
-    return _writer(connection, history, rows_per_chunk, max_in_flight, delay)
+    return Writer(connection.outbox.store(delay), history, rows_per_chunk, max_in_flight)
 
-  def writers(
-    self,
-    history: int,
-    rows_per_chunk: int | None = None,
-    max_in_flight: int = 1024,
-    delay: float = 0.5,
-  ) -> list[Writer]:
+  def writers(self, history: int) -> list[Writer]:
     """A writer for each server, in the order of `RemoteTable.shard_of`; to amend items that were sampled."""
-    return [
-      _writer(connection, history, rows_per_chunk, max_in_flight, delay)
-      for connection in self.connections
-    ]
+    return [Writer(c.outbox.store(DELAY), history, None, IN_FLIGHT) for c in self.connections]
 
   def checkpoint(self, timeout: float | None = None) -> list[str]:
     """Has each server write a checkpoint; their paths there, when they are written."""
@@ -131,9 +126,9 @@ class Client:
     """
     deadline = deadline_of(timeout)
     for connection in self.connections:
-      if not connection.wait_joined(deadline):
+      if not connection.wait_until(lambda: not connection.away, deadline):
         raise TimeoutError(
-          f'no {wire.SERVICE} at {connection.address} in {timeout:.0f} s: {connection.why}. '
+          f'no {wire.SERVICE} at {connection.address} in {timeout:.0f} s: {connection.link.why}. '
           f'Is `podrace replay --listen {connection.address}` running, with the same keys?'
         )
 
@@ -147,14 +142,6 @@ class Client:
 
   def __exit__(self, *exc: object) -> None:
     self.close()
-
-
-def _writer(
-  connection: Connection, history: int, rows: int | None, max_in_flight: int, delay: float
-) -> Writer:
-  if max_in_flight < 1:
-    raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')
-  return Writer(connection.outbox.store(delay), history, rows, max_in_flight)
 
 
 def connect(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.net.frame import Kind, WireError, check_fields, short
+from podrace.net.frame import Kind, WireError, short
 from podrace.net.link import Handler, Link, Refused
 from podrace.net.session import ASK, PING, REPORT
 from podrace.net.text import plain_lines
@@ -69,6 +69,7 @@ class Connection(Handler):
   """One server's; the handler of a link.
 
   Attributes:
+    link: to it.
     changed: is notified when there is an answer, or something else to wait for.
     tables: settings of those in use.
     sizes: of tables, as far as is known.
@@ -81,7 +82,7 @@ class Connection(Handler):
     self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
   ) -> None:
     self.address, self.changed = address, changed
-    link = self._link = Link(address, keys, insecure, self, changed)
+    link = self.link = Link(address, keys, insecure, self, changed)
     link.ping_every = PING_SECONDS
     self.wake, self.close = link.wake, link.close
     self.outbox = Outbox(self, link)
@@ -103,28 +104,23 @@ class Connection(Handler):
   # --- from any thread
 
   @property
-  def session(self) -> int | None:
-    """As of its link."""
-    return self._link.session
-
-  @property
-  def why(self) -> str:
+  def away(self) -> bool:
     """There is no session."""
-    return self._link.why
+    return self.link.session is None
 
   def state(self) -> str:
     """For messages: whether there is a connection."""
-    return f'there is no connection: {self.why}' if self.session is None else 'it is connected'
+    return f'there is no connection: {self.link.why}' if self.away else 'it is connected'
 
   def ask_report(self) -> None:
     """Has a newer report come, in a while."""
-    self._link.send(ASK)
+    self.link.send(ASK)
 
   def check_open(self) -> None:
     """Raises Closed, or what has ended the link."""
-    if self._link.closed:
+    if self.link.closed:
       raise Closed(f'the client of {self.address} is closed')
-    self._link.check()
+    self.link.check()
 
   def wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
     """Whether something is so in time; raises as `check_open`."""
@@ -135,10 +131,6 @@ class Connection(Handler):
           return False
         self.changed.wait(min(left, 3600.0))
     return True
-
-  def wait_joined(self, deadline: float) -> bool:
-    """Whether there is a session in time; raises as `check_open`."""
-    return self.wait_until(lambda: self.session is not None, deadline)
 
   def ask(self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf) -> Asked:
     """Asks, now and again whenever a session begins before there is an answer."""
@@ -156,7 +148,7 @@ class Connection(Handler):
       if self._asked.pop(asked.number, None) is None:
         return
       self._to_ask = deque(a for a in self._to_ask if a is not asked)
-      if asked.kind is wire.SAMPLE and asked.sent and self.session is not None:
+      if asked.kind is wire.SAMPLE and asked.sent and not self.away:
         self.cancel(asked)
 
   def cancel(self, asked: Asked) -> None:
@@ -174,7 +166,7 @@ class Connection(Handler):
 
   def joined(self, details: dict[str, Any]) -> None:
     expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
-    check_fields('welcome', [details.get(name) for name in expected], tuple(expected.values()))
+    wire.read_map('welcome', details, expected)
     waiting, missing = (
       set(wire.records(details[name], '<u8').tolist()) for name in ('waiting', 'missing')
     )
@@ -184,16 +176,14 @@ class Connection(Handler):
     with self.changed:
       for asked in self._asked.values():
         asked.sent = False
-      every = [a for a in self._asked.values() for _ in range(1 + a.cancelled)]
+      self._to_ask = deque(a for a in self._asked.values() for _ in range(1 + a.cancelled))
       for name, settings in self.tables.items():  # it may be a new process
-        number = next(self._numbers)
-        table = Asked(self, number, wire.TABLE, (name, settings), again=True)
-        self._asked[number] = table
-        every.insert(0, table)
-      self._to_ask = deque(every)
+        table = Asked(self, next(self._numbers), wire.TABLE, (name, settings), again=True)
+        self._asked[table.number] = table
+        self._to_ask.appendleft(table)
 
   def lost(self, reason: str) -> None:
-    if not self._link.closed:  # what is closed keeps its last one
+    if not self.link.closed:  # what is closed keeps its last one
       self.report = None
     self.outbox.lost()
 
@@ -209,33 +199,30 @@ class Connection(Handler):
         self.changed.notify_all()
 
   def turned(self) -> None:
-    if self.session is None:
+    if self.away:
       return
-    while (found := self._next_to_ask()) is not None:
-      self._ask(*found)
+    while self._ask_next():
+      pass
     while self.outbox.send():
       pass
     if self._unsaid > wire.MOST_BYTES // 4 or self._unsaid_samples >= wire.MOST_UNREAD // 4:
-      self._link.send(PING, self.ping())
+      self.link.send(PING, self.ping())
 
-  def _next_to_ask(self) -> tuple[Asked, bool] | None:
-    """A question, and whether it has been sent already and is to be cancelled."""
+  def _ask_next(self) -> bool:
+    """Sends a question, or cancels it if it has been sent already; whether there was one."""
     with self.changed:
       if not self._to_ask:
-        return None
+        return False
       asked = self._to_ask.popleft()
       was_sent, asked.sent = asked.sent, True
-      return asked, was_sent
-
-  def _ask(self, asked: Asked, was_sent: bool) -> None:
+    kind, args = asked.kind, asked.args
     if was_sent:
-      self._link.send(wire.CANCEL, asked.number)
-      return
-    args = asked.args
-    if asked.kind is wire.SAMPLE:
+      kind, args = wire.CANCEL, ()
+    elif kind is wire.SAMPLE:
       left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
       args = *args, left, self.ping()
-    self._link.send(asked.kind, asked.number, *args, arrays=asked.arrays)
+    self.link.send(kind, asked.number, *args, arrays=() if was_sent else asked.arrays)
+    return True
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     if kind is wire.ACK:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,9 +120,8 @@ class Stream:
     groups: list[tuple[Entry, list[tuple[int, Item]]]] = []
     lost = 0
     for (number, key, priority, table, s), own in zip(details.tolist(), found, strict=True):
-      if (
-        number > self.number
-      ):  # those in between were in an earlier process, after its last checkpoint
+      if number > self.number:
+        # Those in between were in an earlier process, after its last checkpoint.
         lost += number - self.number - 1 + len(self.unheard)
         self.number, self.unheard = number, set()
       elif number in self.missing:
@@ -302,7 +301,9 @@ class Inserting:
       elif isinstance(found, Pending):
         stream.waiting[number] = found
         entry.held.append((found, stream, number))
-        self._account(self._store.hold, found.item, stream, entry)
+        with self._store.lock:
+          for account in (stream.account, entry.account):
+            entry.table.contents.hold(found.item, account)
         outcome.waiting.append(number)
       else:
         outcome.refused[number] = str(found)
@@ -327,22 +328,14 @@ class Inserting:
     found = entry.table.inserts.submit_all([item for _, item in good], self._flight)
     return outcomes + [(number, x) for (number, _), x in zip(good, found, strict=True)]
 
-  def _account(
-    self, do: Callable[[Chunk, Account], None], item: Item, stream: Stream, entry: Entry
-  ) -> None:
-    """Counts (or not any more) an item that waits as its client's and among the table's."""
-    with self._store.lock:
-      for chunks, _, _ in item.parts:
-        for chunk in chunks:
-          do(chunk, stream.account)
-          do(chunk, entry.account)
-
   def admit(self, entry: Entry) -> None:
     """Tells whose items have gone in that waited for a table."""
     admitted: dict[Stream, list[int]] = {}
     while entry.held and entry.held[0][0].done:
       pending, stream, number = entry.held.popleft()
-      self._account(self._store.drop, pending.item, stream, entry)
+      with self._store.lock:
+        for account in (stream.account, entry.account):
+          entry.table.contents.drop(pending.item, account)
       stream.waiting.pop(number, None)
       admitted.setdefault(stream, []).append(number)
     for stream, numbers in admitted.items():

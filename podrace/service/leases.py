@@ -23,18 +23,13 @@ class Leases:
 
   def find(self, size: int, wish: int) -> range | None:
     """`size` environments that are free, from number `wish` on if they are; None if there are not so many in a row."""
-    start, found = 0, None
-    for taken in sorted(self.held.values(), key=lambda r: r.start):
-      if found is None and taken.start - start >= size:
-        found = start
-      if start <= wish <= taken.start - size:
-        return range(wish, wish + size)
-      start = taken.stop
-    if start <= wish <= self.total - size:
-      return range(wish, wish + size)
-    if found is None and self.total - start >= size:
-      found = start
-    return None if found is None else range(found, found + size)
+    taken = sorted(self.held.values(), key=lambda r: r.start)
+    starts, stops = [0, *(r.stop for r in taken)], [*(r.start for r in taken), self.total]
+    free = [(a, b - size) for a, b in zip(starts, stops, strict=True) if b - a >= size]
+    if not free:
+      return None
+    first = wish if any(a <= wish <= b for a, b in free) else free[0][0]
+    return range(first, first + size)
 
   def lend(self, holder: Any, size: int, wish: int) -> range:
     """As `find`, for `holder`.

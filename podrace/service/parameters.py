@@ -26,7 +26,7 @@ import numpy as np
 
 from podrace.net import link, listener, measures, session
 from podrace.net.announce import Announcement
-from podrace.net.frame import Kind, WireError, packed, short
+from podrace.net.frame import Kind, WireError, packed, short, split
 from podrace.net.link import Link
 from podrace.net.listener import Listen, Listener, Peer, Serving
 from podrace.net.text import label
@@ -197,12 +197,11 @@ class Publisher(listener.Handler):
   def _let_go(self) -> None:
     """Ends connections to those that read too slowly, where more than KEPT old versions wait for them."""
     reading = [p for p in self.peers if p.state.sending]
-    current = {id(v) for v in (self._before, self._newest)}
-    old = {id(p.state.has): p.state.has for p in reading if id(p.state.has) not in current}
-    for version in sorted(old.values(), key=lambda v: v.number)[KEPT:]:
-      for peer in reading:
-        if peer.state.has is version:
-          self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
+    old = {p.state.has for p in reading} - {self._before, self._newest}
+    unwanted = sorted(old, key=lambda version: version.number)[KEPT:]
+    for peer in reading:
+      if peer.state.has in unwanted:
+        self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
 
   def _tell_one(self, peer: Peer) -> None:
     """Sends the newest version, if a client has not been sent it and has read what it was sent."""
@@ -318,7 +317,8 @@ class Parameters(link.Handler):
     if max_staleness is not None and not max_staleness > 0:
       raise ValueError(f'{max_staleness=} must be positive')
     self.address, self.changed = address, threading.Condition()
-    self._max_staleness, self._role = max_staleness, role
+    self._max_staleness = math.inf if max_staleness is None else max_staleness
+    self._role = role
     self._environments, self.first, self._measure = environments, first, measure
     self._held: Published | None = None
     self._known = -1  # the newest version of which it knows
@@ -327,8 +327,7 @@ class Parameters(link.Handler):
     self.fetched = 0
     keys = None if keys is None else Path(keys)
     self._link = Link(address, keys, insecure, self, self.changed)
-    if max_staleness is not None:
-      self._link.ping_every = max_staleness / 3
+    self._link.ping_every = self._max_staleness / 3
     self._link.start()
 
   @property
@@ -383,8 +382,7 @@ class Parameters(link.Handler):
   @property
   def is_stale(self) -> bool:
     """Whether what is held must not be used: it is too old, or another process has this one's environments."""
-    most = math.inf if self._max_staleness is None else self._max_staleness
-    return self.staleness > most or self._link.waits
+    return self.staleness > self._max_staleness or self._link.waits
 
   def _why(self) -> str:
     if self._held is None:
@@ -452,12 +450,9 @@ class Parameters(link.Handler):
 
 def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
   """Read-only arrays over a version's bytes."""
-  at, found = 0, []
-  for path, dtype, shape in _specs(leaves):
-    size = dtype.itemsize * math.prod(shape)
-    found.append((path, np.frombuffer(data[at : at + size].toreadonly(), dtype).reshape(shape)))
-    at += size
-  return found
+  specs = _specs(leaves)
+  parts = split(data.toreadonly(), [d.itemsize * math.prod(shape) for _, d, shape in specs])
+  return [(p, np.frombuffer(x, d).reshape(s)) for (p, d, s), x in zip(specs, parts, strict=True)]
 
 
 def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:

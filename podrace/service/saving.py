@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from podrace.net.bucket import TokenBucket
 from podrace.net.connections import Peer
 from podrace.net.listener import Listener
+from podrace.net.text import TokenBucket
 from podrace.process import lock
 from podrace.service import wire
 from podrace.tables import CheckpointError, checkpoint
@@ -90,23 +90,18 @@ class Saving:
     if len(self._wanted) >= SAVES:
       raise ValueError(f'{SAVES} others wait for a checkpoint already')
     self._wanted.append((peer, number))
-    self._save_for_clients()
 
   def turned(self) -> None:
-    """Begins a checkpoint, if it is time."""
+    """Begins a checkpoint if it is time, or clients wait for one and have not had too many lately."""
     if self._every and time.monotonic() - self._saved_at > self._every:
       self._save()
-    self._save_for_clients()
+    if self._wanted and not self._is_writing and self._saves.left >= 1:
+      self._saves.take(1)
+      self._save()
 
   @property
   def _is_writing(self) -> bool:
     return self._saver is not None and self._saver.alive
-
-  def _save_for_clients(self) -> None:
-    """A checkpoint for all who wait for one, unless clients have had too many lately; then `turned` makes it."""
-    if self._wanted and not self._is_writing and self._saves.left >= 1:
-      self._saves.take(1)
-      self._save()
 
   def _save(self) -> None:
     """Begins a checkpoint of this moment, if none is being written; who has asked hears of it."""
@@ -129,11 +124,8 @@ class Saving:
     except BaseException as e:  # whatever it is, and be it a want of memory: it is no checkpoint
       line, good = why_not(path, e), False
     else:
-      line, good = (
-        f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which held up '
-        f'traffic for {details["blocked_s"] * 1e3:.1f} ms',
-        True,
-      )
+      line = f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which held up '
+      line, good = f'{line}traffic for {details["blocked_s"] * 1e3:.1f} ms', True
     self._listener.call(lambda: self._done(path, wanted, line, good))
 
   def _done(self, path: Path, wanted: list[tuple[Peer, int]], line: str, good: bool) -> None:
@@ -148,7 +140,6 @@ class Saving:
       if peer in self._listener.peers:
         self._listener.send(peer, wire.ANSWER, number, good, str(path) if good else line)
     self._wait()  # it has nothing more to do
-    self._save_for_clients()  # who have asked meanwhile
 
   def _wait(self) -> None:
     if self._saver is not None:

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from podrace import tables
 from podrace.net.announce import Announcement
 from podrace.net.frame import Kind, WireError
-from podrace.net.lines import Say
 from podrace.net.listener import Handler, Listen, Listener, Peer, Serving
 from podrace.net.session import SILENCE
-from podrace.net.text import plain_lines
+from podrace.net.text import Say, plain_lines
 from podrace.process import on_signals
 from podrace.service import wire
 from podrace.service.inserting import Inserting, Stream
@@ -216,11 +215,10 @@ class ReplayServer(Handler):
       if kind is wire.SAVE:
         self.saving.want(peer, number)
         return
-      answer = does[kind](*args, *arrays)
+      good, answer = True, does[kind](*args, *arrays)
     except ValueError as e:
-      self.listener.send(peer, wire.ANSWER, number, False, plain_lines(e))
-    else:
-      self.listener.send(peer, wire.ANSWER, number, True, answer)
+      good, answer = False, plain_lines(e)
+    self.listener.send(peer, wire.ANSWER, number, good, answer)
 
   def ping(self, peer: Peer, said: Any) -> dict[str, int]:
     if said is not None:  # a client that never samples need not tell

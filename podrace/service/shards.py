@@ -183,14 +183,14 @@ class RemoteTable:
 
   def _live(self) -> list[Connection]:
     """The servers that are there; all, if none is."""
-    return [c for c in self._connections if c.session is not None] or list(self._connections)
+    return [c for c in self._connections if not c.away] or list(self._connections)
 
   def _answers(self, asked: list[Asked], deadline: float = math.inf) -> list[Any]:
     """Of several servers those that answer in time; a single one is waited for until then."""
     found = []
     for one in asked:
       connection, several = one.connection, len(self._connections) > 1
-      connection.wait_until(lambda: one.done or (several and connection.session is None), deadline)
+      connection.wait_until(lambda: one.done or (several and connection.away), deadline)
       if one.done:
         found.append(one.result())
       else:
@@ -208,24 +208,21 @@ class RemoteTable:
     if not every:
       states = '; '.join(f'{c.address}: {c.state()}' for c in self._connections)
       raise RateLimited(f'info of table {self.name!r}: no answer in {timeout:g} s; {states}')
-    for details in every:
-      for k in ('why_no_sample', 'why_no_insert'):
-        details.pop(k)
-    total = dict(every[0])
+    total = {field.name: every[0][field.name] for field in dataclasses.fields(TableInfo)}
     for details in every[1:]:
-      for k, v in details.items():
+      for k, x in total.items():
         if k == 'seconds':
-          total[k] = {s: total[k][s] + v[s] for s in v}
-        elif type(v) is int and total[k] is not None:
-          total[k] += v
+          total[k] = {s: x[s] + more for s, more in details[k].items()}
+        elif type(x) is int and details[k] is not None:
+          total[k] += details[k]
     return TableInfo(**total)
 
   def why_no_sample(self) -> str:
     """What keeps a sampler waiting, as the servers that are there say within a second."""
     said = []
     for connection in self._connections:
-      if connection.session is None:
-        said.append(f'{connection.address} is away ({connection.why})')
+      if connection.away:
+        said.append(f'{connection.address} is away ({connection.link.why})')
         continue
       asked = connection.ask(wire.INFO, self.name)
       try:
@@ -269,14 +266,14 @@ class Drawing:
     sizes = np.array([c.sizes.get(table.name, 0) for c in live], np.float64)
     share = sizes / sizes.sum() if sizes.sum() else np.full(len(live), 1 / len(live))
     counts = table._rng.multinomial(n, share) if len(live) > 1 else np.array([n])
-    return [
-      Part(self._ask_one(c, k, math.ceil(least * k / n)), k, math.ceil(least * k / n), float(s))
-      for c, k, s in zip(live, counts.tolist(), share, strict=True)
-      if k
-    ]
-
-  def _ask_one(self, connection: Connection, n: int, least: int) -> Asked:
-    return connection.ask(wire.SAMPLE, self._table.name, n, least, self._peek, end=self._deadline)
+    parts = []
+    for connection, k, s in zip(live, counts.tolist(), share.tolist(), strict=True):
+      if k:
+        some = math.ceil(least * k / n)
+        args = table.name, k, some, self._peek
+        asked = connection.ask(wire.SAMPLE, *args, end=self._deadline)
+        parts.append(Part(asked, k, some, s))
+    return parts
 
   def cancel(self) -> None:
     """It is of no more use."""
@@ -347,7 +344,7 @@ class Drawing:
 
   def _limit(self) -> float:
     """When to give up: a server that is there says itself when the time is over."""
-    away = any(not p.asked.done and p.asked.connection.session is None for p in self._parts)
+    away = any(not p.asked.done and p.asked.connection.away for p in self._parts)
     return self._deadline + (0 if away else GRACE)
 
   def _over(self) -> bool:
@@ -365,7 +362,7 @@ class Drawing:
         continue
       connection.check_open()
       live = self._table._live()
-      if connection.session is None and connection not in live:
+      if connection.away and connection not in live:
         connection.forget(part.asked)
         self._parts.remove(part)
         self._ask_elsewhere(part.n, part.least)

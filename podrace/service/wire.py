@@ -27,9 +27,8 @@ SERVICE = 'podrace replay'
 # Of a client; requests begin with a number, which their ANSWER has.
 TABLE = packed(16, 'TABLE', int, str, dict)  # name, settings
 DECLARE = packed(17, 'DECLARE', dict)
-INSERT = packed(
-  18, 'INSERT', int, arrays=6
-)  # chunks, items, parts, chunks' numbers, released, bytes
+# Chunks, items, parts, chunks' numbers, released, bytes.
+INSERT = packed(18, 'INSERT', int, arrays=6)
 SAMPLE = packed(19, 'SAMPLE', int, str, int, int, bool, float, int)
 CANCEL = packed(20, 'CANCEL', int)
 UPDATE = packed(21, 'UPDATE', int, str, arrays=2)  # table; keys, priorities
@@ -38,9 +37,8 @@ INFO = packed(23, 'INFO', int, str)
 SAVE = packed(24, 'SAVE', int)
 # Of the service.
 ACK = packed(80, 'ACK', int, str, arrays=3)  # INSERT, why; items that are in, wait, are refused
-SAMPLES = packed(
-  81, 'SAMPLES', int, int, str, int, arrays=5
-)  # SAMPLE, signature, why, table's size
+# SAMPLE, signature, why, table's size.
+SAMPLES = packed(81, 'SAMPLES', int, int, str, int, arrays=5)
 SIGNATURE = packed(82, 'SIGNATURE', int, list)
 ANSWER = packed(83, 'ANSWER', int, bool, object)
 OF_CLIENTS = session.of_clients(TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE)
@@ -160,10 +158,7 @@ def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
 
 def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
   """Bytes of one row."""
-  n = dtype.itemsize
-  for x in shape:
-    n *= x
-  return n
+  return dtype.itemsize * math.prod(shape)
 
 
 # --- tables' settings -------------------------------------------------------------------------------
@@ -278,8 +273,11 @@ def _compared(setting: str, value: Any) -> Any:
 # --- chunks -----------------------------------------------------------------------------------------
 
 
-def check_chunk(data: Any, how: int, size: int) -> None:
-  """Refuses a chunk whose bytes can't be `size` bytes of rows; nothing is unpacked."""
+def make_chunk(
+  store: ChunkStore, data: Any, how: int, rows: int, dtype: np.dtype, shape: tuple[int, ...]
+) -> Chunk:
+  """A chunk as it came, over these bytes, which can be so many rows; nothing is unpacked."""
+  size = rows * row_bytes(dtype, shape)
   if how > DIFFERENCES:
     raise WireError(f'a chunk of kind {how}, expected at most {DIFFERENCES}')
   try:
@@ -288,14 +286,6 @@ def check_chunk(data: Any, how: int, size: int) -> None:
     raise WireError(f'a chunk that is not zstandard ({e})') from None
   if found != size or size > FRAME_BYTES:
     raise WireError(f'a chunk with {found} bytes of rows, expected {size}')
-
-
-def make_chunk(
-  store: ChunkStore, data: Any, how: int, rows: int, dtype: np.dtype, shape: tuple[int, ...]
-) -> Chunk:
-  """A chunk as it came, over these bytes; nothing is unpacked."""
-  size = rows * row_bytes(dtype, shape)
-  check_chunk(data, how, size)
   if how == AS_IS:
     return store.chunk(np.frombuffer(data, dtype).reshape(rows, *shape), rows)
   if rows > 1 and size > UNPACKED_CHUNK_BYTES:
@@ -312,11 +302,12 @@ OF_TABLE = dict(
 
 def read_report(details: dict[str, Any]) -> dict[str, Any]:
   """What a client keeps of a service's REPORT: the service and its tables."""
-  found = _read('report', details, OF_REPORT)
-  return found | {'tables': [_read('table of a report', t, OF_TABLE) for t in found['tables']]}
+  found = read_map('report', details, OF_REPORT)
+  return found | {'tables': [read_map('table of a report', t, OF_TABLE) for t in found['tables']]}
 
 
-def _read(what: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
+def read_map(what: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
+  """What is expected of a map, by name; raises WireError for others."""
   if type(details) is not dict:
     raise WireError(f'a {what} that is no map')
   found = {name: details.get(name) for name in expected}

@@ -163,7 +163,7 @@ class WriterStore(ChunkStore):
 
   def _why_not(self) -> str:
     connection, why = self.connection, self._outbox.why_held or 'it has not been acknowledged yet'
-    return f'at {connection.address} {connection.state() if connection.session is None else why}'
+    return f'at {connection.address} {connection.state() if connection.away else why}'
 
   # --- for the connection's thread -----------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class WriterStore(ChunkStore):
     return taken
 
   def finish(self, done: list[Sending], refusal: str | None = None) -> None:
-    """Items are in, or refused."""
+    """Items are in, or refused; whoever waits looks around."""
     with self.lock:
       for sending in done:
         if sending.done:
@@ -224,11 +224,6 @@ class WriterStore(ChunkStore):
         for part in sending.item.parts:
           for chunk in part[0]:
             self.drop(chunk, self.unacknowledged)
-      self._done.notify_all()
-
-  def notify(self) -> None:
-    """Has whoever waits look around."""
-    with self.lock:
       self._done.notify_all()
 
 
@@ -257,18 +252,16 @@ class Declarations:
   """What numbers mean in one session, and what of it has still to be said."""
 
   def __init__(self) -> None:
-    self._numbers: dict[Any, int] = {}
-    self._counts: collections.Counter[str] = collections.Counter()
+    self._numbers: dict[str, dict[Any, int]] = collections.defaultdict(dict)
     self._known: dict[int, tuple[int, Signature]] = {}  # signatures by id
     self._new: dict[str, list[Any]] = {}
     self.take_new()
 
   def number(self, what: str, key: Any, details: Any = None) -> int:
     """Of a table, spec or signature; `details` are declared if it is new, of a spec the (dtype, shape) itself."""
-    number = self._numbers.get((what, key))
-    if number is None:
-      number = self._numbers[what, key] = self._counts[what]
-      self._counts[what] += 1
+    numbers = self._numbers[what]
+    if (number := numbers.get(key)) is None:
+      number = numbers[key] = len(numbers)
       self._new[what].append(details or [key[0].str, list(key[1])])
     return number
 
@@ -338,7 +331,7 @@ class Outbox:
   def lost(self) -> None:
     """A session is over: who waits looks why."""
     for store in self._live_stores():
-      store.notify()
+      store.finish([])
 
   # --- what is acknowledged
 
@@ -434,7 +427,8 @@ class Outbox:
         parts.append((len(needed), offset, part[2]))
         for piece in needed:
           if piece.session != self._link.number:
-            self._number_piece(piece)
+            piece.session, piece.number = self._link.number, self._next_piece
+            self._next_piece += 1
             number = declared.number('specs', (leaf.dtype, leaf.shape))
             pieces.append((number, piece.rows, piece.how, len(piece.data)))
             data.append(piece.data)
@@ -453,10 +447,6 @@ class Outbox:
     self.messages += 1
     self._outstanding += 1
     self._link.send(wire.INSERT, self.messages, arrays=arrays)
-
-  def _number_piece(self, piece: Piece) -> None:
-    piece.session, piece.number = self._link.number, self._next_piece
-    self._next_piece += 1
 
   def _released_numbers(self) -> list[int]:
     found = []

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from podrace.net import acceptor, bucket
-from podrace.net.acceptor import Acceptor
+from podrace.net import connections, text
+from podrace.net.connections import Acceptor
 from podrace.net.loop import READ, Loop
 
 
@@ -21,7 +21,7 @@ def test_it_pauses_while_new_connections_have_had_their_share(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-  for module in (acceptor, bucket):
+  for module in (connections, text):
     monkeypatch.setattr(module, 'time', clock)
   loop = Loop()
   one = Acceptor('tcp://127.0.0.1:*', loop)
@@ -29,7 +29,7 @@ def test_it_pauses_while_new_connections_have_had_their_share(
     assert [(key.data, events) for key, events in loop.wait(60)] == [(one, READ)]
     with one.timed():
       (socket, where), *more = one.accept()
-      clock.now += 2 * acceptor.GREETING_SECONDS
+      clock.now += 2 * connections.GREETING_SECONDS
     assert not more and where[0] == '127.0.0.1'
     socket.close()
     assert not one.accepting
@@ -37,7 +37,7 @@ def test_it_pauses_while_new_connections_have_had_their_share(
       assert loop.wait(0) == []
       one.resume()
       assert not one.accepting
-      clock.now += 1.1 * acceptor.GREETING_SECONDS / acceptor.GREETING_SHARE
+      clock.now += 1.1 * connections.GREETING_SECONDS / connections.GREETING_SHARE
       one.resume()
       assert one.accepting and loop.wait(60)
   one.close()

@@ -30,7 +30,7 @@ def of_parameters(address: str) -> tuple[Link, Callable[[], Any]]:
 
 def of_replay(address: str) -> tuple[Link, Callable[[], Any]]:
   client = service.Client([address], None, False)
-  return client.connections[0]._link, client.close
+  return client.connections[0].link, client.close
 
 
 def of_seed(address: str) -> tuple[Link, Callable[[], Any]]:
@@ -86,7 +86,7 @@ CASES = {
 def test_a_service_that_is_nearly_right_is_left_and_tried_again(
   name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr('podrace.net.outage.BACKOFF', (0.0, 0.0))
+  monkeypatch.setattr('podrace.net.outgoing.BACKOFF', (0.0, 0.0))
   make, says = CASES[name]
   end, rng = bare.Accepting(session.of_clients()), random.Random(0)
   link, close = make(end.address)

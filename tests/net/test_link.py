@@ -14,7 +14,7 @@ from children import until
 from proxy import Proxy
 from test_net_keys import Nobody
 
-from podrace.net import outage, outgoing, session
+from podrace.net import outgoing, session
 from podrace.net.frame import PREFIX, WireError, packed
 from podrace.net.link import Link, Refused
 
@@ -68,7 +68,7 @@ def test_it_waits_for_a_service_and_says_so(caplog: pytest.LogCaptureFixture) ->
   free.close()
   with caplog.at_level(logging.INFO):
     link = to(free.address)
-    until(lambda: link.why == outage.NOBODY)
+    until(lambda: link.why == outgoing.NOBODY)
     assert link.session is None
     until(lambda: 'no test answers' in caplog.text)
     with Service().listen(free.address):

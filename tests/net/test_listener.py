@@ -18,7 +18,7 @@ import pytest
 from bare import Service
 from children import until
 
-from podrace.net import acceptor, connections, keys, listener, session, sessions
+from podrace.net import connections, keys, listener, session, sessions
 from podrace.net.frame import PREFIX, WireError, fixed, packed
 
 SAY = packed(20, 'SAY', str, arrays=1)
@@ -226,7 +226,7 @@ def test_a_guest_may_send_no_large_frame() -> None:
 def test_new_connections_take_a_bounded_share_of_the_time(
   monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-  monkeypatch.setattr(acceptor, 'GREETING_SECONDS', 0.02)
+  monkeypatch.setattr(connections, 'GREETING_SECONDS', 0.02)
   keys.new_keys(tmp_path / 'keys')
   with Service().listen(keys=tmp_path / 'keys') as service:
     listening = service.listener.sessions.connections.acceptor

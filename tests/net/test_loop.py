@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from podrace.net import bucket
-from podrace.net.bucket import TokenBucket
+from podrace.net import text
 from podrace.net.loop import READ, WRITE, Loop
+from podrace.net.text import TokenBucket
 
 
 def ready(loop: Loop, seconds: float) -> list[tuple[Any, int]]:
@@ -22,11 +22,11 @@ def test_owners_are_found_by_what_their_sockets_are_ready_for() -> None:
   loop = Loop()
   one, other = sockets.socketpair()
   with one, other:
-    loop.add(one, 'one')
+    loop.add(one, READ, 'one')
     assert loop.wait(0) == []
     other.send(b'x')
     assert ready(loop, 60) == [('one', READ)]
-    loop.change(one, 'one', READ | WRITE)
+    loop.change(one, READ | WRITE, 'one')
     assert ready(loop, 60) == [('one', READ | WRITE)]
     loop.remove(one)
     assert loop.wait(0) == []
@@ -55,7 +55,7 @@ def test_what_is_woken_once_is_woken_again_and_not_for_ever() -> None:
     assert loop.wait(60) == []
   one, other = sockets.socketpair()
   with one, other:
-    loop.add(one, 'one')
+    loop.add(one, READ, 'one')
     other.send(b'x')
     assert ready(loop, 60) == [('one', READ)]  # no wake is left that would have ended it
   loop.close()
@@ -65,7 +65,7 @@ def test_what_is_woken_once_is_woken_again_and_not_for_ever() -> None:
 
 def test_a_bucket_fills_up_with_time_to_its_brim(monkeypatch: pytest.MonkeyPatch) -> None:
   clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-  monkeypatch.setattr(bucket, 'time', clock)
+  monkeypatch.setattr(text, 'time', clock)
   found = TokenBucket(10, 2.0)
   found.take(13)
   assert found.left == -3

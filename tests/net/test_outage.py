@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from podrace.net import outage
-from podrace.net.outage import Outage
+from podrace.net import outgoing
+from podrace.net.outgoing import Outage
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
   found = types.SimpleNamespace(now=1000.0, monotonic=lambda: found.now)
-  monkeypatch.setattr(outage, 'time', found)
-  monkeypatch.setattr(outage, 'random', lambda: 1.0)
+  monkeypatch.setattr(outgoing, 'time', found)
+  monkeypatch.setattr(outgoing, 'random', lambda: 1.0)
   return found
 
 
@@ -26,7 +26,7 @@ def test_attempts_become_rarer_and_never_cease(clock: Any) -> None:
   assert one.due == clock.now
   pauses = []
   for _ in range(100_000):
-    one.failed(outage.NOBODY)
+    one.failed(outgoing.NOBODY)
     pauses.append(one.due - clock.now)
   assert pauses[:3] == pytest.approx([0.05, 0.1, 0.2]) and set(pauses[6:]) == {2.0}
   one.end()
@@ -37,14 +37,14 @@ def test_attempts_become_rarer_and_never_cease(clock: Any) -> None:
 def test_what_is_known_better_is_not_forgotten(clock: Any) -> None:
   one = Outage('service', 'there', 0.0)
   for reason, why in (
-    (outage.NOBODY, outage.SAYS_NOTHING),
+    (outgoing.NOBODY, outgoing.SAYS_NOTHING),
     ('its key is not listed', 'its key is not listed'),
   ):
     one.failed(reason)
     one.stands()
     assert one.why == why
   one.end()
-  assert one.why == outage.NOTHING_KNOWN
+  assert one.why == outgoing.NOTHING_KNOWN
 
 
 def test_it_gives_up_when_nobody_has_said_why_for_so_long(clock: Any) -> None:
@@ -69,7 +69,7 @@ def test_it_is_said_once_then_every_half_minute(
     for _ in range(3):
       clock.now += 1.0
       one.check(clock.now)
-    clock.now += outage.REMIND + 1.0
+    clock.now += outgoing.REMIND + 1.0
     one.check(clock.now)
     one.check(clock.now)
     one.end()

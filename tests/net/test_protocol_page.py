@@ -24,15 +24,14 @@ from podrace.net import (
   link,
   listener,
   measures,
-  outage,
   outgoing,
   session,
   sessions,
   stream,
 )
 from podrace.net.frame import PREFIX, Kind, WireError, split
+from podrace.remote import pool
 from podrace.remote import server as remote_server
-from podrace.remote import slots
 from podrace.remote import wire as remote_wire
 from podrace.service import inserting, parameters, registry, sampling, server
 from podrace.service import wire as service_wire
@@ -333,12 +332,12 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| after it was connected, for TLS and HELLO or ASK | {connections.SILENT_SECONDS:.0f} |',
     f'to WAIT, or has asked | {connections.TALKING_SECONDS:.0f} |',
     f'`silence`, {session.SILENCE:.0f} by default',
-    f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f}; {outage.NEAR} over a Unix socket |',
+    f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f}; {outgoing.NEAR} over a Unix socket |',
     f"| between METRICS, of podrace's own clients | {link.METRICS_SECONDS:.0f} |",
     f'a map of at most {measures.MOST} numbers',
     f'{", ".join(f"`{name}`" for name in [*measures.LOGGED][:-1])} and `{[*measures.LOGGED][-1]}`',
     f'if the client does not close it first | {connections.ENDING_SECONDS:.0f} |',
-    f'{outage.BACKOFF[0]}, doubled each time, at most {outage.BACKOFF[1]:.0f}, over a Unix socket {outage.NEAR};',
+    f'{outgoing.BACKOFF[0]}, doubled each time, at most {outgoing.BACKOFF[1]:.0f}, over a Unix socket {outgoing.NEAR};',
     f'looks at its clock every {listener.TICK} s',
     f'| sessions of a listener | {sessions.PEERS:,};',
     f'| connections without a session | {connections.GUESTS:,};',
@@ -346,7 +345,7 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| the same, without a session | {connections.GUEST_BACKLOG} |',
     f'group is 0 to {remote_wire.GROUPS - 1};',
     f'| environments of a client | {remote_server.ENVIRONMENTS:,} |',
-    f'of all clients | {slots.WAITING:,};',
+    f'of all clients | {pool.WAITING:,};',
     f'| array of maps | at most {listener.REPORTED:,} |',
     f'at most {session.STRING + 20} and {session.STRING} characters, in ASCII',
     f'| array of maps, integer | at most {listener.REPORTED:,},',

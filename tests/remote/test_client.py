@@ -21,10 +21,11 @@ from peers import Envs, Learner, assert_whole, lives, spec
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.net import keys as net_keys
-from podrace.net import outage, session
+from podrace.net import outgoing, session
 from podrace.net.top import Asker
 from podrace.remote import wire
 from podrace.remote.client import Client, Group, Options, group_sizes, run_all
+from podrace.worker import Worker
 
 
 def both_step(learner: Learner, turns: int) -> bool:
@@ -318,7 +319,7 @@ def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
   client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
   args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0)
   begun = Group(0, 1, spec(), args, lambda *args: None, lambda *args: None)
-  begun._thread = threading.current_thread()
+  begun.worker = Worker('begun', int)
   client._groups = [begun]
   for index in (0, 1):
     with pytest.raises(wire.WireError, match=f'a start of group {index}'):
@@ -381,7 +382,7 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
     net_keys.new_keys(other)
   own = None if case in ('nobody', 'no keys', 'silent') else other
   reason = {
-    'nobody': outage.NOBODY, 'not listed': 'is not in allowed_clients', 'silent': outage.SAYS_NOTHING,
+    'nobody': outgoing.NOBODY, 'not listed': 'is not in allowed_clients', 'silent': outgoing.SAYS_NOTHING,
     'no keys': 'wants keys', 'other keys': 'certificate',
   }[case]  # fmt: skip
   with contextlib.ExitStack() as stack:

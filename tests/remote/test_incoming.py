@@ -12,8 +12,7 @@ import pytest
 from children import until
 
 from podrace.remote import network, wire
-from podrace.remote.groups import Client, Group
-from podrace.remote.incoming import Incoming
+from podrace.remote.groups import Client, Group, Incoming
 from podrace.remote.network import SharedNetwork
 from podrace.types import FIRST, LAST, MID
 

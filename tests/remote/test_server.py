@@ -30,7 +30,7 @@ from podrace.net import connections, loop, measures, session, sessions
 from podrace.net.frame import PREFIX
 from podrace.net.text import label
 from podrace.net.top import Asker, table
-from podrace.remote import incoming, network, server, wire
+from podrace.remote import groups, network, server, wire
 from podrace.remote import pool as remote_pool
 from podrace.remote.groups import Client, Latencies
 from podrace.types import FIRST, LAST, MID
@@ -654,11 +654,11 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
   del learner.server.handle, one.drop
 
 
-@pytest.mark.parametrize('bound', [incoming.TOGETHER, 0], ids=['together', 'one by one'])
+@pytest.mark.parametrize('bound', [groups.TOGETHER, 0], ids=['together', 'one by one'])
 def test_of_many_that_come_together_those_that_are_wrong_are_found(
   monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
-  monkeypatch.setattr(incoming, 'TOGETHER', bound)
+  monkeypatch.setattr('podrace.remote.groups.TOGETHER', bound)
 
   def frames(raw: Raw, size: int, **fields: Any) -> list[bytes]:
     body = raw.body(size)

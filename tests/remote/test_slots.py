@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from podrace.remote import slots
 from podrace.remote.groups import Client, Group
-from podrace.remote.slots import Slots
+from podrace.remote.pool import Slots
 
 
 class Pool:
@@ -156,7 +155,7 @@ def test_groups_of_a_pool_that_is_gone_are_gone(monkeypatch: pytest.MonkeyPatch)
   assert sorted(one.state for one in groups) == ['asked', 'gone'] and found.total == 2
   found.leave(groups)
   assert found.free == 2
-  monkeypatch.setattr(slots, 'WAITING', 1)
+  monkeypatch.setattr('podrace.remote.pool.WAITING', 1)
   assert not found.crowded
   found.enter(group(2))
   found.enter(group(2))

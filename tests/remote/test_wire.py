@@ -58,7 +58,7 @@ def test_arrays_go_there_and_back_without_a_copy() -> None:
   layout = wire.Layout(schema())
   records, x = np.zeros(3, wire.RECORD), np.arange(12, dtype=np.float32).reshape(3, 4)
   body = records.tobytes() + x.tobytes()
-  assert len(body) == layout.step_bytes(3)
+  assert len(body) == 3 * layout.environment_bytes
   arrays = layout.arrays(body, 3)
   buffers = layout.buffers(8)
   back, (y,) = layout.records([arrays]), layout.observations([arrays], buffers)

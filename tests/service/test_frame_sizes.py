@@ -61,5 +61,5 @@ def test_an_item_that_is_larger_is_refused_with_both_sizes_and_others_are_not() 
       writer.create_item(table, 1.0, num_steps=1)
       writer.flush(timeout=30)
     assert server.counts['sessions'] == 1  # it did not come back, for ever
-    until(lambda: client.connections[0].session == 1)
+    until(lambda: client.connections[0].link.session == 1)
     fill(client, client.table('other', **SIMPLE), 3).close(timeout=30)

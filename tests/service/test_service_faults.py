@@ -267,7 +267,7 @@ def test_items_that_wait_go_on_waiting_over_another_connection() -> None:
         writer = fill(far, far.table('queue'), 10, delay=0.0)
         until(lambda: table.info().waiting_inserts == 7 and writer.in_flight == 7)
         proxy.reset()
-        until(lambda: far.connections[0].session == 2)
+        until(lambda: far.connections[0].link.session == 2)
         assert writer.in_flight == 7
         assert [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(10)] == [*range(10)]
         writer.close(timeout=30)
@@ -500,7 +500,7 @@ def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
     table, connection = client.table('it', **SIMPLE), client.connections[0]
     server.stop()
-    until(lambda: connection.session is None)
+    until(lambda: connection.away)
     for _ in range(20):
       with pytest.raises(tables.RateLimited):
         table.sample(1, timeout=0.001)

@@ -120,10 +120,12 @@ def test_a_client_that_was_turned_away_joins_once_its_key_is_listed(tmp_path: Pa
       (connection,) = client.connections
       for _ in range(2):  # the list is replaced, by an editor that takes its time
         listed.write_text('')
-        until(lambda: net_keys.ALLOWED in connection.why and net_keys.ALLOWED in reader._link.why)
-        assert connection.session is None and not reader.connected
+        until(
+          lambda: net_keys.ALLOWED in connection.link.why and net_keys.ALLOWED in reader._link.why
+        )
+        assert connection.away and not reader.connected
         listed.write_text(text)
-        assert connection.wait_joined(time.monotonic() + 30)
+        assert connection.wait_until(lambda: not connection.away, time.monotonic() + 30)
         until(lambda: reader.connected)
       fill(client, client.table('it', **SIMPLE), 3).close(timeout=30)
     reader.close()

@@ -24,7 +24,7 @@ from table_model import Model, removals
 from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 
 from podrace import service, tables
-from podrace.net import outage
+from podrace.net import outgoing
 from podrace.service import wire
 from podrace.service.server import ReplayServer, parse_tables
 
@@ -106,7 +106,8 @@ class RemotePair(Pair):
     self.host.close()
     entry = self.server.registry.entries['it']
     for pending, stream, _ in entry.held:  # who waits for a table that nobody closes
-      self.server.inserting._account(self.store.drop, pending.item, stream, entry)
+      for account in (stream.account, entry.account):
+        entry.table.contents.drop(pending.item, account)
     self.host.delete(list(self.there()))
     assert (self.store.total.bytes, self.store.total.chunks) == (0, 0)
     self.server.stop()
@@ -527,7 +528,7 @@ def test_a_client_that_waits_for_a_service_is_told_what_may_be_wrong(
   reader = service.Parameters('tcp://127.0.0.1:9')
   until(lambda: caplog.records)
   reader.close()
-  assert outage.NOBODY in caplog.records[0].getMessage()
+  assert outgoing.NOBODY in caplog.records[0].getMessage()
 
 
 def test_a_server_that_is_not_there_is_named() -> None:

@@ -78,7 +78,7 @@ def test_a_shard_that_dies_is_named_and_comes_back(
       writer.flush(timeout=30)
     client.connections[1].ask(wire.SAVE).wait(1e9, '')  # a checkpoint of the one that will die
     replay.kill()
-    until(lambda: client.connections[1].session is None)
+    until(lambda: client.connections[1].away)
     for _ in range(10):
       samples = other.sample(20, timeout=30)
       assert len(samples.key) == 20 and (samples.table_size == 50).all()
@@ -133,7 +133,7 @@ def test_what_is_asked_of_servers_that_are_away_ends_in_time(n: int) -> None:
     until(lambda: table.last_size == 3)
     for server in servers:
       server.stop()
-    until(lambda: all(c.session is None for c in client.connections))
+    until(lambda: all(c.away for c in client.connections))
     assert table.last_size == 3  # at once
     with pytest.raises(tables.RateLimited, match=r"info of table 'it': no answer .* no connection"):
       table.info(timeout=0.1)
@@ -151,7 +151,7 @@ def test_a_sample_that_waits_at_a_shard_that_dies_is_drawn_elsewhere(tmp_path: P
     until(lambda: client.connections[1]._asked or client.connections[0]._asked)
     until(lambda: first.tables['it'].info().waiting_samplers == 1)
     replay.kill()
-    until(lambda: client.connections[1].session is None)
+    until(lambda: client.connections[1].away)
     fill(client, table, 3).close(timeout=30)
     thread.join(30)
     assert len(found) == 1 and len(found[0].key) == 8
