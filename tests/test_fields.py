@@ -63,7 +63,7 @@ def recording(cls: type, read: set[str]) -> type:
 
 def read_for_a_model_axis(agent: Any) -> None:
   """As `podrace.hooks.sharding` does, which looks at all fields of an agent for that."""
-  for name in ('network', 'actor', 'critic', 'policy', 'reward', 'lifetime_value'):
+  for name in ('network', 'actor', 'critic', 'policy', 'reward', 'value', 'lifetime_value'):
     getattr(getattr(agent, name, None), 'sharding_rules', None)
 
 
@@ -251,7 +251,7 @@ RANKING = {'importance_exponent', 'importance_steps'}
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
   'dqn': {},
   'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
-  'sac': {'critic': BODY, 'buffer': RANKING},
+  'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'muzero': {},
   'muesli': {},

@@ -103,7 +103,7 @@ def scale_hidden(hidden: Array) -> Array:
 def features(hidden: Array) -> Array:
   """Hidden states [B, ...] as [B, n]; of images also the most of each channel, wherever it is.
 
-  What matters may be anywhere, such as a treasure beside the player, and is then learned once for all places.
+  What matters may be anywhere, such as gold next to the player, and is then learned once for all places.
   """
   everywhere = (flat(hidden), jnp.max(hidden, axis=(1, 2))) if hidden.ndim == 4 else (flat(hidden),)
   return jnp.concatenate(everywhere, axis=-1)
