@@ -141,10 +141,11 @@ class Feed:
       found, self._next = self._next, None
       return found
     while True:
+      failed = self._failed  # before a look at the queue, for its last one comes before the failure
       try:
         return self._drawn.get(timeout=POLL)
       except queue.Empty:
-        if self._failed or give_up():
+        if failed or give_up():
           return None
 
   def update(self, key: np.ndarray, priority: Array, give_up: Callable[[], bool]) -> None:
