@@ -19,7 +19,7 @@ from podrace.networks.cores import Core
 from podrace.networks.layers import Dense, flat
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.torsos import Mlp
-from podrace.networks.towers import Downsample, Tower
+from podrace.networks.towers import Convolution, Downsample, Tower
 from podrace.types import Array, TimeStep
 
 
@@ -140,7 +140,8 @@ class _LearnedModel(nn.Module):
 
   def _tower(self, kind: Any) -> nn.Module:
     s = self.settings
-    module: nn.Module = kind(s.channels, s.blocks, s.kernel_init, s.normalize)
+    layer = functools.partial(Convolution, kernel_init=s.kernel_init, normalize=s.normalize)
+    module: nn.Module = kind(s.channels, s.blocks, layer)
     return module
 
   def _head(self, size: int, last: Any = nn.initializers.zeros) -> nn.Module:

@@ -18,12 +18,12 @@ from podrace.types import Array
 
 
 class Convolution(nn.Module):
-  """A 3 x 3 convolution; normalised, over the channels of each place."""
+  """A 3 x 3 convolution, normalised over the channels of each place or not."""
 
   channels: int
-  kernel_init: Any
-  normalize: bool
   stride: int = 1
+  kernel_init: Any = nn.initializers.lecun_normal()
+  normalize: bool = True
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
@@ -40,14 +40,13 @@ class Blocks(nn.Module):
 
   channels: int
   blocks: int
-  kernel_init: Any
-  normalize: bool
+  layer: Any  # makes a Convolution of channels and a stride
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     for _ in range(self.blocks):
-      y = nn.relu(Convolution(self.channels, self.kernel_init, self.normalize)(x))
-      x = nn.relu(x + Convolution(self.channels, self.kernel_init, self.normalize)(y))
+      y = nn.relu(self.layer(self.channels)(x))
+      x = nn.relu(x + self.layer(self.channels)(y))
     return x
 
 
@@ -56,13 +55,12 @@ class Tower(nn.Module):
 
   channels: int
   blocks: int
-  kernel_init: Any
-  normalize: bool
+  layer: Any  # makes a Convolution of channels and a stride
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
-    x = nn.relu(Convolution(self.channels, self.kernel_init, self.normalize)(x))
-    return Blocks(self.channels, self.blocks, self.kernel_init, self.normalize)(x)
+    x = nn.relu(self.layer(self.channels)(x))
+    return Blocks(self.channels, self.blocks, self.layer)(x)
 
 
 class Downsample(nn.Module):
@@ -74,8 +72,7 @@ class Downsample(nn.Module):
 
   channels: int
   blocks: int
-  kernel_init: Any
-  normalize: bool
+  layer: Any  # makes a Convolution of channels and a stride
 
   @nn.compact
   def __call__(self, observation: Any) -> Array:
@@ -89,7 +86,7 @@ class Downsample(nn.Module):
     x = jnp.concatenate(planes, axis=-1)
     if min(height, width) >= PIXELS:
       x = self._smaller(x)
-    return Tower(self.channels, self.blocks, self.kernel_init, self.normalize)(x)
+    return Tower(self.channels, self.blocks, self.layer)(x)
 
   def _planes(self, x: Array, height: int, width: int) -> Array:
     if x.ndim == 4:
@@ -101,10 +98,10 @@ class Downsample(nn.Module):
 
   def _smaller(self, x: Array) -> Array:
     half = max(self.channels // 2, 1)
-    x = nn.relu(Convolution(half, self.kernel_init, self.normalize, 2)(x))
-    x = Blocks(half, min(2, self.blocks), self.kernel_init, self.normalize)(x)
-    x = nn.relu(Convolution(self.channels, self.kernel_init, self.normalize, 2)(x))
-    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init, self.normalize)(x)
+    x = nn.relu(self.layer(half, 2)(x))
+    x = Blocks(half, min(2, self.blocks), self.layer)(x)
+    x = nn.relu(self.layer(self.channels, 2)(x))
+    x = Blocks(self.channels, min(3, self.blocks), self.layer)(x)
     x = nn.avg_pool(x, (3, 3), (2, 2), 'SAME')
-    x = Blocks(self.channels, min(3, self.blocks), self.kernel_init, self.normalize)(x)
+    x = Blocks(self.channels, min(3, self.blocks), self.layer)(x)
     return nn.avg_pool(x, (3, 3), (2, 2), 'SAME')

@@ -348,6 +348,16 @@ def test_images_are_seen_place_by_place_and_as_a_whole() -> None:
   assert features(jnp.ones((3, 7))).shape == (3, 7)
 
 
+@pytest.mark.parametrize('normalize', [True, False])
+def test_a_tower_is_normalised_if_asked_and_its_heads_see_the_whole(normalize: bool) -> None:
+  model = LearnedModel(blocks=1, channels=8, normalize=normalize)
+  params = jax.eval_shape(model.bind(BOARD, spaces.Discrete(5)).init, jax.random.key(0))
+  for tower in (params['represent_observation']['Tower_0'], params['next_hidden']):
+    assert ('scale' in tower['Convolution_0']) == normalize
+  kernel = params['value_head']['layers_1']['Dense_0']['kernel']
+  assert kernel.shape[0] == 3 * 4 * 8 + 8  # each place's channels, and the most of each
+
+
 def test_dynamics_of_an_image_add_to_it() -> None:
   model = LearnedModel(blocks=1, channels=8).bind(BOARD, spaces.Discrete(5))
   params = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))  # so the tower says 0
