@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import queue
 import re
 import shlex
 import signal
@@ -269,6 +270,22 @@ def test_what_was_learned_before_the_service_failed_is_saved(
     assert checkpoints(tmp_path / 'run')[-1] == 512
     acting._newest.close()
     actor.join(120)
+
+
+def test_a_batch_that_comes_just_before_the_failure_is_taken() -> None:
+  feed, worker = object.__new__(Feed), SimpleNamespace(failed=False)
+
+  class Late(queue.Queue[Any]):
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+      if not worker.failed:  # the time is up, then there is one, and then the thread fails
+        self.put('the last')
+        worker.failed = True
+        raise queue.Empty
+      return super().get(block, timeout)
+
+  feed._next, feed._drawn, feed._workers = None, Late(), [worker]  # type: ignore[assignment, list-item]
+  assert feed.take(lambda: False) == 'the last'
+  assert feed.take(lambda: False) is None
 
 
 def test_an_unroll_is_learned_from_once() -> None:
