@@ -7,6 +7,11 @@ meanwhile, and fails if it waits for more than 30 s. A part fails if the process
 seed: a learner of remote environments with a stub; replay: the replay service; parameters: a publisher; tls: a publisher with
 keys, to which come half a handshake, a spoiled one, one with keys of others, nonsense, or nothing at all; up to 2,000 of these
 connections stay open.
+
+training: `podrace train pong` with its environments in another process, both on one core, while the messages of the part seed come
+from another core: as fast as they can, and a million in ten minutes. Against it, in turn: the same, with the same storm on
+the other core, but against a learner of its own. So both share the machine with as much work. The rate is the median of
+steps_per_s in the last three quarters of a run.
 """
 
 from __future__ import annotations
@@ -15,18 +20,23 @@ import argparse
 import collections
 import contextlib
 import json
+import os
 import random
 import resource
 import socket as sockets
 import ssl
+import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import common
+import remote
 import tables_load
 
 sys.path.extend(str(common.ROOT / 'tests' / x) for x in ('support', 'remote', 'service'))
@@ -41,9 +51,10 @@ from podrace.net import session
 from podrace.net.listener import Listener
 from podrace.service import parameters
 
-PARTS = ('seed', 'replay', 'parameters', 'tls')
+PARTS = ('seed', 'replay', 'parameters', 'tls', 'training')
 ANY = 'tcp://127.0.0.1:*'
 OPEN = 2000  # connections that stay open, of the part tls
+PACES = {'as fast as they can': 0.0, 'a million in ten minutes': 1e6 / 600}  # messages a second
 SHARE = dict(seed=1.0, replay=1.0, parameters=1.0, tls=0.1)  # of the messages
 
 
@@ -98,14 +109,22 @@ def nonsense(rng: random.Random) -> bytes:
 Sent = tuple[Any, Callable[[], dict[str, Any]], Any, Callable[[], None]]
 
 
-def of_seed(address: str) -> Sent:
-  """Kinds that come back, hello, a case, and what a good client does; so of the others."""
+def of_learner(address: str, env: Any = None) -> Sent:
+  """Kinds that come back, hello, a case, and what a good client does (here nothing); so of the others."""
   from peers import Raw
   from test_server import documents
 
   from podrace.remote import wire
 
-  template, good, seq = Raw(address), Raw(address), 0
+  template = Raw(address, env)
+  hello = lambda: template.told(client=session.new_client())  # noqa: E731
+  return wire.OF_LEARNERS, hello, spoiled(hello, documents(template)), lambda: None
+
+
+def of_seed(address: str) -> Sent:
+  from peers import Raw
+
+  good, seq = Raw(address), 0
   good.join(2)
 
   def go_on() -> None:
@@ -114,8 +133,7 @@ def of_seed(address: str) -> Sent:
     good.step(2, seq)
     good.act(2, seq)
 
-  hello = lambda: template.told(client=session.new_client())  # noqa: E731
-  return wire.OF_LEARNERS, hello, spoiled(hello, documents(template)), go_on
+  return (*of_learner(address)[:3], go_on)
 
 
 def of_replay(address: str) -> Sent:
@@ -148,6 +166,53 @@ def of_parameters(address: str, keys: Path | None = None) -> Sent:
   hello = lambda: session.hello(parameters.SERVICE, session.new_client())  # noqa: E731
   every = lambda: [(session.PING, [None], []), (session.ASK, [], []), (session.BYE, ['x'], [])]  # noqa: E731
   return parameters.Parameters.kinds, hello, spoiled(hello, every), go_on
+
+
+class Enough(Exception):
+  """Of messages."""
+
+
+def storm_of_training(address: str, name: str, pace: float) -> None:
+  """Sends until stdin ends; says so when environments have the learner's places, and how much it has sent."""
+  import bare
+
+  from podrace.envs.host import base
+
+  env, over, sent = base.make(name) if name else None, threading.Event(), 0
+
+  def listens() -> bool:
+    try:
+      kinds, hello, *_ = of_learner(address, env)
+      with bare.connect(address, kinds) as end:
+        end.say(session.HELLO, hello())
+        end.expect(session.WELCOME)
+        end.say(session.ASK)
+        (report,), _ = end.expect(session.REPORT)
+      return not name or not report['free']
+    except (OSError, AssertionError):  # it is not ready
+      return False
+
+  while not listens():
+    time.sleep(0.2)
+  kinds, hello, nearly, _ = of_learner(address, env)
+  threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+
+  def messages(rng: random.Random) -> Iterator[bytes]:
+    nonlocal sent
+    before, mutant = nearly(rng)
+    for data in (*map(data_of, before), mutant, *(nonsense(rng) for _ in range(rng.randrange(6)))):
+      sent += 1
+      yield data
+
+  def go_on() -> None:
+    if over.wait(begun + sent / pace - time.monotonic() if pace else 0.0):
+      raise Enough
+
+  begun = time.monotonic()
+  common.answer(begun=True)
+  with contextlib.suppress(Enough, OSError, AssertionError):  # the learner has ended
+    storm(address, kinds, 2**62, hello, messages, go_on, lambda: 0)
+  common.answer(messages=sent, seconds=time.monotonic() - begun)
 
 
 # --- parts ------------------------------------------------------------------------------------------
@@ -223,6 +288,65 @@ def handshakes_against(
   )  # fmt: skip
 
 
+@contextlib.contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+  """What is begun meanwhile stays there."""
+  every = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, cores)
+  try:
+    yield
+  finally:
+    os.sched_setaffinity(0, every)
+
+
+def trained(
+  is_target: bool, pace: float, cores: list[int], steps: int, keys: Path
+) -> dict[str, Any]:
+  """A run, and a storm: against its learner or against another one."""
+  with sockets.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    address = f'tcp://127.0.0.1:{free.getsockname()[1]}'
+  me = [sys.executable, __file__]
+  with contextlib.ExitStack() as ends:
+    with on_cores({cores[-1]}):
+      target, env = address, 'ale:pong'
+      if not is_target:
+        decoy = ends.enter_context(common.Worker([*me, '--serve', 'seed', str(keys)]))
+        assert decoy.process.stdout
+        target, env = json.loads(decoy.process.stdout.readline())['address'], ''
+      process = subprocess.Popen(
+        [*me, '--storm', target, env, str(pace)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+      )
+      ends.callback(process.kill)
+    with on_cores({cores[0]}):
+      run = remote.train(True, steps, address)
+    last = process.communicate()[0].splitlines()[-1]
+    return dict(run, storm=json.loads(last))
+
+
+def training(pace: float, repeats: int, steps: int) -> dict[str, Any]:
+  cores = sorted(os.sched_getaffinity(0))
+  if len(cores) < 2:
+    raise SystemExit('training: needs two cores, one for the messages')
+  found: dict[str, list[dict[str, Any]]] = {'against another': [], 'against the learner': []}
+  with tempfile.TemporaryDirectory() as directory:
+    keys = Path(directory) / 'keys'
+    net_keys.new_keys(keys)
+    for _ in range(repeats):
+      for name, runs in found.items():
+        runs.append(trained(name == 'against the learner', pace, cores, steps, keys))
+        print(name, runs[-1], flush=True)
+  pairs = [
+    b['steady_steps_per_s'] / a['steady_steps_per_s'] for a, b in zip(*found.values(), strict=True)
+  ]
+  return dict(
+    steps=steps, pairs=pairs, ratio=statistics.median(pairs), runs=found, origin=common.origin()
+  )
+
+
 def run(part: str, count: int) -> dict[str, Any]:
   with tempfile.TemporaryDirectory() as directory:
     keys = Path(directory) / 'keys'
@@ -250,8 +374,14 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('parts', nargs='*', help=f'of {PARTS}; none: all')
   parser.add_argument('--messages', type=int, default=1_000_000, help='of tls a tenth of it')
+  parser.add_argument('--repeats', type=int, default=3, help='of training')
+  parser.add_argument('--steps', type=int, default=40_000, help='of training')
   parser.add_argument('--serve', nargs=2, help=argparse.SUPPRESS)
+  parser.add_argument('--storm', nargs=3, help=argparse.SUPPRESS)
   args = parser.parse_args()
+  if args.storm:
+    storm_of_training(*args.storm[:2], float(args.storm[2]))
+    return
   if args.serve:
     serve(args.serve[0], Path(args.serve[1]))
     return
@@ -262,7 +392,10 @@ def main() -> None:
   path = common.RESULTS / 'fuzz.json'
   results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
   for part in args.parts or PARTS:
-    results[part] = run(part, int(args.messages * SHARE[part]))
+    if part == 'training':
+      results[part] = {k: training(v, args.repeats, args.steps) for k, v in PACES.items()}
+    else:
+      results[part] = run(part, int(args.messages * SHARE[part]))
     print(part, results[part], flush=True)
     common.record('fuzz', results)
 

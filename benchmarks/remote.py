@@ -762,12 +762,13 @@ def idle(kind: str) -> dict[str, float]:
 # --- training -------------------------------------------------------------------------------------
 
 
-def train(remote: bool, steps: int) -> dict[str, Any]:
+def train(remote: bool, steps: int, address: str = '') -> dict[str, Any]:
+  """A run; its address is a Unix socket if none is given."""
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
   with tempfile.TemporaryDirectory() as directory:
     run_dir = pathlib.Path(directory) / 'run'
     args = ['train', 'pong', '--total-steps', str(steps), '--run-dir', str(run_dir), '--quiet']
-    address = f'unix:{directory}/socket'
+    address = address or f'unix:{directory}/socket'
     podrace = [sys.executable, '-m', 'podrace.cli']
     envs = None
     if remote:

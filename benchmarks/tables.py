@@ -57,7 +57,8 @@ class Ours(load.Side):
   def writer(self, kind: str) -> tuple[Callable[[Any], None], Callable[[], None], Callable]:
     from podrace.tables import Writer
 
-    table, length = self.tables[kind], 1 if kind == 'small' else load.SEQUENCE
+    table = self.tables['small' if kind == 'small' else 'atari']
+    length = 1 if kind == 'small' else load.SEQUENCE
     rows = None if kind == 'small' else load.PERIOD
     writer = Writer(self.store, history=length, rows_per_chunk=rows)
     column = 'x'
@@ -65,7 +66,8 @@ class Ours(load.Side):
     def item() -> None:
       writer.create_item(table, 1.0, {'x': writer.history[column][-length:]})
 
-    return (lambda x: writer.append({'x': x})), item, writer.flush
+    write = writer.extend if kind == 'unrolls' else writer.append
+    return (lambda x: write({column: x})), item, writer.flush
 
   def batches(self, kind: str) -> Iterator[Any]:
     batch = load.SMALL_BATCH if kind == 'small' else load.ATARI_BATCH
@@ -103,10 +105,14 @@ def make_frames() -> None:
 
 def compare(peer: str, mode: str, kind: str, writers: int, args: Any) -> dict[str, Any]:
   load_args = [mode, kind, str(writers), str(args.seconds), str(FRAMES)]
+  me = [sys.executable, 'benchmarks/tables.py', '--one']
   ours: list[Any] = []
+  unrolls: list[Any] = []  # of ours, where they can be written at once
   theirs: dict[str, list[Any]] = {variant: [] for variant in VARIANTS[mode]}
   for _ in range(args.repeats):
-    ours.append(common.last_json([sys.executable, 'benchmarks/tables.py', '--one', *load_args]))
+    ours.append(common.last_json([*me, *load_args]))
+    if (mode, kind) == ('insert', 'atari'):
+      unrolls.append(common.last_json([*me, mode, 'unrolls', *load_args[2:]]))
     for variant, found in theirs.items():
       found.append(common.last_json([peer, 'benchmarks/peers/peer_reverb.py', variant, *load_args]))
   if mode == 'memory':
@@ -117,11 +123,16 @@ def compare(peer: str, mode: str, kind: str, writers: int, args: Any) -> dict[st
     f'{mode} {kind}, {writers} writers: podrace {statistics.median(ours):,.0f}/s, dm-reverb '
     f'{statistics.median(theirs[fastest]):,.0f}/s ({fastest}); {ratio:.2f}x', flush=True,
   )  # fmt: skip
-  return dict(
+  found = dict(
     podrace=common.summary(ours),
     reverb={variant: common.summary(found) for variant, found in theirs.items()},
     ratio_to_fastest=ratio,
   )
+  if unrolls:
+    found['podrace, unrolls'] = common.summary(unrolls)
+    found['unrolls_over_steps'] = statistics.median(unrolls) / statistics.median(ours)
+    print(f'by unrolls: {statistics.median(unrolls):,.0f}/s', flush=True)
+  return found
 
 
 def compare_memory(ours: list[Any], theirs: list[Any]) -> dict[str, Any]:

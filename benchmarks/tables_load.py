@@ -2,7 +2,7 @@
 
 A side gives functions that make a writer's `step(x)`, `item(length)` and `finish()`, and what draws a batch. Small
 steps are float32[4] (16 bytes) with an item each; Atari steps are real frames, in sequences of 80
-that overlap by 40, from episodes of 2,000.
+that overlap by 40, from episodes of 2,000. The kind `unrolls` is Atari, written 40 steps at once, of sides that can.
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ def write(side: Side, kind: str, steps: Any, until: Callable[[int], bool]) -> in
   append, item, finish = side.writer(kind)
   n = 0
   while not until(n):
-    for _ in range(PERIOD):
-      append(steps[n % len(steps)])
-      n += 1
-      if kind == 'small':
-        item()
-    if kind == 'atari' and n % EPISODE >= SEQUENCE:
+    if kind == 'unrolls':
+      append(steps[n % len(steps) :][:PERIOD])
+      n += PERIOD
+    else:
+      for _ in range(PERIOD):
+        append(steps[n % len(steps)])
+        n += 1
+        if kind == 'small':
+          item()
+    if kind != 'small' and n % EPISODE >= SEQUENCE:
       item()
   finish()
   return n
@@ -119,7 +123,7 @@ def run(side: Side, mode: str, kind: str, writers: int, seconds: float, path: st
   if mode == 'memory':
     return memory(side, path, 100_000)
   steps = np.random.default_rng(0).normal(size=(400, 4)).astype(np.float32)
-  if kind == 'atari':
+  if kind != 'small':
     steps = frames_of(path, 5 * EPISODE)
   if mode == 'insert':
     return inserted_per_s(side, kind, steps, writers, seconds)

@@ -293,8 +293,7 @@ class HostReplay:
       stream.serial, stream.timesteps = numbers.tolist()
       prefix = f'{name}/'
       rows = {k.removeprefix(prefix): x for k, x in history.items() if k.startswith(prefix)}
-      for i in range(max(map(len, rows.values()))):
-        stream.writer.append({k: x[i, ...] for k, x in rows.items() if i < len(x)})
+      stream.writer.extend(rows)
 
 
 def _write(path: Path, taken: tables.Snapshot, streams: dict[str, np.ndarray]) -> None:

@@ -73,32 +73,19 @@ class Streams:
     Row r of a stream has timestep r and the output before it, which the first row has not. There
     are `lookback` more frames, in front.
     """
-    w, append = self._windows, stream.writer.append
-    state = {k: x[b, ...] for k, x in rows.state.items()}
-    timed, acted, frames = (
-      {k: x[:, b] for k, x in columns.items()} for columns in (rows.timed, rows.acted, rows.frames)
-    )
-    env_id = {'env_id': rows.env_id[b, ...]}
-
-    def row(timestep: int, output: int, frame: int) -> Columns:
-      return {
-        **{k: x[timestep, ...] for k, x in timed.items()},
-        **{k: x[output, ...] for k, x in acted.items()},
-        **{k: x[frame, ...] for k, x in frames.items()},
-        **env_id,
-      }
-
-    if serial != stream.serial + 1:
+    w, begins = self._windows, serial != stream.serial + 1
+    if begins:
       stream.writer.end_episode()
-      append(row(0, 0, 0) | state)
-      for i in range(w.lookback):
-        append({k: x[i + 1, ...] for k, x in frames.items()})
       stream.timesteps = 1
-    elif state:
-      append(state)
     stream.serial = serial
-    for t in range(w.unroll_length):
-      append(row(t + 1, t, w.lookback + t + 1))
+    new, count = (0, w.unroll_length + 1) if begins else (1, w.unroll_length)
+    stream.writer.extend(
+      {k: x[new:, b] for k, x in rows.timed.items()}
+      | {k: x[:, b] if new else np.concatenate([x[:1, b], x[:, b]]) for k, x in rows.acted.items()}
+      | {k: x[new and w.lookback + 1 :, b] for k, x in rows.frames.items()}
+      | {'env_id': np.repeat(rows.env_id[b], count)}
+      | {k: x[b : b + 1] for k, x in rows.state.items()}
+    )
     newest = stream.timesteps + w.unroll_length - 1
     first = max(stream.timesteps - w.length, 0)
     first = -(-first // w.period) * w.period

@@ -82,8 +82,8 @@ class Column:
     row = end + index if index < 0 else end - n + index
     return Slice(self, row, row + 1, True)
 
-  def check(self, x: Any) -> np.ndarray:
-    """A row as this column keeps them; refuses what isn't one."""
+  def check(self, x: Any, many: bool = False) -> np.ndarray:
+    """A row as this column keeps them, or an array of rows [n, ...] if `many`; refuses what is neither."""
     row = np.asarray(x)
     if not isinstance(x, np.ndarray | np.generic) and np.can_cast(
       row.dtype, self.dtype, 'same_kind'
@@ -91,10 +91,11 @@ class Column:
       given, row = row, row.astype(self.dtype)  # a Python number has no type of its own
       if given.dtype.kind in 'iu' and self.dtype.kind in 'iu' and (given != row).any():
         raise ValueError(f'column {self.name}: {x!r:.100} is not within the range of {self.dtype}')
-    if row.dtype != self.dtype or row.shape != self.shape:
+    expected = (*row.shape[:1], *self.shape) if many and row.ndim else self.shape
+    if row.dtype != self.dtype or row.shape != expected or (many and not row.ndim):
+      axes = ', '.join(['n'] * many + [str(n) for n in self.shape])
       raise ValueError(
-        f'column {self.name}: expected {self.dtype}{list(self.shape)}, '
-        f'got {row.dtype}{list(row.shape)}'
+        f'column {self.name}: expected {self.dtype}[{axes}], got {row.dtype}{list(row.shape)}'
       )
     return row
 
@@ -109,6 +110,20 @@ class Column:
     self.end += 1
     if at == self.length:
       self.seal()
+
+  def extend(self, rows: np.ndarray) -> None:
+    """Copies of rows [n, ...] that have been checked."""
+    while len(rows):
+      if self._open is None:
+        self._start_chunk()
+      room = self.length - self._at
+      some, rows = rows[:room], rows[room:]
+      at = self._at + len(some)
+      self._open[self._at : at] = some  # type: ignore[index]
+      self._at = self._chunks[-1].length = at
+      self.end += len(some)
+      if at == self.length:
+        self.seal()
 
   def part(self, start: int, stop: int) -> Part:
     """Where rows are."""
@@ -219,11 +234,34 @@ class Writer:
       if values[i] is not None:
         column.append(values[i])
 
-  def _begin(self, step: Any) -> None:
+  def extend(self, steps: Any) -> None:
+    """Writes many steps, such as an unroll: as `append` for each, and faster.
+
+    Args:
+      steps: arrays [n, ...], nested as a step; n may differ, as each column counts its own rows.
+
+    Raises:
+      ValueError: as `append`; then nothing has been written.
+    """
+    if self._structure is None:
+      self._begin(steps, many=True)
+    if self._closed:
+      raise ValueError('the writer is closed')
+    values: list[Any] = []
+    trees.match(self._structure, steps, values)  # type: ignore[arg-type]
+    pairs = [(c, x) for c, x in zip(self._columns, values, strict=True) if x is not None]
+    for column, rows in [(c, c.check(x, many=True)) for c, x in pairs]:
+      column.extend(rows)
+
+  def _begin(self, step: Any, many: bool = False) -> None:
     structure = trees.structure_of(step)
     names, arrays = trees.names(structure), [np.asarray(x) for x in trees.leaves(step)]
     if any(x.dtype == object for x in arrays):
       raise ValueError('the first step must have an array in every column')
+    if many:
+      if any(not x.ndim for x in arrays):
+        raise ValueError('many steps are arrays [n, ...], not numbers')
+      arrays = [np.zeros(x.shape[1:], x.dtype) for x in arrays]
     self._columns = [
       Column(self._store, name, x, self._history, self._rows_per_chunk)
       for name, x in zip(names, arrays, strict=True)

@@ -161,6 +161,7 @@ class Raw(bare.Bare):
   ) -> None:
     super().__init__(bare.connect(address, {}, keys, source).socket, wire.OF_LEARNERS)
     kind = kind or spec()
+    self.env = kind.name
     self.schema = wire.schema(kind.observation_space, kind.action_space)
     self.layout = wire.Layout(self.schema)
     self.client = session.new_client()
@@ -175,7 +176,7 @@ class Raw(bare.Bare):
     return self
 
   def told(self, **changes: Any) -> dict[str, Any]:
-    told = session.hello(wire.SERVICE, self.client, env='test:spec', schema=self.schema)
+    told = session.hello(wire.SERVICE, self.client, env=self.env, schema=self.schema)
     return {**told, 'host': 'raw', **changes}
 
   def join_as(self, **changes: Any) -> dict[str, Any]:

@@ -185,6 +185,73 @@ def test_other_steps_are_refused_whole(bad: Any, message: str) -> None:
   assert [column.end for column in writer._columns] == [2, 2]
 
 
+@given(
+  cuts=st.lists(st.integers(0, 7), max_size=6),
+  history=st.integers(1, 12),
+  rows_per_chunk=st.integers(1, 9),
+)
+def test_many_steps_are_as_one_after_the_other(
+  cuts: list[int], history: int, rows_per_chunk: int
+) -> None:
+  numbers, table = np.arange(sum(cuts)), make()
+  observation = np.multiply.outer(numbers, np.ones((2, 3), int)).astype(np.uint8)
+  some = {'observation': observation, 'action': numbers.astype(np.int32)}
+  one, many = (writer_of(table, 1, history=history, rows_per_chunk=rows_per_chunk) for _ in '12')
+  for i in numbers:
+    one.append({k: x[i] for k, x in some.items()})
+  at = 0
+  for n in cuts:
+    many.extend({k: x[at : at + n] for k, x in some.items()})
+    at += n
+  for of_one, of_many in zip(one._columns, many._columns, strict=True):
+    assert [c.length for c in of_many._chunks] == [c.length for c in of_one._chunks]
+    assert len(of_many) == len(of_one) == min(history, len(numbers) + 1)
+  for writer in (one, many):
+    writer.create_item(table, 1.0, num_steps=len(one.history['action']))
+  first, second = (table.sample(1).data for _ in '12')
+  for name, x in first.items():
+    np.testing.assert_array_equal(second[name], x)
+    assert second[name].dtype == x.dtype
+
+
+def test_many_steps_may_be_the_first_and_of_different_numbers() -> None:
+  table = make()
+  writer = tables.Writer(table.store, history=9)
+  writer.extend({'a': {'b': np.arange(3)}, 'c': np.ones((2, 4), np.float32)})
+  writer.extend({'c': np.zeros((1, 4), np.float32)})
+  h = writer.history
+  writer.create_item(table, 1.0, {'b': h['a']['b'][:], 'c': h['c'][-2:], 'last': h['c'][-1]})
+  data = table.sample(1).data
+  assert data['b'].tolist() == [[0, 1, 2]]
+  assert data['c'].tolist() == [[[1] * 4, [0] * 4]] and data['last'].tolist() == [[0] * 4]
+
+
+@pytest.mark.parametrize(
+  'bad, message',
+  [
+    ({'observation': np.zeros((2, 2, 3))}, r'uint8\[n, 2, 3\], got float64\[2, 2, 3\]'),
+    ({'observation': np.zeros((2, 3), np.uint8)}, r'expected uint8\[n, 2, 3\], got uint8\[2, 3\]'),
+    ({'action': np.int32(3)}, r'action: expected int32\[n\], got int32\[\]'),
+    ({'other': [1]}, "expected a dict of .*, got a dict of .'action', 'other'"),
+  ],
+)
+def test_many_other_steps_are_refused_whole(bad: Any, message: str) -> None:
+  writer = writer_of(make(), 2)
+  with pytest.raises(ValueError, match=message):
+    writer.extend({'action': np.zeros(3, np.int32), **bad})
+  assert [column.end for column in writer._columns] == [2, 2]
+
+
+def test_many_numbers_are_no_steps() -> None:
+  writer = tables.Writer(make().store, history=1)
+  with pytest.raises(ValueError, match=r'arrays \[n, ...\], not numbers'):
+    writer.extend({'a': np.zeros(3), 'b': 1.0})
+  writer.extend({'a': np.zeros(3), 'b': np.ones(3)})
+  writer.close()
+  with pytest.raises(ValueError, match='closed'):
+    writer.extend({'a': np.zeros(3), 'b': np.ones(3)})
+
+
 def test_python_numbers_are_what_their_column_is() -> None:
   table = make()
   writer = tables.Writer(table.store, history=9)
