@@ -75,7 +75,8 @@ class _LifetimeNetwork(nn.Module):
     x = jnp.concatenate([x, code, numbers], axis=-1)
     if s.core != 'none':
       first = jnp.zeros_like(t.first) if begins is None else begins
-      x, state = Core(s.core, s.core_size)(state, x, first)
+      remembered, state = Core(s.core, s.core_size)(state, x, first)
+      x = jnp.concatenate([x, remembered], axis=-1)
     small = nn.initializers.truncated_normal(0.01)
     return split_time(Dense(1, kernel_init=small)(merge_time(x))[..., 0], length), state
 
@@ -85,7 +86,8 @@ class LifetimeNetwork(Body):
   """One number for each timestep [T, B], from all that came before it in a lifetime, across episodes.
 
   It looks at the observation, the action that led to it, the reward, and whether the episode has ended; its core is
-  reset where a lifetime begins, and not where an episode does. Without a core it knows the newest step only.
+  reset where a lifetime begins, and not where an episode does. The last layer has the newest step besides what the core
+  remembers. Without a core it knows the newest step only.
   """
 
   hidden: tuple[int, ...] = (32,)
