@@ -9,7 +9,7 @@
 `speed` times the program of meta-training and, in turn with it, the same agents in the same environments without a
 meta-gradient, in one program too. Memory is what XLA says the program needs besides its state.
 
-`lpg` lets 64 agents live in worlds that meta-training has not seen: other grid worlds of the same kind, larger ones,
+`lpg` lets 256 agents live in worlds that meta-training has not seen: other grid worlds of the same kind, larger ones,
 and other environments. Against them: an advantage actor-critic (IMPALA on its newest unrolls) with the same layers,
 environments, unrolls and updates in the same worlds, with the best settings of a grid, found in 16 other worlds of the
 kind. The agents of the rule have the best learning rate of the same ones, found alike, and else the settings of
@@ -54,7 +54,7 @@ from podrace.record import load_any
 from podrace.rules import files
 from podrace.types import Sample
 
-LIVES, TUNING, ROUNDS, SECONDS = 64, 16, 5, 5.0
+LIVES, TUNING, ROUNDS, SECONDS = 256, 16, 5, 5.0
 UPDATES_OF_SPEED = (1, 2, 5, 10, 20)
 GRID = dict(
   learning_rate=(3e-3, 1e-2, 3e-2, 1e-1), entropy_cost=(0.001, 0.01, 0.05), lambda_=(0.95,)

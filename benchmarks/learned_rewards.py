@@ -8,10 +8,11 @@ returns that end with the episode. `nonstationary_abc, as extrinsic` has policie
 the settings that were the best for the reward of the world.
 
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
-other. Of 20 points of that it keeps the reward of the one with the most return in the lifetimes of the training, as it is,
-for 64 new lifetimes of policies that begin as nothing. Against it, in 64 lifetimes with the same tasks: the same policies with the reward of the world; with it and a bonus for places that were seldom
-visited, b / sqrt(n) (Strehl and Littman 2008); and an advantage actor-critic (IMPALA with one environment, a table,
-unrolls of 8 steps) with the reward of the world. These three have the settings, of a grid, that give the most in 64
+other. Of 20 points of that it keeps the reward that gave the most in the lifetimes of the training, as it is, for 64 new
+lifetimes of policies that begin as nothing. Against it, in 64 lifetimes with the same tasks: the same policies with the
+reward of the world; with it and a bonus for places that were seldom visited, b / sqrt(n) (Strehl and Littman 2008); and
+an advantage actor-critic (IMPALA with one environment, a table, unrolls of 8 steps) with the reward of the world.
+These three have the settings, of a grid, that give the most in 64
 other lifetimes; the grids are in the result. The learned reward's policies have the settings that it was learned with,
 which were chosen by a few short runs. Intervals are of 95%, by the bootstrap over lifetimes; of several seeds, over the
 lifetimes of all. Writes benchmarks/results/learned_rewards.json after each case; what is not run keeps what the file

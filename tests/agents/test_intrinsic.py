@@ -95,6 +95,18 @@ def test_what_is_relived_is_what_was_lived() -> None:
   assert np.ptp(log_prob) > 0.1  # the policies have moved
 
 
+def test_a_reward_sees_the_newest_step_and_what_its_core_remembers() -> None:
+  """Without either of them it is another one."""
+  _, params, (first, _) = lived()
+  raw = np.asarray(reliving()(params, first)[1])
+  without = {
+    k: jax.tree.map(jnp.zeros_like, v) if k.startswith('Core') else v
+    for k, v in params.reward.items()
+  }
+  seen = np.asarray(reliving()(params._replace(reward=without), first)[1])
+  assert np.ptp(seen) > 0.01 and np.abs(seen - raw).max() > 0.01
+
+
 def test_a_lifetime_ends_with_its_last_episode() -> None:
   """Where the environment takes another goal, the agent takes another policy."""
   _, params, (first, second) = lived()

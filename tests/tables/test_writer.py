@@ -232,6 +232,10 @@ def test_many_steps_may_be_the_first_and_of_different_numbers() -> None:
     ({'observation': np.zeros((2, 2, 3))}, r'uint8\[n, 2, 3\], got float64\[2, 2, 3\]'),
     ({'observation': np.zeros((2, 3), np.uint8)}, r'expected uint8\[n, 2, 3\], got uint8\[2, 3\]'),
     ({'action': np.int32(3)}, r'action: expected int32\[n\], got int32\[\]'),
+    (
+      {'observation': np.zeros((3, 2, 3), np.uint8), 'action': np.zeros(3)},
+      'action: expected int32',
+    ),
     ({'other': [1]}, "expected a dict of .*, got a dict of .'action', 'other'"),
   ],
 )
