@@ -113,7 +113,7 @@ class Pair:
 
   def too_large(self, length: int) -> bool:
     """Whether an item of so many steps can't be in the table, which then refuses it."""
-    _, parts = self.writer._parts(None, length)
+    _, parts = self.writer._history.parts(None, length)
     needed = sum(chunk.nbytes for chunk in {c for chunks, _, _ in parts for c in chunks})
     if self.host.contents.max_bytes is None or needed <= self.host.contents.max_bytes:
       return False
@@ -264,7 +264,7 @@ class TwoTables(Pair):
   def check(self) -> None:
     super().check()
     assert set(self.other.contents.slots) == set(self.copies.entries) and not self.copies.removed
-    held = {chunk for column in self.writer._columns for chunk in column._chunks}
+    held = {chunk for column in self.writer._history.columns for chunk in column._chunks}
     items = [
       *self.table.contents.items,
       *self.other.contents.items,

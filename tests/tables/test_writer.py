@@ -93,7 +93,7 @@ def test_nesting_is_kept() -> None:
   assert data['c'][0].tolist() == [[1, 2]]
   h = writer.history
   other = make()
-  assert trees.names(writer._structure) == ['a/x', 'a/y/0', 'a/y/1/b', 'c/0']
+  assert trees.names(writer._history.structure) == ['a/x', 'a/y/0', 'a/y/1/b', 'c/0']
   with pytest.raises(ValueError, match='another store'):
     writer.create_item(other, 1.0, h['a'].x[-1:])
 
@@ -150,7 +150,7 @@ def test_the_history_is_bounded() -> None:
     writer.create_item(table, 1.0, num_steps=6)
   writer.create_item(table, 1.0, num_steps=5)
   assert table.sample(1).data['action'].tolist() == [[20, 21, 22, 23, 24]]
-  held = [len(column._chunks) for column in writer._columns]
+  held = [len(column._chunks) for column in writer._history.columns]
   assert held == [3, 3]  # rows 20 to 25; the last chunk has room for one more
   old = writer.history['action'][-5:]
   writer.append(step(25))
@@ -182,7 +182,7 @@ def test_other_steps_are_refused_whole(bad: Any, message: str) -> None:
   writer = writer_of(make(), 2)
   with pytest.raises(ValueError, match=message):
     writer.append(bad)
-  assert [column.end for column in writer._columns] == [2, 2]
+  assert [column.end for column in writer._history.columns] == [2, 2]
 
 
 @given(
@@ -203,7 +203,7 @@ def test_many_steps_are_as_one_after_the_other(
   for n in cuts:
     many.extend({k: x[at : at + n] for k, x in some.items()})
     at += n
-  for of_one, of_many in zip(one._columns, many._columns, strict=True):
+  for of_one, of_many in zip(one._history.columns, many._history.columns, strict=True):
     assert [c.length for c in of_many._chunks] == [c.length for c in of_one._chunks]
     assert len(of_many) == len(of_one) == min(history, len(numbers) + 1)
   for writer in (one, many):
@@ -243,7 +243,7 @@ def test_many_other_steps_are_refused_whole(bad: Any, message: str) -> None:
   writer = writer_of(make(), 2)
   with pytest.raises(ValueError, match=message):
     writer.extend({'action': np.zeros(3, np.int32), **bad})
-  assert [column.end for column in writer._columns] == [2, 2]
+  assert [column.end for column in writer._history.columns] == [2, 2]
 
 
 def test_many_numbers_are_no_steps() -> None:
