@@ -2,7 +2,6 @@
 
     python benchmarks/discover.py speed            # steps/s, memory and compile time, by K, against no meta-gradient
     python benchmarks/discover.py lpg RUN_DIR      # a run of `podrace discover` with --agent lpg on grid worlds
-    python benchmarks/discover.py ages RUN_DIR     # a run of any kind: returns by agents' age, as its rule learns
     python benchmarks/discover.py disco RUN_DIR... # runs of `podrace discover disco-small`, one of each seed
     python benchmarks/discover.py picture
 
@@ -218,11 +217,6 @@ def training(run_dir: Path) -> dict[str, Any]:
   )
 
 
-def ages(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
-  (run_dir,) = run_dirs
-  yield training(run_dir)
-
-
 def disco(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
   seeds = []
   for run_dir in run_dirs:
@@ -319,7 +313,7 @@ def speed(_: list[Path]) -> Iterator[dict[str, Any]]:
     yield found
 
 
-CASES = {'speed': speed, 'lpg': lpg, 'ages': ages, 'disco': disco}
+CASES = {'speed': speed, 'lpg': lpg, 'disco': disco}
 
 
 def main() -> None:
@@ -346,17 +340,16 @@ def picture(results: dict[str, Any]) -> None:
   matplotlib.use('Agg')
   from matplotlib import pyplot as plt
 
-  worlds, curve = results['lpg']['results']['worlds'], results['ages']['results']['curve']
+  found = results['lpg']['results']
+  worlds, curve = found['worlds'], found['training']['curve']
   figure, grid = plt.subplots(2, 3, figsize=(9.6, 5.6))
   first, *axes = grid.flat
   shown = np.unique(np.geomspace(1, len(curve), 6).astype(int)) - 1
   for i, at in enumerate(shown):
     step, _, by_age = curve[at]
     colour = plt.get_cmap('viridis')(i / max(1, len(shown) - 1))
-    first.plot(np.arange(10) * 10 + 5, by_age, color=colour, label=f'{step / 1e6:.1f}M steps')
-  first.set(
-    title='catch: agents, as the rule learns', xlabel="% of an agent's life", ylabel='return'
-  )
+    first.plot(np.arange(10) * 10 + 5, by_age, color=colour, label=f'{step / 1e6:.0f}M steps')
+  first.set(title='agents, as the rule learns', xlabel="% of an agent's life", ylabel='return')
   first.legend(fontsize=6)
   for axis, (name, of) in zip(axes, worlds.items(), strict=True):
     for what in ('rule', 'a2c', 'untrained'):
