@@ -303,9 +303,7 @@ def trained(
   is_target: bool, pace: float, cores: list[int], steps: int, keys: Path
 ) -> dict[str, Any]:
   """A run, and a storm: against its learner or against another one."""
-  with sockets.socket() as free:
-    free.bind(('127.0.0.1', 0))
-    address = f'tcp://127.0.0.1:{free.getsockname()[1]}'
+  address = f'tcp://127.0.0.1:{remote.free_port()}'
   me = [sys.executable, __file__]
   with contextlib.ExitStack() as ends:
     with on_cores({cores[-1]}):
@@ -322,7 +320,7 @@ def trained(
       )
       ends.callback(process.kill)
     with on_cores({cores[0]}):
-      run = remote.train(True, steps, address)
+      run = remote.train('remote', steps, address)
     last = process.communicate()[0].splitlines()[-1]
     return dict(run, storm=json.loads(last))
 

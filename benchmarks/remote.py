@@ -14,8 +14,8 @@ has come while it was busy. `alone` is the network without any messages, with ba
 Light clients: 1,000 of them connected to podrace's server at once, with one environment each that takes a step a
 second; round trips' latency and what the server's process grows by, against the bounds below.
 
-Training: `podrace train pong` with environments in the process, and with `podrace envs` in another; in
-turn, on the same cores; steps_per_s of summary.json.
+Training: `podrace train pong` with environments in the process, with `podrace envs` in another, with two of these, and
+with one over TLS; in turn, on the same cores; the median of steps_per_s in the last three quarters of a run.
 
 Local: two processes that exchange messages of the same sizes over a bare Unix socket, and through shared memory.
 """
@@ -55,6 +55,7 @@ LIGHT, PERIOD = 1000, 1.0  # clients, and seconds between the steps of one
 P99_OF_ECHO, CLIENT_BYTES = 1.2, 30_000  # bounds: latency, and memory for each of them
 IDLE = 10_000  # clients that are connected and silent
 PARTS = ('round-trips', 'network', 'light', 'training', 'local')
+TRAINING = {'local': 0, 'remote': 1, 'two processes': 2, 'TLS': 1}  # processes of environments
 GRPC = ('grpc-threads', 'grpc-asyncio')
 SERVERS = ('podrace', 'podrace-unix', 'podrace-tls', 'echo', *GRPC)  # TCP on loopback, but for one
 WITH_NETWORK = ('podrace-network', 'echo-network', 'grpc-network')
@@ -762,23 +763,32 @@ def idle(kind: str) -> dict[str, float]:
 # --- training -------------------------------------------------------------------------------------
 
 
-def train(remote: bool, steps: int, address: str = '') -> dict[str, Any]:
-  """A run; its address is a Unix socket if none is given."""
+def train(name: str, steps: int, address: str = '') -> dict[str, Any]:
+  """A run of `TRAINING`; over a Unix socket if no address is given, but for TLS."""
+  processes = TRAINING[name]
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
   with tempfile.TemporaryDirectory() as directory:
     run_dir = pathlib.Path(directory) / 'run'
     args = ['train', 'pong', '--total-steps', str(steps), '--run-dir', str(run_dir), '--quiet']
-    address = address or f'unix:{directory}/socket'
     podrace = [sys.executable, '-m', 'podrace.cli']
-    envs = None
-    if remote:
-      args += ['--envs', 'remote', '--listen', address]
-      envs = subprocess.Popen(
-        [*podrace, 'envs', '--connect', address, '--env', 'ale:pong', '--num-envs', '16']
+    if name == 'TLS':
+      keys = ['--keys', str(keys_in(pathlib.Path(directory)))]
+      address = f'tcp://127.0.0.1:{free_port()}'
+    else:
+      keys = []
+      address = address or f'unix:{directory}/socket'
+    envs = [
+      subprocess.Popen(
+        [*podrace, 'envs', '--connect', address, '--env', 'ale:pong', '--num-envs', str(16 // processes), *keys]
       )
+      for _ in range(processes)
+    ]  # fmt: skip
+    if envs:
+      args += ['--envs', 'remote', '--listen', address, *keys]
     done = subprocess.run([*podrace, *args], check=False, capture_output=True, text=True)
-    if envs and envs.wait(60):
-      raise RuntimeError(f'the environments ended with {envs.returncode}')
+    for one in envs:
+      if one.wait(60):
+        raise RuntimeError(f'the environments ended with {one.returncode}')
     if done.returncode:
       raise RuntimeError(f'{args} failed:\n{done.stderr}')
     lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
@@ -794,18 +804,25 @@ def train(remote: bool, steps: int, address: str = '') -> dict[str, Any]:
     )
 
 
+def free_port() -> int:
+  with sockets.socket() as socket:
+    socket.bind(('127.0.0.1', 0))
+    port: int = socket.getsockname()[1]
+    return port
+
+
 def training(repeats: int, steps: int) -> dict[str, Any]:
-  found: dict[str, list[dict[str, Any]]] = {'local': [], 'remote': []}
+  found: dict[str, list[dict[str, Any]]] = {name: [] for name in TRAINING}
   for _ in range(repeats):
     for name, runs in found.items():
-      runs.append(train(name == 'remote', steps))
+      runs.append(train(name, steps))
       print(name, runs[-1], flush=True)
   rates = {k: common.summary([r['steady_steps_per_s'] for r in v]) for k, v in found.items()}
-  ratio = rates['remote']['median'] / rates['local']['median']
+  over_local = {k: r['median'] / rates['local']['median'] for k, r in rates.items()}
   cpu = {k: common.summary([r['cpu_s'] for r in v]) for k, v in found.items()}
-  told = ', '.join(f'{k} {v["median"]:.0f} s of CPU' for k, v in cpu.items())
-  print(f'training: remote is {ratio:.2f} of local; {told}', flush=True)
-  return dict(steps=steps, rates=rates, cpu_s=cpu, runs=found, remote_over_local=ratio)
+  told = ', '.join(f'{k} {over_local[k]:.2f}, {v["median"]:.0f} s of CPU' for k, v in cpu.items())
+  print(f'training, of local: {told}', flush=True)
+  return dict(steps=steps, rates=rates, cpu_s=cpu, runs=found, over_local=over_local)
 
 
 # --- processes of one machine ---------------------------------------------------------------------
