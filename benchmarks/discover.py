@@ -56,7 +56,9 @@ from podrace.types import Sample
 LIVES, TUNING, ROUNDS, SECONDS = 256, 16, 5, 5.0
 UPDATES_OF_SPEED = (1, 2, 5, 10, 20)
 GRID = dict(
-  learning_rate=(3e-3, 1e-2, 3e-2, 1e-1), entropy_cost=(0.001, 0.01, 0.05), lambda_=(0.95,)
+  learning_rate=(3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
+  entropy_cost=(0.001, 0.01, 0.05, 0.1),
+  lambda_=(0.95,),
 )
 WORLDS = {
   'grid worlds': '',  # as in meta-training

@@ -9,9 +9,9 @@ keys, to which come half a handshake, a spoiled one, one with keys of others, no
 connections stay open.
 
 training: `podrace train pong` with its environments in another process, both on one core, while the messages of the part seed come
-from another core: as fast as they can, and a million in ten minutes. Against it, in turn: the same, with the same storm on
-the other core, but against a learner of its own. So both share the machine with as much work. The rate is the median of
-steps_per_s in the last three quarters of a run.
+from another core: as fast as the learner takes them, and a million in ten minutes. Against it, in turn: the same, while the storm
+goes to a stub of its own on that other core, so that both cores are busy (the stub takes more messages in a second than a learner
+that trains). The rate is the median of steps_per_s in the last three quarters of a run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import functools
 import json
 import os
 import random
@@ -43,7 +44,7 @@ sys.path.extend(str(common.ROOT / 'tests' / x) for x in ('support', 'remote', 's
 
 import numpy as np
 from mutants import data_of, spoiled
-from storm import storm
+from storm import REPLAYED, storm
 
 from podrace import service, tables
 from podrace.net import keys as net_keys
@@ -168,17 +169,27 @@ def of_parameters(address: str, keys: Path | None = None) -> Sent:
   return parameters.Parameters.kinds, hello, spoiled(hello, every), go_on
 
 
+def messages_of(nearly: Any, rng: random.Random) -> Iterator[bytes]:
+  """What one connection says: what is right, what is nearly right, and nonsense."""
+  before, mutant = nearly(rng)
+  yield from map(data_of, before)
+  yield mutant
+  for _ in range(rng.randrange(6)):
+    yield nonsense(rng)
+
+
 class Enough(Exception):
   """Of messages."""
 
 
 def storm_of_training(address: str, name: str, pace: float) -> None:
-  """Sends until stdin ends; says so when environments have the learner's places, and how much it has sent."""
+  """Sends until stdin ends, from when environments have the learner's places; says how much it has sent."""
   import bare
 
   from podrace.envs.host import base
 
-  env, over, sent = base.make(name) if name else None, threading.Event(), 0
+  env, over, sent = base.make(name) if name else None, threading.Event(), 0.0
+  threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
 
   def listens() -> bool:
     try:
@@ -193,15 +204,14 @@ def storm_of_training(address: str, name: str, pace: float) -> None:
       return False
 
   while not listens():
-    time.sleep(0.2)
+    if over.wait(0.2):
+      raise SystemExit(f'environments never had all places of {address}')
   kinds, hello, nearly, _ = of_learner(address, env)
-  threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
 
   def messages(rng: random.Random) -> Iterator[bytes]:
     nonlocal sent
-    before, mutant = nearly(rng)
-    for data in (*map(data_of, before), mutant, *(nonsense(rng) for _ in range(rng.randrange(6)))):
-      sent += 1
+    for data in messages_of(nearly, rng):
+      sent += 1 + REPLAYED  # so many are sent again
       yield data
 
   def go_on() -> None:
@@ -209,10 +219,13 @@ def storm_of_training(address: str, name: str, pace: float) -> None:
       raise Enough
 
   begun = time.monotonic()
-  common.answer(begun=True)
-  with contextlib.suppress(Enough, OSError, AssertionError):  # the learner has ended
+  try:
     storm(address, kinds, 2**62, hello, messages, go_on, lambda: 0)
-  common.answer(messages=sent, seconds=time.monotonic() - begun)
+  except (Enough, OSError, AssertionError):
+    seconds = time.monotonic() - begun
+    if not over.wait(60):  # else the learner has ended with its run
+      raise
+  common.answer(messages=round(sent), seconds=seconds)
 
 
 # --- parts ------------------------------------------------------------------------------------------
@@ -224,13 +237,7 @@ def messages_against(
   makers = dict(seed=of_seed, replay=of_replay, parameters=of_parameters)
   kinds, hello, nearly, go_on = makers[part](address)
 
-  def messages(rng: random.Random) -> Iterator[bytes]:
-    before, mutant = nearly(rng)
-    yield from map(data_of, before)
-    yield mutant
-    for _ in range(rng.randrange(6)):
-      yield nonsense(rng)
-
+  messages = functools.partial(messages_of, nearly)
   told = storm(address, kinds, count, hello, messages, go_on, memory)
   return told._asdict()
 
@@ -321,8 +328,10 @@ def trained(
       ends.callback(process.kill)
     with on_cores({cores[0]}):
       run = remote.train('remote', steps, address)
-    last = process.communicate()[0].splitlines()[-1]
-    return dict(run, storm=json.loads(last))
+    said, _ = process.communicate(timeout=120)
+    if process.returncode:
+      raise RuntimeError(f'the storm ended with {process.returncode}')
+    return dict(run, storm=json.loads(said))
 
 
 def training(pace: float, repeats: int, steps: int) -> dict[str, Any]:

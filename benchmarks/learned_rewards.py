@@ -8,7 +8,7 @@ returns that end with the episode. `nonstationary_abc, as extrinsic` has policie
 the settings that were the best for the reward of the world.
 
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
-other. Of 20 points of that it keeps the reward that gave the most in the lifetimes of the training, as it is, for 64 new
+other. It keeps the reward at the end of that twentieth of the training in which episodes gave the most, as it is, for 64 new
 lifetimes of policies that begin as nothing. Against it, in 64 lifetimes with the same tasks: the same policies with the
 reward of the world; with it and a bonus for places that were seldom visited, b / sqrt(n) (Strehl and Littman 2008); and
 an advantage actor-critic (IMPALA with one environment, a table, unrolls of 8 steps) with the reward of the world.
@@ -165,6 +165,8 @@ def learned(case: Case, seed: int, updates: int) -> tuple[Any, Any, dict[str, An
     seed=seed, curve=curve, compile_cpu_s=compiled, cpu_s=time.process_time() - began,
     steps=updates * ENVS * case.unroll, lifetimes=ENVS,
   )  # fmt: skip
+  if params is None:
+    raise SystemExit('no episode ended: more steps for each twentieth of the updates')
   return agent, params, told
 
 

@@ -3,7 +3,7 @@
 Steps inserted per second by 1, 4 and 16 writers, items sampled per second, and what a process grows by
 for 100,000 real Pong steps. Small steps have 16 bytes and an item each; Atari steps are frames of ale-py's
 Pong under a random policy (84 x 84, uint8), in sequences of 80 overlapping by 40; samples are uniform, in stacked
-batches of 256 (16). The sides take turns, each in a process of its own. Reverb is measured
+batches of 256 (16). Atari steps of ours are written by unrolls of 40, too. The sides take turns, each in a process of its own. Reverb is measured
 with several settings, and the fastest one counts for each load. Then, of ours alone: prioritised
 sampling with updates, how long a checkpoint holds up traffic, and codecs on real chunks.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -172,13 +173,17 @@ def main() -> None:
       for kind in ('small', 'atari'):
         add(found, side, processes.replay(kind, args.seconds))
       add(found, side, processes.parameters(args.versions))
-  results = {
+  results: dict[str, Any] = {
     name: dict({k: common.summary(v) for k, v in both.items()},
                this_over_other=float(np.median(both['this']) / np.median(both['other'])))
     for name, both in found.items()
   }  # fmt: skip
   for name, row in results.items():
     print(f'{name}: {row["this"]["median"]:,.1f}, other {row["other"]["median"]:,.1f}', flush=True)
+  head = ['git', '-C', str(args.other), 'rev-parse', 'HEAD']
+  results['other_commit'] = subprocess.run(
+    head, check=True, capture_output=True, text=True
+  ).stdout.strip()
   common.record('transports', results)
 
 

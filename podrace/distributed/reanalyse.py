@@ -194,8 +194,7 @@ class Targets:
     rows = {k: np.asarray(x) for k, x in columns.items()}
     for i, key in enumerate(keys.tolist()):
       writer = self._writers[self._table.shard_of(key)]
-      for t in range(self._length):
-        writer.append({k: x[i, t] for k, x in rows.items()})
+      writer.extend({k: x[i] for k, x in rows.items()})
       slices = {k: column[-self._length :] for k, column in writer.history.items()}
       writer.amend_item(self._table, key, slices)
 

@@ -78,12 +78,15 @@ class Streams:
       stream.writer.end_episode()
       stream.timesteps = 1
     stream.serial = serial
-    new, count = (0, w.unroll_length + 1) if begins else (1, w.unroll_length)
+    row, frame = (0, 0) if begins else (1, w.lookback + 1)
+    acted = {k: x[:, b] for k, x in rows.acted.items()}
+    if begins:
+      acted = {k: np.concatenate([x[:1], x]) for k, x in acted.items()}
     stream.writer.extend(
-      {k: x[new:, b] for k, x in rows.timed.items()}
-      | {k: x[:, b] if new else np.concatenate([x[:1, b], x[:, b]]) for k, x in rows.acted.items()}
-      | {k: x[new and w.lookback + 1 :, b] for k, x in rows.frames.items()}
-      | {'env_id': np.repeat(rows.env_id[b], count)}
+      {k: x[row:, b] for k, x in rows.timed.items()}
+      | acted
+      | {k: x[frame:, b] for k, x in rows.frames.items()}
+      | {'env_id': np.repeat(rows.env_id[b], w.unroll_length + begins)}
       | {k: x[b : b + 1] for k, x in rows.state.items()}
     )
     newest = stream.timesteps + w.unroll_length - 1

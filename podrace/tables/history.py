@@ -81,8 +81,11 @@ class Column:
       given, row = row, row.astype(self.dtype)  # a Python number has no type of its own
       if given.dtype.kind in 'iu' and self.dtype.kind in 'iu' and (given != row).any():
         raise ValueError(f'column {self.name}: {x!r:.100} is not within the range of {self.dtype}')
-    expected = (*row.shape[:1], *self.shape) if many and row.ndim else self.shape
-    if row.dtype != self.dtype or row.shape != expected or (many and not row.ndim):
+    if (
+      row.dtype != self.dtype
+      or row.ndim != many + len(self.shape)
+      or row.shape[many:] != self.shape
+    ):
       axes = ', '.join(['n'] * many + [str(n) for n in self.shape])
       raise ValueError(
         f'column {self.name}: expected {self.dtype}[{axes}], got {row.dtype}{list(row.shape)}'
@@ -203,8 +206,12 @@ class History:
       self._begin(steps, many=True)
     values: list[Any] = []
     trees.match(self.structure, steps, values)  # type: ignore[arg-type]
-    pairs = [(c, x) for c, x in zip(self.columns, values, strict=True) if x is not None]
-    for column, rows in [(c, c.check(x, many=True)) for c, x in pairs]:
+    checked = [
+      (column, column.check(x, many=True))
+      for column, x in zip(self.columns, values, strict=True)
+      if x is not None
+    ]
+    for column, rows in checked:
       column.extend(rows)
 
   def _begin(self, step: Any, many: bool = False) -> None:

@@ -66,7 +66,8 @@ class Writer:
     """Writes many steps, such as an unroll: as `append` for each, and faster.
 
     Args:
-      steps: arrays [n, ...], nested as a step; n may differ, as each column counts its own rows.
+      steps: arrays [n, ...], nested as a step; n may differ, as each column counts its own rows. A list is nesting,
+        as it is in a step.
 
     Raises:
       ValueError: as `append`; then nothing has been written.

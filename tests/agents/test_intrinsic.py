@@ -96,7 +96,7 @@ def test_what_is_relived_is_what_was_lived() -> None:
 
 
 def test_a_reward_sees_the_newest_step_and_what_its_core_remembers() -> None:
-  """Without either of them it is another one."""
+  """Without memory it still differs from step to step, and is another one."""
   _, params, (first, _) = lived()
   raw = np.asarray(reliving()(params, first)[1])
   without = {

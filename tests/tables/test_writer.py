@@ -218,7 +218,7 @@ def test_many_steps_may_be_the_first_and_of_different_numbers() -> None:
   table = make()
   writer = tables.Writer(table.store, history=9)
   writer.extend({'a': {'b': np.arange(3)}, 'c': np.ones((2, 4), np.float32)})
-  writer.extend({'c': np.zeros((1, 4), np.float32)})
+  writer.extend({'a': None, 'c': np.zeros((1, 4), np.float32)})
   h = writer.history
   writer.create_item(table, 1.0, {'b': h['a']['b'][:], 'c': h['c'][-2:], 'last': h['c'][-1]})
   data = table.sample(1).data
