@@ -149,7 +149,7 @@ def run(rule: str, case: str, note: Callable[[Any], None]) -> dict[str, Any]:
   if case == 'catch, sebulba':
     return found | on_sebulba(catch(rule, architecture='sebulba', lag='0', actor_threads=1))
   if case == 'catch, 8 devices':
-    return found | on_anakin(catch(rule, 8), devices=8)
+    return found | on_anakin(catch(rule, 8), devices=8, note=lambda part: note(found | part))
   return found | against(rule, case)
 
 
