@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -279,6 +280,13 @@ def start(agent: Any, env: Any, num_envs: int, unroll_length: int, seed: int = 0
 
 
 # --- workers ----------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+  """A port of this machine that nobody listened at just now."""
+  with socket.create_server(('127.0.0.1', 0)) as found:
+    port: int = found.getsockname()[1]
+    return port
 
 
 class Worker:

@@ -55,7 +55,10 @@ from podrace.service import parameters
 PARTS = ('seed', 'replay', 'parameters', 'tls', 'training')
 ANY = 'tcp://127.0.0.1:*'
 OPEN = 2000  # connections that stay open, of the part tls
-PACES = {'as fast as they can': 0.0, 'a million in ten minutes': 1e6 / 600}  # messages a second
+PACES = {
+  'as fast as they are taken': 0.0,
+  'a million in ten minutes': 1e6 / 600,
+}  # messages a second
 SHARE = dict(seed=1.0, replay=1.0, parameters=1.0, tls=0.1)  # of the messages
 
 
@@ -310,7 +313,7 @@ def trained(
   is_target: bool, pace: float, cores: list[int], steps: int, keys: Path
 ) -> dict[str, Any]:
   """A run, and a storm: against its learner or against another one."""
-  address = f'tcp://127.0.0.1:{remote.free_port()}'
+  address = f'tcp://127.0.0.1:{common.free_port()}'
   me = [sys.executable, __file__]
   with contextlib.ExitStack() as ends:
     with on_cores({cores[-1]}):

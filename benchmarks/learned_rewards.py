@@ -4,17 +4,15 @@
     python benchmarks/learned_rewards.py picture
 
 `NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from
-returns that end with the episode. `nonstationary_abc, as extrinsic` has policies with
-the settings that were the best for the reward of the world.
+returns that end with the episode.
 
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
 other. It keeps the reward at the end of that twentieth of the training in which episodes gave the most, as it is, for 64 new
 lifetimes of policies that begin as nothing. Against it, in 64 lifetimes with the same tasks: the same policies with the
 reward of the world; with it and a bonus for places that were seldom visited, b / sqrt(n) (Strehl and Littman 2008); and
 an advantage actor-critic (IMPALA with one environment, a table, unrolls of 8 steps) with the reward of the world.
-These three have the settings, of a grid, that give the most in 64
-other lifetimes; the grids are in the result. The learned reward's policies have the settings that it was learned with,
-which were chosen by a few short runs. Intervals are of 95%, by the bootstrap over lifetimes; of several seeds, over the
+These three have the settings, of a grid, that give the most in 64 other lifetimes; the grids are in the result. The
+learned reward's policies have the settings that it was learned with, which were chosen by a few short runs. Intervals are of 95%, by the bootstrap over lifetimes; of several seeds, over the
 lifetimes of all. Writes benchmarks/results/learned_rewards.json after each case; what is not run keeps what the file
 has.
 """
@@ -76,16 +74,6 @@ CASES = {
     period=40,
     unroll=256,
     settings=dict(policy_learning_rate=30.0, policy_entropy_cost=0.3, learning_rate=5e-4),
-  ),
-  'nonstationary_abc, as extrinsic': Case(
-    'nonstationary_abc,period=40',
-    160,
-    20,
-    1200,
-    period=40,
-    unroll=256,
-    settings=dict(policy_learning_rate=60.0, policy_entropy_cost=0.2, learning_rate=5e-4),
-    with_others=False,
   ),
   'random_abc': Case('random_abc', 50, 20, 2000),
   'key_box': Case('key_box', 50, 30, 2000),

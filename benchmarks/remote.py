@@ -773,7 +773,7 @@ def train(name: str, steps: int, address: str = '') -> dict[str, Any]:
     podrace = [sys.executable, '-m', 'podrace.cli']
     if name == 'TLS':
       keys = ['--keys', str(keys_in(pathlib.Path(directory)))]
-      address = f'tcp://127.0.0.1:{free_port()}'
+      address = f'tcp://127.0.0.1:{common.free_port()}'
     else:
       keys = []
       address = address or f'unix:{directory}/socket'
@@ -802,13 +802,6 @@ def train(name: str, steps: int, address: str = '') -> dict[str, Any]:
       dropped_steps=sum(x['dropped_steps'] for x in lines),
       actor_time={k: v for k, v in lines[-1].items() if k.startswith('actor_')},
     )
-
-
-def free_port() -> int:
-  with sockets.socket() as socket:
-    socket.bind(('127.0.0.1', 0))
-    port: int = socket.getsockname()[1]
-    return port
 
 
 def training(repeats: int, steps: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from faults_numbers import read
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 sys.path.append(str(Path(__file__).resolve().parents[2] / 'tests' / 'support'))
 
-from common import RESULTS, ROOT, origin, record
+from common import RESULTS, ROOT, free_port, origin, record
 from proxy import Proxy
 
 from podrace import tables
@@ -114,11 +114,6 @@ class Network:
     ip('neigh', 'replace', *neighbour, 'lladdr', WRONG, 'nud', 'permanent', far=far)
     yield
     ip('neigh', 'del', *neighbour, far=far)
-
-
-def free_port() -> int:
-  with socket.create_server(('127.0.0.1', 0)) as s:
-    return s.getsockname()[1]
 
 
 # --- processes ----------------------------------------------------------------------------------
