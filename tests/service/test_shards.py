@@ -122,7 +122,7 @@ def test_at_least_is_of_all_shards_together() -> None:
     for connection in client.connections:  # as they may be known, while others read as well
       connection.sizes = {'all': 40}
     full = next(s for s in servers if len(s.tables['all']))
-    assert len(read_all(table, 0.5)) == 80 and not len(full.tables['all'])
+    assert len(read_all(table)) == 80 and not len(full.tables['all'])
 
 
 @pytest.mark.parametrize('n', [1, 2])
@@ -168,7 +168,4 @@ def test_reading_all_of_all_shards() -> None:
           writer.create_item(table, 1.0, num_steps=3)
       writer.close(timeout=30)
     until(lambda: all(c.sizes.get('all') == 96 for c in client.connections))
-    found = []
-    while len(table):
-      found += read_all(table, 0.2)
-    assert sorted(found) == [(w, i) for w in range(4) for i in range(2, 50)]
+    assert sorted(read_all(table)) == [(w, i) for w in range(4) for i in range(2, 50)]

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from children import Process
+from children import DEADLINE, Process
 
 from podrace import service, tables
 
@@ -50,19 +50,22 @@ def all_of(client: service.Client, name: str = 'all') -> service.RemoteTable:
   )
 
 
-def read_all(table: service.RemoteTable, timeout: float = 1.0) -> list[tuple[int, int]]:
-  """(writer, index) of all items, which are taken out; each must be as programs.step made it."""
-  found = []
-  while True:
-    try:
-      samples = table.sample(1000, at_least=1, timeout=timeout)
-    except tables.RateLimited as e:
-      assert e.taken is None
-      return found
+def read_all(table: service.RemoteTable) -> list[tuple[int, int]]:
+  """Take all items out of a table that `all_of` made; each must be as programs.step made it.
+
+  The table's size ends the loop, so a server that is late, or that has to be found again, loses no item.
+
+  Returns:
+    (writer, index) of each item, in the order of sampling.
+  """
+  items = []
+  while table.info().size:
+    samples = table.sample(1000, at_least=1, timeout=DEADLINE)
     for who, index, frame, lengths in zip(
       samples.data['who'], samples.data['index'], samples.data['frame'], samples.lengths['index'],
       strict=True,
     ):  # fmt: skip
       assert (np.diff(index[:lengths]) == 1).all() and len(set(who[:lengths].tolist())) == 1
       assert (frame[:lengths] == (index[:lengths, None] % 251)).all()
-      found.append((int(who[0]), int(index[lengths - 1])))
+      items.append((int(who[0]), int(index[lengths - 1])))
+  return items
