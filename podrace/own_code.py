@@ -88,10 +88,29 @@ def look_here(modules: Iterable[str | None]) -> None:
 
 
 def leave_here() -> None:
-  """Undoes `python -m podrace...`: it looks for modules in the working directory before the libraries."""
+  """Has this process and its children look for no module in the working directory.
+
+  `python -m podrace...` looks there before the libraries. So does an empty entry of PYTHONPATH, as in `:/lib`, which
+  children inherit.
+  """
+  _drop_empty_entries()
   spec = getattr(sys.modules.get('__main__'), '__spec__', None)
   if spec is None or not spec.name.startswith('podrace') or sys.flags.safe_path:
     return
   with contextlib.suppress(OSError):
     if sys.path and os.path.realpath(sys.path[0]) == os.path.realpath(os.getcwd()):
       del sys.path[0]
+
+
+def _drop_empty_entries() -> None:
+  """Takes empty entries out of PYTHONPATH, and the working directory that they stand for out of `sys.path`."""
+  entries = os.environ.get('PYTHONPATH', '').split(os.pathsep)
+  named = [entry for entry in entries if entry]
+  if len(named) == len(entries):
+    return
+  os.environ['PYTHONPATH'] = os.pathsep.join(named)
+  with contextlib.suppress(OSError):
+    here = os.path.realpath(os.getcwd())
+    needed = [*named, os.path.dirname(os.path.dirname(__file__))]  # the last has podrace itself
+    if here not in map(os.path.realpath, needed):
+      sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,14 @@ class _ToStderr(logging.Handler):
 
   def emit(self, record: logging.LogRecord) -> None:
     tell(self.format(record))
+
+
+def python(*arguments: str) -> tuple[str, ...]:
+  """Return the command line of a child interpreter; `arguments` are options of Python, then its program.
+
+  With -P the child does not import from its working directory, which may be somebody else's.
+  """
+  return sys.executable, '-P', *arguments
 
 
 def cores() -> int:

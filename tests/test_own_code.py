@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from podrace.config import Config, completed, from_json, to_json
 from podrace.errors import UsageError
 from podrace.evaluate import evaluate
 from podrace.presets import PRESETS
-from podrace.process import linked_folders, lock
+from podrace.process import linked_folders, lock, python
 from podrace.record import load_config, write_json
 
 PROGRAM = Path(sys.executable).parent / 'podrace'
@@ -109,6 +110,57 @@ def test_a_library_in_the_working_directory_is_not_imported(tmp_path: Path) -> N
     done = podrace(tmp_path, *args)
     assert done.returncode == 0, done.stderr
   assert not list(tmp_path.glob('*.ran'))
+
+
+def test_trials_of_a_sweep_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
+  for name in ('podrace', 'jax', 'json', 'tyro', 'sitecustomize'):
+    (tmp_path / f'{name}.py').write_text(FLAG)
+  small = ['--total-steps', '64', '--num-envs', '4', '--unroll-length', '4', '--devices', '1']
+  words = [
+    'sweep',
+    'catch',
+    *small,
+    '--vary',
+    'agent.discount=0.9',
+    '--processes',
+    '--dir',
+    'sweep',
+  ]
+  done = podrace(tmp_path, *words)
+  assert done.returncode == 0, done.stderr
+  assert (tmp_path / 'sweep' / '0000' / 'summary.json').exists()
+  assert not list(tmp_path.glob('*.ran'))
+
+
+def test_an_empty_entry_of_pythonpath_does_not_reach_children(tmp_path: Path) -> None:
+  """Python itself reads it before podrace does; `late` is imported by a child, and by this process afterwards."""
+  (tmp_path / 'here').mkdir()
+  (tmp_path / 'here' / 'late.py').write_text(FLAG)
+  code = (
+    'import importlib.util, os, subprocess; from podrace import own_code; from podrace.process import python\n'
+    'assert importlib.util.find_spec("late"); own_code.leave_here()\n'
+    'find = "import importlib.util; print(importlib.util.find_spec(\'late\'))"; exec(find)\n'
+    'subprocess.run(python("-c", find), check=True)\n'
+    'print(os.environ["PYTHONPATH"])'
+  )
+  path = os.pathsep.join(['', str(tmp_path), ''])
+  done = subprocess.run(
+    python('-c', code), cwd=tmp_path / 'here', env=environment(PYTHONPATH=path), capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert done.stdout.split() == ['None', 'None', str(tmp_path)], done.stderr
+
+
+def test_one_function_makes_the_command_line_of_each_child() -> None:
+  """It has -P; no other code of the package names the interpreter."""
+  assert python('-m', 'x') == (sys.executable, '-P', '-m', 'x')
+  package = Path(own_code.__file__).parent
+  for file in package.rglob('*.py'):
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    named = [n for n in nodes if isinstance(n, ast.Attribute) and n.attr.endswith('executable')]
+    named += [
+      n for n in nodes if isinstance(n, ast.alias) and n.name in ('executable', 'multiprocessing')
+    ]
+    assert len(named) == (file == package / 'process.py'), file
 
 
 @pytest.mark.slow

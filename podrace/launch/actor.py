@@ -10,13 +10,13 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from podrace.launch.keeper import Asked
 from podrace.launch.replica import CHUNK, LEFT
+from podrace.process import python
 from podrace.worker import Worker
 
 ROOM = 600.0  # seconds in which the cluster must have room
@@ -38,7 +38,7 @@ class Runner:
   def __init__(self, asked: str, host: Callable[[], str]) -> None:
     self._reports, report = os.pipe()
     self._keeper = subprocess.Popen(
-      (sys.executable, '-P', '-m', 'podrace.launch.keeper', str(report)), pass_fds=(report,),
+      python('-m', 'podrace.launch.keeper', str(report)), pass_fds=(report,),
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     os.close(report)

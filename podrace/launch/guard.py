@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 from pathlib import Path
+
+from podrace.process import python
 
 WATCHDOG = str(Path(__file__).with_name('watchdog.py'))
 
@@ -46,7 +47,7 @@ class Guard:
 
   def _start(self) -> None:
     self._watchdog = subprocess.Popen(
-      (sys.executable, '-IS', WATCHDOG, str(self._directory), *map(str, self._groups)),
+      python('-IS', WATCHDOG, str(self._directory), *map(str, self._groups)),
       stdin=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 

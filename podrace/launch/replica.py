@@ -9,12 +9,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
+from podrace.process import python
 from podrace.program import Node, is_one_of_several
 
 CHUNK = 64 * 1024  # bytes that are read of one process before the others
@@ -109,11 +109,8 @@ class Here:
 
 
 def runnable(words: tuple[str, ...]) -> tuple[str, ...]:
-  """A command, where `podrace` need not be on PATH.
-
-  -P: as for the command itself, modules of the working directory are not for podrace to import.
-  """
-  return (sys.executable, '-P', '-m', *words) if words[0] == 'podrace' else words
+  """A command, where `podrace` need not be on PATH."""
+  return python('-m', *words) if words[0] == 'podrace' else words
 
 
 def settings(node: Node) -> dict[str, str]:

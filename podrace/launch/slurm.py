@@ -37,6 +37,7 @@ from podrace.launch.handing import (
 )
 from podrace.launch.local import Local, locked
 from podrace.launch.replica import Child, Here, runnable
+from podrace.process import python
 from podrace.program import Node, Program
 
 OPTIONS = (
@@ -89,7 +90,7 @@ def job(program: Program, directory: Path, more: list[str]) -> str:
   ]
   if wrong := [x for x in more if x.startswith('-') or not x.isprintable()]:
     raise UsageError(f'--sbatch takes an option of sbatch, as time=8:00:00, not {wrong[0]!r}')
-  supervisor = shlex.join((sys.executable, '-P', '-m', 'podrace.launch.slurm', str(directory)))
+  supervisor = shlex.join(python('-m', 'podrace.launch.slurm', str(directory)))
   lines = ['#!/bin/sh', *(f'#SBATCH {x}' for x in options), '', f'exec {supervisor}', '']
   return '\n'.join(lines)
 

@@ -23,6 +23,7 @@ from podrace import program as programs
 from podrace.errors import RunError, UsageError
 from podrace.launch.replica import Process, spawn
 from podrace.output import flush_standard
+from podrace.process import python
 from podrace.program import Program
 
 
@@ -50,7 +51,7 @@ class Warm:
       errors = os.dup(2)  # where it complains until there is a log for it
     except OSError:  # it is closed
       errors = os.open(os.devnull, os.O_WRONLY)
-    words = (sys.executable, '-P', '-m', 'podrace.launch.warm', str(answers), str(errors))
+    words = python('-m', 'podrace.launch.warm', str(answers), str(errors))
     self.process: Process = spawn(words, environ, subprocess.PIPE, (answers, errors))
     os.close(answers)
     os.close(errors)

@@ -6,13 +6,13 @@ import contextlib
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from podrace.metrics import Line
+from podrace.process import python
 from podrace.runs import is_running
 from podrace.stop import Stop, Stopped
 from podrace.sweep.settings import Setting
@@ -29,7 +29,7 @@ class Trial:
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / 'output.txt').open('a') as output:
       self._process = subprocess.Popen(
-        [sys.executable, '-m', 'podrace', *command, '--run-dir', str(run_dir)],
+        python('-m', 'podrace', *command, '--run-dir', str(run_dir)),
         stdin=subprocess.DEVNULL, stdout=output, stderr=output,
       )  # fmt: skip
 

@@ -52,6 +52,7 @@ from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.registry import UnknownName, Value, full_name
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.errors import UsageError
+from podrace.process import python
 from podrace.types import Arrival
 
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
@@ -261,7 +262,7 @@ class Worker:
       int(s) + 7919 * self.lives for s in settings['seeds'][self.first :][: self.count]
     ]
     self.process = subprocess.Popen(
-      [sys.executable, '-P', '-c', START, json.dumps(settings)],
+      python('-c', START, json.dumps(settings)),
       pass_fds=(memory, ask_read, answer_write),
       stdin=subprocess.DEVNULL,
       start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
