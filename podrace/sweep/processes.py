@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from podrace.files import make_folder, open_append, open_regular, read_bytes
 from podrace.metrics import Line
 from podrace.runs import is_running
 from podrace.stop import Stop, Stopped
@@ -26,8 +27,7 @@ class Trial:
 
   def __init__(self, command: list[str], run_dir: Path) -> None:
     self.run_dir, self._read = run_dir, 0
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / 'output.txt').open('a') as output:
+    with open_append(make_folder(run_dir) / 'output.txt') as output:
       self._process = subprocess.Popen(
         [sys.executable, '-m', 'podrace', *command, '--run-dir', str(run_dir)],
         stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -40,7 +40,7 @@ class Trial:
 
   def new_lines(self) -> Iterator[Line]:
     """The lines of its metrics since the last call."""
-    with contextlib.suppress(OSError), (self.run_dir / 'metrics.jsonl').open('rb') as file:
+    with contextlib.suppress(OSError), open_regular(self.run_dir / 'metrics.jsonl') as file:
       file.seek(self._read)
       for text in file:
         if not text.endswith(b'\n'):
@@ -68,7 +68,7 @@ def arguments(given: list[str], setting: Setting) -> list[str]:
 def summary_of(run_dir: Path) -> dict[str, Any] | None:
   """What summary.json holds; None if the run is not finished."""
   with contextlib.suppress(OSError, ValueError):
-    found = json.loads((run_dir / 'summary.json').read_text())
+    found = json.loads(read_bytes(run_dir / 'summary.json'))
     return found if isinstance(found, dict) else None
   return None
 
