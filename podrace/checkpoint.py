@@ -329,6 +329,6 @@ def _signed(meta: dict[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
   """A JSON file, or None if there is none; raises UsageError if it isn't JSON."""
   try:
-    return json.loads(files.read_bytes(path)) if path.exists() else None
+    return json.loads(path.read_bytes()) if path.exists() else None
   except ValueError as e:
     raise UsageError(f'{path} is not JSON: {e}') from e

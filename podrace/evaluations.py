@@ -17,7 +17,7 @@ import numpy as np
 
 from podrace.config import Config
 from podrace.evaluate import described, evaluated, returns_of
-from podrace.files import make_folder, read_bytes, write_whole
+from podrace.files import make_folder, write_whole
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import JsonLines, read
 from podrace.sebulba.actors import CLOSE_SECONDS
@@ -139,7 +139,7 @@ class Evaluations:
 def _read(path: Path) -> list[np.ndarray]:
   from safetensors.numpy import load
 
-  found = load(read_bytes(path))
+  found = load(path.read_bytes())
   return [found[str(i)] for i in range(len(found))]
 
 

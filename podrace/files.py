@@ -15,7 +15,6 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from io import BufferedReader
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -25,11 +24,12 @@ if TYPE_CHECKING:
   import numpy as np
 
 UTF8 = 'utf-8'
+LEVELS = 100  # of directories below a run directory: deeper ones cannot be removed
 WANDB = 'wandb'  # a directory in which Weights & Biases makes links of its own
 
 
 class NotOwn(OSError, UsageError):
-  """A name that podrace reads or writes stands for something else; the message says what."""
+  """A name that podrace writes to stands for something else; the message says what."""
 
   def __init__(self, path: Path, problem: str) -> None:
     super().__init__(errno.ELOOP, f'{path} {problem}')
@@ -59,30 +59,6 @@ def sync(path: Path) -> None:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-def open_regular(path: Path) -> BufferedReader:
-  """Open a regular file, or a link to one, to read it. A FIFO or a device would block or never end.
-
-  Raises:
-    NotOwn: if it is neither.
-    OSError: if it cannot be opened.
-  """
-  return _regular(path, os.O_RDONLY, 0, 'rb')
-
-
-def read_bytes(path: Path) -> bytes:
-  """Read a regular file; see `open_regular`."""
-  with open_regular(path) as file:
-    return file.read()
-
-
-def read_text(path: Path) -> str:
-  """Read a regular file of text; see `open_regular`."""
-  return read_bytes(path).decode(UTF8)
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -115,7 +91,7 @@ def open_append(path: Path, mode: str = 'a', buffering: int = -1) -> IO[Any]:
     NotOwn: if it is a link, a hard link of another file, or no regular file.
     OSError: if it cannot be opened.
   """
-  file = _regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, os.O_NOFOLLOW, mode, buffering)
+  file = _open_regular(path, os.O_WRONLY | os.O_APPEND, mode, buffering)
   if os.fstat(file.fileno()).st_nlink > 1:
     file.close()
     raise NotOwn(path, 'is a hard link: the file has other names, too. Put a copy in its place')
@@ -124,7 +100,7 @@ def open_append(path: Path, mode: str = 'a', buffering: int = -1) -> IO[Any]:
 
 def open_lock(path: Path) -> IO[str]:
   """Open a file for `flock`, which is made if there is none; raises as `open_append`."""
-  return _regular(path, os.O_RDWR | os.O_CREAT, os.O_NOFOLLOW, 'r+')
+  return _open_regular(path, os.O_RDWR, 'r+')
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -155,10 +131,10 @@ def save_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
   np.savez(file, allow_pickle=False, **arrays)
 
 
-def _regular(path: Path, flags: int, follow: int, mode: str, buffering: int = -1) -> Any:
-  """Open a file unless it is something other than a regular one; never waits for a FIFO's other end."""
+def _open_regular(path: Path, flags: int, mode: str, buffering: int = -1) -> Any:
+  """Open a file that is regular, or make it; never waits for a FIFO's other end."""
   try:
-    descriptor = os.open(path, flags | follow | os.O_NONBLOCK, 0o666)
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
   except OSError as e:
     if e.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
       raise NotOwn.of_kind(path, path.lstat().st_mode) from e
@@ -238,7 +214,7 @@ def check_folder(directory: Path, name: str, links: bool = False) -> None:
     links: whether links to directories are allowed, where nothing is written.
 
   Raises:
-    UsageError: if there is a link to a directory in it, at any depth, or a FIFO or a device.
+    UsageError: if there is a link to a directory in it, at any depth, a FIFO or a device, or more than LEVELS.
   """
   strange = sorted(_strange(directory, links))
   if strange:
@@ -258,7 +234,9 @@ def _strange(directory: Path, links: bool) -> Iterator[str]:
         with contextlib.suppress(OSError):
           kind = entry.stat(follow_symlinks=False).st_mode
           if stat.S_ISDIR(kind):
-            if entry.name != WANDB:
+            if name.count(os.sep) > LEVELS:
+              yield f'{name[:99]}... there has too many levels'
+            elif entry.name != WANDB:
               folders.append(entry.path)
             continue
           kind = entry.stat().st_mode

@@ -21,8 +21,6 @@ from podrace.files import (
   make_folder,
   open_append,
   open_new,
-  read_bytes,
-  read_text,
   write_whole,
 )
 from podrace.output import Lasting
@@ -68,7 +66,7 @@ def read(path: Path) -> list[Line]:
   """
   if not path.exists():
     return []
-  whole = read_bytes(path).split(b'\n')[:-1]  # no newline behind it: the run died while writing it
+  whole = path.read_bytes().split(b'\n')[:-1]  # no newline behind it: the run died while writing it
   found = [_parse(line) for line in whole]
   while found and isinstance(found[-1], str):
     log.warning('%s, line %d, %s: it is left out', path, len(found), found.pop())
@@ -130,7 +128,7 @@ class WandB:
         file.write(secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
-      id=read_text(record).strip(),
+      id=record.read_text(encoding='ascii').strip(),
       name=run_dir.absolute().name,
       dir=str(make_folder(run_dir / WANDB).parent),
       resume='allow',
@@ -167,7 +165,7 @@ def numbers(line: Line) -> dict[str, float]:
 def configuration(run_dir: Path) -> dict[str, Any]:
   """What config.json records of a run; empty if it is not there."""
   path = run_dir / 'config.json'
-  return json.loads(read_bytes(path)) if path.exists() else {}
+  return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def flat(tree: dict[str, Any], prefix: str = '') -> dict[str, bool | int | float | str]:

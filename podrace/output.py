@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import sys
 from typing import Any, TextIO
@@ -75,8 +74,6 @@ def open_standard() -> None:
   for name in ('stdout', 'stderr'):
     if getattr(sys, name) is None:
       setattr(sys, name, open(os.devnull, 'w', encoding='utf-8'))  # noqa: SIM115 (as long as the process)
-  if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == 'strict':
-    sys.stdout.reconfigure(errors='backslashreplace')  # what the locale lacks, as on stderr
 
 
 def flush_standard() -> bool:

@@ -199,7 +199,7 @@ def is_running(path: Path) -> bool:
 
 def _has_lock(path: Path) -> bool:
   try:
-    descriptor = os.open(path / 'lock', os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    descriptor = os.open(path / 'lock', os.O_RDONLY | os.O_NOFOLLOW)
   except OSError:
     return False
   try:

@@ -172,16 +172,6 @@ def test_what_is_in_a_linked_folder_is_not_removed(tmp_path: Path, outside: Path
 
 
 @pytest.mark.parametrize('plant', PLANTS)
-def test_what_is_read_is_a_regular_file(plant: Plant, tmp_path: Path, outside: Path) -> None:
-  plant(tmp_path / 'a', outside)
-  if plant in (link, hard_link):
-    assert files.read_text(tmp_path / 'a') == 'mine'
-  else:
-    with pytest.raises((files.NotOwn, FileNotFoundError)):
-      files.read_bytes(tmp_path / 'a')
-
-
-@pytest.mark.parametrize('plant', PLANTS)
 @pytest.mark.parametrize('name', ['a', 'b/c/d/a'])
 def test_a_whole_directory_is_checked(
   plant: Plant, name: str, tmp_path: Path, outside: Path
@@ -206,14 +196,13 @@ def test_a_whole_directory_is_checked(
 def test_a_directory_of_any_depth_and_none_are_checked(tmp_path: Path) -> None:
   files.check_folder(tmp_path / 'none', '--run-dir')
   here = os.open(tmp_path, os.O_RDONLY)
-  for _ in range(1_200):  # more than Python recurses
+  for _ in range(1_200):  # more than Python's rmtree takes
     os.mkdir('a', dir_fd=here)
     below = os.open('a', os.O_RDONLY, dir_fd=here)
     os.close(here)
     here = below
-  os.mkfifo('pipe', dir_fd=here)
   os.close(here)
-  with pytest.raises(UsageError, match='pipe there is a FIFO'):
+  with pytest.raises(UsageError, match='too many levels'):
     files.check_folder(tmp_path, '--run-dir')
   subprocess.run(['rm', '-r', str(tmp_path / 'a')], check=True)  # pytest would recurse
 
@@ -245,12 +234,12 @@ ALLOWED = {
   'launch/warm.py: os.open(os.devnull, os.O_WRONLY)': 'the null device',
   "process.py: Path('/proc/self/autogroup').write_text(f'{NICE}\\n', encoding='ascii')": "the kernel's",
   'envs/host/gymnasium.py: file.truncate(length)': 'memory',
-  'checkpoint.py: ocp.CheckpointManager(...)': 'the directory has just been checked; it makes new ones in it',
-  'metrics.py: SummaryWriter(...)': 'the directory has just been checked; nobody can guess the name of the file',
+  'checkpoint.py: ocp.CheckpointManager(self._directory, item_names=items, options=options)': 'the directory has just been checked; it makes new ones in it',
+  'metrics.py: SummaryWriter(str(folder), purge_step=0, filename_suffix=suffix)': 'the directory has just been checked; nobody can guess the name of the file',
   'metrics.py: wandb.init(...)': 'a directory of its own, with links of its own',
   'sweep/plan.py: JournalFileBackend(str(journal), lock)': 'the file has just been checked',
   "watch.py: av.open(str(mp4), 'w')": 'in a new directory with a name that nobody can guess',
-  'watch.py: first.save(...)': 'in a new directory with a name that nobody can guess',
+  'watch.py: first.save(self._gif, save_all=True, append_images=rest, duration=milliseconds, loop=0)': 'in a new directory with a name that nobody can guess',
   'plot.py: figure.savefig(content, dpi=150, format=out.suffix[1:])': 'memory',
   'net/keys.py: files.make_user_folder(directory).chmod(448)': 'a directory that the user names',
   'tables/inserts.py: contents.replace(item)': 'no file',
@@ -310,7 +299,7 @@ def writes(call: ast.Call) -> bool:
 
 def shown(call: ast.Call) -> str:
   text = ast.unparse(call)
-  return text if len(text) < 84 else f'{ast.unparse(call.func)}(...)'
+  return text if len(text) < 100 else f'{ast.unparse(call.func)}(...)'
 
 
 def test_no_other_code_writes() -> None:

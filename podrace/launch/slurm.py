@@ -23,7 +23,7 @@ from pathlib import Path
 from podrace import program as programs
 from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
-from podrace.files import UTF8, move, read_text, write_whole
+from podrace.files import UTF8, move, write_whole
 from podrace.launch.addresses import Announcements
 from podrace.launch.handing import (
   CPUS,
@@ -179,7 +179,7 @@ def main(directory: Path) -> int:
   """Supervises the program to its end; the exit code, as of `Local.run`."""
   from podrace.launch.screen import Screen
 
-  program = programs.from_json(read_text(directory / 'program.json'))
+  program = programs.from_json((directory / 'program.json').read_text(encoding=UTF8))
   with time_is_up() as up, Screen([x for n in program.nodes for x in n.names]) as screen:
     code = Local(
       program, directory, screen.say, screen.look, start,

@@ -17,7 +17,6 @@ from podrace.files import (
   make_user_folder,
   open_append,
   open_lock,
-  read_bytes,
   write_whole,
 )
 from podrace.metrics import Line
@@ -94,7 +93,7 @@ def begin(sweep: Sweep) -> None:
   check_folder(sweep.folder, '--dir')
   if path.exists():
     try:
-      before = json.loads(read_bytes(path))
+      before = json.loads(path.read_bytes())
     except ValueError as e:
       raise UsageError(f'{path} is damaged: {e}; remove it to begin anew') from e
     if changed := differences(before, now):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.files import make_folder, open_append, open_regular, read_bytes
+from podrace.files import make_folder, open_append
 from podrace.metrics import Line
 from podrace.runs import is_running
 from podrace.stop import Stop, Stopped
@@ -40,7 +40,7 @@ class Trial:
 
   def new_lines(self) -> Iterator[Line]:
     """The lines of its metrics since the last call."""
-    with contextlib.suppress(OSError), open_regular(self.run_dir / 'metrics.jsonl') as file:
+    with contextlib.suppress(OSError), (self.run_dir / 'metrics.jsonl').open('rb') as file:
       file.seek(self._read)
       for text in file:
         if not text.endswith(b'\n'):
@@ -68,7 +68,7 @@ def arguments(given: list[str], setting: Setting) -> list[str]:
 def summary_of(run_dir: Path) -> dict[str, Any] | None:
   """What summary.json holds; None if the run is not finished."""
   with contextlib.suppress(OSError, ValueError):
-    found = json.loads(read_bytes(run_dir / 'summary.json'))
+    found = json.loads((run_dir / 'summary.json').read_bytes())
     return found if isinstance(found, dict) else None
   return None
 

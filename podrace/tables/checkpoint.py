@@ -220,7 +220,7 @@ def _table_file(i: int) -> str:
 
 
 def _described(path: Path) -> dict[str, Any]:
-  with files.open_regular(path) as file:
+  with path.open('rb') as file:
     digest = hashlib.file_digest(file, 'sha256').hexdigest()
   return dict(bytes=path.stat().st_size, sha256=digest)
 
@@ -236,7 +236,7 @@ def _sha256_of(manifest: dict[str, Any]) -> str:
 def _read_manifest(path: Path) -> dict[str, Any]:
   """The manifest, after all files have been compared with what it says of them."""
   try:
-    manifest = json.loads(files.read_bytes(path / MANIFEST))
+    manifest = json.loads((path / MANIFEST).read_bytes())
   except FileNotFoundError as e:
     raise CheckpointError(f'{path} is no checkpoint of tables: it has no {MANIFEST}') from e
   except (OSError, ValueError) as e:
