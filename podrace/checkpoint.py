@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import logging
-import shutil
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from podrace import files
 from podrace.errors import UsageError
 from podrace.types import Array
 from podrace.worker import Worker
@@ -92,11 +93,14 @@ class Checkpoints:
   def __init__(self, directory: Path, keep: int = 3, writes: bool = True) -> None:
     logging.getLogger('absl').setLevel(logging.CRITICAL)  # orbax tells there what it also raises
     self._directory = directory.absolute()
+    files.check_folder(directory, 'checkpoints', links=not writes)
+    if writes:
+      files.make_folder(files.make_user_folder(directory.parent) / directory.name)
     drafts = sorted(directory.glob('*.orbax-checkpoint-tmp*'))
     self.half_written = [p.name for p in drafts]  # of a process that was killed
     if writes and jax.process_index() == 0:
       for draft in drafts:
-        shutil.rmtree(draft, ignore_errors=True)
+        files.remove(draft)
     # Orbax measures how long it waits by the wall's clock, which may jump: of one process nothing is waited for
     # but its own threads. Directories made at once leave out waits whose limits can't be set.
     patient = ocp.AsyncOptions(timeout_secs=FOREVER, create_directories_asynchronously=False)
@@ -143,9 +147,9 @@ class Checkpoints:
     for folder in self.extra(0).parent.glob('[0-9]*'):
       name = folder.name  # with zeros before the number it is a replay service's, kept there
       if name.isdigit() and name == str(int(name)) and int(name) not in steps | {self._newest}:
-        shutil.rmtree(folder, ignore_errors=True)
+        files.remove(folder)
     for partial in self.extra(0).parent.glob('.*.partial'):
-      shutil.rmtree(partial, ignore_errors=True)
+      files.remove(partial)
 
   def save(
     self, step: int, params: Any, rest: Any, meta: dict[str, Any], extra: Extra | None = None
@@ -278,16 +282,15 @@ class Checkpoints:
     """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
     self._manager.wait_until_finished()
     source = self._directory / str(step)
-    folder = self._directory.parent / 'damaged'
-    folder.mkdir(exist_ok=True)
+    folder = files.make_folder(self._directory.parent / 'damaged')
     target = folder / str(step)
     n = 1
-    while target.exists():
+    while os.path.lexists(target):
       n += 1
       target = folder / f'{step}-{n}'
-    source.rename(target)
+    files.move(source, target)
     if self.extra(step).exists():
-      self.extra(step).rename(target.with_name(f'{target.name}-replay'))
+      files.move(self.extra(step), target.with_name(f'{target.name}-replay'))
     self._manager.reload()
     return target
 
@@ -326,6 +329,6 @@ def _signed(meta: dict[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
   """A JSON file, or None if there is none; raises UsageError if it isn't JSON."""
   try:
-    return json.loads(path.read_text()) if path.exists() else None
+    return json.loads(path.read_bytes()) if path.exists() else None
   except ValueError as e:
     raise UsageError(f'{path} is not JSON: {e}') from e

@@ -12,6 +12,8 @@ import platform
 from collections.abc import Callable
 from pathlib import Path
 
+from podrace.files import make_user_folder
+
 MOST_BYTES = 2**30  # beyond that, programs that were not used for longest go
 LEAST_SECONDS = 0.1  # a program that compiles faster is not kept
 
@@ -28,7 +30,7 @@ def directory() -> Path:
 def _processor() -> str:
   """What a program compiled for the CPU depends on: its model and features."""
   try:
-    lines = Path('/proc/cpuinfo').read_text().splitlines()
+    lines = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace').splitlines()
   except OSError:
     return platform.processor()
   return '\n'.join(sorted({x for x in lines if x.startswith(('model name', 'flags', 'Features'))}))
@@ -47,7 +49,7 @@ def enable(say: Callable[[str], None]) -> None:
   try:
     kept = directory()
     if not kept.is_dir():
-      kept.mkdir(parents=True, mode=0o700)
+      make_user_folder(kept, 0o700)
       say(
         f'compiled programs are kept in {kept} (at most {MOST_BYTES / 2**30:g} GiB); '
         '--no-compile-cache leaves that out'

@@ -17,7 +17,7 @@ import numpy as np
 
 from podrace.config import Config
 from podrace.evaluate import described, evaluated, returns_of
-from podrace.files import write_whole
+from podrace.files import make_folder, write_whole
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import JsonLines, read
 from podrace.sebulba.actors import CLOSE_SECONDS
@@ -45,8 +45,7 @@ class Evaluations:
     seconds: Callable[[], float],
   ) -> None:
     self._config, self._run_dir, self._warn, self._seconds = config, run_dir, warn, seconds
-    self._folder = run_dir / 'to-evaluate'
-    self._folder.mkdir(exist_ok=True)
+    self._folder = make_folder(run_dir / 'to-evaluate')
     self._lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
     done = {line['step'] for line in read(run_dir / 'eval.jsonl')}
     self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
@@ -133,7 +132,7 @@ class Evaluations:
   def _film(self, step: int, params: Any) -> None:
     from podrace.watch import film
 
-    config, folder = self._config, self._run_dir / 'videos'
+    config, folder = self._config, make_folder(self._run_dir / 'videos')
     film(config, params, folder, step, episodes=1, seed=config.seed, env=config.eval_env)
 
 

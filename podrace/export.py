@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from podrace.config import Config, agent_name, to_json
 from podrace.envs.spaces import over
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params
+from podrace.files import make_user_folder, move, new_folder, write_whole
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import _scale, channels_first, is_pixels
@@ -47,7 +48,7 @@ def export(
   config = load_config(run_dir, allow_code)
   if not 0 <= member < config.seeds:
     raise UsageError(f'--member {member}: the run has {config.seeds} seed(s), counted from 0')
-  if folder.exists():
+  if os.path.lexists(folder):
     raise UsageError(f'{folder} exists already: name a new directory')
   agent, env = evaluable(config)
   agent = innermost(agent)
@@ -86,9 +87,8 @@ def write(
     and not _acts_alike(about, arrays, agent, env, params)
   ):
     about['network'] = None
-  draft = folder.with_name(f'.{folder.name}.draft')
-  shutil.rmtree(draft, ignore_errors=True)
-  draft.mkdir(parents=True)
+  make_user_folder(folder.parent)
+  draft = new_folder(folder.with_name(f'.{folder.name}.draft'))
   from safetensors.numpy import save
 
   files = {
@@ -99,10 +99,10 @@ def write(
   if not onnx.why_not(about):
     files[GRAPH] = onnx.graph(about, arrays)
   for name, data in files.items():
-    (draft / name).write_bytes(data)
+    write_whole(draft / name, data)
   about['sha256'] = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-  (draft / POLICY).write_text(json.dumps(about, indent=2) + '\n')
-  draft.rename(folder)
+  write_whole(draft / POLICY, json.dumps(about, indent=2) + '\n')
+  move(draft, folder)
   return about
 
 

@@ -1,10 +1,55 @@
-"""Files that are whole or not there, also after a power cut."""
+"""Files and directories that podrace writes: whole or not at all, and never through a link.
+
+All writing in the package goes through this module, and a test reads the source for exceptions. A name in a run
+directory may have come from a stranger, so a symbolic link, a FIFO or a device there is replaced or refused. Links
+in the path that leads to a directory which the user names are the user's, and are followed.
+
+Text is UTF-8, whatever the locale is.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
+
+from podrace.errors import UsageError
+
+if TYPE_CHECKING:
+  import numpy as np
+
+UTF8 = 'utf-8'
+LEVELS = 100  # of directories below a run directory: deeper ones cannot be removed
+WANDB = 'wandb'  # a directory in which Weights & Biases makes links of its own
+
+
+class NotOwn(OSError, UsageError):
+  """A name that podrace writes to stands for something else; the message says what."""
+
+  def __init__(self, path: Path, problem: str) -> None:
+    super().__init__(errno.ELOOP, f'{path} {problem}')
+
+  @classmethod
+  def of_kind(cls, path: Path, mode: int, expected: str = 'a regular file') -> NotOwn:
+    """Name the kind of file that is there, by its mode."""
+    return cls(path, f'is {describe(mode)}, expected {expected}: remove it')
+
+  def __str__(self) -> str:
+    return str(self.strerror)
+
+
+def describe(mode: int) -> str:
+  """Return a noun for the kind of file that a mode is of."""
+  kinds = {
+    stat.S_IFLNK: 'a symbolic link', stat.S_IFDIR: 'a directory', stat.S_IFIFO: 'a FIFO',
+    stat.S_IFSOCK: 'a socket', stat.S_IFCHR: 'a device', stat.S_IFBLK: 'a device', stat.S_IFREG: 'a file',
+  }  # fmt: skip
+  return kinds.get(stat.S_IFMT(mode), 'no regular file')
 
 
 def sync(path: Path) -> None:
@@ -16,10 +61,46 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def open_new(path: Path, mode: str = 'w') -> IO[Any]:
-  """A new file to write, in the place of what is there; a symbolic link is removed, not followed."""
+# --- files ----------------------------------------------------------------------------------------
+
+
+def open_new(path: Path, mode: str = 'w', permissions: int = 0o666) -> IO[Any]:
+  """Open a new file to write, in the place of a file or a link of that name.
+
+  Raises:
+    OSError: if a directory has the name, or the file cannot be made.
+  """
   path.unlink(missing_ok=True)
-  return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), mode)
+  return create(path, mode, permissions)
+
+
+def create(path: Path, mode: str = 'w', permissions: int = 0o666) -> IO[Any]:
+  """Open a new file to write.
+
+  Raises:
+    FileExistsError: if there is something of that name, a link to nothing included.
+  """
+  flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+  return _wrapped(os.open(path, flags, permissions), mode)
+
+
+def open_append(path: Path, mode: str = 'a', buffering: int = -1) -> IO[Any]:
+  """Open a file to add to it; it is made if there is none.
+
+  Raises:
+    NotOwn: if it is a link, a hard link of another file, or no regular file.
+    OSError: if it cannot be opened.
+  """
+  file = _open_regular(path, os.O_WRONLY | os.O_APPEND, mode, buffering)
+  if os.fstat(file.fileno()).st_nlink > 1:
+    file.close()
+    raise NotOwn(path, 'is a hard link: the file has other names, too. Put a copy in its place')
+  return file
+
+
+def open_lock(path: Path) -> IO[str]:
+  """Open a file for `flock`, which is made if there is none; raises as `open_append`."""
+  return _open_regular(path, os.O_RDWR, 'r+')
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -29,5 +110,138 @@ def write_whole(path: Path, content: str | bytes) -> None:
     file.write(content)
     file.flush()
     os.fsync(file.fileno())
-  os.replace(draft, path)
+  try:
+    os.replace(draft, path)
+  except OSError:  # a directory has the name
+    draft.unlink()
+    raise
   sync(path.parent)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+  """Write a new .npz file."""
+  with open_new(path, 'wb') as file:
+    save_arrays(file, arrays)
+
+
+def save_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
+  """Write arrays to an open file as .npz, without pickle."""
+  import numpy as np
+
+  np.savez(file, allow_pickle=False, **arrays)
+
+
+def _open_regular(path: Path, flags: int, mode: str, buffering: int = -1) -> Any:
+  """Open a file that is regular, or make it; never waits for a FIFO's other end."""
+  try:
+    descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+  except OSError as e:
+    if e.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+      raise NotOwn.of_kind(path, path.lstat().st_mode) from e
+    raise
+  kind = os.fstat(descriptor).st_mode
+  if not stat.S_ISREG(kind):
+    os.close(descriptor)
+    raise NotOwn.of_kind(path, kind)
+  os.set_blocking(descriptor, True)
+  return _wrapped(descriptor, mode, buffering)
+
+
+def _wrapped(descriptor: int, mode: str, buffering: int = -1) -> Any:
+  return os.fdopen(descriptor, mode, buffering, encoding=None if 'b' in mode else UTF8)
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+def make_user_folder(path: Path, permissions: int = 0o777) -> Path:
+  """Make a directory that the user names, and its parents, unless it is there; links are followed."""
+  path.mkdir(permissions, parents=True, exist_ok=True)
+  return path
+
+
+def make_folder(path: Path, permissions: int = 0o777) -> Path:
+  """Make a directory in one that is there, unless it is there itself.
+
+  Raises:
+    NotOwn: if its name is that of a link or of a file.
+  """
+  with contextlib.suppress(FileExistsError):
+    path.mkdir(permissions)
+  kind = path.lstat().st_mode
+  if not stat.S_ISDIR(kind):
+    raise NotOwn.of_kind(path, kind, 'a directory')
+  return path
+
+
+def create_folder(path: Path) -> Path:
+  """Make a directory in one that is there; raises FileExistsError if there is something of its name."""
+  path.mkdir()
+  return path
+
+
+def new_folder(path: Path) -> Path:
+  """Make an empty directory in the place of all that has its name."""
+  remove(path)
+  return create_folder(path)
+
+
+def move(path: Path, to: Path) -> None:
+  """Rename a file or a directory.
+
+  Raises:
+    FileExistsError: if there is something of the new name, a link included.
+  """
+  if os.path.lexists(to):
+    raise FileExistsError(errno.EEXIST, 'there is something of that name already', str(to))
+  path.rename(to)
+
+
+def remove(path: Path) -> None:
+  """Remove a file, a link or a directory with all that is in it, if it is there; links are not followed."""
+  try:
+    path.unlink(missing_ok=True)
+  except (IsADirectoryError, PermissionError):  # the latter on other systems than Linux
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def check_folder(directory: Path, name: str, links: bool = False) -> None:
+  """Refuse a directory in which writing or reading would lead elsewhere, or wait for ever.
+
+  Args:
+    directory: it may be a link itself, and need not be there.
+    name: the option that names it, for the message.
+    links: whether links to directories are allowed, where nothing is written.
+
+  Raises:
+    UsageError: if there is a link to a directory in it, at any depth, a FIFO or a device, or more than LEVELS.
+  """
+  strange = sorted(_strange(directory, links))
+  if strange:
+    raise UsageError(
+      f'{name} {directory}: {", ".join(strange[:5])}{" and more" if strange[5:] else ""}; podrace does not '
+      'write or read there. Remove it, move what it leads to in its place, or make the whole directory a link'
+    )
+
+
+def _strange(directory: Path, links: bool) -> Iterator[str]:
+  """Describe each entry that `check_folder` refuses. An entry that vanishes meanwhile is none."""
+  folders = [str(directory)]
+  while folders:
+    with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+      for entry in entries:
+        name = os.path.relpath(entry.path, directory)
+        with contextlib.suppress(OSError):
+          kind = entry.stat(follow_symlinks=False).st_mode
+          if stat.S_ISDIR(kind):
+            if name.count(os.sep) > LEVELS:
+              yield f'{name[:99]}... there has too many levels'
+            elif entry.name != WANDB:
+              folders.append(entry.path)
+            continue
+          kind = entry.stat().st_mode
+          if stat.S_ISDIR(kind):
+            if not links:
+              yield f'{name} there is a symbolic link to a directory elsewhere'
+          elif not (stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
+            yield f'{name} there is {describe(kind)}'

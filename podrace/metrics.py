@@ -16,7 +16,13 @@ from typing import Any, Protocol, TextIO, cast
 
 from podrace.config import unknown
 from podrace.errors import UsageError
-from podrace.files import open_new, write_whole
+from podrace.files import (
+  WANDB,
+  make_folder,
+  open_append,
+  open_new,
+  write_whole,
+)
 from podrace.output import Lasting
 
 Line = dict[str, Any]
@@ -38,7 +44,7 @@ class JsonLines:
     """Drops what an interrupted run wrote after the checkpoint that it goes on from."""
     kept = [json.dumps(line) + '\n' for line in read(path) if line['step'] <= resumed_at]
     write_whole(path, ''.join(kept))
-    self._file = path.open('a')
+    self._file = open_append(path)
 
   def write(self, line: Line) -> None:
     self._file.write(json.dumps(line, allow_nan=False) + '\n')
@@ -92,7 +98,9 @@ class TensorBoard:
     from tensorboardX import SummaryWriter
     from tensorboardX.summary import hparams
 
-    self._writer = SummaryWriter(str(run_dir / 'tensorboard'), purge_step=0)
+    folder = make_folder(run_dir / 'tensorboard')
+    suffix = f'.{secrets.token_hex(8)}'  # a name that nobody can guess, and so no link can have
+    self._writer = SummaryWriter(str(folder), purge_step=0, filename_suffix=suffix)
     config = configuration(run_dir)
     self._writer.add_text('config', f'```json\n{json.dumps(config, indent=2)}\n```', 0)
     for summary in hparams(flat(config), {}):  # into this file: `add_hparams` would make another
@@ -120,9 +128,9 @@ class WandB:
         file.write(secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
-      id=record.read_text().strip(),
+      id=record.read_text(encoding='ascii').strip(),
       name=run_dir.absolute().name,
-      dir=str(run_dir),
+      dir=str(make_folder(run_dir / WANDB).parent),
       resume='allow',
       config=configuration(run_dir),
       allow_val_change=True,  # as by --override
@@ -157,7 +165,7 @@ def numbers(line: Line) -> dict[str, float]:
 def configuration(run_dir: Path) -> dict[str, Any]:
   """What config.json records of a run; empty if it is not there."""
   path = run_dir / 'config.json'
-  return json.loads(path.read_text()) if path.exists() else {}
+  return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def flat(tree: dict[str, Any], prefix: str = '') -> dict[str, bool | int | float | str]:

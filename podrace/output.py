@@ -73,7 +73,7 @@ def open_standard() -> None:
       os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
   for name in ('stdout', 'stderr'):
     if getattr(sys, name) is None:
-      setattr(sys, name, open(os.devnull, 'w'))  # noqa: SIM115 (as long as the process)
+      setattr(sys, name, open(os.devnull, 'w', encoding='utf-8'))  # noqa: SIM115 (as long as the process)
 
 
 def flush_standard() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 import warnings
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 from podrace import curves
 from podrace.curves import Band, Group
 from podrace.errors import UsageError
+from podrace.files import write_whole
 from podrace.labels import labels
 
 # Okabe and Ito's colours: those who are colour-blind can distinguish them. Dashes help in black and white.
@@ -241,6 +243,8 @@ def _save(figure: Any, out: Path, note: str) -> None:
   with warnings.catch_warnings():
     warnings.filterwarnings('ignore', 'Glyph')  # its font lacks a letter of a name
     try:
-      figure.savefig(out, dpi=150)
+      content = io.BytesIO()
+      figure.savefig(content, dpi=150, format=out.suffix[1:])
+      write_whole(out, content.getvalue())
     except OSError as e:
       raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
 import fcntl
 import logging
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from podrace.files import open_lock
 from podrace.output import flush_standard, tell
 
 NICE = 19  # the most that there is
@@ -102,7 +102,7 @@ def give_way() -> None:
     os.nice(NICE)
   if os.getsid(0) == os.getpid():
     with contextlib.suppress(OSError):  # the kernel does not weigh sessions
-      Path('/proc/self/autogroup').write_text(f'{NICE}\n')
+      Path('/proc/self/autogroup').write_text(f'{NICE}\n', encoding='ascii')
 
 
 def end_at_once(signum: int, frame: Any) -> None:
@@ -132,13 +132,7 @@ def lock(directory: Path) -> IO[str]:
     BlockingIOError: if another process has it.
     OSError: if it can't be written to.
   """
-  try:
-    descriptor = os.open(directory / 'lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-  except OSError as e:
-    if e.errno == errno.ELOOP:
-      raise OSError(e.errno, 'lock is a symbolic link there, which is not followed') from e
-    raise
-  file = os.fdopen(descriptor, 'r+')
+  file = open_lock(directory / 'lock')
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BaseException:
@@ -155,8 +149,3 @@ def is_locked(directory: Path, file: IO[str]) -> bool:
   except (FileNotFoundError, NotADirectoryError):
     return False
   return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
-
-
-def linked_folders(directory: Path) -> list[str]:
-  """The names in a directory that are symbolic links to other directories."""
-  return sorted(p.name for p in directory.iterdir() if p.is_symlink() and p.is_dir())

@@ -26,8 +26,8 @@ from podrace.config import (
   to_json,
 )
 from podrace.errors import UsageError
-from podrace.files import write_whole
-from podrace.process import cores, is_locked, linked_folders, lock
+from podrace.files import check_folder, write_whole
+from podrace.process import cores, is_locked, lock
 from podrace.topology import on_host
 from podrace.version import __version__
 
@@ -81,11 +81,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
   with file:
-    if links := linked_folders(run_dir):
-      raise UsageError(
-        f'--run-dir {run_dir}: {", ".join(links)} there is a symbolic link to a directory elsewhere, where a run '
-        'would write and delete; move what it leads to in its place, or make the whole run directory a link'
-      )
+    check_folder(run_dir, '--run-dir')
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 

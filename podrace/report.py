@@ -12,7 +12,7 @@ from typing import Any
 
 from podrace import metrics, runs
 from podrace.errors import UsageError
-from podrace.files import write_whole
+from podrace.files import UTF8, write_whole
 from podrace.plot import COLOURS
 from podrace.scores import ATARI, game, human_normalised
 from podrace.version import __version__
@@ -58,9 +58,9 @@ def page(data: dict[str, Any]) -> str:
   for sign in '<>&\u2028\u2029':
     text = text.replace(sign, f'\\u{ord(sign):04x}')
   parts = {'/*CSS*/': 'report.css', '/*JS*/': 'report.js'}
-  html = (PAGE / 'report.html').read_text()
+  html = (PAGE / 'report.html').read_text(encoding=UTF8)
   for mark, name in parts.items():
-    html = html.replace(mark, (PAGE / name).read_text())
+    html = html.replace(mark, (PAGE / name).read_text(encoding=UTF8))
   return html.replace('/*DATA*/', text)
 
 

@@ -23,6 +23,7 @@ from podrace.config import Config, to_json, validate
 from podrace.errors import RunError, UsageError
 from podrace.evaluate import evaluated
 from podrace.evaluations import Evaluations
+from podrace.files import make_user_folder
 from podrace.group import everyones
 from podrace.log import Log
 from podrace.record import (
@@ -159,7 +160,7 @@ def carry_out(
     program, server = assemble(warn)
     # Now that it can be a run: what is refused leaves no directory.
     try:
-      run_dir.mkdir(parents=True, exist_ok=True)
+      make_user_folder(run_dir)
     except OSError as e:
       raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
     is_ours = stack.enter_context(locked(run_dir)) if leader else lambda: True

@@ -17,7 +17,7 @@ from typing import Any
 from podrace.agents import AGENTS
 from podrace.config import KIND
 from podrace.errors import RunError, UsageError
-from podrace.files import write_whole
+from podrace.files import create_folder, make_user_folder, write_whole
 from podrace.own_code import CLASS
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
@@ -316,12 +316,12 @@ def reserved(name: str) -> Iterator[Path]:
     runs = Path('runs')
     try:
       if not runs.exists():
-        runs.mkdir(exist_ok=True)
+        make_user_folder(runs)
         stack.callback(_remove_empty, runs)
       while True:
         path = new_run_dir(name)
         with contextlib.suppress(FileExistsError):  # another run was quicker
-          path.mkdir()
+          create_folder(path)
           break
     except OSError as e:
       raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from podrace.config import Config, bind_run
 from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params, spread
+from podrace.files import make_folder, make_user_folder, write_whole
 from podrace.hooks import can_be_greedy, greedily
 from podrace.output import tell
 from podrace.pictures import Numbers, numbers
@@ -173,7 +173,7 @@ def watch(
   agent, _ = evaluable(config)
   step, params, _ = newest_params(config, agent, run_dir)
   if show is None:
-    folder = out or run_dir / 'videos'
+    folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
     return film(config, params, folder, step, episodes, seed, sampled, max_steps, fps, tell)
   with _on_stage(config, params, sampled, tell) as (stage, act, begin):
     for i in range(episodes):
@@ -233,11 +233,8 @@ def film(
     env: another environment than the run's, with the same spaces.
 
   Raises:
-    UsageError: if the environment can't be drawn, or the folder is a link.
+    UsageError: if the environment can't be drawn.
   """
-  if folder.is_symlink():
-    raise UsageError(f'{folder} is a symbolic link, which is not followed: give --out')
-  folder.mkdir(parents=True, exist_ok=True)
   with (
     tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft,
     _on_stage(config, params, sampled, say, env) as (stage, act, begin),
@@ -271,7 +268,6 @@ def _kept(found: list[Episode], folder: Path, step: int) -> dict[str, Any]:
     result[what] = {'episode': e.number, 'return': e.episode_return, 'steps': e.steps}
     for kind, path in (('mp4', e.mp4), ('gif', e.gif)):
       target = folder / f'{step}-{what}.{kind}'
-      target.unlink(missing_ok=True)
-      shutil.copyfile(path, target)
+      write_whole(target, path.read_bytes())
       result[what][kind] = str(target)
   return result

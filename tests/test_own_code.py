@@ -19,7 +19,7 @@ from podrace.config import Config, completed, from_json, to_json
 from podrace.errors import UsageError
 from podrace.evaluate import evaluate
 from podrace.presets import PRESETS
-from podrace.process import linked_folders, lock, python
+from podrace.process import lock, python
 from podrace.record import load_config, write_json
 
 PROGRAM = Path(sys.executable).parent / 'podrace'
@@ -212,9 +212,9 @@ def outside(tmp_path: Path) -> Path:
 
 def test_the_lock_is_no_link(outside: Path, tmp_path: Path) -> None:
   (tmp_path / 'run' / 'lock').symlink_to(outside)
-  with pytest.raises(OSError, match='lock is a symbolic link there'):
+  with pytest.raises(OSError, match='lock is a symbolic link'):
     lock(tmp_path / 'run')
-  with pytest.raises(UsageError, match='cannot be written to: lock is a symbolic link'):
+  with pytest.raises(UsageError, match='lock is a symbolic link'):
     run.train(PRESETS['catch'](), tmp_path / 'run', quiet=True)
   assert outside.read_text() == 'mine'
 
@@ -246,7 +246,6 @@ def test_folders_that_lead_elsewhere_are_refused(name: str, tmp_path: Path) -> N
   (elsewhere / '100').mkdir(parents=True)
   (tmp_path / 'run').mkdir()
   (tmp_path / 'run' / name).symlink_to(elsewhere)
-  assert linked_folders(tmp_path / 'run') == [name]
   with pytest.raises(UsageError, match=f'{name} there is a symbolic link'):
     run.train(PRESETS['catch'](), tmp_path / 'run', quiet=True)
   assert [p.name for p in elsewhere.iterdir()] == ['100']

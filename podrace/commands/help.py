@@ -99,7 +99,7 @@ def train_help(
 
 def _of_preset(preset: str) -> tuple[str, bool]:
   """The agent of a preset, and whether it runs under Sebulba, by its source: to make it would import jax."""
-  tree = ast.parse((PACKAGE / 'presets.py').read_text())
+  tree = ast.parse((PACKAGE / 'presets.py').read_text(encoding='utf-8'))
   functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
   classes = {cls: name for name, (_, cls) in AGENTS.items()}
   agent, sebulba, names = '', False, [PRESETS[preset].__name__]
@@ -168,7 +168,7 @@ def _default_rows() -> list[str]:
 
 def _preset_rows(name: str, preset: str, path: Path = PACKAGE / 'presets.py') -> list[str]:
   """The settings of a preset, as its source has them: the function of this name."""
-  source = path.read_text()
+  source = path.read_text(encoding='utf-8')
   found = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
   function = found[name]
   shown = [n for n in function.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]
@@ -224,7 +224,11 @@ FIXED = {  # fields with one value always
 
 def own_defaults(path: Path, cls: str) -> list[tuple[str, str, str]]:
   """The defaults of an agent's parts, as `fields_of`, where they differ from their classes'."""
-  classes = {n.name: n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)}
+  classes = {
+    n.name: n
+    for n in ast.parse(path.read_text(encoding='utf-8')).body
+    if isinstance(n, ast.ClassDef)
+  }
   return [
     (f'--agent.{node.target.id}.{flag(k.arg or "")}', '', f'(default {_shown(k.value)})')
     for node in classes[cls].body
@@ -243,7 +247,7 @@ def _shown(default: Any) -> str:
 
 def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
   """Flag, value and help of a dataclass' fields, from its source: the comment is the help."""
-  source = path.read_text()
+  source = path.read_text(encoding='utf-8')
   lines, body = source.splitlines(), ast.parse(source).body
   classes = {n.name: n for n in body if isinstance(n, ast.ClassDef)}
   files = dict.fromkeys(classes, path) | _imported_from(body)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import os
 import re
 from pathlib import Path
 
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
+from podrace.files import UTF8, create
 
 TEMPLATES = Path(__file__).parents[1] / 'templates'
 KINDS = {
@@ -37,15 +39,16 @@ def run(args: list[str]) -> int:
   if not folder.is_dir():
     raise UsageError(f'--dir {folder} is no directory')
   targets = {folder / f'{prefix}{file}.py': f'{prefix}{kind}.py' for prefix in ('', 'test_')}
-  if there := [str(path) for path in targets if path.exists()]:
+  if there := [str(path) for path in targets if os.path.lexists(path)]:
     raise UsageError(f'{" and ".join(there)} exists already: give another name')
   if importlib.util.find_spec(file) is not None:
     raise UsageError(
       f'there is a module {file} already, which {file}.py would hide: give another name'
     )
   for path, template in targets.items():
-    text = (TEMPLATES / template).read_text()
-    path.write_text(re.sub(r'FILE(?=[.:_ ])', file, text).replace('NAME', name))
+    text = (TEMPLATES / template).read_text(encoding=UTF8)
+    with create(path) as opened:
+      opened.write(re.sub(r'FILE(?=[.:_ ])', file, text).replace('NAME', name))
     print(f'wrote {path}')
   print(f'train: {KINDS[kind].format(file=file, name=name)}')
   print(f'test:  python -m pytest {folder / f"test_{file}.py"}')

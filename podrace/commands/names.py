@@ -33,7 +33,9 @@ def run(args: list[str]) -> int:
   print('\nagents:')
   for name, (module, _) in AGENTS.items():
     path = PACKAGE.parent / (module.replace('.', '/') + '.py')
-    print(f'  {name:24}{(ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]}')
+    print(
+      f'  {name:24}{(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]}'
+    )
   print('\nenvironments (LIB:NAME):')
   for library, names in envs.names().items():
     _print_filled(' '.join(f'{library}:{n}' for n in names or ('MODULE.FUNCTION',)))

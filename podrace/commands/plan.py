@@ -61,7 +61,7 @@ def read(path: Path) -> Rates:
     UsageError: if it can't be read, or has none.
   """
   try:
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding='utf-8').splitlines()
     found = json.loads(lines[-1])
   except OSError as e:
     raise UsageError(f'{path} cannot be read: {e.strerror}') from e

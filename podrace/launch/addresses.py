@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from podrace.errors import UsageError
+from podrace.files import make_folder, make_user_folder
 from podrace.net import announce
 from podrace.net.address import host_and_port
 from podrace.program import Announced, Node, Program, Reference, command, references
@@ -59,7 +60,7 @@ class Addresses:
       raise UsageError(
         f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, such as /tmp'
       )
-    self._announced_in.mkdir(mode=0o700)
+    make_folder(self._announced_in, 0o700)
     return self
 
   def known(self) -> dict[tuple[str, int], Mapping[str, str]]:
@@ -141,7 +142,7 @@ class Announcements:
 
   def open(self) -> Announcements:
     """Itself, with an empty directory for announcements."""
-    self._announced.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(make_user_folder(self._announced.parent) / self._announced.name, 0o700)
     for file in self._announced.iterdir():
       file.unlink()
     return self

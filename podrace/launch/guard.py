@@ -48,7 +48,7 @@ class Guard:
   def _start(self) -> None:
     self._watchdog = subprocess.Popen(
       python('-IS', WATCHDOG, str(self._directory), *map(str, self._groups)),
-      stdin=subprocess.PIPE, text=True, start_new_session=True,
+      stdin=subprocess.PIPE, encoding='ascii', start_new_session=True,
     )  # fmt: skip
 
   def _send(self, line: str) -> None:

@@ -152,7 +152,7 @@ def tool(name: str, instead: str) -> str:
 def call(*command: str, given: str | None = None, seconds: float | None = None) -> int:
   """Runs a tool in this terminal; its exit code, 1 if it does not end in time."""
   try:
-    return subprocess.run(command, input=given, text=True, timeout=seconds).returncode
+    return subprocess.run(command, input=given, encoding='utf-8', timeout=seconds).returncode
   except subprocess.TimeoutExpired:
     print(f'{command[0]} has not ended in {seconds:.0f} s')
     return 1

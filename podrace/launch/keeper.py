@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from podrace.files import write_whole
+from podrace.files import make_folder, open_lock, write_whole
 from podrace.launch.guard import Guard
 from podrace.launch.replica import runnable
 from podrace.launch.watchdog import GRACE, signal_all
@@ -62,7 +62,7 @@ def main(report: int) -> int:
     lock = stack.enter_context(locked(Path(asked.lock)))
     if lock is None:
       return 1
-    (private / asked.announces).parent.mkdir(exist_ok=True)
+    make_folder((private / asked.announces).parent)
     write(private, asked.files)
     try:
       process = start(asked, private, lock)
@@ -86,7 +86,7 @@ def locked(path: Path) -> Iterator[tuple[int, ...] | None]:
   if not path.parent.is_dir():
     yield ()
     return
-  with path.open('a') as file:
+  with open_lock(make_folder(path.parent) / path.name) as file:
     end = time.monotonic() + 2 * GRACE
     said = False
     while not lock(file):
@@ -125,7 +125,7 @@ def write(private: Path, files: Mapping[str, str]) -> None:
   before = os.umask(0o077)
   try:
     for name, text in files.items():
-      (private / name).parent.mkdir(exist_ok=True)
+      make_folder((private / name).parent)
       write_whole(private / name, text)
   finally:
     os.umask(before)

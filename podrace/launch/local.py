@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from podrace import process
+from podrace import files, process
 from podrace.errors import UsageError
 from podrace.launch.addresses import Addresses, Places
 from podrace.launch.guard import Guard
@@ -82,6 +82,9 @@ class Local:
       self._addresses = self._places(private)
       self._guard = stack.enter_context(Guard(private))
       stack.callback(self._close)
+      for replica in self._replicas:
+        with contextlib.suppress(OSError):  # a full disk ends no program, and is told later
+          replica.open_log(self._logs)
       stack.enter_context(self._signals())
       while self._code is None or any(r.process for r in self._replicas):
         self._heed_signals()
@@ -309,12 +312,18 @@ def locked(directory: Path) -> Iterator[Path]:
     UsageError: if another process has it, or it can't be written to.
   """
   try:
-    directory.mkdir(parents=True, exist_ok=True)
+    files.make_folder(files.make_user_folder(directory.parent) / directory.name)
+    files.check_folder(directory.parent, '--run-dir')
+    if links := sorted(p.name for p in directory.iterdir() if p.is_symlink()):
+      # SLURM adds to files there by itself.
+      raise UsageError(f'{directory}: {", ".join(links)} there is a symbolic link; remove it')
     file = process.lock(directory)
   except BlockingIOError:
     raise UsageError(
       f'{directory.parent}: this program runs already; end it first, or give another directory'
     ) from None
+  except files.NotOwn:
+    raise
   except OSError as e:
     raise UsageError(f'{directory.parent} cannot be written to: {e.strerror}') from None
   with file:

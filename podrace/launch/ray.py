@@ -168,7 +168,9 @@ class Actors:
   def places(self, private: Path) -> Announcements:
     """Where replicas find each other, with keys that are made for this start of the program."""
     make_keys(private / 'keys')
-    self._files = {f'keys/{p.name}': p.read_text() for p in (private / 'keys').iterdir()}
+    self._files = {
+      f'keys/{p.name}': p.read_text(encoding='ascii') for p in (private / 'keys').iterdir()
+    }
     return places(self._program, self._directory)
 
   def start(self, node: Node, number: int, words: tuple[str, ...]) -> Placed:

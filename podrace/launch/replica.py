@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Protocol
 
+from podrace.files import open_append
 from podrace.process import python
 from podrace.program import Node, is_one_of_several
 
@@ -188,9 +189,13 @@ class Replica:
     Raises:
       OSError: if that can't be.
     """
+    self.open_log(directory).write(data)
+
+  def open_log(self, directory: Path) -> IO[bytes]:
+    """Open its log, unless that is open; raises as `files.open_append`."""
     if self.log is None:
-      self.log = (directory / f'{self.name}.log').open('ab', buffering=0)
-    self.log.write(data)
+      self.log = open_append(directory / f'{self.name}.log', 'ab', 0)
+    return self.log
 
   def signal(self, signum: int) -> None:
     """Signals it and the processes that it has started and that stayed in its session."""

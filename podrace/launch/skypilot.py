@@ -16,6 +16,7 @@ from typing import Any
 from podrace.commands.options import Option, Options
 from podrace.config import unknown
 from podrace.errors import UsageError
+from podrace.files import write_whole
 from podrace.launch import handing
 from podrace.launch.handing import GRACE, PORT, Make
 from podrace.program import Announced, Node, Program, Reference, pieces, resolve
@@ -109,7 +110,7 @@ def launch(make: Make, options: Options) -> int:
   sky = handing.tool('sky', 'take --dry-run')
   with handing.new_keys() as keys, tempfile.TemporaryDirectory(prefix='podrace-') as made:
     file = Path(made) / 'task.yaml'
-    file.write_text(handing.text(task(program, cloud, str(keys))))
+    write_whole(file, handing.text(task(program, cloud, str(keys))))
     code = handing.call(sky, 'launch', '--cluster', name, '--detach-run', str(file))
   print(f"""
 sky logs {name}

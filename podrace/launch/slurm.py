@@ -23,7 +23,7 @@ from pathlib import Path
 from podrace import program as programs
 from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
-from podrace.files import write_whole
+from podrace.files import UTF8, move, write_whole
 from podrace.launch.addresses import Announcements
 from podrace.launch.handing import (
   CPUS,
@@ -147,10 +147,10 @@ def commands(program: Program, directory: Path) -> Iterator[tuple[str, str]]:
 def prepare(program: Program, directory: Path) -> None:
   """Writes what the job reads: the program, and keys, unless there are some."""
   write_whole(directory / 'program.json', programs.to_json(program) + '\n')
-  if not (directory / 'keys').exists():
+  if not os.path.lexists(directory / 'keys'):
     with tempfile.TemporaryDirectory(prefix='keys-', dir=directory) as draft:
       make_keys(Path(draft) / 'keys')
-      os.rename(Path(draft) / 'keys', directory / 'keys')
+      move(Path(draft) / 'keys', directory / 'keys')
 
 
 def submit(sbatch: str, directory: Path) -> int:
@@ -158,7 +158,7 @@ def submit(sbatch: str, directory: Path) -> int:
   try:
     done = subprocess.run(
       (sbatch, '--parsable', str(directory / 'job.sbatch')),
-      stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=False,
+      stdout=subprocess.PIPE, encoding=UTF8, errors='replace', timeout=SECONDS, check=False,
     )  # fmt: skip
   except subprocess.TimeoutExpired:
     print(f'podrace launch: sbatch has not ended in {SECONDS:.0f} s', file=sys.stderr)
@@ -180,7 +180,7 @@ def main(directory: Path) -> int:
   """Supervises the program to its end; the exit code, as of `Local.run`."""
   from podrace.launch.screen import Screen
 
-  program = programs.from_json((directory / 'program.json').read_text())
+  program = programs.from_json((directory / 'program.json').read_text(encoding=UTF8))
   with time_is_up() as up, Screen([x for n in program.nodes for x in n.names]) as screen:
     code = Local(
       program, directory, screen.say, screen.look, start,

@@ -55,7 +55,7 @@ class Warm:
     self.process: Process = spawn(words, environ, subprocess.PIPE, (answers, errors))
     os.close(answers)
     os.close(errors)
-    self._answers, self._arguments = os.fdopen(read), arguments
+    self._answers, self._arguments = os.fdopen(read, encoding='utf-8'), arguments
 
   def __enter__(self) -> Warm:
     try:
@@ -153,4 +153,4 @@ def make(answers: TextIO) -> bool:
 
 
 if __name__ == '__main__':
-  main(os.fdopen(int(sys.argv[1]), 'w'), int(sys.argv[2]))
+  main(os.fdopen(int(sys.argv[1]), 'w', encoding='utf-8'), int(sys.argv[2]))

@@ -16,6 +16,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from podrace import files
+
 AUTHORITY, SERVER, CLIENT = 'authority', 'server', 'client'  # NAME.pem and NAME.key
 CLIENT_FILES = ('authority.pem', 'client.pem', 'client.key')  # what a client's machine needs
 ALLOWED = 'allowed_clients'
@@ -52,7 +54,7 @@ def new_client(directory: Path, to: Path) -> None:
     readable(directory / name)
   _new_directory(to)
   fingerprint = _make(to, CLIENT, to.name[:60] or CLIENT, directory)
-  (to / f'{AUTHORITY}.pem').write_bytes((directory / f'{AUTHORITY}.pem').read_bytes())
+  _write(to / f'{AUTHORITY}.pem', (directory / f'{AUTHORITY}.pem').read_bytes())
   allow(directory, fingerprint, to.name)
 
 
@@ -61,15 +63,14 @@ def _new_directory(directory: Path) -> None:
   try:
     if directory.exists() and any(directory.iterdir()):
       raise SecurityError(f'{directory} is not empty: keys are never overwritten')
-    directory.mkdir(parents=True, exist_ok=True)
-    directory.chmod(0o700)
+    files.make_user_folder(directory).chmod(0o700)
   except OSError as e:
     raise SecurityError(f'cannot make the directory {directory} for keys: {e.strerror or e}') from e
 
 
 def allow(directory: Path, fingerprint: str, name: str) -> None:
   """Adds a certificate to the list."""
-  with (directory / ALLOWED).open('a') as file:
+  with files.open_append(directory / ALLOWED) as file:
     file.write(f'{fingerprint}  # {name}\n')
 
 
@@ -89,14 +90,18 @@ def _make(directory: Path, role: str, name: str, signed_by: Path) -> str:
     issuer = x509.load_pem_x509_certificate((signed_by / f'{AUTHORITY}.pem').read_bytes()).subject
   certificate = _certificate(role, key, subject, signer, issuer)
   pem, der = (certificate.public_bytes(getattr(serialization.Encoding, x)) for x in ('PEM', 'DER'))
-  (directory / f'{role}.pem').write_bytes(pem)
+  _write(directory / f'{role}.pem', pem)
   secret = key.private_bytes(
     serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
   )
-  descriptor = os.open(directory / f'{role}.key', os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-  with os.fdopen(descriptor, 'wb') as file:
-    file.write(secret)
+  _write(directory / f'{role}.key', secret, 0o600)
   return fingerprint_of(der)
+
+
+def _write(path: Path, content: bytes, permissions: int = 0o666) -> None:
+  """Write a file of keys; one that is there is never overwritten."""
+  with files.create(path, 'wb', permissions) as file:
+    file.write(content)
 
 
 def _certificate(role: str, key: Any, subject: Any, signer: Any, issuer: Any) -> Any:
@@ -222,7 +227,7 @@ class Allowed:
       seen = (found.st_mtime_ns, found.st_size, found.st_ino)
       if seen == self._seen:
         return
-      text = self._path.read_text()
+      text = self._path.read_text(encoding=files.UTF8)
     except (OSError, UnicodeDecodeError):
       seen, text = (0, 0, 0), ''
     lines = [line.partition('#')[0].strip() for line in text.splitlines()]

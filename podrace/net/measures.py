@@ -58,7 +58,7 @@ def logged(prefix: str, every: Iterable[Measures]) -> Measures:
 def resident_mb() -> float:
   """Memory of this process that is in use; where Linux's /proc is not, the most that ever was."""
   try:
-    pages = int(Path('/proc/self/statm').read_text().split()[1])
+    pages = int(Path('/proc/self/statm').read_text(encoding='ascii').split()[1])
   except (OSError, ValueError, IndexError):
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(most / (1e6 if sys.platform == 'darwin' else 1e3), 1)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import queue
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from podrace import tables
+from podrace import files, tables
 from podrace.files import sync
 from podrace.group import everyones, own_rows, share
 from podrace.replay.layout import Columns, Layout
@@ -300,14 +299,14 @@ def _write(path: Path, taken: tables.Snapshot, streams: dict[str, np.ndarray]) -
   """Writes a checkpoint to a new directory, whole or not at all."""
   partial = path.with_name(f'.{path.name}.partial')
   for folder in (partial, path):  # what an earlier life left there is no part of any checkpoint
-    shutil.rmtree(folder, ignore_errors=True)
-  partial.mkdir(parents=True)
+    files.remove(folder)
+  files.make_folder(path.parent)
+  files.new_folder(partial)
   tables.write(taken, partial / 'tables')
-  with (partial / 'streams.npz').open('wb') as file:
-    np.savez(file, allow_pickle=False, **streams)
+  files.write_arrays(partial / 'streams.npz', streams)
   for written in (partial / 'streams.npz', partial):
     sync(written)
-  partial.rename(path)
+  files.move(partial, path)
   for folder in (path.parent, path.parent.parent):  # the first one made the parent, too
     sync(folder)
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.files import write_whole
+from podrace.files import save_arrays, write_whole
 from podrace.rules.layers import Params
 
 KNOWN = {  # sha256 -> what is released under it
@@ -123,7 +123,7 @@ def save(path: str | Path, params: Params) -> None:
   """Writes a rule as `load` reads it, whole or not at all."""
   arrays: Any = {name: np.asarray(x) for name, x in params.items()}
   content = io.BytesIO()
-  np.savez(content, **arrays)
+  save_arrays(content, arrays)
   write_whole(Path(path), content.getvalue())
 
 

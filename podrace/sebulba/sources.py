@@ -14,7 +14,7 @@ from podrace import tables
 from podrace.checkpoint import CheckpointError, Extra, read_json
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
-from podrace.files import sync
+from podrace.files import make_folder, sync
 from podrace.record import write_json
 from podrace.replay.host import Draw, HostReplay, ReplayFailed
 from podrace.replay.layout import Layout
@@ -230,6 +230,8 @@ class HostReplaySource:
 
     def extra() -> dict[str, Any]:
       try:
+        if part != path:
+          make_folder(path.parent)
         record = write()
         if part != path:
           write_json(part / PART, record)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from podrace import files
 from podrace.net.connections import Peer
 from podrace.net.listener import Listener
 from podrace.net.text import TokenBucket
@@ -50,7 +50,7 @@ class Saving:
     if dir is not None:
       self._lock = locked(dir)
       for partial in dir.glob('.*.partial-*'):  # of a process that was killed while it wrote
-        shutil.rmtree(partial, ignore_errors=True)
+        files.remove(partial)
         listener.log(f'removed {partial}, which was half-written')
       self.saved = sorted(p for p in dir.iterdir() if p.name.isdigit())
     self._number = int(self.saved[-1].name) if self.saved else 0
@@ -135,7 +135,7 @@ class Saving:
       self._listener.counts['checkpoints'] += 1
       self.saved.append(path)
       while len(self.saved) > KEEP:
-        shutil.rmtree(self.saved.pop(0), ignore_errors=True)
+        files.remove(self.saved.pop(0))
     for peer, number in wanted:
       if peer in self._listener.peers:
         self._listener.send(peer, wire.ANSWER, number, good, str(path) if good else line)
@@ -166,7 +166,7 @@ def locked(dir: Path) -> IO[str]:
     CheckpointError: if another one has it, or it can't be written to.
   """
   try:
-    dir.mkdir(parents=True, exist_ok=True)
+    files.check_folder(files.make_user_folder(dir), '--dir')
     return lock(dir)
   except BlockingIOError as e:
     raise CheckpointError(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from podrace.config import Config, differences
 from podrace.errors import RunError, UsageError
-from podrace.files import write_whole
+from podrace.files import (
+  check_folder,
+  make_user_folder,
+  open_append,
+  open_lock,
+  write_whole,
+)
 from podrace.metrics import Line
 from podrace.sweep import processes, settings
 from podrace.sweep.settings import Choices, Range, Setting, Spaces
@@ -83,9 +90,10 @@ def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
 def begin(sweep: Sweep) -> None:
   """Records the sweep, or finds that it is the one that is there."""
   path, now = sweep.folder / 'sweep.json', sweep.described()
+  check_folder(sweep.folder, '--dir')
   if path.exists():
     try:
-      before = json.loads(path.read_text())
+      before = json.loads(path.read_bytes())
     except ValueError as e:
       raise UsageError(f'{path} is damaged: {e}; remove it to begin anew') from e
     if changed := differences(before, now):
@@ -93,7 +101,7 @@ def begin(sweep: Sweep) -> None:
         f'{sweep.folder} holds another sweep:\n  ' + '\n  '.join(changed) + '\ngive another --dir'
       )
     return
-  sweep.folder.mkdir(parents=True, exist_ok=True)
+  make_user_folder(sweep.folder)
   write_whole(path, json.dumps(now, indent=2) + '\n')
 
 
@@ -166,6 +174,25 @@ def _check_optuna() -> None:
     ) from e
 
 
+class JournalLock:
+  """Optuna's lock of its journal. Optuna's own is a link, and a stale link to nothing is waited for without end."""
+
+  def __init__(self, journal: Path) -> None:
+    self._path = journal.with_name(f'{journal.name}.flock')
+    self._file: IO[str] | None = None
+
+  def acquire(self) -> bool:
+    """Wait until no other process has the journal."""
+    self._file = open_lock(self._path)
+    fcntl.flock(self._file, fcntl.LOCK_EX)
+    return True
+
+  def release(self) -> None:
+    """Let other processes have the journal."""
+    if self._file is not None:
+      self._file.close()
+
+
 def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
   """Settings that Optuna proposes, each from what came of those before."""
   import optuna
@@ -174,8 +201,11 @@ def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
   from optuna.trial import TrialState
 
   optuna.logging.set_verbosity(optuna.logging.WARNING)
+  journal = sweep.folder / 'study.log'
+  lock: Any = JournalLock(journal)
+  open_append(journal).close()  # Optuna opens it by its path, again and again
   study = optuna.create_study(
-    storage=JournalStorage(JournalFileBackend(str(sweep.folder / 'study.log'))),
+    storage=JournalStorage(JournalFileBackend(str(journal), lock)),
     study_name='sweep',
     direction='maximize',
     sampler=optuna.samplers.TPESampler(seed=sweep.config.seed),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from podrace.files import make_folder, open_append
 from podrace.metrics import Line
 from podrace.process import python
 from podrace.runs import is_running
@@ -26,8 +27,7 @@ class Trial:
 
   def __init__(self, command: list[str], run_dir: Path) -> None:
     self.run_dir, self._read = run_dir, 0
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / 'output.txt').open('a') as output:
+    with open_append(make_folder(run_dir) / 'output.txt') as output:
       self._process = subprocess.Popen(
         python('-m', 'podrace', *command, '--run-dir', str(run_dir)),
         stdin=subprocess.DEVNULL, stdout=output, stderr=output,
@@ -68,7 +68,7 @@ def arguments(given: list[str], setting: Setting) -> list[str]:
 def summary_of(run_dir: Path) -> dict[str, Any] | None:
   """What summary.json holds; None if the run is not finished."""
   with contextlib.suppress(OSError, ValueError):
-    found = json.loads((run_dir / 'summary.json').read_text())
+    found = json.loads((run_dir / 'summary.json').read_bytes())
     return found if isinstance(found, dict) else None
   return None
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import time
 import zipfile
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from podrace import files
 from podrace.files import sync
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore, pack
@@ -76,22 +76,20 @@ def write(taken: Snapshot, path: Path) -> dict[str, float]:
   begun = time.perf_counter()
   partial = path.with_name(f'.{path.name}.partial-{os.getpid()}')
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    size = _write(partial, taken)
-    partial.rename(path)
+    files.make_user_folder(path.parent)
+    size = _write(files.new_folder(partial), taken)
+    files.move(partial, path)
     sync(path.parent)
   except OSError as e:
     raise CheckpointError(f'checkpoint {path} could not be written: {e}') from e
   finally:
-    shutil.rmtree(partial, ignore_errors=True)
+    files.remove(partial)
   seconds = time.perf_counter() - begun + taken.blocked_s
   return dict(blocked_s=taken.blocked_s, seconds=seconds, bytes=size)
 
 
 def _check_new(path: Path) -> None:
-  if Path(path).exists():
+  if os.path.lexists(path):
     raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
 
 
@@ -139,8 +137,7 @@ def _write(folder: Path, taken: Snapshot) -> int:
   specs = _write_chunks(folder, list(chunks.values()))
   described = []
   for i, (name, table) in enumerate(tables.items()):
-    with (folder / _table_file(i)).open('wb') as file:
-      np.savez(file, allow_pickle=False, **_table_arrays(table, number))
+    files.write_arrays(folder / _table_file(i), _table_arrays(table, number))
     signature = table['signature']
     described.append(
       dict(
@@ -150,43 +147,37 @@ def _write(folder: Path, taken: Snapshot) -> int:
         leaves=signature and [[x.name, x.dtype.str, x.shape, x.single] for x in signature.leaves],
       )
     )
-  files = {p.name: _described(p) for p in sorted(folder.iterdir())}
+  contents = {p.name: _described(p) for p in sorted(folder.iterdir())}
   manifest = dict(
     version=VERSION,
     next_key=taken.next_key,
     tables=described,
     chunk_types=specs,
-    files=files,
+    files=contents,
     extra=taken.extra,
   )
   text = json.dumps(dict(manifest, sha256=_sha256_of(manifest)), indent=1)
-  (folder / MANIFEST).write_text(text + '\n')
+  with files.open_new(folder / MANIFEST) as file:
+    file.write(text + '\n')
   for written in folder.iterdir():
     sync(written)
   sync(folder)
-  return sum(x['bytes'] for x in files.values()) + len(text) + 1
+  return sum(x['bytes'] for x in contents.values()) + len(text) + 1
 
 
 def _write_chunks(folder: Path, chunks: list[Chunk]) -> list[list[Any]]:
   """Chunks and their index; the (dtype, shape) that there are, which the index refers to."""
   specs: dict[tuple[Any, ...], int] = {}
   rows = []
-  with (folder / CHUNKS).open('wb') as file:
+  with files.open_new(folder / CHUNKS, 'wb') as file:
     for chunk in chunks:
       spec = specs.setdefault((chunk.dtype.str, chunk.shape), len(specs))
       data, kind, length = _bytes_of(chunk)
       rows.append((len(data), kind, length, spec))
       file.write(data)
   columns = np.array(rows, np.int64).reshape(-1, 4)
-  with (folder / INDEX).open('wb') as file:
-    np.savez(
-      file,
-      allow_pickle=False,
-      nbytes=columns[:, 0],
-      kind=columns[:, 1],
-      length=columns[:, 2],
-      spec=columns[:, 3],
-    )
+  names = ('nbytes', 'kind', 'length', 'spec')
+  files.write_arrays(folder / INDEX, {k: columns[:, i] for i, k in enumerate(names)})
   return [[dtype, list(shape)] for dtype, shape in specs]
 
 
@@ -245,7 +236,7 @@ def _sha256_of(manifest: dict[str, Any]) -> str:
 def _read_manifest(path: Path) -> dict[str, Any]:
   """The manifest, after all files have been compared with what it says of them."""
   try:
-    manifest = json.loads((path / MANIFEST).read_text())
+    manifest = json.loads((path / MANIFEST).read_bytes())
   except FileNotFoundError as e:
     raise CheckpointError(f'{path} is no checkpoint of tables: it has no {MANIFEST}') from e
   except (OSError, ValueError) as e:

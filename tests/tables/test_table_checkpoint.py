@@ -257,7 +257,7 @@ def test_traffic_waits_for_references_only(tmp_path: Path, monkeypatch: pytest.M
   for name in ('_bytes_of', '_table_arrays', '_described', 'sync'):
     watch(checkpoint, name)
   watch(np, 'savez')
-  watch(Path, 'open')
+  watch(os, 'open')
   tables.save(store, tmp_path / 'saved')
   names = {'pack', '_bytes_of', '_table_arrays', '_described', 'sync', 'savez', 'open'}
   assert set(done) == names
