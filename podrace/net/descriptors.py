@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 FILES = 2**16  # that may be open, if that is permitted
 RESERVED = 1024  # for the process itself, at most
+LISTENER = 4  # descriptors of a listener itself: its socket, its selector, and two by which it is woken
 GUESTS = 1024  # connections of a listener without a session, at most
 LACKING = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # of `accept`, where resources run out
 
@@ -63,8 +64,9 @@ class Share:
 
   @property
   def _room(self) -> int:
-    """Descriptors that were left when the first listener began."""
-    return max(limit() - min((share._before for share in self._open), default=0), 0)
+    """Descriptors that were left when the first listener began, less those of the other listeners themselves."""
+    before = min((share._before for share in self._open), default=0)
+    return max(limit() - before - LISTENER * (len(self._open) - 1), 0)
 
   @property
   def _reserve(self) -> int:
