@@ -22,7 +22,7 @@ from typing import Any
 import common
 
 from podrace.net import keys as net_keys
-from podrace.net import listener, session
+from podrace.net import descriptors, session
 from podrace.net.frame import PREFIX
 from podrace.service import parameters
 
@@ -169,7 +169,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--seconds', type=float, default=10.0)
   seconds = parser.parse_args().seconds
-  listener.allow_files()
+  descriptors.raise_limit()
   results: dict[str, Any] = {'kib_of_each': {}}
   with tempfile.TemporaryDirectory() as folder:
     keys = pathlib.Path(folder) / 'keys'

@@ -1,13 +1,14 @@
 """The newest metrics of a run over HTTP, in the text format that Prometheus reads.
 
-https://prometheus.io/docs/instrumenting/exposition_formats/. One connection at a time, each for a bounded time, in a
-thread of its own: whoever reads slowly, or not at all, holds up other readers for so long, and never the run.
+https://prometheus.io/docs/instrumenting/exposition_formats/. One thread serves all connections without blocking, each for
+a bounded time: a reader that is slow or says nothing delays neither other readers nor the run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.server
+import io
 import re
 import socket as sockets
 import threading
@@ -17,10 +18,14 @@ from typing import Any
 from podrace.errors import UsageError
 from podrace.metrics import Line
 from podrace.net import address as addresses
+from podrace.net import descriptors
+from podrace.net.loop import READ, WRITE, Loop
 from podrace.worker import Worker
 
 SECONDS = 2.0  # that a connection may take
-POLL = 0.05  # seconds between looks at whether it is to end
+READERS = 32  # connections at most, fewer where few files may be open; then the oldest goes
+REQUEST_BYTES = 2**14  # of a request, at most
+PAUSE = 0.2  # seconds until new connections are accepted again, where files ran out
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'
 
 
@@ -62,54 +67,55 @@ def exposition(line: Line, at: float) -> bytes:
   return ''.join(f'{row}\n' for rows in found.values() for row in rows).encode()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-  server: _Server
-  timeout = SECONDS
+class _Answer(http.server.BaseHTTPRequestHandler):
+  """What is answered to a request: its bytes are in `wfile`."""
+
   server_version, sys_version = 'podrace', ''
+
+  def __init__(self, request: bytes, text: bytes) -> None:
+    self._text, self.client_address = text, ('', 0)
+    self.rfile, self.wfile = io.BytesIO(request), io.BytesIO()
+    self.handle_one_request()
 
   def do_GET(self) -> None:
     if self.path != '/metrics':
       self.send_error(404, 'the metrics are at /metrics')
       return
-    text = self.server.text
     self.send_response(200)
     self.send_header('Content-Type', FORMAT)
-    self.send_header('Content-Length', str(len(text)))
+    self.send_header('Content-Length', str(len(self._text)))
     self.end_headers()
-    self.wfile.write(text)
+    self.wfile.write(self._text)
 
   def log_message(self, format: str, *args: Any) -> None:
-    """Others' requests are no business of the log."""
+    """Requests are not logged."""
 
 
-class _Server(http.server.HTTPServer):
-  """At a socket that listens already."""
+class _Reader:
+  """A connection: its request as far as it has come, and what is left of the answer."""
 
   def __init__(self, socket: sockets.socket) -> None:
-    super().__init__(('', 0), _Handler, bind_and_activate=False)
-    self.socket.close()
-    self.socket, self.text = socket, b''
+    socket.setblocking(False)
+    self.socket, self.until = socket, time.monotonic() + SECONDS
+    self.request, self.answer = b'', memoryview(b'')
 
-  def process_request(self, request: Any, client_address: Any) -> None:
-    # `timeout` bounds each read: bytes that come one by one would go on for ever.
-    timer = threading.Timer(SECONDS, _shut, [request])
-    timer.start()
-    try:
-      super().process_request(request, client_address)
-    finally:
-      timer.cancel()
+  def read(self) -> bool:
+    """Reads what has come; whether the request is whole, or as long as it may be."""
+    data = self.socket.recv(REQUEST_BYTES)
+    self.request += data
+    ends = b'\r\n\r\n' in self.request or b'\n\n' in self.request
+    return ends or not data or len(self.request) >= REQUEST_BYTES
 
-  def handle_error(self, request: Any, client_address: Any) -> None:
-    """The reader is gone, or was too slow."""
-
-
-def _shut(socket: sockets.socket) -> None:
-  with contextlib.suppress(OSError):  # it has ended by itself
-    socket.shutdown(sockets.SHUT_RDWR)
+  def write(self) -> bool:
+    """Sends what there is room for; whether all is sent."""
+    self.answer = self.answer[self.socket.send(self.answer) :]
+    return not self.answer
 
 
 class Endpoint:
   """A sink that serves the newest line at /metrics, until it is closed.
+
+  Owner: the run, which closes it. Its thread ends with `close`, which raises what has failed in it.
 
   Args:
     address: as of `checked`.
@@ -119,9 +125,12 @@ class Endpoint:
   """
 
   def __init__(self, address: str) -> None:
-    socket, self.address = addresses.listen(address)
-    self._server = _Server(socket)
-    self._worker = Worker('metrics', lambda: self._server.serve_forever(POLL))
+    self._socket, self.address = addresses.listen(address)
+    self._loop, self._readers = Loop(), dict[_Reader, None]()  # the oldest first
+    self._paused_until: float | None = None
+    self._closing, self.text = threading.Event(), b''
+    self._loop.add(self._socket, READ, self)
+    self._worker = Worker('metrics', self._main)
 
   @property
   def url(self) -> str:
@@ -129,9 +138,78 @@ class Endpoint:
     return f'http://{addresses.reachable(self.address).removeprefix("tcp://")}/metrics'
 
   def write(self, line: Line) -> None:
-    self._server.text = exposition(line, time.time())
+    self.text = exposition(line, time.time())
 
   def close(self) -> None:
-    self._server.shutdown()
+    self._closing.set()
+    self._loop.wake()
     self._worker.wait()
-    self._server.server_close()
+    self._socket.close()
+    self._loop.close()
+    self._worker.check()
+
+  # --- the thread
+
+  def _main(self) -> None:
+    try:
+      while not self._closing.is_set():
+        for key, _ in self._loop.wait(self._seconds()):
+          if key.data is self:
+            self._accept()
+          elif key.data in self._readers:  # else it was ended for a newer one
+            self._serve(key.data)
+        self._look_at_the_clock()
+    finally:
+      for reader in [*self._readers]:
+        self._end(reader)
+
+  def _seconds(self) -> float:
+    """Until the time of the oldest reader is over."""
+    now = time.monotonic()
+    ends = [reader.until for reader in self._readers][:1]
+    return max(min([now + 60.0, *ends, *filter(None, [self._paused_until])]) - now, 0.0)
+
+  def _look_at_the_clock(self) -> None:
+    now = time.monotonic()
+    for reader in [reader for reader in self._readers if reader.until <= now]:
+      self._end(reader)
+    if self._paused_until is not None and self._paused_until <= now:
+      self._paused_until = None
+      self._loop.add(self._socket, READ, self)
+
+  def _accept(self) -> None:
+    try:
+      socket, _ = self._socket.accept()
+    except OSError as e:  # the reader has left, or there are no more files
+      if e.errno in descriptors.LACKING:  # else the kernel would say at once again that there is one
+        self._paused_until = time.monotonic() + PAUSE
+        self._loop.remove(self._socket)
+      return
+    reader = _Reader(socket)
+    self._loop.add(socket, READ, reader)
+    self._readers[reader] = None
+    while len(self._readers) > max(min(READERS, descriptors.limit() // 32), 1):
+      self._end(next(iter(self._readers)))
+
+  def _serve(self, reader: _Reader) -> None:
+    is_over = False
+    try:
+      if reader.answer:
+        is_over = reader.write()
+      elif reader.read():
+        reader.answer = memoryview(_Answer(reader.request, self.text).wfile.getvalue())  # type: ignore[attr-defined]
+        is_over = not reader.answer  # the connection has ended without a request
+        self._loop.change(reader.socket, WRITE, reader)
+      if is_over:
+        self._end(reader)
+    except BlockingIOError:
+      return
+    except OSError:
+      self._end(reader)
+
+  def _end(self, reader: _Reader) -> None:
+    del self._readers[reader]
+    self._loop.remove(reader.socket)
+    with contextlib.suppress(OSError):  # the reader has ended it
+      reader.socket.shutdown(sockets.SHUT_WR)
+    reader.socket.close()

@@ -110,25 +110,56 @@ def test_what_is_no_request_is_refused_and_the_next_is_served(endpoint: Endpoint
     assert get(endpoint)[0] == 200
 
 
+def stall(endpoint: Endpoint, kind: str) -> socket.socket:
+  stalled = connect(endpoint)
+  if kind == 'reads nothing':
+    stalled.sendall(b'GET /metrics HTTP/1.0\r\n\r\n')
+  if kind == 'drips':
+    stalled.sendall(b'G')
+  return stalled
+
+
 @pytest.mark.parametrize('kind', ['silent', 'drips', 'reads nothing'])
-def test_a_reader_that_stalls_holds_up_others_for_a_bounded_time_and_the_run_never(
+def test_readers_that_stall_delay_no_other_and_are_ended(
   kind: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(exposition, 'SECONDS', 0.5)
-  monkeypatch.setattr(exposition._Handler, 'timeout', 3600.0)  # the whole is bounded, not each read
-  endpoint._server.text = b'x' * 30_000_000  # more than anything between the two holds
-  with connect(endpoint) as stalled:
-    if kind == 'reads nothing':
-      stalled.sendall(b'GET /metrics HTTP/1.0\r\n\r\n')
-    if kind == 'drips':
-      stalled.sendall(b'G')
-    endpoint.write(LINE | {'step': 12})  # returns
+  monkeypatch.setattr(exposition, 'SECONDS', 3600.0)
+  endpoint.text = b'x' * 30_000_000  # more than anything between the two holds
+  stalled = [stall(endpoint, kind) for _ in range(exposition.READERS // 2)]
+  endpoint.write(LINE | {'step': 12})  # returns
+  for _ in range(3):
     status, text = get(endpoint)
     assert status == 200 and samples(text)['podrace_step'] == 12
+  for one in stalled:
+    one.close()
+
+
+@pytest.mark.parametrize('kind', ['silent', 'drips', 'reads nothing'])
+def test_a_reader_that_stalls_is_ended(
+  kind: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(exposition, 'SECONDS', 0.1)
+  endpoint.text = b'x' * 30_000_000
+  with stall(endpoint, kind) as stalled:
+    assert get(endpoint)[0] == 200  # the one before has been accepted
+    until(lambda: not endpoint._readers)
     if kind != 'reads nothing':
       with contextlib.suppress(ConnectionResetError):
-        assert stalled.recv(1000) == b''  # it was ended
+        assert stalled.recv(1000) == b''
   assert endpoint._worker.alive
+
+
+def test_the_oldest_reader_goes_where_there_are_too_many(
+  endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(exposition, 'SECONDS', 3600.0)
+  silent = [connect(endpoint) for _ in range(exposition.READERS)]
+  assert get(endpoint) == (200, '')
+  assert silent[0].recv(1) == b''
+  silent[-1].sendall(b'GET /metrics HTTP/1.0\r\n\r\n')
+  assert b'200' in silent[-1].recv(100)
+  for one in silent:
+    one.close()
 
 
 def test_it_ends_while_somebody_reads(endpoint: Endpoint) -> None:

@@ -15,18 +15,19 @@ from typing import Any
 
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
-from podrace.net import measures, session
+from podrace.net import descriptors, measures, session
 from podrace.net.frame import Kind
 from podrace.net.loop import READ, WRITE, Loop
 from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
 from podrace.net.text import Lines, TokenBucket, plain
 
-GUESTS = 1024  # connections without a session; then those go that were heard of longest ago
-GUEST_BACKLOG = 8  # frames that one of them has not read
+GUEST_BACKLOG = 8  # frames that a connection without a session has not read
 SILENT_SECONDS = 10.0  # that a connection may take to say hello
 TALKING_SECONDS = 300.0  # that one may be silent which must wait, or has asked
 ENDING_SECONDS = 1.0  # that a connection is kept to hear why it ends
 AT_ONCE = 16  # connections that are accepted before others are served
+# That are handled of one connection before others are served: messages of a guest, of a session, and the time.
+GUEST_MESSAGES, MESSAGES, MESSAGE_SECONDS = 4, 16, 0.005
 GREETING_SHARE = 0.1  # of the time, that new connections may take
 GREETING_SECONDS = 1.0  # at once
 WANTS_KEYS = 'this listener wants keys: give --keys DIR'
@@ -95,9 +96,19 @@ class Acceptor:
       yield
     finally:
       self._seconds.take(time.monotonic() - begun)
-      if self.accepting and self._seconds.left < 0:
-        self.accepting = False
-        self._loop.remove(self._socket)
+      if self._seconds.left < 0:
+        self.pause()
+
+  @property
+  def descriptor(self) -> int:
+    """The socket's."""
+    return self._socket.fileno()
+
+  def pause(self) -> None:
+    """Leaves new connections in the kernel until `resume`."""
+    if self.accepting:
+      self.accepting = False
+      self._loop.remove(self._socket)
 
   def resume(self) -> None:
     """Accepts connections again, if there is time for them."""
@@ -124,9 +135,11 @@ class Connections:
     keys: the listener's directory of keys; None for none.
     kinds: that clients send.
     message, memory: as a Stream's, with the peer before their other arguments.
+    sessions: returns how many sessions there are.
 
   Attributes:
     guests: those heard of longest ago first.
+    share: of the process's descriptors.
 
   Raises:
     SecurityError: for keys that can't be used; of `open` for the address.
@@ -140,7 +153,9 @@ class Connections:
     message: Callable[..., None],
     memory: Callable[..., Any],
     lines: Lines,
+    sessions: Callable[[], int],
   ) -> None:
+    self.share = descriptors.Share(sessions)
     self._loop, self._kinds, self._message, self._memory = loop, kinds, message, memory
     self._lines, self._counts = lines, lines.counts
     self.guests: collections.OrderedDict[Peer, None] = collections.OrderedDict()
@@ -157,6 +172,8 @@ class Connections:
     """Listens, from now on; the address with the port that it has."""
     self.acceptor = Acceptor(address, self._loop)
     self._closing.callback(self.acceptor.close)
+    self.share.open(self.acceptor.descriptor)
+    self._closing.callback(self.share.close)
     return self.acceptor.address
 
   def close(self) -> None:
@@ -175,6 +192,9 @@ class Connections:
       except OSError as e:  # no more files, or the peer has left
         self._counts['errors'] += 1
         self._lines.log(f'accepting: {e.strerror or e}', logging.WARNING)
+        if e.errno in descriptors.LACKING:  # the kernel would say at once again that there is a connection
+          self.acceptor.pause()
+          self._cut_oldest()
 
   def _come(self, socket: sockets.socket, where: Any) -> None:
     is_unix = socket.family == getattr(sockets, 'AF_UNIX', None)
@@ -198,8 +218,10 @@ class Connections:
     self._loop.add(socket, READ, peer)
     self.guests[peer] = None
     self._counts['connections'] += 1
-    while len(self.guests) > GUESTS:
-      self._cut(next(iter(self.guests)))
+    if self.share.is_reserved(socket.fileno()):
+      self._cut_oldest()
+    while len(self.guests) > self.share.guests:
+      self._cut_oldest()
 
   def _shake(self, peer: Peer) -> None:
     """Goes on with a handshake; when it is done, its key must be on the list."""
@@ -244,6 +266,7 @@ class Connections:
     if stream.closed:
       return False
     if peer.ending and events & READ:
+      stream.unread = False
       self._discard(stream)
       return False
     if not stream.shaken:
@@ -252,7 +275,8 @@ class Connections:
       events = READ if stream.pending() and not peer.ending else 0
     if events & READ:
       peer.last_seen = time.monotonic()
-      stream.receive()
+      messages = GUEST_MESSAGES if peer in self.guests else MESSAGES
+      stream.receive(messages, MESSAGE_SECONDS)
     if not events & WRITE or stream.closed or not stream.flush():
       return False
     self.look_for_room(peer, False)
@@ -310,6 +334,11 @@ class Connections:
     if not peer.stream.closed:
       self._loop.remove(peer.stream.socket)
       peer.stream.close()
+
+  def _cut_oldest(self) -> None:
+    """Ends the guest that was heard of longest ago, if there is one."""
+    if self.guests:
+      self._cut(next(iter(self.guests)))
 
   def _cut(self, peer: Peer) -> None:
     self._counts['cut'] += 1

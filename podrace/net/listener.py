@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import resource
 import threading
 import time
 import traceback
@@ -18,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from podrace.net import address as addresses
-from podrace.net import measures, session
+from podrace.net import descriptors, measures, session
 from podrace.net.announce import Announcement
 from podrace.net.connections import ENDING_SECONDS, Peer
-from podrace.net.loop import Loop
+from podrace.net.loop import READ, Loop
 from podrace.net.sessions import Handler, Sessions
 from podrace.net.stream import Ended
 from podrace.net.text import Lines, Say
@@ -31,7 +30,6 @@ TICK = 0.2  # seconds between looks at who is silent
 PAUSE = 1.0  # seconds between them from which on nobody has been listened to
 REPORTED = 1000  # clients, in a report
 FEW_FILES = 4096  # with which there is no warning
-FILES = 2**16  # that may be open, if that is permitted: each connection is one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +46,6 @@ class Listen:
     addresses.check_address(self.address, self.keys, self.insecure, '--listen', listens=True)
     if not 0 < self.peer_timeout < math.inf:
       raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
-
-
-def allow_files() -> int:
-  """Has this process open as many files as it may, up to FILES; how many that is."""
-  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = FILES if hard == resource.RLIM_INFINITY else min(FILES, hard)
-  if soft == resource.RLIM_INFINITY or soft >= wanted:
-    return FILES if soft == resource.RLIM_INFINITY else soft
-  with contextlib.suppress(OSError, ValueError):  # not even that is permitted
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-  return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 class Listener:
@@ -92,18 +79,20 @@ class Listener:
     self.blame, self.unexpected = sessions.blame, sessions.unexpected
     self._connections = sessions.connections
     self.peers, self.guests = sessions.peers, sessions.connections.guests
+    self._unread: dict[Peer, None] = {}  # of which messages are left that have been read from the kernel
     self._ticked = time.monotonic()
 
   def open(self) -> None:
     """Listens, from now on."""
-    if (files := allow_files()) < FEW_FILES:
-      self.log(
-        f'this process may have {files:,} files open, enough for about {max(files - 200, 0):,} clients: '
-        f'`ulimit -n {FILES}` before it is started allows more',
-        logging.WARNING, always=True,
-      )  # fmt: skip
+    files = descriptors.raise_limit()
     try:
       self.address = self._connections.open(self.listen.address)
+      if files < FEW_FILES:
+        self.log(
+          f'this process may have {files:,} files open, enough for {self._connections.share.sessions:,} clients: '
+          f'`ulimit -n {descriptors.FILES}` before it is started allows more',
+          logging.WARNING, always=True,
+        )  # fmt: skip
       if self.listen.announce is not None:
         self.listen.announce.make(self.reachable)
     except BaseException:
@@ -127,13 +116,17 @@ class Listener:
     self._look_at_the_clock()
 
   def _poll(self, seconds: float) -> None:
-    ready = self._loop.wait(seconds)
+    unread, self._unread = self._unread, {}
+    ready = self._loop.wait(0.0 if unread else seconds)
     self.do_calls()  # which may have been wanted before anything came
     for key, events in ready:
       if type(key.data) is Peer:
+        unread.pop(key.data, None)
         self._serve(key.data, events)
       else:
         self._connections.accept()
+    for peer in unread:
+      self._serve(peer, READ)
     self.do_calls()
     self.handler.turned()
 
@@ -145,6 +138,8 @@ class Listener:
       self.sessions.lost(peer)
     except Exception as e:
       self.blame(peer, e)
+    if peer.stream.unread:
+      self._unread[peer] = None
 
   def _look_at_the_clock(self) -> None:
     """Every TICK seconds, whatever depends on time."""

@@ -105,11 +105,13 @@ class Sessions:
     self, handler: Handler, loop: Loop, keys: Path | None, silence: float, lines: Lines
   ) -> None:
     self._handler, self._silence, self._lines, self._counts = handler, silence, lines, lines.counts
-    self.connections = Connections(loop, keys, handler.kinds, self._message, self._memory, lines)
     self.peers: dict[Peer, None] = {}
+    self.connections = Connections(
+      loop, keys, handler.kinds, self._message, self._memory, lines, lambda: len(self.peers)
+    )
     self._clients: dict[tuple[str, int], Peer] = {}  # by key and client's number
     self._over: tuple[bool, str] | None = None  # how it ends
-    self._report: tuple[dict[str, Any], float] = ({}, -math.inf)
+    self._report: tuple[list[Buffer], float] = ([], -math.inf)  # packed, and until when it is sent again
 
   # --- what comes --------------------------------------------------------------------------------
 
@@ -150,9 +152,9 @@ class Sessions:
     peer.asked = False
     report, until = self._report
     if time.monotonic() > until:
-      report = self._handler.report()
+      report = session.REPORT.pack([self._handler.report()])
       self._report = report, time.monotonic() + REPORT_SECONDS
-    self.send(peer, session.REPORT, report)
+    self._send(peer, report)
 
   # --- how a session begins ----------------------------------------------------------------------
 
@@ -191,6 +193,12 @@ class Sessions:
   def _why_wait(self, details: dict[str, Any]) -> str:
     if len(self.peers) >= PEERS:
       return f'{self._handler.service} has {PEERS} clients and takes no more'
+    if self.connections.share.is_full:
+      most = self.connections.share.sessions
+      return (
+        f'{self._handler.service} has as many clients as its limit of open files (`ulimit -n`) permits: {most} '
+        'of all that its process listens for'
+      )
     return self._handler.why_wait(details)
 
   def _end_before(self, peer: Peer, details: dict[str, Any]) -> None:
@@ -225,10 +233,14 @@ class Sessions:
 
   def send(self, peer: Peer, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = ()) -> bool:
     """Whether it is on its way; else the client has been dropped, or is when all that it has said is read."""
+    return not (peer.gone or peer.ending) and self._send(peer, kind.pack(fields, arrays))
+
+  def _send(self, peer: Peer, buffers: Sequence[Buffer]) -> bool:
+    """As `send`, of a message that is packed."""
     if peer.gone or peer.ending:
       return False
     try:
-      if not peer.stream.send(kind, *fields, arrays=arrays):
+      if not peer.stream.send_packed(buffers):
         self.connections.look_for_room(peer, True)
     except Full as e:
       self.drop(peer, f'dropped: {e}')

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
+import math
 import socket as sockets
 import ssl
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from podrace.net.frame import PREFIX, Buffer, Kind, WireError, short
+from podrace.net.send_queue import SendQueue
 
 SCRATCH_BYTES = 2**18  # of the memory into which small frames are read
 DIRECT = 2**16  # bytes of a frame, from which on its arrays are read straight into their memory
 AWAITED = 2**18  # bytes of a large frame that are read at once, or more
-AT_ONCE = 64  # buffers that one call hands to the kernel
+MANY = 2**63  # messages: no limit
+ANSWER_BYTES = 2**24  # of frames without arrays that may wait to be sent, besides the first
 PREFIX_BYTES = PREFIX.size
 
 Message = Callable[[Kind, Sequence[Any], memoryview, Sequence[int]], None]
@@ -31,43 +34,6 @@ class Ended(Exception):
 
 class Full(Exception):
   """The other end does not read what it is sent."""
-
-
-class Waiting:
-  """Frames that wait to be sent, in buffers, of which the kernel takes some bytes at a time."""
-
-  def __init__(self) -> None:
-    self._buffers: collections.deque[memoryview] = collections.deque()
-    self._counts: collections.deque[int] = collections.deque()  # buffers of each frame
-
-  def __len__(self) -> int:
-    return len(self._counts)
-
-  def add(self, buffers: Sequence[Buffer], sent: int) -> None:
-    """A frame, of which so many bytes have been sent already: none, unless it is the only one."""
-    self._buffers.extend(map(memoryview, buffers))
-    self._counts.append(len(buffers))
-    self.took(sent)
-
-  def next(self) -> list[memoryview]:
-    """What is sent next."""
-    return [self._buffers[i] for i in range(min(len(self._buffers), AT_ONCE))]
-
-  def took(self, sent: int) -> None:
-    """So many more bytes have been sent."""
-    buffers, counts = self._buffers, self._counts
-    while buffers and sent >= buffers[0].nbytes:
-      sent -= buffers.popleft().nbytes
-      counts[0] -= 1
-      if not counts[0]:
-        counts.popleft()
-    if sent:
-      buffers[0] = buffers[0][sent:]
-
-  def clear(self) -> None:
-    """Nothing waits any more."""
-    self._buffers.clear()
-    self._counts.clear()
 
 
 @dataclasses.dataclass
@@ -116,6 +82,7 @@ class Stream:
 
   Attributes:
     closed: this end has closed it.
+    unread: `receive` has read bytes from the kernel whose frames it has not handled yet.
   """
 
   def __init__(
@@ -132,7 +99,7 @@ class Stream:
   ) -> None:
     self.socket, self.kinds, self.on_message, self.memory = socket, kinds, on_message, memory
     self.largest, self.most_out = largest, most_out
-    self.closed = False
+    self.closed = self.unread = False
     self._scratch, more = memoryview(scratch)[:SCRATCH_BYTES], memoryview(scratch)[SCRATCH_BYTES:]
     self.tls = None
     if context is not None:
@@ -140,10 +107,12 @@ class Stream:
 
       self.tls = Tls(socket, context, server, more)
     self.shaken = self.tls is None
-    self._partial = b''
+    self._partial = b''  # the beginning of a frame
+    self._kept, self._kept_at = b'', 0  # frames that the next `receive` handles first
+    self._allowed, self._until = MANY, math.inf  # messages, and the time, that `receive` may still take
     self._large: Large | None = None
     self._low = LowWater(None if self.tls else socket)  # TLS may have some of a frame already
-    self._out = Waiting()
+    self._out = SendQueue()
     self._lock = threading.Lock()  # of what is to be sent; under TLS of the socket as well
 
   def shake(self) -> str:
@@ -163,16 +132,44 @@ class Stream:
 
   # --- in ----------------------------------------------------------------------------------------
 
-  def receive(self) -> None:
-    """Reads what has come, and deals with the frames that are whole.
+  def receive(self, messages: int = MANY, seconds: float = math.inf) -> None:
+    """Reads what has come, and handles the frames that are whole.
+
+    Args:
+      messages, seconds: after which it returns. If `unread` is then true, call it again, whatever the kernel says.
 
     Raises:
       Ended: if the other end has closed it, or it was cut.
       WireError: if a frame isn't one.
     """
-    self._receive()
-    while self.pending() and self._receive():
+    self._allowed = messages
+    self._until = math.inf if seconds == math.inf else time.monotonic() + seconds
+    if self.unread:
+      self.unread = False
+      kept = memoryview(self._kept)
+      self._keep(kept, self._parse(kept, self._kept_at, len(kept)), len(kept))
+    else:
+      self._receive()
+    while not self.unread and self.pending() and self._receive():
       pass
+
+  @property
+  def _spent(self) -> bool:
+    return self._allowed <= 0 or (self._until < math.inf and time.monotonic() > self._until)
+
+  def _keep(self, buffer: memoryview, at: int, end: int) -> None:
+    """Keeps the bytes of a buffer from `at` on: frames for the next `receive`, or the beginning of one."""
+    if self.closed:
+      return
+    if self._spent and (at < end or self.pending()):
+      self.unread = True
+      if buffer.obj is self._kept:
+        self._kept_at = at
+      else:
+        self._kept, self._kept_at = bytes(buffer[at:end]), 0
+      return
+    self._partial = bytes(buffer[at:end]) if at < end else b''
+    self._kept, self._kept_at = b'', 0
 
   def pending(self) -> bool:
     """Whether there is more to read of which the kernel knows nothing."""
@@ -187,6 +184,7 @@ class Stream:
       left = large.left
       if not left:
         self._finish(large)
+        self.unread = self._spent and self.pending()
       self._low.expect(left)
       return True
     kept, scratch = len(self._partial), self._scratch
@@ -195,8 +193,8 @@ class Stream:
     if not (n := self._read(scratch[kept:])):
       return False
     end = kept + n
-    at = self._parse(end)
-    self._partial = bytes(scratch[at:end]) if at < end else b''
+    self._partial = b''
+    self._keep(scratch, self._parse(scratch, 0, end), end)
     return True
 
   def _read(self, into: memoryview) -> int:
@@ -215,11 +213,10 @@ class Stream:
       raise Ended('the other end closed the connection')
     return n
 
-  def _parse(self, end: int) -> int:
-    """Deals with the whole frames in the scratch memory; where the first byte is that is left."""
-    scratch, at = self._scratch, 0
-    while end - at >= PREFIX_BYTES:
-      size, word = PREFIX.unpack_from(scratch, at)
+  def _parse(self, buffer: memoryview, at: int, end: int) -> int:
+    """Handles the whole frames in a buffer from `at` to `end`, as many as it may; where the first byte is that is left."""
+    while end - at >= PREFIX_BYTES and not self._spent:
+      size, word = PREFIX.unpack_from(buffer, at)
       start = at + PREFIX_BYTES
       # Whoever speaks something else hears it at once.
       if (kind := self.kinds.get(word & 0xFF)) is None:
@@ -229,11 +226,11 @@ class Stream:
         raise WireError(f'a frame of {size} bytes with a header of {head}, at most {self.largest}')
       if end - start >= size:
         at = start + size
-        self._whole(kind, head, scratch[start:at])
+        self._whole(kind, head, buffer[start:at])
         if self.closed:
           return end
       elif size >= DIRECT:
-        self._begin(size, kind, head, start, end)
+        self._begin(size, kind, head, buffer, start, end)
         return end
       else:
         break
@@ -241,6 +238,7 @@ class Stream:
 
   def _whole(self, kind: Kind, head: int, payload: memoryview) -> None:
     """Deals with a frame, which is not in memory of its own."""
+    self._allowed -= 1
     body = payload[head:]
     fields, sizes = kind.header(payload[:head], len(body))
     if kind.arrays:
@@ -251,16 +249,18 @@ class Stream:
         body = into
     self.on_message(kind, fields, body, sizes)
 
-  def _begin(self, size: int, kind: Kind, head: int, start: int, end: int) -> None:
+  def _begin(
+    self, size: int, kind: Kind, head: int, buffer: memoryview, start: int, end: int
+  ) -> None:
     """Begins with a large frame, of which some bytes have come already."""
     begun, header, into = start, None, None
     if end - start >= head and kind.arrays:  # else all of it, and then its header
       begun = start + head
-      header = fields, _ = kind.header(self._scratch[start:begun], size - head)
+      header = fields, _ = kind.header(buffer[start:begun], size - head)
       into = self.memory(kind, fields, size - head)
     # Memory that is not touched takes none: a frame of which nothing more comes costs nothing.
     memory = np.empty(size + start - begun, np.uint8).data if into is None else memoryview(into)
-    memory[: end - begun] = self._scratch[begun:end]
+    memory[: end - begun] = buffer[begun:end]
     self._large = Large(kind, head, memory, header, end - begun)
     self._low.expect(self._large.left)
 
@@ -270,6 +270,7 @@ class Stream:
     if large.header is None:
       self._whole(large.kind, large.head, large.into)
       return
+    self._allowed -= 1
     fields, sizes = large.header
     self.on_message(large.kind, fields, large.into, sizes)
 
@@ -287,15 +288,18 @@ class Stream:
       whether all of it went; else `flush` must be called when the socket can be written to.
 
     Raises:
-      Full: if too many frames wait.
+      Full: if too many frames wait, or too many bytes of frames without arrays.
       Ended: if the connection is over.
     """
-    buffers = kind.pack(fields, arrays)
+    return self.send_packed(kind.pack(fields, arrays))
+
+  def send_packed(self, buffers: Sequence[Buffer]) -> bool:
+    """As `send`, of a message as `Kind.pack` gives it."""
     with self._lock:
       if self.closed:
         raise Ended('it is closed')
       if self._out:
-        if len(self._out) >= self.most_out:
+        if len(self._out) >= self.most_out or self._out.answer_bytes > ANSWER_BYTES:
           raise Full('it does not read what it is sent')
         self._out.add(buffers, 0)
         return False
@@ -334,7 +338,7 @@ class Stream:
     with self._lock:
       self.closed = True
       self._out.clear()
-      self._large = None
+      self._large, self._kept, self.unread = None, b'', False
       # Its owner is in them, which has it: only the garbage collector would find the two, and TLS's memory, some time.
       self.on_message = self.memory = no_memory
       self.socket.close()

@@ -18,7 +18,7 @@ import pytest
 from bare import Service
 from children import until
 
-from podrace.net import connections, keys, listener, session, sessions
+from podrace.net import connections, descriptors, keys, listener, session, sessions
 from podrace.net.frame import PREFIX, WireError, fixed, packed
 
 SAY = packed(20, 'SAY', str, arrays=1)
@@ -200,7 +200,7 @@ def test_a_connection_that_has_ended_holds_no_memory() -> None:
 
 
 def test_connections_without_a_session_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(connections, 'GUESTS', 20)
+  monkeypatch.setattr(descriptors, 'GUESTS', 20)
   with Service().listen() as service:
     ends = [connect(service) for _ in range(60)]
     until(lambda: service.listener.counts['cut'] == 40)

@@ -20,6 +20,7 @@ from podrace import tables
 from podrace.envs.host import base as host
 from podrace.net import (
   connections,
+  descriptors,
   frame,
   link,
   listener,
@@ -340,7 +341,7 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'{outgoing.BACKOFF[0]}, doubled each time, at most {outgoing.BACKOFF[1]:.0f}, over a Unix socket {outgoing.NEAR};',
     f'looks at its clock every {listener.TICK} s',
     f'| sessions of a listener | {sessions.PEERS:,};',
-    f'| connections without a session | {connections.GUESTS:,};',
+    f'| connections without a session | {descriptors.GUESTS:,};',
     f'has not read, with a session | {sessions.BACKLOG};',
     f'| the same, without a session | {connections.GUEST_BACKLOG} |',
     f'group is 0 to {remote_wire.GROUPS - 1};',
