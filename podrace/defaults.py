@@ -190,10 +190,9 @@ def _has_floats(space: Any) -> bool:
   """Whether there is anything in a space that `normalize_observations` is for."""
   import numpy as np
 
-  from podrace.envs.spaces import UNSEEN, leaves
+  from podrace.envs.spaces import leaves, seen
 
-  found = [s for path, s in leaves(space) if path.split('/')[1:2] not in [[x] for x in UNSEEN]]
-  return any(np.issubdtype(s.dtype, np.floating) for s in found)
+  return any(np.issubdtype(s.dtype, np.floating) for _, s in leaves(seen(space)))
 
 
 def rows() -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from podrace import distributions, onnx
 from podrace.config import Config, agent_name, to_json
-from podrace.envs.spaces import over
+from podrace.envs.spaces import MASK, over, seen
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params
 from podrace.files import make_user_folder, move, new_folder, write_whole
@@ -239,6 +239,7 @@ def _network(agent: Any, space: Any) -> dict[str, Any] | None:
   q = isinstance(network, QNetwork)
   paths = _paths(space)
   names = [path for path, _ in paths]
+  shown = seen(dict(paths))
   return {
     'torso': network.image_torso,
     'torso_name': 'Torso_0' if actor else 'torso',
@@ -255,9 +256,10 @@ def _network(agent: Any, space: Any) -> dict[str, Any] | None:
     'floats': [
       i
       for i, (path, s) in enumerate(paths)
-      if path != 'action_mask' and jnp.issubdtype(s.dtype, jnp.floating)
+      if path in shown and jnp.issubdtype(s.dtype, jnp.floating)
     ],
-    'mask': names.index('action_mask') if 'action_mask' in names else None,
+    'inputs': [i for i, path in enumerate(names) if path in shown],
+    'mask': names.index(MASK) if MASK in names else None,
   }
 
 

@@ -87,13 +87,13 @@ class Network:
     self, inputs: Sequence[Tensor], state: Sequence[Tensor]
   ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The action and the core's next state, of the observation's arrays [B, ...] and the state."""
-    mask, features = None, []
-    for i, x in enumerate(inputs):
-      if i == self._net['mask']:
-        mask = self._ops.cast(self._ops.reshape(x, (-1,)), 'bool')
-      else:
-        features.append(self._as_floats(self._specs[i], self._standardised(i, x)))
-    images = [len(s['shape']) == 3 for i, s in enumerate(self._specs) if i != self._net['mask']]
+    mask = None
+    if self._net['mask'] is not None:
+      mask = self._ops.cast(self._ops.reshape(inputs[self._net['mask']], (-1,)), 'bool')
+    shown = [i for i in range(len(inputs)) if i != self._net['mask']]  # of policies of old
+    shown = self._net.get('inputs', shown)
+    features = [self._as_floats(self._specs[i], self._standardised(i, inputs[i])) for i in shown]
+    images = [len(self._specs[i]['shape']) == 3 for i in shown]
     x, after = self._torso(features, images), ()
     if self._net['core'] != 'none':
       x, after = self._core(x, state)

@@ -157,13 +157,17 @@ def unscale(x: Array, epsilon: float = 1e-3) -> Array:
 
 
 def project(atoms: Array, probabilities: Array, support: Array) -> Array:
-  """A distribution over any atoms [N] as one over an even support [M] (C51's projection).
+  """Return a distribution over any atoms [N] as one over an ascending support [M] (C51's projection).
 
-  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). Shapes: f32; returns probabilities [M].
+  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). Shapes: f32; returns probabilities [M]. Each gap of the support
+  counts by its own width. The gaps of an even support differ by rounding, and with one width for all of them the
+  probabilities add up to 1 only within that.
   """
-  spacing = support[1] - support[0]
-  atoms = jnp.clip(atoms, support[0], support[-1])
-  share = jnp.clip(1 - jnp.abs(atoms[None] - support[:, None]) / spacing, 0, 1)
+  gaps = jnp.diff(support)
+  below, above = jnp.concatenate([gaps[:1], gaps]), jnp.concatenate([gaps, gaps[-1:]])
+  distance = jnp.clip(atoms, support[0], support[-1])[None] - support[:, None]
+  gap = jnp.where(distance < 0, below[:, None], above[:, None])
+  share = jnp.clip(1 - jnp.abs(distance) / gap, 0, 1)
   return jnp.dot(share, probabilities, precision='highest')  # they are to add up to 1
 
 

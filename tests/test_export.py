@@ -44,6 +44,11 @@ MIXED = spaces.Dict(
 )
 MASKED = spaces.Dict(action_mask=spaces.MultiBinary(3), view=VECTOR)
 THREE = spaces.Discrete(3)
+STATED = {  # as `state=true` shows it: networks see `view` alone
+  'action_mask': spaces.MultiBinary(3),
+  'podrace_state': spaces.Tuple([spaces.Box(-9, 9, (3, 4, 2), np.float32), spaces.Box(0, 2**32 - 1, (2,), np.uint32)]),
+  'view': VECTOR,
+}  # fmt: skip
 CASES: dict[str, tuple[Any, Any, Any]] = {
   'impala': (Impala(), VECTOR, THREE),
   'impala, deep': (Impala(network=ActorCritic(torso='impala-deep')), PIXELS, THREE),
@@ -54,6 +59,13 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'ppo, stacked frames': (PPO(), STACK, spaces.Discrete(6)),
   'ppo, several choices': (PPO(), VECTOR, spaces.MultiDiscrete([2, 5, 3])),
   'ppo, masked': (PPO(), MASKED, THREE),
+  'ppo, normalised, with a state': (
+    PPO(normalize_observations=True), spaces.Dict(STATED), THREE,
+  ),
+  'dqn, image, with a state': (
+    DQN(network=QNetwork(torso='grid', hidden=(8,))),
+    spaces.Dict(STATED | dict(view=spaces.Box(0, 1, (10, 10, 2), np.bool_))), THREE,
+  ),
   'ppo, box': (PPO(), VECTOR, BOX),
   'ppo, squashed box': (PPO(network=ActorCritic(squash=True)), VECTOR, BOX),
   'ppo, grid': (PPO(network=ActorCritic(torso='grid')), spaces.Box(-3, 3, (10, 10, 4), np.float32), THREE),
@@ -67,7 +79,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'd4pg': (D4PG(), VECTOR, BOX),
 }  # fmt: skip
 # A core and what is normalised, a mask, a convolution, values, a continuous action.
-FAST = {'ppo, gru, normalised', 'ppo, masked', 'ppo, grid', 'dqn', 'sac'}
+FAST = {'ppo, gru, normalised', 'ppo, normalised, with a state', 'dqn, image, with a state', 'ppo, grid', 'dqn', 'sac'}
 STEPS, BATCH = 6, 16
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from podrace import normalize
-from podrace.envs.spaces import UNSEEN
+from podrace.envs.spaces import seen
 from podrace.networks import body
 from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
@@ -56,22 +56,18 @@ def observe(params: Params, timestep: TimeStep) -> TimeStep:
 
 def floats(observation: Any) -> list[Array]:
   """What is normalised of an observation: the floats, but of an `action_mask` or a state; not pixels or indices."""
-  return [
-    x for path, x in jax.tree_util.tree_leaves_with_path(observation) if _is_normalised(path, x)
-  ]
+  return [x for x in jax.tree.leaves(seen(observation)) if _is_float(x)]
 
 
 def with_floats(observation: Any, floats: list[Array]) -> Any:
   """The observation with others in the place of its `floats`."""
   others = iter(floats)
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: next(others) if _is_normalised(path, x) else x, observation
-  )
+  changed = jax.tree.map(lambda x: next(others) if _is_float(x) else x, seen(observation))
+  return {**observation, **changed} if isinstance(observation, dict) else changed
 
 
-def _is_normalised(path: Any, x: Array) -> bool:
-  unseen = path[:1] in [(jax.tree_util.DictKey(name),) for name in UNSEEN]
-  return jnp.issubdtype(x.dtype, jnp.floating) and not unseen
+def _is_float(x: Array) -> bool:
+  return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
 def initial_state(agent: Any, env_id: Array) -> PolicyState:

@@ -171,13 +171,27 @@ class Disco:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    train, metrics = self.learn_by(self.params(), train, sample.trajectory)
+    train, metrics, _ = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics
 
   def learn_by(
     self, rule: rules.Params, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
-    """One gradient step by the rule of these parameters."""
+    """Make `step`, differentiable in the rule, with entropies of the parameters after it.
+
+    Meta-training regularises these entropies. Before the step they do not depend on what the rule says in it.
+    """
+    train, metrics, weight = self.step(rule, train, window)
+    after = entropies(self.unroll_taken(train.params, window), weight)
+    return train, metrics | lax.pmean(after, AXIS)
+
+  def step(
+    self, rule: rules.Params, train: TrainState, window: Trajectory
+  ) -> tuple[TrainState, Metrics, Array]:
+    """Make one gradient step by the rule of these parameters.
+
+    Returns the metrics of before it, and the weights [T, B] of the steps in all means.
+    """
     rest = train.rest
     online, target = (
       self.network.unroll(params, window.agent_state, window.timesteps)[0]
@@ -194,12 +208,10 @@ class Disco:
       f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()
     }
     goals = goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
-    # The last state's is not known, nor is anything learned of it.
-    action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])
     weight = mask / jnp.maximum(valid, 1e-8)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      said = self.network.unroll_taken(network, window.agent_state, window.timesteps, action)
+      said = self.unroll_taken(network, window)
       total, metrics = self.losses(said, goals, found.q_target, weight, window)
       away = divergence(lax.stop_gradient(target.policy[:-1]), goals.policy)
       metrics |= dict(target_divergence=jnp.mean(weight * away), value=jnp.mean(found.value))
@@ -215,7 +227,13 @@ class Disco:
       rules.remember(rule, rest.memory, summary),
       moments,
     )
-    return TrainState(network, new), metrics
+    return TrainState(network, new), metrics, weight
+
+  def unroll_taken(self, network: Any, window: Trajectory) -> Predictions:
+    """Return predictions [T + 1, B] of the actions that were taken."""
+    # The last state's action is not known, nor is anything learned of it.
+    action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])
+    return self.network.unroll_taken(network, window.agent_state, window.timesteps, action)
 
   def estimates(self, online: Predictions, target: Predictions, window: Trajectory) -> Estimates:
     """Retrace by the target network's values [T+1, B, A, bins], for the online policy."""
@@ -273,8 +291,7 @@ class Disco:
     means = {name: jnp.mean(weight * x) for name, x in parts.items()}
     costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
-    names = dict(entropy=now.policy, y_entropy=now.y, z_entropy=now.z)
-    return total, means | {k: jnp.mean(weight * entropy(x)) for k, x in names.items()}
+    return total, means | entropies(said, weight)
 
   def optimiser(self) -> optax.GradientTransformation:
     return flatten(
@@ -284,6 +301,12 @@ class Disco:
         optax.scale_by_learning_rate(self.learning_rate),
       )
     )
+
+
+def entropies(output: Predictions, weight: Array) -> dict[str, Array]:
+  """Return mean entropies with these weights [T, B], of predictions [T + 1, B]."""
+  parts = dict(entropy=output.policy, y_entropy=output.y, z_entropy=output.z)
+  return {name: jnp.mean(weight * entropy(x[:-1])) for name, x in parts.items()}
 
 
 def observations(window: Trajectory) -> Any:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from podrace.agents import check
 from podrace.errors import UsageError
@@ -27,6 +28,7 @@ from podrace.networks import PolicyPrediction, PolicyPredictor
 from podrace.rules import files
 from podrace.rules import lpg as rules
 from podrace.rules.layers import Params, divergence, entropy
+from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
@@ -90,13 +92,24 @@ class LPG:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    train, metrics = self.learn_by(self.params(), train, sample.trajectory)
+    train, metrics = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics
 
   def learn_by(
     self, rule: Params, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
-    """One gradient step by the rule of these parameters, in which it is differentiable."""
+    """Make `step`, differentiable in the rule, with entropies of the parameters after it.
+
+    Meta-training regularises these entropies. Before the step they do not depend on what the rule says in it.
+    """
+    train, metrics = self.step(rule, train, window)
+    output, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
+    return train, metrics | lax.pmean(self.entropies(output, window), AXIS)
+
+  def step(
+    self, rule: Params, train: TrainState, window: Trajectory
+  ) -> tuple[TrainState, Metrics]:
+    """Make one gradient step by the rule of these parameters; the metrics are of before it."""
     said, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
     goals = rules.targets(rule, self.inputs(said, window), self.discount)
 
@@ -127,13 +140,17 @@ class LPG:
     parts = dict(
       policy_loss=-goals.policy * log_prob,
       y_loss=divergence(y, goals.y),
-      entropy=entropy(policy),
-      y_entropy=entropy(y),
       policy_target_square=jnp.square(goals.policy),
       y_target_square=jnp.sum(jnp.square(jax.nn.softmax(goals.y)), axis=-1),
     )
-    means = {name: jnp.mean(mask * x) for name, x in parts.items()}
+    means = {name: jnp.mean(mask * x) for name, x in parts.items()} | self.entropies(said, window)
     return means['policy_loss'] + self.y_cost * means['y_loss'], means
+
+  def entropies(self, output: PolicyPrediction, window: Trajectory) -> dict[str, Array]:
+    """Return mean entropies over [T, B], masked transitions counting as 0."""
+    mask = 1.0 - window.timesteps.last[:-1]
+    parts = dict(entropy=output.policy, y_entropy=output.y)
+    return {name: jnp.mean(mask * entropy(x[:-1])) for name, x in parts.items()}
 
   def optimiser(self) -> optax.GradientTransformation:
     scale = scale_by_adam(self.adam_epsilon) if self.optimizer == 'adam' else optax.identity()

@@ -38,7 +38,10 @@ class Library:
   extra: str  # of podrace, that installs it; '' if it is always there
   description: str
   names: tuple[str, ...]
+  unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> the reason
 
+
+HIDDEN = 'it has hidden cards, which an opponent that searches by the rules would see'
 
 LIBRARIES: Mapping[str, Library] = {
   'podrace': Library(
@@ -198,7 +201,34 @@ LIBRARIES: Mapping[str, Library] = {
     module='podrace.envs.pgx',
     extra='pgx',
     description='board games for two, against an opponent: opponent=random, mcts, self, or a run',
-    names=('tic_tac_toe', 'connect_four', 'animal_shogi', 'gardner_chess', 'go_9x9'),
+    names=(
+      'tic_tac_toe',
+      'connect_four',
+      'othello',
+      'hex',
+      'animal_shogi',
+      'gardner_chess',
+      'chess',
+      'shogi',
+      'go_9x9',
+      'go_19x19',
+    ),
+    unsupported={
+      **dict.fromkeys(('kuhn_poker', 'leduc_holdem'), HIDDEN),
+      'backgammon': 'a player moves several times in a turn, and here the two sides move in turn',
+      'sparrow_mahjong': 'it is for three players, and games are of two here',
+      '2048': 'it is for one player, and games are of two here; take jumanji:Game2048-v1',
+      **{
+        f'minatar-{game}': f'it is for one player; take gymnax:{name}-MinAtar'
+        for game, name in (
+          ('asterix', 'Asterix'),
+          ('breakout', 'Breakout'),
+          ('freeway', 'Freeway'),
+          ('seaquest', 'Seaquest'),
+          ('space_invaders', 'SpaceInvaders'),
+        )
+      },
+    },
   ),
   'python': Library(
     module='podrace.envs.python',
@@ -245,6 +275,8 @@ def make(name: str) -> Environment:
       f'the libraries are {", ".join(LIBRARIES)}; and {", ".join(HOST_LIBRARIES)} on the host'
     )
   library = LIBRARIES[key]
+  if reason := library.unsupported.get(env):
+    raise UnknownName(f'{key}:{env} is not supported: {reason}')
   if library.names and env not in library.names:
     raise UnknownName(
       f'{key} has no environment {env!r}{nearest(env, library.names)}; '

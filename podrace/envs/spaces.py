@@ -13,6 +13,11 @@ STATE = 'podrace_state'  # likewise: the environment's state
 UNSEEN = (MASK, STATE)  # by networks' layers
 
 
+def seen(x: Any) -> Any:
+  """Return the part of a space, or of an observation, that networks' layers take: all but UNSEEN."""
+  return {k: v for k, v in x.items() if k not in UNSEEN} if isinstance(x, Mapping) else x
+
+
 def _parts(space: Any) -> list[Any] | None:
   """Keys of a Dict, or of a dict of spaces; indices of a Tuple; None of what holds arrays."""
   if isinstance(space, Mapping):

@@ -14,7 +14,7 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, UNSEEN, over
+from podrace.envs.spaces import MASK, over, seen
 from podrace.fields import check_types
 from podrace.networks import torsos, transformer
 from podrace.networks.initializers import INITIALIZERS
@@ -117,7 +117,7 @@ class Body:
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
     """Observations [B, ...] as floats, but pixels as bytes; and the action mask if there is one."""
-    mask, space = None, self.observation_space
+    mask = None
     if isinstance(observation, dict) and MASK in observation:
       if not isinstance(
         self.distribution, distributions.Categorical | distributions.MultiCategorical
@@ -129,9 +129,7 @@ class Body:
           f"the observation's action_mask has shape {mask.shape[1:]}; "
           f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
         )
-    if isinstance(observation, dict):
-      space = {k: v for k, v in space.items() if k not in UNSEEN}
-    return over(as_floats, space, observation), mask
+    return over(as_floats, seen(self.observation_space), observation), mask
 
   def example(self) -> TimeStep:
     """A timestep [1, ...] of zeros."""

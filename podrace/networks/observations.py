@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.envs.spaces import UNSEEN, leaves
+from podrace.envs.spaces import leaves, seen
 from podrace.types import Array
 
 PIXELS = 36  # a side; smaller images are grids
@@ -25,8 +25,7 @@ def images_in(space: Any) -> list[Any]:
   """The boxes with three axes, as an action_mask and a state are not."""
   from gymnasium import spaces
 
-  found = [s for path, s in leaves(space) if path.split('/')[1:2] not in [[x] for x in UNSEEN]]
-  return [s for s in found if isinstance(s, spaces.Box) and len(s.shape) == 3]
+  return [s for _, s in leaves(seen(space)) if isinstance(s, spaces.Box) and len(s.shape) == 3]
 
 
 def image_sides(space: Any) -> tuple[int, ...]:

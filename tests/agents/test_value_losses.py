@@ -22,7 +22,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
-from podrace.networks import QNetwork
+from podrace.networks import LearnedModel, Predictor, QNetwork
 from podrace.types import FIRST, LAST, MID, ActorOutput, Replay, Sample, TimeStep, Trajectory
 
 T, B = 12, 7
@@ -96,6 +96,40 @@ def test_projection() -> None:
     expected = rlax.categorical_l2_project(atoms, p, support)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
+
+
+SUPPORTS = {  # of 2 bins up to the largest that a network has
+  'of LearnedModel': LearnedModel().support,
+  'of LearnedModel, 601 bins': LearnedModel(bins=601).support,
+  'of Disco103': Predictor().support,
+  'far from 0': jnp.linspace(1e4, 1e4 + 1, 21),
+  'of both signs, many': jnp.linspace(-1, 1e4, 4001),
+  'tiny': jnp.linspace(-1e-6, 3e-6, 7),
+  'two': jnp.array([-1.0, 2.0]),
+  'uneven': jnp.array([-3.0, -1.0, 0.5, 0.75, 9.0]),
+}
+
+
+@pytest.mark.parametrize('name', SUPPORTS)
+def test_a_projection_adds_up_and_keeps_the_mean(name: str) -> None:
+  """Against two-hots by a search in double precision, of numbers within and beyond the support and on its atoms."""
+  support: Any = SUPPORTS[name]
+  s = np.asarray(support, np.float64)
+  x = np.concatenate([np.linspace(s[0] - 1, s[-1] + 1, 1001), s, s[:-1] + np.diff(s) / 3])
+  x = x.astype(np.float32)
+  one = jax.vmap(lambda y: returns.project(y[None], jnp.ones(1), support))
+  found = np.asarray(jax.jit(one)(x), np.float64)
+  np.testing.assert_allclose(found.sum(-1), 1, atol=5e-7)
+  assert (found >= 0).all() and ((found > 1e-6).sum(-1) <= 2).all()
+  inside = np.clip(np.float64(x), s[0], s[-1])
+  i = np.clip(np.searchsorted(s, inside, side='right') - 1, 0, len(s) - 2)
+  expected, share = np.zeros((len(x), len(s))), (inside - s[i]) / (s[i + 1] - s[i])
+  np.put_along_axis(expected, i[:, None], 1 - share[:, None], axis=1)
+  np.put_along_axis(expected, i[:, None] + 1, share[:, None], axis=1)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+  p = np.random.default_rng(0).dirichlet(np.ones(len(x))).astype(np.float32)
+  many = np.asarray(jax.jit(returns.project)(x, p, support), np.float64)
+  np.testing.assert_allclose(many, p.astype(np.float64) @ expected, atol=1e-6)
 
 
 @pytest.mark.parametrize('threshold', [1.0, 0.4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -62,6 +63,77 @@ def test_the_meta_gradient_of_disco_against_differences() -> None:
   agent = dataclasses.replace(populations.DISCO_AGENT, adam_epsilon=1e3, learning_rate=1e3)
   kind = populations.kind(agent=agent, updates=1)
   check_against_differences(kind, populations.disco_rule(), 1e-5, 1e-3)
+
+
+def slow_entropies(kind: Any, rule: Any, member: Member, key: Any) -> dict[str, list[float]]:
+  """Entropies of y, and of the chosen z, of each agent's newest parameters on what it learned from, in NumPy."""
+  agent = kind.agent
+  acted, update = jax.jit(kind._acted), jax.jit(kind.update)
+  found: dict[str, list[float]] = {}
+  for one in jax.random.split(jax.random.split(key)[0], kind.updates):
+    window = acted(member, jax.random.split(one)[0])[1]
+    member = update(rule, member, one)[0]
+    said, _ = agent.network.unroll(member.train.params, window.agent_state, window.timesteps)
+    outputs = dict(y_entropy=np.asarray(said.y, np.float64)[:-1])
+    if hasattr(said, 'z'):
+      action = np.asarray(window.outputs.action)[..., None, None]
+      z = np.asarray(said.z, np.float64)[:-1]
+      outputs['z_entropy'] = np.take_along_axis(z, action, axis=2)[:, :, 0]
+    valid = np.asarray(window.timesteps.step_type[:-1] != LAST)
+    total = valid.size if isinstance(agent, type(populations.LPG_AGENT)) else valid.sum()
+    for name, logits in outputs.items():
+      p = np.exp(logits - logits.max(-1, keepdims=True))
+      p /= p.sum(-1, keepdims=True)
+      found.setdefault(name, []).append(-(p * np.log(p)).sum(-1)[valid].sum() / total)
+  return found
+
+
+@pytest.fixture
+def keys_may_be_used_again() -> Iterator[None]:
+  with jax.debug_key_reuse(False):
+    yield
+
+
+@pytest.mark.usefixtures('keys_may_be_used_again')
+@pytest.mark.parametrize('name', ['lpg', pytest.param('disco', marks=SLOW)])
+@pytest.mark.parametrize('updates', [1, pytest.param(3, marks=SLOW)])
+def test_regularisers_are_of_the_parameters_after_each_update(name: str, updates: int) -> None:
+  """So with one update their gradient is no 0: value by loops, gradient by differences in double precision."""
+  agent: Any = dataclasses.replace(populations.LPG_AGENT, optimizer='sgd', learning_rate=0.5)
+  rule = populations.lpg_rule()
+  if name == 'disco':  # of more updates the rule is given its own outcome as data, so differences are others
+    agent = dataclasses.replace(populations.DISCO_AGENT, adam_epsilon=1e3, learning_rate=1e3)
+    rule = populations.disco_rule()
+  kind = dataclasses.replace(populations.kind(agent=agent, updates=updates), entropy_cost=0.0)
+  member, key = populations.member(kind, number=1), jax.random.key(5)
+  entropies = slow_entropies(kind, rule, member, key)
+  weights = {metric: 10.0 * (i + 1) for i, metric in enumerate(entropies)}
+  kinds = [dataclasses.replace(kind, regularisers=x) for x in (weights, {})]
+  with jax.enable_x64(True):
+    rule, train, value = as_doubles((dict(rule), member.train, member.value))
+    member = member._replace(train=train, value=value)
+
+    @jax.jit
+    def regularisation(rule: Any) -> Any:
+      def difference(rule: Any) -> Any:
+        one, other = (k.outcome(rule, member, key)[0] for k in kinds)
+        return one - other
+
+      return jax.value_and_grad(difference)(rule)
+
+    value, gradient = regularisation(rule)
+    expected = sum(w * np.mean(entropies[metric]) for metric, w in weights.items())
+    np.testing.assert_allclose(value, expected, rtol=1e-3)  # by the loops in float32
+    assert max(jnp.abs(g).max() for g in gradient.values()) > 1e-6
+    if name == 'disco' and updates > 1:
+      return
+    keys = jax.random.split(jax.random.key(0), len(rule))
+    along = {k: jax.random.normal(x, rule[k].shape) for k, x in zip(rule, keys, strict=True)}
+    forth, back = (
+      regularisation({k: rule[k] + s * 1e-5 * along[k] for k in rule})[0] for s in (1, -1)
+    )
+    found = sum(jnp.vdot(gradient[k], along[k]) for k in rule)
+    np.testing.assert_allclose(found, (forth - back) / 2e-5, rtol=1e-3)
 
 
 # --- lives ----------------------------------------------------------------------------------------------

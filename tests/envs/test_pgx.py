@@ -94,7 +94,48 @@ def test_opponents_have_names() -> None:
     podrace.envs.make('pgx:tic_tac_toe,opponent=randm')
 
 
-def test_names_are_games_of_pgx() -> None:
+def test_each_game_of_pgx_is_played_or_refused_with_a_reason() -> None:
   import pgx
 
-  assert set(LIBRARIES['pgx'].names) <= set(pgx.available_envs())
+  library = LIBRARIES['pgx']
+  assert sorted([*library.names, *library.unsupported]) == sorted(pgx.available_envs())
+  assert {'othello', 'hex', 'chess', 'shogi', 'go_9x9', 'go_19x19'} <= set(library.names)
+  for name, reason in library.unsupported.items():
+    with pytest.raises(UnknownName, match=f'^pgx:{name} is not supported: {reason}'):
+      podrace.envs.make(f'pgx:{name}')
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    name if name == 'othello' else pytest.param(name, marks=pytest.mark.slow)
+    for name in LIBRARIES['pgx'].names
+  ],
+)
+def test_two_sides_move_in_turn_within_the_spaces(name: str) -> None:
+  """Of every game, played at random by both sides: rewards, boards, masks and players."""
+  env: Any = podrace.envs.make(f'pgx:{name},opponent=self')
+  board = env.observation_space['board']
+
+  def play(key: Any) -> Any:
+    def step(carry: Any, key: Any) -> Any:
+      state, t = carry
+      move_key, step_key = jax.random.split(key)
+      mask = t.observation['action_mask']
+      action = jax.random.categorical(move_key, jnp.where(mask, 0.0, -1e9)).astype(jnp.int32)
+      state, t = env.step(state, action, step_key)
+      x = t.observation['board'].astype(jnp.float32)
+      player = state.inner.current_player
+      return (state, t), (t.step_type, t.reward, mask.any(), x.min(), x.max(), player)
+
+    first = env.reset(key)
+    return jax.lax.scan(step, first, jax.random.split(key, 80))[1]
+
+  with jax.debug_key_reuse(False):
+    found = jax.jit(jax.vmap(play))(jax.random.split(jax.random.key(0), 4))
+  kind, reward, allowed, low, high, player = map(np.asarray, found)
+  assert board.dtype in (np.bool_, np.float32)
+  assert (low >= 0).all() and (high <= 1).all() and allowed[kind != FIRST].all()
+  assert np.isin(reward, [-1, 0, 1]).all() and not reward[kind == 1].any()
+  middle = (kind[:, :-1] == 1) & (kind[:, 1:] == 1)
+  assert middle.any() and (player[:, 1:] != player[:, :-1])[middle].all()
