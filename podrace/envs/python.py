@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import gymnasium
 
-from podrace.envs.registry import MissingExtra, UnknownName, Value
+from podrace.envs.registry import MissingExtra, UnknownName, Value, check_options
 from podrace.errors import UsageError
 from podrace.imports import attribute, explain
 from podrace.types import Environment
@@ -25,6 +25,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     factory = attribute(f'no environment python:{name}', module, function)
   except UsageError as error:
     raise UnknownName(str(error)) from error
+  check_options(f'python:{name}', factory, options)
   try:
     inspect.signature(factory).bind(**options)
   except TypeError as error:

@@ -9,13 +9,14 @@ import dataclasses
 import difflib
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
+
+from podrace.envs import options as values
+from podrace.envs.options import Value
 
 if TYPE_CHECKING:
   from podrace.types import Environment
-
-Value = bool | int | float | str
 
 
 class UnknownName(ValueError):
@@ -302,8 +303,15 @@ SHOWN: dict[str, Value] = {'state': False}  # an option of all environments in J
 
 
 def parse(name: str) -> tuple[str, str, dict[str, Value]]:
-  """Splits `LIB:NAME,key=value,...` into library, name and options."""
-  head, *pairs = name.split(',')
+  """Split `LIB:NAME,key=value,...` into library, name and options, which are Python literals.
+
+  Raises:
+    UnknownName: if it is not so, or if the text of a value is ambiguous.
+  """
+  try:
+    head, *pairs = values.split(name)
+  except ValueError as error:
+    raise UnknownName(f'{error}, in environment {name!r}') from error
   key, colon, env = head.partition(':')
   if not (key and colon and env):
     raise UnknownName(
@@ -311,12 +319,15 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
     )
   options: dict[str, Value] = {}
   for pair in pairs:
-    option, equals, text = pair.partition('=')
+    option, equals, text = (x.strip() for x in pair.partition('='))
     if not (option and equals and text):
       raise UnknownName(f'an option is key=value, not {pair!r}, in environment {name!r}')
     if option in options:
       raise UnknownName(f'option {option!r} comes twice in environment {name!r}')
-    options[option] = _value(text)
+    try:
+      options[option] = values.read(text)
+    except ValueError as error:
+      raise UnknownName(f'option {option} of {key}:{env}: {error}') from error
   return key, env, options
 
 
@@ -350,7 +361,11 @@ def full_name(
   key: str, env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
 ) -> str:
   """The same name for the same environment, of which `parse` makes it; without options that are defaults."""
-  given = [f'{k}={_text(v)}' for k, v in sorted(options.items()) if defaults.get(k) != v]
+  given = [
+    f'{k}={values.text_of(v)}'
+    for k, v in sorted(options.items())
+    if k not in defaults or defaults[k] != v
+  ]
   return ','.join([f'{key}:{env}', *given])
 
 
@@ -363,18 +378,37 @@ def at_least(name: str, values: Mapping[str, Any], **least: int) -> None:
 
 def refused(name: str, options: Mapping[str, Value], error: Exception) -> UnknownName:
   """The error for options that a library's maker fails with."""
-  given = ','.join(f'{k}={v}' for k, v in options.items())
+  given = ','.join(f'{k}={values.text_of(v)}' for k, v in options.items())
   return UnknownName(f'{name} cannot be made with {given}: {type(error).__name__}: {error}')
+
+
+def check_options(env: str, function: Callable[..., Any], options: Mapping[str, Value]) -> None:
+  """Raise UnknownName for options that a function does not take by name, or not of their type."""
+  if (signature := values.parameters(function)) is None:
+    return
+  named, others = signature
+  takes = ', '.join(map(values.described, named.values())) or 'no options'
+  for option, value in options.items():
+    if option in named and not values.takes(named[option], value):
+      expected = values.described(named[option])
+      raise _not_of_type(env, option, value, expected, values.takes(named[option], 'x'))
+    if option not in named and not others:
+      raise UnknownName(f'{env} has no option {option!r}{nearest(option, named)}; it takes {takes}')
+
+
+def _not_of_type(env: str, option: str, value: Value, expected: str, is_text: bool) -> UnknownName:
+  hint = f'; for the text write {option}={str(value)!r}' if is_text else ''
+  return UnknownName(
+    f'option {option}={values.text_of(value)} of {env} is of type {type(value).__name__}, expected '
+    f'{expected}{hint}'
+  )
 
 
 def read_options(
   env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
 ) -> dict[str, Any]:
-  """`defaults` with `options` put over them; what `env` does not take is refused.
-
-  An option has the type of its default; an int may stand for a float.
-  """
-  takes = ', '.join(f'{k}={_text(v)}' for k, v in sorted(defaults.items())) or 'no options'
+  """`defaults` with `options` of the same types put over them; an int may stand for a float."""
+  takes = ', '.join(f'{k}={values.text_of(v)}' for k, v in sorted(defaults.items())) or 'no options'
   result: dict[str, Any] = dict(defaults)
   for option, value in options.items():
     if option not in defaults:
@@ -382,30 +416,12 @@ def read_options(
         f'{env} has no option {option!r}{nearest(option, defaults)}; it takes {takes}'
       )
     kind = type(defaults[option])
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) < 2**1023:  # beyond, no float is near
       value = float(value)
     if type(value) is not kind:
-      raise UnknownName(
-        f'option {option}={_text(value)} of {env} is not of type {kind.__name__}; it takes {takes}'
-      )
+      raise _not_of_type(env, option, value, f'{kind.__name__} ({takes})', kind is str)
     result[option] = value
   return result
-
-
-def _value(text: str) -> Value:
-  if text in ('true', 'false'):
-    return text == 'true'
-  for kind in (int, float):
-    try:
-      if text.lower() != 'nan':  # no option is that number; it may be a name
-        return kind(text)
-    except ValueError:
-      pass
-  return text
-
-
-def _text(value: Value) -> str:
-  return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -59,10 +59,12 @@ RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no mor
 RESTARTS_BEFORE = 2  # any environment has answered a step
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
 
-# Not by -m, which would look for libraries in the working directory first.
+# Not by -m, which would look for libraries in the working directory first. The settings are in a file: a command
+# line has room for the seeds of a few thousand environments only.
 START = (
-  'import json, sys; sys.path[:] = json.loads(sys.argv[1])["path"]; '
-  'import podrace.envs.host.worker as worker; worker.main()'
+  'import json, sys; settings = json.load(open(int(sys.argv[1]), encoding="utf-8")); '
+  'sys.path[:] = settings["path"]; '
+  'import podrace.envs.host.worker as worker; worker.main(settings)'
 )
 
 log = logging.getLogger('podrace.envs')
@@ -86,7 +88,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     name=label,
     observation_space=observation_space,
     action_space=action_space,
-    make=lambda args: Workers(name, label, dict(options), fields, observation_space, args, infos),
+    make=lambda args: Workers(label, fields, observation_space, args, infos),
     metrics=infos.means,
   )
   whose = trial.owner(probe)
@@ -96,7 +98,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
   def try_out(deadline: float) -> None:
     args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, deadline)
-    pool = Workers(name, label, dict(options), fields, observation_space, args, trial=True)
+    pool = Workers(label, fields, observation_space, args, trial=True)
     _try_out(spec, pool, methods)
 
   return dataclasses.replace(spec, try_out=try_out)
@@ -261,12 +263,16 @@ class Worker:
     settings['seeds'] = [
       int(s) + 7919 * self.lives for s in settings['seeds'][self.first :][: self.count]
     ]
-    self.process = subprocess.Popen(
-      python('-c', START, json.dumps(settings)),
-      pass_fds=(memory, ask_read, answer_write),
-      stdin=subprocess.DEVNULL,
-      start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
-    )
+    text = json.dumps(settings).encode()
+    with memory_file(len(text)) as file:
+      file.write(text)
+      file.seek(0)
+      self.process = subprocess.Popen(
+        python('-c', START, str(file.fileno())),
+        pass_fds=(memory, ask_read, answer_write, file.fileno()),
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
+      )
     os.close(ask_read)
     os.close(answer_write)
     self.lives += 1
@@ -319,9 +325,7 @@ class Workers:
 
   def __init__(
     self,
-    name: str,
     label: str,
-    options: dict[str, Any],
     fields: list[w.Field],
     observation_space: Any,
     args: PoolArgs,
@@ -344,7 +348,7 @@ class Workers:
     self._infos = infos or Infos()
     self._infos.open(self._arrays)
     self._shared_settings = dict(
-      name=name, options=options, fields=fields, bytes=length,
+      name=label, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(), trial=trial,
     )  # fmt: skip
     self._stepper, self._clock = Stepper(args.num_envs), Clock()

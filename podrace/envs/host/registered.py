@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import gymnasium
+from gymnasium.envs import registration
 
 from podrace.blame import not_made
-from podrace.envs.registry import UnknownName, Value, atari, nearest, refused
+from podrace.envs.registry import UnknownName, Value, atari, check_options, nearest, refused
 from podrace.errors import UsageError
 from podrace.imports import imported
 
@@ -27,6 +29,7 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
     except UsageError as error:
       raise UnknownName(str(error)) from error
   try:
+    _check(name, options)
     return gymnasium.make(name, **dict[str, Any](options))
   except gymnasium.error.UnregisteredEnv as error:
     if game := atari(name):
@@ -38,12 +41,38 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
       f'gymnasium has no environment {name!r}{hint}; one that your module registers is '
       f'gymnasium:MODULE:{name}'
     ) from error
+  except UnknownName:
+    raise
   except (gymnasium.error.Error, ImportError) as error:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
   except Exception as error:
     if options and isinstance(error, ValueError | AssertionError | LookupError | ArithmeticError):
       raise refused(f'gymnasium:{name}', options, error) from error
     raise not_made(f'gymnasium:{name}', error) from error
+
+
+def _check(name: str, options: Mapping[str, Value]) -> None:
+  """Compare options with the signatures of `gymnasium.make` and of the environment's maker."""
+  made_with = set(inspect.signature(gymnasium.make).parameters) - {'kwargs'}
+  of_make = {k: v for k, v in options.items() if k in made_with}
+  check_options(f'gymnasium:{name}', gymnasium.make, of_make)
+  of_maker = {k: v for k, v in options.items() if k not in made_with}
+  if of_maker and (spec := _spec(name.rpartition(':')[2])) is not None:
+    maker = spec.entry_point
+    check_options(
+      f'gymnasium:{name}',
+      registration.load_env_creator(maker) if isinstance(maker, str) else maker,
+      of_maker,
+    )
+
+
+def _spec(env_id: str) -> Any:
+  """The entry of Gymnasium's registry that `make` takes: of the newest version if none is named."""
+  if env_id in gymnasium.registry:
+    return gymnasium.registry[env_id]
+  namespace, name, _ = registration.parse_env_id(env_id)
+  version = registration.find_highest_version(namespace, name)
+  return gymnasium.registry.get(registration.get_env_id(namespace, name, version))
 
 
 def _of_module(module: str, env_id: str, before: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
@@ -21,6 +22,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.blame import describe, refuse
+from podrace.envs import registry
 from podrace.envs.host.infos import Adder
 from podrace.envs.host.trial import fault, owner, tried
 from podrace.envs.spaces import leaves, values
@@ -98,14 +100,14 @@ class Environments:
   def __init__(
     self,
     name: str,
-    options: dict[str, Any],
     seeds: list[int],
     into: dict[str, np.ndarray],
     start: int,
     trial: bool = False,
   ) -> None:
     self._start = start
-    envs = [gymnasium.make(name, **options) for _ in seeds]
+    _, env_id, options = registry.parse(name)
+    envs = [gymnasium.make(env_id, **options) for _ in seeds]
     self._owners = [owner(e) for e in envs]
     if trial:
       envs = [tried(e) for e in envs]
@@ -228,12 +230,11 @@ def tell(answer: int, data: bytes) -> None:
     os._exit(1)
 
 
-def main() -> None:
-  """What the process runs; its settings are JSON on the command line."""
+def main(settings: Mapping[str, Any]) -> None:
+  """Run the process; the settings are those of `Worker.start`."""
   outlive_signals()
   tell_of_faults()
   gymnasium.logger.min_level = gymnasium.logger.ERROR  # each would warn of the same
-  settings = json.loads(sys.argv[1])
   end_with(settings['parent'])
   memory = mmap.mmap(settings['memory'], settings['bytes'])
   into = arrays(memory, [(n, d, s) for n, d, s in settings['fields']], settings['num_envs'])
@@ -241,7 +242,6 @@ def main() -> None:
   try:
     environments = Environments(
       settings['name'],
-      settings['options'],
       settings['seeds'],
       into,
       settings['start'],
@@ -254,7 +254,3 @@ def main() -> None:
     message = str(error) if isinstance(error, UsageError | RunError) else None
     text = json.dumps([message, traceback.format_exc()]).encode()
     tell(answer, FAILED + len(text).to_bytes(8) + text)
-
-
-if __name__ == '__main__':
-  main()
