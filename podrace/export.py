@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
@@ -24,6 +25,7 @@ from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import _scale, channels_first, is_pixels
 from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION, Policy, numpy_step
+from podrace.process import undone_by_signals
 from podrace.record import load_config
 from podrace.types import FIRST, MID, TimeStep
 from podrace.version import __version__
@@ -60,7 +62,14 @@ def export(
   step, params, _ = newest_params(config, agent, run_dir)
   if config.seeds > 1:
     params = jax.tree.map(lambda x: x[member], params)
-  return write(folder, config, agent, env, params, step)
+  remove = functools.partial(shutil.rmtree, draft_of(folder), ignore_errors=True)
+  with undone_by_signals(remove):
+    return write(folder, config, agent, env, params, step)
+
+
+def draft_of(folder: Path) -> Path:
+  """The directory that becomes `folder` when it is whole."""
+  return folder.with_name(f'.{folder.name}.draft')
 
 
 def write(
@@ -86,7 +95,7 @@ def write(
     and not _acts_alike(about, arrays, agent, env, params)
   ):
     about['network'] = None
-  draft = folder.with_name(f'.{folder.name}.draft')
+  draft = draft_of(folder)
   shutil.rmtree(draft, ignore_errors=True)
   draft.mkdir(parents=True)
   from safetensors.numpy import save

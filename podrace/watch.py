@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from podrace.evaluate import evaluable, newest_params, spread
 from podrace.hooks import can_be_greedy, greedily
 from podrace.output import tell
 from podrace.pictures import Numbers, numbers
+from podrace.process import scratch_directory
 from podrace.record import load_config
 from podrace.stages import Stage
 
@@ -239,11 +239,11 @@ def film(
     raise UsageError(f'{folder} is a symbolic link, which is not followed: give --out')
   folder.mkdir(parents=True, exist_ok=True)
   with (
-    tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft,
+    scratch_directory('.draft-', folder) as draft,
     _on_stage(config, params, sampled, say, env) as (stage, act, begin),
   ):
     found = [
-      _film(stage, act, begin(), Path(draft), i, seed + i, max_steps, fps) for i in range(episodes)
+      _film(stage, act, begin(), draft, i, seed + i, max_steps, fps) for i in range(episodes)
     ]
     return {'step': step, 'episodes': episodes, **_kept(found, folder, step)}
 

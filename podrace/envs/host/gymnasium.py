@@ -264,6 +264,7 @@ class Worker:
       [sys.executable, '-P', '-c', START, json.dumps(settings)],
       pass_fds=(memory, ask_read, answer_write),
       stdin=subprocess.DEVNULL,
+      stdout=2,  # standard output is for results
       start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
     )
     os.close(ask_read)
