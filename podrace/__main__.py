@@ -1,6 +1,21 @@
-"""`python -m podrace`, where the command is not on the path."""
+"""The process `podrace`, or `python -m podrace`. Signals end it without a traceback from its first line on."""
 
-from podrace.cli import entry
+import os
+import signal
+
+
+def main() -> None:
+  """Runs the command. Importing what it needs takes longer than the first Ctrl-C may."""
+  for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
+      signal.signal(signum, lambda number, frame: os._exit(128 + number))
+  from podrace.process import end_on_signals
+
+  end_on_signals()
+  from podrace.cli import entry
+
+  entry()
+
 
 if __name__ == '__main__':
-  entry()
+  main()

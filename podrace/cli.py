@@ -40,7 +40,14 @@ from podrace.commands import (
 from podrace.config import unknown
 from podrace.errors import RunError
 from podrace.output import flush_standard, open_standard, tell
-from podrace.process import end_at_once, leave, on_signals, tell_of_faults
+from podrace.process import (
+  check_jax,
+  end_at_once,
+  end_on_signals,
+  leave,
+  on_signals,
+  tell_of_faults,
+)
 from podrace.stop import Stopped
 
 USAGE = """\
@@ -144,10 +151,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def entry() -> None:
   """`podrace` as a process of its own, whose exit code is that of `main`, whatever threads do at its end."""
+  end_on_signals()
   try:
     main()
   except SystemExit as e:
-    if 'jax' not in sys.modules or not isinstance(e.code, int):
+    if not isinstance(e.code, int):
       raise
     leave(e.code)
 
@@ -178,9 +186,11 @@ def _guarded(args: list[str]) -> int:
     if not HELP.isdisjoint(rest):
       print(command.COMMAND.help([a for a in rest if a not in ('-h', '--help')]))
       return 0
+    if command.COMMAND.jax:
+      check_jax()
     return command.run(rest)
   except ValueError as e:  # UsageError among them
-    if not is_ours(e):
+    if not is_ours(e) and not _is_of_jax(e, 'config.py'):
       raise
     return _complain(e, 2)
   except KeyboardInterrupt:
@@ -197,12 +207,26 @@ def _guarded(args: list[str]) -> int:
     return 128 + e.signum
   except RunError as e:
     return _complain(e, 1)
+  except RuntimeError as e:
+    if not _is_of_jax(e, 'xla_bridge.py'):
+      raise
+    return _complain(e, 2)  # JAX has no devices of the kind that JAX_PLATFORMS names
 
 
 def is_ours(error: Exception) -> bool:
   """Whether podrace raised it itself, and not the user's code or a library."""
+  return _file(error).is_relative_to(Path(__file__).parent)
+
+
+def _is_of_jax(error: Exception, file: str) -> bool:
+  """Whether this file of JAX raised it: config.py for values of its variables, xla_bridge.py for devices."""
+  return _file(error).parts[-3:] == ('jax', '_src', file)
+
+
+def _file(error: Exception) -> Path:
+  """Where it was raised."""
   *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-  return Path(frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
+  return Path(frame.f_code.co_filename)
 
 
 def _complain(error: Exception, code: int) -> int:

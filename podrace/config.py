@@ -17,6 +17,7 @@ from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError
 from podrace.fields import check_types
 from podrace.own_code import CLASS
+from podrace.process import check_jax
 
 VERSION = 1  # of config.json
 KIND, TRAIN = (
@@ -456,6 +457,7 @@ def bind_run(config: Basics, env: Any) -> Any:
   """
   from podrace.envs.states import takes_turns
 
+  check_jax()  # again: a module of the user's may have changed JAX's settings
   name = agent_name(hooks.innermost(config.agent))
   fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:

@@ -28,7 +28,7 @@ from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import number
 from podrace.networks import outside_loops
-from podrace.process import cores
+from podrace.process import cores, undone_by_signals
 from podrace.record import load_config
 from podrace.sebulba.actors import CLOSE_SECONDS
 from podrace.sebulba.pipe import POLL
@@ -202,11 +202,12 @@ class _Watched:
     """
     worker = Worker('evaluation', work, at_end=self._pool.close)
     try:
-      while not worker.wait(POLL):
-        silence = self._timer.silence
-        if not self._pool.watches_itself and self._deadline.passed(0, silence):
-          raise HostError(f'{self._name}: environments have not answered for {silence:.0f} s')
-    finally:  # by a Ctrl-C as well
+      with undone_by_signals(self._pool.kill):
+        while not worker.wait(POLL):
+          silence = self._timer.silence
+          if not self._pool.watches_itself and self._deadline.passed(0, silence):
+            raise HostError(f'{self._name}: environments have not answered for {silence:.0f} s')
+    finally:
       self._over.set()
       if not worker.wait(CLOSE_SECONDS):
         self._pool.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -21,10 +22,12 @@ from podrace.envs.spaces import MASK, over, seen
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params
 from podrace.files import make_user_folder, move, new_folder, write_whole
+from podrace.files import remove as remove_files
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import _scale, channels_first, is_pixels
 from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION, Policy, numpy_step
+from podrace.process import undone_by_signals
 from podrace.record import load_config
 from podrace.types import FIRST, MID, TimeStep
 from podrace.version import __version__
@@ -61,7 +64,14 @@ def export(
   step, params, _ = newest_params(config, agent, run_dir)
   if config.seeds > 1:
     params = jax.tree.map(lambda x: x[member], params)
-  return write(folder, config, agent, env, params, step)
+  remove = functools.partial(remove_files, draft_of(folder))
+  with undone_by_signals(remove):
+    return write(folder, config, agent, env, params, step)
+
+
+def draft_of(folder: Path) -> Path:
+  """The directory that becomes `folder` when it is whole."""
+  return folder.with_name(f'.{folder.name}.draft')
 
 
 def write(
@@ -88,7 +98,7 @@ def write(
   ):
     about['network'] = None
   make_user_folder(folder.parent)
-  draft = new_folder(folder.with_name(f'.{folder.name}.draft'))
+  draft = new_folder(draft_of(folder))
   from safetensors.numpy import save
 
   files = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 STANDARD = (0, 1, 2)  # input, output, errors
@@ -86,3 +87,42 @@ def flush_standard() -> bool:
       taken = taken and stream is not sys.stdout
       _to_nobody(stream)
   return taken
+
+
+_results: TextIO | None = None  # standard output, within `results_alone`
+
+
+def results() -> TextIO:
+  """Returns standard output, for the results of a command."""
+  return _results or sys.stdout
+
+
+@contextlib.contextmanager
+def results_alone() -> Iterator[None]:
+  """Has standard output hold `results` only. Other prints, in Python or in C, go to stderr.
+
+  For what runs code of the user's: environments and their libraries print.
+  """
+  global _results
+  if _results is not None:
+    yield
+    return
+  out, kept = sys.stdout, os.dup(1)
+  with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+    out.flush()
+  _results, sys.stdout = _unredirected(out, kept), sys.stderr
+  os.dup2(2, 1)
+  try:
+    yield
+  finally:
+    os.dup2(kept, 1)
+    os.close(kept)
+    _results, sys.stdout = None, out
+
+
+def _unredirected(out: TextIO, kept: int) -> TextIO:
+  """A stream that goes to `kept` if `out` goes to descriptor 1, else `out`."""
+  with contextlib.suppress(OSError, ValueError, AttributeError):  # it is not a file
+    if out.fileno() == 1:
+      return open(kept, 'w', encoding=out.encoding, errors=out.errors, buffering=1, closefd=False)
+  return out

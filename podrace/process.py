@@ -10,15 +10,33 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from podrace import files
+from podrace.errors import UsageError
 from podrace.files import open_lock
 from podrace.output import flush_standard, tell
 
 NICE = 19  # the most that there is
+SHOW_CURSOR = b'\x1b[?25h'  # rich hides it while it shows something live
+
+JAX_TRUE = ('y', 'yes', 't', 'true', 'on', '1')  # as JAX reads its variables
+JAX_SETTINGS = {  # of JAX, which podrace does not compute under -> the values, and why
+  'jax_enable_x64': (JAX_TRUE, 'podrace computes in 32 bits'),
+  'jax_numpy_dtype_promotion': (('strict',), 'podrace computes with the standard promotion'),
+  'jax_disable_jit': (JAX_TRUE, 'podrace computes in compiled programs'),
+}
+JAX_SETTINGS |= {
+  f'jax_transfer_guard{kind}': (
+    ('disallow', 'disallow_explicit'),
+    'podrace moves arrays between host and devices',
+  )
+  for kind in ('', '_host_to_device', '_device_to_device', '_device_to_host')
+}
 
 
 class _ToStderr(logging.Handler):
@@ -63,6 +81,23 @@ def log_to_stderr(who: str, quiet: bool = False) -> Iterator[None]:
     log.propagate = before[1]
 
 
+def check_jax() -> None:
+  """Checks the settings of JAX, by its variables where it is not imported.
+
+  Raises:
+    UsageError: for a setting that podrace does not compute under.
+  """
+  jax = sys.modules.get('jax')
+  config = getattr(jax, 'config', None)
+  for name, (refused, why) in JAX_SETTINGS.items():
+    variable = name.upper()
+    value = str(getattr(config, name, os.environ.get(variable, '')))
+    if value.lower() in refused:
+      raise UsageError(
+        f"{variable}={value}: {why}; unset it, or leave out jax.config.update('{name}', ...)"
+      )
+
+
 def tell_of_faults() -> None:
   """Has a segmentation fault print Python's stack before it ends the process."""
   if not faulthandler.is_enabled():
@@ -79,15 +114,83 @@ def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
   if threading.current_thread() is not threading.main_thread():
     yield
     return
-  signals = [signal.SIGTERM, signal.SIGINT]
-  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-    signals.append(signal.SIGHUP)
-  before = {s: signal.signal(s, handle) for s in signals}
+  before = {s: signal.signal(s, handle) for s in _handled()}
   try:
     yield
   finally:
     for signum, handler in before.items():
       signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # None: not Python's
+
+
+def _handled() -> list[signal.Signals]:
+  signals = [signal.SIGTERM, signal.SIGINT]
+  if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+    signals.append(signal.SIGHUP)
+  return signals
+
+
+def end_on_signals() -> None:
+  """Has SIGTERM, SIGINT and SIGHUP end this process from now on, also while the main thread is in C.
+
+  Python runs handlers between two instructions of the main thread, and one call of a compiler takes minutes. So a
+  thread reads which signals came. It ends the process unless another handler is in place, such as that of a run.
+  """
+  for signum in _handled():
+    signal.signal(signum, end_at_once)
+  if _watching.is_set():
+    return
+  _watching.set()
+  came, wake = os.pipe()
+  os.set_blocking(wake, False)
+  signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+  threading.Thread(target=_watch_signals, args=(came,), name='signals', daemon=True).start()
+  os.register_at_fork(after_in_child=_default_signals)
+
+
+def _watch_signals(came: int) -> None:
+  while numbers := os.read(came, 64):
+    for signum in numbers:
+      if signal.getsignal(signum) is end_at_once:
+        end_at_once(signum, None)
+
+
+def _default_signals() -> None:
+  """Undoes `end_on_signals` in a fork of this process, for the program that it becomes."""
+  signal.set_wakeup_fd(-1)  # else a signal to the fork would end this process
+  for signum in _handled():
+    if signal.getsignal(signum) is end_at_once:
+      default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
+      signal.signal(signum, default)
+
+
+_watching = threading.Event()
+_ending = threading.Lock()
+_undo: list[Callable[[], None]] = []  # called by `end_at_once`
+
+
+@contextlib.contextmanager
+def undone_by_signals(undo: Callable[[], None]) -> Iterator[None]:
+  """Has `end_at_once` call `undo` while it is entered."""
+  _undo.append(undo)
+  try:
+    yield
+  finally:
+    _undo.remove(undo)
+
+
+@contextlib.contextmanager
+def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+  """A new directory that is removed at the end, also where a signal ends the process."""
+  path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+  def remove() -> None:
+    files.remove(path)
+
+  with undone_by_signals(remove):
+    try:
+      yield path
+    finally:
+      remove()
 
 
 def give_way() -> None:
@@ -107,9 +210,16 @@ def give_way() -> None:
 
 def end_at_once(signum: int, frame: Any) -> None:
   """A handler for when there is nothing to save. No exception, which whoever is called may swallow."""
+  if not _ending.acquire(blocking=False):  # the other thread, or the handler of the signal before
+    return
   name = signal.Signals(signum).name
   with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
     os.write(2, f'\npodrace: {name}: ended at once; there was nothing to save\n'.encode())
+    if os.isatty(1):
+      os.write(1, SHOW_CURSOR)
+  for undo in _undo[::-1]:
+    with contextlib.suppress(Exception):
+      undo()
   os._exit(128 + signum)
 
 

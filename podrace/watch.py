@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from podrace.files import make_folder, make_user_folder, write_whole
 from podrace.hooks import can_be_greedy, greedily
 from podrace.output import tell
 from podrace.pictures import Numbers, numbers
+from podrace.process import scratch_directory
 from podrace.record import load_config
 from podrace.stages import Stage
 
@@ -236,11 +236,11 @@ def film(
     UsageError: if the environment can't be drawn.
   """
   with (
-    tempfile.TemporaryDirectory(prefix='.draft-', dir=folder) as draft,
+    scratch_directory('.draft-', folder) as draft,
     _on_stage(config, params, sampled, say, env) as (stage, act, begin),
   ):
     found = [
-      _film(stage, act, begin(), Path(draft), i, seed + i, max_steps, fps) for i in range(episodes)
+      _film(stage, act, begin(), draft, i, seed + i, max_steps, fps) for i in range(episodes)
     ]
     return {'step': step, 'episodes': episodes, **_kept(found, folder, step)}
 

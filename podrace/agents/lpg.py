@@ -106,9 +106,7 @@ class LPG:
     output, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
     return train, metrics | lax.pmean(self.entropies(output, window), AXIS)
 
-  def step(
-    self, rule: Params, train: TrainState, window: Trajectory
-  ) -> tuple[TrainState, Metrics]:
+  def step(self, rule: Params, train: TrainState, window: Trajectory) -> tuple[TrainState, Metrics]:
     """Make one gradient step by the rule of these parameters; the metrics are of before it."""
     said, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
     goals = rules.targets(rule, self.inputs(said, window), self.discount)

@@ -10,6 +10,7 @@ from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.errors import UsageError
+from podrace.output import results_alone
 from podrace.process import log_to_stderr
 
 COMMAND = Command(
@@ -39,9 +40,11 @@ It waits for whom it needs, and comes back to them. Exit codes: 0 the run is com
 or bad usage, 143 and 130 on signals.
 """,
   others_pass=True,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Acts."""
   preset = configuration.take_preset(args)

@@ -8,6 +8,7 @@ import json
 from podrace.commands import configuration, train
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
+from podrace.output import results, results_alone
 
 COMMAND = Command(
   'bench',
@@ -22,9 +23,11 @@ and learners have devices of their own, the slowest. `actor_time` says where the
 goes, `bytes` what is on a device, `advice` what another setting may do better.
 """,
   others_pass=True,
+  jax=True,
 )
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Measures."""
   if not args or args.pop(0) != 'sebulba':
@@ -39,5 +42,5 @@ def run(args: list[str]) -> int:
   config = configuration.configured(preset, options, 'podrace train', sebulba=True)
   from podrace.bench import bench_sebulba
 
-  print(json.dumps(bench_sebulba(config, seconds)))
+  print(json.dumps(bench_sebulba(config, seconds)), file=results())
   return 0

@@ -13,6 +13,7 @@ COMMAND = Command(
     Option('--learner-devices', 'NUMBERS', 'as for train, such as 2,3'),
     Option('--devices', 'N', 'as for train'),
   ),
+  jax=True,
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from podrace.commands.options import Command, Option, Options
 from podrace.config import agent_name, default_agent, unknown
 from podrace.discovery.presets import PRESETS
 from podrace.errors import UsageError
-from podrace.output import Lasting
+from podrace.output import Lasting, results, results_alone
 from podrace.process import log_to_stderr
 from podrace.runs import run_directory
 
@@ -45,9 +44,11 @@ COMMAND = Discover(
     Option('--quiet', '', 'no progress; only warnings and the last words'),
   ),
   others_pass=True,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Trains a rule."""
   preset = take_preset(args)
@@ -101,7 +102,7 @@ def base_config(
 def _report(run_dir: Path, summary: dict[str, Any], config: Any) -> None:
   value = summary['episode_return']
   returned = 'no episode ended' if value is None else f'return {value:.2f} of its agents'
-  out = Lasting(sys.stdout)
+  out = Lasting(results())
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
   print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
   print(f'run directory: {run_dir}', file=out)

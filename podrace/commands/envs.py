@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from podrace import own_code
 from podrace.commands.options import CLIENT_INSECURE, CLIENT_KEYS, QUIET, Command, Option, Options
+from podrace.output import results_alone
 from podrace.process import log_to_stderr
 
 COMMAND = Command(
@@ -34,6 +35,7 @@ anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 a
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Steps environments."""
   options = Options(args, COMMAND)

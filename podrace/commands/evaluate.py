@@ -10,7 +10,7 @@ from podrace import compile_cache, own_code
 from podrace.commands.configuration import agent_settings, parse
 from podrace.commands.options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import tell
+from podrace.output import results, results_alone, tell
 
 COMMAND = Command(
   'eval',
@@ -35,9 +35,11 @@ without a search.
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes; and of the sampled
 ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return_std, sampled_episodes.
 """,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Evaluates."""
   settings, args = agent_settings(args)
@@ -62,5 +64,5 @@ def run(args: list[str]) -> int:
     say=tell,
   )  # fmt: skip
   tell(evaluate.summarised(result, acting))
-  print(json.dumps(result))
+  print(json.dumps(result), file=results())
   return 0

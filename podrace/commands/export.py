@@ -8,7 +8,7 @@ from pathlib import Path
 from podrace import own_code
 from podrace.commands.options import ALLOW_CODE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import tell
+from podrace.output import results, results_alone, tell
 
 COMMAND = Command(
   'export',
@@ -28,9 +28,11 @@ policy.onnx if the extra onnx is installed and the network is one of podrace's o
 
 The last line printed is policy.json.
 """,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Exports."""
   options = Options(args, COMMAND)
@@ -47,5 +49,5 @@ def run(args: list[str]) -> int:
   tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')
   if GRAPH not in about['sha256']:
     tell(f'{GRAPH} is not written: {onnx.why_not(about)}')
-  print(json.dumps(about))
+  print(json.dumps(about), file=results())
   return 0

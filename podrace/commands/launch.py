@@ -18,6 +18,7 @@ from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.replica import NO_ACCELERATORS
 from podrace.launch.warm import Warm
+from podrace.output import results_alone
 from podrace.program import Program
 from podrace.runs import name_of, run_directory
 
@@ -73,6 +74,7 @@ all processes save and end; a second one kills them. Exit codes: the learner's; 
 for good; 2 bad usage; 143 and 130 on signals.
 """,
   others_pass=True,
+  jax=True,
 )  # fmt: skip
 
 
@@ -128,6 +130,7 @@ def _options(args: list[str]) -> tuple[str | None, Options]:
   return preset, options
 
 
+@results_alone()
 def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path], Program]]:
   """A name for the run, and its program for a run directory."""
   from podrace import net

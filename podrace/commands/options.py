@@ -76,6 +76,7 @@ class Command:
   options: tuple[Option, ...] = ()
   notes: str = ''
   others_pass: bool = False  # other options are arguments, for somebody else to read
+  jax: bool = False  # it computes with JAX, whose settings are checked first
 
   def help(self, args: list[str]) -> str:
     """Its help; `args` are the arguments without --help."""

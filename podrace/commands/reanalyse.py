@@ -10,6 +10,7 @@ from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.errors import UsageError
+from podrace.output import results_alone
 from podrace.process import log_to_stderr
 
 COMMAND = Command(
@@ -36,9 +37,11 @@ Start as many as you like, and stop them at any time. Each waits for the process
 back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
 """,
   others_pass=True,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Reanalyses."""
   preset = configuration.take_preset(args)

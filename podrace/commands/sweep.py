@@ -11,7 +11,7 @@ from podrace.commands.options import ALLOW_CODE, Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.config import to_json
 from podrace.errors import UsageError
-from podrace.output import tell
+from podrace.output import results, results_alone, tell
 
 METHODS = ('grid', 'random', 'tpe', 'pbt')
 
@@ -38,9 +38,11 @@ All other options are those of `podrace train`; --seeds S trains each setting wi
 are numbers of the agent are one program. The last line printed is JSON.
 """,
   others_pass=True,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Sweeps."""
   preset = configuration.take_preset(args)
@@ -71,7 +73,7 @@ def run(args: list[str]) -> int:
   )  # fmt: skip
   found = plan.carry_out(sweep, tell)
   _show(found)
-  print(json.dumps({**found, 'trials': len(found['trials'])}))
+  print(json.dumps({**found, 'trials': len(found['trials'])}), file=results())
   return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
 from podrace.config import to_json, unknown
 from podrace.errors import UsageError
-from podrace.output import Lasting
+from podrace.output import Lasting, results, results_alone
 from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
 from podrace.runs import name_of, new_run_dir, run_directory
@@ -72,9 +71,11 @@ COMMAND = Train(
     Option('--process-id', 'I', 'which of them this is, from 0'),
   ),
   others_pass=True,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Trains."""
   preset = configuration.take_preset(args)
@@ -231,7 +232,7 @@ def _join(options: Options, place: Place) -> None:
 def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> None:
   value = summary['episode_return']
   returned = 'no episode ended' if value is None else f'return {value:.2f}'
-  out = Lasting(sys.stdout)
+  out = Lasting(results())
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
   print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
   print(f'run directory: {run_dir}', file=out)

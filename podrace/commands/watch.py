@@ -11,7 +11,7 @@ from typing import Any
 from podrace import own_code
 from podrace.commands.options import ALLOW_CODE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import tell
+from podrace.output import results, results_alone, tell
 
 COMMAND = Command(
   'watch',
@@ -31,9 +31,11 @@ COMMAND = Command(
 Environments: ale:, gymnasium: and all that are in JAX. Those that don't draw themselves (gymnasium: without rgb_array)
 are shown as the agent sees them. The last line printed is JSON.
 """,
+  jax=True,
 )  # fmt: skip
 
 
+@results_alone()
 def run(args: list[str]) -> int:
   """Films, or shows."""
   options = Options(args, COMMAND)
@@ -58,7 +60,7 @@ def run(args: list[str]) -> int:
   if show is None:
     best = found['best']
     tell(f'best of {episodes}: return {best["return"]:g} in {best["steps"]:,} steps, {best["mp4"]}')
-  print(json.dumps(found))
+  print(json.dumps(found), file=results())
   return 0
 
 

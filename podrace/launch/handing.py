@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
 from podrace.net import keys
+from podrace.process import scratch_directory
 from podrace.program import (
   NAME,
   Announced,
@@ -93,9 +93,9 @@ def make_keys(directory: Path) -> None:
 @contextlib.contextmanager
 def new_keys() -> Iterator[Path]:
   """A directory with keys for one program, as long as it is entered."""
-  with tempfile.TemporaryDirectory(prefix='podrace-keys-') as directory:
-    make_keys(Path(directory))
-    yield Path(directory)
+  with scratch_directory('podrace-keys-') as directory:
+    make_keys(directory)
+    yield directory
 
 
 def with_resources(program: Program, options: Options) -> Program:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.launch import handing
 from podrace.launch.handing import GRACE, PORT, Make
+from podrace.process import scratch_directory
 from podrace.program import Announced, Node, Program, Reference, pieces, resolve
 
 OPTIONS = (
@@ -108,8 +108,8 @@ def launch(make: Make, options: Options) -> int:
     print(handing.text(task(program, cloud, 'KEYS')), end='')
     return 0
   sky = handing.tool('sky', 'take --dry-run')
-  with handing.new_keys() as keys, tempfile.TemporaryDirectory(prefix='podrace-') as made:
-    file = Path(made) / 'task.yaml'
+  with handing.new_keys() as keys, scratch_directory('podrace-') as made:
+    file = made / 'task.yaml'
     write_whole(file, handing.text(task(program, cloud, str(keys))))
     code = handing.call(sky, 'launch', '--cluster', name, '--detach-run', str(file))
   print(f"""

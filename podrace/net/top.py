@@ -218,8 +218,6 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
   except TimeoutError as e:
     print(f'podrace top: {e}', file=sys.stderr)
     return 1
-  except KeyboardInterrupt:
-    return 130
   finally:
     asker.close()
   return 0

@@ -271,6 +271,7 @@ class Worker:
         python('-c', START, str(file.fileno())),
         pass_fds=(memory, ask_read, answer_write, file.fileno()),
         stdin=subprocess.DEVNULL,
+        stdout=2,  # standard output is for results
         start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
       )
     os.close(ask_read)

@@ -1,0 +1,153 @@
+"""What a command has around it: variables of JAX, and environments that print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import ROOT, environment
+from processes import DEADLINE
+
+from podrace.cli import COMMANDS
+
+OF_JAX = sorted(name for name, module in COMMANDS.items() if module.COMMAND.jax)
+
+
+def command(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+  plain = {k: v for k, v in environment().items() if not k.startswith('JAX_')}
+  return subprocess.run(
+    [sys.executable, '-m', 'podrace', *args], env=plain | {'JAX_PLATFORMS': 'cpu'} | variables,
+    capture_output=True, text=True, timeout=DEADLINE, check=False,
+  )  # fmt: skip
+
+
+def refused(done: subprocess.CompletedProcess[str], variable: str) -> None:
+  assert done.returncode == 2 and not done.stdout, done.stderr
+  assert variable.lower() in done.stderr.lower() and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_the_commands_that_compute() -> None:
+  assert {'train', 'discover', 'sweep', 'eval', 'watch', 'export', 'act', 'launch'} <= {*OF_JAX}
+
+
+@pytest.mark.parametrize('name', OF_JAX)
+def test_no_command_computes_in_64_bits(name: str, tmp_path: Path) -> None:
+  refused(command(name, '--nothing', str(tmp_path), JAX_ENABLE_X64='true'), 'JAX_ENABLE_X64')
+
+
+@pytest.mark.parametrize(
+  ('variable', 'value'),
+  [
+    ('JAX_ENABLE_X64', '1'),
+    ('JAX_ENABLE_X64', 'maybe'),
+    ('JAX_NUMPY_DTYPE_PROMOTION', 'strict'),
+    ('JAX_NUMPY_DTYPE_PROMOTION', 'none'),
+    ('JAX_DISABLE_JIT', 'on'),
+    ('JAX_TRANSFER_GUARD', 'disallow'),
+    ('JAX_TRANSFER_GUARD_HOST_TO_DEVICE', 'disallow_explicit'),
+    ('JAX_NUM_CPU_DEVICES', 'two'),
+    ('JAX_PLATFORMS', 'abacus'),
+  ],
+)
+def test_variables_of_jax_that_no_run_works_with(variable: str, value: str) -> None:
+  refused(command('devices', **{variable: value}), variable)
+
+
+def test_variables_of_jax_are_no_matter_where_nothing_is_computed(tmp_path: Path) -> None:
+  assert command('runs', str(tmp_path), JAX_ENABLE_X64='1').returncode == 0
+
+
+IN_64_BITS = """
+import jax
+from podrace import envs
+def make():
+  jax.config.update('jax_enable_x64', True)
+  return envs.make('podrace:catch')
+"""
+
+
+def test_an_environment_that_changes_the_settings_of_jax(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  (tmp_path / 'wide.py').write_text(IN_64_BITS)
+  monkeypatch.chdir(tmp_path)
+  done = command('train', '--env', 'python:wide.make', '--total-steps', '2000')
+  refused(done, 'JAX_ENABLE_X64')
+
+
+# --- what environments print ----------------------------------------------------------------------
+
+NOISY = """
+import os
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+def noise(where):
+  print('noise', where, flush=True)
+  os.system('echo noise of a child')
+
+class Noisy(gymnasium.Env):
+  observation_space = spaces.Box(-1, 1, (2,), np.float32)
+  action_space = spaces.Discrete(2)
+  def __init__(self, render_mode=None):
+    noise('made')
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    noise('reset')
+    return np.zeros(2, np.float32), {}
+  def step(self, action):
+    noise('step')
+    return np.zeros(2, np.float32), 1.0, True, False, {}
+
+gymnasium.register('Noisy-v0', entry_point=Noisy)
+noise('imported')
+
+def catch():
+  from podrace import envs
+  noise('made')
+  return envs.make('podrace:catch')
+"""
+
+
+@pytest.fixture(scope='module', params=['gymnasium:noisy:Noisy-v0', 'python:noisy.catch'])
+def noisy(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A folder with the run of an environment that prints, in a process of its own and in this one."""
+  folder = tmp_path_factory.mktemp('noisy')
+  (folder / 'noisy.py').write_text(NOISY)
+  sizes = ['--num-envs', '4', '--unroll-length', '4', '--total-steps', '32', '--devices', '1']
+  done = within(
+    folder, 'train', '--agent', 'ppo', '--env', request.param, *sizes, '--run-dir', 'run'
+  )
+  assert done.returncode == 0, done.stderr
+  assert 'noise made' in done.stderr and 'noise' not in done.stdout
+  return folder
+
+
+def within(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, '-m', 'podrace', *args], cwd=folder, capture_output=True, text=True,
+    timeout=DEADLINE, check=False, env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'},
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize('args', [['eval', 'run', '--episodes', '2'], ['export', 'run', 'policy']])
+def test_standard_output_holds_the_result_alone(noisy: Path, args: list[str]) -> None:
+  done = within(noisy, *args, '--allow-code', 'noisy')
+  assert done.returncode == 0, done.stderr
+  assert 'noise made' in done.stderr and 'noise of a child' in done.stderr
+  assert isinstance(json.loads(done.stdout), dict)
+
+
+def test_what_is_launched_is_printed_alone(noisy: Path) -> None:
+  done = within(
+    noisy, 'launch', '--agent', 'ppo', '--env', 'gymnasium:noisy:Noisy-v0', '--as', 'seed',
+    '--allow-code', 'noisy', '--dry-run',
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert 'noise' in done.stderr and 'noise' not in done.stdout and 'podrace' in done.stdout
