@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +38,8 @@ class Library:
   extra: str  # of podrace, that installs it; '' if it is always there
   description: str
   names: tuple[str, ...]
+  module_of: Callable[[str], str] | None = None
+  # ^ of libraries whose names have a module imported: from NAME to the module, '' for none
 
 
 LIBRARIES: Mapping[str, Library] = {
@@ -205,6 +207,7 @@ LIBRARIES: Mapping[str, Library] = {
     extra='',
     description='your own: python:module.function',
     names=(),
+    module_of=lambda name: name.rpartition('.')[0],
   ),
 }
 
@@ -227,6 +230,7 @@ HOST_LIBRARIES: Mapping[str, Library] = {
     extra='',
     description='any Gymnasium environment, in worker processes',
     names=(),
+    module_of=lambda name: name.rpartition(':')[0],
   ),
 }
 
