@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import os
 import sys
 import typing
 from collections.abc import Callable, Iterator
@@ -191,22 +192,26 @@ def test_each_command_that_reads_a_run_refuses(
 
 
 @pytest.mark.slow
-def test_a_learner_that_is_launched_refuses(tmp_path: Path) -> None:
-  (tmp_path / 'stranger.py').write_text(
-    'import pathlib; pathlib.Path(__file__).with_suffix(".ran").touch()'
-  )
-  theirs = kept(tmp_path / 'theirs', trained(default_agent('impala'), eval_env=NAMES[0]))
-  done = command(
-    'launch',
-    '--as',
-    'learners',
-    '--env',
-    'podrace:catch',
-    '--run-dir',
-    str(theirs),
-    PYTHONPATH=str(tmp_path),
-  )
-  assert done.returncode == 2 and not (tmp_path / 'stranger.ran').exists(), done.stderr
+@pytest.mark.parametrize(
+  ('words', 'code'),
+  [
+    (('launch', '--as', 'learners', '--run-dir', 'theirs'), 2),
+    (
+      ('sweep', '--vary', 'agent.discount=0.9', '--processes', '--dir', '.'),
+      1,
+    ),  # no trial has a score
+  ],
+)
+def test_a_process_that_is_started_in_such_a_directory_refuses(
+  words: tuple[str, ...], code: int, stranger: Callable[[], bool], tmp_path: Path
+) -> None:
+  for name in ('theirs', '0000'):
+    kept(tmp_path / name, trained(default_agent('impala'), eval_env=NAMES[0]))
+  path = os.pathsep.join([os.environ.get('PYTHONPATH', str(tmp_path)), str(tmp_path)])
+  done = command(*words, '--env', 'podrace:catch', PYTHONPATH=path)
+  assert done.returncode == code and not stranger(), done.stderr
+  output = tmp_path / '0000' / 'output.txt'
+  assert '--allow-code stranger' in done.stdout + (output.read_text() if output.exists() else '')
 
 
 def test_what_the_command_line_names_may_be_in_the_record(
@@ -263,4 +268,5 @@ def test_a_text_of_somebodys_own_class_may_name_code() -> None:
   }
   assert set(own_code.named(record)) == {'mine', 'other', 'stranger'}
   assert set(own_code.refused(record, ['mine', 'other'])) == {'stranger'}
+  assert own_code.of_env('gymnasium:Old-v0,env_id=other:Env-v0,size=3') == ['other']
   assert own_code.options(['a b;c']) == "--allow-code 'a b;c'"
