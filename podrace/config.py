@@ -15,16 +15,11 @@ from podrace import hooks, imports, own_code
 from podrace.agents import AGENTS, RELATED, agents_for
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError
-from podrace.fields import check_types
-from podrace.own_code import CLASS
+from podrace.fields import EnvName, FilePath, PlainText, check_types, expected
+from podrace.own_code import CLASS, KIND, KINDS, TRAIN
 from podrace.process import check_jax
 
 VERSION = 1  # of config.json
-KIND, TRAIN = (
-  'command',
-  'train',
-)  # what a record has of the command that made it, unless it was train
-KINDS = {TRAIN: ('podrace.config', 'Config'), 'discover': ('podrace.discovery.config', 'Discovery')}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +27,7 @@ class Basics:
   """What every run has, of agents and of rules."""
 
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
-  env: str = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
+  env: EnvName = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
   num_envs: int = 64  # over all devices; each seed has so many
   unroll_length: int = 16  # environment steps between updates
   total_steps: int = 1_000_000  # environment steps, of each seed
@@ -64,9 +59,9 @@ class Common(Basics):
   seeds: int = 1  # independent agents trained in one program, from seed, seed + 1, ...
   eval_every: int = 0  # steps between evaluations into eval.jsonl, while training goes on; 0: none
   eval_episodes: int = 32  # of each evaluation, and each seed
-  eval_env: str = ''  # where they play: another opponent, or unseen levels; '': where it trains
+  eval_env: EnvName = ''  # where they play: another opponent, or unseen levels; '': where it trains
   eval_video: bool = False  # films an episode of each, into videos/
-  init_from: str = ''  # a run directory: begins with the parameters of its newest checkpoint
+  init_from: FilePath = ''  # a run directory: begins with the parameters of its newest checkpoint
   agree: Literal['all-reduce', 'gossip'] = 'all-reduce'
   # ^ gossip (anakin): average parameters with a neighbour, not gradients
   gossip_graph: Literal['exponential', 'ring'] = 'exponential'
@@ -81,9 +76,9 @@ class Config(Common):
 
   lag: Literal['0', '1', 'async'] = '1'  # sebulba: of the acting policy, in updates; async: any
   max_lag: int = 4  # sebulba: with lag async, the most
-  actor_devices: str = ''
+  actor_devices: PlainText = ''
   # ^ sebulba: which act, as 0,1 (default: those that don't learn, else the first quarter; of one, that)
-  learner_devices: str = ''
+  learner_devices: PlainText = ''
   # ^ sebulba: which learn, as 2,3 (default: those that don't act; of one, that; --replay service: all)
   actor_threads: int = 2  # sebulba: for each actor device
   env_batch_size: int = 0  # sebulba: act on so many of a thread as are ready; 0: all together
@@ -364,8 +359,8 @@ def from_json(record: dict[str, Any]) -> Any:
   if version != VERSION:
     raise UsageError(f'config.json has version {version}, expected {VERSION}')
   try:
-    agent = dict(record['agent'])
-    agent = _make(agent_class(agent.pop('name')), agent)
+    agent = dict(_typed('agent', record['agent'], dict, 'an object'))
+    agent = _make(_class_named(agent.pop('name')), agent)
     module, name = KINDS[record.get(KIND, TRAIN)]
     settings = {k: v for k, v in record.items() if k not in ('version', KIND)}
     return _make(getattr(importlib.import_module(module), name), settings | {'agent': agent})
@@ -400,17 +395,41 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
     )
   record = dict(record)
   if CLASS in record:
-    cls = agent_class(record.pop(CLASS))
-  hints = typing.get_type_hints(cls)
+    cls = _class_named(record.pop(CLASS), cls)
+  hints = typing.get_type_hints(cls, include_extras=True)
   fields = {f.name for f in dataclasses.fields(cls) if _own(f)}
   for name in record.keys() - fields:
     raise unknown(f'field of {cls.__name__}', name, fields)
   values = {}
   for name, value in record.items():
+    if (wrong := expected(value, hints[name])) and cls.__module__.startswith('podrace.'):
+      raise UsageError(f'config.json: {name} of {cls.__name__} is {value!r:.200}, expected {wrong}')
     if isinstance(value, dict):
       value = _make(hints[name], value)
     values[name] = _tuples(value)
   return cls(**values)
+
+
+def _typed(name: str, value: Any, kind: type, wanted: str) -> Any:
+  """Return a value of a record; raises UsageError if it is of another type."""
+  if not isinstance(value, kind):
+    raise UsageError(f'config.json: {name} is {value!r:.200}, expected {wanted}')
+  return value
+
+
+def _class_named(name: Any, declared: Any = Any) -> Any:
+  """Return the class that a record names, for a field of a type `declared`.
+
+  Raises:
+    UsageError: if it is no dataclass, or if it is one of podrace's that is neither an agent nor of that type.
+  """
+  cls = agent_class(_typed('a class', name, str, 'a text, MODULE:CLASS'))
+  if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    raise UsageError(f'config.json: {name} is no dataclass')
+  of_type = declared is Any or (isinstance(declared, type) and issubclass(cls, declared))
+  if cls.__module__.startswith('podrace.') and hooks.lacks(cls) and not of_type:
+    raise UsageError(f'config.json: {name} is no {getattr(declared, "__name__", declared)}')
+  return cls
 
 
 def _tuples(value: Any) -> Any:

@@ -92,7 +92,7 @@ def train(
   def assemble(warn: Callable[[str], None]) -> tuple[Architecture, Server | None]:
     server = make_server(config, listen)
     program = build(config, server, addresses, Path(run_dir))
-    if config.init_from and read_record(Path(run_dir)) is None:
+    if config.init_from and not any((Path(run_dir) / 'checkpoints').glob('*')):
       check_start(config)
     if config.eval_env and jax.process_index() == 0:
       evaluated(config)

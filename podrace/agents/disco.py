@@ -30,7 +30,7 @@ from podrace import returns
 from podrace.agents import check
 from podrace.agents.searching import masked
 from podrace.errors import UsageError
-from podrace.fields import check_types
+from podrace.fields import FilePath, PlainText, check_types
 from podrace.learner import flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
@@ -88,8 +88,8 @@ class Estimates(NamedTuple):
 class Disco:
   """Hyper-parameters, and the functions of an `Agent`."""
 
-  rule: str = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: str = ''  # of that file; '': it is taken as it is found, and recorded
+  rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
+  rule_sha256: PlainText = ''  # of that file; '': it is taken as it is found, and recorded
   lifetime: int = 128  # numbers that the rule remembers of an agent's life: as many as the file has
   network: Predictor = Predictor()
   capacity: int = 100_000  # environment steps that replay keeps, of all environments
@@ -112,8 +112,7 @@ class Disco:
 
   def __post_init__(self) -> None:
     check_settings(self)
-    if self.rule and not self.rule_sha256:
-      object.__setattr__(self, 'rule_sha256', files.sha256(self.rule))
+    files.pin(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: the unrolls of the past, all alike."""

@@ -22,7 +22,7 @@ from jax import lax
 
 from podrace.agents import check
 from podrace.errors import UsageError
-from podrace.fields import check_types
+from podrace.fields import FilePath, PlainText, check_types
 from podrace.learner import flatten, scale_by_adam, sgd
 from podrace.networks import PolicyPrediction, PolicyPredictor
 from podrace.rules import files
@@ -36,8 +36,8 @@ from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainSt
 class LPG:
   """Hyper-parameters, and the functions of an `Agent`."""
 
-  rule: str = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: str = ''  # of that file; '': it is taken as it is found, and recorded
+  rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
+  rule_sha256: PlainText = ''  # of that file; '': it is taken as it is found, and recorded
   network: PolicyPredictor = PolicyPredictor()
   optimizer: Literal['adam', 'sgd'] = 'adam'
   learning_rate: float = 1e-3
@@ -51,8 +51,7 @@ class LPG:
     check_types(self)
     check(self, 0, 1, 'discount')
     check(self, 0, math.inf, 'learning_rate', 'adam_epsilon', 'max_grad_norm', 'y_cost')
-    if self.rule and not self.rule_sha256:
-      object.__setattr__(self, 'rule_sha256', files.sha256(self.rule))
+    files.pin(self)
 
   def params(self) -> dict[str, np.ndarray]:
     """The arrays of the rule.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from podrace import hooks
+from podrace.fields import PlainText
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState
 
 
@@ -32,7 +33,7 @@ class Varied:
   """
 
   agent: Any
-  fields: tuple[str, ...]  # of `agent`, as learning_rate or network.sigma
+  fields: tuple[PlainText, ...]  # of `agent`, as learning_rate or network.sigma
   values: tuple[float, ...]  # [settings * fields], setting after setting
 
   def __post_init__(self) -> None:
@@ -40,6 +41,12 @@ class Varied:
       raise ValueError(
         f'there are {len(self.values)} values for settings of {len(self.fields)} fields'
       )
+
+    for path in self.fields:
+      if dataclasses.is_dataclass(self.agent) and not isinstance(_value(self.agent, path), float):
+        raise ValueError(
+          f'{path!r:.100} is no number with a fraction of {type(self.agent).__name__}'
+        )
 
   @property
   def settings(self) -> int:
@@ -88,6 +95,16 @@ class Varied:
     agent = with_values(self.agent, values)
     after, priority, metrics = agent.learn(TrainState(train.params, rest), sample, key)
     return TrainState(after.params, Rest(values, after.rest)), priority, metrics
+
+
+def _value(settings: Any, path: str) -> Any:
+  """Return a field by its path; None if there is none."""
+  for name in path.split('.'):
+    names = (
+      [f.name for f in dataclasses.fields(settings)] if dataclasses.is_dataclass(settings) else []
+    )
+    settings = getattr(settings, name) if name in names else None
+  return settings
 
 
 def with_values(settings: Any, values: dict[str, Any]) -> Any:

@@ -60,9 +60,10 @@ def is_open(
 
 def allowed_modules(options: Options) -> list[str]:
   """The modules of the user's options. They are looked for in the working directory as well."""
-  agent, env = agent_of(options) or '', value_of('--env', options.arguments) or ''
-  named = own_code.of_agent(agent), own_code.of_env(env)
-  allowed = [m for m in named if m is not None]
+  module = own_code.of_agent(agent_of(options) or '')
+  allowed = [] if module is None else [module]
+  for word in options.arguments:
+    allowed += own_code.of_text(word.partition('=')[2] if word.startswith('--') else word)
   if '--allow-code' in options:  # act does not take it
     allowed += options.every('--allow-code')
   own_code.look_here(allowed)

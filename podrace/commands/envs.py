@@ -41,7 +41,7 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   options.no_arguments()
   connect, env = (options.needed(name) for name in ('--connect', '--env'))
-  own_code.look_here([own_code.of_env(env)])
+  own_code.look_here(own_code.of_env(env))
   from podrace import net
 
   net.require()

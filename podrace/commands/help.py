@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dataclasses
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from podrace.agents import AGENTS
 from podrace.commands.options import Option, row
 from podrace.config import agent_class, flag
 from podrace.discovery.presets import PRESETS as DISCOVERIES
+from podrace.fields import TEXTS
 from podrace.hooks import BOUND
 from podrace.presets import PRESETS
 
@@ -263,7 +265,8 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
     following = lines[node.end_lineno].strip() if node.end_lineno < len(lines) else ''
     if following.startswith('# ^ '):
       comment = following[4:]
-    kind = ast.unparse(node.annotation).removeprefix('Annotated[').partition(', tyro')[0]
+    annotation = re.sub('|'.join(TEXTS), 'str', ast.unparse(node.annotation))
+    kind = annotation.removeprefix('Annotated[').partition(', tyro')[0]
     if kind.startswith('Literal['):
       kind = '|'.join(str(v) for v in ast.literal_eval(f'({kind[8:-1]},)'))
     name = prefix + flag(node.target.id)

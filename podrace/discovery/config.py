@@ -22,7 +22,7 @@ from podrace.config import (
 from podrace.discovery.objective import ValueFunction
 from podrace.envs.registry import LIBRARIES
 from podrace.errors import UsageError
-from podrace.fields import check_types
+from podrace.fields import EnvName, check_types
 from podrace.hooks import learns_from_replay
 from podrace.rules import files
 
@@ -36,7 +36,7 @@ RULES = {
 class Discovery(Basics):
   """One run of meta-training, exactly; recorded as config.json. Its updates are meta-steps."""
 
-  env: str = 'podrace:catch,rows=5,columns=5'
+  env: EnvName = 'podrace:catch,rows=5,columns=5'
   # ^ LIB:NAME, and options after commas; of several, with spaces between them, each has a group of agents
   num_envs: int = 32  # of each agent
   total_steps: int = 1_000_000  # environment steps, of all agents together
@@ -100,6 +100,8 @@ def validate(config: Discovery) -> None:
     check_numbers(getattr(config, name), name)
   at_least(config.rule, 1, *(f.name for f in dataclasses.fields(config.rule)))
   files.check_fits('that is to be learned', config.agent.fits(config.rule))
+  if not config.env.split():
+    raise UsageError('--env needs the name of an environment, LIB:NAME')
   check_basics(config)
   at_least(config, 1, 'agents', 'agent_updates', 'lifetime', 'capacity')
   at_least(config, 0, 'replayed', 'meta_learning_rate', 'max_meta_update')
@@ -108,8 +110,6 @@ def validate(config: Discovery) -> None:
 
 
 def _complaints(config: Discovery) -> Iterator[str]:
-  if not config.env.split():
-    yield '--env needs the name of an environment, LIB:NAME'
   for env in config.env.split():
     if library_of(env) not in LIBRARIES:
       yield f'{env} is no environment in JAX, which meta-training needs: there are {", ".join(LIBRARIES)}'

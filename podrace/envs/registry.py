@@ -40,6 +40,8 @@ class Library:
   description: str
   names: tuple[str, ...]
   unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> the reason
+  module_of: Callable[[str], str] | None = None
+  # ^ of libraries whose names have a module imported: from NAME to the module, '' for none
 
 
 HIDDEN = 'it has hidden cards, which an opponent that searches by the rules would see'
@@ -236,6 +238,7 @@ LIBRARIES: Mapping[str, Library] = {
     extra='',
     description='your own: python:module.function',
     names=(),
+    module_of=lambda name: name.rpartition('.')[0],
   ),
 }
 
@@ -258,6 +261,7 @@ HOST_LIBRARIES: Mapping[str, Library] = {
     extra='',
     description='any Gymnasium environment, in worker processes',
     names=(),
+    module_of=lambda name: name.rpartition(':')[0],
   ),
 }
 

@@ -4,12 +4,13 @@ Supervision is that of one machine (podrace.launch.local); SLURM says where a st
 program's directory: keys and announced addresses are there, for this user alone. The job saves and is queued again
 before its time is up.
 
-    python -m podrace.launch.slurm DIRECTORY      # what the job runs
+    python -m podrace.launch.slurm DIRECTORY SHA256    # the job; of the program that was submitted
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import shlex
@@ -90,7 +91,8 @@ def job(program: Program, directory: Path, more: list[str]) -> str:
   ]
   if wrong := [x for x in more if x.startswith('-') or not x.isprintable()]:
     raise UsageError(f'--sbatch takes an option of sbatch, as time=8:00:00, not {wrong[0]!r}')
-  supervisor = shlex.join(python('-m', 'podrace.launch.slurm', str(directory)))
+  words = ('-m', 'podrace.launch.slurm', str(directory), sha256(recorded(program)))
+  supervisor = shlex.join(python(*words))
   lines = ['#!/bin/sh', *(f'#SBATCH {x}' for x in options), '', f'exec {supervisor}', '']
   return '\n'.join(lines)
 
@@ -144,9 +146,19 @@ def commands(program: Program, directory: Path) -> Iterator[tuple[str, str]]:
       yield name, shlex.join((*step(node), *words))
 
 
+def recorded(program: Program) -> str:
+  """Return the text of program.json."""
+  return programs.to_json(program) + '\n'
+
+
+def sha256(text: str) -> str:
+  """Return the hash by which a job knows the program that was submitted."""
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
 def prepare(program: Program, directory: Path) -> None:
   """Writes what the job reads: the program, and keys, unless there are some."""
-  write_whole(directory / 'program.json', programs.to_json(program) + '\n')
+  write_whole(directory / 'program.json', recorded(program))
   if not os.path.lexists(directory / 'keys'):
     with tempfile.TemporaryDirectory(prefix='keys-', dir=directory) as draft:
       make_keys(Path(draft) / 'keys')
@@ -176,11 +188,21 @@ def submit(sbatch: str, directory: Path) -> int:
 # --- in the job -------------------------------------------------------------------------------------
 
 
-def main(directory: Path) -> int:
-  """Supervises the program to its end; the exit code, as of `Local.run`."""
+def main(directory: Path, submitted: str = '') -> int:
+  """Supervises the program to its end; the exit code, as of `Local.run`.
+
+  Raises:
+    UsageError: if program.json is not the one of the hash `submitted`: its commands may be somebody else's.
+  """
   from podrace.launch.screen import Screen
 
-  program = programs.from_json((directory / 'program.json').read_text(encoding=UTF8))
+  text = (directory / 'program.json').read_text(encoding=UTF8)
+  if sha256(text) != submitted:
+    raise UsageError(
+      f'{directory / "program.json"} is not the program of this job: its sha256 is {sha256(text)}, expected '
+      f'{submitted or "one"}; submit it anew by podrace launch --on slurm'
+    )
+  program = programs.from_json(text)
   with time_is_up() as up, Screen([x for n in program.nodes for x in n.names]) as screen:
     code = Local(
       program, directory, screen.say, screen.look, start,
@@ -210,7 +232,7 @@ def time_is_up() -> Iterator[list[int]]:
 
 if __name__ == '__main__':
   try:
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
   except UsageError as e:
     print(f'podrace launch: {e}', file=sys.stderr)
     sys.exit(2)

@@ -15,7 +15,7 @@ from flax import linen as nn
 
 from podrace import distributions
 from podrace.envs.spaces import MASK, over, seen
-from podrace.fields import check_types
+from podrace.fields import PlainText, check_types
 from podrace.networks import torsos, transformer
 from podrace.networks.initializers import INITIALIZERS
 from podrace.networks.observations import PIXELS, as_floats, image_sides, images_in, zeros_of
@@ -46,7 +46,7 @@ class Body:
   core: Literal['none', 'gru', 'lstm'] = 'none'
   core_size: int = 128
   transformer: Transformer = Transformer()  # used by that torso
-  sharding: tuple[tuple[str, int], ...] = ()
+  sharding: tuple[tuple[PlainText, int], ...] = ()
   # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none: docs/model_axis.md
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None

@@ -42,6 +42,20 @@ def sha256(path: str) -> str:
   return hashlib.sha256(_read(path)).hexdigest()
 
 
+def pin(agent: Any) -> None:
+  """Set an agent's `rule_sha256` to the hash of its file `rule`, unless the user has set it.
+
+  Raises:
+    UsageError: for a hash without a file.
+  """
+  if agent.rule_sha256 and not agent.rule:
+    raise UsageError(
+      f'--agent.rule-sha256 {agent.rule_sha256:.100} is of the file --agent.rule, which is not given'
+    )
+  if agent.rule and not agent.rule_sha256:
+    object.__setattr__(agent, 'rule_sha256', sha256(agent.rule))
+
+
 def _read(path: str) -> bytes:
   try:
     return Path(path).read_bytes()
