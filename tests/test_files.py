@@ -302,6 +302,33 @@ def shown(call: ast.Call) -> str:
   return text if len(text) < 100 else f'{ast.unparse(call.func)}(...)'
 
 
+PASSED_ON = {
+  'write_text',
+  'write_bytes',
+  'touch',
+  'mkdir',
+  'makedirs',
+  'symlink_to',
+  'savez',
+  'savefig',
+  'rename',
+  'copyfile',
+}
+
+
+def test_no_writer_is_passed_on() -> None:
+  """As to `functools.partial`, which the search below would not see."""
+  for path in sorted(PACKAGE.rglob('*.py')):
+    tree = ast.parse(path.read_text(encoding='utf-8'))
+    called = {id(x.func) for x in ast.walk(tree) if isinstance(x, ast.Call)}
+    for node in ast.walk(tree):
+      name = node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
+      of_path = isinstance(node, ast.Attribute) and name in PASSED_ON
+      assert id(node) in called or not (
+        of_path or (name == 'open' and isinstance(node, ast.Name))
+      ), path
+
+
 def test_no_other_code_writes() -> None:
   """A new place goes through podrace.files; one that cannot is listed here, with the reason."""
   found = {f'{name}: {shown(call)}' for name, call in sources() if writes(call)}
