@@ -46,7 +46,7 @@ class Evaluations:
   ) -> None:
     self._config, self._run_dir, self._warn, self._seconds = config, run_dir, warn, seconds
     self._folder = make_folder(run_dir / 'to-evaluate')
-    self._lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
+    self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
     done = {line['step'] for line in read(run_dir / 'eval.jsonl')}
     self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
     self._kind: Any = None  # the structure of the parameters
@@ -122,12 +122,12 @@ class Evaluations:
         params = jax.device_put(jax.tree.unflatten(self._kind, _read(self._path(step))), device)
         began = time.perf_counter()
         line = {'step': step, 'wall_s': round(wall_s, 3), **evaluate(params)}
-        self._lines.write({**line, 'eval_s': round(time.perf_counter() - began, 3)})
+        self.lines.write({**line, 'eval_s': round(time.perf_counter() - began, 3)})
         if self._config.eval_video:
           self._film(step, params)
-        self._lines.sync()
+        self.lines.sync()
         self._path(step).unlink(missing_ok=True)
-    self._lines.close()
+    self.lines.close()
 
   def _film(self, step: int, params: Any) -> None:
     from podrace.watch import film

@@ -58,11 +58,14 @@ class Log:
     self.born = time.perf_counter()
     self.sinks: list[metrics.Sink] = []  # besides `lines`
     self.lines: metrics.JsonLines | None = None
+    self.known: dict[str, tuple[int, int]] = {}  # by file, `on_disk` when the checkpoint was made
+    self.missing: dict[str, int] = {}  # lines that were lost from each file between two lives
 
   def open(self, stack: contextlib.ExitStack, step: int) -> None:
     """Opens the files, for lines after `step`."""
     self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
     stack.callback(self.lines.close)
+    self.check_lines('metrics.jsonl', self.lines)
     for given in self.given_sinks:
       if isinstance(given, str):
         sink = metrics.SINKS[given](self.run_dir)
@@ -80,16 +83,35 @@ class Log:
 
   def notes(self) -> dict[str, Any]:
     """What a checkpoint keeps of it; the lines are on disk before the checkpoint."""
+    lines = {}
     if self.lines:
       self.lines.sync()
+      lines['metrics.jsonl'] = self.lines.on_disk()
     clocks = {k: dataclasses.asdict(getattr(self, k)) for k in ('clock', 'since_line')}
-    return {'wall_s': self.wall_s, **clocks, 'callbacks': self.callbacks.state()}
+    counts = {'lines': lines, 'missing_lines': self.missing}
+    return {'wall_s': self.wall_s, **clocks, **counts, 'callbacks': self.callbacks.state()}
 
   def restore(self, notes: dict[str, Any]) -> None:
     self.wall_before = notes['wall_s']
     self.clock, self.since_line = Clock(**notes['clock']), Clock(**notes['since_line'])
     if 'callbacks' in notes:  # an older podrace had none
       self.callbacks.restore(notes['callbacks'])
+    self.known, self.missing = notes.get('lines', {}), notes.get('missing_lines', {})
+
+  def check_lines(self, name: str, file: metrics.JsonLines) -> None:
+    """Warn if a file has fewer lines than when the checkpoint was made.
+
+    The run goes on: its state is whole, and nobody may be there to decide. `missing` is for its summary.
+    """
+    (known, step), missing = self.known.get(name, (0, 0)), self.missing.get(name, 0)
+    lines = file.up_to(step)
+    if lines < known:
+      self.warn(
+        f'{self.run_dir / name} has {lines:,} lines of the {known:,} up to step {step:,} that the checkpoint '
+        f'knows of: {known - lines:,} are lost. The run goes on, with a gap in its curve; summary.json counts them as missing_lines. If there is a '
+        'copy of the file, stop the run, put the copy in its place and start again'
+      )
+    self.missing = {**self.missing, name: max(0, known + missing - lines)}
 
   def add(self, steps: int, seconds: float) -> None:
     """Counts steps that were made in so many seconds."""

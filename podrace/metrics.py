@@ -42,17 +42,30 @@ class JsonLines:
 
   def __init__(self, path: Path, resumed_at: int) -> None:
     """Drops what an interrupted run wrote after the checkpoint that it goes on from."""
-    kept = [json.dumps(line) + '\n' for line in read(path) if line['step'] <= resumed_at]
-    write_whole(path, ''.join(kept))
+    kept = [line for line in read(path) if line['step'] <= resumed_at]
+    write_whole(path, ''.join(json.dumps(line) + '\n' for line in kept))
     self._file = open_append(path)
+    self._steps = [line['step'] for line in kept]
+    self._synced = len(kept)
 
   def write(self, line: Line) -> None:
     self._file.write(json.dumps(line, allow_nan=False) + '\n')
     self._file.flush()
+    self._steps.append(line['step'])
 
   def sync(self) -> None:
     """Returns when the lines are on disk."""
+    written = len(self._steps)
     os.fsync(self._file.fileno())
+    self._synced = written
+
+  def on_disk(self) -> tuple[int, int]:
+    """The number of lines that outlive a power cut, and the step of the last of them."""
+    return self._synced, self._steps[self._synced - 1] if self._synced else 0
+
+  def up_to(self, step: int) -> int:
+    """The number of lines up to `step`."""
+    return sum(s <= step for s in self._steps)
 
   def close(self) -> None:
     self._file.close()

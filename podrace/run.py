@@ -263,7 +263,7 @@ class _Run:
     self.warn, self.say = warn, _nothing if quiet else warn
     self.leader = jax.process_index() == 0
     self.compile_s = 0.0
-    self.saves = Saves(config, program, run_dir, is_ours, self.warn, self.say, self.log.notes)
+    self.saves = Saves(config, program, run_dir, is_ours, self.warn, self.say, self.notes)
     self.statistics: dict[str, Any] = {}  # by the architecture, before that checkpoint
 
   def go(self, stack: contextlib.ExitStack) -> dict[str, Any]:
@@ -344,6 +344,13 @@ class _Run:
     self.log.restore(notes)
     return state
 
+  def notes(self) -> dict[str, Any]:
+    """What a checkpoint keeps of the run besides its state."""
+    notes = self.log.notes()
+    if self.evaluations:
+      notes['lines']['eval.jsonl'] = self.evaluations.lines.on_disk()
+    return notes
+
   def open_evaluations(self, stack: contextlib.ExitStack, state: Any) -> None:
     if not (isinstance(self.config, Config) and self.config.eval_every and self.leader):
       return
@@ -352,6 +359,7 @@ class _Run:
       self.config, self.run_dir, saved, self.warn, lambda: self.log.wall_s
     )
     stack.callback(self.evaluations.close)
+    self.log.check_lines('eval.jsonl', self.evaluations.lines)
     self.evaluations.resume(state.train.params)
 
   # --- the loop ---------------------------------------------------------------------------------
@@ -463,6 +471,8 @@ class _Run:
     }
     if self.callbacks.ended:
       summary['ended'] = self.callbacks.ended
+    if missing := {name: n for name, n in self.log.missing.items() if n}:
+      summary['missing_lines'] = missing
     if self.leader:
       write_json(self.run_dir / 'summary.json', summary)
     return summary

@@ -175,6 +175,35 @@ def test_a_damaged_summary_is_written_again(
   assert 'summary.json is not JSON' in capsys.readouterr().err
 
 
+def test_lines_that_were_lost_are_counted_and_the_run_goes_on(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  run_dir = tmp_path / 'run'
+
+  def go_on(total_steps: int) -> tuple[dict[str, int], list[str]]:
+    config = dataclasses.replace(CONFIG, total_steps=total_steps, eval_every=1600, eval_episodes=2)
+    missing = run.train(config, run_dir, override=True, quiet=True).get('missing_lines', {})
+    warned = [x for x in capsys.readouterr().err.splitlines() if 'missing_lines' in x]
+    return missing, [
+      re.search(r'(\w+\.jsonl) has ([\d,]+) lines of the ([\d,]+)', x).groups() for x in warned
+    ]  # type: ignore[union-attr, misc]
+
+  assert go_on(3200) == ({}, [])
+  assert go_on(4800) == ({}, [])  # its checkpoint knows of both evaluations before
+  whole = (run_dir / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  (run_dir / 'metrics.jsonl').write_text(''.join(whole[:2] + whole[14:]))
+  (run_dir / 'eval.jsonl').unlink()
+  missing, warned = go_on(6400)
+  assert missing['metrics.jsonl'] == 12 and missing['eval.jsonl'] >= 2
+  assert ('metrics.jsonl', '3', '15') in warned and len(warned) == 2
+  assert go_on(8000) == (missing, [])  # a later checkpoint remembers
+  (run_dir / 'summary.json').unlink()
+  later = (run_dir / 'metrics.jsonl').read_text().splitlines(keepends=True)[3:]
+  (run_dir / 'metrics.jsonl').write_text(''.join(whole + later))
+  assert go_on(8000) == ({'eval.jsonl': missing['eval.jsonl']}, [])
+  assert [line['step'] for line in lines(run_dir)] == list(range(320, 8001, 320))
+
+
 class At:
   """A sink that does something at a step, once."""
 

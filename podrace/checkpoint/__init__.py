@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from podrace import files
+from podrace.checkpoint.arrays import PART, Arrays, Stored, described, fingerprint, merge, snapshot
+from podrace.checkpoint.library import PlainPath, pass_warnings_on
 from podrace.errors import UsageError
-from podrace.types import Array
 from podrace.worker import Worker
 
 FOREVER = 10**9  # seconds
 CLOSE_SECONDS = 10.0  # that closing waits for what is being written with a checkpoint
+INDEX = ('manifest.ocdbt', 'd')  # the names that make up the index of an item
+ITEMS = ('params', 'rest')  # folders of a checkpoint with a tree of arrays each
+DRAFT = '.orbax-checkpoint-tmp'  # in the name of a checkpoint that is not whole
 
+log = logging.getLogger('podrace.checkpoint')
+
+Trees = dict[str, Any]  # by item
 Extra = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
 
 
@@ -42,85 +48,49 @@ class Restored:
   meta: dict[str, Any]
 
 
-def fingerprint(tree: Any) -> int:
-  """A checksum (u32) of every bit of a tree, computed where the arrays are.
-
-  The sum over all elements, as integers, each times an odd number made from its place.
-  """
-  return _each_device_set(tree, copy=False)[1]
-
-
-def snapshot(tree: Any) -> tuple[Any, int]:
-  """A copy, so that the tree itself can be donated while that is being written; its fingerprint."""
-  return _each_device_set(tree, copy=True)
-
-
-def _each_device_set(tree: Any, copy: bool) -> tuple[Any, int]:
-  """One program for all leaves that are on the same devices."""
-  leaves, structure = jax.tree.flatten(tree)
-  groups: dict[Any, list[int]] = {}
-  for i, leaf in enumerate(leaves):
-    groups.setdefault(frozenset(leaf.sharding.device_set), []).append(i)
-  total = 0
-  for places in groups.values():
-    copies, part = _copy_and_sum([leaves[i] for i in places], tuple(places), copy)
-    total += int(part)
-    for i, leaf in zip(places, copies, strict=True):
-      leaves[i] = leaf
-  return jax.tree.unflatten(structure, leaves), total % 2**32
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _copy_and_sum(
-  leaves: list[Array], places: tuple[int, ...], copy: bool
-) -> tuple[list[Array], Array]:
-  total = jnp.uint32(0)
-  for i, leaf in zip(places, leaves, strict=True):
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-      leaf = jax.random.key_data(leaf)
-    width = 8 * leaf.dtype.itemsize
-    if leaf.dtype == bool:
-      leaf = leaf.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f'uint{width}')).astype(jnp.uint32)
-    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape) + jnp.uint32(i + 1)
-    total += jnp.sum(bits * (place * jnp.uint32(0x9E3779B1) | 1), dtype=jnp.uint32)
-  return [jnp.copy(x) for x in leaves] if copy else leaves, total
-
-
 class Checkpoints:
   """The checkpoints of one run directory, by step; the last `keep` are kept."""
 
   def __init__(self, directory: Path, keep: int = 3, writes: bool = True) -> None:
-    logging.getLogger('absl').setLevel(logging.CRITICAL)  # orbax tells there what it also raises
+    pass_warnings_on()
     self._directory = directory.absolute()
     files.check_folder(directory, 'checkpoints', links=not writes)
     if writes:
       files.make_folder(files.make_user_folder(directory.parent) / directory.name)
-    drafts = sorted(directory.glob('*.orbax-checkpoint-tmp*'))
+    drafts = sorted(directory.glob(f'*{DRAFT}*'))
     self.half_written = [p.name for p in drafts]  # of a process that was killed
     if writes and jax.process_index() == 0:
       for draft in drafts:
         files.remove(draft)
-    # Orbax measures how long it waits by the wall's clock, which may jump: of one process nothing is waited for
-    # but its own threads. Directories made at once leave out waits whose limits can't be set.
-    patient = ocp.AsyncOptions(timeout_secs=FOREVER, create_directories_asynchronously=False)
-    options = ocp.CheckpointManagerOptions(
-      async_options=patient if jax.process_count() == 1 else None,
-      max_to_keep=keep,
-      create=writes,
-      read_only=not writes,
-      cleanup_tmp_directories=writes,
-      enable_async_checkpointing=writes,
-    )
-    items = ('params', 'rest', 'meta')
-    self._manager = ocp.CheckpointManager(self._directory, item_names=items, options=options)
+    self._plain = PlainPath(self._directory)
+    self._manager = self._new_manager(keep, writes)
     self._writing: Worker | None = (
       None  # writes a checkpoint's extra directory, and then the checkpoint
     )
+    self._expected: Callable[[], None] = lambda: None  # reads back the checkpoint that is written
     self._closed = False
     self._newest = -1  # the step of the last one that was to be saved
     if writes:
       self.tidy()
+
+  def _new_manager(self, keep: int, writes: bool) -> ocp.CheckpointManager:
+    async_options = ocp.AsyncOptions(post_finalization_callback=lambda: self._expected())
+    if jax.process_count() == 1:
+      # Orbax measures how long it waits by the wall's clock, which may jump: of one process nothing is waited for
+      # but its own threads. Directories made at once leave out waits whose limits can't be set.
+      async_options = dataclasses.replace(
+        async_options, timeout_secs=FOREVER, create_directories_asynchronously=False
+      )
+    options = ocp.CheckpointManagerOptions(
+      async_options=async_options if writes else None,
+      max_to_keep=keep if writes else None,
+      create=False,
+      cleanup_tmp_directories=writes,
+      enable_async_checkpointing=writes,
+    )
+    return ocp.CheckpointManager(
+      str(self._plain.path), item_names=(*ITEMS, 'meta'), options=options
+    )
 
   def steps(self) -> list[int]:
     """The steps for which there is one, newest first."""
@@ -186,44 +156,82 @@ class Checkpoints:
       self._writing = Worker(f'checkpoint-{step}', write)
 
   def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
+    prints, meta = meta['fingerprints'], _signed(meta)
     args = ocp.args.Composite(
       params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
       rest=ocp.args.StandardSave((rest,)),
-      meta=ocp.args.JsonSave(_signed(meta)),
+      meta=ocp.args.JsonSave(meta),
     )
-    try:
+    arrays = {'params': described(params), 'rest': described(rest)}
+    with self._failing(f'checkpoint {step}'):
+      self._wait_for_writing()  # before `_expected` is of this one
+      self._expected = lambda: self._read_back(step, meta, arrays, prints)
+      self._directory.mkdir(exist_ok=True)
+      self._plain.renew()
       self._manager.save(step, args=args, force=True)
+
+  @contextlib.contextmanager
+  def _failing(self, subject: str = 'a checkpoint') -> Iterator[None]:
+    """Raise an exception of the library as CheckpointError."""
+    try:
+      yield
+    except CheckpointError:
+      raise
     except Exception as e:
-      raise CheckpointError(f'checkpoint {step} in {self._directory} failed: {e}') from e
+      text = f'{subject} in {self._directory} failed: {e or repr(e)}'
+      raise CheckpointError(PlainPath.named(text)) from e
+
+  def _read_back(
+    self, step: int, meta: dict[str, Any], arrays: dict[str, Arrays], prints: dict[str, int]
+  ) -> None:
+    """Read all that was written of a checkpoint, and compare checksums.
+
+    The thread that writes calls it, before the checkpoint gets its name and before an older one is removed.
+
+    Raises:
+      CheckpointError: if anything is missing or differs. Then there is no such checkpoint.
+    """
+    try:
+      (draft,) = self._directory.glob(f'{step}{DRAFT}*')
+      folder = self._plain.path / draft.name
+      if _read_meta(folder) != json.loads(json.dumps(meta)):
+        raise ValueError('its meta differs')
+      for item, expected in arrays.items():
+        if Stored(folder / item).check(expected) not in (None, prints[item]):
+          raise ValueError(f'the checksum of {item} differs')
+    except Exception as e:
+      raise self._unreadable(step, e, ' was written, but cannot be read back') from e
+
+  def _wait_for_writing(self) -> None:
+    try:
+      self._manager.wait_until_finished()
+    except Exception:
+      self._manager.reload()  # it forgot the checkpoint that it would have removed
+      raise
 
   def _join(self, timeout: float | None = None) -> None:
     """Waits for what is written of a checkpoint's extra directory; what failed there is raised once."""
     if self._writing is None:
       return
     try:
-      if not self._writing.join(timeout):
-        return
-    except Exception as e:
+      with self._failing():
+        if not self._writing.join(timeout):
+          return
+    except CheckpointError:
       self._writing = None
-      if isinstance(e, CheckpointError):
-        raise
-      raise CheckpointError(f'a checkpoint in {self._directory} failed: {e!r}') from e
+      raise
     self._writing = None
 
   def check(self) -> None:
     """Raises CheckpointError if a save in the background has failed."""
-    try:
+    with self._failing():
       self._manager.check_for_errors()
-    except Exception as e:
-      raise CheckpointError(f'a checkpoint in {self._directory} failed: {e}') from e
 
   def wait(self) -> None:
     """Returns when all is written; raises CheckpointError if that failed."""
     self._join()
-    try:
-      self._manager.wait_until_finished()
-    except Exception as e:
-      raise CheckpointError(f'a checkpoint in {self._directory} failed: {e}') from e
+    with self._failing():
+      self._wait_for_writing()
     self.check()
     self.tidy()
 
@@ -235,9 +243,8 @@ class Checkpoints:
       UsageError: if it is whole, but of an older podrace.
     """
     try:
-      args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-      meta = dict(self._manager.restore(step, args=args)['meta'])
-    except Exception as e:
+      meta = _read_meta(self._directory / str(step))
+    except (OSError, ValueError) as e:
       raise self._unreadable(step, e) from e
     if meta != _signed(meta):
       raise self._wrong(step)
@@ -248,9 +255,10 @@ class Checkpoints:
       )
     return meta
 
-  def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+  def _unreadable(self, step: int, error: Exception, problem: str = '') -> CheckpointError:
     reason = str(error).strip().splitlines() or [type(error).__name__]
-    return CheckpointError(f'checkpoint {step} in {self._directory}: {reason[0][:300]}')
+    text = f'checkpoint {step} in {self._directory}{problem}: {PlainPath.named(reason[0])[:300]}'
+    return CheckpointError(text)
 
   def _wrong(self, step: int) -> CheckpointError:
     return CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
@@ -258,25 +266,40 @@ class Checkpoints:
   def restore(self, step: int, params: Any, rest: Any = None) -> Restored:
     """Reads the checkpoint at `step` into trees of the given shapes and shardings.
 
-    Without `rest` the parameters alone. What is read is compared with its checksum.
+    Without `rest` the parameters alone. What is read is compared with its checksum. A checkpoint of an older podrace
+    may lack the index over the arrays; then a temporary index is made.
 
     Raises:
       CheckpointError: if it is damaged, or of other shapes.
     """
     meta = self.meta(step)
     wanted = {'params': params} if rest is None else {'params': params, 'rest': rest}
-    items = {name: ocp.args.StandardRestore((tree,)) for name, tree in wanted.items()}
     try:
-      found = self._manager.restore(step, args=ocp.args.Composite(**items))
-      read = {name: found[name][0] for name in wanted}
-    except Exception as e:
-      raise self._unreadable(step, e) from e
+      read = self._read(step, wanted, meta, self._plain.path)
+    except CheckpointError as e:
+      try:
+        with merged(self._directory, step, wanted) as directory:
+          read = self._read(step, wanted, meta, directory)
+      except Exception:
+        raise e from None
+      log.warning(
+        'checkpoint %d in %s has no index of its own arrays, as an older podrace left it out; they were read from its '
+        'folders %s*',
+        *(step, self._directory, PART),
+      )
+    return Restored(step, read['params'], read.get('rest'), meta)
+
+  def _read(self, step: int, wanted: Trees, meta: dict[str, Any], directory: Path) -> Trees:
+    """The trees of a checkpoint below `directory`, by item."""
+    read = {}
     for name, tree in wanted.items():
-      if other := _difference(tree, read[name]):
-        raise CheckpointError(f'checkpoint {step} in {self._directory}: {name} {other}')
+      try:
+        read[name] = Stored(directory / str(step) / name).read(tree)
+      except Exception as e:
+        raise self._unreadable(step, e, f', {name}') from e
       if fingerprint(read[name]) != meta['fingerprints'][name]:
         raise self._wrong(step)
-    return Restored(step, read['params'], read.get('rest'), meta)
+    return read
 
   def set_aside(self, step: int) -> Path:
     """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
@@ -301,22 +324,50 @@ class Checkpoints:
       self._join(CLOSE_SECONDS)
     with contextlib.suppress(Exception):  # likewise
       self._manager.close()
+      if self._writing is None:  # else its thread may yet write to the number of another file
+        self._plain.close()
 
 
-def _difference(expected: Any, found: Any) -> str:
-  """What a tree that was read lacks of the shapes and types expected; empty if nothing.
+@contextlib.contextmanager
+def merged(directory: Path, step: int, items: Iterable[str]) -> Iterator[Path]:
+  """Lead to a checkpoint of an older podrace whose arrays are indexed anew; nothing is written to `directory`.
 
-  Without a file of its own that says so, orbax gives the numbers of a random key for the key.
+  With one of MISREAD in the directory's path orbax left out the index over the folders `ocdbt.process_*`, and a
+  backslash led the folders to another directory.
+
+  Yields: a directory with the checkpoint `step` of links, which ends with the context.
+
+  Raises:
+    OSError, ValueError: if the checkpoint has an index, or if a folder is missing or can't be read.
   """
-  paths, structure = jax.tree_util.tree_flatten_with_path(expected)
-  other: Any = jax.tree.structure(found)
-  if other != structure:
-    return f'has the structure {other}, expected {structure}'
-  for (path, x), y in zip(paths, jax.tree.leaves(found), strict=True):
-    if (x.shape, x.dtype) != (y.shape, y.dtype):
-      name = jax.tree_util.keystr(path)
-      return f'has {y.dtype} {y.shape} at {name}, expected {x.dtype} {x.shape}'
-  return ''
+  source = directory / str(step)
+  if all((source / item / INDEX[0]).exists() for item in items):
+    raise ValueError(f'{source} has an index')
+  elsewhere = Path(str(directory).replace('\\', '/')) / f'{step}{DRAFT}'
+  with contextlib.ExitStack() as stack:
+    root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
+    plain = stack.enter_context(contextlib.closing(PlainPath(root)))
+    target = root / str(step)
+    target.mkdir()
+    for entry in source.iterdir():
+      if entry.name not in items:
+        (target / entry.name).symlink_to(entry)
+    for item in items:
+      (target / item).mkdir()
+      folders = [f for f in (source / item, elsewhere / f'{item}{DRAFT}') if f.is_dir()]
+      for entry in (entry for folder in folders for entry in folder.iterdir()):
+        link = target / item / entry.name
+        if entry.name not in INDEX and not link.is_symlink():
+          link.symlink_to(entry)
+      merge(plain.path / str(step) / item)
+    yield plain.path
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+  meta = json.loads((folder / 'meta' / 'metadata').read_bytes())
+  if not isinstance(meta, dict):
+    raise ValueError('its meta is no object')
+  return meta
 
 
 def _signed(meta: dict[str, Any]) -> dict[str, Any]:
