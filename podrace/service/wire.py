@@ -51,10 +51,13 @@ MOST_UNREAD = 128  # messages of them
 MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so many
 MESSAGE_CHUNKS = 2**20  # new ones, or references to chunks, of an INSERT
 MESSAGE_KEYS = 2**16  # of an UPDATE or DELETE
+MESSAGE_PARTS = 2**19  # of a sample: items times leaves, and references to chunks
 FRAME_BYTES = 2**30  # a larger frame closes the connection
+ROWS = 2**20  # of a chunk whose rows have no bytes
 UNPACKED_CHUNK_BYTES = 2**26  # of a packed chunk, if it has more than one row
 UNPACKED_SAMPLE_BYTES = 2**32  # of all that one message of samples is unpacked to
-DEPTH, LEAVES = 32, 1024  # of a signature
+DEPTH, LEAVES, NODES = 32, 1024, 4096  # of a signature; nodes are leaves and what has them
+KEY_CHARACTERS, NAME_CHARACTERS = 200, 1000  # of a key in a structure, and of the name of a leaf
 MOST_NUMBER = 1e15  # of a rate limiter's that is finite
 
 AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk's bytes are to be read
@@ -101,42 +104,52 @@ def read_signature(details: Any) -> Signature:
   """What `packed_signature` made; raises WireError for anything else."""
   try:
     document, described = details
-    count = _check_structure(document, DEPTH)
+    count, nodes = _check_structure(document, DEPTH)
+    if nodes > NODES:
+      raise WireError(f'a structure of {nodes} nodes, at most {NODES}')
     if type(described) is not list:
       raise WireError('a signature without a list of leaves')
     if count != len(described) or not 1 <= count <= LEAVES:
       raise WireError(f'a signature of {count} leaves, of which {len(described)} are described')
     leaves = []
     for name, dtype, shape, single in described:
-      if type(name) is not str or type(single) is not bool:
-        raise WireError('a leaf without a name, or that is neither single nor over time')
+      if type(name) is not str or len(name) > NAME_CHARACTERS or type(single) is not bool:
+        raise WireError(
+          f'a leaf without a name of at most {NAME_CHARACTERS} characters, or that is neither single nor over time'
+        )
       leaves.append(Leaf(name, *read_spec([dtype, shape]), single))
     return Signature(trees.from_json(document), tuple(leaves))
   except (TypeError, ValueError) as e:
     raise WireError(f'a signature that is none ({e})') from None
 
 
-def _check_structure(document: Any, depth: int) -> int:
-  """How many leaves it has."""
+def _check_structure(document: Any, depth: int) -> tuple[int, int]:
+  """How many leaves and how many nodes it has."""
   label, keys, children = document
   if depth == 0 or type(label) is not str or len(label) > 200:
     raise WireError('a structure that is too deep, or without a label')
-  if type(keys) is not list or type(children) is not list or any(type(k) is not str for k in keys):
+  if (
+    type(keys) is not list
+    or type(children) is not list
+    or any(type(k) is not str or len(k) > KEY_CHARACTERS for k in keys)
+  ):
     raise WireError(
-      'a structure without lists of keys and children, or with a key that is no string'
+      'a structure without lists of keys and children, or with a key that is no string of at most '
+      f'{KEY_CHARACTERS} characters'
     )
   if len(set(keys)) < len(keys):
     raise WireError('a structure with a key that is there twice')
   if label == 'leaf':
     if keys or children:
       raise WireError('a leaf with something in it')
-    return 1
+    return 1, 1
   named = label.startswith('named ')
   if not named and label not in ('dict', 'tuple', 'list'):
     raise WireError(f'a structure of kind {label!r}')
   if len(keys) != (len(children) if named or label == 'dict' else 0):
     raise WireError('a structure whose keys are not those of its children')
-  return sum(_check_structure(child, depth - 1) for child in children)
+  counts = [_check_structure(child, depth - 1) for child in children]
+  return sum(leaves for leaves, _ in counts), 1 + sum(nodes for _, nodes in counts)
 
 
 def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
@@ -278,6 +291,8 @@ def make_chunk(
 ) -> Chunk:
   """A chunk as it came, over these bytes, which can be so many rows; nothing is unpacked."""
   size = rows * row_bytes(dtype, shape)
+  if not size and rows > ROWS:  # they cost nothing here, and a number each for a client that samples them
+    raise WireError(f'a chunk of {rows} rows without bytes, at most {ROWS}')
   if how > DIFFERENCES:
     raise WireError(f'a chunk of kind {how}, expected at most {DIFFERENCES}')
   try:
