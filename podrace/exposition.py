@@ -181,7 +181,9 @@ class Endpoint:
     try:
       socket, _ = self._socket.accept()
     except OSError as e:  # the reader has left, or there are no more files
-      if e.errno in descriptors.LACKING:  # else the kernel would say at once again that there is one
+      if (
+        e.errno in descriptors.LACKING
+      ):  # else the kernel would say at once again that there is one
         self._paused_until = time.monotonic() + PAUSE
         self._loop.remove(self._socket)
       return

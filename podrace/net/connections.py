@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.net import address as addresses
-from podrace.net import keys as net_keys
 from podrace.net import descriptors, measures, session
+from podrace.net import keys as net_keys
 from podrace.net.frame import Kind
 from podrace.net.loop import READ, WRITE, Loop
 from podrace.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
@@ -192,7 +192,9 @@ class Connections:
       except OSError as e:  # no more files, or the peer has left
         self._counts['errors'] += 1
         self._lines.log(f'accepting: {e.strerror or e}', logging.WARNING)
-        if e.errno in descriptors.LACKING:  # the kernel would say at once again that there is a connection
+        if (
+          e.errno in descriptors.LACKING
+        ):  # the kernel would say at once again that there is a connection
           self.acceptor.pause()
           self._cut_oldest()
 

@@ -13,12 +13,20 @@ import errno
 import resource
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 FILES = 2**16  # that may be open, if that is permitted
 RESERVED = 1024  # for the process itself, at most
-LISTENER = 4  # descriptors of a listener itself: its socket, its selector, and two by which it is woken
+LISTENER = (
+  4  # descriptors of a listener itself: its socket, its selector, and two by which it is woken
+)
 GUESTS = 1024  # connections of a listener without a session, at most
-LACKING = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # of `accept`, where resources run out
+LACKING = (
+  errno.EMFILE,
+  errno.ENFILE,
+  errno.ENOBUFS,
+  errno.ENOMEM,
+)  # of `accept`, where resources run out
 
 
 def raise_limit() -> int:
@@ -44,7 +52,7 @@ class Share:
     sessions: returns how many sessions the listener has.
   """
 
-  _open: list[Share] = []  # of this process
+  _open: ClassVar[list[Share]] = []  # of this process
   _lock = threading.Lock()
 
   def __init__(self, sessions: Callable[[], int]) -> None:

@@ -80,7 +80,9 @@ class Listener:
     self.blame, self.unexpected = sessions.blame, sessions.unexpected
     self._connections = sessions.connections
     self.peers, self.guests = sessions.peers, sessions.connections.guests
-    self._unread: dict[Peer, None] = {}  # of which messages are left that have been read from the kernel
+    self._unread: dict[
+      Peer, None
+    ] = {}  # of which messages are left that have been read from the kernel
     self._ticked = time.monotonic()
 
   def open(self) -> None:

@@ -20,7 +20,9 @@ class SendQueue:
   def __init__(self) -> None:
     self._buffers: collections.deque[memoryview] = collections.deque()
     self._counts: collections.deque[int] = collections.deque()  # buffers of each frame
-    self._answers: collections.deque[int] = collections.deque()  # bytes of each frame without arrays, else 0
+    self._answers: collections.deque[int] = (
+      collections.deque()
+    )  # bytes of each frame without arrays, else 0
     self.answer_bytes = 0
 
   def __len__(self) -> int:

@@ -111,7 +111,10 @@ class Sessions:
     )
     self._clients: dict[tuple[str, int], Peer] = {}  # by key and client's number
     self._over: tuple[bool, str] | None = None  # how it ends
-    self._report: tuple[list[Buffer], float] = ([], -math.inf)  # packed, and until when it is sent again
+    self._report: tuple[list[Buffer], float] = (
+      [],
+      -math.inf,
+    )  # packed, and until when it is sent again
 
   # --- what comes --------------------------------------------------------------------------------
 

@@ -109,7 +109,10 @@ class Stream:
     self.shaken = self.tls is None
     self._partial = b''  # the beginning of a frame
     self._kept, self._kept_at = b'', 0  # frames that the next `receive` handles first
-    self._allowed, self._until = MANY, math.inf  # messages, and the time, that `receive` may still take
+    self._allowed, self._until = (
+      MANY,
+      math.inf,
+    )  # messages, and the time, that `receive` may still take
     self._large: Large | None = None
     self._low = LowWater(None if self.tls else socket)  # TLS may have some of a frame already
     self._out = SendQueue()

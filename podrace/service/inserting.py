@@ -101,13 +101,10 @@ class Inserting:
   def restore(self, saved: dict[str, Any], seconds: float) -> None:
     """Takes over what `snapshot` gave, so many seconds ago. In older checkpoints streams are of no key."""
     most = int(LOST_A_SECOND * max(seconds, 1.0))
-    waited = {(*key, '')[0]: {} for _, _, *key in saved.get('waited', ())}
-    for client, numbers, *key in saved.get('waited', ()):
-      waited[(*key, '')[0]][client] = numbers
+    waited = {((*key, '')[0], client): numbers for client, numbers, *key in saved.get('waited', ())}
     for client, number, missing, *key in saved['streams']:
-      name = (*key, '')[0]
-      unheard = set(waited.get(name, {}).get(client, ()))
-      self.streams[name, client] = Stream(number, set(missing), unheard, most)
+      name = (*key, '')[0], client
+      self.streams[name] = Stream(number, set(missing), set(waited.get(name, ())), most)
 
   # --- what clients say
 

@@ -23,8 +23,8 @@ from podrace.tables.table import Table
 from podrace.tables.waiting import Pending
 
 if TYPE_CHECKING:
-  from podrace.service.streams import Stream
   from podrace.service.sampling import Request
+  from podrace.service.streams import Stream
 
 TABLES = 1024
 SETTINGS_BYTES = 2**26  # of all tables' settings, as JSON
@@ -40,7 +40,9 @@ class Entry:
     self.held_parts = 0  # of those: rows of a column, and references to chunks
     self.account = Account()  # of the chunks of those
     # A peek does not wait for the limiter, nor for samples that do.
-    self.readers: MutableMapping[Request, None] = collections.OrderedDict()  # whose first is found at once
+    self.readers: MutableMapping[Request, None] = (
+      collections.OrderedDict()
+    )  # whose first is found at once
     self.peekers: MutableMapping[Request, None] = collections.OrderedDict()
 
   def expect(self) -> None:

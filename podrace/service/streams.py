@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -62,9 +61,7 @@ class Stream:
   @property
   def kept_bytes(self) -> int:
     """Of what its writers keep, and of its items that wait."""
-    return (
-      self.account.bytes + CHUNK_BYTES * len(self.pieces) + PART_BYTES * self.waiting_parts
-    )
+    return self.account.bytes + CHUNK_BYTES * len(self.pieces) + PART_BYTES * self.waiting_parts
 
   def refuse(self, number: int) -> None:
     """An item is not in: who has not heard it asks again, and is refused again."""
@@ -146,7 +143,9 @@ class Stream:
     if not most:
       return 0
     if between > most:
-      raise WireError(f'item {number} after {self.number}, where at most {most:,} can have come since')
+      raise WireError(
+        f'item {number} after {self.number}, where at most {most:,} can have come since'
+      )
     return between
 
   def _check_items(self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray) -> None:

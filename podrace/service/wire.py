@@ -15,8 +15,8 @@ import numpy as np
 import zstandard
 
 from podrace import tables
-from podrace.net import session
-from podrace.net.frame import WireError, check_fields, packed
+from podrace.net import reports, session
+from podrace.net.frame import Kind, WireError, check_fields, packed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
@@ -291,7 +291,9 @@ def make_chunk(
 ) -> Chunk:
   """A chunk as it came, over these bytes, which can be so many rows; nothing is unpacked."""
   size = rows * row_bytes(dtype, shape)
-  if not size and rows > ROWS:  # they cost nothing here, and a number each for a client that samples them
+  if (
+    not size and rows > ROWS
+  ):  # they cost nothing here, and a number each for a client that samples them
     raise WireError(f'a chunk of {rows} rows without bytes, at most {ROWS}')
   if how > DIFFERENCES:
     raise WireError(f'a chunk of kind {how}, expected at most {DIFFERENCES}')
@@ -308,16 +310,37 @@ def make_chunk(
   return store.packed_chunk(data, how == DIFFERENCES, dtype, shape, rows)
 
 
-OF_REPORT = dict(service=str, tables=list, bytes=int, resident_mb=float)
-OF_TABLE = dict(
-  name=str, size=int, max_size=int, bytes=int, inserts=int, samples=int, waiting_inserts=int,
-  waiting_samplers=int, limiter=str,
-)  # fmt: skip
+OF_REPORT, OF_TABLE = reports.OF_SHARD, reports.OF_TABLE
+OF_ANSWER: dict[Kind, Any] = {  # what the value of a good ANSWER is, by the kind of the question
+  TABLE: dict(settings=dict, most=float),
+  INFO: dict(OF_TABLE, chunks=int, deletes=int, updates=int, seconds=dict, why_no_sample=str, why_no_insert=str),
+  UPDATE: int,
+  DELETE: int,
+  SAVE: str,
+}  # fmt: skip
+
+
+def check_answer(kind: Kind, value: Any) -> None:
+  """Refuses the value of a good ANSWER to such a question if it is of another form."""
+  expected = OF_ANSWER.get(kind)
+  what = f'good answer to {kind.name}'
+  if isinstance(expected, dict):
+    read_map(what, value, expected)
+  elif expected is not None:
+    check_fields(what, [value], (expected,))
+  else:
+    raise WireError(f'a {what}, which has none')
+  if kind is INFO:
+    check_fields(what, list(value['seconds'].values()), (float,) * len(value['seconds']))
+    if value.get('max_bytes') is not None:
+      check_fields(what, [value['max_bytes']], (int,))
 
 
 def read_report(details: dict[str, Any]) -> dict[str, Any]:
   """What a client keeps of a service's REPORT: the service and its tables."""
   found = read_map('report', details, OF_REPORT)
+  if not math.isfinite(found['resident_mb']):
+    raise WireError('a report with a memory that is not finite')
   return found | {'tables': [read_map('table of a report', t, OF_TABLE) for t in found['tables']]}
 
 

@@ -285,9 +285,7 @@ def check_columns(name: str, known: Signature | None, signature: Signature) -> N
   """Raises ValueError for columns that a table's items do not have; without items nothing is amended."""
   leaves = known.leaves if known else signature.leaves
   if other := [leaf for leaf in signature.leaves if leaf not in leaves]:
-    raise ValueError(
-      f'table {name!r}: items are ({_brief(leaves)}), and have no ({_brief(other)})'
-    )
+    raise ValueError(f'table {name!r}: items are ({_brief(leaves)}), and have no ({_brief(other)})')
 
 
 def _brief(leaves: Sequence[Leaf]) -> str:

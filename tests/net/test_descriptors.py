@@ -126,7 +126,10 @@ def test_a_learner_trains_and_saves_while_strangers_connect(tmp_path: Path, cach
   learner.says('no environments are connected')
   address = re.findall(r'podrace envs --connect (tcp://\S+)', learner.output)[0]
   metrics = re.findall(r'http://(127.0.0.1:\d+)/metrics', learner.output)[0]
-  with Envs(address, tmp_path / 'envs', '--num-envs', '8', env=env), contextlib.ExitStack() as stack:
+  with (
+    Envs(address, tmp_path / 'envs', '--num-envs', '8', env=env),
+    contextlib.ExitStack() as stack,
+  ):
     until(lambda: lines(run_dir))
     for where, count in ((address, STRANGERS), (f'tcp://{metrics}', 200)):
       silent(stack, where, count)
