@@ -13,7 +13,7 @@ from podrace.blame import label, out_of_space
 from podrace.envs import contract
 from podrace.envs.spaces import bounds
 from podrace.errors import RunError
-from podrace.types import Trajectory
+from podrace.types import LARGEST_REWARD, Trajectory
 
 FAULTS = ('order', 'reward', 'action')  # bits of `ActorState.faults`
 
@@ -26,7 +26,8 @@ def faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
   """
   t = trajectory.timesteps
   order = jnp.any(t.last[:-1] != t.first[1:], 0)
-  reward, action = ~jnp.isfinite(t.reward), _outside(space, trajectory.outputs.action)
+  reward = ~(jnp.abs(t.reward) <= LARGEST_REWARD)  # NaN is
+  action = _outside(space, trajectory.outputs.action)
   reward_before, action_before = (jnp.cumsum(x, 0) > 0 for x in (reward[:-1], action))
   found = [
     order,
@@ -66,7 +67,10 @@ def _explain(fault: str, agent: Any, env: Any, action: Callable[[], Any]) -> str
   if fault == 'order':
     return contract.out_of_order(env)
   if fault == 'reward':
-    return f'{label(env, "step")} returned a reward that is NaN or infinite, expected a finite one'
+    return (
+      f'{label(env, "step")} returned a reward that is NaN or infinite, or more than {LARGEST_REWARD:g} in size, '
+      'expected a finite one that is smaller'
+    )
   return out_of_space(agent, env.action_space, action())
 
 

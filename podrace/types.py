@@ -19,6 +19,15 @@ Metrics = dict[str, 'Array']  # scalars, all of the same meaning on every device
 
 FIRST, MID, LAST = 0, 1, 2  # values of TimeStep.step_type
 
+# The largest reward or score, in size. Learning squares returns in float32 and adds them up: with a discount of 0.9999 and a
+# million timesteps in a batch that makes (1e12 * 1e4)^2 * 1e6 = 1e38, and float32 ends at 3.4e38.
+LARGEST_REWARD = 1e12
+# The largest float that another process may send as an observation or action, in size. Optimisers square gradients, which
+# are products of two activations: (1e9)^4 = 1e36. Observations of this process are its user's own, and not bounded.
+LARGEST_OBSERVATION = 1e9
+# The largest float that another process may send of what its agent computed, in size: as returns of such rewards.
+LARGEST_OUTPUT = 2.0**54
+
 
 def __getattr__(name: str) -> Any:
   if name == 'Array':
@@ -32,7 +41,7 @@ class TimeStep(NamedTuple):
   """What environments say at time t (dm_env's TimeStep, always arrays)."""
 
   observation: Any  # [B, ...] a pytree of arrays, as the observation space declares
-  reward: Array  # [B] f32, for the action taken at t-1; 0 on FIRST
+  reward: Array  # [B] f32, for the action taken at t-1; 0 on FIRST; at most LARGEST_REWARD in size
   discount: Array  # [B] f32, 0 where the episode terminated, else 1 (1 also if truncated)
   step_type: Array  # [B] i8, FIRST, MID or LAST
 

@@ -12,11 +12,20 @@ from podrace.replay.host import TABLE, selector
 from podrace.replay.layout import Layout, is_single, named
 from podrace.replay.stacks import CONTINUED, REPEATED
 from podrace.service import contents
-from podrace.types import FIRST, LAST, Trajectory
+from podrace.types import (
+  FIRST,
+  LARGEST_OBSERVATION,
+  LARGEST_OUTPUT,
+  LARGEST_REWARD,
+  LAST,
+  Trajectory,
+)
 
 UNROLLS = 'unrolls'  # the table of agents without replay: a queue
 EPISODES = 'episodes'  # the table through which acting processes tell of theirs
-LARGEST_TOTAL = 1e30  # of sums over episodes
+# Of an acting process's episodes: how many there were, the sums of their returns and of the squares of these, their length.
+LOWEST_TOTALS = (0.0, -1e30, 0.0, 0.0)
+HIGHEST_TOTALS = (2.0**53, 1e30, 1e60, 2.0**53)
 
 
 def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
@@ -24,15 +33,16 @@ def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
   field = name.removeprefix('timesteps/').removeprefix('outputs/')
   if field.startswith('observation') or field == 'action':
     if kind == 'f':
-      return contents.FINITE
+      return -LARGEST_OBSERVATION, LARGEST_OBSERVATION
     return action_bounds(space) if field == 'action' else None
+  others = (-LARGEST_OUTPUT, LARGEST_OUTPUT) if kind == 'f' else None
   return {
-    'reward': contents.FINITE,
+    'reward': (-LARGEST_REWARD, LARGEST_REWARD),
     'discount': (0, 1),
     'step_type': (FIRST, LAST),
     'stacks': (CONTINUED, REPEATED),
     'env_id': (0, 2**31 - 1),
-  }.get(field)
+  }.get(field, others)
 
 
 def _column(name: str, dtype: Any, shape: tuple[int, ...], rows: int | None, space: Any) -> Any:
@@ -110,5 +120,5 @@ def episodes_table(client: service.Client, run: str) -> Any:
     max_size=10_000,
     max_times_sampled=1,
     run=run,
-    contents=[contents.column('totals', np.float64, (4,), 1, (-LARGEST_TOTAL, LARGEST_TOTAL))],
+    contents=[contents.column('totals', np.float64, (4,), 1, (LOWEST_TOTALS, HIGHEST_TOTALS))],
   )

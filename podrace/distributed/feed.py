@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from podrace import tables
 from podrace.distributed.experience import timed
 from podrace.envs.host.base import Totals
+from podrace.errors import RunError
 from podrace.group import own_rows, share
 from podrace.replay.host import Draw, ReplayFailed, weighted
 from podrace.replay.layout import Columns, unnamed
@@ -175,7 +176,7 @@ class Feed:
     """Raises ReplayFailed if a thread has failed."""
     for worker in self._workers:
       if worker.failed:
-        raise ReplayFailed(worker.failure)
+        raise ReplayFailed(worker.message(RunError))
 
   @property
   def _failed(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 from pathlib import Path
@@ -85,9 +86,27 @@ def record(config: Config) -> dict[str, Any]:
   return {k: v for k, v in to_json(config).items() if k in COMMON}
 
 
+def read_record(document: np.ndarray | None) -> tuple[str, dict[str, Any]]:
+  """Reads the name of a learner's run and its `record`, as they are published; both are empty if nothing is.
+
+  Raises:
+    UsageError: if they are something else.
+  """
+  if document is None:
+    return '', {}
+  try:
+    found = json.loads(document.tobytes())
+  except (ValueError, RecursionError) as e:
+    raise UsageError(f'the learner publishes no record of a run, but what is not JSON ({e})') from e
+  if not isinstance(found, dict) or not isinstance(found.get(RUN, ''), str):
+    raise UsageError(f'the learner publishes no record of a run, but {plain(repr(found)[:200])}')
+  return found.pop(RUN, ''), found
+
+
 def other_run(learner: dict[str, Any], here: dict[str, Any]) -> list[str]:
   """In what an acting process has another `record` than its learner, in a few lines."""
-  lines, names = [], [x.get('agent', {}).get('name') for x in (learner, here)]
+  agents = [x.get('agent') for x in (learner, here)]
+  lines, names = [], [x.get('name') if isinstance(x, dict) else None for x in agents]
   if names[0] != names[1]:  # then its settings are others as well
     lines = [f'the learner runs {names[0]}, this process {names[1]}']
     learner, here = ({k: v for k, v in x.items() if k != 'agent'} for x in (learner, here))

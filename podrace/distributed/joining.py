@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -17,10 +16,10 @@ from podrace.config import Config, flag
 from podrace.distributed.handshake import (
   FINISHED,
   RECORD,
-  RUN,
   Addresses,
   from_leaves,
   other_run,
+  read_record,
   record,
 )
 from podrace.errors import UsageError
@@ -188,8 +187,7 @@ class Newest:
 
   def _read(self, found: service.Published) -> Any:
     leaves = dict(found.leaves)
-    theirs = json.loads(leaves.pop(RECORD).tobytes()) if RECORD in leaves else {}
-    self._check(theirs.pop(RUN, ''), theirs)
+    self._check(*read_record(leaves.pop(RECORD, None)))
     if leaves.pop(FINISHED, None) is not None:
       raise Finished
     self.version = found.version
@@ -197,7 +195,11 @@ class Newest:
     return jax.tree.map(jax.numpy.asarray, from_leaves(shapes, leaves))
 
   def _check(self, run: str, theirs: dict[str, Any]) -> None:
-    if different := other_run(theirs, self._record):
+    try:
+      different = other_run(theirs, self._record)
+    except RecursionError:
+      different = ['its record has too many lists within each other']
+    if different:
       raise UsageError('\n  '.join(['the learner has another run:', *different]))
     if self.run not in ('', run):
       raise UsageError(

@@ -14,7 +14,7 @@ import numpy as np
 from podrace.blame import label
 from podrace.envs.base import batch, select
 from podrace.envs.spaces import bounds, leaves, tree, values
-from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
+from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Array, Environment, TimeStep
 
 RESETS = (
   'the step after LAST begins a new episode by itself; podrace.envs.base.NextStepReset(...) around '
@@ -165,12 +165,15 @@ def check_episodes(stream: TimeStep) -> None:
 
 
 def check_rewards(stream: TimeStep) -> None:
-  """Finite f32 rewards, 0 on FIRST; f32 discounts of 0 or 1, and 1 unless LAST."""
+  """Finite f32 rewards of at most LARGEST_REWARD in size, 0 on FIRST; f32 discounts of 0 or 1, and 1 unless LAST."""
   for name in ('reward', 'discount'):
     x = getattr(stream, name)
     assert x.dtype == np.float32, f'{name} is {x.dtype}, expected float32'
     assert x.shape == stream.step_type.shape, f'{name} has shape {x.shape}'
   assert np.all(np.isfinite(stream.reward)), 'a reward is not finite'
+  assert np.all(np.abs(stream.reward) <= LARGEST_REWARD), (
+    f'a reward is more than {LARGEST_REWARD:g} in size'
+  )
   assert np.all(stream.reward[stream.step_type == FIRST] == 0), 'a reward on FIRST is not 0'
   assert np.all(np.isin(stream.discount, (0, 1))), 'a discount is neither 0 nor 1'
   assert np.all(stream.discount[stream.step_type != LAST] == 1), 'discount 0 before LAST'

@@ -13,6 +13,7 @@ import errno
 import resource
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 FILES = 2**16  # that may be open, if that is permitted
 RESERVED = 1024  # for the process itself, at most
@@ -51,7 +52,7 @@ class Share:
     sessions: returns how many sessions the listener has.
   """
 
-  _open: list[Share] = []  # of this process
+  _open: ClassVar[list[Share]] = []  # of this process
   _lock = threading.Lock()
 
   def __init__(self, sessions: Callable[[], int]) -> None:

@@ -59,7 +59,7 @@ class Listener:
     guests: connections without one, those heard of longest ago first.
     address: with the port that it has.
     counts: of what has happened, by name.
-    send, drop, tell_gone, blame, unexpected: see Sessions; for the thread that has the network.
+    send, drop, cut, tell_gone, blame, unexpected: see Sessions; for the thread that has the network.
     wake, later, call, do_calls: see Loop.
 
   Raises:
@@ -75,7 +75,8 @@ class Listener:
     self.wake, self.later = loop.wake, loop.later
     self.call, self.do_calls = loop.call, loop.do_calls
     self.sessions = sessions = Sessions(handler, loop, listen.keys, listen.peer_timeout, lines)
-    self.send, self.drop, self.tell_gone = sessions.send, sessions.drop, sessions.tell_gone
+    self.send, self.drop, self.cut = sessions.send, sessions.drop, sessions.cut
+    self.tell_gone = sessions.tell_gone
     self.blame, self.unexpected = sessions.blame, sessions.unexpected
     self._connections = sessions.connections
     self.peers, self.guests = sessions.peers, sessions.connections.guests

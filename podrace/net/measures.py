@@ -43,6 +43,8 @@ def check(details: dict[str, Any]) -> Measures:
       raise WireError(f'a measure called {short(name)}')
     if type(x) not in (int, float) or not math.isfinite(x) or abs(x) >= 2**63:
       raise WireError(f'a measure {name} of {short(x)}, expected a number')
+    if name in LOGGED and x < 0:
+      raise WireError(f'a measure {name} of {short(x)}, expected at least 0')
   return details
 
 

@@ -246,8 +246,7 @@ class Sessions:
       if not peer.stream.send_packed(buffers):
         self.connections.look_for_room(peer, True)
     except Full as e:
-      self.drop(peer, f'dropped: {e}')
-      self.connections.remove(peer)
+      self.cut(peer, f'dropped: {e}')
       return False
     except Ended:
       peer.gone = True
@@ -290,6 +289,11 @@ class Sessions:
     """Ends a session, and says why."""
     self.drop(peer, reason)
     self.connections.end(peer, reason)
+
+  def cut(self, peer: Peer, reason: str) -> None:
+    """Ends a session and its connection at once, with all that waits to be read."""
+    self.drop(peer, reason)
+    self.connections.remove(peer)
 
   def drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
     """Ends a session, if it has not ended; its connection says no more."""

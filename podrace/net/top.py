@@ -11,12 +11,12 @@ from typing import Any
 
 from podrace.net import address as addresses
 from podrace.net import keys as net_keys
-from podrace.net import session
+from podrace.net import reports, session
 from podrace.net.frame import Kind, WireError
 from podrace.net.loop import Loop
 from podrace.net.outgoing import Outage, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch, no_memory
-from podrace.net.text import plain
+from podrace.net.text import TEXT, plain
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
 KINDS = session.of_listeners()
@@ -24,6 +24,7 @@ HEAD = (
   'client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'MB', 'seen',
 )  # fmt: skip
 RATES = ('inserts', 'samples')  # of a table
+COLUMNS = 24  # that a table of clients has, at most: clients name their metrics
 
 
 class Asker:
@@ -46,7 +47,7 @@ class Asker:
     """The report of whoever listens there.
 
     Raises:
-      TimeoutError: if there is no answer.
+      TimeoutError: if there is no answer, or it is no report.
     """
     self._report = None
     end = time.monotonic() + ANSWER_SECONDS
@@ -81,7 +82,7 @@ class Asker:
 
   def _hear(self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Any) -> None:
     if kind is session.REPORT:
-      self._report = fields[0]
+      self._report = reports.read(fields[0])
     elif kind is session.GONE:
       raise Ended(plain(fields[0]))
 
@@ -150,7 +151,7 @@ def _clients(report: dict[str, Any], title: str) -> Any:
 
   known = ('name', 'seconds', 'last_seen_s', 'metrics')
   rows = [{k: x for k, x in c.items() if k not in known} | c['metrics'] for c in report['clients']]
-  columns = list(dict.fromkeys(k for row in rows for k in row))
+  columns = list(dict.fromkeys(k for row in rows for k in row))[:COLUMNS]
   shown = Table('client', *map(_plain, columns), 'seen', title=title)
   for c, row in zip(report['clients'], rows, strict=True):
     shown.add_row(
@@ -216,7 +217,7 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
       return 0
     _live(asker, report, every)
   except TimeoutError as e:
-    print(f'podrace top: {e}', file=sys.stderr)
+    print(f'podrace top: {plain(e, 4 * TEXT)}', file=sys.stderr)
     return 1
   finally:
     asker.close()

@@ -14,7 +14,7 @@ from podrace.net.listener import Listener, Peer
 from podrace.net.text import label
 from podrace.remote import wire
 from podrace.remote.wire import WireError
-from podrace.types import FIRST, LAST, MID
+from podrace.types import FIRST, LARGEST_REWARD, LAST, MID
 
 if TYPE_CHECKING:
   from podrace.remote.pool import RemotePool
@@ -186,8 +186,8 @@ class Incoming:
     steps = [item.arrays for item in items]
     try:
       records = self._layout.records(steps)
-      if not np.isfinite(records.numbers).all():
-        raise WireError('a reward, score or discount that is NaN or infinite')
+      if not (np.abs(records.numbers) <= LARGEST_REWARD).all():  # as NaN is not
+        raise wire.not_bounded('a reward, score or discount', records.numbers, LARGEST_REWARD)
       self._layout.check_observations(steps)
       within = within_episodes(items, records)
     except Exception as e:

@@ -14,6 +14,7 @@ import numpy as np
 from podrace.envs.spaces import leaves
 from podrace.net import session
 from podrace.net.frame import Buffer, WireError, fixed, packed, short
+from podrace.types import LARGEST_OBSERVATION
 
 SERVICE = 'podrace'
 # Of a client.
@@ -117,6 +118,19 @@ def _joined(frames: Sequence[Buffer], buffer: np.ndarray | None = None) -> Buffe
   return into[:at]
 
 
+def is_bounded(x: np.ndarray, most: float) -> bool:
+  """Whether all numbers are at most `most` in size, as NaN is not."""
+  return not x.size or bool(x.max() <= most and x.min() >= -most)
+
+
+def not_bounded(what: str, x: np.ndarray, most: float) -> WireError:
+  """The error for numbers of which one is not."""
+  if not np.isfinite(x).all():
+    return WireError(f'{what} that is NaN or infinite')
+  wrong = float(x[np.abs(x) > most][0])
+  return WireError(f'{what} of {wrong:g}, expected at most {most:g} in size: clip or scale it')
+
+
 class Records:
   """Groups' records, as they came; columns of words are faster than fields of records."""
 
@@ -192,7 +206,7 @@ class Layout:
     return np.frombuffer(joined, dtype).reshape(n, *shape)
 
   def check_observations(self, steps: Sequence[Sequence[Buffer]]) -> None:
-    """Whether observations are numbers, and choices those that there are.
+    """Whether observations are bounded numbers, and choices those that there are.
 
     Raises:
       WireError: if one of them isn't.
@@ -201,8 +215,8 @@ class Layout:
       x = self._array(steps, leaf)
       if bounds is not None:
         self._check(x, *bounds)
-      if x.dtype.kind == 'f' and not np.isfinite(x).all():
-        raise WireError('an observation that is NaN or infinite')
+      if x.dtype.kind == 'f' and not is_bounded(x, LARGEST_OBSERVATION):
+        raise not_bounded('an observation', x, LARGEST_OBSERVATION)
 
   @staticmethod
   def _check(x: np.ndarray, low: Any, high: Any, details: str) -> None:

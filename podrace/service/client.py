@@ -19,6 +19,7 @@ from typing import Any
 from podrace.net.link import Refused
 from podrace.service import wire
 from podrace.service.connection import Connection
+from podrace.service.contents import Contents
 from podrace.service.shards import RemoteTable
 from podrace.tables import Writer
 from podrace.tables.limiters import RateLimiter
@@ -85,7 +86,7 @@ class Client:
         raise Refused(str(e)) from None
       connection.tables[name] = answer['settings']
       most = min(most, answer['most'])
-    return RemoteTable(name, self.connections, most)
+    return RemoteTable(name, self.connections, most, Contents(contents) if contents else None)
 
   def writer(
     self,

@@ -236,7 +236,10 @@ class Connection(Handler):
       self.report = wire.read_report(fields[0])
     else:
       number, good, value = fields
-      value = value if good else plain_lines(value)
+      if not good:
+        value = plain_lines(value)
+      elif (question := self._asked.get(number)) is not None:
+        wire.check_answer(question.kind, value)
       asked = self._answered(number, good, value)
       if asked is not None and asked.again and not good:
         raise Refused(str(value))

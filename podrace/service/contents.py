@@ -16,7 +16,7 @@ from podrace.net.frame import WireError
 from podrace.service import wire
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, unpack, unpack_into
-from podrace.tables.items import Item, Leaf, Signature
+from podrace.tables.items import Item, Leaf, Samples, Signature
 
 LARGEST = sys.float_info.max
 FINITE = (-LARGEST, LARGEST)
@@ -63,6 +63,7 @@ class Column(NamedTuple):
         return not np.isfinite(x).all()
       if (low, high) == NO_NAN:
         return bool(np.isnan(x).any())
+      return bool(x.size) and not (float(x.min()) >= low and float(x.max()) <= high)  # NaN is
     return not ((x >= self.low) & (x <= self.high)).all()
 
 
@@ -110,6 +111,24 @@ class Contents:
       for chunk in chunks:
         if chunk.passed is not column:
           self._check_chunk(column, chunk)
+
+  def check_samples(self, samples: Samples, signature: Signature) -> None:
+    """Refuses samples with other columns, or other numbers of rows, than such items have.
+
+    Raises:
+      WireError: naming the column.
+    """
+    if signature.leaves != self.signature.leaves or not isinstance(samples.data, dict):
+      raise WireError(
+        f'samples of ({", ".join(str(leaf)[:100] for leaf in signature.leaves[:8])}), expected '
+        f'({", ".join(str(column.leaf)[:100] for column in self._columns[:8])})'
+      )
+    for column in self._columns:
+      lengths = samples.lengths[column.leaf.name]
+      if (lengths != column.rows).any():
+        raise WireError(
+          f'{int(lengths[lengths != column.rows][0])} rows of {column.leaf}, expected {column.rows}'
+        )
 
   def _check_chunk(self, column: Column, chunk: Chunk) -> None:
     size = chunk.length * wire.row_bytes(chunk.dtype, chunk.shape)

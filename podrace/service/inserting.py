@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,152 +14,21 @@ from podrace.net.listener import Listener, Peer
 from podrace.net.session import REFUSED
 from podrace.service import wire
 from podrace.service.registry import Entry, Registry
-from podrace.tables.chunks import Account, Chunk, ChunkStore, Part
-from podrace.tables.items import Item, Leaf, Signature
+from podrace.service.streams import PART_BYTES, Stream
+from podrace.tables.items import Item, Signature
 from podrace.tables.waiting import InFlight, Pending
 
 DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
-CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
-REFUSED_ITEMS = 2048  # of a stream, that are refused again if they are sent again
+LOST_A_SECOND = 10**6  # items that one client can have inserted after a checkpoint, at most
 STREAMS = 65536  # remembered; then the one that was heard of longest ago is forgotten
-SIGNATURES = 1024  # of which one object each is kept
+SIGNATURES, SIGNATURE_BYTES = 1024, 2**24  # of which one object each is kept, as JSON
+DECLARED_BYTES = 2**24  # of the signatures of one connection, as JSON
 MESSAGE_UNPACKED = 2**30  # bytes that the chunks of one message may take, to be looked at
 HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
 HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
 
 
-class Stream:
-  """What one client has written, over all its connections.
-
-  Its items are numbered. Which have come is remembered, and in the checkpoint, at the same moment as the
-  tables: so an item that is sent again is known.
-  """
-
-  def __init__(
-    self, number: int = 0, missing: set[int] | None = None, unheard: set[int] | None = None
-  ) -> None:
-    self.number = number  # of the newest item that has come
-    # Older ones that are not in: a restart has lost them, or they were refused, which the client may not have heard.
-    self.missing = missing or set()
-    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it has heard
-    # that they are in, and they are lost.
-    self.unheard = unheard or set()
-    self.refused: list[int] = []  # of those, the newest last (an empty deque has 760 bytes)
-    self.waiting: dict[int, Pending] = {}  # by number, for a limiter
-    self.account = Account()
-    self.peer: Peer | None = None
-    self.begin()
-
-  def begin(self) -> None:
-    """For a new connection, in which everything is said anew."""
-    self.tables: list[Entry] = []
-    self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
-    self.signatures: list[Signature] = []
-    self.declared = 0
-    self.pieces: dict[int, Chunk] = {}
-    self.next_piece = 0
-    self.inserted = self.refusals = 0  # items
-
-  @property
-  def kept_bytes(self) -> int:
-    """Of what its writers keep, and of its items that wait."""
-    return self.account.bytes + CHUNK_BYTES * len(self.pieces)
-
-  def refuse(self, number: int) -> None:
-    """An item is not in: who has not heard it asks again, and is refused again."""
-    self.missing.add(number)
-    self.refused.append(number)
-    if len(self.refused) > REFUSED_ITEMS:
-      self.missing.discard(self.refused.pop(0))
-
-  # --- chunks
-
-  def take_chunks(self, store: ChunkStore, details: np.ndarray, data: memoryview) -> None:
-    """New chunks; each is held until the client says otherwise."""
-    if len(details) > wire.MESSAGE_CHUNKS:
-      raise WireError(f'{len(details)} chunks in a message, at most {wire.MESSAGE_CHUNKS}')
-    if int(details['bytes'].astype(np.int64).sum()) != len(data):
-      raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
-    start, made = 0, []
-    for spec, rows, how, size in details.tolist():
-      if spec >= len(self.specs) or not rows:
-        raise WireError(f'a chunk of {rows} rows of spec {spec}')
-      own = bytes(data[start : start + size])
-      made.append(wire.make_chunk(store, own, how, rows, *self.specs[spec]))
-      start += size
-    with store.lock:
-      for chunk in made:
-        store.hold(chunk, self.account)
-        self.pieces[self.next_piece] = chunk
-        self.next_piece += 1
-
-  def release(self, store: ChunkStore, numbers: np.ndarray) -> None:
-    """Chunks that the client needs no longer."""
-    with store.lock:
-      for number in numbers.tolist():
-        chunk = self.pieces.pop(number, None)
-        if chunk is None:
-          raise WireError(f'a chunk {number} that is released, which there is not')
-        store.drop(chunk, self.account)
-
-  # --- items
-
-  def take_items(
-    self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray
-  ) -> tuple[list[int], list[int], list[tuple[Entry, list[tuple[int, Item]]]], int]:
-    """Items that came before and are in or wait, by number; the new ones; and how many are lost."""
-    self._check_items(details, parts, refs)
-    rows, numbers = iter(parts.tolist()), iter(refs.tolist())
-    found = [
-      tuple([self._part(leaf, next(rows), numbers) for leaf in self.signatures[s].leaves])
-      for s in details['signature'].tolist()
-    ]
-    done: list[int] = []
-    waiting: list[int] = []
-    groups: list[tuple[Entry, list[tuple[int, Item]]]] = []
-    lost = 0
-    for (number, key, priority, table, s), own in zip(details.tolist(), found, strict=True):
-      if number > self.number:
-        # Those in between were in an earlier process, after its last checkpoint.
-        lost += number - self.number - 1 + len(self.unheard)
-        self.number, self.unheard = number, set()
-      elif number in self.missing:
-        self.missing.discard(number)
-        self.unheard.discard(number)
-      else:  # it has come before
-        (waiting if number in self.waiting else done).append(number)
-        continue
-      entry = self.tables[table]
-      if not groups or groups[-1][0] is not entry:
-        groups.append((entry, []))
-      item = Item(abs(key), priority, self.signatures[s], own, amends=key < 0)
-      groups[-1][1].append((number, item))
-    return done, waiting, groups, lost
-
-  def _check_items(self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray) -> None:
-    if len(details) > wire.MESSAGE_ITEMS:
-      raise WireError(f'{len(details)} items in a message, at most {wire.MESSAGE_ITEMS}')
-    if len(refs) > wire.MESSAGE_CHUNKS:
-      raise WireError(f'{len(refs)} references to chunks, at most {wire.MESSAGE_CHUNKS}')
-    if int(parts['chunks'].sum()) != len(refs):
-      raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
-    if len(details) and (int(details['table'].max()) >= len(self.tables)
-                      or int(details['signature'].max()) >= len(self.signatures)):  # fmt: skip
-      raise WireError('an item of a table or signature that was not declared')
-    if len(details) and (details['key'] == 0).any():
-      raise WireError('an item without a key')
-    needed = sum(len(self.signatures[s].leaves) for s in details['signature'].tolist())
-    if needed != len(parts):
-      raise WireError(f'{len(parts)} parts, expected {needed}')
-
-  def _part(self, leaf: Leaf, details: list[int], numbers: Iterator[int]) -> Part:
-    count, offset, rows = details
-    try:
-      chunks = tuple([self.pieces[next(numbers)] for _ in range(count)])
-    except KeyError as e:
-      raise WireError(f'a part over chunk {e}, which there is not') from None
-    wire.check_part(leaf, chunks, offset, rows)
-    return chunks, offset, rows
+Client = tuple[str, int]  # its key, '' without keys, and its number
 
 
 class Outcome(NamedTuple):
@@ -178,14 +46,15 @@ class Inserting:
     most_bytes: of the steps that one client's writers keep.
 
   Attributes:
-    streams: by client, those heard of longest ago first.
+    streams: by key and number of the client, those heard of longest ago first.
   """
 
   def __init__(self, registry: Registry, listener: Listener, most_bytes: int) -> None:
     self._registry, self._listener, self._most_bytes = registry, listener, most_bytes
     self._store = registry.store
-    self.streams: collections.OrderedDict[int, Stream] = collections.OrderedDict()
+    self.streams: collections.OrderedDict[Client, Stream] = collections.OrderedDict()
     self._signatures: collections.OrderedDict[str, Signature] = collections.OrderedDict()
+    self._signature_bytes = 0
     self._flight = InFlight(self._store.lock)  # of all clients, who do the waiting themselves
     self._refusing: set[tuple[str, str]] = set()  # tables and clients of which refusals were logged
 
@@ -193,14 +62,17 @@ class Inserting:
 
   def join(self, peer: Peer) -> Stream:
     """The stream of a client, which goes on over a new connection."""
-    known = self.streams.get(peer.client)
+    name = peer.key, peer.client
+    known = self.streams.get(name)
     if known is not None and known.peer is not None:
       self._listener.drop(known.peer, 'its stream goes on over another connection')
-    stream = self.streams.pop(peer.client, None) or Stream()
-    self.streams[peer.client] = stream  # as the newest
+    stream = self.streams.pop(name, None) or Stream()
+    self.streams[name] = stream  # as the newest
     stream.peer = peer
     while len(self.streams) > STREAMS:
-      oldest = next((i for i, s in self.streams.items() if s.peer is None), None)
+      away = [i for i, s in self.streams.items() if s.peer is None]
+      # Its own first, so that no key has those of another one forgotten.
+      oldest = next((i for i in away if i[0] == peer.key), away[0] if away else None)
       if oldest is None:
         break
       del self.streams[oldest]
@@ -216,19 +88,23 @@ class Inserting:
           self._store.drop(chunk, stream.account)
       stream.begin()
     if peer.finished or not stream.number:
-      self.streams.pop(peer.client, None)
+      self.streams.pop((peer.key, peer.client), None)
 
   def snapshot(self) -> dict[str, Any]:
     """All streams, for a checkpoint."""
-    numbers = [[i, s.number, sorted({*s.waiting, *s.missing})] for i, s in self.streams.items()]
-    waited = [[i, sorted({*s.waiting, *s.unheard})] for i, s in self.streams.items()]
+    numbers = [
+      [i, s.number, sorted({*s.waiting, *s.missing}), key] for (key, i), s in self.streams.items()
+    ]
+    waited = [[i, sorted({*s.waiting, *s.unheard}), key] for (key, i), s in self.streams.items()]
     return dict(streams=numbers, waited=[w for w in waited if w[1]])
 
-  def restore(self, saved: dict[str, Any]) -> None:
-    """What `snapshot` gave."""
-    waited = dict(saved.get('waited', ()))
-    for client, number, missing in saved['streams']:
-      self.streams[client] = Stream(number, set(missing), set(waited.get(client, ())))
+  def restore(self, saved: dict[str, Any], seconds: float) -> None:
+    """Takes over what `snapshot` gave, so many seconds ago. In older checkpoints streams are of no key."""
+    most = int(LOST_A_SECOND * max(seconds, 1.0))
+    waited = {((*key, '')[0], client): numbers for client, numbers, *key in saved.get('waited', ())}
+    for client, number, missing, *key in saved['streams']:
+      name = (*key, '')[0], client
+      self.streams[name] = Stream(number, set(missing), set(waited.get(name, ())), most)
 
   # --- what clients say
 
@@ -244,21 +120,26 @@ class Inserting:
       stream.tables.append(self._registry.entries[name])
     stream.specs += map(wire.read_spec, details.get('specs', []))
     for one in details.get('signatures', []):
-      stream.signatures.append(self._signature(one))
-      stream.declared += len(stream.signatures[-1].leaves)
+      signature, size = self._signature(one)
+      stream.signatures.append(signature)
+      stream.declared += len(signature.leaves)
+      stream.declared_bytes += size
+      if stream.declared_bytes > DECLARED_BYTES:
+        raise WireError(f'signatures of more than {DECLARED_BYTES:,} bytes')
     stream.declared += sum(map(len, details.values()))
     if stream.declared > DECLARATIONS:
       raise WireError(f'more than {DECLARATIONS} tables, specs and leaves of signatures')
 
-  def _signature(self, details: Any) -> Signature:
-    """One object for each signature, whoever tells it: tables compare by identity first."""
+  def _signature(self, details: Any) -> tuple[Signature, int]:
+    """One object for each signature, whoever tells it: tables compare by identity first; and its bytes as JSON."""
     signature = wire.read_signature(details)
     text = json.dumps(wire.packed_signature(signature))
-    signature = self._signatures.pop(text, signature)
-    self._signatures[text] = signature
-    if len(self._signatures) > SIGNATURES:
-      self._signatures.popitem(last=False)
-    return signature
+    if (known := self._signatures.pop(text, None)) is None:
+      self._signature_bytes += len(text)
+    self._signatures[text] = signature = known or signature
+    while len(self._signatures) > SIGNATURES or self._signature_bytes > SIGNATURE_BYTES:
+      self._signature_bytes -= len(self._signatures.popitem(last=False)[0])
+    return signature, len(text)
 
   def insert(self, peer: Peer, message: int, arrays: list[memoryview]) -> None:
     """Chunks, and items over them and over those that came before; they are acknowledged."""
@@ -275,7 +156,7 @@ class Inserting:
     done, waiting, groups, lost = stream.take_items(details, parts, refs)
     counts['repeated'] += len(done) + len(waiting)
     if lost:
-      counts['lost'] = min(counts['lost'] + lost, 2**63)  # else it can't be sent
+      counts['lost'] += lost
       what = f'{lost} items of {peer.name} are lost with an earlier process'
       self._listener.log(what, logging.WARNING)
     outcome = Outcome(done, waiting, {})
@@ -301,6 +182,9 @@ class Inserting:
       elif isinstance(found, Pending):
         stream.waiting[number] = found
         entry.held.append((found, stream, number))
+        parts = _count_parts(found.item)
+        stream.waiting_parts += parts
+        entry.held_parts += parts
         with self._store.lock:
           for account in (stream.account, entry.account):
             entry.table.contents.hold(found.item, account)
@@ -337,6 +221,9 @@ class Inserting:
         for account in (stream.account, entry.account):
           entry.table.contents.drop(pending.item, account)
       stream.waiting.pop(number, None)
+      parts = _count_parts(pending.item)
+      stream.waiting_parts -= parts
+      entry.held_parts -= parts
       admitted.setdefault(stream, []).append(number)
     for stream, numbers in admitted.items():
       if stream.peer is not None:
@@ -362,7 +249,7 @@ class Inserting:
   def _too_many(self, peer: Peer, groups: list[tuple[Entry, list[Any]]]) -> bool:
     """Whether too much waits for one of the tables, and a client has been refused for it."""
     for entry, _ in groups:
-      count, size = len(entry.held), entry.account.bytes
+      count, size = len(entry.held), entry.account.bytes + PART_BYTES * entry.held_parts
       if count > HELD_ITEMS or size > HELD * self._most_bytes:
         what = f'{count:,} items of {size:,} bytes wait for table {entry.name!r}'
         self._refuse(peer, what, HELD * self._most_bytes)
@@ -377,3 +264,8 @@ class Inserting:
     )
     self._listener.drop(peer, details)
     self._listener.send(peer, REFUSED, [details])  # in another session it would be the same
+
+
+def _count_parts(item: Item) -> int:
+  """The parts of an item and their references to chunks."""
+  return sum([1 + len(part[0]) for part in item.parts])

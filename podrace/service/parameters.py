@@ -37,6 +37,7 @@ SERVICE = 'podrace parameters'
 ACTING, REANALYSING = 'act', 'reanalyse'  # roles of clients
 NEWEST = packed(96, 'NEWEST', int, str, list, arrays=1)  # version, SHA-256, leaves; their bytes
 MOST_LEAVES, MOST_BYTES = 4096, 2**32 - 2**21
+MOST_ENVIRONMENTS = 2**31  # of a run: they have numbers of 32 bits
 _PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')  # numpy's own types; it takes other text for Python
 KEPT = 4  # versions besides the newest two, for clients that are still being sent them
 
@@ -408,8 +409,8 @@ class Parameters(link.Handler):
     if not self._environments:
       return
     first = details.get('first')
-    if type(first) is not int or first < 0:
-      raise WireError('a welcome without the number of the first environment')
+    if type(first) is not int or not 0 <= first <= MOST_ENVIRONMENTS - self._environments:
+      raise WireError(f'a welcome whose first environment is {short(first)}')
     self.first = first
 
   def metrics(self) -> measures.Measures:
@@ -452,7 +453,12 @@ def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]
   """Read-only arrays over a version's bytes."""
   specs = _specs(leaves)
   parts = split(data.toreadonly(), [d.itemsize * math.prod(shape) for _, d, shape in specs])
-  return [(p, np.frombuffer(x, d).reshape(s)) for (p, d, s), x in zip(specs, parts, strict=True)]
+  try:
+    return [(p, np.frombuffer(x, d).reshape(s)) for (p, d, s), x in zip(specs, parts, strict=True)]
+  except (
+    ValueError
+  ) as e:  # more dimensions than numpy has, or a length beyond its numbers next to a 0
+    raise WireError(f'leaves of shapes that cannot be ({e})') from None
 
 
 def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:

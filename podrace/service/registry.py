@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import logging
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,11 @@ from podrace.tables.table import Table
 from podrace.tables.waiting import Pending
 
 if TYPE_CHECKING:
-  from podrace.service.inserting import Stream
   from podrace.service.sampling import Request
+  from podrace.service.streams import Stream
 
 TABLES = 1024
+SETTINGS_BYTES = 2**26  # of all tables' settings, as JSON
 
 
 class Entry:
@@ -35,10 +37,13 @@ class Entry:
     self.table, self.name, self.settings = table, table.name, settings
     self.contents: Contents | None = None  # what its items must hold, if its settings say so
     self.held: collections.deque[tuple[Pending, Stream, int]] = collections.deque()
+    self.held_parts = 0  # of those: rows of a column, and references to chunks
     self.account = Account()  # of the chunks of those
     # A peek does not wait for the limiter, nor for samples that do.
-    self.readers: dict[Request, None] = {}
-    self.peekers: dict[Request, None] = {}
+    self.readers: MutableMapping[Request, None] = (
+      collections.OrderedDict()
+    )  # whose first is found at once
+    self.peekers: MutableMapping[Request, None] = collections.OrderedDict()
 
   def expect(self) -> None:
     """Has the table take such items only as its settings say, if they do."""
@@ -72,6 +77,7 @@ class Registry:
     self.store, self._listener = store, listener
     self.entries: dict[str, Entry] = {}  # by name
     self.touched: set[Entry] = set()  # at which somebody who waits may go on
+    self._settings_bytes = 0  # that clients have sent
 
   def make(self, name: str, settings: dict[str, Any]) -> None:
     """A new table.
@@ -119,14 +125,35 @@ class Registry:
     if name not in self.entries and settings:
       if len(self.entries) >= TABLES or not 0 < len(name) <= 200:
         raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
+      text = self._read_settings(name, settings)
       self.make(name, settings)
-      self._listener.log(f'made table {name!r}: {json.dumps(settings)}')
+      self._settings_bytes += len(text)
+      self._listener.log(f'made table {name!r}: {text}')
     entry = self._named(name, '. Give settings, with which it would be made')
-    if settings and (reasons := entry.differences(settings)):
+    if wire.CONTENTS in settings and wire.CONTENTS not in entry.settings:
+      text, before = self._read_settings(name, settings), entry.settings
+      reasons = entry.differences(settings)
+      self._settings_bytes += len(text) * (entry.settings is not before)
+    else:
+      reasons = entry.differences(settings) if settings else []
+    if reasons:
       self._listener.log('\n  '.join(['refused:', *reasons]), logging.WARNING)
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
     contents = entry.table.contents
     return dict(settings=entry.settings, most=min(contents.sampler.most, contents.remover.most))
+
+  def _read_settings(self, name: str, settings: dict[str, Any]) -> str:
+    """A client's settings as JSON; raises ValueError if there is no room for them."""
+    try:
+      text = json.dumps(settings)
+    except TypeError as e:
+      raise ValueError(f'table {name!r}: settings that are none ({e})') from None
+    if self._settings_bytes + len(text) > SETTINGS_BYTES:
+      raise ValueError(
+        f'table {name!r}: settings of {len(text):,} bytes, where those of all tables may have {SETTINGS_BYTES:,} and '
+        f'have {self._settings_bytes:,}'
+      )
+    return text
 
   def _named(self, name: str, more: str = '') -> Entry:
     if name not in self.entries:

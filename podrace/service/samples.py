@@ -24,13 +24,14 @@ def sample_frames(draws: Draws) -> list[Any]:
   that are needed are sent, if they are few.
 
   Raises:
-    ValueError: if that is more than a frame holds.
+    ValueError: if that is more than a message may hold.
   """
   items = draws.items
   drawn = np.empty(len(items), DRAWN)
   for name, column in zip(DRAWN.names[1:], zip(*draws.columns, strict=True), strict=True):  # type: ignore[index]
     drawn[name] = np.concatenate(column)
   drawn['key'] = [item.key for item in items]
+  size = 0
   numbers: dict[int, int] = {}  # by the chunk's key
   parts, refs, chunks, data = list[Any](), list[int](), list[Any](), list[Any]()
   for leaf in range(len(items[0].parts)):  # so that a column's rows are one after the other
@@ -42,6 +43,7 @@ def sample_frames(draws: Draws) -> list[Any]:
         refs.append(len(chunks))
         data.append(array[offset : offset + rows])
         chunks.append((0, rows, AS_IS, data[-1].nbytes))
+        size += data[-1].nbytes
         continue
       parts.append((len(needed), offset, rows))
       for chunk in needed:
@@ -51,12 +53,13 @@ def sample_frames(draws: Draws) -> list[Any]:
           how, kept = wire.kept(chunk)
           data.append(kept)
           chunks.append((0, chunk.length, how, chunk.nbytes))
+          size += chunk.nbytes
         refs.append(number)
-  if (size := sum(chunk[3] for chunk in chunks)) > wire.FRAME_BYTES:
-    raise ValueError(
-      f'{len(items)} items of {size:,} bytes, of which a sample has at most {wire.FRAME_BYTES:,}: '
-      'ask for fewer at a time'
-    )
+      if size > wire.FRAME_BYTES or len(refs) > wire.MESSAGE_PARTS:  # at once: it may be far more
+        raise ValueError(
+          f'{len(items)} items of more than {wire.FRAME_BYTES:,} bytes or {wire.MESSAGE_PARTS:,} references to chunks, '
+          'which are the most that a sample has: ask for fewer at a time'
+        )
   return [drawn, *(np.array(x, '<u4') for x in (parts, refs, chunks)), b''.join(data)]
 
 
@@ -105,7 +108,7 @@ class _Room:
     self._account = Account()
 
   def take(self, rows: int, leaf: Leaf) -> None:
-    self._left -= rows * wire.row_bytes(leaf.dtype, leaf.shape)
+    self._left -= rows * max(wire.row_bytes(leaf.dtype, leaf.shape), 1)
     if self._left < 0:
       most = wire.UNPACKED_SAMPLE_BYTES
       raise WireError(f'samples of more than {most:,} bytes unpacked, in {leaf}')

@@ -7,7 +7,7 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from podrace.net.frame import WireError
@@ -19,6 +19,8 @@ from podrace.tables.items import Draws, Signature
 
 REQUESTS = 4096  # samples that one client waits for
 SIGNATURES = 1024  # that one client is sent; from then on they are sent with other numbers
+SERVE_SECONDS = 0.02  # after which other messages are looked at, before further samples are drawn
+UNREAD_BYTES = 2**32  # of samples that all clients together were sent and have not said to have
 
 
 class Reading:
@@ -31,6 +33,7 @@ class Reading:
     self.bytes = self.answered = 0
     self.sampled = 0  # items
     self.waiting: dict[int, Request] = {}
+    self.parked: dict[Request, None] = {}  # those that wait until this client has read
 
   @property
   def full(self) -> bool:
@@ -57,7 +60,7 @@ class Request:
     return self.end < other.end
 
   @property
-  def queue(self) -> dict[Request, None]:
+  def queue(self) -> MutableMapping[Request, None]:
     """Where it waits."""
     return self.entry.peekers if self.peek else self.entry.readers
 
@@ -74,6 +77,8 @@ class Sampling:
   def __init__(self, registry: Registry, listener: Listener) -> None:
     self._registry, self._listener = registry, listener
     self._deadlines: list[Request] = []  # a heap
+    self._unread_bytes = 0  # of all clients
+    self._unfinished: set[Entry] = set()  # tables of which more can be served
 
   # --- what clients say
 
@@ -108,10 +113,15 @@ class Sampling:
     """A client has so many of the samples that it was sent in this session."""
     if count > reading.answered:
       raise WireError(f'{count} samples that have come, of {reading.answered}')
-    if reading.answered - len(reading.unread) < count:
-      self._registry.touched.update(r.entry for r in reading.waiting.values())
     while reading.answered - len(reading.unread) < count:
-      reading.bytes -= reading.unread.popleft()
+      size = reading.unread.popleft()
+      reading.bytes -= size
+      self._unread_bytes -= size
+    if reading.parked and not reading.full:
+      parked, reading.parked = reading.parked, {}
+      for request in parked:
+        request.queue[request] = None
+        self._registry.touched.add(request.entry)
 
   def cancel(self, peer: Peer, number: int) -> None:
     """A client is content with what has been drawn."""
@@ -123,11 +133,17 @@ class Sampling:
     waiting: dict[int, Request] = peer.state.reading.waiting
     for request in [*waiting.values()]:
       self._forget(request)
+    reading: Reading = peer.state.reading
+    self._unread_bytes -= reading.bytes
+    reading.bytes = 0
+    reading.unread.clear()
 
   # --- answers
 
   def seconds(self) -> float:
-    """Until the next request has waited as long as it may."""
+    """Until there is something to do: a request has waited as long as it may, or more can be served."""
+    if self._unfinished:
+      return 0.0
     return self._deadlines[0].end - time.monotonic() if self._deadlines else 1.0
 
   def expire(self) -> None:
@@ -138,25 +154,64 @@ class Sampling:
       if not request.over:
         self._answer(request, request.why_it_waits())
 
-  def serve(self, requests: dict[Request, None]) -> None:
-    """Answers requests in their order, until one must wait; passes over clients that do not read."""
-    for request in [*requests]:
-      if request.over or request.peer.state.reading.full or request.peer.gone:
+  def take_unfinished(self) -> set[Entry]:
+    """Tables of which more could be served when the time of `serve` was over."""
+    unfinished, self._unfinished = self._unfinished, set()
+    return unfinished
+
+  def serve(self, requests: MutableMapping[Request, None]) -> None:
+    """Answers requests in their order, until one must wait, or for SERVE_SECONDS.
+
+    Requests of clients that do not read leave the queue until they do.
+    """
+    end = time.monotonic() + SERVE_SECONDS
+    while requests:
+      request = next(iter(requests))
+      reading: Reading = request.peer.state.reading
+      if reading.full or request.peer.gone:
+        del requests[request]
+        reading.parked[request] = None
+        continue
+      if why := self._too_many_parts(request):
+        self._refuse(request, why)
         continue
       request.entry.table.reads.draw(request.draws, request.n, request.peek)
       if len(request.draws.items) < request.least:
         break
       self._answer(request, '')
+      if requests and time.monotonic() > end:
+        self._unfinished.add(request.entry)
+        break
+
+  def _too_many_parts(self, request: Request) -> str:
+    """Why a sample would be larger than a message may be; looked at before anything is drawn."""
+    signature = request.entry.table.contents.signature
+    leaves = 1 if signature is None else len(signature.leaves)
+    if (parts := request.n * leaves) <= wire.MESSAGE_PARTS:
+      return ''
+    return (
+      f'{request.n} items of {leaves} columns each have {parts:,} parts, of which a sample has at most '
+      f'{wire.MESSAGE_PARTS:,}: ask for fewer at a time'
+    )
+
+  def _refuse(self, request: Request, why: str) -> None:
+    self._forget(request)
+    table = request.entry.table.name
+    why = f'sample from table {table!r}: {why}'
+    self._listener.send(request.peer, wire.ANSWER, request.number, False, why)
 
   def _forget(self, request: Request) -> None:
+    if request.over:
+      return
     request.over = True
     request.entry.table.reads.wait_more(-1, request.peek)
-    del request.queue[request]
-    del request.peer.state.reading.waiting[request.number]
+    reading: Reading = request.peer.state.reading
+    request.queue.pop(request, None)
+    reading.parked.pop(request, None)
+    del reading.waiting[request.number]
 
   def _answer(self, request: Request, reason: str) -> None:
     """Sends what was drawn, and why it is not more."""
-    self._forget(request)
     peer, items, table = request.peer, request.draws.items, request.entry.table
     reading: Reading = peer.state.reading
     signature, frames = 0, [b''] * 5
@@ -164,18 +219,30 @@ class Sampling:
       try:
         frames = sample_frames(request.draws)
       except ValueError as e:
-        why = f'sample from table {table.name!r}: {e}'
-        self._listener.send(peer, wire.ANSWER, request.number, False, why)
+        self._refuse(request, str(e))
         return
       signature = self._signature_number(peer, items[0].signature)
+    self._forget(request)
     size = sum(memoryview(f).nbytes for f in frames)
     reading.answered += 1
     reading.unread.append(size)
     reading.bytes += size
+    self._unread_bytes += size
     reading.sampled += len(items)
     self._listener.counts['samples'] += len(items)
     fields = request.number, signature, reason, len(table)
-    self._listener.send(peer, wire.SAMPLES, *fields, arrays=frames)
+    if self._listener.send(peer, wire.SAMPLES, *fields, arrays=frames):
+      self._bound_unread()
+
+  def _bound_unread(self) -> None:
+    """Ends the session of the client that has read the least, where all clients together read too little."""
+    if self._unread_bytes <= UNREAD_BYTES:
+      return
+    peer = max(self._listener.peers, key=lambda peer: peer.state.reading.bytes)
+    size = peer.state.reading.bytes
+    self._listener.cut(
+      peer, f'has {size:,} bytes of samples unread, of {self._unread_bytes:,} of all clients'
+    )
 
   def _signature_number(self, peer: Peer, signature: Signature) -> int:
     """By which a client knows a signature; it is sent now, if it was not before."""

@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,11 @@ from podrace.net.session import SILENCE
 from podrace.net.text import Say, plain_lines
 from podrace.process import on_signals
 from podrace.service import wire
-from podrace.service.inserting import Inserting, Stream
+from podrace.service.inserting import Inserting
 from podrace.service.registry import Registry
 from podrace.service.sampling import Reading, Sampling
 from podrace.service.saving import Saving
+from podrace.service.streams import Stream
 from podrace.tables import checkpoint
 from podrace.tables.chunks import ChunkStore
 
@@ -112,7 +114,7 @@ class ReplayServer(Handler):
     if newest := self.saving.newest():
       path, extra = newest
       self.registry.restore(path, extra['tables'])
-      self.inserting.restore(extra)
+      self.inserting.restore(extra, time.time() - path.stat().st_mtime)
       items = sum(map(len, self.tables.values()))
       self.listener.log(f'restored {path}: {len(self.tables)} tables, {items:,} items')
 
@@ -229,6 +231,7 @@ class ReplayServer(Handler):
 
   def turned(self) -> None:
     touched = self.registry.touched
+    touched |= self.sampling.take_unfinished()
     while touched:
       entry = touched.pop()
       self.sampling.serve(entry.readers)

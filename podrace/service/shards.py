@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from podrace.net.frame import Kind
+from podrace.errors import RunError
+from podrace.net.frame import Kind, WireError
 from podrace.service import wire
 from podrace.service.connection import Asked, Connection
+from podrace.service.contents import Contents
 from podrace.service.samples import read_samples
 from podrace.service.writing import Sending, WriterStore
 from podrace.tables.chunks import ChunkStore
@@ -45,8 +47,15 @@ class RemoteTable:
   passed over, as those that are gone.
   """
 
-  def __init__(self, name: str, connections: Sequence[Connection], most: float) -> None:
+  def __init__(
+    self,
+    name: str,
+    connections: Sequence[Connection],
+    most: float,
+    contents: Contents | None = None,
+  ) -> None:
     self.name, self._connections, self._most = name, connections, most
+    self.contents = contents  # what its items hold, if that is known
     self.report = log.warning  # gets what waits and why
     self._rng = np.random.default_rng()
     self._homes: dict[int, Connection] = {}  # of keys that were sampled
@@ -292,7 +301,7 @@ class Drawing:
     """Unpacks what has come; raises RateLimited if it is less than was asked for."""
     answers = [(part, *part.asked.result()) for part in self._parts]
     there = [(part, signature, arrays) for part, signature, arrays, _ in answers if signature]
-    taken = read_samples([one[1:] for one in there]) if there else None
+    taken = self._unpack(there) if there else None
     if taken is not None and len(self._table._connections) > 1:
       taken = self._of_all(taken, [part for part, _, _ in there])
     if taken is None or len(taken.key) < self._least:
@@ -300,6 +309,23 @@ class Drawing:
       error = RateLimited('; '.join([self._late, *reasons] if self._late else reasons))
       error.taken = taken
       raise error
+    return taken
+
+  def _unpack(self, there: list[tuple[Part, Any, Any]]) -> Samples:
+    """What several servers have sent, as `Samples`.
+
+    Raises:
+      RunError: if it is no sample of this table. The servers are named.
+    """
+    try:
+      taken = read_samples([one[1:] for one in there])
+      if self._table.contents is not None:
+        self._table.contents.check_samples(taken, there[0][1])
+    except WireError as e:
+      where = ', '.join(part.asked.connection.address for part, *_ in there)
+      raise RunError(
+        f'table {self._table.name!r} at {where} sent samples that are none: {e}'
+      ) from e
     return taken
 
   def _of_all(self, taken: Samples, parts: list[Part]) -> Samples:

@@ -15,8 +15,8 @@ import numpy as np
 import zstandard
 
 from podrace import tables
-from podrace.net import session
-from podrace.net.frame import WireError, check_fields, packed
+from podrace.net import reports, session
+from podrace.net.frame import Kind, WireError, check_fields, packed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
@@ -51,10 +51,13 @@ MOST_UNREAD = 128  # messages of them
 MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so many
 MESSAGE_CHUNKS = 2**20  # new ones, or references to chunks, of an INSERT
 MESSAGE_KEYS = 2**16  # of an UPDATE or DELETE
+MESSAGE_PARTS = 2**19  # of a sample: items times leaves, and references to chunks
 FRAME_BYTES = 2**30  # a larger frame closes the connection
+ROWS = 2**20  # of a chunk whose rows have no bytes
 UNPACKED_CHUNK_BYTES = 2**26  # of a packed chunk, if it has more than one row
 UNPACKED_SAMPLE_BYTES = 2**32  # of all that one message of samples is unpacked to
-DEPTH, LEAVES = 32, 1024  # of a signature
+DEPTH, LEAVES, NODES = 32, 1024, 4096  # of a signature; nodes are leaves and what has them
+KEY_CHARACTERS, NAME_CHARACTERS = 200, 1000  # of a key in a structure, and of the name of a leaf
 MOST_NUMBER = 1e15  # of a rate limiter's that is finite
 
 AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk's bytes are to be read
@@ -101,42 +104,52 @@ def read_signature(details: Any) -> Signature:
   """What `packed_signature` made; raises WireError for anything else."""
   try:
     document, described = details
-    count = _check_structure(document, DEPTH)
+    count, nodes = _check_structure(document, DEPTH)
+    if nodes > NODES:
+      raise WireError(f'a structure of {nodes} nodes, at most {NODES}')
     if type(described) is not list:
       raise WireError('a signature without a list of leaves')
     if count != len(described) or not 1 <= count <= LEAVES:
       raise WireError(f'a signature of {count} leaves, of which {len(described)} are described')
     leaves = []
     for name, dtype, shape, single in described:
-      if type(name) is not str or type(single) is not bool:
-        raise WireError('a leaf without a name, or that is neither single nor over time')
+      if type(name) is not str or len(name) > NAME_CHARACTERS or type(single) is not bool:
+        raise WireError(
+          f'a leaf without a name of at most {NAME_CHARACTERS} characters, or that is neither single nor over time'
+        )
       leaves.append(Leaf(name, *read_spec([dtype, shape]), single))
     return Signature(trees.from_json(document), tuple(leaves))
   except (TypeError, ValueError) as e:
     raise WireError(f'a signature that is none ({e})') from None
 
 
-def _check_structure(document: Any, depth: int) -> int:
-  """How many leaves it has."""
+def _check_structure(document: Any, depth: int) -> tuple[int, int]:
+  """How many leaves and how many nodes it has."""
   label, keys, children = document
   if depth == 0 or type(label) is not str or len(label) > 200:
     raise WireError('a structure that is too deep, or without a label')
-  if type(keys) is not list or type(children) is not list or any(type(k) is not str for k in keys):
+  if (
+    type(keys) is not list
+    or type(children) is not list
+    or any(type(k) is not str or len(k) > KEY_CHARACTERS for k in keys)
+  ):
     raise WireError(
-      'a structure without lists of keys and children, or with a key that is no string'
+      'a structure without lists of keys and children, or with a key that is no string of at most '
+      f'{KEY_CHARACTERS} characters'
     )
   if len(set(keys)) < len(keys):
     raise WireError('a structure with a key that is there twice')
   if label == 'leaf':
     if keys or children:
       raise WireError('a leaf with something in it')
-    return 1
+    return 1, 1
   named = label.startswith('named ')
   if not named and label not in ('dict', 'tuple', 'list'):
     raise WireError(f'a structure of kind {label!r}')
   if len(keys) != (len(children) if named or label == 'dict' else 0):
     raise WireError('a structure whose keys are not those of its children')
-  return sum(_check_structure(child, depth - 1) for child in children)
+  counts = [_check_structure(child, depth - 1) for child in children]
+  return sum(leaves for leaves, _ in counts), 1 + sum(nodes for _, nodes in counts)
 
 
 def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
@@ -278,6 +291,10 @@ def make_chunk(
 ) -> Chunk:
   """A chunk as it came, over these bytes, which can be so many rows; nothing is unpacked."""
   size = rows * row_bytes(dtype, shape)
+  if (
+    not size and rows > ROWS
+  ):  # they cost nothing here, and a number each for a client that samples them
+    raise WireError(f'a chunk of {rows} rows without bytes, at most {ROWS}')
   if how > DIFFERENCES:
     raise WireError(f'a chunk of kind {how}, expected at most {DIFFERENCES}')
   try:
@@ -293,16 +310,37 @@ def make_chunk(
   return store.packed_chunk(data, how == DIFFERENCES, dtype, shape, rows)
 
 
-OF_REPORT = dict(service=str, tables=list, bytes=int, resident_mb=float)
-OF_TABLE = dict(
-  name=str, size=int, max_size=int, bytes=int, inserts=int, samples=int, waiting_inserts=int,
-  waiting_samplers=int, limiter=str,
-)  # fmt: skip
+OF_REPORT, OF_TABLE = reports.OF_SHARD, reports.OF_TABLE
+OF_ANSWER: dict[Kind, Any] = {  # what the value of a good ANSWER is, by the kind of the question
+  TABLE: dict(settings=dict, most=float),
+  INFO: dict(OF_TABLE, chunks=int, deletes=int, updates=int, seconds=dict, why_no_sample=str, why_no_insert=str),
+  UPDATE: int,
+  DELETE: int,
+  SAVE: str,
+}  # fmt: skip
+
+
+def check_answer(kind: Kind, value: Any) -> None:
+  """Refuses the value of a good ANSWER to such a question if it is of another form."""
+  expected = OF_ANSWER.get(kind)
+  what = f'good answer to {kind.name}'
+  if isinstance(expected, dict):
+    read_map(what, value, expected)
+  elif expected is not None:
+    check_fields(what, [value], (expected,))
+  else:
+    raise WireError(f'a {what}, which has none')
+  if kind is INFO:
+    check_fields(what, list(value['seconds'].values()), (float,) * len(value['seconds']))
+    if value.get('max_bytes') is not None:
+      check_fields(what, [value['max_bytes']], (int,))
 
 
 def read_report(details: dict[str, Any]) -> dict[str, Any]:
   """What a client keeps of a service's REPORT: the service and its tables."""
   found = read_map('report', details, OF_REPORT)
+  if not math.isfinite(found['resident_mb']):
+    raise WireError('a report with a memory that is not finite')
   return found | {'tables': [read_map('table of a report', t, OF_TABLE) for t in found['tables']]}
 
 

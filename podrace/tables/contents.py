@@ -11,9 +11,11 @@ import numpy as np
 
 from podrace.tables import trees
 from podrace.tables.chunks import Account, ChunkStore
-from podrace.tables.items import END_OF_KEYS, NEW, Draws, Item, Signature
+from podrace.tables.items import END_OF_KEYS, NEW, Draws, Item, Leaf, Signature
 from podrace.tables.limiters import Counts
 from podrace.tables.selectors import Selector
+
+BRIEF, LEAF_TEXT = 32, 100  # leaves in a message, and characters of each
 
 
 class Contents:
@@ -275,8 +277,7 @@ def check_alike(name: str, known: Signature | None, signature: Signature) -> Non
   same = trees.to_json(signature.structure) == trees.to_json(known.structure)
   if not same or signature.leaves != known.leaves:
     raise ValueError(
-      f'table {name!r}: items are ({", ".join(map(str, known.leaves))}), '
-      f'got ({", ".join(map(str, signature.leaves))})'
+      f'table {name!r}: items are ({_brief(known.leaves)}), got ({_brief(signature.leaves)})'
     )
 
 
@@ -284,7 +285,10 @@ def check_columns(name: str, known: Signature | None, signature: Signature) -> N
   """Raises ValueError for columns that a table's items do not have; without items nothing is amended."""
   leaves = known.leaves if known else signature.leaves
   if other := [leaf for leaf in signature.leaves if leaf not in leaves]:
-    raise ValueError(
-      f'table {name!r}: items are ({", ".join(map(str, leaves))}), and have no '
-      f'({", ".join(map(str, other))})'
-    )
+    raise ValueError(f'table {name!r}: items are ({_brief(leaves)}), and have no ({_brief(other)})')
+
+
+def _brief(leaves: Sequence[Leaf]) -> str:
+  """Leaves for a message, of which many may be kept at once."""
+  more = [f'and {len(leaves) - BRIEF} more'] if len(leaves) > BRIEF else []
+  return ', '.join([*(str(leaf)[:LEAF_TEXT] for leaf in leaves[:BRIEF]), *more])

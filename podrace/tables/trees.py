@@ -1,15 +1,20 @@
 """Nested dicts, tuples, lists and named tuples of arrays: to flat lists and back. Without JAX.
 
-A structure is a tuple (kind, names, children) that compares by value; a leaf's is `LEAF`.
+A structure is a tuple (kind, names, children) that compares by value; a leaf's is `LEAF`. The kind of a named tuple is its
+type, or the text `named NAME` where it came as JSON: its type is made only if a tree is built.
 """
 
 from __future__ import annotations
 
+import functools
+import keyword
 from collections import namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 LEAF: tuple[Any, ...] = ('leaf', (), ())
 SEQUENCE = (tuple, list)
+NAMED = 'named '  # before the name of a named tuple, in JSON
 
 
 def structure_of(tree: Any) -> tuple[Any, ...]:
@@ -92,7 +97,12 @@ def _build(structure: tuple[Any, ...], values: Any) -> Any:
     return dict(zip(names, parts, strict=True))
   if kind == 'tuple' or kind == 'list':
     return tuple(parts) if kind == 'tuple' else parts
-  return kind(*parts)
+  return (_named(kind, names) if isinstance(kind, str) else kind)(*parts)
+
+
+@functools.lru_cache(256)
+def _named(label: str, fields: tuple[str, ...]) -> Any:
+  return namedtuple(label.removeprefix(NAMED), fields)
 
 
 def names(structure: tuple[Any, ...], prefix: str = '') -> list[str]:
@@ -108,14 +118,28 @@ def names(structure: tuple[Any, ...], prefix: str = '') -> list[str]:
 def to_json(structure: tuple[Any, ...]) -> list[Any]:
   """A structure as JSON; a named tuple's type is left behind, its name and fields are kept."""
   kind, keys, children = structure
-  label = kind if isinstance(kind, str) else f'named {kind.__name__}'
+  label = kind if isinstance(kind, str) else f'{NAMED}{kind.__name__}'
   return [label, list(keys), [to_json(child) for child in children]]
 
 
 def from_json(document: list[Any]) -> tuple[Any, ...]:
-  """The structure again; named tuples are of new types with the same names and fields."""
+  """The structure again; named tuples are of new types with the same names and fields.
+
+  Raises:
+    ValueError: for a named tuple that Python cannot make.
+  """
   label, keys, children = document
   if label == 'leaf':
     return LEAF
-  kind = namedtuple(label[6:], keys) if label.startswith('named ') else label
-  return (kind, tuple(keys), tuple(from_json(child) for child in children))
+  if label.startswith(NAMED):
+    _check_named(label.removeprefix(NAMED), keys)
+  return (label, tuple(keys), tuple(from_json(child) for child in children))
+
+
+def _check_named(name: str, fields: Sequence[str]) -> None:
+  """Refuses what `namedtuple` would refuse; to make a type takes a hundred times as long."""
+  for word in (name, *fields):
+    if not word.isidentifier() or keyword.iskeyword(word):
+      raise ValueError(f'{word[:60]!r} is no name of a type or field')
+  if len(set(fields)) < len(fields) or any(field.startswith('_') for field in fields):
+    raise ValueError(f'fields of {name[:60]} that begin with an underscore, or are there twice')

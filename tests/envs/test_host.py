@@ -23,7 +23,7 @@ from podrace.envs.host.base import EpisodeCounter, HostError, PoolArgs
 from podrace.envs.host.gymnasium import RESTARTS, Restarts
 from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.envs.registry import MissingExtra, UnknownName
-from podrace.types import FIRST, LAST, MID, Arrival
+from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Arrival
 
 
 @pytest.fixture(autouse=True)
@@ -431,6 +431,15 @@ def test_rewards_that_are_clipped_are_checked_as_they_were() -> None:
   arrival = Arrival(np.arange(n), timestep, np.array([0, np.inf]), zeros.astype(bool), zeros)
   with pytest.raises(HostError, match=r'reward of environment \[1\] is NaN or infinite'):
     host.Checker(spec, n)(arrival)
+  for value in (3e38, -1.01 * LARGEST_REWARD):
+    with pytest.raises(HostError, match=r'reward of environment \[1\] is .*1e\+12'):
+      host.Checker(spec, n)(arrival._replace(score=np.array([0, value])))
+    reward: Any = np.array([0, value], np.float32)
+    with pytest.raises(HostError, match=r'reward of environment \[1\] is .*1e\+12'):
+      host.Checker(spec, n)(
+        arrival._replace(timestep=timestep._replace(reward=reward), score=zeros)
+      )
+  host.Checker(spec, n)(arrival._replace(score=np.array([LARGEST_REWARD, -LARGEST_REWARD])))
 
 
 def test_a_segmentation_fault_of_a_worker_says_where(

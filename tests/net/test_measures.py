@@ -21,6 +21,7 @@ from podrace.net.measures import LOGGED, Meter, check, logged, resident_mb
   'said',
   [
     {'a': True}, {'a': 'x'}, {'a': None}, {'a': float('nan')}, {'a': float('inf')}, {'a': 2**63}, {'a': -1e300},
+    {'steps_per_s': -1}, {'resident_mb': -0.5}, {'dropped_steps': -(2**62)},
     {'': 1}, {'A': 1}, {'a b': 1}, {'1a': 1}, {'a\n': 1}, {'a' * 41: 1}, {f'a{i}': 1 for i in range(17)},
   ],
 )  # fmt: skip

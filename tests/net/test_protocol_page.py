@@ -34,7 +34,7 @@ from podrace.net.frame import PREFIX, Kind, WireError, split
 from podrace.remote import pool
 from podrace.remote import server as remote_server
 from podrace.remote import wire as remote_wire
-from podrace.service import inserting, parameters, registry, sampling, server
+from podrace.service import inserting, parameters, registry, sampling, server, streams
 from podrace.service import wire as service_wire
 from podrace.tables.items import TableInfo
 
@@ -352,7 +352,7 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| array of maps, integer | at most {listener.REPORTED:,},',
     f'{service_wire.MESSAGE_ITEMS} items, 2^20 new chunks and 2^20 references',
     f'n is at most {service_wire.MESSAGE_KEYS:,} |',
-    f"a stream's newest {inserting.REFUSED_ITEMS:,} refused items",
+    f"a stream's newest {streams.REFUSED_ITEMS:,} refused items",
     f'at most {sampling.REQUESTS:,} that are not answered',
     f'`n` <= {service_wire.MOST_ITEMS:,} items',
     f'or {service_wire.MOST_UNREAD} answers',

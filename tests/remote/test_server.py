@@ -33,7 +33,7 @@ from podrace.net.top import Asker, table
 from podrace.remote import groups, network, server, wire
 from podrace.remote import pool as remote_pool
 from podrace.remote.groups import Client, Latencies
-from podrace.types import FIRST, LAST, MID
+from podrace.types import FIRST, LARGEST_OBSERVATION, LARGEST_REWARD, LAST, MID
 
 # --- joining --------------------------------------------------------------------------------------
 
@@ -568,6 +568,14 @@ def not_finite(raw: Raw) -> None:
   raw.step(2, 1, body=[body[0], np.full((2, 4), np.nan, np.float32).tobytes()])
 
 
+def observed(value: float) -> Any:
+  def wrong(raw: Raw) -> None:
+    body = raw.body(2)
+    raw.step(2, 1, body=[body[0], np.full((2, 4), value, np.float32).tobytes()])
+
+  return wrong
+
+
 @pytest.mark.parametrize(
   ('wrong', 'reason'),
   [
@@ -581,6 +589,15 @@ def not_finite(raw: Raw) -> None:
     (not_finite, 'NaN or infinite'),
     (changed('reward', np.inf), 'NaN or infinite'),
     (changed('score', np.nan), 'NaN or infinite'),
+    (changed('reward', 3e38), '3e+38'),
+    (changed('reward', -2 * LARGEST_REWARD), '-2e+12'),
+    (changed('score', 3e38), '3e+38'),
+    (changed('reward', [0, np.nextafter(np.float32(LARGEST_REWARD), np.float32(np.inf))]), '1e+12'),
+    (observed(3e38), '3e+38'),
+    (observed(-2 * LARGEST_OBSERVATION), '-2e+09'),
+    (changed('reward', -LARGEST_REWARD), ''),
+    (changed('score', LARGEST_REWARD), ''),
+    (observed(-LARGEST_OBSERVATION), ''),
     (changed('discount', 2), 'discount'),
     (changed('step_type', 3), 'a step type'),
     (changed('step_type', FIRST), ''),
@@ -604,7 +621,7 @@ def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: s
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
     wrong(raw)
-    if reason == '':  # FIRST after FIRST is how an episode ends at once
+    if reason == '':  # as FIRST after FIRST, which is how an episode ends at once
       raw.act(2, 1)
       return
     assert reason in raw.gone()

@@ -20,7 +20,7 @@ from test_service_tables import SIMPLE, fill
 
 from podrace import cli, service, tables
 from podrace.net import sessions
-from podrace.service import inserting, wire
+from podrace.service import streams, wire
 from podrace.service.server import ReplayServer
 from podrace.tables import checkpoint
 
@@ -489,8 +489,8 @@ def test_a_refusal_that_was_not_heard_is_heard_in_the_next_session() -> None:
 
 
 def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(inserting, 'REFUSED_ITEMS', 3)
-  one = inserting.Stream(10)
+  monkeypatch.setattr(streams, 'REFUSED_ITEMS', 3)
+  one = streams.Stream(10)
   for number in range(5):
     one.refuse(number)
   assert one.missing == {2, 3, 4} and list(one.refused) == [2, 3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -187,8 +188,8 @@ def test_a_link_that_fails_ends_all_waits(monkeypatch: pytest.MonkeyPatch) -> No
 class Raw(bare.Bare):
   """A client of a few lines, that can be made to say anything."""
 
-  def __init__(self, address: str) -> None:
-    super().__init__(bare.connect(address, {}).socket, wire.OF_SERVICES)
+  def __init__(self, address: str, keys: Path | None = None) -> None:
+    super().__init__(bare.connect(address, {}, keys).socket, wire.OF_SERVICES)
 
   def answer(self, kind: Any, seconds: float = 10.0) -> list[Any]:
     """The next message of a kind: its fields, and its arrays."""
@@ -197,6 +198,11 @@ class Raw(bare.Bare):
 
   def join(self, **changes: Any) -> None:
     self.told = self.hello(wire.SERVICE, changes.pop('client', session.new_client()), **changes)
+
+  def declare(self) -> None:
+    """What `insert` needs."""
+    declared = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]}
+    self.say(wire.DECLARE, declared)
 
   def gone(self) -> str:
     """Why the session is over."""
@@ -242,10 +248,7 @@ def insert(number: int, **changes: Any) -> tuple[list[Any], list[Any]]:
 def ready(server: ReplayServer, **changes: Any) -> Raw:
   raw = Raw(server.address)
   raw.join(**changes)
-  raw.say(
-    wire.DECLARE,
-    {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]},
-  )  # fmt: skip
+  raw.declare()
   return raw
 
 
@@ -407,7 +410,7 @@ def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
       raw.say(wire.INSERT, *header, arrays=frames)
       raw.answer(wire.ACK)
       raw.close()
-    assert len(server.inserting.streams) <= 4 and 1 in server.inserting.streams
+    assert len(server.inserting.streams) <= 4 and ('', 1) in server.inserting.streams
     monkeypatch.setattr(server.saving, '_save', lambda: None)
     for number in range(3):
       first.say(wire.SAVE, number)
@@ -480,18 +483,98 @@ def test_settings_that_are_none_are_refused() -> None:
     raw.close()
 
 
-def test_items_are_lost_beyond_what_can_be_counted() -> None:
-  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+def lost(raw: Raw) -> int:
+  raw.say(session.ASK)
+  return raw.answer(session.REPORT)[0][0]['counts'].get('lost', 0)
+
+
+def put(raw: Raw, number: int) -> None:
+  header, frames = insert(1, item=[(number, number % 2**62, 1.0, 0, 0)])
+  raw.say(wire.INSERT, *header, arrays=frames)
+
+
+def test_a_client_cannot_say_how_many_items_are_lost(tmp_path: Path) -> None:
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
     client.table('it', **SIMPLE)
-    for _ in range(2):
-      raw = ready(server)
-      header, frames = insert(1, item=[(2**64 - 1, 5, 1.0, 0, 0)])
-      raw.say(wire.INSERT, *header, arrays=frames)
+    raw = ready(server, client=7)
+    for number in (5, 2**62, 2**64 - 1):  # a stream that was in no checkpoint has lost nothing
+      put(raw, number)
       raw.answer(wire.ACK)
-      raw.say(session.ASK)
-      assert raw.answer(session.REPORT)[0][0]['counts']['lost'] == 2**63
+    raw.close()
+    known = ready(server, client=8), ready(server, client=9)
+    for one in known:
+      put(one, 3)
+      one.answer(wire.ACK)
+      one.close()
+    address = server.address
+  with ReplayServer(address, tmp_path) as server:
+    for client_number, number, expected in ((8, 10, 6), (8, 2**40, 6), (9, 2**62, None)):
+      raw = ready(server, client=client_number)
+      put(raw, number)
+      if expected is None:
+        assert str(2**62) in raw.gone()
+      else:
+        raw.answer(wire.ACK)
+        assert lost(raw) == expected
       raw.close()
-    assert server.failure is None and not server.counts['unexpected']
+    assert server.counts['lost'] == 6 and not server.counts['unexpected']
+
+
+def test_a_key_has_its_own_streams_whatever_number_another_one_gives(tmp_path: Path) -> None:
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  net_keys.new_keys(keys)
+  net_keys.new_client(keys, own)
+  kept = tmp_path / 'kept'
+  for go_on in (False, True):
+    with ReplayServer(ANY, kept, keys=keys) as server:
+      if not go_on:
+        with service.connect(server.address, keys=keys) as client:
+          client.table('it', **SIMPLE)
+      first, other = (Raw(server.address, k) for k in (keys, own))
+      first.join(client=7)
+      assert first.told['number'] == 2 * go_on
+      first.declare()
+      for number in (3, 4) if go_on else (1, 2):
+        header, frames = insert(number, refs=[0])
+        first.say(wire.INSERT, *header, arrays=frames)
+        first.answer(wire.ACK)
+      other.join(client=7)
+      assert other.told['number'] == 0
+      other.close()
+      first.say(session.PING, None)  # its session goes on
+      first.expect(session.PONG)
+      assert len(server.inserting.streams) == 2 - go_on + (not go_on)
+      first.close()
+      until(lambda server=server: not server.peers)
+    with ReplayServer(ANY, kept) as server, contextlib.closing(Raw(server.address)) as raw:
+      raw.join(client=7)  # without a key it is another one as well
+      assert raw.told['number'] == 0
+
+
+def test_no_key_has_another_ones_streams_forgotten(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(inserting, 'STREAMS', 3)
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  net_keys.new_keys(keys)
+  net_keys.new_client(keys, own)
+  with ReplayServer(ANY, keys=keys) as server:
+    with service.connect(server.address, keys=keys) as client:
+      client.table('it', **SIMPLE)
+    for directory, numbers in ((keys, [7]), (own, range(10, 16))):
+      for number in numbers:
+        raw = Raw(server.address, directory)
+        raw.join(client=number)
+        raw.declare()
+        header, frames = insert(1, refs=[0])
+        raw.say(wire.INSERT, *header, arrays=frames)
+        raw.answer(wire.ACK)
+        raw.close()
+        until(lambda: not server.peers)
+    raw = Raw(server.address, keys)
+    raw.join(client=7)
+    assert raw.told['number'] == 1 and len(server.inserting.streams) <= 4
+    raw.close()
 
 
 def test_what_no_check_foresaw_ends_its_session_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName
 from podrace.envs.spaces import bounds, convert, leaves, values
 from podrace.errors import RunError
-from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
+from podrace.types import FIRST, LARGEST_REWARD, MID, Arrival, HostEnvironment, TimeStep
 
 log = logging.getLogger('podrace.envs')
 
@@ -272,9 +272,18 @@ class Checker:
       if self._count < BOUNDED and field in self._limits:
         self._within(field, space, x, ids)
     self._count += 1
-    self._finite('reward', arrival.timestep.reward, ids)
+    self._bounded('reward', arrival.timestep.reward, ids)
     if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
-      self._finite('reward', arrival.score, ids)
+      self._bounded('reward', arrival.score, ids)
+
+  def _bounded(self, field: str, x: Any, ids: np.ndarray) -> None:
+    bounded = np.abs(x) <= LARGEST_REWARD  # NaN isn't
+    if np.count_nonzero(bounded) != len(x):
+      self._finite(field, x, ids)
+      raise HostError(
+        f'{self._name}: {field} of environment {ids[~bounded].tolist()} is {x[~bounded][0]:g}, '
+        f'expected at most {LARGEST_REWARD:g} in size'
+      )
 
   def _finite(self, field: str, x: Any, ids: np.ndarray) -> None:
     finite = np.isfinite(x)
