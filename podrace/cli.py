@@ -168,7 +168,7 @@ def _in_company() -> bool:
 
 def _guarded(args: list[str]) -> int:
   try:
-    if not args or args[0] in ('-h', '--help'):
+    if not args or args in (['-h'], ['--help']):
       print(USAGE, end='')
       return 0
     if args[0] == '--version':
@@ -176,6 +176,8 @@ def _guarded(args: list[str]) -> int:
 
       print(__version__)
       return 0
+    if args[0] in HELP and args[1:] and args[1] in COMMANDS:  # podrace --help train
+      args[:2] = args[1::-1]
     name, *rest = args
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)

@@ -27,7 +27,7 @@ class Discover(Command):
 
   def help(self, args: list[str]) -> str:
     preset = take_preset(args)
-    return help.discover_help(self.options, preset)
+    return help.discover_help(self.options, preset, configuration.value_of('--agent', args))
 
 
 COMMAND = Discover(

@@ -14,10 +14,9 @@ from podrace.agents import AGENTS
 from podrace.commands import configuration, help
 from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
-from podrace.config import to_json, unknown
+from podrace.config import to_json
 from podrace.errors import UsageError
 from podrace.output import Lasting, results, results_alone
-from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
 from podrace.runs import name_of, new_run_dir, run_directory
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
   from podrace.net.announce import Announcement
 
 AGENT = Option(
-  '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'
+  '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class'
 )  # fmt: skip
 
 COORDINATOR = 'coordinator'  # its name in announcements
@@ -37,12 +36,9 @@ class Train(Command):
   """Its help depends on the arguments."""
 
   def help(self, args: list[str]) -> str:
-    options = Options([a for a in args if a != help.ALL], self)
-    preset = options.arguments[0] if options.arguments else None
-    agent = configuration.agent_of(options)
-    if preset is not None and preset not in PRESETS:
-      raise unknown('preset', preset, PRESETS)
-    return help.train_help(self.options, agent, preset, help.ALL in args)
+    plain = [a for a in args if a != help.ALL]
+    preset = configuration.take_preset(plain)
+    return help.train_help(self.options, plain, preset, help.ALL in args)
 
 
 COMMAND = Train(

@@ -121,7 +121,9 @@ def noisy(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
   folder = tmp_path_factory.mktemp('noisy')
   (folder / 'noisy.py').write_text(NOISY)
   sizes = ['--num-envs', '4', '--unroll-length', '4', '--total-steps', '32', '--devices', '1']
-  done = within(folder, 'train', '--agent', 'ppo', '--env', request.param, *sizes, '--run-dir', 'run')
+  done = within(
+    folder, 'train', '--agent', 'ppo', '--env', request.param, *sizes, '--run-dir', 'run'
+  )
   assert done.returncode == 0, done.stderr
   assert 'noise made' in done.stderr and 'noise' not in done.stdout
   return folder
