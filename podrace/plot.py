@@ -13,6 +13,7 @@ import numpy as np
 from podrace import curves
 from podrace.curves import Band, Group
 from podrace.errors import UsageError
+from podrace.imports import why_not
 from podrace.labels import labels
 
 # Okabe and Ito's colours: those who are colour-blind can distinguish them. Dashes help in black and white.
@@ -35,8 +36,8 @@ def check_out(path: Path) -> None:
     raise UsageError(f'--out {path}: its name must end with {", ".join(FORMATS)}')
   try:
     import matplotlib  # noqa: F401
-  except ImportError as e:
-    raise UsageError(f"pictures need the extra 'plot': pip install 'podrace[plot]' ({e})") from e
+  except Exception as e:
+    raise UsageError(why_not('a picture', 'plot', e)) from e
 
 
 def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Path) -> None:

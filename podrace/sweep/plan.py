@@ -12,6 +12,7 @@ from typing import Any
 from podrace.config import Config, differences
 from podrace.errors import RunError, UsageError
 from podrace.files import write_whole
+from podrace.imports import why_not
 from podrace.metrics import Line
 from podrace.sweep import processes, settings
 from podrace.sweep.settings import Choices, Range, Setting, Spaces
@@ -160,10 +161,8 @@ def _trial(path: Path, setting: Setting, code: int) -> dict[str, Any]:
 def _check_optuna() -> None:
   try:
     import optuna  # noqa: F401
-  except ImportError as e:
-    raise UsageError(
-      f"--method tpe needs the extra 'sweep': pip install 'podrace[sweep]' ({e})"
-    ) from e
+  except Exception as e:
+    raise UsageError(why_not('--method tpe', 'sweep', e)) from e
 
 
 def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
