@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from podrace import metrics, own_code, run, runs
 from podrace.callbacks import Callback
 from podrace.config import Config, default_agent, needs_sebulba, to_json, unknown
-from podrace.defaults import with_defaults
+from podrace.defaults import meaningless, with_defaults
 from podrace.errors import UsageError
 from podrace.imports import why_not
 from podrace.presets import PRESETS
@@ -85,6 +85,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   changes = agent if isinstance(agent, dict) else {}
   if preset is not None:
     config = PRESETS[preset]()
+    config = dataclasses.replace(config, **meaningless(config, settings))
     if isinstance(agent, str):
       agent = default_agent(agent)
   else:

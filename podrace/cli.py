@@ -203,7 +203,12 @@ def _guarded(args: list[str]) -> int:
     from podrace.coordinator import leave_processes
 
     same = '--dir' if args[0] == 'sweep' else '--run-dir'
-    tell(f'stopped by {e}; start again with the same {same} to go on')
+    then = (
+      f'start again with the same {same} to go on'
+      if e.kept
+      else 'no step was made, and nothing is kept'
+    )
+    tell(f'stopped by {e}; {then}')
     # Unless all were signalled, the others go on with what this one has left, and do not come.
     leave_processes(LEAVE_SECONDS if e.unsaved else None)
     return 128 + e.signum

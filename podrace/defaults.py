@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from podrace.config import Config, agent_name
+from podrace.config import Common, Config, agent_name
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 
 Kind = Literal['vector', 'grid', 'pixels', 'continuous']
@@ -194,6 +194,23 @@ def kind_named(env: str) -> Kind | None:
   if known is None or (known.names and name not in known.names):
     return None
   return EXCEPTIONS.get(env, OF_LIBRARY.get(library))
+
+
+def meaningless(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns settings of a preset that have no meaning with the settings that are `given`, with their plain defaults.
+
+  Else a run is refused for options that the user has not given.
+  """
+  fields: set[str] = set()
+  if given.get('architecture') == 'anakin' and config.architecture == 'sebulba':
+    fields |= {f.name for f in dataclasses.fields(Config)} - {
+      f.name for f in dataclasses.fields(Common)
+    }
+  if given.get('env', config.env) != config.env:
+    fields |= {'eval_env'}
+  if str(given.get('eval_every', config.eval_every)) == '0':
+    fields |= {'eval_env', 'eval_episodes', 'eval_video'}
+  return {name: getattr(Config, name) for name in sorted(fields - given.keys())}
 
 
 def _set(settings: Any, path: list[str], value: Any) -> Any:

@@ -81,12 +81,17 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
   except OSError as e:
     raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
   with file:
-    if links := linked_folders(run_dir):
-      raise UsageError(
-        f'--run-dir {run_dir}: {", ".join(links)} there is a symbolic link to a directory elsewhere, where a run '
-        'would write and delete; move what it leads to in its place, or make the whole run directory a link'
-      )
+    check_links(run_dir)
     yield functools.partial(is_locked, run_dir.absolute(), file)
+
+
+def check_links(run_dir: Path) -> None:
+  """Raises UsageError if a run would write or delete in a directory elsewhere."""
+  if links := linked_folders(run_dir):
+    raise UsageError(
+      f'--run-dir {run_dir}: {", ".join(links)} there is a symbolic link to a directory elsewhere, where a run '
+      'would write and delete; move what it leads to in its place, or make the whole run directory a link'
+    )
 
 
 def changes_of(config: Config | Discovery, run_dir: Path) -> list[str]:

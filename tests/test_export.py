@@ -332,7 +332,7 @@ def test_a_run_is_exported(
   assert load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))[0].shape == ()
   monkeypatch.setitem(sys.modules, 'onnx', None)
   code, _, err = called(capsys, 'export', str(tmp_path / 'run'), str(tmp_path / 'less'))
-  assert code == 0 and 'policy.onnx is not written: it needs the extra 'onnx': pip install' in err
+  assert code == 0 and "policy.onnx is not written: it needs the extra 'onnx': pip install" in err
   names = {p.name for p in (tmp_path / 'policy').iterdir()}
   assert names == {
     'config.json',

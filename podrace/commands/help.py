@@ -27,7 +27,7 @@ from podrace.commands.sources import (
   fields_of,
   shown,
 )  # fmt: skip
-from podrace.config import agent_class, flag, needs_sebulba, unknown_agent
+from podrace.config import Config, agent_class, flag, needs_sebulba, unknown_agent
 from podrace.discovery.presets import PRESETS as DISCOVERIES
 from podrace.errors import UsageError
 from podrace.hooks import BOUND
@@ -87,6 +87,8 @@ def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
     record, call = None, call_of(PACKAGE / 'presets.py', PRESETS[preset or 'catch'].__name__)
     name = _name_of(call.fields['agent'])
     made = Call('', {**agent_call(name).fields, **call.fields['agent'].fields})
+    config = Config(agent=None, **{k: v for k, v in call.fields.items() if k != 'agent'})
+    call = call.replace(**defaults.meaningless(config, configuration.settings_in(args)))
     settings = Settings(name, call.replace(agent=made))
   wanted = agent or settings.agent or 'impala'
   if wanted not in AGENTS and ':' not in wanted:
@@ -118,7 +120,7 @@ def _with_defaults(settings: Settings, env: str | None) -> Settings:
   kind = kinds[0] if env is None and kinds == ['continuous'] else None
   kind = kind or defaults.kind_named(env or 'podrace:catch')
   if kind is None:
-    table, kind = defaults.entry(settings.agent, env)
+    table, kind = defaults.entry(settings.agent, env or '')
   else:
     table = defaults.TABLE.get((settings.agent, kind))
   if table is None:
@@ -132,7 +134,8 @@ def _with_defaults(settings: Settings, env: str | None) -> Settings:
 def _with_architecture(settings: Settings, args: Sequence[str]) -> Settings:
   """The settings with the architecture that the arguments name or need."""
   call, named = settings.call, _value('--architecture', args)
-  standard = {'env': 'podrace:catch', 'envs': 'local', 'replay': 'device'} | call.fields
+  standard: dict[str, Any] = {'env': 'podrace:catch', 'envs': 'local', 'replay': 'device'}
+  standard |= call.fields
   needs = {n: _value(f'--{n}', args) or standard[n] for n in ('env', 'envs', 'replay')}
   if named is None and needs_sebulba(**needs):
     named = 'sebulba'
@@ -194,9 +197,10 @@ def discover_help(options: Iterable[Option], preset: str | None, agent: str | No
     'options, with the defaults of this run:',
     *(rows[n] for n in order),
   ]
-  lines += ['', f'the rule of {name}:']
-  fields = fields_of(PACKAGE / 'rules' / f'{name}.py', 'Sizes', '--rule.')
-  lines += [_row(f, values) for f in fields]
+  for each in (name,) if preset or agent else ('disco', 'lpg'):
+    fields = fields_of(PACKAGE / 'rules' / f'{each}.py', 'Sizes', '--rule.')
+    lines += ['', f'the rule of {each}:']
+    lines += [_row(f, values if each == name else {}) for f in fields]
   lines += ['', 'the value function of the meta-gradient:']
   fields = fields_of(path / 'objective.py', 'ValueFunction', '--value.')
   lines += [_row(f, values) for f in fields]

@@ -176,8 +176,8 @@ def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
     if kind in files and node.target.id not in PARTS:  # it has fields of its own
       found |= {f[0]: f for f in fields_of(files[kind], kind, f'{name}.')}
       continue
-    plain = node.value is not None and not isinstance(node.value, ast.Call)
-    if plain and (text := _shown_node(node.value)):  # else the comment explains it
+    plain = None if isinstance(node.value, ast.Call) else node.value
+    if plain is not None and (text := _shown_node(plain)):  # else the comment explains it
       comment = f'{comment} (default {text})'.strip()
     inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
     if inherited and (not comment or comment.startswith('(default')):
