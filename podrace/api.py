@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from podrace import metrics, own_code, run, runs
 from podrace.callbacks import Callback
 from podrace.config import Config, default_agent, needs_sebulba, to_json, unknown
-from podrace.defaults import with_defaults
+from podrace.defaults import meaningless, with_defaults
 from podrace.errors import UsageError
+from podrace.imports import why_not
 from podrace.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -45,8 +46,8 @@ class Result:
     """
     try:
       import pandas as pd
-    except ImportError as e:
-      raise UsageError(f'frame needs pandas, or take metrics: pip install pandas ({e})') from e
+    except Exception as e:
+      raise UsageError(why_not('frame, unlike metrics,', 'pandas', e)) from e
     return pd.DataFrame(self.metrics)
 
   def evaluate(self, episodes: int = 100, seed: int = 0) -> dict[str, Any]:
@@ -84,6 +85,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   changes = agent if isinstance(agent, dict) else {}
   if preset is not None:
     config = PRESETS[preset]()
+    config = dataclasses.replace(config, **meaningless(config, settings))
     if isinstance(agent, str):
       agent = default_agent(agent)
   else:

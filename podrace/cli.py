@@ -168,7 +168,7 @@ def _in_company() -> bool:
 
 def _guarded(args: list[str]) -> int:
   try:
-    if not args or args[0] in ('-h', '--help'):
+    if not args or args in (['-h'], ['--help']):
       print(USAGE, end='')
       return 0
     if args[0] == '--version':
@@ -176,6 +176,8 @@ def _guarded(args: list[str]) -> int:
 
       print(__version__)
       return 0
+    if args[0] in HELP and args[1:] and args[1] in COMMANDS:  # podrace --help train
+      args[:2] = args[1::-1]
     name, *rest = args
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)
@@ -201,7 +203,12 @@ def _guarded(args: list[str]) -> int:
     from podrace.coordinator import leave_processes
 
     same = '--dir' if args[0] == 'sweep' else '--run-dir'
-    tell(f'stopped by {e}; start again with the same {same} to go on')
+    then = (
+      f'start again with the same {same} to go on'
+      if e.kept
+      else 'no step was made, and nothing is kept'
+    )
+    tell(f'stopped by {e}; {then}')
     # Unless all were signalled, the others go on with what this one has left, and do not come.
     leave_processes(LEAVE_SECONDS if e.unsaved else None)
     return 128 + e.signum

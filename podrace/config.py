@@ -206,6 +206,8 @@ def _check_agreement(config: Config) -> None:
 
 
 def _check_anakin(config: Config) -> None:
+  if library_of(config.env) in HOST_LIBRARIES:
+    raise UsageError(f'{config.env} runs on the host: give --architecture sebulba')
   if config.replay != 'device':
     raise UsageError(
       f'--replay {config.replay}: under anakin all of it is on the device; leave it out, or give '
@@ -217,8 +219,6 @@ def _check_anakin(config: Config) -> None:
   for f in dataclasses.fields(config):
     if f.name not in common and getattr(config, f.name) != f.default:
       raise UsageError(f'--{flag(f.name)} is for --architecture sebulba; this run is anakin')
-  if library_of(config.env) in HOST_LIBRARIES:
-    raise UsageError(f'{config.env} runs on the host: give --architecture sebulba')
 
 
 def _check_sebulba(config: Config) -> None:

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from podrace.config import Config, agent_name
-from podrace.envs.registry import HOST_LIBRARIES
+from podrace.config import Common, Config, agent_name
+from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 
 Kind = Literal['vector', 'grid', 'pixels', 'continuous']
 
@@ -141,19 +141,76 @@ def with_defaults(config: Config, env: str) -> Config:
   name = agent_name(config.agent)
   if all(name != agent for agent, _ in TABLE):
     return config
-  observation_space, action_space = spaces_of(env)
-  found = TABLE.get((name, kind_of(observation_space, action_space)))
+  found, _ = entry(name, env)
   if found is None:
     return config
-  settings = dict(found.agent)
-  if not _has_floats(observation_space):
-    settings.pop('normalize_observations', None)
   agent = config.agent
-  for path, value in settings.items():
+  for path, value in found.agent.items():
     agent = _set(agent, path.split('.'), value)
   return dataclasses.replace(
     config, agent=agent, num_envs=found.num_envs, unroll_length=found.unroll_length
   )
+
+
+def entry(agent: str, env: str) -> tuple[Defaults | None, Kind]:
+  """Returns the entry of the table for an agent in `env`, which is made to be looked at, and the kind of `env`."""
+  observation_space, action_space = spaces_of(env)
+  kind = kind_of(observation_space, action_space)
+  found = TABLE.get((agent, kind))
+  if found is not None and not _has_floats(observation_space):
+    plain = {k: v for k, v in found.agent.items() if k != 'normalize_observations'}
+    found = dataclasses.replace(found, agent=plain)
+  return found, kind
+
+
+# The kinds of the environments that podrace lists, so that --help need not make them. Tests compare them.
+OF_LIBRARY: Mapping[str, Kind] = {
+  'podrace': 'vector', 'gymnax': 'vector', 'brax': 'continuous', 'jumanji': 'vector', 'navix': 'grid', 'ale': 'pixels',
+}  # fmt: skip
+EXCEPTIONS: Mapping[str, Kind] = {
+  'podrace:maze': 'grid',
+  **dict.fromkeys(
+    (
+      'gymnax:Pendulum-v1', 'gymnax:MountainCarContinuous-v0', 'gymnax:PointRobot-misc', 'gymnax:Reacher-misc',
+      'gymnax:Swimmer-misc',
+    ),
+    'continuous',
+  ),
+  **dict.fromkeys(
+    (
+      'gymnax:Asterix-MinAtar', 'gymnax:Breakout-MinAtar', 'gymnax:Freeway-MinAtar', 'gymnax:Seaquest-MinAtar',
+      'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc', 'jumanji:RubiksCube-v0',
+      'jumanji:RubiksCube-partly-scrambled-v0', 'jumanji:FlatPack-v0', 'jumanji:Snake-v1',
+    ),
+    'grid',
+  ),
+}  # fmt: skip
+
+
+def kind_named(env: str) -> Kind | None:
+  """Returns the kind of an environment that podrace lists; None if only its spaces tell."""
+  library, _, name = env.partition(':')
+  known = LIBRARIES.get(library) or HOST_LIBRARIES.get(library)
+  if known is None or (known.names and name not in known.names):
+    return None
+  return EXCEPTIONS.get(env, OF_LIBRARY.get(library))
+
+
+def meaningless(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns settings of a preset that have no meaning with the settings that are `given`, with their plain defaults.
+
+  Else a run is refused for options that the user has not given.
+  """
+  fields: set[str] = set()
+  if given.get('architecture') == 'anakin' and config.architecture == 'sebulba':
+    fields |= {f.name for f in dataclasses.fields(Config)} - {
+      f.name for f in dataclasses.fields(Common)
+    }
+  if given.get('env', config.env) != config.env:
+    fields |= {'eval_env'}
+  if str(given.get('eval_every', config.eval_every)) == '0':
+    fields |= {'eval_env', 'eval_episodes', 'eval_video'}
+  return {name: getattr(Config, name) for name in sorted(fields - given.keys())}
 
 
 def _set(settings: Any, path: list[str], value: Any) -> Any:

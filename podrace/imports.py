@@ -61,6 +61,40 @@ def imported(what: str, module: str) -> types.ModuleType:
     raise UsageError(f'{what}: {explain(e)}') from e
 
 
+LIBRARIES = {  # extra -> the modules that it installs, where they are not of its name
+  'ale': ('ale_py',),
+  'remote': ('cryptography', 'msgpack'),
+  'plot': ('matplotlib',),
+  'sweep': ('optuna',),
+  'video': ('av', 'PIL'),
+  'tensorboard': ('tensorboardX',),
+}
+
+
+NO_EXTRAS = ('pandas', 'onnxruntime')  # libraries that no extra of podrace installs
+
+
+def why_not(what: str, extra: str, error: Exception) -> str:
+  """Returns why the import of a library failed: its extra is not installed, or the library itself is to blame.
+
+  Args:
+    what: needs the library.
+    extra: installs it; or one of NO_EXTRAS.
+    error: the import raised it.
+  """
+  libraries = LIBRARIES.get(extra, (extra,))
+  named, package = f"the extra '{extra}'", f"'podrace[{extra}]'"
+  if extra in NO_EXTRAS:
+    named, package = extra, extra
+  if isinstance(error, ModuleNotFoundError) and error.name in libraries:
+    return f'{what} needs {named}: pip install {package} ({error})'
+  cause = f'{type(error).__name__}: {error}'.splitlines()[0]
+  return (
+    f'{what} needs {" and ".join(libraries)}, which is installed but cannot be imported: {cause}. It lacks a module, '
+    f'or its version does not fit: pip install --upgrade {package}'
+  )
+
+
 def explain(error: Exception) -> str:
   """An exception of the user's code, with the lines of it that led there."""
   if isinstance(error, SyntaxError) and error.filename:

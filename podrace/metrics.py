@@ -16,13 +16,8 @@ from typing import Any, Protocol, TextIO, cast
 
 from podrace.config import unknown
 from podrace.errors import UsageError
-from podrace.files import (
-  WANDB,
-  make_folder,
-  open_append,
-  open_new,
-  write_whole,
-)
+from podrace.files import WANDB, make_folder, open_append, open_new, write_whole
+from podrace.imports import why_not
 from podrace.output import Lasting
 
 Line = dict[str, Any]
@@ -205,9 +200,8 @@ def check_sinks(sinks: Sequence[str | Sink]) -> None:
       raise unknown('sink', name, SINKS)
     try:
       importlib.import_module(LIBRARIES.get(name, 'podrace'))
-    except ImportError as e:
-      extra = f"sink {name!r} needs the extra {name!r}: pip install 'podrace[{name}]'"
-      raise UsageError(f'{extra} ({e})') from e
+    except Exception as e:
+      raise UsageError(why_not(f'sink {name!r}', name, e)) from e
 
 
 # --- progress -----------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ state, for any batch B. The state at the beginning of an episode is zeros.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from podrace import imports
 from podrace.policy_network import STATES, Bound, Network, Params, leaves
 
 OPSET, IR = 18, 10  # ONNX Runtime reads them since 1.18
@@ -25,9 +25,10 @@ def why_not(about: dict[str, Any]) -> str:
       f"{about['agent']} has a network of its own, or a transformer, or does not take its network's best action; only "
       "the best actions of podrace's other networks are written as ONNX"
     )
-  spec = importlib.util.find_spec('onnx')
-  if spec is None or spec.loader is None:  # none, or a directory of that name
-    return "it needs the extra onnx: pip install 'podrace[onnx]'"
+  try:
+    import onnx.helper  # noqa: F401 (a directory of the name onnx has none)
+  except Exception as e:
+    return imports.why_not('it', 'onnx', e)
   return ''
 
 

@@ -15,6 +15,7 @@ from podrace import curves
 from podrace.curves import Band, Group
 from podrace.errors import UsageError
 from podrace.files import write_whole
+from podrace.imports import why_not
 from podrace.labels import labels
 
 # Okabe and Ito's colours: those who are colour-blind can distinguish them. Dashes help in black and white.
@@ -37,8 +38,8 @@ def check_out(path: Path) -> None:
     raise UsageError(f'--out {path}: its name must end with {", ".join(FORMATS)}')
   try:
     import matplotlib  # noqa: F401
-  except ImportError as e:
-    raise UsageError(f"pictures need the extra 'plot': pip install 'podrace[plot]' ({e})") from e
+  except Exception as e:
+    raise UsageError(why_not('a picture', 'plot', e)) from e
 
 
 def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Path) -> None:

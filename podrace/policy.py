@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from podrace.imports import why_not
 from podrace.policy_network import STATES, Network, Numpy, Params, leaves
 
 VERSION = 1
@@ -154,8 +155,8 @@ def _core_state(about: dict[str, Any], size: int) -> tuple[np.ndarray, ...]:
 def _onnx_step(about: dict[str, Any], graph: bytes) -> Step:
   try:
     import onnxruntime
-  except ImportError as e:
-    raise PolicyError(f"runtime='onnx' needs onnxruntime: pip install onnxruntime ({e})") from e
+  except Exception as e:
+    raise PolicyError(why_not("runtime='onnx'", 'onnxruntime', e)) from e
   session = onnxruntime.InferenceSession(graph, providers=['CPUExecutionProvider'])
   names = [x.name for x in session.get_inputs()]
 

@@ -23,7 +23,7 @@ from podrace.config import Config, to_json, validate
 from podrace.errors import RunError, UsageError
 from podrace.evaluate import evaluated
 from podrace.evaluations import Evaluations
-from podrace.files import make_user_folder
+from podrace.files import check_folder, make_user_folder
 from podrace.group import everyones
 from podrace.log import Log
 from podrace.record import (
@@ -36,7 +36,7 @@ from podrace.record import (
   read_summary,
   write_json,
 )
-from podrace.runs import last_line, noting_end
+from podrace.runs import check_directory, has_lock, last_line, noting_end
 from podrace.saves import Saves
 from podrace.stop import GRACE_SECONDS, Stop, Stopped
 from podrace.warm_start import check_start, warm_started
@@ -91,9 +91,9 @@ def train(
 
   def assemble(warn: Callable[[str], None]) -> tuple[Architecture, Server | None]:
     server = make_server(config, listen)
-    program = build(config, server, addresses, Path(run_dir))
-    if config.init_from and not any((Path(run_dir) / 'checkpoints').glob('*')):
+    if config.init_from and read_record(Path(run_dir)) is None:
       check_start(config)
+    program = build(config, server, addresses, Path(run_dir))
     if config.eval_env and jax.process_index() == 0:
       evaluated(config)
     warn_if_too_short(config, program, warn)
@@ -157,6 +157,7 @@ def carry_out(
   say = _nothing if quiet else warn
   with _as_run_errors(run_dir), contextlib.ExitStack() as stack:
     stack.callback(terminal.close)
+    refuse(config, run_dir, override)
     program, server = assemble(warn)
     # Now that it can be a run: what is refused leaves no directory.
     try:
@@ -188,6 +189,16 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
       f'step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at step '
       f'{config.total_updates * config.steps_per_update:,} (--total-steps)'
     )
+
+
+def refuse(config: Config | Discovery, run_dir: Path, override: bool) -> None:
+  """Raises UsageError for a run directory that can't be that of this run, before anything is made."""
+  check_directory(run_dir)
+  if run_dir.is_dir():
+    check_folder(run_dir, '--run-dir')
+    if jax.process_index() == 0 and has_lock(run_dir):  # of several processes the first one has it
+      raise UsageError(f'{run_dir} is in use by another run that is still going')
+    finished(config, run_dir, override, _nothing)
 
 
 def finished(

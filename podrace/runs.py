@@ -19,6 +19,7 @@ from podrace.config import KIND
 from podrace.errors import RunError, UsageError
 from podrace.files import create_folder, make_user_folder, write_whole
 from podrace.own_code import CLASS
+from podrace.stop import Stopped
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
 KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
@@ -194,10 +195,11 @@ def last_line(path: Path) -> tuple[dict[str, Any], float]:
 
 def is_running(path: Path) -> bool:
   """Whether a process has the run's lock, or `podrace launch` that of its logs, as between two starts of a learner."""
-  return _has_lock(path) or _has_lock(path / 'logs')
+  return has_lock(path) or has_lock(path / 'logs')
 
 
-def _has_lock(path: Path) -> bool:
+def has_lock(path: Path) -> bool:
+  """Whether a process has the lock of a directory."""
   try:
     descriptor = os.open(path / 'lock', os.O_RDONLY | os.O_NOFOLLOW)
   except OSError:
@@ -311,7 +313,7 @@ def new_run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def reserved(name: str) -> Iterator[Path]:
-  """Makes a new run's directory, so that no other run takes it; removes it if it stays empty."""
+  """Makes a new run's directory, so that no other run takes it; removes it if no step of the run is in it."""
   with contextlib.ExitStack() as stack:
     runs = Path('runs')
     try:
@@ -326,7 +328,11 @@ def reserved(name: str) -> Iterator[Path]:
     except OSError as e:
       raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
     stack.callback(_remove_empty, path)
-    yield path
+    try:
+      yield path
+    except Stopped as e:
+      e.kept = not _remove_unbegun(path)
+      raise
 
 
 @contextlib.contextmanager
@@ -337,6 +343,38 @@ def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
     return
   with reserved(name.replace(':', '-').replace('/', '-')) as path:
     yield path
+
+
+def _remove_unbegun(path: Path) -> bool:
+  """Removes the files of a run that was stopped before its first step; whether it was."""
+  unbegun = {'config.json', END, 'lock', 'checkpoints'}
+  with contextlib.suppress(OSError):
+    if {p.name for p in path.iterdir()} <= unbegun and not saved_steps(path):
+      shutil.rmtree(path)
+      return True
+  return False
+
+
+def check_directory(path: Path, option: str = '--run-dir') -> None:
+  """Checks that a run can be kept in a directory, which need not be there yet.
+
+  Raises:
+    UsageError: if it can't.
+  """
+  lacks = f'{option} {path} cannot be a directory'
+  there = path
+  while not os.path.lexists(there) and there != there.parent:
+    there = there.parent
+  try:
+    if not there.is_dir():
+      raise UsageError(f'{lacks}: {there} is none')
+    writable = os.access(there, os.W_OK | os.X_OK)
+  except OSError as e:
+    raise UsageError(f'{lacks}: {e.strerror}') from e
+  if not writable and there == path:
+    raise UsageError(f'{option} {path} cannot be written to')
+  if not writable:
+    raise UsageError(f'{lacks}: {there} cannot be written to')
 
 
 def _remove_empty(path: Path) -> None:

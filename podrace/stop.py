@@ -12,12 +12,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from podrace.imports import is_the_users
 from podrace.process import on_signals
 from podrace.worker import Worker
 
 GRACE_SECONDS = 20.0  # after a signal: what a call has to end, before the run ends without it
+PACKAGE = Path(__file__).parent
 SLOW_SECONDS = 60.0  # of one call: a warning says where it stands, and again after twice the time
 
 
@@ -28,6 +31,7 @@ class Stopped(Exception):
     name = signal.Signals(signum).name
     super().__init__(f'{name}: {unsaved}' if unsaved else name)
     self.signum, self.unsaved = signum, unsaved
+    self.kept = True  # whether there is a run directory to go on with
 
 
 class Stop:
@@ -103,8 +107,13 @@ class Stop:
 
 
 def _whereabouts(worker: Worker) -> str:
-  """Where a worker stands in Python, the innermost line of podrace's or of the user's."""
+  """Where a worker stands in Python: the innermost line of the user's, else of podrace's."""
   frame = sys._current_frames().get(worker.ident)
   lines = [] if frame is None else traceback.extract_stack(frame)
-  lines = [line for line in lines if 'site-packages' not in line.filename]
-  return f'in {lines[-1].name} ({lines[-1].filename}:{lines[-1].lineno})' if lines else 'ending'
+  of_user = [line for line in lines if is_the_users(line.filename)]
+  ours = [line for line in lines if Path(line.filename).is_relative_to(PACKAGE)]
+  at = (of_user or ours)[-1:]
+  if not at:
+    return 'ending'
+  name = at[0].name if of_user else 'podrace'
+  return f'in {name} ({at[0].filename}:{at[0].lineno})'

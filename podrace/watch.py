@@ -19,6 +19,7 @@ from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params, spread
 from podrace.files import make_folder, make_user_folder, write_whole
 from podrace.hooks import can_be_greedy, greedily
+from podrace.imports import why_not
 from podrace.output import tell
 from podrace.pictures import Numbers, numbers
 from podrace.process import scratch_directory
@@ -110,8 +111,8 @@ def check_libraries() -> None:
   try:
     import av  # noqa: F401
     import PIL  # noqa: F401
-  except ImportError as e:
-    raise UsageError(f"videos need the extra 'video': pip install 'podrace[video]' ({e})") from e
+  except Exception as e:
+    raise UsageError(why_not('a video', 'video', e)) from e
 
 
 def episode(

@@ -119,7 +119,7 @@ def settings(*args: str) -> Config:
   preset = configuration.take_preset(rest)
   agent = rest[rest.index('--agent') + 1] if '--agent' in rest else None
   given = rest[: rest.index('--agent')] if agent else rest
-  base = configuration.base_config(preset, None, agent, given)
+  base = configuration.implied(configuration.base_config(preset, None, agent, given), given)
   config = configuration.parse(base, given)
   is_open = configuration.is_open(preset, None, agent, given)
   return configuration.settled(base, config.env, given) if is_open else config

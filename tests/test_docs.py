@@ -179,7 +179,7 @@ def test_a_command_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 EVERY_FLAG = set(
-  re.findall(r'--[\w.-]+', train_help(COMMANDS['train'].COMMAND.options, None, None, True))
+  re.findall(r'--[\w.-]+', train_help(COMMANDS['train'].COMMAND.options, (), None, True))
 )
 
 
@@ -216,7 +216,7 @@ def test_names_in_the_text(page: Path) -> None:
 def test_the_page_of_an_agent(agent: str) -> None:
   """Its flags are that agent's, and its scores are the recorded ones."""
   text = (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
-  known = train_help(COMMANDS['train'].COMMAND.options, agent, None)
+  known = train_help(COMMANDS['train'].COMMAND.options, ('--agent', agent), None)
   flags = {f.replace('.no-', '.') for f in re.findall(r'`(--agent\.[\w.-]+)', text)}
   assert {f for f in flags if f'{f} ' not in known} == set()
   recorded: dict[str, Any] = {}

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import podrace
+from podrace import stop
 from podrace.process import is_locked, lock, log_to_stderr, on_signals
 
 LOG = logging.getLogger('podrace.somewhere')
@@ -139,3 +142,23 @@ cli.entry()
 """
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
   assert (done.returncode, done.stdout, done.stderr) == (2, '', '')
+
+
+@pytest.mark.parametrize('of_user', [True, False])
+def test_a_wait_names_no_function_of_python(of_user: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+  told: list[str] = []
+  warned = threading.Event()
+
+  def warn(text: str) -> None:
+    told.append(text)
+    warned.set()
+
+  def waits_here() -> None:
+    warned.wait()
+
+  monkeypatch.setattr(stop, 'SLOW_SECONDS', 0.01)
+  with stop.Stop() as stopping:
+    stopping.during(waits_here if of_user else warned.wait, 'waiting', warn)
+  file = 'test_process' if of_user else 'worker'
+  name = 'waits_here' if of_user else 'podrace'
+  assert re.search(rf' in {name} \(.*{file}\.py:\d+\)', told[0]), told

@@ -133,7 +133,8 @@ def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
     preset = rest[0] if rest and rest[0] in PRESETS else None
     agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None
     agent = agent if agent in AGENTS else None
-    text = help.train_help(train.COMMAND.options, agent, preset, everything=not (agent or preset))
+    given = ['--agent', agent] if agent else []
+    text = help.train_help(train.COMMAND.options, given, preset, everything=not (agent or preset))
   else:
     return {}
   found: dict[str, tuple[str, ...]] = {}

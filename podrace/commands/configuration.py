@@ -89,6 +89,7 @@ def base_config(
     config = load_config(run_dir, allowed)
   else:
     config = PRESETS[preset or 'catch']()
+    config = dataclasses.replace(config, **defaults.meaningless(config, settings_in(args)))
   if agent is not None and agent != agent_name(config.agent):
     config = dataclasses.replace(config, agent=default_agent(agent))
   return config
@@ -180,6 +181,12 @@ def implied(base: Config, args: Sequence[str]) -> Config:
     name: value_of(f'--{name}', args) or getattr(base, name) for name in ('env', 'envs', 'replay')
   }
   return dataclasses.replace(base, architecture='sebulba') if needs_sebulba(**asked) else base
+
+
+def settings_in(args: Sequence[str]) -> dict[str, str]:
+  """The fields of Config that the arguments have options for, and the values as they are given."""
+  values = {f.name: value_of(f'--{flag(f.name)}', args) for f in dataclasses.fields(Config)}
+  return {name: value for name, value in values.items() if value is not None}
 
 
 def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -17,7 +17,7 @@ from podrace.discovery.presets import PRESETS
 from podrace.errors import UsageError
 from podrace.output import Lasting, results, results_alone
 from podrace.process import log_to_stderr
-from podrace.runs import run_directory
+from podrace.runs import check_directory, run_directory
 
 DEFAULT = 'lpg-catch'
 
@@ -27,7 +27,7 @@ class Discover(Command):
 
   def help(self, args: list[str]) -> str:
     preset = take_preset(args)
-    return help.discover_help(self.options, preset)
+    return help.discover_help(self.options, preset, configuration.value_of('--agent', args))
 
 
 COMMAND = Discover(
@@ -54,6 +54,8 @@ def run(args: list[str]) -> int:
   preset = take_preset(args)
   options = Options(args, COMMAND)
   run_dir, allowed = options.path('--run-dir'), configuration.allowed_modules(options)
+  if run_dir is not None:
+    check_directory(run_dir)
   base = base_config(preset, run_dir, configuration.agent_of(options), allowed)
   config = configuration.parse(base, options.arguments, 'podrace discover')
 

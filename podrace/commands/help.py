@@ -1,28 +1,37 @@
-"""The help of `podrace train`. It is read out of sources: to import them takes seconds."""
+"""The help of `podrace train` and `discover`: the options, with the defaults of the run that the other arguments are of."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from podrace import defaults, own_code
 from podrace.agents import AGENTS
+from podrace.commands import configuration
 from podrace.commands.options import Option, row
-from podrace.config import agent_class, flag
+from podrace.commands.sources import (
+  FIXED,
+  NO_OPTIONS,
+  PACKAGE,
+  PARTS,
+  Call,
+  agent_call,
+  call_of,
+  fields_of,
+  shown,
+)  # fmt: skip
+from podrace.config import Config, agent_class, flag, needs_sebulba, unknown_agent
 from podrace.discovery.presets import PRESETS as DISCOVERIES
-from podrace.fields import TEXTS
+from podrace.errors import UsageError
 from podrace.hooks import BOUND
 from podrace.presets import PRESETS
-
-PACKAGE = Path(__file__).parents[1]
-
 
 MOST_USED = (  # of the options of a run; the others come after them
   '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env', '--agent', '--architecture',
@@ -36,12 +45,145 @@ SERVING = (
   '--announce',
 )  # of Sebulba
 ALL = '--help-all'
+DEFAULT = re.compile(
+  r' *\(default [^()]*(?:\([^()]*\)[^()]*)*\)$'
+)  # at the end of the help of a field
+
+Values = Mapping[
+  str, str
+]  # option -> its default in a run, where the class of the field has another
 
 
-def discover_help(options: Iterable[Option], preset: str | None) -> str:
+# --- the settings of a run ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """The settings of a run before its flags."""
+
+  agent: str
+  call: Call
+  kind: str = ''  # of environment, if the defaults of the agent there are among them
+
+  @property
+  def values(self) -> Values:
+    return dict(self.call.flags())
+
+
+def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
+  """Returns the settings that `podrace train` makes of a preset and arguments, without importing an agent of ours.
+
+  Raises:
+    UsageError: for a name that is none.
+  """
+  agent, env = _value('--agent', args), _value('--env', args)
+  run_dir = _value('--run-dir', args)
+  record = Path(run_dir, 'config.json') if run_dir is not None and preset is None else None
+  if record is not None and record.is_file():
+    settings = _recorded(record)
+  elif preset is None and (agent or env):
+    record, settings = None, Settings('', Call('Config', {}))
+  else:
+    record, call = None, call_of(PACKAGE / 'presets.py', PRESETS[preset or 'catch'].__name__)
+    name = _name_of(call.fields['agent'])
+    made = Call('', {**agent_call(name).fields, **call.fields['agent'].fields})
+    config = Config(agent=None, **{k: v for k, v in call.fields.items() if k != 'agent'})
+    call = call.replace(**defaults.meaningless(config, configuration.settings_in(args)))
+    settings = Settings(name, call.replace(agent=made))
+  wanted = agent or settings.agent or 'impala'
+  if wanted not in AGENTS and ':' not in wanted:
+    raise unknown_agent(wanted)
+  if wanted != settings.agent:
+    made = agent_call(wanted) if wanted in AGENTS else Call(wanted, {})
+    settings = Settings(wanted, settings.call.replace(agent=made))
+    if record is None:  # as configuration.is_open
+      settings = _with_defaults(settings, env or settings.call.fields.get('env'))
+  return _with_architecture(settings, args)
+
+
+def _value(name: str, args: Sequence[str]) -> str | None:
+  """The value of an option, if it has one."""
+  value = configuration.value_of(name, args)
+  return None if not value or value.startswith('--') else value
+
+
+def _name_of(call: Call) -> str:
+  return next(name for name, (_, cls) in AGENTS.items() if cls == call.cls)
+
+
+def _with_defaults(settings: Settings, env: str | None) -> Settings:
+  """The settings with the defaults of the agent in an environment, as `defaults.with_defaults`."""
+  kinds = [kind for name, kind in defaults.TABLE if name == settings.agent]
+  if not kinds:
+    return settings
+  # Without --env it is Catch, where agents for continuous actions alone are refused.
+  kind = kinds[0] if env is None and kinds == ['continuous'] else None
+  kind = kind or defaults.kind_named(env or 'podrace:catch')
+  if kind is None:
+    table, kind = defaults.entry(settings.agent, env or '')
+  else:
+    table = defaults.TABLE.get((settings.agent, kind))
+  if table is None:
+    return settings
+  call = settings.call.replace(num_envs=table.num_envs, unroll_length=table.unroll_length)
+  for path, value in table.agent.items():
+    call = call.set(f'agent.{path}', value)
+  return Settings(settings.agent, call, kind)
+
+
+def _with_architecture(settings: Settings, args: Sequence[str]) -> Settings:
+  """The settings with the architecture that the arguments name or need."""
+  call, named = settings.call, _value('--architecture', args)
+  standard: dict[str, Any] = {'env': 'podrace:catch', 'envs': 'local', 'replay': 'device'}
+  standard |= call.fields
+  needs = {n: _value(f'--{n}', args) or standard[n] for n in ('env', 'envs', 'replay')}
+  if named is None and needs_sebulba(**needs):
+    named = 'sebulba'
+  if named is not None:
+    call = call.replace(architecture=named)
+  if needs['envs'] == 'remote':
+    call = call.replace(lag='async')
+  return dataclasses.replace(settings, call=call)
+
+
+def _recorded(path: Path) -> Settings:
+  """The settings of a run that is there."""
+  try:
+    record = json.loads(path.read_text())
+    agent = record['agent']['name']
+    return Settings(agent, _call_of_record(record))
+  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+    raise UsageError(f'{path} is not the record of a run: {e!r}') from e
+
+
+def _call_of_record(record: Mapping[str, Any]) -> Call:
+  left_out = ('version', 'command', 'name', own_code.CLASS)
+  return Call(
+    '',
+    {
+      name: _call_of_record(value) if isinstance(value, dict) else _printable(value)
+      for name, value in record.items()
+      if name not in left_out
+    },
+  )
+
+
+def _printable(value: Any) -> Any:
+  """A value that a terminal shows: the record may be a stranger's."""
+  return value if shown(value).isprintable() else repr(value)
+
+
+# --- the help -------------------------------------------------------------------------------------
+
+
+def discover_help(options: Iterable[Option], preset: str | None, agent: str | None = None) -> str:
   """The help of `discover`, which takes `options` and the fields of Discovery, its rule and its value function."""
   path = PACKAGE / 'discovery'
-  rows = {f[0]: row(*f) for f in fields_of(path / 'config.py', 'Discovery', '--')}
+  call = call_of(path / 'presets.py', DISCOVERIES[preset or 'lpg-catch'].__name__)
+  if agent is not None and agent != _name_of(call.fields['agent']):
+    call = call.replace(agent=agent_call(agent), rule=Call('Sizes', {}))
+  name, values = _name_of(call.fields['agent']), dict(call.flags())
+  rows = {f[0]: _row(f, values) for f in fields_of(path / 'config.py', 'Discovery', '--')}
   rows |= {o.name: row(o.name, o.value, o.text) for o in options}
   for part in ('--rule', '--value'):  # their fields are below
     rows.pop(part)
@@ -50,104 +192,116 @@ def discover_help(options: Iterable[Option], preset: str | None) -> str:
     'podrace discover [PRESET] [OPTIONS]: train a rule of learning; without arguments, LPG on Catch',
     '',
     f'presets: {", ".join(DISCOVERIES)}',
-    *(_preset_rows(DISCOVERIES[preset].__name__, preset, path / 'presets.py') if preset else []),
+    *_preset_rows(preset or 'lpg-catch', values),
     '',
-    'options (a preset has its own defaults):',
+    'options, with the defaults of this run:',
     *(rows[n] for n in order),
   ]
-  for name in ('disco', 'lpg'):
-    lines += ['', f'the rule of {name}:']
-    lines += [row(*f) for f in fields_of(PACKAGE / 'rules' / f'{name}.py', 'Sizes', '--rule.')]
+  for each in (name,) if preset or agent else ('disco', 'lpg'):
+    fields = fields_of(PACKAGE / 'rules' / f'{each}.py', 'Sizes', '--rule.')
+    lines += ['', f'the rule of {each}:']
+    lines += [_row(f, values if each == name else {}) for f in fields]
   lines += ['', 'the value function of the meta-gradient:']
-  lines += [row(*f) for f in fields_of(path / 'objective.py', 'ValueFunction', '--value.')]
+  fields = fields_of(path / 'objective.py', 'ValueFunction', '--value.')
+  lines += [_row(f, values) for f in fields]
   return '\n'.join(
     [*lines, '', 'podrace train --agent disco --help, or lpg, has the options of agents']
   )
 
 
 def train_help(
-  options: Iterable[Option], agent: str | None, preset: str | None, everything: bool = False
+  options: Iterable[Option], args: Sequence[str], preset: str | None, everything: bool = False
 ) -> str:
   """The help of `train`, which takes `options` and the fields of Config and of its agent.
 
-  Of a preset or an agent it has what that takes, most used first; without both, the names of agents. `everything`
-  has the options of all. An agent of the user's own is imported for its options.
+  The defaults are those of the run that `preset` and `args` make. `everything` has the options of all agents, with
+  the defaults of their classes. An agent of the user's own is imported for its options.
   """
+  settings = settings_of(preset, args)
+  name, values = settings.agent, settings.values
   lines = [
     'podrace train [PRESET] [OPTIONS]: train an agent; without arguments, IMPALA on Catch',
     '',
     textwrap.fill(
       f'presets: {", ".join(PRESETS)} (see `podrace list`)', 100, break_on_hyphens=False
     ),
-    *(_preset_rows(PRESETS[preset].__name__, preset) if preset else []),
+    *(_preset_rows(preset, values) if preset else []),
   ]
-  found, sebulba = _of_preset(preset) if preset else ('', False)
-  name = agent or found
-  lines += _run_rows(options, everything or sebulba)
-  if ':' in name:
-    own_code.look_here([own_code.of_agent(name)])
-    return '\n'.join([*lines, '', f'agent {name}:', *_own_rows(agent_class(name), '--agent.')])
-  if name and not everything:
-    lines += [*_agent_rows(name), *_part_rows(name)]
-  elif everything:
+  lines += _run_rows(
+    options, values, _printable(name), everything or values.get('--architecture') == 'sebulba'
+  )
+  if everything:
     for each in AGENTS:
-      lines += _agent_rows(each)
-    return '\n'.join([*lines, *_part_rows(None), *_default_rows()])
-  more = [f'agents: {", ".join(AGENTS)}, or MODULE:CLASS'] if not name else []
-  if not name:
-    more += ['podrace train PRESET --help, or --agent NAME --help, has the options of an agent']
-  return '\n'.join([*lines, '', *more, f'podrace train {ALL} has every option'])
+      own = dict(Call('', {'agent': agent_call(each)}).flags())
+      lines += [
+        *_agent_rows(each, own),
+        *(row(n, '', f'(default {own[n]})') for n in own if n not in NO_OPTIONS),
+      ]
+    return '\n'.join([*lines, *_part_rows(None, {}), *_default_rows()])
+  if preset is None and not any(_value(x, args) for x in ('--agent', '--env', '--run-dir')):
+    lines += ['', f'agents: {", ".join(AGENTS)}, or MODULE:CLASS']
+    lines += ['podrace train PRESET --help, or --agent NAME --help, has the options of an agent']
+  elif (
+    name not in AGENTS and _value('--agent', args) is None
+  ):  # a record names it, and may be a stranger's
+    lines += ['', f'the run has an agent of its own; --agent {_printable(name)} has its options']
+  elif ':' in name:
+    own_code.look_here([own_code.of_agent(name)])
+    lines += ['', f'agent {name}:', *_own_rows(agent_class(name), '--agent.')]
+  else:
+    lines += [*_agent_rows(name, values, settings.kind), *_part_rows(name, values), '']
+  return '\n'.join([*lines, f'podrace train {ALL} has every option'])
 
 
-def _of_preset(preset: str) -> tuple[str, bool]:
-  """The agent of a preset, and whether it runs under Sebulba, by its source: to make it would import jax."""
-  tree = ast.parse((PACKAGE / 'presets.py').read_text(encoding='utf-8'))
-  functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-  classes = {cls: name for name, (_, cls) in AGENTS.items()}
-  agent, sebulba, names = '', False, [PRESETS[preset].__name__]
-  while names:
-    for node in ast.walk(functions[names.pop()]):
-      if isinstance(node, ast.keyword) and node.arg == 'architecture':
-        sebulba = sebulba or ast.literal_eval(node.value) == 'sebulba'
-      if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        agent = agent or classes.get(node.func.id, '')
-        names += [node.func.id] * (node.func.id in functions)
-  return agent, sebulba
+def _row(field: tuple[str, str, str], values: Values) -> str:
+  """A line of help, with the default of the run."""
+  name, kind, comment = field
+  if name in values:
+    comment = f'{DEFAULT.sub("", comment)} (default {values[name] or "none"})'.strip()
+  return row(name, kind, comment)
 
 
-def _run_rows(options: Iterable[Option], sebulba: bool) -> list[str]:
+def _run_rows(options: Iterable[Option], values: Values, agent: str, sebulba: bool) -> list[str]:
   """The options of a run, most used first; those that only Sebulba reads are left out unless `sebulba`."""
   config = 'Config' if sebulba else 'Common'
-  shown = [o for o in options if sebulba or o.name not in SERVING]
-  rows = {o.name: row(o.name, o.value, o.text) for o in shown}
-  rows |= {f[0]: row(*f) for f in fields_of(PACKAGE / 'config.py', config, '--')}
-  rows['--agent'] = next(row(o.name, o.value, o.text) for o in shown if o.name == '--agent')
+  listed = [o for o in options if sebulba or o.name not in SERVING]
+  rows = {o.name: row(o.name, o.value, o.text) for o in listed}
+  rows |= {f[0]: _row(f, values) for f in fields_of(PACKAGE / 'config.py', config, '--')}
+  option = next(o for o in listed if o.name == '--agent')
+  rows['--agent'] = row(option.name, option.value, f'{option.text} (default {agent})')
   order = [*MOST_USED, *(n for n in rows if n not in MOST_USED)]
-  return [
-    '',
-    'options (an --env or --agent has these defaults, a preset its own):',
-    *(rows[n] for n in order),
-  ]
+  return ['', 'options, with the defaults of this run:', *(rows[n] for n in order)]
 
 
-def _agent_rows(name: str) -> list[str]:
+def _agent_rows(name: str, values: Values, kind: str = '') -> list[str]:
   module, cls = AGENTS[name]
   path = PACKAGE.parent / (module.replace('.', '/') + '.py')
-  fields = fields_of(path, cls, '--agent.')
-  rows = [row(*f) for f in fields if f[0].rpartition('.')[2] not in PARTS]
-  return ['', f'agent {name}:', *rows, *(row(*f) for f in own_defaults(path, cls))]
+  fields = [
+    f for f in fields_of(path, cls, '--agent.') if f[0].removeprefix('--agent.') not in PARTS
+  ]
+  head = [f'agent {name}:']
+  if kind:
+    others = [k for n, k in defaults.TABLE if n == name and k != kind]
+    head = [f'agent {name}, with its defaults where {_kind_text(kind)}:']
+    head += [f'(where {"; ".join(map(_kind_text, others))}: others; give --env)'] if others else []
+  return ['', *head, *(_row(f, values) for f in fields)]
 
 
-def _part_rows(agent: str | None) -> list[str]:
+def _kind_text(kind: str) -> str:
+  text = defaults.KINDS[kind]  # type: ignore[index]
+  return text if kind == 'continuous' else f'observations are {text}'
+
+
+def _part_rows(agent: str | None, values: Values) -> list[str]:
   """The options of the parts of an agent; None: of all agents."""
   lines = []
   for name, kinds in PARTS.items():
     for cls, (file, agents) in kinds.items():
       if agent is not None and agent not in agents.replace(',', ' ').split():
         continue
-      lines += ['', f'the {name} of {agents} (defaults that an agent has of its own are above):']
+      lines += ['', f'the {name} of {agents if agent is None else agent}:']
       rows = fields_of(PACKAGE / file, cls, f'--agent.{name}.')
-      lines += [row(*f) for f in rows if f[0].rpartition('.')[2] not in FIXED.get(cls, ())]
+      lines += [_row(f, values) for f in rows if f[0].rpartition('.')[2] not in FIXED.get(cls, ())]
   return lines
 
 
@@ -160,25 +314,21 @@ def _default_rows() -> list[str]:
     *(f'  {kind}: {text}' for kind, text in defaults.KINDS.items()),
   ]
   for name, text in defaults.rows():
-    indent = ' ' * 6
-    options = textwrap.fill(
-      text, 100, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
-    lines += [f'  {name}:', options]
+    lines += [f'  {name}:', _filled(text, 6)]
   return lines
 
 
-def _preset_rows(name: str, preset: str, path: Path = PACKAGE / 'presets.py') -> list[str]:
-  """The settings of a preset, as its source has them: the function of this name."""
-  source = path.read_text(encoding='utf-8')
-  found = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)}
-  function = found[name]
-  shown = [n for n in function.body[1:] if not isinstance(n, ast.Import | ast.ImportFrom)]
-  segments = (ast.get_source_segment(source, n, padded=True) or '' for n in shown)
-  code = '\n'.join(map(textwrap.dedent, segments))
-  lines = [x.partition('  # fmt')[0] for x in code.splitlines()]
-  text = 'its settings; the defaults below are those of the rest, a --flag overrides both:'
-  return ['', f'preset {preset}: {text}', *textwrap.indent('\n'.join(lines), '  ').splitlines()]
+def _filled(text: str, indent: int) -> str:
+  space = ' ' * indent
+  return textwrap.fill(
+    text, 100, initial_indent=space, subsequent_indent=space, break_on_hyphens=False
+  )
+
+
+def _preset_rows(preset: str, values: Values) -> list[str]:
+  """The settings of a preset, as options."""
+  text = ' '.join(f'{n} {x}'.strip() for n, x in values.items() if n not in NO_OPTIONS)
+  return ['', f'preset {preset}, which is:', _filled(text, 2)]
 
 
 def _own_rows(cls: Any, prefix: str) -> list[str]:
@@ -199,95 +349,3 @@ def _own_rows(cls: Any, prefix: str) -> list[str]:
     elif name in found or 'Suppress' not in str(field.type):
       rows.append(row(*found.get(name, (name, str(field.type), ''))))
   return rows + parts
-
-
-PARTS = {  # fields of agents that have fields of their own -> class -> where, and whose
-  'network': {
-    'ActorCritic': ('networks/actor_critic.py', 'impala and ppo'),
-    'QNetwork': ('networks/q_network.py', 'dqn and r2d2'),
-    'LearnedModel': ('networks/planning.py', 'muzero and muesli'),
-    'Predictor': ('networks/predictor.py', 'disco'),
-    'PolicyPredictor': ('networks/policy_predictor.py', 'lpg'),
-  },
-  'policy': {'Policy': ('networks/lifetime.py', 'intrinsic')},
-  'reward': {'LifetimeNetwork': ('networks/lifetime.py', 'intrinsic')},
-  'value': {'LifetimeNetwork': ('networks/lifetime.py', 'intrinsic')},
-  'actor': {'Actor': ('networks/continuous.py', 'sac and d4pg')},
-  'critic': {'Critic': ('networks/continuous.py', 'sac and d4pg')},
-  'buffer': {'Buffer': ('replay/buffer.py', 'dqn, r2d2, sac, d4pg and muzero')},
-  'tuning': {'Tuning': ('agents/metagradient.py', 'impala and ppo, with --agent.self-tuning')},
-}
-
-FIXED = {  # fields with one value always
-  'Actor': ('core', 'core-size'),
-  'Critic': ('core', 'core-size', 'torso'),
-}
-
-
-def own_defaults(path: Path, cls: str) -> list[tuple[str, str, str]]:
-  """The defaults of an agent's parts, as `fields_of`, where they differ from their classes'."""
-  classes = {
-    n.name: n
-    for n in ast.parse(path.read_text(encoding='utf-8')).body
-    if isinstance(n, ast.ClassDef)
-  }
-  return [
-    (f'--agent.{node.target.id}.{flag(k.arg or "")}', '', f'(default {_shown(k.value)})')
-    for node in classes[cls].body
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    if node.target.id in PARTS and isinstance(node.value, ast.Call)
-    for k in node.value.keywords
-  ]
-
-
-def _shown(default: Any) -> str:
-  with contextlib.suppress(ValueError):
-    value = ast.literal_eval(default)
-    return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)
-  return ast.unparse(default)  # an expression: it is shown as it is
-
-
-def fields_of(path: Path, cls: str, prefix: str) -> list[tuple[str, str, str]]:
-  """Flag, value and help of a dataclass' fields, from its source: the comment is the help."""
-  source = path.read_text(encoding='utf-8')
-  lines, body = source.splitlines(), ast.parse(source).body
-  classes = {n.name: n for n in body if isinstance(n, ast.ClassDef)}
-  files = dict.fromkeys(classes, path) | _imported_from(body)
-  bases = [b.id for b in classes[cls].bases if isinstance(b, ast.Name) and b.id in files]
-  found = {f[0]: f for base in bases for f in fields_of(files[base], base, prefix)}
-  for node in classes[cls].body:
-    if not isinstance(node, ast.AnnAssign):
-      continue
-    if any(word in ast.unparse(node.annotation) for word in ('Suppress', 'ClassVar')):
-      continue
-    assert isinstance(node.target, ast.Name) and node.end_lineno is not None
-    comment = lines[node.end_lineno - 1].partition('  # ')[2]
-    following = lines[node.end_lineno].strip() if node.end_lineno < len(lines) else ''
-    if following.startswith('# ^ '):
-      comment = following[4:]
-    annotation = re.sub('|'.join(TEXTS), 'str', ast.unparse(node.annotation))
-    kind = annotation.removeprefix('Annotated[').partition(', tyro')[0]
-    if kind.startswith('Literal['):
-      kind = '|'.join(str(v) for v in ast.literal_eval(f'({kind[8:-1]},)'))
-    name = prefix + flag(node.target.id)
-    if kind in files and node.target.id not in PARTS:  # it has fields of its own
-      found |= {f[0]: f for f in fields_of(files[kind], kind, f'{name}.')}
-      continue
-    plain = node.value is not None and not isinstance(node.value, ast.Call)
-    if plain and (shown := _shown(node.value)):  # else the comment explains it
-      comment = f'{comment} (default {shown})'.strip()
-    inherited = found.get(name, ('', '', ''))[2].partition('(default')[0].strip()
-    if inherited and (not comment or comment.startswith('(default')):
-      comment = f'{inherited} {comment}'.strip()
-    found[name] = (name, kind, comment)
-  return list(found.values())
-
-
-def _imported_from(body: list[ast.stmt]) -> dict[str, Path]:
-  """The files of ours that names in a module come from."""
-  return {
-    alias.name: PACKAGE.parent / (node.module.replace('.', '/') + '.py')
-    for node in body
-    if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith('podrace.')
-    for alias in node.names
-  }

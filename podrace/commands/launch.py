@@ -20,7 +20,7 @@ from podrace.launch.replica import NO_ACCELERATORS
 from podrace.launch.warm import Warm
 from podrace.output import results_alone
 from podrace.program import Program
-from podrace.runs import name_of, run_directory
+from podrace.runs import check_directory, name_of, run_directory
 
 ENGINES: dict[str, Any] = {
   'slurm': slurm,
@@ -82,6 +82,8 @@ def run(args: list[str]) -> int:
   """Launches."""
   preset, options = _options(list(args))
   given = options.path('--run-dir')
+  if given is not None:
+    check_directory(given)
   environ = dict(os.environ)
   if options.text('--on') == 'local' and '--dry-run' not in options:
     several = _learners(options) > 1

@@ -6,8 +6,8 @@ import ast
 import textwrap
 
 from podrace.agents import AGENTS
-from podrace.commands.help import PACKAGE
 from podrace.commands.options import Command
+from podrace.commands.sources import PACKAGE
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.errors import UsageError
 from podrace.presets import PRESETS

@@ -12,6 +12,7 @@ from podrace.commands.train import AGENT
 from podrace.config import to_json
 from podrace.errors import UsageError
 from podrace.output import results, results_alone, tell
+from podrace.runs import check_directory
 
 METHODS = ('grid', 'random', 'tpe', 'pbt')
 
@@ -59,6 +60,8 @@ def run(args: list[str]) -> int:
   from podrace.sweep import plan, settings
 
   spaces = settings.parse(options.every('--vary'))
+  if '--dir' in options:
+    check_directory(Path(options.text('--dir')), '--dir')
   config = configuration.configured(preset, options, 'podrace sweep')
   for sample in settings.samples(spaces):  # before anything is written
     configuration.parse(config, sample, 'podrace sweep')

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +13,18 @@ from podrace.agents import AGENTS
 from podrace.commands import configuration, help
 from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
-from podrace.config import to_json, unknown
+from podrace.config import Config, to_json
 from podrace.errors import UsageError
 from podrace.output import Lasting, results, results_alone
-from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
-from podrace.runs import name_of, new_run_dir, run_directory
+from podrace.runs import check_directory, name_of, new_run_dir, run_directory
 
 if TYPE_CHECKING:
   from podrace.coordinator import Place
   from podrace.net.announce import Announcement
 
 AGENT = Option(
-  '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class, with its defaults (the preset has its own)'
+  '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class'
 )  # fmt: skip
 
 COORDINATOR = 'coordinator'  # its name in announcements
@@ -37,12 +35,9 @@ class Train(Command):
   """Its help depends on the arguments."""
 
   def help(self, args: list[str]) -> str:
-    options = Options([a for a in args if a != help.ALL], self)
-    preset = options.arguments[0] if options.arguments else None
-    agent = configuration.agent_of(options)
-    if preset is not None and preset not in PRESETS:
-      raise unknown('preset', preset, PRESETS)
-    return help.train_help(self.options, agent, preset, help.ALL in args)
+    plain = [a for a in args if a != help.ALL]
+    preset = configuration.take_preset(plain)
+    return help.train_help(self.options, plain, preset, help.ALL in args)
 
 
 COMMAND = Train(
@@ -82,6 +77,8 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   agent, rest = configuration.agent_of(options), options.arguments
   run_dir, allowed = options.path('--run-dir'), configuration.allowed_modules(options)
+  if run_dir is not None:
+    check_directory(run_dir)
   base = configuration.base_config(preset, run_dir, agent, rest, allowed)
   if configuration.value_of('--envs', rest) == 'remote':  # its default of --lag is another
     base = dataclasses.replace(base, envs='remote', lag='async')
@@ -114,7 +111,7 @@ def run(args: list[str]) -> int:
     summary = runs.train(
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet, **peers
     )
-  _report(run_dir, summary, own_code.named(to_json(config)))
+  _report(run_dir, summary, config)
   from podrace.coordinator import leave_processes
 
   leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
@@ -229,7 +226,7 @@ def _join(options: Options, place: Place) -> None:
   join_processes(place)
 
 
-def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> None:
+def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   value = summary['episode_return']
   returned = 'no episode ended' if value is None else f'return {value:.2f}'
   out = Lasting(results())
@@ -237,9 +234,11 @@ def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> N
   print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
   print(f'run directory: {run_dir}', file=out)
   if value is None:
+    steps = summary['step'] // config.num_envs
     print(
-      'No episode ended. If that is not meant, give the environment a time limit: truncate after so many steps.',
+      f'No episode ended in the {steps:,} steps of each environment. Train for longer than an episode takes '
+      '(--total-steps); only episodes that never end need a time limit.',
       file=out,
     )
-  allow = own_code.options(modules)
+  allow = own_code.options(own_code.named(to_json(config)))
   print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)

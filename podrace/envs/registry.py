@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from podrace.envs import options as values
 from podrace.envs.options import Value
+from podrace.imports import why_not
 
 if TYPE_CHECKING:
   from podrace.types import Environment
@@ -288,19 +289,31 @@ def make(name: str) -> Environment:
       f"'podrace list' names its {len(library.names)}"
     )
   shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
+  adapter = adapter_of(library, f"environment '{key}:{env}'")
   try:
-    made = importlib.import_module(library.module).make(env, options)
+    made = adapter.make(env, options)
   except ImportError as error:
     if not library.extra:
       raise
-    raise MissingExtra(
-      f"environment '{key}:{env}' needs the extra {library.extra!r}: "
-      f"pip install 'podrace[{library.extra}]' ({error})"
-    ) from error
+    raise MissingExtra(why_not(f"environment '{key}:{env}'", library.extra, error)) from error
   if shows_state['state']:
     shown: Environment = importlib.import_module('podrace.envs.states').with_state(name, made)
     return shown
   return made
+
+
+def adapter_of(library: Library, what: str) -> Any:
+  """Returns the module that adapts a library.
+
+  Raises:
+    MissingExtra: if the library is not installed, or cannot be imported.
+  """
+  try:
+    return importlib.import_module(library.module)
+  except Exception as error:  # libraries of the wrong version fail by any exception
+    if not library.extra:
+      raise
+    raise MissingExtra(why_not(what, library.extra, error)) from error
 
 
 SHOWN: dict[str, Value] = {'state': False}  # an option of all environments in JAX

@@ -20,6 +20,7 @@ from typing import Any
 from podrace import process
 from podrace.commands.options import Options
 from podrace.errors import RunError, UsageError
+from podrace.imports import why_not
 from podrace.launch.actor import HOST, ROOM, Placed, Runner
 from podrace.launch.addresses import Announcements
 from podrace.launch.handing import (
@@ -97,8 +98,8 @@ def cluster() -> Iterator[None]:
   """
   try:
     import ray
-  except ImportError:
-    raise UsageError("--on ray needs Ray: pip install 'podrace[ray]'") from None
+  except Exception as e:
+    raise UsageError(why_not('--on ray', 'ray', e)) from e
   if (at := os.environ.get('RAY_ADDRESS', '')).startswith('ray://'):
     raise UsageError(
       f'RAY_ADDRESS={at}: podrace launch runs on a machine of the cluster, as in `ray job submit`'

@@ -8,6 +8,7 @@ over the wire (docs/protocol.md), `keys` who may connect, `top` what a listener 
 from __future__ import annotations
 
 from podrace.envs.registry import MissingExtra
+from podrace.imports import why_not
 
 
 def require() -> None:
@@ -15,7 +16,5 @@ def require() -> None:
   try:
     import cryptography  # noqa: F401
     import msgpack  # noqa: F401
-  except ImportError as e:
-    raise MissingExtra(
-      f"connections to other processes need the extra 'remote': pip install 'podrace[remote]' ({e})"
-    ) from e
+  except Exception as e:
+    raise MissingExtra(why_not('a connection to another process', 'remote', e)) from e

@@ -12,13 +12,8 @@ from typing import IO, Any
 
 from podrace.config import Config, differences
 from podrace.errors import RunError, UsageError
-from podrace.files import (
-  check_folder,
-  make_user_folder,
-  open_append,
-  open_lock,
-  write_whole,
-)
+from podrace.files import check_folder, make_user_folder, open_append, open_lock, write_whole
+from podrace.imports import why_not
 from podrace.metrics import Line
 from podrace.sweep import processes, settings
 from podrace.sweep.settings import Choices, Range, Setting, Spaces
@@ -168,10 +163,8 @@ def _trial(path: Path, setting: Setting, code: int) -> dict[str, Any]:
 def _check_optuna() -> None:
   try:
     import optuna  # noqa: F401
-  except ImportError as e:
-    raise UsageError(
-      f"--method tpe needs the extra 'sweep': pip install 'podrace[sweep]' ({e})"
-    ) from e
+  except Exception as e:
+    raise UsageError(why_not('--method tpe', 'sweep', e)) from e
 
 
 class JournalLock:

@@ -885,5 +885,7 @@ def test_a_run_without_an_end_of_an_episode_says_what_to_do(
   from podrace.commands.train import _report
 
   for value, expected in ((None, True), (1.0, False)):
-    _report(Path('run'), {'episode_return': value, 'steps_per_s': 1.0, 'step': 64}, [])
-    assert ('No episode ended' in capsys.readouterr().out) == expected
+    config = PRESETS['cartpole']()
+    _report(Path('run'), {'episode_return': value, 'steps_per_s': 1.0, 'step': 6_400}, config)
+    told = capsys.readouterr().out
+    assert ('--total-steps' in told) == ('100 steps of each environment' in told) == expected

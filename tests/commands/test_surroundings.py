@@ -10,10 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import ROOT, environment
+from children import ROOT, Process, environment
 from processes import DEADLINE
 
+import podrace
+from podrace import run, runs
 from podrace.cli import COMMANDS
+from podrace.commands import configuration
+from podrace.config import flag, to_json, validate
+from podrace.errors import UsageError
+from podrace.presets import PRESETS
 
 OF_JAX = sorted(name for name, module in COMMANDS.items() if module.COMMAND.jax)
 
@@ -151,3 +157,102 @@ def test_what_is_launched_is_printed_alone(noisy: Path) -> None:
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   assert 'noise' in done.stderr and 'noise' not in done.stdout and 'podrace' in done.stdout
+
+
+# --- what is refused, and what is told of it ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('args', 'named', 'others'),
+  [
+    (['pong', '--architecture', 'anakin'], ['ale:pong', '--architecture'], ['--actor-threads']),
+    (['pong', '--architecture', 'anakin', '--actor-threads', '3'], ['ale:pong'], []),
+    (
+      ['pong', '--architecture', 'anakin', '--env', 'podrace:catch', '--lag', 'async'],
+      ['--lag', '--architecture'],
+      ['--actor-threads'],
+    ),
+  ],
+)
+def test_a_run_is_refused_for_what_was_given(
+  args: list[str], named: list[str], others: list[str]
+) -> None:
+  done = command('train', *args)
+  assert done.returncode == 2
+  assert all(x in done.stderr for x in named), done.stderr
+  assert not any(x in done.stderr for x in others), done.stderr
+
+
+@pytest.mark.parametrize(
+  ('preset', 'args', 'expected'),
+  [
+    ('pong', {'architecture': 'anakin', 'env': 'podrace:catch'}, {'actor_threads': 2}),
+    ('r2d2-remote-memory', {'architecture': 'anakin'}, {'replay': 'device', 'lag': '1'}),
+    ('muzero-tictactoe', {'env': 'pgx:connect_four,state=true'}, {'eval_env': ''}),
+    ('muzero-tictactoe', {'eval_every': 0}, {'eval_env': '', 'eval_episodes': 32}),
+    ('muzero-tictactoe', {'eval_every': 0, 'eval_env': 'podrace:catch'}, None),
+    ('muzero-tictactoe', {}, {'eval_episodes': 100}),
+  ],
+)
+def test_settings_of_a_preset_that_have_no_meaning_are_left_out(
+  preset: str, args: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+  flags = [x for name, value in args.items() for x in (f'--{flag(name)}', str(value))]
+  config = configuration.parse(configuration.base_config(preset, None, None, flags), flags)
+  if expected is None:
+    with pytest.raises(ValueError, match='--eval-every'):
+      validate(config)
+    return
+  validate(config)
+  assert podrace.configure(preset, **args) == config
+  assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize('name', ['file', 'file/run', 'link', 'other'])
+def test_a_bad_run_directory_is_refused_before_anything_is_set_up(
+  name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  (tmp_path / 'file').write_text('')
+  (tmp_path / 'link').mkdir()
+  (tmp_path / 'link' / 'checkpoints').symlink_to(tmp_path)
+  (tmp_path / 'other').mkdir()
+  (tmp_path / 'other' / 'config.json').write_text(json.dumps(to_json(PRESETS['memory']())))
+
+  def made(*args: Any) -> None:
+    raise AssertionError('something was set up')
+
+  monkeypatch.setattr(run, 'build', made)
+  with pytest.raises(UsageError):
+    podrace.train('catch', tmp_path / name)
+  if name.startswith('file'):  # not even JAX is imported
+    code = 'import sys; from podrace.cli import main\ntry: main()\nfinally: assert "jax" not in sys.modules'
+    for args in (['train', 'catch', '--run-dir'], ['discover', '--run-dir']):
+      done = subprocess.run(
+        [sys.executable, '-c', code, *args, str(tmp_path / name)], capture_output=True, text=True,
+        env=environment(), timeout=DEADLINE, check=False,
+      )  # fmt: skip
+      assert done.returncode == 2 and '--run-dir' in done.stderr, done.stderr
+
+
+HANGS = """
+import os, signal, sys
+from podrace import anakin, cli
+def compile(self):
+  os.kill(os.getpid(), signal.SIGTERM)
+  signal.pause()
+anakin.AnakinDriver.compile = compile
+sys.argv[1:] = ['train', 'catch', *sys.argv[1:]]
+cli.entry()
+"""
+
+
+@pytest.mark.parametrize('named', [False, True])
+def test_a_run_that_was_stopped_while_it_compiled_is_not_listed(
+  named: bool, tmp_path: Path
+) -> None:
+  given = ['--run-dir', 'mine'] if named else []
+  with Process(tmp_path / 'log', '-c', f'import os; os.chdir({str(tmp_path)!r})\n{HANGS}', *given) as process:  # fmt: skip
+    assert process.wait() == 143, process.output
+  assert ('--run-dir' in process.output) == named
+  listed = [run.path.name for run in map(runs.look, runs.find(tmp_path))]
+  assert listed == (['mine'] if named else [])

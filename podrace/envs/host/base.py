@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from podrace.envs import registry
-from podrace.envs.registry import MissingExtra, UnknownName
+from podrace.envs.registry import UnknownName
 from podrace.envs.spaces import bounds, convert, leaves, values
 from podrace.errors import RunError
 from podrace.types import FIRST, LARGEST_REWARD, MID, Arrival, HostEnvironment, TimeStep
@@ -78,13 +77,7 @@ def make(name: str) -> HostSpec:
 
     observation, action = (convert(_i32, s) for s in (pure.observation_space, pure.action_space))
     return HostSpec(name, observation, action, no_pool, ordered_only=True, jax=pure)
-  try:
-    module = importlib.import_module(library.module)
-  except ImportError as error:
-    raise MissingExtra(
-      f"environment '{key}:{env}' needs the extra {library.extra!r}: "
-      f"pip install 'podrace[{library.extra}]' ({error})"
-    ) from error
+  module = registry.adapter_of(library, f"environment '{key}:{env}'")
   try:
     return module.make(env, options)
   except ImportError as error:

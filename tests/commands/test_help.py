@@ -1,0 +1,239 @@
+"""The help of `train` and `discover` tells the defaults that a run gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import DEADLINE, ROOT, environment
+from test_defaults import ENVS, settings
+
+from podrace import defaults
+from podrace.agents import AGENTS
+from podrace.commands import discover, train
+from podrace.config import flag, to_json
+from podrace.discovery.presets import PRESETS as DISCOVERIES
+from podrace.envs.registry import LIBRARIES
+from podrace.presets import PRESETS
+
+BOUND_BY_AGENTS = {  # settings of networks that an agent chooses, and that are no options
+  '--agent.actor.deterministic', '--agent.critic.atoms', '--agent.critic.critics', '--agent.actor.core',
+  '--agent.actor.core-size', '--agent.critic.core', '--agent.critic.core-size', '--agent.critic.torso',
+}  # fmt: skip
+OF_SEBULBA = {'--actor-threads', '--lag', '--max-lag', '--env-threads', '--replay', '--envs'}
+ROW = re.compile(r'^  (--[a-z][\w.-]*)(.*?)(?=^  --|^\S|^$|\Z)', re.MULTILINE | re.DOTALL)
+DEFAULT = re.compile(r'\(default ([^()]*(?:\([^()]*\)[^()]*)*)\)$')
+
+
+def shown_defaults(text: str) -> dict[str, str]:
+  """Option -> the default that help tells of it, '' where there is none."""
+  found = {}
+  for name, rest in ROW.findall(text.partition('\noptions')[2]):
+    default = DEFAULT.search(' '.join(rest.split()))
+    found[name] = default[1] if default else ''
+  return found
+
+
+def flat(record: dict[str, Any], prefix: str = '--') -> Iterator[tuple[str, str]]:
+  for name, value in record.items():
+    if isinstance(value, dict):
+      yield from flat(value, f'{prefix}{flag(name)}.')
+    elif isinstance(value, list):
+      yield prefix + flag(name), ' '.join(map(str, value))
+    else:
+      yield prefix + flag(name), str(value)
+
+
+def compare(text: str, record: dict[str, Any], *given: str) -> None:
+  """Each option that help tells of has the default of the record, but for those that were given."""
+  shown, expected = shown_defaults(text), dict(flat(record))
+  both = (shown.keys() & expected.keys()) - set(given)
+  shown = {n: '' if told == 'none' and not expected.get(n) else told for n, told in shown.items()}
+  assert {n: shown[n] for n in both} == {n: expected[n] for n in both}
+  assert {'--total-steps', '--num-envs', '--unroll-length'} <= both | set(given)
+
+
+def train_help(*args: str) -> str:
+  return train.COMMAND.help(list(args))
+
+
+@pytest.mark.parametrize(
+  'args',
+  [
+    (),
+    *((preset,) for preset in PRESETS),
+    *(('--agent', agent) for agent in AGENTS if agent not in ('sac', 'd4pg')),
+    *(
+      ('--env', ENVS['continuous'], '--agent', agent) for agent in ('sac', 'd4pg', 'ppo', 'muzero')
+    ),
+    *(('--env', ENVS['grid'], '--agent', agent) for agent in ('ppo', 'dqn', 'muesli')),
+    ('--env', ENVS['vector']),
+    ('--env', 'gymnasium:CartPole-v1'),
+    ('--env', 'podrace:maze,size=5'),
+    ('pong', '--agent', 'ppo'),
+    ('cartpole', '--agent', 'dqn'),
+    ('cartpole', '--env', ENVS['grid']),
+    ('sac-pendulum', '--agent', 'd4pg'),
+    ('r2d2-memory', '--architecture', 'sebulba'),
+  ],
+  ids=' '.join,
+)
+def test_the_defaults_are_those_of_the_run(args: tuple[str, ...]) -> None:
+  record = to_json(settings(*args))
+  text = train_help(*args)
+  compare(text, record, *args)
+  assert shown_defaults(text).keys() >= OF_SEBULBA or record['architecture'] == 'anakin'
+  if args and args[0] != '--env':  # all settings of its agent are there
+    name = record['agent']['name']
+    agent = {n for n, _ in flat(record['agent'], '--agent.')} - {'--agent.name'}
+    missing = agent - shown_defaults(text).keys()
+    assert not missing - BOUND_BY_AGENTS, name
+
+
+def test_the_defaults_of_an_agent_for_numbers_are_those_where_it_acts() -> None:
+  compare(train_help('--agent', 'sac'), to_json(settings('--env', ENVS['continuous'], '--agent', 'sac')), '--env')  # fmt: skip
+
+
+def test_the_settings_of_a_preset_are_told_as_options() -> None:
+  for preset, make in PRESETS.items():
+    text = train_help(preset)
+    told = text.partition(f'preset {preset}, which is:\n')[2].partition('\n\n')[0]
+    assert f'--total-steps {make().total_steps}' in ' '.join(told.split())
+    assert 'Config(' not in text and '=' not in told.replace(',length=', '').replace(
+      ',state=', ''
+    ).replace(',opponent=', '')
+
+
+@pytest.mark.parametrize('preset', [None, *DISCOVERIES])
+@pytest.mark.parametrize('agent', [None, 'lpg', 'disco'])
+def test_the_defaults_are_those_of_meta_training(preset: str | None, agent: str | None) -> None:
+  args = [*([preset] if preset else []), *(['--agent', agent] if agent else [])]
+  record = to_json(discover.base_config(preset, None, agent, []))
+  compare(discover.COMMAND.help(args), record)
+
+
+def test_a_run_that_is_there_has_its_own(tmp_path: Path) -> None:
+  record = to_json(settings('cartpole', '--seeds', '3', '--agent.network.hidden', '7', '9'))
+  (tmp_path / 'config.json').write_text(json.dumps(record))
+  compare(train_help('--run-dir', str(tmp_path)), record)
+  record['agent']['name'] = 'this:Agent'  # is not imported
+  record['env'] = '\x1b[31m'
+  (tmp_path / 'config.json').write_text(json.dumps(record))
+  text = train_help('--run-dir', str(tmp_path))
+  assert 'this:Agent' in text and '\x1b' not in text
+  for damaged in ('[]', '{', '{"agent": 1}', '[' * 100_000):
+    (tmp_path / 'config.json').write_text(damaged)
+    with pytest.raises(ValueError, match=r'config\.json'):
+      train_help('--run-dir', str(tmp_path))
+
+
+def test_the_kinds_that_are_written_down_are_those_of_the_environments() -> None:
+  for name in (
+    'podrace:catch',
+    'podrace:maze',
+    ENVS['grid'],
+    ENVS['continuous'],
+    'gymnax:Acrobot-v1',
+  ):
+    assert defaults.kind_named(name) == defaults.kind_of(*defaults.spaces_of(name))
+  assert defaults.kind_named('podrace:maze,size=5') is None
+  assert defaults.kind_named('gymnasium:CartPole-v1') is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('library', LIBRARIES)
+def test_the_kinds_of_all_that_are_listed(library: str) -> None:
+  for name in LIBRARIES[library].names:
+    spaces = defaults.spaces_of(f'{library}:{name}')
+    kind = defaults.kind_of(*spaces)
+    assert defaults.kind_named(f'{library}:{name}') in (None, kind), name
+    if kind == 'continuous':
+      for agent in ('ppo', 'impala'):
+        assert defaults.entry(agent, f'{library}:{name}')[0] is defaults.TABLE[agent, kind]
+
+
+@pytest.mark.parametrize(
+  'args',
+  [
+    'train --env gymnax:CartPole-v1 --help', 'train --help --seeds 4', 'train --architecture=sebulba -h',
+    'train pong --agent=ppo --seeds=4 --help', 'train --env ale:pong --agent dqn --help', 'train --run-dir --help',
+    'train --quiet --agent.learning-rate 1 --help', '--help train cartpole', 'discover --seed 3 --help',
+    'train --help cartpole', 'eval run --help', 'train --listen tcp://127.0.0.1:1 --envs remote --help',
+  ],
+)  # fmt: skip
+def test_help_is_told_wherever_it_is_asked_for(args: str) -> None:
+  code = 'import sys; from podrace.cli import main\ntry: main()\nfinally: assert "jax" not in sys.modules'
+  done = subprocess.run(
+    [sys.executable, '-c', code, *args.split()], capture_output=True, text=True, check=False,
+    timeout=DEADLINE, env=environment(),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.startswith('podrace ') and ('--lag ' in done.stdout) == (
+    any(x in args for x in ('sebulba', 'pong', 'remote'))
+  )
+
+
+# --- the pages of agents --------------------------------------------------------------------------
+
+
+def cell(agent: str, options: list[str]) -> str | None:
+  """The defaults of options of an agent as its page has them: those of most kinds of environment, then the others."""
+  kinds = [kind for name, kind in defaults.TABLE if name == agent]
+  texts = {kind: train_help('--agent', agent, '--env', ENVS[kind]) for kind in kinds}
+  texts = texts or {'': train_help('--agent', agent)}
+  values = {
+    kind: ', '.join(written(shown_defaults(text)[n]) for n in options)
+    for kind, text in texts.items()
+  }
+  if any('none' in x.lower() or not x for x in values.values()):
+    return None  # the page has it in words
+  usual = max(values.values(), key=list(values.values()).count)
+  others = [f'{kind} {value}' for kind, value in values.items() if value != usual]
+  return usual + (f' ({"; ".join(others)})' if others else '')
+
+
+def written(value: str) -> str:
+  """A default as pages write it: 1e-3, 100,000, off."""
+  if value in ('True', 'False'):
+    return {'True': 'on', 'False': 'off'}[value]
+  try:
+    number = float(value)
+  except ValueError:
+    return value
+  if number and abs(number) < 0.005:
+    digits, _, exponent = f'{number:e}'.partition('e')
+    return f'{float(digits):g}e{int(exponent)}'
+  return f'{number:,.10g}'
+
+
+def rows(page: Path) -> Iterator[tuple[list[str], str, str]]:
+  """The options, the defaults and the whole of each line of a page's table of settings."""
+  table = page.read_text().partition('## Settings most used')[2].partition('\n## ')[0]
+  for line in table.splitlines():
+    if line.startswith('| `--'):
+      names, default, *_ = (x.strip() for x in line.strip('|').split(' | '))
+      yield re.findall(r'`(--[^`]+)`', names), default, line
+
+
+@pytest.mark.parametrize('agent', AGENTS)
+def test_the_page_of_an_agent_tells_the_defaults_of_a_run(agent: str) -> None:
+  for options, default, line in rows(ROOT / 'docs' / 'agents' / f'{agent}.md'):
+    plain = default.replace('`', '')
+    assert plain == (cell(agent, options) or plain), line
+
+
+def test_help_refuses_names_that_are_none() -> None:
+  for args in (
+    ['catsch'],
+    ['--agent', 'ppoo'],
+    ['--env', 'gymnax:CartPol-v1'],
+    ['cartpole', 'pong'],
+  ):
+    with pytest.raises(ValueError, match=r'(unknown|there is|has no)'):
+      train_help(*args)
