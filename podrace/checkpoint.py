@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from podrace.errors import UsageError
+from podrace.fields import is_step
 from podrace.types import Array
 from podrace.worker import Worker
 
@@ -138,11 +139,11 @@ class Checkpoints:
     """
     if jax.process_index() > 0:
       return
-    there = {int(p.name) for p in self._directory.glob('[0-9]*') if p.name.isdigit()}
+    there = {int(p.name) for p in self._directory.glob('[0-9]*') if is_step(p.name)}
     steps = there.union(self._manager.all_steps())
     for folder in self.extra(0).parent.glob('[0-9]*'):
       name = folder.name  # with zeros before the number it is a replay service's, kept there
-      if name.isdigit() and name == str(int(name)) and int(name) not in steps | {self._newest}:
+      if is_step(name) and name == str(int(name)) and int(name) not in steps | {self._newest}:
         shutil.rmtree(folder, ignore_errors=True)
     for partial in self.extra(0).parent.glob('.*.partial'):
       shutil.rmtree(partial, ignore_errors=True)
@@ -321,11 +322,3 @@ def _signed(meta: dict[str, Any]) -> dict[str, Any]:
   rest = {k: v for k, v in meta.items() if k != 'sha256'}
   text = json.dumps(rest, sort_keys=True)
   return {**rest, 'sha256': hashlib.sha256(text.encode()).hexdigest()}
-
-
-def read_json(path: Path) -> Any:
-  """A JSON file, or None if there is none; raises UsageError if it isn't JSON."""
-  try:
-    return json.loads(path.read_text()) if path.exists() else None
-  except ValueError as e:
-    raise UsageError(f'{path} is not JSON: {e}') from e

@@ -39,7 +39,7 @@ from podrace.commands import (
 )
 from podrace.config import unknown
 from podrace.errors import RunError
-from podrace.output import flush_standard, open_standard, tell
+from podrace.output import flush_standard, open_standard, print_text, tell, tell_exception
 from podrace.process import end_at_once, leave, on_signals, tell_of_faults
 from podrace.stop import Stopped
 
@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def entry() -> None:
   """`podrace` as a process of its own, whose exit code is that of `main`, whatever threads do at its end."""
+  sys.excepthook = tell_exception
   try:
     main()
   except SystemExit as e:
@@ -161,22 +162,22 @@ def _in_company() -> bool:
 def _guarded(args: list[str]) -> int:
   try:
     if not args or args[0] in ('-h', '--help'):
-      print(USAGE, end='')
+      print_text(USAGE, end='')
       return 0
     if args[0] == '--version':
       from podrace.version import __version__
 
-      print(__version__)
+      print_text(__version__)
       return 0
     name, *rest = args
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)
     if name == 'completion' and rest[:1] == ['words']:  # what a shell asks at each TAB
-      print('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
+      print_text('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
       return 0
     command = COMMANDS[name]
     if not HELP.isdisjoint(rest):
-      print(command.COMMAND.help([a for a in rest if a not in ('-h', '--help')]))
+      print_text(command.COMMAND.help([a for a in rest if a not in ('-h', '--help')]))
       return 0
     return command.run(rest)
   except ValueError as e:  # UsageError among them

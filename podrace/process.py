@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import IO, Any, NoReturn
 
 from podrace.output import flush_standard, tell
 
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
 NICE = 19  # the most that there is
 
 
@@ -124,16 +126,25 @@ def lock(directory: Path) -> IO[str]:
     OSError: if it can't be written to.
   """
   try:
-    descriptor = os.open(directory / 'lock', os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe would wait
+    descriptor = os.open(directory / 'lock', flags, 0o666)
   except OSError as e:
     if e.errno == errno.ELOOP:
       raise OSError(e.errno, 'lock is a symbolic link there, which is not followed') from e
     raise
-  file = os.fdopen(descriptor, 'r+')
+  file = os.fdopen(descriptor, 'r')
   try:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+      raise OSError(errno.EINVAL, 'lock is no regular file there')
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BaseException:
+  except BaseException as e:
     file.close()
+    if isinstance(e, OSError) and e.errno in NO_LOCKS:
+      raise OSError(
+        e.errno,
+        f'its file system has no locks (flock: {e.strerror}), so two runs could write there at once; '
+        'take a directory on another file system',
+      ) from e
     raise
   return file
 

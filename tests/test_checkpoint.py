@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from processes import every_file
 
 from podrace import checkpoint
-from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint, read_json
+from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint
+from podrace.files import read_json
 from podrace.errors import UsageError
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 from podrace.commands import configuration, train
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
+from podrace.output import print_json
 
 COMMAND = Command(
   'bench',
@@ -39,5 +39,5 @@ def run(args: list[str]) -> int:
   config = configuration.configured(preset, options, 'podrace train', sebulba=True)
   from podrace.bench import bench_sebulba
 
-  print(json.dumps(bench_sebulba(config, seconds)))
+  print_json(bench_sebulba(config, seconds))
   return 0

@@ -17,7 +17,7 @@ from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
 from podrace.config import to_json, unknown
 from podrace.errors import UsageError
-from podrace.output import Lasting
+from podrace.output import Lasting, print_text
 from podrace.presets import PRESETS
 from podrace.process import log_to_stderr
 from podrace.runs import name_of, new_run_dir, run_directory
@@ -233,12 +233,12 @@ def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> N
   returned = 'no episode ended' if value is None else f'return {value:.2f}'
   out = Lasting(sys.stdout)
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
-  print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
-  print(f'run directory: {run_dir}', file=out)
+  print_text(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
+  print_text(f'run directory: {run_dir}', file=out)
   if value is None:
-    print(
+    print_text(
       'No episode ended. If that is not meant, give the environment a time limit: truncate after so many steps.',
       file=out,
     )
   allow = own_code.options(modules)
-  print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)
+  print_text(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)

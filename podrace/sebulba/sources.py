@@ -11,10 +11,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from podrace import tables
-from podrace.checkpoint import CheckpointError, Extra, read_json
+from podrace.checkpoint import CheckpointError, Extra
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
-from podrace.files import sync
+from podrace.files import read_json, sync
 from podrace.record import write_json
 from podrace.replay.host import Draw, HostReplay, ReplayFailed
 from podrace.replay.layout import Layout

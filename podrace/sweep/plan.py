@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.config import Config, differences
-from podrace.errors import RunError, UsageError
-from podrace.files import write_whole
+from podrace.errors import RunError, UnreadableFile, UsageError
+from podrace.files import read_object, write_whole
 from podrace.metrics import Line
 from podrace.sweep import processes, settings
 from podrace.sweep.settings import Choices, Range, Setting, Spaces
@@ -83,11 +83,11 @@ def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
 def begin(sweep: Sweep) -> None:
   """Records the sweep, or finds that it is the one that is there."""
   path, now = sweep.folder / 'sweep.json', sweep.described()
-  if path.exists():
-    try:
-      before = json.loads(path.read_text())
-    except ValueError as e:
-      raise UsageError(f'{path} is damaged: {e}; remove it to begin anew') from e
+  try:
+    before = read_object(path, {})
+  except UnreadableFile as e:
+    raise UsageError(f'{path} is damaged: it {e.reason}; remove it to begin anew') from e
+  if before is not None:
     if changed := differences(before, now):
       raise UsageError(
         f'{sweep.folder} holds another sweep:\n  ' + '\n  '.join(changed) + '\ngive another --dir'
@@ -201,7 +201,7 @@ def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
     return path, processes.arguments(sweep.given, setting_of(trial))
 
   def line(path: Path, line: Line) -> bool:
-    if line['episode_return'] is None or not sweep.prune:
+    if line.get('episode_return') is None or not sweep.prune:
       return False
     asked[path].report(line['episode_return'], line['step'])
     return bool(asked[path].should_prune())
