@@ -40,7 +40,7 @@ from podrace.commands import (
 from podrace.config import unknown
 from podrace.errors import RunError
 from podrace.output import flush_standard, open_standard, print_text, tell, tell_exception
-from podrace.process import end_at_once, leave, on_signals, tell_of_faults
+from podrace.process import end_at_once, escape_logs, leave, on_signals, tell_of_faults
 from podrace.stop import Stopped
 
 USAGE = """\
@@ -121,6 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = list(sys.argv[1:] if argv is None else argv)
   open_standard()
   tell_of_faults()
+  escape_logs()
   own_code.leave_here()
   lasting = bool(args) and args[0] in LASTING
   # Until a command has handlers of its own: nothing is saved yet, and an exception could be swallowed.

@@ -26,6 +26,7 @@ NOT_OF_GROUP = (
   'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes', 'eval_env',
   'eval_video', 'version',
 )  # fmt: skip
+SETTINGS = 10_000  # of a configuration
 RESAMPLES = 2000
 GRID = 200  # points of a group's curve
 
@@ -81,6 +82,10 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   if record is None:
     raise UsageError(f'{path}: config.json cannot be read: it is not there')
   config = {k: v for k, v in metrics.flat(record).items() if k not in NOT_OF_GROUP}
+  if len(config) > SETTINGS:
+    raise UsageError(
+      f'{path}: config.json has {len(config):,} settings, expected at most {SETTINGS:,}'
+    )
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
   if not lines:
     raise UsageError(f'{path}: no line of metrics yet')

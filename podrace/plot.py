@@ -69,7 +69,7 @@ def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Pa
       _label_ends(axis, ends)
     else:
       _legend_below(axis, axis.lines, [text for _, text, _ in ends])
-    axis.set_title(_text(textwrap.fill(cut(printable(env), TITLE), 52)), fontsize=10)
+    axis.set_title(_text(textwrap.fill(cut(printable(env, lines=False), TITLE), 52)), fontsize=10)
     axis.set_xlabel(X_LABELS[x], fontsize=9)
     axis.set_ylabel(_text(NAMES.get(metric, metric)), fontsize=9)
     _plain(axis)

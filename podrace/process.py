@@ -29,6 +29,11 @@ class _ToStderr(logging.Handler):
     tell(self.format(record))
 
 
+def escape_logs() -> None:
+  """Have `tell` print what is logged where no command says how: Python's own handler prints text as it is."""
+  logging.lastResort = _ToStderr(logging.WARNING)
+
+
 def cores() -> int:
   """How many cores this process may use."""
   if hasattr(os, 'sched_getaffinity'):

@@ -85,7 +85,7 @@ def find(root: Path) -> list[Path]:
   Raises:
     UsageError: if it is no directory.
   """
-  if not root.is_dir():
+  if not os.path.isdir(root):  # Path.is_dir fails for a long name
     raise UsageError(f'{root} is no directory')
   return sorted(_found(str(root)))
 

@@ -22,8 +22,8 @@ from processes import every_file
 
 from podrace import checkpoint
 from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint
-from podrace.files import read_json
 from podrace.errors import UsageError
+from podrace.files import read_json
 
 
 class Rest(NamedTuple):

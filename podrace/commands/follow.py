@@ -135,5 +135,5 @@ def sparkline(values: list[float], width: int = WIDTH) -> str:
   edges = [round(i * len(values) / n) for i in range(n + 1)]
   means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
   low, high = min(means), max(means)
-  scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
-  return ''.join(BLOCKS[round((m - low) * scale)] for m in means)
+  span = high - low or 1
+  return ''.join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] for m in means)

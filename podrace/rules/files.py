@@ -14,7 +14,10 @@ from podrace.errors import UnreadableFile, UsageError
 from podrace.files import read_bytes, read_npz, write_whole
 from podrace.rules.layers import Params
 
-FILE_BYTES, UNPACKED_BYTES = 2**26, 2**28  # largest rule, as a file and in memory; Disco103 has 3 MB
+FILE_BYTES, UNPACKED_BYTES = (
+  2**26,
+  2**28,
+)  # largest rule, as a file and in memory; Disco103 has 3 MB
 KNOWN = {  # sha256 -> what is released under it
   'dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa': 'Disco103',
 }
