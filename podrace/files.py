@@ -94,7 +94,7 @@ def open_regular(path: Path | str, follow: bool = False) -> io.BufferedReader:
 def _check_regular(path: Path | str, status: os.stat_result) -> None:
   if not stat.S_ISREG(status.st_mode):
     kind = KINDS.get(stat.S_IFMT(status.st_mode), 'a device')
-    raise UnreadableFile(path, f'is {kind}, expected a regular file')
+    raise UnreadableFile(path, f'is {kind}, no regular file')
 
 
 def read_bytes(path: Path | str, limit: int, follow: bool = False) -> bytes:

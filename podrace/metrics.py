@@ -68,7 +68,8 @@ def read(path: Path, shown: bool = False) -> list[Line]:
     UsageError: if it is no regular file, too long, or a line before the last whole one is damaged.
   """
   try:
-    data = read_bytes(path, SHOWN_BYTES if shown else FILE_BYTES)
+    # A run that goes on puts a file of its own in the place of a link: it only reads there.
+    data = read_bytes(path, SHOWN_BYTES if shown else FILE_BYTES, follow=not shown)
   except FileNotFoundError:
     return []
   if shown and (count := data.count(b'\n')) > SHOWN_LINES:

@@ -38,6 +38,7 @@ DESCRIPTION = {
   'network': Member('an object', null=True),
 }  # of policy.json
 SPACE = {
+  'scale': Member('a number', 1e-30),
   'kind': TEXT,
   'dtype': needed(TEXT),
   'shape': needed(Member('a list', each=Member('a whole number', 0, ELEMENTS))),

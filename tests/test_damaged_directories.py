@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import fcntl
@@ -19,6 +20,7 @@ import pytest
 from damages import CONFIG, DAMAGES, ESCAPES, NAMES, make
 from test_runs import called
 
+import podrace
 from podrace import curves, labels, metrics, runs
 from podrace.commands import follow
 from podrace.errors import UsageError
@@ -294,6 +296,18 @@ def test_no_warning_is_a_command_to_a_terminal(tmp_path: Path) -> None:
   ]
   done = subprocess.run(report, capture_output=True, check=True, timeout=HANGS)
   assert b'line 11' in done.stderr and not unprintable((done.stdout + done.stderr).decode())
+
+
+def test_one_function_prints() -> None:
+  """`print` leaves what terminals obey as it is; what a child's program text has is no call."""
+  package = Path(podrace.__file__).parent
+  calls = [
+    f'{path.relative_to(package)}:{node.lineno}'
+    for path in package.rglob('*.py')
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8')))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'print'
+  ]
+  assert [x.partition(':')[0] for x in calls] == ['output.py'], calls
 
 
 # --- file systems without locks -------------------------------------------------------------------
