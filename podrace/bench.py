@@ -18,6 +18,7 @@ from gymnasium import spaces
 from podrace.build import build_sebulba
 from podrace.config import Config, validate
 from podrace.errors import RunError, UsageError
+from podrace.output import print_text
 from podrace.process import cores
 from podrace.sebulba import ActingProgram, Actors, ActorSource, Batch, SebulbaDriver
 from podrace.sebulba.acting import pack
@@ -46,7 +47,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     )
 
   def say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+    print_text(what, file=sys.stderr, flush=True)
 
   driver = build_sebulba(config)
   acting = acting_of(driver)

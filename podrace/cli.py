@@ -39,11 +39,12 @@ from podrace.commands import (
 )
 from podrace.config import unknown
 from podrace.errors import RunError
-from podrace.output import flush_standard, open_standard, tell
+from podrace.output import flush_standard, open_standard, print_text, tell, tell_exception
 from podrace.process import (
   check_jax,
   end_at_once,
   end_on_signals,
+  escape_logs,
   leave,
   on_signals,
   tell_of_faults,
@@ -128,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = list(sys.argv[1:] if argv is None else argv)
   open_standard()
   tell_of_faults()
+  escape_logs()
   own_code.leave_here()
   lasting = bool(args) and args[0] in LASTING
   # Until a command has handlers of its own: nothing is saved yet, and an exception could be swallowed.
@@ -152,6 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def entry() -> None:
   """`podrace` as a process of its own, whose exit code is that of `main`, whatever threads do at its end."""
   end_on_signals()
+  sys.excepthook = tell_exception
   try:
     main()
   except SystemExit as e:
@@ -169,12 +172,12 @@ def _in_company() -> bool:
 def _guarded(args: list[str]) -> int:
   try:
     if not args or args in (['-h'], ['--help']):
-      print(USAGE, end='')
+      print_text(USAGE, end='')
       return 0
     if args[0] == '--version':
       from podrace.version import __version__
 
-      print(__version__)
+      print_text(__version__)
       return 0
     if args[0] in HELP and args[1:] and args[1] in COMMANDS:  # podrace --help train
       args[:2] = args[1::-1]
@@ -182,11 +185,11 @@ def _guarded(args: list[str]) -> int:
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)
     if name == 'completion' and rest[:1] == ['words']:  # what a shell asks at each TAB
-      print('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
+      print_text('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
       return 0
     command = COMMANDS[name]
     if not HELP.isdisjoint(rest):
-      print(command.COMMAND.help([a for a in rest if a not in ('-h', '--help')]))
+      print_text(command.COMMAND.help([a for a in rest if a not in ('-h', '--help')]))
       return 0
     if command.COMMAND.jax:
       check_jax()

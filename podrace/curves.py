@@ -15,7 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from podrace import metrics
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
+from podrace.fields import is_number
+from podrace.runs import read_run_record
 
 Floats = np.ndarray
 X = Literal['steps', 'wall', 'gradient-steps']
@@ -24,6 +26,7 @@ NOT_OF_GROUP = (
   'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes', 'eval_env',
   'eval_video', 'version',
 )  # fmt: skip
+SETTINGS = 10_000  # of a configuration
 RESAMPLES = 2000
 GRID = 200  # points of a group's curve
 
@@ -73,11 +76,17 @@ def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[Group], list[st
 
 def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   try:
-    record = json.loads((path / 'config.json').read_bytes())
-    config = {k: v for k, v in metrics.flat(record).items() if k not in NOT_OF_GROUP}
-  except (OSError, ValueError, AttributeError) as e:
-    raise UsageError(f'{path}: config.json cannot be read: {e}') from e
-  lines = metrics.read(path / 'metrics.jsonl')
+    record = read_run_record(path)
+  except UnreadableFile as e:
+    raise UsageError(f'{path}: config.json cannot be read: it {e.reason}') from e
+  if record is None:
+    raise UsageError(f'{path}: config.json cannot be read: it is not there')
+  config = {k: v for k, v in metrics.flat(record).items() if k not in NOT_OF_GROUP}
+  if len(config) > SETTINGS:
+    raise UsageError(
+      f'{path}: config.json has {len(config):,} settings, expected at most {SETTINGS:,}'
+    )
+  lines = metrics.read(path / 'metrics.jsonl', shown=True)
   if not lines:
     raise UsageError(f'{path}: no line of metrics yet')
   by_seed = f'{metric}_by_seed'
@@ -86,10 +95,11 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   )
   at = _positions(lines, x, path)
   if seeds:
-    rows = [(line.get(by_seed) or [None] * seeds)[:seeds] for line in lines]
+    lists = [v if isinstance(v := line.get(by_seed), list) else [] for line in lines]
+    rows = [v + [None] * (seeds - len(v)) for v in lists]
   else:
     rows = [[line.get(metric)] for line in lines]
-  y = np.array([[np.nan if v is None else v for v in row] for row in rows], float)
+  y = np.array([[v if is_number(v) else np.nan for v in row] for row in rows], float)
   found = []
   for column in y.T:
     known = np.isfinite(column)
@@ -102,12 +112,14 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
 
 
 def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
-  if x == 'gradient-steps':
-    if any('gradient_steps' not in line for line in lines):
-      raise UsageError(f'{path}: no gradient_steps in its metrics; an older podrace made it')
-    return np.cumsum([line['gradient_steps'] for line in lines]).astype(float)
-  key = {'steps': 'step', 'wall': 'wall_s'}[x]
-  return np.array([line[key] for line in lines], float)
+  key = {'steps': 'step', 'wall': 'wall_s', 'gradient-steps': 'gradient_steps'}[x]
+  if not all(is_number(line.get(key)) for line in lines):
+    raise UsageError(f'{path}: no {key} in its metrics; an older podrace made it')
+  at = np.array([line[key] for line in lines], float)
+  at = np.cumsum(at) if x == 'gradient-steps' else at
+  if (np.diff(at) < 0).any():
+    raise UsageError(f'{path}: {key} in its metrics goes back')
+  return at
 
 
 # --- statistics ---------------------------------------------------------------------------------
@@ -168,7 +180,8 @@ def band(curves: Sequence[Curve], center: str = 'mean', level: float = 0.95) -> 
   start = max(min(c.x[0] for c in curves), 0.0)
   grid = np.linspace(start, max(c.x[-1] for c in curves), GRID)
   if len(curves) == 1:
-    grid = curves[0].x
+    only, none = curves[0], np.full(len(curves[0].x), np.nan)
+    return Band(only.x, only.y, none, none, np.ones(len(only.x)))
   at = np.stack([np.interp(grid, c.x, c.y, left=np.nan, right=np.nan) for c in curves])  # [N, P]
   there = ~np.isnan(at)
   rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,18 @@ import jax
 import numpy as np
 
 from podrace.config import Config
+from podrace.errors import UsageError
 from podrace.evaluate import described, evaluated, returns_of
+from podrace.fields import is_step
 from podrace.files import make_folder, write_whole
+from podrace.files.reading import read_bytes
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import JsonLines, read
 from podrace.sebulba.actors import CLOSE_SECONDS
 from podrace.topology import on_host
 from podrace.worker import Worker
 
+FILE_BYTES = 2**34  # largest file of parameters
 MANY = 4  # parameters that wait, from which on there is a warning
 
 
@@ -50,6 +54,7 @@ class Evaluations:
     done = {line['step'] for line in read(run_dir / 'eval.jsonl')}
     self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
     self._kind: Any = None  # the structure of the parameters
+    self._shapes: list[Any] = []  # of its leaves
     self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
     for step in set(self._steps()) - set(self._left):
       self._path(step).unlink()
@@ -58,16 +63,20 @@ class Evaluations:
     self._worker = Worker('evaluations', self._work)
 
   def _steps(self) -> list[int]:
-    return sorted(int(p.stem) for p in self._folder.glob('*.safetensors') if p.stem.isdigit())
+    return sorted(int(p.stem) for p in self._folder.glob('*.safetensors') if is_step(p.stem))
 
   def _path(self, step: int) -> Path:
     return self._folder / f'{step}.safetensors'
 
   def resume(self, params: Any) -> None:
     """Begins with what an earlier life left; `params` are of the run, for their structure."""
-    self._kind = jax.tree.structure(params)
+    self._take_structure(params)
     for step in self._left:
       self._waiting.put((step, self._seconds()))
+
+  def _take_structure(self, params: Any) -> None:
+    self._kind = jax.tree.structure(params)
+    self._shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
 
   def begin(self, step: int, params: Any) -> None:
     """Evaluates these parameters when it is their turn; they are copied before this returns.
@@ -78,7 +87,7 @@ class Evaluations:
     self._worker.check()
     from safetensors.numpy import save
 
-    self._kind = jax.tree.structure(params)
+    self._take_structure(params)
     leaves = [on_host(x) for x in jax.tree.leaves(params)]
     write_whole(
       self._path(step), save({str(i): np.ascontiguousarray(x) for i, x in enumerate(leaves)})
@@ -119,7 +128,9 @@ class Evaluations:
       while (found := self._waiting.get()) is not None and not self._stopped:
         evaluate = evaluate or _evaluator(self._config)
         step, wall_s = found
-        params = jax.device_put(jax.tree.unflatten(self._kind, _read(self._path(step))), device)
+        params = jax.device_put(
+          jax.tree.unflatten(self._kind, _read(self._path(step), self._shapes)), device
+        )
         began = time.perf_counter()
         line = {'step': step, 'wall_s': round(wall_s, 3), **evaluate(params)}
         self.lines.write({**line, 'eval_s': round(time.perf_counter() - began, 3)})
@@ -136,11 +147,18 @@ class Evaluations:
     film(config, params, folder, step, episodes=1, seed=config.seed, env=config.eval_env)
 
 
-def _read(path: Path) -> list[np.ndarray]:
+def _read(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarray]:
+  """The leaves that `begin` wrote; an earlier life may have written them, and the file be damaged since."""
   from safetensors.numpy import load
 
-  found = load(path.read_bytes())
-  return [found[str(i)] for i in range(len(found))]
+  try:
+    arrays = load(read_bytes(path, FILE_BYTES))
+    leaves = [arrays[str(i)] for i in range(len(shapes))]
+  except Exception as e:  # SafetensorError derives from Exception alone
+    raise UsageError(f'{path} holds no parameters to evaluate: {e}; remove it to go on') from e
+  if [(x.shape, x.dtype) for x in leaves] != list(shapes):
+    raise UsageError(f'{path} holds parameters of other shapes; remove it to go on')
+  return leaves
 
 
 def _evaluator(config: Config) -> Callable[[Any], dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from podrace.config import option
 from podrace.curves import Group
+from podrace.output import printable
 from podrace.own_code import CLASS
 from podrace.runs import agent_of
 
@@ -24,16 +25,18 @@ def labels(groups: Sequence[Group]) -> list[str]:
   same environment: all of it where that fits, else as much as distinguishes them, with an ellipsis for the rest.
   What still is equal has a number.
   """
-  agents = [agent_label(g.config) for g in groups]
+  agents = [printable(agent_label(g.config), lines=False) for g in groups]
   panels: dict[str, list[int]] = {}
   for i, g in enumerate(groups):
     panels.setdefault(g.env, []).append(i)
   found = [''] * len(groups)
   for panel in panels.values():
-    texts: list[str] = []
-    for i in panel:
-      alike = [groups[j] for j in panel if agents[j] == agents[i]]
-      texts.append(_text(agents[i], len(set(agents)) == 1, groups[i], alike))
+    alike = {agent: [groups[i] for i in panel if agents[i] == agent] for agent in agents}
+    different = {agent: differences(some) for agent, some in alike.items() if some}
+    texts = [
+      _text(a := agents[i], len(set(agents)) == 1, groups[i], alike[a], *different[a])
+      for i in panel
+    ]
     for i, text in zip(panel, numbered([groups[i].config for i in panel], texts), strict=True):
       found[i] = text
   return found
@@ -53,8 +56,9 @@ def differences(groups: Sequence[Group]) -> tuple[list[str], list[str]]:
   """
   pairs = list(itertools.combinations(groups, 2))
   paths = sorted({p for g in groups for p in g.config} - {'env', NAME})
+  values = {id(g): {p: json.dumps(g.config.get(p)) for p in paths} for g in groups}
   separates = {
-    p: {i for i, (a, b) in enumerate(pairs) if _value(a, p) != _value(b, p)} for p in paths
+    p: {i for i, (a, b) in enumerate(pairs) if values[id(a)][p] != values[id(b)][p]} for p in paths
   }
   left = set(range(len(pairs)))
   needed: list[str] = []
@@ -72,9 +76,15 @@ def cut(text: str, length: int) -> str:
   return text if len(text) <= length else text[: length - 1] + '…'
 
 
-def _text(agent: str, is_only: bool, g: Group, alike: Sequence[Group]) -> str:
-  """The label of a group among those of its agent and environment."""
-  needed, others = differences(alike)
+def _text(
+  agent: str,
+  is_only: bool,
+  g: Group,
+  alike: Sequence[Group],
+  needed: list[str],
+  others: list[str],
+) -> str:
+  """The label of a group among those of its agent and environment, which have these `differences`."""
   settings = [s for p in (*needed, *others) if (s := _setting(g, p, alike))]
   few = sum(p in g.config for p in needed)
   begin = [] if is_only and settings else [cut(agent, CAP)]
@@ -91,18 +101,15 @@ def _setting(g: Group, path: str, groups: Sequence[Group]) -> str:
   if path not in g.config:
     return ''
   value = g.config[path]
-  text = str(value)
+  text = printable(str(value), lines=False)
   if isinstance(value, float):
     short = f'{value:.4g}'
     others = {x for o in groups if isinstance(x := o.config.get(path), float) and x != value}
     text = text if short in {f'{x:.4g}' for x in others} else short
   if len(text) > VALUE_CAP:
     text = '…' + text[1 - VALUE_CAP :]  # of paths and names the end says most
-  return f'{option(path).removeprefix("--").removeprefix("agent.")} {text or "none"}'
-
-
-def _value(g: Group, path: str) -> str:
-  return json.dumps(g.config.get(path))
+  name = printable(option(path), lines=False).removeprefix('--').removeprefix('agent.')
+  return f'{name} {text or "none"}'
 
 
 def numbered(configs: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[str]:

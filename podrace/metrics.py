@@ -15,12 +15,18 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 from podrace.config import unknown
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
+from podrace.fields import LINE, check_members
 from podrace.files import WANDB, make_folder, open_append, open_new, write_whole
+from podrace.files.reading import parse_json, read_bytes, read_json
 from podrace.imports import why_not
-from podrace.output import Lasting
+from podrace.output import Lasting, print_text, printable
 
 Line = dict[str, Any]
+
+FILE_BYTES = 2**32  # largest metrics.jsonl of a run that goes on
+LONGEST = 3.6e9  # seconds that are shown: a million hours
+SHOWN_BYTES, SHOWN_LINES = 2**27, 500_000  # largest of one that is shown: a few seconds
 
 log = logging.getLogger('podrace.metrics')
 
@@ -66,33 +72,44 @@ class JsonLines:
     self._file.close()
 
 
-def read(path: Path) -> list[Line]:
+def read(path: Path, shown: bool = False) -> list[Line]:
   """The lines of a metrics.jsonl, but for what a kill or a power cut left behind the last whole one.
 
+  Args:
+    path: of the file.
+    shown: it may be another user's, and is read to be shown: a very long one is refused.
+
   Raises:
-    UsageError: if a line before that is damaged.
+    UsageError: if it is no regular file, too long, or a line before the last whole one is damaged.
   """
-  if not path.exists():
+  try:
+    # A run that goes on puts a file of its own in the place of a link: it only reads there.
+    data = read_bytes(path, SHOWN_BYTES if shown else FILE_BYTES, follow=not shown)
+  except FileNotFoundError:
     return []
-  whole = path.read_bytes().split(b'\n')[:-1]  # no newline behind it: the run died while writing it
+  if shown and (count := data.count(b'\n')) > SHOWN_LINES:
+    raise UnreadableFile(path, f'has {count:,} lines, expected at most {SHOWN_LINES:,}')
+  whole = data.split(b'\n')[:-1]  # no newline behind it: the run died while writing it
   found = [_parse(line) for line in whole]
-  while found and isinstance(found[-1], str):
-    log.warning('%s, line %d, %s: it is left out', path, len(found), found.pop())
-  for number, line in enumerate(found, start=1):
+  last = len(found)
+  while last and isinstance(found[last - 1], str):
+    last -= 1
+  if last < len(found):
+    log.warning('%s, line %d, %s: it and what follows is left out', path, last + 1, found[last])
+  for number, line in enumerate(found[:last], start=1):
     if isinstance(line, str):
       raise UsageError(f'{path}, line {number}, {line}: mend or remove it')
-  return cast(list[Line], found)
+  return cast(list[Line], found[:last])
 
 
 def _parse(line: bytes) -> Line | str:
   """A line, or what is wrong with it."""
   try:
-    found = json.loads(line)
-  except ValueError as e:  # of bytes that are no text, too
-    return f'is not JSON: {e}'
-  if not isinstance(found, dict) or not isinstance(found.get('step'), int):
-    return 'is no line of metrics: it has no step'
-  return found
+    found = parse_json(line, finite=True)
+    check_members(found, LINE)
+  except ValueError as e:
+    return str(e)
+  return cast(Line, found)
 
 
 class TensorBoard:
@@ -131,12 +148,12 @@ class WandB:
     import wandb
 
     record = run_dir / 'wandb-id'  # not the directory's name, which another run may have as well
-    if not record.exists():
+    if not os.path.lexists(record):
       with open_new(record) as file:
         file.write(secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
-      id=record.read_text(encoding='ascii').strip(),
+      id=read_bytes(record, 100).decode().strip(),
       name=run_dir.absolute().name,
       dir=str(make_folder(run_dir / WANDB).parent),
       resume='allow',
@@ -172,8 +189,7 @@ def numbers(line: Line) -> dict[str, float]:
 
 def configuration(run_dir: Path) -> dict[str, Any]:
   """What config.json records of a run; empty if it is not there."""
-  path = run_dir / 'config.json'
-  return json.loads(path.read_bytes()) if path.exists() else {}
+  return read_json(run_dir / 'config.json') or {}
 
 
 def flat(tree: dict[str, Any], prefix: str = '') -> dict[str, bool | int | float | str]:
@@ -234,7 +250,7 @@ def in_notebook() -> bool:
 
 def duration(seconds: float) -> str:
   """h:mm:ss."""
-  minutes, s = divmod(round(max(seconds, 0)), 60)
+  minutes, s = divmod(round(min(max(seconds, 0), LONGEST)), 60)
   return f'{minutes // 60}:{minutes % 60:02d}:{s:02d}'
 
 
@@ -256,9 +272,9 @@ class Terminal:
   def say(self, message: str) -> None:
     """A line that stays."""
     if self._console:
-      self._console.print(message, highlight=False, markup=False)
+      self._console.print(printable(message), highlight=False, markup=False, emoji=False)
     else:
-      print(message, file=self._file, flush=True)
+      print_text(message, file=self._file, flush=True)
 
   def progress(self, step: int, steps_per_s: float) -> None:
     """How far the run is; only on a terminal."""
@@ -277,7 +293,7 @@ class Terminal:
       self.progress(line['step'], line['steps_per_s'])
     elif line['step'] >= self._total or time.monotonic() - self._printed > 2:
       self._printed = time.monotonic()
-      print(self._text(line['step'], line['steps_per_s']), file=self._file, flush=True)
+      print_text(self._text(line['step'], line['steps_per_s']), file=self._file, flush=True)
 
   def _text(self, step: int, steps_per_s: float) -> str:
     return progress_text(step, self._total, self._seeds, steps_per_s, self._last)
@@ -298,7 +314,7 @@ class Notebook:
     self._text = ''
 
   def say(self, message: str) -> None:
-    print(message, flush=True)  # not to stderr, which a notebook shows as an error
+    print_text(message, flush=True)  # not to stderr, which a notebook shows as an error
 
   def progress(self, step: int, steps_per_s: float) -> None:
     self._text = progress_text(step, self._total, self._seeds, steps_per_s, self._last)

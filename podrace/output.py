@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 STANDARD = (0, 1, 2)  # input, output, errors
+INVISIBLE = '\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0'  # letters and marks without a picture
 
 
 class Lasting:
@@ -57,9 +60,48 @@ def _to_nobody(file: TextIO | None) -> None:
       os.close(null)
 
 
+def printable(text: str, lines: bool = True) -> str:
+  r"""Return `text` with everything escaped that a terminal obeys, or that no reader sees.
+
+  That is control characters, direction marks, characters of no width and lone surrogates. Text of other users, such as
+  names in a run directory, could else move the cursor, change colours or look like other text.
+
+  Args:
+    text: any text.
+    lines: keep newlines and tabs.
+  """
+  if text.isascii() and text.isprintable():
+    return text
+  kept = '\n\t' if lines else ''
+  return ''.join(
+    c if c in kept or (c.isprintable() and c not in INVISIBLE) else ascii(c)[1:-1] for c in text
+  )
+
+
+def print_text(
+  *words: Any, sep: str = ' ', end: str = '\n', file: Any = None, flush: bool = False
+) -> None:
+  """Print as `print` does, but `printable` and in the stream's encoding: the only way to a terminal but for rich."""
+  stream = sys.stdout if file is None else file
+  text = printable(sep.join(map(str, words)))
+  with contextlib.suppress(AttributeError, LookupError, TypeError):  # the stream names no encoding
+    text = text.encode(stream.encoding, 'backslashreplace').decode(stream.encoding)
+  print(text, end=end, file=stream, flush=flush)
+
+
+def print_json(value: Any) -> None:
+  """Print a value to `results` as one line of JSON in ASCII."""
+  print_text(json.dumps(value).replace('\x7f', '\\u007f'), file=results())
+
+
 def tell(text: str) -> None:
   """A line on stderr."""
-  print(text, file=Lasting(sys.stderr), flush=True)
+  print_text(text, file=Lasting(sys.stderr), flush=True)
+
+
+def tell_exception(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+  """Print a traceback, as `sys.excepthook` does."""
+  tell(''.join(traceback.format_exception(kind, error, trace)).rstrip('\n'))
 
 
 def open_standard() -> None:

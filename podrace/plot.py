@@ -16,7 +16,8 @@ from podrace.curves import Band, Group
 from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.imports import why_not
-from podrace.labels import labels
+from podrace.labels import cut, labels
+from podrace.output import printable
 
 # Okabe and Ito's colours: those who are colour-blind can distinguish them. Dashes help in black and white.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
@@ -28,6 +29,7 @@ X_LABELS = {
 }
 NAMES = {'episode_return': 'episode return', 'episode_length': 'episode length (steps)'}
 NAMES |= {'steps_per_s': 'environment steps per second'}
+TITLE = 208  # characters of an environment's name
 LEGEND_LINE = 0.15  # inches of a line of a legend
 FORMATS = ('.png', '.svg', '.pdf')
 
@@ -70,7 +72,7 @@ def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Pa
       _label_ends(axis, ends)
     else:
       _legend_below(axis, axis.lines, [text for _, text, _ in ends])
-    axis.set_title(_text(textwrap.fill(env, 52)), fontsize=10)
+    axis.set_title(_text(textwrap.fill(cut(printable(env, lines=False), TITLE), 52)), fontsize=10)
     axis.set_xlabel(X_LABELS[x], fontsize=9)
     axis.set_ylabel(_text(NAMES.get(metric, metric)), fontsize=9)
     _plain(axis)
@@ -234,7 +236,7 @@ def _plain(axis: Any) -> None:
 
 def _text(words: str) -> str:
   """Words as they are, for matplotlib: it reads formulas between dollars, and leaves out what begins with _."""
-  words = words.replace('$', r'\$')
+  words = printable(words).replace('$', r'\$')
   return f' {words}' if words.startswith('_') else words
 
 
@@ -249,3 +251,5 @@ def _save(figure: Any, out: Path, note: str) -> None:
       write_whole(out, content.getvalue())
     except OSError as e:
       raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e
+    except ValueError as e:  # such as an image of too many pixels
+      raise UsageError(f'--out {out} cannot be drawn: {e}; plot fewer runs at once') from e

@@ -7,13 +7,16 @@ programs are graphs of fixed operations. Importing this imports neither jax nor 
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from podrace.errors import UnreadableFile
+from podrace.fields import COUNT, POSITIVE, TEXT, Member, check_members, needed
+from podrace.files.reading import read_bytes, read_json
 from podrace.imports import why_not
 from podrace.policy_network import STATES, Network, Numpy, Params, leaves
 
@@ -21,6 +24,34 @@ VERSION = 1
 POLICY, PARAMS, CONFIG = 'policy.json', 'params.safetensors', 'config.json'
 PROGRAM, GRAPH = 'policy.jaxexport', 'policy.onnx'
 RUNTIMES = ('numpy', 'jax', 'onnx')
+
+FILE_BYTES = 2**32  # largest file
+ELEMENTS = 2**26  # of an observation, an action or a state
+DTYPES = ('bool', *(f'{k}{n}' for k in ('int', 'uint') for n in (8, 16, 32, 64)))
+DTYPES += ('float16', 'bfloat16', 'float32', 'float64')
+DESCRIPTION = {
+  'agent': TEXT,
+  'env': TEXT,
+  'step': COUNT,
+  'observation_space': Member('an object'),
+  'action': Member('an object'),
+  'state': Member('a list', each=Member('an object')),
+  'network': Member('an object', null=True),
+}  # of policy.json
+SPACE = {
+  'scale': Member('a number', 1e-30),
+  'kind': TEXT,
+  'dtype': needed(TEXT),
+  'shape': needed(Member('a list', each=Member('a whole number', 0, ELEMENTS))),
+}
+NETWORK = {
+  'layers': needed(Member('a whole number', 0, 1000)),
+  'core_size': needed(Member('a whole number', 0, 2**20)),
+  'core': needed(TEXT),
+  'torso': needed(TEXT),
+  'floats': needed(Member('a list', each=COUNT)),
+  'atoms': needed(Member('a whole number', 1, 2**20)),
+}
 
 Step = Callable[[list[np.ndarray], Any, int], tuple[np.ndarray, Any]]  # arrays, state, batch
 
@@ -53,35 +84,76 @@ def load_policy(folder: Path | str, runtime: str = 'numpy') -> Policy:
     return Policy(about, _onnx_step(about, _needed(files, GRAPH, folder)))
   from safetensors.numpy import load
 
-  params = load(_needed(files, PARAMS, folder))
+  try:
+    params = load(_needed(files, PARAMS, folder))
+  except PolicyError:
+    raise
+  except Exception as e:  # SafetensorError, and KeyError for an unknown dtype
+    raise PolicyError(f'{folder / PARAMS} holds no parameters: {type(e).__name__}: {e}') from e
   if runtime == 'jax':
     return Policy(about, _jax_step(about, params, _needed(files, PROGRAM, folder)))
-  return Policy(about, numpy_step(about, params))
+  return _try(Policy(about, numpy_step(about, params)), folder)
 
 
 def _description(folder: Path) -> dict[str, Any]:
   try:
-    about = json.loads((folder / POLICY).read_bytes())
-  except (OSError, ValueError) as e:
+    about = read_json(folder / POLICY)
+  except UnreadableFile as e:
     raise PolicyError(f'{folder} holds no policy: {e}') from e
+  if about is None:
+    raise PolicyError(f'{folder} holds no policy: {POLICY} is not there')
   if not isinstance(about, dict) or about.get('version') != VERSION:
     raise PolicyError(f'{folder / POLICY} is not a policy of version {VERSION}')
   if lacking := {'sha256', 'network', 'action', 'observation_space', 'state'} - set(about):
     raise PolicyError(f'{folder / POLICY} lacks {", ".join(sorted(lacking))}')
   hashes = about['sha256']
   if not isinstance(hashes, dict) or not set(hashes) <= {PARAMS, CONFIG, PROGRAM, GRAPH}:
-    raise PolicyError(f'{folder / POLICY} names files that are of no policy: {hashes}')
+    raise PolicyError(f'{folder / POLICY} names files that are of no policy')
+  try:
+    _check_description(about)
+  except ValueError as e:
+    raise PolicyError(f'{folder / POLICY} is not the description of a policy: it {e}') from e
   return about
+
+
+def _check_description(about: dict[str, Any]) -> None:
+  """Raises ValueError for members of which memory or a network cannot be made."""
+  check_members(about, DESCRIPTION)
+  for space in (*leaves(about['observation_space']), *about['state'], about['action']):
+    check_members(space, SPACE)
+    if space['dtype'] not in DTYPES:
+      raise ValueError(f'has a dtype other than {", ".join(DTYPES)}')
+    counts = space['n'] if isinstance(space.get('n'), list) else [space.get('n', 1)]
+    if any(map(POSITIVE.difference, counts)):
+      raise ValueError('has an n other than whole numbers from 1')
+    if max(math.prod(space['shape']), sum(counts)) > ELEMENTS:
+      raise ValueError(f'has an array of more than {ELEMENTS:,} elements')
+  if about['network'] is not None:
+    check_members(about['network'], NETWORK)
+
+
+def _try(policy: Policy, folder: Path) -> Policy:
+  """Acts once, so that a description that does not fit its parameters is refused here."""
+  about = policy.about
+  try:
+    zeros = (np.zeros((1, *x['shape']), x['dtype']) for x in leaves(about['observation_space']))
+    with np.errstate(all='ignore'):
+      policy.act_many(_packed(about['observation_space'], zeros))
+  except Exception as e:
+    raise PolicyError(
+      f'{folder}: {POLICY} does not fit {PARAMS}: {type(e).__name__}: {str(e)[:200]}'
+    ) from e
+  return policy
 
 
 def _verified(path: Path, digest: str) -> bytes:
   """The bytes of a file, which are those that were exported."""
-  if path.is_symlink() or (path.exists() and not path.is_file()):
-    raise PolicyError(f'{path} is no regular file')
   try:
-    data = path.read_bytes()
-  except OSError as e:
+    data = read_bytes(path, FILE_BYTES)
+  except FileNotFoundError as e:
     raise PolicyError(f'{path} cannot be read: {e.strerror}') from e
+  except UnreadableFile as e:
+    raise PolicyError(str(e)) from e
   if hashlib.sha256(data).hexdigest() != digest:
     raise PolicyError(f'{path} is not the file that was exported: its hash differs')
   return data
@@ -157,7 +229,10 @@ def _onnx_step(about: dict[str, Any], graph: bytes) -> Step:
     import onnxruntime
   except Exception as e:
     raise PolicyError(why_not("runtime='onnx'", 'onnxruntime', e)) from e
-  session = onnxruntime.InferenceSession(graph, providers=['CPUExecutionProvider'])
+  try:
+    session = onnxruntime.InferenceSession(graph, providers=['CPUExecutionProvider'])
+  except Exception as e:  # each of its kinds derives from Exception alone
+    raise PolicyError(f'{GRAPH} cannot be loaded: {type(e).__name__}: {str(e)[:200]}') from e
   names = [x.name for x in session.get_inputs()]
 
   def step(arrays: list[np.ndarray], state: Any, size: int) -> tuple[np.ndarray, Any]:
@@ -174,7 +249,10 @@ def _jax_step(about: dict[str, Any], params: Params, serialized: bytes) -> Step:
     from jax import export
   except ImportError as e:
     raise PolicyError(f"runtime='jax' needs jax: {e}") from e
-  program = jax.jit(export.deserialize(bytearray(serialized)).call)
+  try:
+    program = jax.jit(export.deserialize(bytearray(serialized)).call)
+  except Exception as e:  # of flatbuffers, or of MLIR
+    raise PolicyError(f'{PROGRAM} cannot be loaded: {type(e).__name__}: {str(e)[:200]}') from e
   there = jax.device_put(params)
 
   def step(arrays: list[np.ndarray], state: Any, size: int) -> tuple[np.ndarray, Any]:

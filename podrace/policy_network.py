@@ -68,9 +68,16 @@ class Operations(Protocol):
 
 def leaves(space: Any) -> list[dict[str, Any]]:
   """The arrays of a described space; dicts in the order of their keys, as JAX has them."""
+  if not isinstance(space, dict):
+    raise ValueError('has a space that is no object')
   if 'dict' in space:
-    return [x for key in sorted(space['dict']) for x in leaves(space['dict'][key])]
+    parts = space['dict']
+    if not isinstance(parts, dict):
+      raise ValueError('has a space whose dict is no object')
+    return [x for key in sorted(parts) for x in leaves(parts[key])]
   if 'tuple' in space:
+    if not isinstance(space['tuple'], list):
+      raise ValueError('has a space whose tuple is no list')
     return [x for part in space['tuple'] for x in leaves(part)]
   return [space]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import fcntl
 import logging
@@ -21,6 +22,7 @@ from podrace.errors import UsageError
 from podrace.files import open_lock
 from podrace.output import flush_standard, tell
 
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
 NICE = 19  # the most that there is
 SHOW_CURSOR = b'\x1b[?25h'  # rich hides it while it shows something live
 
@@ -52,6 +54,11 @@ def python(*arguments: str) -> tuple[str, ...]:
   With -P the child does not import from its working directory, which may be somebody else's.
   """
   return sys.executable, '-P', *arguments
+
+
+def escape_logs() -> None:
+  """Have `tell` print what is logged where no command says how: Python's own handler prints text as it is."""
+  logging.lastResort = _ToStderr(logging.WARNING)
 
 
 def cores() -> int:
@@ -245,8 +252,14 @@ def lock(directory: Path) -> IO[str]:
   file = open_lock(directory / 'lock')
   try:
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BaseException:
+  except BaseException as e:
     file.close()
+    if isinstance(e, OSError) and e.errno in NO_LOCKS:
+      raise OSError(
+        e.errno,
+        f'its file system has no locks (flock: {e.strerror}), so two runs could write there at once; '
+        'take a directory on another file system',
+      ) from e
     raise
   return file
 

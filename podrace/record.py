@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 from podrace import metrics, own_code
-from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
   agent_name,
@@ -25,9 +24,12 @@ from podrace.config import (
   from_json,
   to_json,
 )
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
+from podrace.fields import SUMMARY, check_members
 from podrace.files import check_folder, write_whole
+from podrace.files.reading import read_json
 from podrace.process import cores, is_locked, lock
+from podrace.runs import read_run_record
 from podrace.topology import on_host
 from podrace.version import __version__
 
@@ -112,25 +114,30 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
-  """What config.json holds, or None if there is none."""
-  record = read_json(run_dir / 'config.json')
-  if not isinstance(record, dict | None):
-    raise UsageError(f'{run_dir / "config.json"} is not the record of a run')
-  return record
+  """What config.json holds, or None if there is none.
+
+  Raises:
+    UnreadableFile: if it is not the record of a run.
+  """
+  return read_run_record(run_dir)
 
 
 def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
   """What summary.json holds; None if there is none, or if it is damaged: the run writes it again."""
   try:
     summary = read_json(path)
-  except UsageError as e:
+  except UnreadableFile as e:
     warn(f'damaged: {e}; it will be written again')
     return None
   if summary is None:
     return None
   needed = {'step', 'episode_return', 'steps_per_s'}
-  if not isinstance(summary, dict) or not needed <= set(summary):
-    raise UsageError(f'{path} is not the summary of a run')
+  try:
+    check_members(summary, SUMMARY)
+  except ValueError as e:
+    raise UsageError(f'{path} is not the summary of a run: it {e}') from e
+  if lacking := needed - set(summary):
+    raise UsageError(f'{path} is not the summary of a run: it lacks {", ".join(sorted(lacking))}')
   return summary
 
 
@@ -216,7 +223,7 @@ def final_return(path: Path) -> dict[str, Any]:
   lines = metrics.read(path)
   start = 0.9 * lines[-1]['step'] if lines else 0
   lines = [
-    line for line in lines if line['episode_return'] is not None
+    line for line in lines if line.get('episode_return') is not None and line.get('episodes')
   ]  # null: not finite, or none
   tail = [line for line in lines if line['step'] > start] or lines[-1:]
   episodes = sum(line['episodes'] for line in tail)
@@ -224,11 +231,16 @@ def final_return(path: Path) -> dict[str, Any]:
     return {'episode_return': None, 'episodes': 0}
   total = sum(line['episode_return'] * line['episodes'] for line in tail)
   result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
-  if 'episode_return_by_seed' in tail[-1]:
-    result['episode_return_by_seed'] = [
-      _final_of_seed(i, tail, lines) for i in range(len(tail[-1]['episodes_by_seed']))
-    ]
+  if seeds := _seeds(tail[-1]):
+    tail, lines = ([x for x in some if _seeds(x) == seeds] for some in (tail, lines))
+    result['episode_return_by_seed'] = [_final_of_seed(i, tail, lines) for i in range(seeds)]
   return result
+
+
+def _seeds(line: metrics.Line) -> int:
+  """The number of seeds that a line has returns of; 0 if it is of one run, or contradicts itself."""
+  counts = {len(line.get(name, ())) for name in ('episode_return_by_seed', 'episodes_by_seed')}
+  return counts.pop() if len(counts) == 1 else 0
 
 
 def _final_of_seed(i: int, tail: list[metrics.Line], lines: list[metrics.Line]) -> float | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import datetime
 import json
+import math
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from podrace import metrics, runs
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
+from podrace.fields import SUMMARY, is_number
 from podrace.files import UTF8, write_whole
+from podrace.files.reading import read_bytes, read_json, read_object
 from podrace.plot import COLOURS
 from podrace.scores import ATARI, game, human_normalised
 from podrace.version import __version__
@@ -81,9 +84,9 @@ def gathered(run: runs.Run) -> dict[str, Any]:
     UsageError: if its metrics are damaged.
   """
   path = run.path
-  lines = metrics.read(path / 'metrics.jsonl')
-  evaluations = metrics.read(path / 'eval.jsonl')
-  summary = _object(path / 'summary.json')
+  lines = metrics.read(path / 'metrics.jsonl', shown=True)
+  evaluations = metrics.read(path / 'eval.jsonl', shown=True)
+  summary = read_object(path / 'summary.json', SUMMARY) or {}
   score = run.episode_return
   name = game(run.env)
   videos, left_out = _videos(path / 'videos')
@@ -105,18 +108,15 @@ def gathered(run: runs.Run) -> dict[str, Any]:
       'dropped_steps': int(sum(line.get('dropped_steps') or 0 for line in lines)),
       'damaged': len(list((path / 'damaged').glob('*'))),
     },
-    'config': metrics.flat(_object(path / 'config.json')),
+    'config': {k: _text(x) for k, x in metrics.flat(read_json(path / 'config.json')).items()},
     'videos': videos,
     'videos_left_out': left_out,
   }
 
 
-def _object(path: Path) -> dict[str, Any]:
-  with contextlib.suppress(OSError, ValueError):
-    found = json.loads(path.read_bytes())
-    if isinstance(found, dict):
-      return found
-  return {}
+def _text(x: Any) -> Any:
+  """A setting as JSON that every browser reads: it has no word for what is not finite."""
+  return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def _machine(found: Any) -> str:
@@ -127,7 +127,7 @@ def _machine(found: Any) -> str:
 
 
 def _finite(x: Any) -> float | None:
-  return metrics.number(x) if isinstance(x, int | float) else None
+  return float(x) if is_number(x) else None
 
 
 def _columns(lines: list[metrics.Line]) -> dict[str, list[Any]]:
@@ -150,16 +150,24 @@ def _videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
   if folder.is_symlink() or not folder.is_dir():
     return found, left_out
   size = 0
-  files = [p for p in folder.iterdir() if p.is_file() and not p.is_symlink()]
+  try:
+    files = {p: p.lstat() for p in folder.iterdir() if p.suffix in ('.mp4', '.gif')}
+  except OSError as e:
+    return found, [f'{folder.name}: {e.strerror}']
+  files = {p: status for p, status in files.items() if stat.S_ISREG(status.st_mode)}
   names = {p.stem for p in files if p.suffix == '.mp4'}
-  for path in sorted(files, key=lambda p: -p.stat().st_mtime):
-    if path.suffix not in ('.mp4', '.gif') or (path.suffix == '.gif' and path.stem in names):
+  for path in sorted(files, key=lambda p: -files[p].st_mtime):
+    if path.suffix == '.gif' and path.stem in names:
       continue
-    content = path.read_bytes()
-    if size + len(content) > VIDEO_BYTES:
+    if size + files[path].st_size > VIDEO_BYTES:
       left_out.append(
-        f'{path.name}: {len(content) / 2**20:.1f} MiB; a report has {VIDEO_BYTES >> 20} MiB of a run'
+        f'{path.name}: {files[path].st_size / 2**20:.1f} MiB; a report has {VIDEO_BYTES >> 20} MiB of a run'
       )
+      continue
+    try:
+      content = read_bytes(path, VIDEO_BYTES - size)
+    except (UnreadableFile, FileNotFoundError) as e:
+      left_out.append(str(e))
       continue
     size += len(content)
     kind = {'.mp4': 'video/mp4', '.gif': 'image/gif'}[path.suffix]

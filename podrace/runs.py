@@ -16,18 +16,47 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.config import KIND
-from podrace.errors import RunError, UsageError
+from podrace.errors import RunError, UnreadableFile, UsageError
+from podrace.fields import (
+  COUNT,
+  LINE,
+  POSITIVE,
+  SUMMARY,
+  TEXT,
+  Member,
+  check_members,
+  is_step,
+  needed,
+)
 from podrace.files import create_folder, make_user_folder, write_whole
+from podrace.files.reading import open_regular, parse_json, read_object, size_of
 from podrace.own_code import CLASS
+from podrace.process import NO_LOCKS
 from podrace.stop import Stopped
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
 KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
-BROKEN = 'broken'  # its config.json can't be read
-STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN)
+BROKEN = 'broken'  # one of its files can't be read
+UNKNOWN = 'unknown'  # not finished, and its file system has no locks that say whether it is running
+STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN, UNKNOWN)
 END = 'end.json'  # how the run's last life ended, where it did not finish
 VARIED = 'podrace.agents.varied:Varied'  # the agent of a sweep in one program
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
+
+RECORD = {
+  'env': needed(TEXT),
+  'agent': Member('an object', needed=True),
+  'total_steps': needed(POSITIVE),
+  'num_envs': POSITIVE,
+  'unroll_length': POSITIVE,
+  'architecture': TEXT,
+  KIND: TEXT,
+}  # of config.json
+DISCOVER_RECORD = {
+  'widths': Member('a list', needed=True),
+  'agents': needed(POSITIVE),
+  'agent_updates': needed(COUNT),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,37 +87,50 @@ def find(root: Path) -> list[Path]:
   Raises:
     UsageError: if it is no directory.
   """
-  if not root.is_dir():
+  if not os.path.isdir(root):  # Path.is_dir fails for a long name
     raise UsageError(f'{root} is no directory')
   return sorted(_found(str(root)))
 
 
-def _found(folder: str) -> Iterator[Path]:
-  if os.path.exists(f'{folder}/config.json'):
-    yield Path(folder)
-    return
-  with contextlib.suppress(OSError), os.scandir(folder) as entries:
-    for entry in entries:
-      if entry.is_dir(follow_symlinks=False):
-        yield from _found(entry.path)
+def _found(root: str) -> Iterator[Path]:
+  folders = [root]
+  while folders:
+    folder = folders.pop()
+    if os.path.lexists(f'{folder}/config.json'):
+      yield Path(folder)
+      continue
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+      for entry in entries:
+        with contextlib.suppress(OSError):
+          if entry.is_dir(follow_symlinks=False):
+            folders.append(entry.path)
 
 
 def look(path: Path) -> Run:
   """What a run directory shows now; a damaged one is `BROKEN`, and `why` says how."""
-  line, written = last_line(path / 'metrics.jsonl')
-  age = max(0.0, time.time() - (written or _changed(path)))
-  record = _record(path)
-  if isinstance(record, str):
-    return Run(path, BROKEN, record, age_s=age, size=size_of(str(path)))
-  summary, end = (_object(path / name) for name in ('summary.json', END))
+  age, size = max(0.0, time.time() - _changed(path)), size_of(str(path))
+  try:
+    line, written = last_line(path / 'metrics.jsonl')
+    age = max(0.0, time.time() - written) if written else age
+    record = read_run_record(path)
+    if record is None:
+      raise UnreadableFile(path / 'config.json', 'is not there')  # any more
+    running = is_running(path)
+    summary, end = ({}, {}) if running else (_summary(path), _end(path))
+  except UnreadableFile as e:
+    reason = str(e).removeprefix(f'{path}/')
+    return Run(path, BROKEN, reason, age_s=age, size=size)
   total = steps_of(record)
   state, why = FINISHED, ''
-  if is_running(path):
+  if running:
     state = RUNNING
   elif 'ended' in summary and summary.get('step', 0) >= line.get('step', 0):  # by a callback
     why = summary['ended']
   elif summary.get('step', 0) < total:
-    state, why = end.get('state', KILLED), end.get('why', '')
+    if running is None:
+      state, why = UNKNOWN, 'its file system has no locks (flock)'
+    else:
+      state, why = end.get('state', KILLED), end.get('why', '')
   done = summary if state == FINISHED else line
   agent, sweep = agent_of(record['agent'])
   return Run(
@@ -104,7 +146,7 @@ def look(path: Path) -> Run:
     episode_return=done.get('episode_return'),
     steps_per_s=done.get('steps_per_s'),
     age_s=age,
-    size=size_of(str(path)),
+    size=size,
   )
 
 
@@ -121,27 +163,39 @@ def steps_of(record: dict[str, Any]) -> int:
 def saved_steps(path: Path) -> list[int]:
   """The steps of a run's checkpoints."""
   with contextlib.suppress(OSError):
-    return [int(name) for name in os.listdir(path / 'checkpoints') if name.isdigit()]
+    return [int(name) for name in os.listdir(path / 'checkpoints') if is_step(name)]
   return []
 
 
-def _record(path: Path) -> dict[str, Any] | str:
-  """What config.json holds that is shown, or what is wrong with it."""
+def read_run_record(path: Path) -> dict[str, Any] | None:
+  """Return what config.json in a run directory records, None if there is none.
+
+  Raises:
+    UnreadableFile: if it is not the record of a run.
+  """
+  file = path / 'config.json'
+  record = read_object(file, RECORD)
+  if record is None:
+    return None
   try:
-    found = json.loads((path / 'config.json').read_bytes())
+    check_members(record, DISCOVER_RECORD if record.get(KIND) == 'discover' else {})
+    check_members(record, {} if KIND in record else {'architecture': needed(TEXT)})
+    check_members(record['agent'], {'name': needed(TEXT)})
   except ValueError as e:
-    return f'config.json is not JSON: {e}'
-  except OSError as e:
-    return f'config.json cannot be read: {e.strerror}'
-  if not isinstance(found, dict):
-    return 'config.json is not the record of a run: no object'
-  expected = {'env': str, 'total_steps': int, 'agent': dict}
-  if KIND not in found:
-    expected['architecture'] = str
-  for name, kind in expected.items():
-    if not isinstance(found.get(name), kind):
-      return f'config.json is not the record of a run: no {name}'
-  return found if isinstance(found['agent'].get('name'), str) else 'config.json names no agent'
+    raise UnreadableFile(file, f'is not the record of a run: it {e}') from e
+  return record
+
+
+def _summary(path: Path) -> dict[str, Any]:
+  return read_object(path / 'summary.json', SUMMARY) or {}
+
+
+def _end(path: Path) -> dict[str, Any]:
+  """Return how the run's last life ended, {} if that is not known."""
+  end = read_object(path / END, {'state': TEXT, 'why': TEXT}) or {}
+  if end.get('state', KILLED) not in (STOPPED, FAILED, KILLED):
+    raise UnreadableFile(path / END, f'has a state other than {STOPPED}, {FAILED} or {KILLED}')
+  return end
 
 
 def agent_of(record: dict[str, Any]) -> tuple[str, bool]:
@@ -154,15 +208,6 @@ def agent_of(record: dict[str, Any]) -> tuple[str, bool]:
   return (names[0] if names else where or VARIED), True
 
 
-def _object(path: Path) -> dict[str, Any]:
-  """A JSON object; {} if it is not there, or is damaged."""
-  with contextlib.suppress(OSError, ValueError):
-    found = json.loads(path.read_bytes())
-    if isinstance(found, dict):
-      return found
-  return {}
-
-
 def _changed(path: Path) -> float:
   with contextlib.suppress(OSError):
     return path.stat().st_mtime
@@ -173,57 +218,70 @@ def last_line(path: Path) -> tuple[dict[str, Any], float]:
   """The last line of a metrics.jsonl, and when it was written.
 
   If no episode ended in it, it has the return of the newest line that has one.
+
+  Raises:
+    UnreadableFile: if it is no regular file, or cannot be read.
   """
-  found: dict[str, Any] = {}
+  last: dict[str, Any] = {}
   try:
-    with path.open('rb') as file:
+    with open_regular(path) as file:
       end = file.seek(0, os.SEEK_END)
       file.seek(max(0, end - TAIL))
-      *lines, _ = file.read().split(b'\n')
+      *lines, _ = file.read(TAIL).split(b'\n')
       written = os.fstat(file.fileno()).st_mtime
-  except (OSError, ValueError):
-    return found, 0.0
+  except FileNotFoundError:
+    return last, 0.0
+  except OSError as e:
+    raise UnreadableFile(path, f'cannot be read: {e.strerror}') from e
   for text in reversed(lines):
     with contextlib.suppress(ValueError):
-      line = json.loads(text)
-      if isinstance(line, dict) and isinstance(line.get('step'), int):
-        found = found or line
-        if line.get('episode_return') is not None:
-          return found | {'episode_return': line['episode_return']}, written
-  return found, written
+      line = parse_json(text, finite=True)
+      check_members(line, LINE)
+      last = last or line
+      if line.get('episode_return') is not None:
+        return last | {'episode_return': line['episode_return']}, written
+  return last, written
 
 
-def is_running(path: Path) -> bool:
-  """Whether a process has the run's lock, or `podrace launch` that of its logs, as between two starts of a learner."""
-  return has_lock(path) or has_lock(path / 'logs')
+def is_running(path: Path) -> bool | None:
+  """Whether a process has the run's lock, or `podrace launch` that of its logs, as between two starts of a learner.
+
+  None if the file system has no locks.
+
+  Raises:
+    UnreadableFile: if a lock is no regular file.
+  """
+  states = [has_lock(path), has_lock(path / 'logs')]
+  return True if True in states else None if None in states else False
 
 
-def has_lock(path: Path) -> bool:
-  """Whether a process has the lock of a directory."""
+def has_lock(path: Path) -> bool | None:
+  """Whether a process has the lock of a directory; None if the file system has no locks."""
   try:
-    descriptor = os.open(path / 'lock', os.O_RDONLY | os.O_NOFOLLOW)
-  except OSError:
+    with open_regular(path / 'lock') as file:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except FileNotFoundError:
     return False
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
   except BlockingIOError:
     return True
-  finally:
-    os.close(descriptor)
+  except OSError as e:
+    if e.errno in NO_LOCKS:
+      return None
+    raise UnreadableFile(path / 'lock', f'cannot be locked: {e.strerror}') from e
   return False
 
 
-def size_of(folder: str) -> int:
-  """Bytes of all files in a folder; links are not followed."""
-  total = 0
-  with contextlib.suppress(OSError), os.scandir(folder) as entries:
-    for entry in entries:
-      with contextlib.suppress(OSError):
-        if entry.is_dir(follow_symlinks=False):
-          total += size_of(entry.path)
-        else:
-          total += entry.stat(follow_symlinks=False).st_size
-  return total
+def check_stopped(path: Path) -> None:
+  """Raises UsageError unless a directory is a run, and certainly not one that is still going."""
+  if not os.path.lexists(path / 'config.json'):
+    raise UsageError(f'{path} is not a run directory: it has no config.json')
+  if (running := is_running(path)) is None:
+    raise UsageError(
+      f'{path} is on a file system without locks (flock), so it may be running: '
+      'if it is not, delete it with rm -r'
+    )
+  if running:
+    raise UsageError(f'{path} is still running: stop it first')
 
 
 def remove(path: Path) -> None:
@@ -234,11 +292,13 @@ def remove(path: Path) -> None:
   """
   if path.is_symlink():
     raise UsageError(f'{path} is a symbolic link: name the run that it leads to')
-  if not (path / 'config.json').exists():
-    raise UsageError(f'{path} is not a run directory: it has no config.json')
-  if is_running(path):
-    raise UsageError(f'{path} is still running: stop it first')
-  shutil.rmtree(path)
+  check_stopped(path)
+  try:
+    shutil.rmtree(path)
+  except RecursionError:
+    raise UsageError(f'{path} has folders nested too deep: delete it with rm -r') from None
+  except OSError as e:
+    raise UsageError(f'{path} cannot be deleted: {e.filename}: {e.strerror}') from e
 
 
 # --- for the run itself -------------------------------------------------------------------------
@@ -252,7 +312,10 @@ def noting_end(
 
   A refusal (UsageError) changes nothing. Nothing is written where the directory is not the run's any more, as `is_ours` says.
   """
-  before = _object(path / END)
+  try:
+    before = _end(path)
+  except UnreadableFile:  # it is replaced below
+    before = {}
   (path / END).unlink(missing_ok=True)
 
   def note(state: str, why: str) -> None:

@@ -22,8 +22,9 @@ from jax.sharding import PartitionSpec as P
 from processes import every_file
 
 from podrace import checkpoint
-from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint, read_json
+from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint
 from podrace.errors import UsageError
+from podrace.files.reading import read_json
 
 # No read of the checkpoint library goes on after it was closed, not even of a damaged checkpoint.
 pytestmark = pytest.mark.filterwarnings('error::pytest.PytestUnraisableExceptionWarning')

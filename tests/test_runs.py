@@ -190,8 +190,8 @@ def test_a_sweep_in_one_program_has_the_name_of_its_agent(
 def test_states_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
   make(tmp_path / 'a', line(500, 1.0))
   code, _, err = called(capsys, 'runs', str(tmp_path), '--state', 'foo')
-  six = 'running, finished, stopped, failed, killed or broken'
-  assert code == 2 and f"--state is {six}, not 'foo'" in err
+  seven = 'running, finished, stopped, failed, killed, broken or unknown'
+  assert code == 2 and f"--state is {seven}, not 'foo'" in err
   assert called(capsys, 'runs', str(tmp_path), '--state', 'stopped')[:2] == (
     0, f'no stopped run under {tmp_path}\n',
   )  # fmt: skip

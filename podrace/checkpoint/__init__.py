@@ -20,6 +20,7 @@ from podrace import files
 from podrace.checkpoint.arrays import PART, Arrays, Stored, described, fingerprint, merge, snapshot
 from podrace.checkpoint.library import PlainPath, pass_warnings_on
 from podrace.errors import UsageError
+from podrace.fields import is_step
 from podrace.worker import Worker
 
 FOREVER = 10**9  # seconds
@@ -112,11 +113,11 @@ class Checkpoints:
     """
     if jax.process_index() > 0:
       return
-    there = {int(p.name) for p in self._directory.glob('[0-9]*') if p.name.isdigit()}
+    there = {int(p.name) for p in self._directory.glob('[0-9]*') if is_step(p.name)}
     steps = there.union(self._manager.all_steps())
     for folder in self.extra(0).parent.glob('[0-9]*'):
       name = folder.name  # with zeros before the number it is a replay service's, kept there
-      if name.isdigit() and name == str(int(name)) and int(name) not in steps | {self._newest}:
+      if is_step(name) and name == str(int(name)) and int(name) not in steps | {self._newest}:
         files.remove(folder)
     for partial in self.extra(0).parent.glob('.*.partial'):
       files.remove(partial)
@@ -375,11 +376,3 @@ def _signed(meta: dict[str, Any]) -> dict[str, Any]:
   rest = {k: v for k, v in meta.items() if k != 'sha256'}
   text = json.dumps(rest, sort_keys=True)
   return {**rest, 'sha256': hashlib.sha256(text.encode()).hexdigest()}
-
-
-def read_json(path: Path) -> Any:
-  """A JSON file, or None if there is none; raises UsageError if it isn't JSON."""
-  try:
-    return json.loads(path.read_bytes()) if path.exists() else None
-  except ValueError as e:
-    raise UsageError(f'{path} is not JSON: {e}') from e

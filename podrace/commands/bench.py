@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 from podrace.commands import configuration, train
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import results, results_alone
+from podrace.output import print_json, results_alone
 
 COMMAND = Command(
   'bench',
@@ -42,5 +41,5 @@ def run(args: list[str]) -> int:
   config = configuration.configured(preset, options, 'podrace train', sebulba=True)
   from podrace.bench import bench_sebulba
 
-  print(json.dumps(bench_sebulba(config, seconds)), file=results())
+  print_json(bench_sebulba(config, seconds))
   return 0

@@ -11,6 +11,7 @@ from podrace.commands.options import Command
 from podrace.discovery.presets import PRESETS as DISCOVERIES
 from podrace.envs import registry
 from podrace.errors import UsageError
+from podrace.output import print_text
 from podrace.presets import PRESETS
 
 SHELLS = {
@@ -71,7 +72,7 @@ def run(args: list[str]) -> int:
   """Prints a script. It calls `podrace completion words ...`, which the command line answers by `words`."""
   if len(args) != 1 or args[0] not in SHELLS:
     raise UsageError(f'completion takes {", ".join(SHELLS)}, not {" ".join(args) or "nothing"}')
-  print(SHELLS[args[0]], end='')
+  print_text(SHELLS[args[0]], end='')
   return 0
 
 

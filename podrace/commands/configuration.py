@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import os
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +27,7 @@ from podrace.config import (
 )
 from podrace.errors import UsageError
 from podrace.fields import whole_number
+from podrace.output import printable, tell
 from podrace.presets import PRESETS
 
 C = typing.TypeVar('C', bound=Basics)
@@ -53,7 +57,7 @@ def is_open(
   """Whether neither a preset nor the record of a run says all settings of the agent: see `settled`."""
   if preset is not None:
     return agent not in (None, agent_name(PRESETS[preset]().agent))
-  if run_dir is not None and (run_dir / 'config.json').exists():
+  if run_dir is not None and os.path.lexists(run_dir / 'config.json'):
     return False
   return agent is not None or value_of('--env', args) is not None
 
@@ -83,7 +87,7 @@ def base_config(
   """
   if preset is None and is_open(preset, run_dir, agent, args):
     config = Config(agent=default_agent(agent or 'impala'))
-  elif preset is None and run_dir is not None and (run_dir / 'config.json').exists():
+  elif preset is None and run_dir is not None and os.path.lexists(run_dir / 'config.json'):
     from podrace.record import load_config
 
     config = load_config(run_dir, allowed)
@@ -125,8 +129,24 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
   plain = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
   check_agent_options(config.agent, plain)
-  found = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
+  with _escaped(plain):
+    found = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
   return cls(**{n: getattr(found, n) for n in names})
+
+
+@contextlib.contextmanager
+def _escaped(args: Sequence[str]) -> Iterator[None]:
+  """Has what tyro prints of arguments that a terminal would obey printed by `print_text`."""
+  if all(printable(a) == a for a in args):
+    yield
+    return
+  out = io.StringIO()
+  try:
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+      yield
+  finally:
+    if out.getvalue():
+      tell(out.getvalue())
 
 
 SAID = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from podrace.commands.options import Command, Option, Options
+from podrace.output import print_text
 
 COMMAND = Command(
   'devices',
@@ -31,10 +32,12 @@ def run(args: list[str]) -> int:
     options.text('--actor-devices'), options.text('--learner-devices'), number
   )
   learners = set(topology.local_learners)
-  print(f'{cores()} cores; JAX {jax.__version__}; devices of this process:')
+  print_text(f'{cores()} cores; JAX {jax.__version__}; devices of this process:')
   for i, device in enumerate(jax.local_devices()):
     roles = [n for n, those in (('acts', topology.actors), ('learns', learners)) if device in those]
     memory = (device.memory_stats() or {}).get('bytes_limit')
     size = f', {memory / 2**30:.1f} GiB' if memory else ''
-    print(f'  {i}  {device.platform}:{device.device_kind}{size}: {" and ".join(roles) or "idle"}')
+    print_text(
+      f'  {i}  {device.platform}:{device.device_kind}{size}: {" and ".join(roles) or "idle"}'
+    )
   return 0

@@ -15,7 +15,7 @@ from podrace.commands.options import Command, Option, Options
 from podrace.config import agent_name, default_agent, unknown
 from podrace.discovery.presets import PRESETS
 from podrace.errors import UsageError
-from podrace.output import Lasting, results, results_alone
+from podrace.output import Lasting, print_text, results, results_alone
 from podrace.process import log_to_stderr
 from podrace.runs import check_directory, run_directory
 
@@ -106,9 +106,9 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Any) -> None:
   returned = 'no episode ended' if value is None else f'return {value:.2f} of its agents'
   out = Lasting(results())
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
-  print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
-  print(f'run directory: {run_dir}', file=out)
-  print(f'next: {next_command(config, run_dir / "rule.npz")}', file=out)
+  print_text(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
+  print_text(f'run directory: {run_dir}', file=out)
+  print_text(f'next: {next_command(config, run_dir / "rule.npz")}', file=out)
 
 
 def next_command(config: Any, rule: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from podrace import compile_cache, own_code
 from podrace.commands.configuration import agent_settings, parse
 from podrace.commands.options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import results, results_alone, tell
+from podrace.output import print_json, print_text, results_alone, tell
 
 COMMAND = Command(
   'eval',
@@ -52,7 +51,7 @@ def run(args: list[str]) -> int:
   from podrace import evaluate
 
   if '--no-compile-cache' not in options:
-    compile_cache.enable(lambda text: print(f'podrace eval: {text}', file=sys.stderr))
+    compile_cache.enable(lambda text: print_text(f'podrace eval: {text}', file=sys.stderr))
   only = evaluate.GREEDY if '--greedy' in options else ''
   only = evaluate.SAMPLED if '--sample' in options else only
   acting = (only,) if only else evaluate.ACTING
@@ -64,5 +63,5 @@ def run(args: list[str]) -> int:
     say=tell,
   )  # fmt: skip
   tell(evaluate.summarised(result, acting))
-  print(json.dumps(result), file=results())
+  print_json(result)
   return 0

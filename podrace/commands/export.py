@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from podrace import own_code
 from podrace.commands.options import ALLOW_CODE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import results, results_alone, tell
+from podrace.output import print_json, results_alone, tell
 
 COMMAND = Command(
   'export',
@@ -49,5 +48,5 @@ def run(args: list[str]) -> int:
   tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')
   if GRAPH not in about['sha256']:
     tell(f'{GRAPH} is not written: {onnx.why_not(about)}')
-  print(json.dumps(about), file=results())
+  print_json(about)
   return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
+import os
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +14,9 @@ from podrace import metrics, runs
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.runs import age, size
 from podrace.errors import UsageError
+from podrace.fields import is_number
+from podrace.net.text import plain
+from podrace.output import print_text
 
 COMMAND = Command(
   'follow',
@@ -34,7 +37,7 @@ def run(args: list[str]) -> int:
   """Shows it."""
   options = Options(args, COMMAND)
   path = Path(options.one_argument('run directory'))
-  if not (path / 'config.json').exists():
+  if not os.path.lexists(path / 'config.json'):
     raise UsageError(f'{path} is not a run directory: it has no config.json')
   names = [n for n in options.text('--metrics').split(',') if n]
   every = options.number('--every')
@@ -64,10 +67,10 @@ def _plain(path: Path, names: list[str], every: float, once: bool) -> None:
     for line in lines[-1:] if once else lines:
       if line['step'] > last:
         values = [f'{n} {v}' for n in names if (v := value_text(line.get(n)))]
-        print('  '.join([f'step {line["step"]:,}', *values]), flush=True)
+        print_text('  '.join([f'step {line["step"]:,}', *values]), flush=True)
         last = line['step']
   if ended is not None:
-    print(title(ended), flush=True)
+    print_text(title(ended), flush=True)
 
 
 def _looks(path: Path, every: float, once: bool) -> Any:
@@ -77,7 +80,7 @@ def _looks(path: Path, every: float, once: bool) -> Any:
     seen = runs.look(path)  # before its lines: what it wrote last is among them
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(UsageError):  # a damaged line: what there is of numbers is shown
-      lines = metrics.read(path / 'metrics.jsonl')
+      lines = metrics.read(path / 'metrics.jsonl', shown=True)
     yield seen, lines
     if once or seen.state != runs.RUNNING:
       return
@@ -87,8 +90,9 @@ def _looks(path: Path, every: float, once: bool) -> Any:
 def title(seen: runs.Run) -> str:
   """A run in a line."""
   done = f'step {seen.step:,} of {seen.total_steps:,}' if seen.total_steps else ''
-  why = f' ({seen.why})' if seen.why else ''
-  return f'{seen.path}: {seen.agent} in {seen.env}, {seen.state}{why}, {done}'
+  why = f' ({plain(seen.why)})' if seen.why else ''
+  path, agent, env = (plain(x) for x in (seen.path, seen.agent, seen.env))
+  return f'{path}: {agent} in {env}, {seen.state}{why}, {done}'
 
 
 def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns: int = 80) -> str:
@@ -106,8 +110,8 @@ def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns
     '',
   ]
   width = max(map(len, names), default=0)
-  for name in names:
-    values = [line[name] for line in lines if isinstance(line.get(name), int | float)]
+  for name in map(plain, names):
+    values = [line[name] for line in lines if is_number(line.get(name))]
     if values:
       last = value_text(values[-1])
       room = max(1, min(WIDTH, columns - width - len(last) - 4))
@@ -117,19 +121,19 @@ def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns
 
 def value_text(value: Any) -> str:
   """A number as short as it is of use; '' for what is none."""
-  if not isinstance(value, int | float):
+  if not is_number(value):
     return ''
   return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.4g}'
 
 
 def sparkline(values: list[float], width: int = WIDTH) -> str:
   """A curve of `width` characters at most; each is the mean of its part of the values."""
-  values = [v for v in values if math.isfinite(v)]
+  values = [v for v in values if is_number(v)]
   if not values:
     return ''
   n = min(width, len(values))
   edges = [round(i * len(values) / n) for i in range(n + 1)]
   means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
   low, high = min(means), max(means)
-  scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
-  return ''.join(BLOCKS[round((m - low) * scale)] for m in means)
+  span = high - low or 1
+  return ''.join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1))] for m in means)

@@ -11,6 +11,7 @@ from pathlib import Path
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
 from podrace.files import UTF8, create
+from podrace.output import print_text
 
 TEMPLATES = Path(__file__).parents[1] / 'templates'
 KINDS = {
@@ -49,9 +50,9 @@ def run(args: list[str]) -> int:
     text = (TEMPLATES / template).read_text(encoding=UTF8)
     with create(path) as opened:
       opened.write(re.sub(r'FILE(?=[.:_ ])', file, text).replace('NAME', name))
-    print(f'wrote {path}')
-  print(f'train: {KINDS[kind].format(file=file, name=name)}')
-  print(f'test:  python -m pytest {folder / f"test_{file}.py"}')
+    print_text(f'wrote {path}')
+  print_text(f'train: {KINDS[kind].format(file=file, name=name)}')
+  print_text(f'test:  python -m pytest {folder / f"test_{file}.py"}')
   return 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from podrace.commands.options import Command, Options
 from podrace.errors import UsageError
+from podrace.output import print_text
 
 COMMAND = Command(
   'keys',
@@ -30,11 +31,11 @@ def run(args: list[str]) -> int:
 
   if args[:1] == ['new'] and len(args) == 2:
     keys.new_keys(Path(args[1]))
-    print(f'keys are in {args[1]}; a machine with environments needs of them')
-    print(f'  {" ".join(keys.CLIENT_FILES)}')
+    print_text(f'keys are in {args[1]}; a machine with environments needs of them')
+    print_text(f'  {" ".join(keys.CLIENT_FILES)}')
   elif args[:1] == ['client'] and len(args) == 3:
     keys.new_client(Path(args[1]), Path(args[2]))
-    print(f'{args[2]} has the keys of a client that {args[1]}/{keys.ALLOWED} allows')
+    print_text(f'{args[2]} has the keys of a client that {args[1]}/{keys.ALLOWED} allows')
   else:
     raise UsageError(f'keys takes `new DIR` or `client DIR NEW`, not {" ".join(args)!r}')
   return 0

@@ -18,7 +18,7 @@ from podrace.launch.addresses import Addresses
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.replica import NO_ACCELERATORS
 from podrace.launch.warm import Warm
-from podrace.output import results_alone
+from podrace.output import print_text, results_alone
 from podrace.program import Program
 from podrace.runs import check_directory, name_of, run_directory
 
@@ -168,9 +168,9 @@ def _learners(options: Options) -> int:
 
 def _show(program: Program, run_dir: Path) -> None:
   """Prints what would be started."""
-  print('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
+  print_text('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
   for name, words in Addresses(program, Path('SOCKETS'), run_dir).commands():
-    print(f'# {name}\n{words}')
+    print_text(f'# {name}\n{words}')
 
 
 def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:

@@ -10,6 +10,7 @@ from podrace.commands.options import Command
 from podrace.commands.sources import PACKAGE
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.errors import UsageError
+from podrace.output import print_text
 from podrace.presets import PRESETS
 
 COMMAND = Command('list', '', 'presets, agents and environments')
@@ -27,23 +28,22 @@ def run(args: list[str]) -> int:
     raise UsageError(f'list takes no arguments, not {" ".join(args)}')
   from podrace import envs
 
-  print('presets:')
+  print_text('presets:')
   for name, preset in PRESETS.items():
-    print(f'  {name:24}{(preset.__doc__ or "").splitlines()[0]}')
-  print('\nagents:')
+    print_text(f'  {name:24}{(preset.__doc__ or "").splitlines()[0]}')
+  print_text('\nagents:')
   for name, (module, _) in AGENTS.items():
     path = PACKAGE.parent / (module.replace('.', '/') + '.py')
-    print(
-      f'  {name:24}{(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()[0]}'
-    )
-  print('\nenvironments (LIB:NAME):')
+    source = ast.parse(path.read_text(encoding='utf-8'))
+    print_text(f'  {name:24}{(ast.get_docstring(source) or "").splitlines()[0]}')
+  print_text('\nenvironments (LIB:NAME):')
   for library, names in envs.names().items():
     _print_filled(' '.join(f'{library}:{n}' for n in names or ('MODULE.FUNCTION',)))
-  print('\nenvironments on the host, under sebulba (as those above may be):')
+  print_text('\nenvironments on the host, under sebulba (as those above may be):')
   for library, known in HOST_LIBRARIES.items():
     _print_filled(f'{library}:NAME  {known.description}; {HOST_EXAMPLES[library]}')
   return 0
 
 
 def _print_filled(text: str) -> None:
-  print(textwrap.fill(f'  {text}', 100, subsequent_indent=' ' * 4, break_on_hyphens=False))
+  print_text(textwrap.fill(f'  {text}', 100, subsequent_indent=' ' * 4, break_on_hyphens=False))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from podrace.capacity import ESTIMATES, Estimate, Machines, Rates
 from podrace.commands.options import Command, Option, Options
 from podrace.config import unknown
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
+from podrace.files.reading import RECORD_BYTES, parse_json, read_bytes
+from podrace.output import print_json, print_text
 
 COMMAND = Command(
   'plan',
@@ -50,7 +51,7 @@ def run(args: list[str]) -> int:
     found = estimate(learner, acting, dataclasses.replace(machines, acting=n))
     rows.append(row(n, found, steps))
   show(rows, steps)
-  print(json.dumps(rows))
+  print_json(rows)
   return 0
 
 
@@ -61,10 +62,12 @@ def read(path: Path) -> Rates:
     UsageError: if it can't be read, or has none.
   """
   try:
-    lines = path.read_text(encoding='utf-8').splitlines()
-    found = json.loads(lines[-1])
-  except OSError as e:
+    lines = read_bytes(path, RECORD_BYTES, follow=True).splitlines()
+    found = parse_json(lines[-1])
+  except FileNotFoundError as e:
     raise UsageError(f'{path} cannot be read: {e.strerror}') from e
+  except UnreadableFile:
+    raise
   except (ValueError, IndexError) as e:
     raise UsageError(
       f'{path}: its last line is no JSON; `podrace bench sebulba PRESET > {path.name}` writes rates'
@@ -92,10 +95,10 @@ def row(machines: int, found: Estimate, steps: int) -> dict[str, Any]:
 
 def show(rows: list[dict[str, Any]], steps: int) -> None:
   """A line for each number of machines."""
-  print(f'{"machines":>8}  {"steps/s":>13}  {"waits for":<12}  {"hours":>9}  {"dollars":>10}')
+  print_text(f'{"machines":>8}  {"steps/s":>13}  {"waits for":<12}  {"hours":>9}  {"dollars":>10}')
   for r in rows:
-    print(
+    print_text(
       f'{r["machines"]:>8}  {r["steps_per_s"]:>13,.0f}  {r["waits_for"]:<12}  {r["hours"]:>9,.2f}  '
       f'{r["dollars"]:>10,.2f}'
     )
-  print(f'hours and dollars for {steps:,} steps')
+  print_text(f'hours and dollars for {steps:,} steps')

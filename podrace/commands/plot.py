@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import tell
+from podrace.output import print_json, tell
 from podrace.runs import find
 
 X = ('steps', 'wall', 'gradient-steps')
@@ -74,7 +73,7 @@ def run(args: list[str]) -> int:
       }
       for g, label in zip(groups, labels(groups), strict=True)
     ]
-  print(json.dumps(found))
+  print_json(found)
   return 0
 
 

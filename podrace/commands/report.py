@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import tell
+from podrace.output import print_json, tell
 from podrace.runs import find
 
 COMMAND = Command(
@@ -35,5 +34,5 @@ def run(args: list[str]) -> int:
   found = report.write(paths, out)
   for text in found['left_out']:
     tell(f'podrace report: left out: {text}')
-  print(json.dumps(found))
+  print_json(found)
   return 0

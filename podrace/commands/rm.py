@@ -8,7 +8,8 @@ from pathlib import Path
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.runs import size
 from podrace.errors import UsageError
-from podrace.runs import is_running, remove, size_of
+from podrace.output import print_text
+from podrace.runs import check_stopped, remove, size_of
 
 COMMAND = Command(
   'rm',
@@ -26,19 +27,16 @@ def run(args: list[str]) -> int:
   if not paths:
     raise UsageError('rm needs the directories of runs: podrace rm RUN...')
   for path in paths:
-    if not (path / 'config.json').exists():
-      raise UsageError(f'{path} is not a run directory: it has no config.json')
-    if is_running(path):
-      raise UsageError(f'{path} is still running: stop it first')
+    check_stopped(path)
   sizes = [size_of(str(path)) for path in paths]
   for path, bytes_ in zip(paths, sizes, strict=True):
-    print(f'{size(bytes_):>9}  {path}')
+    print_text(f'{size(bytes_):>9}  {path}')
   if '--yes' not in options and not _agreed(len(paths), sum(sizes)):
-    print('nothing is deleted')
+    print_text('nothing is deleted')
     return 1
   for path in paths:
     remove(path)
-  print(f'freed {size(sum(sizes))}')
+  print_text(f'freed {size(sum(sizes))}')
   return 0
 
 

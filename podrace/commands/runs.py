@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from podrace.commands.options import Command, Option, Options
 from podrace.errors import UsageError
+from podrace.net.text import plain
+from podrace.output import print_json, print_text
 from podrace.runs import STATES, Run, find, look
 
 COMMAND = Command(
@@ -18,12 +19,14 @@ COMMAND = Command(
     Option('--state', 'NAME', f'those alone that are {", ".join(STATES[:-1])} or {STATES[-1]}', choices=STATES),
   ),
   """
-A run is `killed` if it ended without a word: SIGKILL, out of memory, a power cut. `broken` is one whose config.json
-can't be read. `podrace train --run-dir RUN` goes on with one that did not finish.
+A run is `killed` if it ended without a word: SIGKILL, out of memory, a power cut. `broken` is one of which
+config.json, summary.json, end.json, metrics.jsonl or lock can't be read. `unknown` is one that is not finished, on a file
+system without locks. `podrace train --run-dir RUN` goes on with one that did not finish.
 """,
 )  # fmt: skip
 
 HEAD = ('run', 'agent', 'environment', 'step', 'done', 'return', 'steps/s', 'state', 'age', 'size')
+PATH, NAME = 1000, 200  # characters of a cell, at most
 NUMBERS = {3, 4, 5, 6, 8, 9}  # columns that end at the right
 
 
@@ -42,30 +45,35 @@ def run(args: list[str]) -> int:
   if state:
     found = [r for r in found if r.state == state]
   if '--json' in options:
-    print(json.dumps([r.as_json() for r in found]))
+    print_json([r.as_json() for r in found])
   elif not found:
-    print(f'no {state} run under {root}' if state else f'no run under {root}')
+    print_text(f'no {state} run under {root}' if state else f'no run under {root}')
   else:
-    print(table([HEAD, *(row(r) for r in found)]))
+    print_text(table([HEAD, *(row(r) for r in found)]))
   return 0
 
 
 def row(r: Run) -> tuple[str, ...]:
   """A run's line; a long reason is cut."""
   state = f'{r.state}: {r.why}' if r.why else r.state
-  returned = '' if r.episode_return is None else f'{r.episode_return:,.2f}'
+  returned = '' if r.episode_return is None else return_text(r.episode_return)
   return (
-    str(r.path),
-    f'{r.agent} (sweep)' if r.sweep else r.agent,
-    r.env,
+    plain(r.path, PATH),
+    plain(f'{r.agent} (sweep)' if r.sweep else r.agent, NAME),
+    plain(r.env, NAME),
     f'{r.step:,}',
     f'{min(r.step / r.total_steps, 1):.0%}' if r.total_steps else '',
     returned,
     '' if r.steps_per_s is None else f'{r.steps_per_s:,.0f}',
-    state if len(state) <= 60 else state[:57] + '...',
+    plain(state if len(state) <= 60 else state[:57] + '...', 100),
     age(r.age_s),
     size(r.size),
   )
+
+
+def return_text(value: float) -> str:
+  """A return with two decimals; as 1e+20 where that would be long."""
+  return f'{value:,.2f}' if abs(value) < 1e15 else f'{value:.4g}'
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

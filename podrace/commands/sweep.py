@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from podrace.commands.options import ALLOW_CODE, Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.config import to_json
 from podrace.errors import UsageError
-from podrace.output import results, results_alone, tell
+from podrace.output import print_json, results_alone, tell
 from podrace.runs import check_directory
 
 METHODS = ('grid', 'random', 'tpe', 'pbt')
@@ -76,7 +75,7 @@ def run(args: list[str]) -> int:
   )  # fmt: skip
   found = plan.carry_out(sweep, tell)
   _show(found)
-  print(json.dumps({**found, 'trials': len(found['trials'])}), file=results())
+  print_json({**found, 'trials': len(found['trials'])})
   return 0
 
 

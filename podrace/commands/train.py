@@ -15,7 +15,7 @@ from podrace.commands import options as shared
 from podrace.commands.options import Command, Option, Options
 from podrace.config import Config, to_json
 from podrace.errors import UsageError
-from podrace.output import Lasting, results, results_alone
+from podrace.output import Lasting, print_text, results, results_alone
 from podrace.process import log_to_stderr
 from podrace.runs import check_directory, name_of, new_run_dir, run_directory
 
@@ -231,14 +231,14 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   returned = 'no episode ended' if value is None else f'return {value:.2f}'
   out = Lasting(results())
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
-  print(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
-  print(f'run directory: {run_dir}', file=out)
+  print_text(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
+  print_text(f'run directory: {run_dir}', file=out)
   if value is None:
     steps = summary['step'] // config.num_envs
-    print(
+    print_text(
       f'No episode ended in the {steps:,} steps of each environment. Train for longer than an episode takes '
       '(--total-steps); only episodes that never end need a time limit.',
       file=out,
     )
   allow = own_code.options(own_code.named(to_json(config)))
-  print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)
+  print_text(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)

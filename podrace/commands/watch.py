@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 from podrace import own_code
 from podrace.commands.options import ALLOW_CODE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import results, results_alone, tell
+from podrace.output import print_json, results_alone, tell
 
 COMMAND = Command(
   'watch',
@@ -60,7 +59,7 @@ def run(args: list[str]) -> int:
   if show is None:
     best = found['best']
     tell(f'best of {episodes}: return {best["return"]:g} in {best["steps"]:,} steps, {best["mp4"]}')
-  print(json.dumps(found), file=results())
+  print_json(found)
   return 0
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace.checkpoint import read_json
 from podrace.config import (
   Config,
   agent_name,
@@ -22,6 +21,7 @@ from podrace.config import (
   to_json,
 )
 from podrace.errors import UsageError
+from podrace.files.reading import read_json
 from podrace.net import keys
 from podrace.net.address import check_address
 from podrace.net.announce import Announcement
@@ -76,7 +76,7 @@ def run_name(run_dir: Path) -> str:
   if (name := read_json(path)) is None:
     name = f'{plain(run_dir.resolve().name)[:100]}-{os.urandom(4).hex()}'
     write_json(path, name)
-  if not isinstance(name, str) or not name:
+  if not isinstance(name, str) or not 0 < len(name) <= 200 or plain(name) != name:
     raise UsageError(f'{path} is not the name of a run')
   return name
 

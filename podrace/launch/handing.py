@@ -13,6 +13,7 @@ from typing import Any
 from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
 from podrace.net import keys
+from podrace.output import print_text
 from podrace.process import scratch_directory
 from podrace.program import (
   NAME,
@@ -154,5 +155,5 @@ def call(*command: str, given: str | None = None, seconds: float | None = None) 
   try:
     return subprocess.run(command, input=given, encoding='utf-8', timeout=seconds).returncode
   except subprocess.TimeoutExpired:
-    print(f'{command[0]} has not ended in {seconds:.0f} s')
+    print_text(f'{command[0]} has not ended in {seconds:.0f} s')
     return 1

@@ -31,6 +31,7 @@ from podrace.launch.guard import Guard
 from podrace.launch.replica import runnable
 from podrace.launch.watchdog import GRACE, signal_all
 from podrace.net import announce
+from podrace.output import print_text
 from podrace.worker import Worker
 
 TICK = 0.1  # seconds between looks for an announcement
@@ -67,7 +68,7 @@ def main(report: int) -> int:
     try:
       process = start(asked, private, lock)
     except OSError as e:
-      print(f'{asked.words[0]} cannot be started: {e.strerror}', flush=True)
+      print_text(f'{asked.words[0]} cannot be started: {e.strerror}', flush=True)
       return NOT_THERE
     guard.add(process.pid)
     Worker('input', lambda: obey(sys.stdin, private, process.pid))
@@ -91,11 +92,11 @@ def locked(path: Path) -> Iterator[tuple[int, ...] | None]:
     said = False
     while not lock(file):
       if time.monotonic() > end:
-        print(f'podrace launch: the one before has not ended in {2 * GRACE:.0f} s', flush=True)
+        print_text(f'podrace launch: the one before has not ended in {2 * GRACE:.0f} s', flush=True)
         yield None
         return
       if not said:
-        print('podrace launch: waits for the end of the one before', flush=True)
+        print_text('podrace launch: waits for the end of the one before', flush=True)
         said = True
       time.sleep(TICK)
     yield (file.fileno(),)

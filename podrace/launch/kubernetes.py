@@ -17,6 +17,7 @@ from podrace.errors import UsageError
 from podrace.launch import handing
 from podrace.launch.handing import GRACE, PORT, Make
 from podrace.launch.local import BAD_USAGE
+from podrace.output import print_text
 from podrace.program import Announced, Node, Program, Reference, command, references
 
 OPTIONS = (
@@ -65,15 +66,15 @@ def launch(make: Make, options: Options) -> int:
   program = handing.with_resources(make(directory), options)
   manifest = jobset(program, cluster)
   if '--dry-run' in options:
-    print(f'# Besides, a Secret {name}-keys with new keys, which are not shown.')
-    print(handing.text(manifest), end='')
+    print_text(f'# Besides, a Secret {name}-keys with new keys, which are not shown.')
+    print_text(handing.text(manifest), end='')
     return 0
   kubectl = handing.tool('kubectl', 'take --dry-run')
   with handing.new_keys() as keys:
     text = handing.text(secret(keys, cluster), manifest)
   # Not apply: it would change the keys of a program that runs, and keep a copy of them in an annotation.
   code = handing.call(kubectl, 'create', '--filename', '-', given=text, seconds=SECONDS)
-  print(next_lines(cluster, program))
+  print_text(next_lines(cluster, program))
   return 1 if code else 0
 
 

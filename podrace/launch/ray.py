@@ -35,6 +35,7 @@ from podrace.launch.handing import (
 from podrace.launch.keeper import Asked
 from podrace.launch.local import Local
 from podrace.launch.replica import settings
+from podrace.output import print_text
 from podrace.program import Node, Program, is_one_of_several
 
 OPTIONS = (CPUS, GPUS, LEARNERS_INSECURE)
@@ -69,12 +70,14 @@ def run(program: Program, directory: Path, group: Any) -> int:
 
 def show(program: Program, directory: Path) -> None:
   """Prints what would be started, and in which bundles."""
-  print(f'# {PRIVATE}: a directory of each replica, on its machine, with keys and announcements')
-  print(f'# {HOST}: the address of its machine')
+  print_text(
+    f'# {PRIVATE}: a directory of each replica, on its machine, with keys and announcements'
+  )
+  print_text(f'# {HOST}: the address of its machine')
   where = places(program, directory)
   for node in program.order():
     for i, name in enumerate(node.names):
-      print(f'# {name}: {bundle(node)}', *where.command(node, i, where.known()))
+      print_text(f'# {name}: {bundle(node)}', *where.command(node, i, where.known()))
 
 
 def places(program: Program, directory: Path) -> Announcements:
@@ -144,7 +147,7 @@ def room(program: Program) -> Iterator[Any]:
       if now - began > ROOM:
         raise RunError(f'the cluster has had no room for {needs} in {ROOM:.0f} s; free: {has}')
       if now - said > REMIND or said == began:
-        print(f'podrace launch: waiting for room for {needs}; free: {has}', flush=True)
+        print_text(f'podrace launch: waiting for room for {needs}; free: {has}', flush=True)
         said = now
     yield group
   finally:

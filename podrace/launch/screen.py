@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
 
 from rich.table import Table
+from rich.text import Text
 
 from podrace.launch.replica import Replica
-from podrace.output import Lasting
+from podrace.output import Lasting, print_text, printable
 from podrace.worker import Worker
 
 MOST = 10_000  # lines that wait to be printed
 LAST = 1.0  # seconds in which the last lines are printed, or not at all
 PAUSE = 0.25  # seconds between pictures of the table
+COLOURING = re.compile(r'(\x1b\[[0-9;]*m)')
 COLORS = ('cyan', 'green', 'magenta', 'yellow', 'blue', 'red')
 
 Row = tuple[str, str, int, float | None, int | None]  # name, state, restarts, since when, pid
@@ -65,17 +68,18 @@ class Screen:
   def _plain(self) -> None:
     while (found := self._lines.get()) is not None:
       self._tell_of_those_left_out()
-      print(f'{found[0]:<{self._width}} | {found[1]}', file=self._out, flush=True)
+      print_text(f'{found[0]:<{self._width}} | {found[1]}', file=self._out, flush=True)
 
   def _tell_of_those_left_out(self) -> None:
     if self._left_out:
-      print(f'... {self._left_out} lines were left out here; the logs have them', file=self._out)
+      print_text(
+        f'... {self._left_out} lines were left out here; the logs have them', file=self._out
+      )
       self._left_out = 0
 
   def _table(self) -> None:
     from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
     console = Console(file=self._out)  # type: ignore[arg-type]
     colors = dict(zip(self._names, COLORS * len(self._names), strict=False))
@@ -87,10 +91,16 @@ class Screen:
             return
           self._tell_of_those_left_out()
           head = Text(f'{found[0]:<{self._width}} | ', style=colors.get(found[0], ''))
-          console.print(head + Text.from_ansi(found[1]), soft_wrap=True)
+          console.print(head + coloured(found[1]), soft_wrap=True)
         if time.monotonic() - drawn >= PAUSE:
           drawn = time.monotonic()
           live.update(table(self._rows, drawn), refresh=True)
+
+
+def coloured(line: str) -> Text:
+  """A line with its colours; all else in it that a terminal obeys is escaped."""
+  parts = COLOURING.split(line)  # text and colour by turns
+  return Text.from_ansi(''.join(x if i % 2 else printable(x) for i, x in enumerate(parts)))
 
 
 def table(rows: list[Row], now: float) -> Table:

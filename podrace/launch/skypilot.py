@@ -18,6 +18,7 @@ from podrace.errors import UsageError
 from podrace.files import write_whole
 from podrace.launch import handing
 from podrace.launch.handing import GRACE, PORT, Make
+from podrace.output import print_text
 from podrace.process import scratch_directory
 from podrace.program import Announced, Node, Program, Reference, pieces, resolve
 
@@ -104,15 +105,15 @@ def launch(make: Make, options: Options) -> int:
   )  # fmt: skip
   program = make(directory)
   if '--dry-run' in options:
-    print('# KEYS is a directory with new keys. Nothing of it is shown.')
-    print(handing.text(task(program, cloud, 'KEYS')), end='')
+    print_text('# KEYS is a directory with new keys. Nothing of it is shown.')
+    print_text(handing.text(task(program, cloud, 'KEYS')), end='')
     return 0
   sky = handing.tool('sky', 'take --dry-run')
   with handing.new_keys() as keys, scratch_directory('podrace-') as made:
     file = made / 'task.yaml'
     write_whole(file, handing.text(task(program, cloud, str(keys))))
     code = handing.call(sky, 'launch', '--cluster', name, '--detach-run', str(file))
-  print(f"""
+  print_text(f"""
 sky logs {name}
 sky status {name}
 rsync -a {name}:{directory} .    # the run directory is on the first machine

@@ -38,6 +38,7 @@ from podrace.launch.handing import (
 )
 from podrace.launch.local import Local, locked
 from podrace.launch.replica import Child, Here, runnable
+from podrace.output import print_text
 from podrace.process import python
 from podrace.program import Node, Program
 
@@ -62,7 +63,7 @@ def launch(make: Make, options: Options) -> int:
   text = job(program, directory, options.every('--sbatch'))
   steps = dict(commands(program, directory))
   if '--dry-run' in options:
-    print(text, *(f'# {name}\n{line}' for name, line in steps.items()), sep='\n')
+    print_text(text, *(f'# {name}\n{line}' for name, line in steps.items()), sep='\n')
     return 0
   sbatch = tool('sbatch', 'see what it would be given with --dry-run')
   with locked(directory / 'logs'):
@@ -173,15 +174,15 @@ def submit(sbatch: str, directory: Path) -> int:
       stdout=subprocess.PIPE, encoding=UTF8, errors='replace', timeout=SECONDS, check=False,
     )  # fmt: skip
   except subprocess.TimeoutExpired:
-    print(f'podrace launch: sbatch has not ended in {SECONDS:.0f} s', file=sys.stderr)
+    print_text(f'podrace launch: sbatch has not ended in {SECONDS:.0f} s', file=sys.stderr)
     return 1
   if done.returncode:
     return 1  # it has said why
   number = done.stdout.strip().partition(';')[0]
-  print(f'job {number}: {directory / "job.sbatch"}')
-  print(f'tail -F {directory}/logs/slurm-{number}.txt   # what it says')
-  print(f'squeue --job {number}   # how it is')
-  print(f'scancel --batch --signal=TERM {number}   # save and end')
+  print_text(f'job {number}: {directory / "job.sbatch"}')
+  print_text(f'tail -F {directory}/logs/slurm-{number}.txt   # what it says')
+  print_text(f'squeue --job {number}   # how it is')
+  print_text(f'scancel --batch --signal=TERM {number}   # save and end')
   return 0
 
 
@@ -234,5 +235,5 @@ if __name__ == '__main__':
   try:
     sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))
   except UsageError as e:
-    print(f'podrace launch: {e}', file=sys.stderr)
+    print_text(f'podrace launch: {e}', file=sys.stderr)
     sys.exit(2)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from podrace.output import printable
+
 TEXT, LINES = 500, 60  # characters, and lines, that are kept
 STRING = 200  # characters of a name, at most
 REASONS = 20  # that are kept, why somebody is refused
@@ -24,7 +26,7 @@ def plain(text: Any, most: int = TEXT) -> str:
   What terminals obey, or what would look like another line, is escaped.
   """
   text = str(text)
-  shown = ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
+  shown = printable(text[:most], lines=False)
   more = f' ({len(text) - most:,} more)' if len(text) > most else ''
   return f'{shown[:most]}...{more}' if more or len(shown) > most else shown
 

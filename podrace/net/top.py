@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from podrace.net.loop import Loop
 from podrace.net.outgoing import Outage, Outgoing, why_not
 from podrace.net.stream import Ended, Full, new_scratch, no_memory
 from podrace.net.text import TEXT, plain
+from podrace.output import print_json, print_text
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
 KINDS = session.of_listeners()
@@ -213,11 +213,11 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
   try:
     report = asker.ask()
     if once:
-      print(json.dumps(report))
+      print_json(report)
       return 0
     _live(asker, report, every)
   except TimeoutError as e:
-    print(f'podrace top: {plain(e, 4 * TEXT)}', file=sys.stderr)
+    print_text(f'podrace top: {plain(e, 4 * TEXT)}', file=sys.stderr)
     return 1
   finally:
     asker.close()

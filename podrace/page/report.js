@@ -74,7 +74,12 @@ function ticks(low, high, count) {
   const power = 10 ** Math.floor(Math.log10(step0))
   const step = power * [1, 2, 5, 10].find(m => m * power >= step0)
   const found = []
-  for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-9; t += step) found.push(Math.abs(t) < step * 1e-9 ? 0 : t)
+  const first = Math.ceil(low / step)
+  for (let k = 0; k <= 3 * count; k++) { // bounded: t + step is t where step is tiny
+    const t = (first + k) * step
+    if (t > high + step * 1e-9) break
+    found.push(Math.abs(t) < step * 1e-9 ? 0 : t)
+  }
   return found
 }
 
@@ -107,7 +112,7 @@ function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
     }
     readout.textContent = ''
     xs = [...new Set(points.map(p => p[0]))].sort((a, b) => a - b)
-    let low = Math.min(...points.map(p => p[1])), high = Math.max(...points.map(p => p[1]))
+    let low = points.reduce((a, p) => Math.min(a, p[1]), Infinity), high = points.reduce((a, p) => Math.max(a, p[1]), -Infinity)
     if (low === high) { low -= Math.abs(low) * .1 || 1; high += Math.abs(high) * .1 || 1 }
     const left = Math.min(0, xs[0]), right = xs[xs.length - 1] || 1
     bottom = height - M.bottom
@@ -177,8 +182,10 @@ function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
   return draw
 }
 
+function column(run, metric) { return Object.hasOwn(run.metrics, metric) ? run.metrics[metric] : [] }
+
 function points(run, metric, axis) {
-  const y = run.metrics[metric] || [], x = run.metrics[axis] || []
+  const y = column(run, metric), x = column(run, axis)
   return y.map((value, i) => [x[i], value]).filter(p => p[0] !== null && p[0] !== undefined && p[1] !== null)
 }
 
@@ -229,7 +236,7 @@ if (data.runs.length > 1) {
 }
 const panels = make('div', { class: 'panels' })
 curves.append(controls, make('p', { class: 'note' }, 'Point at a chart for values, or focus it and use the arrow keys, Home, End and Escape.'), panels)
-const has = metric => data.runs.some(run => (run.metrics[metric] || []).some(x => x !== null))
+const has = metric => data.runs.some(run => column(run, metric).some(x => x !== null))
 charts(panels, 'Return', () => AXES[axis], () => 'episode return', run => points(run, 'episode_return', axis))
 charts(panels, 'Evaluations, greedy', () => 'environment steps', () => 'episode return',
   run => run.evaluations.step.map((x, k) => [x, run.evaluations.mean[k]]).filter(p => p[1] !== null),
@@ -285,7 +292,7 @@ if (data.runs.some(run => run.videos.length || run.videos_left_out.length)) {
 const config = section('configuration', 'Configuration')
 const paths = [...new Set(data.runs.flatMap(run => Object.keys(run.config)))]
 const rows = paths.map(path => {
-  const values = data.runs.map(run => path in run.config ? String(run.config[path]) : '–')
+  const values = data.runs.map(run => Object.hasOwn(run.config, path) ? String(run.config[path]) : '–')
   return { cells: [path, ...values], differs: new Set(values).size > 1 }
 })
 rows.sort((a, b) => b.differs - a.differs)

@@ -24,7 +24,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import files, tables
+from podrace.errors import UnreadableFile
 from podrace.files import sync
+from podrace.files.reading import open_regular, read_npz
 from podrace.group import everyones, own_rows, share
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.streams import Streams
@@ -267,8 +269,11 @@ class HostReplay:
       raise tables.CheckpointError(f'{path}: its checksum is {found}, expected {record["sha256"]}')
     self._make_table()
     tables.restore(self.store, path / 'tables')
-    with np.load(path / 'streams.npz', allow_pickle=False) as file:
-      self._relive(dict(file))
+    try:
+      with open_regular(path / 'streams.npz') as file:
+        self._relive(read_npz(file))
+    except (ValueError, TypeError) as e:
+      raise tables.CheckpointError(f'{path} is damaged: {e}') from e
     self._begun, self._streams.highest = record['begun'], record['highest']
 
   def _history(self) -> Callable[[], dict[str, np.ndarray]]:
@@ -316,7 +321,9 @@ def _sha256(folder: Path) -> str:
   digest = hashlib.sha256()
   try:
     for name in ('tables/manifest.json', 'streams.npz'):
-      digest.update((folder / name).read_bytes())
-  except OSError as e:
+      with open_regular(folder / name) as file:
+        for part in iter(functools.partial(file.read, 2**20), b''):
+          digest.update(part)
+  except (OSError, UnreadableFile) as e:
     raise tables.CheckpointError(f'{folder} is damaged: {e}') from e
   return digest.hexdigest()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import hashlib
 import io
-import zipfile
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
 from podrace.files import save_arrays, write_whole
+from podrace.files.reading import read_bytes, read_npz
 from podrace.rules.layers import Params
 
+FILE_BYTES, UNPACKED_BYTES = (
+  2**26,
+  2**28,
+)  # largest rule, as a file and in memory; Disco103 has 3 MB
 KNOWN = {  # sha256 -> what is released under it
   'dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa': 'Disco103',
 }
@@ -58,9 +62,11 @@ def pin(agent: Any) -> None:
 
 def _read(path: str) -> bytes:
   try:
-    return Path(path).read_bytes()
-  except OSError as e:
+    return read_bytes(path, FILE_BYTES, follow=True)
+  except FileNotFoundError as e:
     raise UsageError(f'cannot read the rule {path}: {e.strerror}') from e
+  except UnreadableFile as e:
+    raise UsageError(f'cannot read the rule {path}: it {e.reason}') from e
 
 
 @functools.lru_cache(maxsize=8)
@@ -70,17 +76,14 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
   Raises:
     UsageError: if it can't be read, is another file, or is no rule of the kind.
   """
-  if (found := sha256(path)) != expected:
+  content = _read(path)
+  if (found := hashlib.sha256(content).hexdigest()) != expected:
     raise UsageError(
       f'the rule {path} is not the file that was asked for: its sha256 is {found}, expected {expected}'
     )
   try:
-    opened = np.load(path, allow_pickle=False)
-    if isinstance(opened, np.ndarray):
-      raise ValueError('it holds one array')
-    with opened as file:
-      params = {name: file[name] for name in file.files}
-  except (ValueError, EOFError, OSError, zipfile.BadZipFile) as e:
+    params = read_npz(content, UNPACKED_BYTES)
+  except ValueError as e:
     raise UsageError(f'{path} is no rule: an .npz of arrays is expected; {e}') from e
   check(params, path, kind)
   return params

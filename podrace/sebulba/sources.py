@@ -11,10 +11,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from podrace import tables
-from podrace.checkpoint import CheckpointError, Extra, read_json
+from podrace.checkpoint import CheckpointError, Extra
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
 from podrace.files import make_folder, sync
+from podrace.files.reading import read_json
 from podrace.record import write_json
 from podrace.replay.host import Draw, HostReplay, ReplayFailed
 from podrace.replay.layout import Layout

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from podrace.config import Config, differences
-from podrace.errors import RunError, UsageError
+from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.files import check_folder, make_user_folder, open_append, open_lock, write_whole
+from podrace.files.reading import read_object
 from podrace.imports import why_not
 from podrace.metrics import Line
 from podrace.sweep import processes, settings
@@ -86,11 +87,11 @@ def begin(sweep: Sweep) -> None:
   """Records the sweep, or finds that it is the one that is there."""
   path, now = sweep.folder / 'sweep.json', sweep.described()
   check_folder(sweep.folder, '--dir')
-  if path.exists():
-    try:
-      before = json.loads(path.read_bytes())
-    except ValueError as e:
-      raise UsageError(f'{path} is damaged: {e}; remove it to begin anew') from e
+  try:
+    before = read_object(path, {})
+  except UnreadableFile as e:
+    raise UsageError(f'{path} is damaged: it {e.reason}; remove it to begin anew') from e
+  if before is not None:
     if changed := differences(before, now):
       raise UsageError(
         f'{sweep.folder} holds another sweep:\n  ' + '\n  '.join(changed) + '\ngive another --dir'
@@ -224,7 +225,7 @@ def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
     return path, processes.arguments(sweep.given, setting_of(trial))
 
   def line(path: Path, line: Line) -> bool:
-    if line['episode_return'] is None or not sweep.prune:
+    if line.get('episode_return') is None or not sweep.prune:
       return False
     asked[path].report(line['episode_return'], line['step'])
     return bool(asked[path].should_prune())

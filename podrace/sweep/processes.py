@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import subprocess
 import time
@@ -11,8 +10,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from podrace.errors import UnreadableFile
+from podrace.fields import LINE, SUMMARY, check_members
 from podrace.files import make_folder, open_append
+from podrace.files.reading import open_regular, parse_json, read_object
 from podrace.metrics import Line
+from podrace.output import tell
 from podrace.process import python
 from podrace.runs import is_running
 from podrace.stop import Stop, Stopped
@@ -40,14 +43,19 @@ class Trial:
 
   def new_lines(self) -> Iterator[Line]:
     """The lines of its metrics since the last call."""
-    with contextlib.suppress(OSError), (self.run_dir / 'metrics.jsonl').open('rb') as file:
+    with (
+      contextlib.suppress(OSError, UnreadableFile),
+      open_regular(self.run_dir / 'metrics.jsonl') as file,
+    ):
       file.seek(self._read)
       for text in file:
         if not text.endswith(b'\n'):
           break
         self._read += len(text)
         with contextlib.suppress(ValueError):
-          yield json.loads(text)
+          line = parse_json(text, finite=True)
+          check_members(line, LINE)
+          yield line
 
   def stop(self) -> None:
     """Ends it: SIGTERM, after which it saves, and SIGKILL if it does not end."""
@@ -66,10 +74,9 @@ def arguments(given: list[str], setting: Setting) -> list[str]:
 
 
 def summary_of(run_dir: Path) -> dict[str, Any] | None:
-  """What summary.json holds; None if the run is not finished."""
-  with contextlib.suppress(OSError, ValueError):
-    found = json.loads((run_dir / 'summary.json').read_bytes())
-    return found if isinstance(found, dict) else None
+  """What summary.json holds; None if the run is not finished, or has to write it again."""
+  with contextlib.suppress(UnreadableFile):
+    return read_object(run_dir / 'summary.json', SUMMARY)
   return None
 
 
@@ -83,7 +90,7 @@ def carry_out(
   jobs: int,
   ended: Callable[[Path, int], None],
   line: Callable[[Path, Line], bool] = lambda path, line: False,
-  say: Callable[[str], None] = print,
+  say: Callable[[str], None] = tell,
 ) -> None:
   """Runs trials, `jobs` at a time; those that are finished are not run again.
 

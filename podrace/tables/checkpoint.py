@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import time
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -25,12 +24,22 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from podrace import files
+from podrace.errors import UnreadableFile
+from podrace.fields import COUNT, Member, check_members, needed
 from podrace.files import sync
+from podrace.files.reading import open_regular, parse_json, read_bytes, read_npz
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore, pack
 from podrace.tables.items import Item, Leaf, Signature, held
 
 VERSION = 1
+MANIFEST_BYTES = 2**28  # largest manifest
+MANIFEST_MEMBERS = {
+  'next_key': needed(COUNT),
+  'files': Member('an object', needed=True),
+  'tables': Member('a list', needed=True, each=Member('an object')),
+  'chunk_types': Member('a list', needed=True),
+}
 MANIFEST, CHUNKS, INDEX = 'manifest.json', 'chunks.bin', 'chunks.npz'
 AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk is kept
 
@@ -118,7 +127,7 @@ def restore(store: ChunkStore, path: Path) -> None:
   try:
     chunks = _read_chunks(store, path, manifest)
     states = [_read_table(path, i, x, chunks) for i, x in enumerate(manifest['tables'])]
-  except (OSError, ValueError, KeyError, IndexError, zipfile.BadZipFile) as e:
+  except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
     raise CheckpointError(f'checkpoint {path} is damaged: {e}') from e
   with store.lock:
     store.next_key = max(store.next_key, manifest['next_key'])
@@ -220,9 +229,9 @@ def _table_file(i: int) -> str:
 
 
 def _described(path: Path) -> dict[str, Any]:
-  with path.open('rb') as file:
+  with open_regular(path) as file:
     digest = hashlib.file_digest(file, 'sha256').hexdigest()
-  return dict(bytes=path.stat().st_size, sha256=digest)
+    return dict(bytes=os.fstat(file.fileno()).st_size, sha256=digest)
 
 
 def _sha256_of(manifest: dict[str, Any]) -> str:
@@ -236,7 +245,7 @@ def _sha256_of(manifest: dict[str, Any]) -> str:
 def _read_manifest(path: Path) -> dict[str, Any]:
   """The manifest, after all files have been compared with what it says of them."""
   try:
-    manifest = json.loads((path / MANIFEST).read_bytes())
+    manifest = parse_json(read_bytes(path / MANIFEST, MANIFEST_BYTES))
   except FileNotFoundError as e:
     raise CheckpointError(f'{path} is no checkpoint of tables: it has no {MANIFEST}') from e
   except (OSError, ValueError) as e:
@@ -249,10 +258,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     )
   if manifest.get('sha256') != _sha256_of(manifest):
     raise CheckpointError(f'checkpoint {path} is damaged: the checksum of {MANIFEST} is wrong')
+  try:
+    check_members(manifest, MANIFEST_MEMBERS)
+  except ValueError as e:
+    raise CheckpointError(f'checkpoint {path} is damaged: {MANIFEST} {e}') from e
   for name, expected in manifest['files'].items():
     try:
       found = _described(path / name)
-    except OSError as e:
+    except (OSError, UnreadableFile) as e:
       raise CheckpointError(f'checkpoint {path} is damaged: {name}: {e}') from e
     if found != expected:
       raise CheckpointError(
@@ -285,9 +298,10 @@ def _compare(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> None:
 
 def _read_chunks(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> list[Chunk]:
   types = [(np.dtype(dtype), tuple(shape)) for dtype, shape in manifest['chunk_types']]
-  with np.load(path / INDEX, allow_pickle=False) as index:
-    rows = zip(*(index[k].tolist() for k in ('nbytes', 'kind', 'length', 'spec')), strict=True)
-  with (path / CHUNKS).open('rb') as file:
+  with open_regular(path / INDEX) as file:
+    index = read_npz(file)
+  rows = zip(*(index[k].tolist() for k in ('nbytes', 'kind', 'length', 'spec')), strict=True)
+  with open_regular(path / CHUNKS) as file:
     return [_read_chunk(store, file, n, kind, length, types[i]) for n, kind, length, i in rows]
 
 
@@ -303,8 +317,8 @@ def _read_chunk(
 
 
 def _read_table(path: Path, i: int, described: dict[str, Any], chunks: list[Chunk]) -> Any:
-  with np.load(path / _table_file(i), allow_pickle=False) as file:
-    arrays = dict(file)
+  with open_regular(path / _table_file(i)) as file:
+    arrays = read_npz(file)
   signature = None
   if described['structure']:
     leaves = [Leaf(n, np.dtype(d), tuple(s), single) for n, d, s, single in described['leaves']]
