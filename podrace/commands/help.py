@@ -149,7 +149,7 @@ def _with_architecture(settings: Settings, args: Sequence[str]) -> Settings:
 def _recorded(path: Path) -> Settings:
   """The settings of a run that is there."""
   try:
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding='utf-8'))
     agent = record['agent']['name']
     return Settings(agent, _call_of_record(record))
   except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
