@@ -308,7 +308,7 @@ def test_a_log_is_added_to_no_file_of_others(
     if name == 'logs/main.log':  # it is told, and not written
       assert launch(directory) == 0
     elif (name, plant) == ('logs/lock', folder):
-      with pytest.raises(UsageError, match='lock is a directory'):
+      with pytest.raises(UsageError, match='cannot be written to'):
         launch(directory)
   else:
     with pytest.raises(UsageError, match=Path(name).name):

@@ -136,7 +136,7 @@ def _open_regular(path: Path, flags: int, mode: str, buffering: int = -1) -> Any
   try:
     descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
   except OSError as e:
-    if e.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+    if e.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
       raise NotOwn.of_kind(path, path.lstat().st_mode) from e
     raise
   kind = os.fstat(descriptor).st_mode

@@ -83,7 +83,7 @@ class Local:
       self._guard = stack.enter_context(Guard(private))
       stack.callback(self._close)
       for replica in self._replicas:
-        with contextlib.suppress(OSError):  # a full disk ends no program, and is told later
+        with contextlib.suppress(OSError):  # such as a full disk; the first write reports it
           replica.open_log(self._logs)
       stack.enter_context(self._signals())
       while self._code is None or any(r.process for r in self._replicas):
