@@ -25,7 +25,6 @@ from podrace import checkpoint
 from podrace.checkpoint import CheckpointError, Checkpoints, fingerprint, read_json
 from podrace.errors import UsageError
 
-
 # No read of the checkpoint library goes on after it was closed, not even of a damaged checkpoint.
 pytestmark = pytest.mark.filterwarnings('error::pytest.PytestUnraisableExceptionWarning')
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -241,4 +242,4 @@ def _report(run_dir: Path, summary: dict[str, Any], modules: Iterable[str]) -> N
       file=out,
     )
   allow = own_code.options(modules)
-  print(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)
+  print(f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip(), file=out)
