@@ -49,7 +49,7 @@ class Film:
     import av
 
     self._gif, self._fps = gif, fps
-    self._container = av.open(str(mp4), 'w')
+    self._container = av.open(str(mp4.absolute()), 'w')  # FFmpeg takes `a:b` for a protocol
     self._stream: Any = None
     self._kept: list[Any] = []  # for the GIF, every `_every`-th frame
     self._every, self._count = 1, 0

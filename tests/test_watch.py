@@ -331,3 +331,15 @@ def test_what_watch_refuses(
   ):
     code, _, err = called(capsys, 'watch', *args)
     assert code == 2 and message in err
+
+
+@pytest.mark.parametrize('name', ['a:b', 'pipe:', 'file:x', 'a[1]%d'])
+def test_a_film_is_written_in_a_directory_of_any_name(
+  name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  Path(name).mkdir()
+  film = watch.Film(Path(name, 'x.mp4'), Path(name, 'x.gif'), 10)
+  film.add(np.zeros((64, 64, 3), np.uint8))
+  film.close()
+  assert sorted(p.name for p in (tmp_path / name).iterdir()) == ['x.gif', 'x.mp4']

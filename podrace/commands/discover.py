@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -116,4 +117,4 @@ def next_command(config: Any, rule: Path) -> str:
   name = agent_name(config.agent)
   fits = default_agent(name).fits(config.rule)
   needed = [f'{option} {size}' for option, (has, size) in fits.items() if has != size]
-  return ' '.join([f'podrace train --agent {name} --agent.rule {rule}', *needed])
+  return ' '.join([f'podrace train --agent {name} --agent.rule {shlex.quote(str(rule))}', *needed])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,4 +242,6 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
       file=out,
     )
   allow = own_code.options(own_code.named(to_json(config)))
-  print_text(f'next: podrace eval {run_dir} --episodes 100 {allow}'.rstrip(), file=out)
+  print_text(
+    f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip(), file=out
+  )

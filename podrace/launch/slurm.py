@@ -79,19 +79,23 @@ def job(program: Program, directory: Path, more: list[str]) -> str:
     more: options of sbatch without their --, which come last and so hold against ours.
   """
   gpus = sum(n.gpus * n.replicas for n in program.nodes)
-  options = [
+  own = [
     f'--job-name=podrace-{directory.name}',
     f'--ntasks={sum(n.replicas for n in program.nodes)}',
     f'--cpus-per-task={max(map(cores, program.nodes))}',
     *([f'--gpus={gpus}'] if gpus else []),
-    f'--output={directory}/logs/slurm-%j.txt',
+    f'--output={str(directory).replace("%", "%%")}/logs/slurm-%j.txt',
     '--open-mode=append',
     '--requeue',
     f'--signal=B:USR1@{LEFT}',
-    *(f'--{x}' for x in more),
   ]
+  options = [*map(shlex.quote, own), *(f'--{x}' for x in more)]
   if wrong := [x for x in more if x.startswith('-') or not x.isprintable()]:
     raise UsageError(f'--sbatch takes an option of sbatch, as time=8:00:00, not {wrong[0]!r}')
+  if not str(directory).isprintable() or '\\' in str(directory):  # a backslash stops %j
+    raise UsageError(
+      f'{str(directory)!r}: sbatch takes no path with a backslash or a control character; use another --run-dir'
+    )
   words = ('-m', 'podrace.launch.slurm', str(directory), sha256(recorded(program)))
   supervisor = shlex.join(python(*words))
   lines = ['#!/bin/sh', *(f'#SBATCH {x}' for x in options), '', f'exec {supervisor}', '']

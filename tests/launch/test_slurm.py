@@ -341,3 +341,19 @@ def test_a_job_that_is_refused_says_why(cluster: Cluster, capfd: Any) -> None:
   refuses.chmod(0o700)
   assert slurm.submit(str(refuses), cluster.directory) == 1
   assert capfd.readouterr() == ('', 'no such partition\n')
+
+
+def test_the_names_of_directories_are_no_patterns_of_sbatch(tmp_path: Path) -> None:
+  program = Program((Node('learner', ('true',), main=True),))
+  for name, written in (
+    ('lr=1%j', 'lr=1%%j'),
+    ('[64,64] $HOME', '[64,64] $HOME'),
+    ("it's", "it's"),
+  ):
+    script = slurm.job(program, tmp_path / name, []).splitlines()
+    words = [shlex.split(x.removeprefix('#SBATCH ')) for x in script if x.startswith('#SBATCH ')]
+    assert [f'--output={tmp_path}/{written}/logs/slurm-%j.txt'] in words
+    assert [f'--job-name=podrace-{name}'] in words
+  for name in ('a\\b', 'a\nscancel 1'):
+    with pytest.raises(UsageError, match='--run-dir'):
+      slurm.job(program, tmp_path / name, [])
