@@ -21,8 +21,8 @@ from typing import Any
 
 import common
 
-from podrace.net import keys as net_keys
 from podrace.net import descriptors, session
+from podrace.net import keys as net_keys
 from podrace.net.frame import PREFIX
 from podrace.service import parameters
 
