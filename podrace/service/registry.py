@@ -144,10 +144,9 @@ class Registry:
 
   def _read_settings(self, name: str, settings: dict[str, Any]) -> str:
     """A client's settings as JSON; raises ValueError if there is no room for them."""
-    try:
-      text = json.dumps(settings)
-    except TypeError as e:
-      raise ValueError(f'table {name!r}: settings that are none ({e})') from None
+    text = json.dumps(
+      settings, default=repr
+    )  # what JSON lacks is refused by name when the table is made
     if self._settings_bytes + len(text) > SETTINGS_BYTES:
       raise ValueError(
         f'table {name!r}: settings of {len(text):,} bytes, where those of all tables may have {SETTINGS_BYTES:,} and '

@@ -44,23 +44,30 @@ def sample_frames(draws: Draws) -> list[Any]:
         data.append(array[offset : offset + rows])
         chunks.append((0, rows, AS_IS, data[-1].nbytes))
         size += data[-1].nbytes
-        continue
-      parts.append((len(needed), offset, rows))
-      for chunk in needed:
-        number = numbers.get(chunk.key)
-        if number is None:
-          number = numbers[chunk.key] = len(chunks)
-          how, kept = wire.kept(chunk)
-          data.append(kept)
-          chunks.append((0, chunk.length, how, chunk.nbytes))
-          size += chunk.nbytes
-        refs.append(number)
-      if size > wire.FRAME_BYTES or len(refs) > wire.MESSAGE_PARTS:  # at once: it may be far more
-        raise ValueError(
-          f'{len(items)} items of more than {wire.FRAME_BYTES:,} bytes or {wire.MESSAGE_PARTS:,} references to chunks, '
-          'which are the most that a sample has: ask for fewer at a time'
-        )
+      else:
+        parts.append((len(needed), offset, rows))
+        for chunk in needed:
+          number = numbers.get(chunk.key)
+          if number is None:
+            number = numbers[chunk.key] = len(chunks)
+            how, kept = wire.kept(chunk)
+            data.append(kept)
+            chunks.append((0, chunk.length, how, chunk.nbytes))
+            size += chunk.nbytes
+          refs.append(number)
+      if (
+        size > wire.FRAME_BYTES or len(refs) > wire.MESSAGE_PARTS
+      ):  # now: all of it may be far more
+        raise ValueError(_too_large(len(items), size, len(refs)))
   return [drawn, *(np.array(x, '<u4') for x in (parts, refs, chunks)), b''.join(data)]
+
+
+def _too_large(items: int, size: int, references: int) -> str:
+  if size > wire.FRAME_BYTES:
+    what, most = f'{size:,} bytes or more', wire.FRAME_BYTES
+  else:
+    what, most = f'{references:,} chunks or more', wire.MESSAGE_PARTS
+  return f'{items} items of {what}, of which a sample has at most {most:,}: ask for fewer at a time'
 
 
 def read_samples(messages: Sequence[tuple[Signature, Sequence[Any]]]) -> Samples:

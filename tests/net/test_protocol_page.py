@@ -16,7 +16,7 @@ import pytest
 from children import ROOT
 from peers import Learner, Raw, spec
 
-from podrace import tables
+from podrace import tables, types
 from podrace.envs.host import base as host
 from podrace.net import (
   connections,
@@ -342,7 +342,8 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'looks at its clock every {listener.TICK} s',
     f'| sessions of a listener | {sessions.PEERS:,};',
     f'| connections without a session | {descriptors.GUESTS:,};',
-    f'has not read, with a session | {sessions.BACKLOG};',
+    f'has not read, with a session | {sessions.BACKLOG}, and 2^24 bytes',
+    f'| {connections.MESSAGES}, or {connections.MESSAGE_SECONDS * 1000:.0f} ms; without a session {connections.GUEST_MESSAGES} |',
     f'| the same, without a session | {connections.GUEST_BACKLOG} |',
     f'group is 0 to {remote_wire.GROUPS - 1};',
     f'| environments of a client | {remote_server.ENVIRONMENTS:,} |',
@@ -360,7 +361,8 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'There are at most {registry.TABLES:,} tables',
     f'of each, at most {parameters.MOST_LEAVES:,}.',
     f'| {service_wire.DEPTH} within each other;',
-    f'| 1 to {service_wire.LEAVES:,} |',
+    f'| 1 to {service_wire.LEAVES:,}; a name has at most {service_wire.NAME_CHARACTERS:,} characters |',
+    f'{service_wire.NODES:,} of them together; `named NAME` and a key have at most {service_wire.KEY_CHARACTERS} ',
   ],
 )
 def test_limits_are_those_of_the_page(text: str) -> None:
@@ -368,7 +370,11 @@ def test_limits_are_those_of_the_page(text: str) -> None:
 
 
 def test_powers_of_two_are_those_of_the_page() -> None:
-  assert service_wire.MESSAGE_CHUNKS == 2**20 == service_wire.MESSAGE_BYTES
+  assert service_wire.MESSAGE_CHUNKS == 2**20 == service_wire.MESSAGE_BYTES == service_wire.ROWS
+  assert service_wire.MESSAGE_PARTS == 2**19 and sampling.UNREAD_BYTES == 2**32
+  assert stream.ANSWER_BYTES == 2**24 == inserting.DECLARED_BYTES
+  assert registry.SETTINGS_BYTES == 2**26
+  assert types.LARGEST_OBSERVATION == 1e9 and types.LARGEST_REWARD == 1e12
   assert parameters.MOST_BYTES == 2**32 - 2**21 and service_wire.FRAME_BYTES == 2**30
   assert service_wire.UNPACKED_CHUNK_BYTES == 2**26 and service_wire.MOST_BYTES == 2**28
   assert parameters.KEPT == 4 and outgoing.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
