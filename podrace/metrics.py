@@ -106,9 +106,14 @@ def _parse(line: bytes) -> Line | str:
   """A line, or what is wrong with it."""
   try:
     found = parse_json(line, finite=True)
-    check_members(found, LINE)
   except ValueError as e:
     return str(e)
+  if not isinstance(found, dict) or not isinstance(found.get('step'), int):
+    return 'is no line of metrics: it has no step'
+  try:
+    check_members(found, LINE)
+  except ValueError as e:
+    return f'is no line of metrics: it {e}'
   return cast(Line, found)
 
 

@@ -116,7 +116,8 @@ def look(path: Path) -> Run:
     if record is None:
       raise UnreadableFile(path / 'config.json', 'is not there')  # any more
     running = is_running(path)
-    summary, end = ({}, {}) if running else (_summary(path), _end(path))
+    summary = {} if running else read_object(path / 'summary.json', SUMMARY) or {}
+    end = {} if running else _end(path)
   except UnreadableFile as e:
     reason = str(e).removeprefix(f'{path}/')
     return Run(path, BROKEN, reason, age_s=age, size=size)
@@ -127,10 +128,9 @@ def look(path: Path) -> Run:
   elif 'ended' in summary and summary.get('step', 0) >= line.get('step', 0):  # by a callback
     why = summary['ended']
   elif summary.get('step', 0) < total:
+    state, why = end.get('state', KILLED), end.get('why', '')
     if running is None:
       state, why = UNKNOWN, 'its file system has no locks (flock)'
-    else:
-      state, why = end.get('state', KILLED), end.get('why', '')
   done = summary if state == FINISHED else line
   agent, sweep = agent_of(record['agent'])
   return Run(
@@ -184,10 +184,6 @@ def read_run_record(path: Path) -> dict[str, Any] | None:
   except ValueError as e:
     raise UnreadableFile(file, f'is not the record of a run: it {e}') from e
   return record
-
-
-def _summary(path: Path) -> dict[str, Any]:
-  return read_object(path / 'summary.json', SUMMARY) or {}
 
 
 def _end(path: Path) -> dict[str, Any]:
@@ -353,9 +349,6 @@ def reason(error: Exception) -> str:
   return (
     text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
   )
-
-
-# --- directories of new runs
 
 
 def name_of(preset: str | None, env: str) -> str:
