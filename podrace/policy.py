@@ -16,7 +16,8 @@ import numpy as np
 
 from podrace.policy_network import STATES, Network, Numpy, Params, leaves
 
-VERSION = 1
+VERSION = 2
+READ = (1, 2)  # version 1 has no `log` of observations, and no `centre` and `scale` of actions
 POLICY, PARAMS, CONFIG = 'policy.json', 'params.safetensors', 'config.json'
 PROGRAM, GRAPH = 'policy.jaxexport', 'policy.onnx'
 RUNTIMES = ('numpy', 'jax', 'onnx')
@@ -63,8 +64,8 @@ def _description(folder: Path) -> dict[str, Any]:
     about = json.loads((folder / POLICY).read_bytes())
   except (OSError, ValueError) as e:
     raise PolicyError(f'{folder} holds no policy: {e}') from e
-  if not isinstance(about, dict) or about.get('version') != VERSION:
-    raise PolicyError(f'{folder / POLICY} is not a policy of version {VERSION}')
+  if not isinstance(about, dict) or about.get('version') not in READ:
+    raise PolicyError(f'{folder / POLICY} is not a policy of version {" or ".join(map(str, READ))}')
   if lacking := {'sha256', 'network', 'action', 'observation_space', 'state'} - set(about):
     raise PolicyError(f'{folder / POLICY} lacks {", ".join(sorted(lacking))}')
   hashes = about['sha256']
