@@ -86,7 +86,10 @@ def choices(space: Any) -> Any:
   from gymnasium import spaces
 
   if np.any(space.start):
-    raise UnknownName(f'{space} does not start at 0; {WRAPPER} add {np.min(space.start)}')
+    raise UnknownName(
+      f'{space} does not start at 0; {WRAPPER} add {np.min(space.start)} to actions, and '
+      'gymnasium.wrappers.TransformObservation take it from observations'
+    )
   is_one = isinstance(space, spaces.Discrete)
   most = int(space.n if is_one else np.max(space.nvec))
   if most > np.iinfo(np.int32).max:
