@@ -400,7 +400,7 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
   fields = {f.name for f in dataclasses.fields(cls) if _own(f)}
   for name in record.keys() - fields:
     raise unknown(f'field of {cls.__name__}', name, fields)
-  values = {}
+  values = dict(getattr(cls, 'UNRECORDED', {}))  # what a field was before it was recorded
   for name, value in record.items():
     if (wrong := expected(value, hints[name])) and cls.__module__.startswith('podrace.'):
       raise UsageError(f'config.json: {name} of {cls.__name__} is {value!r:.200}, expected {wrong}')

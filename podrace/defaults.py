@@ -233,7 +233,8 @@ def kind_of(observation_space: Any, action_space: Any) -> Kind:
   """The kind of environment that has these spaces."""
   from gymnasium import spaces
 
-  from podrace.networks.observations import PIXELS, image_sides
+  from podrace.envs.spaces import PIXELS
+  from podrace.networks.observations import image_sides
 
   if isinstance(action_space, spaces.Box):
     return 'continuous'

@@ -13,8 +13,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from podrace.envs.spaces import UNBOUNDED, box_bounds
 from podrace.types import Array
 
+REBOUND = ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or take a policy without squash'
 MASKED = -1e9  # the logit of an action that the environment forbids
 
 
@@ -109,20 +111,32 @@ def _normal_log_prob(mean: Array, log_std: Array, x: Array) -> Array:
 class Normal:
   """Independent normals over a flat box; params are means, then log standard deviations.
 
-  Samples are [..., n]; actions are the samples clipped to [low, high] and shaped as the space.
+  Samples are [..., n]. The action of a sample x is centre + scale * x, clipped to [low, high] and shaped as the space:
+  between bounds, the unit of a policy is half the range. Numbers with `low == high` have no part in probabilities.
   """
 
   shape: tuple[int, ...]
   low: tuple[float, ...]
   high: tuple[float, ...]
+  centre: tuple[float, ...] = ()  # none: 0
+  scale: tuple[float, ...] = ()  # none: 1
 
   @property
   def size(self) -> int:
     return 2 * math.prod(self.shape)
 
+  @property
+  def free(self) -> tuple[bool, ...]:
+    """Of each number of an action, whether there is anything to choose."""
+    return tuple(low < high for low, high in zip(self.low, self.high, strict=True))
+
+  def only_free(self, x: Array) -> Array:
+    """`x` [..., n] with 0 where there is nothing to choose."""
+    return x if all(self.free) else jnp.where(jnp.asarray(self.free), x, 0.0)
+
   def mean_and_log_std(self, params: Array) -> tuple[Array, Array]:
     mean, log_std = jnp.split(params, 2, axis=-1)
-    return mean, log_std
+    return self.only_free(mean), self.only_free(log_std)
 
   def bounds(self, like: Array) -> tuple[Array, Array]:
     low, high = (jnp.asarray(b, jnp.float32) for b in (self.low, self.high))
@@ -130,22 +144,26 @@ class Normal:
 
   def sample(self, params: Array, key: Array) -> Array:
     mean, log_std = self.mean_and_log_std(params)
-    return mean + jnp.exp(log_std) * jax.random.normal(key, mean.shape)
+    return mean + jnp.exp(log_std) * self.only_free(jax.random.normal(key, mean.shape))
 
   def mode(self, params: Array) -> Array:
     return self.mean_and_log_std(params)[0]
 
   def log_prob(self, params: Array, x: Array) -> Array:
     mean, log_std = self.mean_and_log_std(params)
-    return jnp.sum(_normal_log_prob(mean, log_std, x), axis=-1)
+    return jnp.sum(self.only_free(_normal_log_prob(mean, log_std, x)), axis=-1)
 
   def entropy(self, params: Array, key: Array) -> Array:
     del key
     _, log_std = self.mean_and_log_std(params)
-    return jnp.sum(log_std + 0.5 * math.log(2 * math.pi * math.e), axis=-1)
+    return jnp.sum(self.only_free(log_std + 0.5 * math.log(2 * math.pi * math.e)), axis=-1)
 
   def to_action(self, x: Array) -> Array:
     low, high = self.bounds(x)
+    if any(s != 1 for s in self.scale):
+      x = x * jnp.broadcast_to(jnp.asarray(self.scale, jnp.float32), x.shape)
+    if any(self.centre):
+      x = x + jnp.broadcast_to(jnp.asarray(self.centre, jnp.float32), x.shape)
     action = jnp.clip(x, low, high)
     return action.reshape((*x.shape[:-1], *self.shape))
 
@@ -168,11 +186,13 @@ class TanhNormal(Normal):
 
   def log_prob(self, params: Array, x: Array) -> Array:
     mean, log_std = self.mean_and_log_std(params)
-    return jnp.sum(_normal_log_prob(mean, log_std, x) - self._log_det(x), axis=-1)
+    each = _normal_log_prob(mean, log_std, x) - self._log_det(x)
+    return jnp.sum(self.only_free(each), axis=-1)
 
   def entropy(self, params: Array, key: Array) -> Array:
     """Estimated from one sample; there is no closed form."""
-    return super().entropy(params, key) + jnp.sum(self._log_det(self.sample(params, key)), axis=-1)
+    log_det = self.only_free(self._log_det(self.sample(params, key)))
+    return super().entropy(params, key) + jnp.sum(log_det, axis=-1)
 
   def to_action(self, x: Array) -> Array:
     return self.from_unit(jnp.tanh(x))
@@ -180,7 +200,8 @@ class TanhNormal(Normal):
   def from_unit(self, x: Array) -> Array:
     """Actions [..., *shape] from [..., n], which is clipped to [-1, 1]."""
     low, high = self.bounds(x)
-    action = low + 0.5 * (jnp.clip(x, -1.0, 1.0) + 1.0) * (high - low)
+    half = 0.5 * high - 0.5 * low  # without overflow
+    action = low + (jnp.clip(x, -1.0, 1.0) + 1.0) * half
     action = jnp.clip(action, low, high)  # rounding may go beyond
     return action.reshape((*x.shape[:-1], *self.shape))
 
@@ -188,25 +209,37 @@ class TanhNormal(Normal):
     """Actions [..., *shape] as [..., n] within [-1, 1]: tanh of their raw samples."""
     flat = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
     low, high = self.bounds(flat)
-    return 2.0 * (flat - low) / (high - low) - 1.0
+    if not all(self.free):
+      high = jnp.where(low < high, high, low + 1.0)  # no 0 / 0
+    share = (0.5 * flat - 0.5 * low) / (0.5 * high - 0.5 * low)
+    return self.only_free(2.0 * share - 1.0)
 
 
-def for_space(space: Any, squash: bool = False) -> Distribution:
-  """The distribution for a gymnasium action space; `squash` takes TanhNormal for boxes.
+def for_space(space: Any, squash: bool = False, scaled: bool = True) -> Distribution:
+  """The distribution for a gymnasium action space.
+
+  Args:
+    squash: take TanhNormal for boxes.
+    scaled: the unit of a Normal is half the range of a box, around its middle; else 1, around 0.
 
   Raises:
-    ValueError: if there is none, or if `squash` meets a space that has no bounds.
+    ValueError: if there is none, or if `squash` meets a space that has no bounds. The message says what to do.
   """
   import numpy as np
   from gymnasium import spaces
 
   if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-    low, high = (tuple(float(v) for v in b.reshape(-1)) for b in (space.low, space.high))
+    box = box_bounds(space)
     if squash and not np.all(space.bounded_below & space.bounded_above):
-      raise ValueError(f'a tanh-Normal needs a bounded action space, not {space}')
-    return (TanhNormal if squash else Normal)(space.shape, low, high)
+      raise ValueError(f'a tanh-Normal needs a bounded action space, not {space}{REBOUND}')
+    low, high, centre, scale = (
+      tuple(map(float, b)) for b in (box.low, box.high, box.centre, box.scale)
+    )
+    if squash:
+      return TanhNormal(space.shape, low, high)
+    return Normal(space.shape, low, high, *((centre, scale) if scaled else ()))
   if squash:
-    raise ValueError(f'a tanh-Normal needs a continuous action space, not {space}')
+    raise ValueError(f'a tanh-Normal needs a continuous action space, not {space}: a Box of floats')
   if isinstance(space, spaces.Discrete) and space.start == 0:
     return Categorical(int(space.n))
   if isinstance(space, spaces.MultiDiscrete) and space.nvec.ndim == 1 and not space.start.any():
@@ -215,7 +248,8 @@ def for_space(space: Any, squash: bool = False) -> Distribution:
     return MultiCategorical((2,) * space.shape[0])
   raise ValueError(
     f'no distribution for the action space {space}: expected Discrete (from 0), MultiDiscrete '
-    '(one axis, from 0), MultiBinary (one axis) or a Box of floats'
+    '(one axis, from 0), MultiBinary (one axis) or a Box of floats; declare one of these in a wrapper, as '
+    "gymnasium.wrappers.TransformAction, which makes the environment's own action of it"
   )
 
 
@@ -228,3 +262,12 @@ def squashed(space: Any) -> TanhNormal:
   found = for_space(space, squash=True)
   assert isinstance(found, TanhNormal)
   return found
+
+
+def check_range(space: Any, distribution: Distribution) -> None:
+  """Raise ValueError if actions of a tanh-Normal are spread over bounds that stand for none."""
+  if isinstance(distribution, TanhNormal) and not box_bounds(space).bounded.all():
+    raise ValueError(
+      f'a tanh-Normal spreads actions over all of {space}, whose bounds count as none from {UNBOUNDED:g} on, and at '
+      f'the largest number of the type{REBOUND}'
+    )

@@ -18,14 +18,14 @@ from gymnasium import spaces
 
 from podrace import distributions, onnx
 from podrace.config import Config, agent_name, to_json
-from podrace.envs.spaces import MASK, over, seen
+from podrace.envs.spaces import MASK, number_encoding, over, seen
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params
 from podrace.files import make_user_folder, move, new_folder, write_whole
 from podrace.files import remove as remove_files
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
-from podrace.networks.observations import _scale, channels_first, is_pixels
+from podrace.networks.observations import channels_first, is_pixels
 from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION, Policy, numpy_step
 from podrace.process import undone_by_signals
 from podrace.record import load_config
@@ -86,7 +86,7 @@ def write(
     'agent': agent_name(agent),
     'env': config.env,
     'step': step,
-    'observation_space': described(env.observation_space),
+    'observation_space': described(env.observation_space, _is_plain(agent)),
     'action': _action(env.action_space, agent),
     'network': _network(agent, env.observation_space),
     'state': [{'shape': list(x.shape[1:]), 'dtype': str(x.dtype)} for x in jax.tree.leaves(state)],
@@ -183,12 +183,17 @@ def _names(params: Any) -> list[str]:
   return found
 
 
-def described(space: Any) -> dict[str, Any]:
+def _is_plain(agent: Any) -> bool:
+  """Whether a network has the units of numbers of runs before `scaling`."""
+  return getattr(_acting_network(agent), 'scaling', 'space') == 'plain'
+
+
+def described(space: Any, plain: bool = False) -> dict[str, Any]:
   """A space as JSON, as podrace.policy reads it."""
   if isinstance(space, spaces.Dict):
-    return {'dict': {k: described(v) for k, v in space.items()}}
+    return {'dict': {k: described(v, plain) for k, v in space.items()}}
   if isinstance(space, spaces.Tuple):
-    return {'tuple': [described(v) for v in space]}
+    return {'tuple': [described(v, plain) for v in space]}
   dtype = str(_dtype(space))
   found: dict[str, Any] = {'kind': 'box', 'shape': list(space.shape), 'dtype': dtype}
   if isinstance(space, spaces.Discrete):
@@ -200,11 +205,13 @@ def described(space: Any) -> dict[str, Any]:
       'start': space.start.tolist(),
     }
   if isinstance(space, spaces.MultiBinary):
-    return found | {'pixels': False, 'scale': 1.0}
+    return found | {'pixels': False, 'channels_first': False, 'scale': 1.0, 'log': False}
+  encoding = number_encoding(space, plain)
   return found | {
-    'pixels': bool(is_pixels(space)),
+    'pixels': bool(is_pixels(space, plain)),
     'channels_first': bool(channels_first(space)),
-    'scale': _scale(space),
+    'scale': np.asarray(encoding.scale).tolist(),
+    'log': np.asarray(encoding.log).tolist(),
     'low': _bound(space.low),
     'high': _bound(space.high),
   }
@@ -231,8 +238,8 @@ def _action(space: Any, agent: Any) -> dict[str, Any]:
     return found | {'kind': 'multicategorical', 'n': list(distribution.num_actions)}
   if isinstance(distribution, distributions.Normal):
     squash = isinstance(distribution, distributions.TanhNormal)
-    low, high = ([float(v) for v in b] for b in (distribution.low, distribution.high))
-    return found | {'kind': 'box', 'squash': squash, 'low': low, 'high': high}
+    box = {k: list(getattr(distribution, k)) for k in ('low', 'high', 'centre', 'scale')}
+    return found | {'kind': 'box', 'squash': squash, **box}
   return found | {'kind': 'own'}
 
 

@@ -9,6 +9,10 @@ import jax.numpy as jnp
 
 from podrace.types import Array
 
+GAP = 100.0  # times all that is nearer than FAR: else it is one distribution, which happens to lie around FAR
+FAR = 1e4  # standard deviations, or numbers if those are less than 1: an outlier unless half of a batch is as far
+LARGEST = 1e15  # of a deviation: its square, and sums of it, are finite in float32
+
 
 class Statistics(NamedTuple):
   """Mean and variance of all that was seen; `mean` and `var` are pytrees like one element."""
@@ -35,11 +39,22 @@ def init(example: Any) -> Statistics:
 
 
 def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
-  """This device's part of a batch whose first `batch_axes` axes are elements."""
+  """This device's part of a batch whose first `batch_axes` axes are elements.
+
+  Outliers, which are FAR from the mean while most of the batch is not, count as the mean: a sentinel such as 1e20 would
+  be all that the variance tells of. A dimension whose values go far together is followed, up to LARGEST.
+  """
   axes = tuple(range(batch_axes))
-  deviation = jax.tree.map(
-    lambda x, m: x.astype(jnp.float32) - _under(x, m), batch, statistics.mean
-  )
+
+  def deviate(x: Array, mean: Array, var: Array) -> Array:
+    d = x.astype(jnp.float32) - _under(x, mean)
+    size, limit = jnp.abs(d), FAR * _under(x, jnp.sqrt(jnp.maximum(var, 1.0)))
+    near = jnp.max(jnp.where(size > limit, 0.0, size), axes, keepdims=True)
+    is_far = size > jnp.maximum(limit, GAP * near)
+    few = _under(x, jnp.mean(is_far, axes) < 0.5)
+    return jnp.where(is_far & few, 0.0, jnp.clip(d, -LARGEST, LARGEST))
+
+  deviation = jax.tree.map(deviate, batch, statistics.mean, statistics.var)
   first = jax.tree.leaves(batch)[0]
   count = 1
   for size in first.shape[:batch_axes]:

@@ -86,6 +86,9 @@ class Value:
   def __mul__(self, other: Any) -> Value:
     return self.nodes.node('Mul', self, other)
 
+  def __rmul__(self, other: Any) -> Value:
+    return self.nodes.node('Mul', other, self)
+
   def __truediv__(self, other: Any) -> Value:
     return self.nodes.node('Div', self, other)
 
@@ -158,6 +161,9 @@ class Graph:
 
   def one_hot(self, x: Value, values: np.ndarray) -> Value:
     return self.cast(self.node('Equal', x, values.astype(np.int64)), 'float32')
+
+  def log(self, x: Value) -> Value:
+    return self.node('Log', x)
 
   def tanh(self, x: Value) -> Value:
     return self.node('Tanh', x)

@@ -15,17 +15,19 @@ from typing import Any
 import numpy as np
 
 from podrace.errors import UnreadableFile
-from podrace.fields import COUNT, POSITIVE, TEXT, Member, check_members, needed
+from podrace.fields import COUNT, LARGEST, POSITIVE, TEXT, Member, check_members, needed
 from podrace.files.reading import read_bytes, read_json
 from podrace.imports import why_not
 from podrace.policy_network import STATES, Network, Numpy, Params, leaves
 
-VERSION = 1
+VERSION = 2
+READ = (1, 2)  # version 1 has no `log` of observations, and no `centre` and `scale` of actions
 POLICY, PARAMS, CONFIG = 'policy.json', 'params.safetensors', 'config.json'
 PROGRAM, GRAPH = 'policy.jaxexport', 'policy.onnx'
 RUNTIMES = ('numpy', 'jax', 'onnx')
 
 FILE_BYTES = 2**32  # largest file
+SMALLEST = 1e-30  # scale
 ELEMENTS = 2**26  # of an observation, an action or a state
 DTYPES = ('bool', *(f'{k}{n}' for k in ('int', 'uint') for n in (8, 16, 32, 64)))
 DTYPES += ('float16', 'bfloat16', 'float32', 'float64')
@@ -39,7 +41,6 @@ DESCRIPTION = {
   'network': Member('an object', null=True),
 }  # of policy.json
 SPACE = {
-  'scale': Member('a number', 1e-30),
   'kind': TEXT,
   'dtype': needed(TEXT),
   'shape': needed(Member('a list', each=Member('a whole number', 0, ELEMENTS))),
@@ -102,8 +103,8 @@ def _description(folder: Path) -> dict[str, Any]:
     raise PolicyError(f'{folder} holds no policy: {e}') from e
   if about is None:
     raise PolicyError(f'{folder} holds no policy: {POLICY} is not there')
-  if not isinstance(about, dict) or about.get('version') != VERSION:
-    raise PolicyError(f'{folder / POLICY} is not a policy of version {VERSION}')
+  if not isinstance(about, dict) or about.get('version') not in READ:
+    raise PolicyError(f'{folder / POLICY} is not a policy of version {" or ".join(map(str, READ))}')
   if lacking := {'sha256', 'network', 'action', 'observation_space', 'state'} - set(about):
     raise PolicyError(f'{folder / POLICY} lacks {", ".join(sorted(lacking))}')
   hashes = about['sha256']
@@ -121,6 +122,7 @@ def _check_description(about: dict[str, Any]) -> None:
   check_members(about, DESCRIPTION)
   for space in (*leaves(about['observation_space']), *about['state'], about['action']):
     check_members(space, SPACE)
+    _check_scale(space.get('scale', 1.0))
     if space['dtype'] not in DTYPES:
       raise ValueError(f'has a dtype other than {", ".join(DTYPES)}')
     counts = space['n'] if isinstance(space.get('n'), list) else [space.get('n', 1)]
@@ -130,6 +132,16 @@ def _check_description(about: dict[str, Any]) -> None:
       raise ValueError(f'has an array of more than {ELEMENTS:,} elements')
   if about['network'] is not None:
     check_members(about['network'], NETWORK)
+
+
+def _check_scale(scale: Any) -> None:
+  """Raise ValueError unless `scale`, a number or lists of numbers, can divide."""
+  try:
+    numbers = np.asarray(scale, np.float64)
+  except (TypeError, ValueError, OverflowError):
+    numbers = np.zeros(())
+  if not np.all((numbers >= SMALLEST) & (numbers <= LARGEST)):
+    raise ValueError(f'has a scale other than numbers from {SMALLEST:g} to {LARGEST:g}')
 
 
 def _try(policy: Policy, folder: Path) -> Policy:

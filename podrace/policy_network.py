@@ -42,6 +42,7 @@ class Operations(Protocol):
   def one_hot(self, x: Tensor, values: np.ndarray) -> Tensor:
     """[B, 1] -> floats [B, n], 1 where x is the value."""
 
+  def log(self, x: Tensor) -> Tensor: ...
   def tanh(self, x: Tensor) -> Tensor: ...
   def relu(self, x: Tensor) -> Tensor: ...
   def sigmoid(self, x: Tensor) -> Tensor: ...
@@ -127,9 +128,21 @@ class Network:
       return ops.concat(
         [ops.one_hot(ops.columns(x, i, i + 1), values) for i, values in enumerate(choices)]
       )
-    if spec['pixels'] and spec['channels_first']:
-      x = ops.channels_last(x)
-    return ops.cast(x, 'float32') / np.float32(255 if spec['pixels'] else spec['scale'])
+    x = ops.cast(x, 'float32')
+    if spec['pixels']:
+      x = x / np.float32(255)
+    else:
+      x = self._encoded(x, np.asarray(spec.get('log', False), np.float32))
+      x = x / np.asarray(spec['scale'], np.float32)
+    return ops.channels_last(x) if spec.get('channels_first') else x
+
+  def _encoded(self, x: Tensor, log: np.ndarray) -> Tensor:
+    """sign(x) * log(1 + |x|) where `log` is 1, x where it is 0."""
+    if not np.any(log):
+      return x
+    ops, one = self._ops, np.float32(1)
+    y = ops.log(ops.relu(x) + one) - ops.log(ops.relu(np.float32(-1) * x) + one)
+    return y if np.all(log) else log * y + (one - log) * x
 
   # --- layers -----------------------------------------------------------------------------------
 
@@ -229,6 +242,9 @@ class Network:
     if self._action['squash']:
       half = np.float32(0.5) * (high - low)
       x = low + (self._ops.tanh(x) + np.float32(1)) * half
+    elif self._action.get('scale'):
+      centre, scale = (np.array(self._action[key], np.float32) for key in ('centre', 'scale'))
+      x = x * scale + centre
     return self._ops.clip(x, low, high)
 
 
@@ -252,6 +268,9 @@ class Numpy:
 
   def one_hot(self, x: np.ndarray, values: np.ndarray) -> np.ndarray:
     return (x == values).astype(np.float32)
+
+  def log(self, x: np.ndarray) -> np.ndarray:
+    return np.log(x)
 
   def tanh(self, x: np.ndarray) -> np.ndarray:
     return np.tanh(x)

@@ -136,6 +136,17 @@ def test_a_record_from_before_a_field_was_there_is_the_same_run() -> None:
   assert not differences(completed(old), to_json(config))
 
 
+def test_a_network_recorded_before_its_scaling_was_has_the_older_one() -> None:
+  config = PRESETS['catch']()
+  old = to_json(config)
+  assert from_json(old).agent.network.scaling == 'space'
+  del old['agent']['network']['scaling']
+  assert from_json(old).agent.network.scaling == 'plain'
+  assert differences(completed(old), to_json(config)) == [
+    'agent.network.scaling: "plain" -> "space"'
+  ]
+
+
 def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:
   config = Config(agent=OwnAgent(temperature=0.5))
   record = json.loads(json.dumps(to_json(config)))

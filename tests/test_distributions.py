@@ -13,6 +13,11 @@ from gymnasium import spaces
 
 from podrace import distributions
 from podrace.distributions import MASKED, Categorical, MultiCategorical, Normal, TanhNormal
+from podrace.envs.host.spaces import in_jax
+from podrace.envs.host.worker import actions_for
+from podrace.networks import Actor
+
+HUGE = float(np.finfo(np.float32).max)
 
 # Sums of a few float32 terms of size about 10: some units in the last place.
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
@@ -223,7 +228,7 @@ def test_actions_lie_within_the_space(squash: bool) -> None:
   assert all(space().contains(a) for a in actions)
   assert np.array_equal(actions[1], space().low) and np.array_equal(actions[2], space().high)
   middle = (space().low + space().high) / 2
-  np.testing.assert_allclose(actions[0], middle if squash else [[0, 0], [2, 0]], rtol=1e-6)
+  np.testing.assert_allclose(actions[0], middle, rtol=1e-6)
 
 
 @pytest.mark.parametrize('squash', [False, True])
@@ -236,9 +241,83 @@ def test_no_rounding_leads_out_of_the_space(squash: bool) -> None:
     assert (action >= box.low).all() and (action <= box.high).all()
 
 
-def test_a_normals_action_is_its_sample_within_the_bounds() -> None:
-  ours = distributions.for_space(spaces.Box(-2, 2, (3,)))
-  assert ours.to_action(jnp.array([-1.5, 0.0, 1.9])).tolist() == pytest.approx([-1.5, 0.0, 1.9])
+def test_the_unit_of_a_normal_is_half_the_range() -> None:
+  x = jnp.array([-1.5, 0.0, 0.5])
+  cases = {
+    (-1.0, 1.0): [-1.0, 0.0, 0.5],
+    (-2.0, 2.0): [-2.0, 0.0, 1.0],
+    (100.0, 200.0): [100.0, 150.0, 175.0],
+    (5.0, np.inf): [5.0, 5.0, 5.5],
+    (-np.inf, -5.0): [-6.5, -5.0, -5.0],
+    (-np.inf, np.inf): [-1.5, 0.0, 0.5],
+    (-HUGE, HUGE): [-1.5, 0.0, 0.5],
+    (7.0, 7.0): [7.0, 7.0, 7.0],
+  }
+  for (low, high), expected in cases.items():
+    box = spaces.Box(low, high, (3,))
+    assert distributions.for_space(box).to_action(x).tolist() == expected, box
+    older = distributions.for_space(box, scaled=False).to_action(x).tolist()
+    assert older == np.clip([-1.5, 0.0, 0.5], low, high).tolist()
+
+
+def test_a_normal_over_a_unit_box_computes_as_it_did() -> None:
+  def program(scaled: bool) -> str:
+    ours = distributions.for_space(spaces.Box(-1, 1, (3,)), scaled=scaled)
+    return str(jax.make_jaxpr(ours.to_action)(jnp.zeros((2, 3))))
+
+  assert program(True) == program(False)
+
+
+BOUNDS = [(-0.1, 0.1), (0.0, 0.3), (-0.7, 0.7), (0.1, 0.1), (0.1, 0.1 + 1e-12), (1e300, 1e301)]
+
+
+@pytest.mark.parametrize('bounds', [*BOUNDS, (-1e-50, 1e-50)])
+@pytest.mark.parametrize('dtype', [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize('squash', [False, True])
+def test_an_environment_gets_actions_in_its_own_bounds(
+  bounds: Any, dtype: Any, squash: bool
+) -> None:
+  if bounds[0] > 1e30:
+    bounds = (-60_000.0, 60_000.0)
+  own = spaces.Box(*bounds, (2,), dtype)
+  ours = distributions.for_space(in_jax(own), squash)
+  x = np.asarray(ours.to_action(jnp.array([[-99.0, 99.0], [99.0, -99.0], [0.0, 0.1]])))
+  for action in actions_for(own, x):
+    assert own.contains(action) and action.dtype == own.dtype, action
+
+
+@pytest.mark.parametrize('squash', [False, True])
+def test_fixed_numbers_have_no_part_in_a_policy(squash: bool) -> None:
+  box = spaces.Box(np.float32([-1, 3, 0]), np.float32([1, 3, 2]))
+  rest = spaces.Box(np.float32([-1, 0]), np.float32([1, 2]))
+  ours, theirs = (distributions.for_space(s, squash) for s in (box, rest))
+  params = jnp.array([0.1, 5.0, 0.2, -1.0, 9.0, -2.0])
+  few = params[jnp.array([0, 2, 3, 5])]
+  x = ours.sample(params, jax.random.key(0))
+  np.testing.assert_allclose(
+    ours.log_prob(params, x), theirs.log_prob(few, x[jnp.array([0, 2])]), rtol=1e-6
+  )
+  assert ours.to_action(x)[1] == 3 and ours.to_action(ours.mode(params))[1] == 3
+  grads = jax.grad(lambda p: ours.log_prob(p, x) + ours.entropy(p, jax.random.key(0)))(params)
+  assert np.isfinite(grads).all() and grads[1] == grads[4] == 0
+  if isinstance(ours, TanhNormal):
+    unit = ours.to_unit(ours.to_action(x))
+    np.testing.assert_allclose(unit, jnp.tanh(x), atol=1e-6)
+    assert unit[1] == 0
+
+
+def test_bounds_of_the_largest_numbers_do_not_overflow() -> None:
+  ours = distributions.squashed(spaces.Box(-HUGE, HUGE, (1,)))
+  action = ours.to_action(jnp.array([[-50.0], [0.0], [50.0]]))
+  assert action.ravel().tolist() == [-HUGE, 0, HUGE]
+  assert ours.to_unit(action).ravel().tolist() == [-1, 0, 1]
+
+
+@pytest.mark.parametrize('high', [HUGE, 1e20, np.float16(65504)])
+def test_a_squashed_policy_is_not_spread_over_bounds_that_stand_for_none(high: Any) -> None:
+  dtype = np.asarray(high).dtype if isinstance(high, np.float16) else np.float32
+  with pytest.raises(ValueError, match='RescaleAction'):
+    Actor().bind(spaces.Box(-1, 1, (2,)), spaces.Box(-high, high, (1,), dtype))
 
 
 def test_unbounded_boxes_are_not_clipped() -> None:
@@ -251,11 +330,22 @@ def test_for_space() -> None:
   assert distributions.for_space(spaces.MultiDiscrete([2, 3])) == MultiCategorical((2, 3))
   assert distributions.for_space(spaces.MultiBinary(3)) == MultiCategorical((2, 2, 2))
   box_space = spaces.Box(-1, 2, (2,))
-  assert distributions.for_space(box_space) == Normal((2,), (-1, -1), (2, 2))
+  assert distributions.for_space(box_space) == Normal(
+    (2,), (-1, -1), (2, 2), (0.5, 0.5), (1.5, 1.5)
+  )
   assert distributions.for_space(box_space, squash=True) == TanhNormal((2,), (-1, -1), (2, 2))
 
 
+def unchecked(low: float, high: float) -> spaces.Box:
+  """A Box of bounds that gymnasium may refuse."""
+  box = spaces.Box(-1, 1, (2,))
+  box.low, box.high = np.float32([-1, low]), np.float32([1, high])
+  return box
+
+
 REFUSED = {
+  'reversed': (unchecked(1, -1), False, 'number 1 of the space'),
+  'nan': (unchecked(np.nan, 1), True, 'number 1 of the space'),
   'discrete from 1': (spaces.Discrete(3, start=1), False, 'from 0'),
   'multi-discrete from 1': (spaces.MultiDiscrete([3, 3], start=[0, 1]), False, 'from 0'),
   'two axes': (spaces.MultiDiscrete([[2, 2], [2, 2]]), False, 'one axis'),

@@ -42,6 +42,12 @@ MIXED = spaces.Dict(
   c=spaces.MultiDiscrete([2, 3]),
   d=spaces.Box(-4, 9, (3,), np.int32),
 )
+ODD = spaces.Dict(  # encoded by logarithms, by each number's bound, and a grid of bytes with channels first
+  a=spaces.Box(0, 2**32 - 1, (), np.uint32),
+  b=spaces.Box(np.int32([0, -5, -(2**31)]), np.int32([9, 500, 2**31 - 1]), dtype=np.int32),
+  c=spaces.Box(0, 255, (3, 9, 9), np.uint8),
+)
+FAR = spaces.Box(np.float32([100, 3, 0]), np.float32([200, 3, np.inf]))
 MASKED = spaces.Dict(action_mask=spaces.MultiBinary(3), view=VECTOR)
 THREE = spaces.Discrete(3)
 STATED = {  # as `state=true` shows it: networks see `view` alone
@@ -68,6 +74,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   ),
   'ppo, box': (PPO(), VECTOR, BOX),
   'ppo, squashed box': (PPO(network=ActorCritic(squash=True)), VECTOR, BOX),
+  'ppo, odd spaces': (PPO(), ODD, FAR),
+  'ppo, plain': (PPO(network=ActorCritic(scaling='plain')), ODD, FAR),
   'ppo, grid': (PPO(network=ActorCritic(torso='grid')), spaces.Box(-3, 3, (10, 10, 4), np.float32), THREE),
   'dqn': (DQN(), VECTOR, THREE),
   'dqn, rainbow': (
@@ -83,6 +91,8 @@ FAST = {
   'ppo, gru, normalised',
   'ppo, normalised, with a state',
   'dqn, image, with a state',
+  'ppo, odd spaces',
+  'ppo, masked',
   'ppo, grid',
   'dqn',
   'sac',
@@ -148,6 +158,24 @@ def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
       np.testing.assert_allclose(action, expected, atol=1e-4, rtol=1e-4)
     seen.append(expected)
   assert len(np.unique(np.concatenate(seen).reshape(STEPS * BATCH, -1), axis=0)) > 1
+
+
+def test_a_policy_of_version_1_acts_as_it_did(tmp_path: Path) -> None:
+  _, env, _ = made('ppo, plain', tmp_path / 'policy')
+  seen = observations(env.observation_space, 1, BATCH)[0]
+  expected, _ = load_policy(tmp_path / 'policy').act_many(seen)
+  about = json.loads((tmp_path / 'policy' / 'policy.json').read_text())
+  about['version'] = 1
+  del about['action']['centre'], about['action']['scale']
+  for part in about['observation_space']['dict'].values():
+    assert part.pop('log') is False
+  (tmp_path / 'policy' / 'policy.json').write_text(json.dumps(about))
+  action, _ = load_policy(tmp_path / 'policy').act_many(seen)
+  np.testing.assert_array_equal(action, expected)
+  about['version'] = 3
+  (tmp_path / 'policy' / 'policy.json').write_text(json.dumps(about))
+  with pytest.raises(PolicyError, match='version 1 or 2'):
+    load_policy(tmp_path / 'policy')
 
 
 @pytest.mark.parametrize('runtime', RUNTIMES)

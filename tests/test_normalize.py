@@ -167,3 +167,36 @@ def test_an_action_mask_of_floats_is_left_as_it_is() -> None:
 def test_where_there_is_nothing_to_normalise(parts: Any) -> None:
   with pytest.raises(ValueError, match='normalize_observations is for observations with floats'):
     jax.eval_shape(agent_of(**parts).init, jax.random.key(0))
+
+
+@pytest.mark.parametrize('share', [0.001, 0.02, 0.4])
+@pytest.mark.parametrize('value', [1e20, -3.4e38, 1e9])
+@pytest.mark.parametrize('first', [0, 3])
+def test_outliers_do_not_blind_a_dimension(share: float, value: float, first: int) -> None:
+  rng = np.random.default_rng(0)
+  statistics = normalize.init(jnp.zeros(2))
+  for i in range(10):
+    x = rng.standard_normal((32, 64, 2)).astype(np.float32)
+    if i >= first:
+      x[..., 0] = np.where(rng.random((32, 64)) < share, np.float32(value), x[..., 0])
+    statistics = normalize.merge(statistics, normalize.moments(statistics, x), 1)
+  np.testing.assert_allclose(statistics.mean, [0, 0], atol=0.03)
+  assert 0.5 < float(statistics.var[0]) < 1.1 and 0.9 < float(statistics.var[1]) < 1.1
+  seen = normalize.standardize(statistics, jnp.array([[0.5, 0.5], [value, value]], jnp.float32))
+  assert 0.4 < seen[0, 0] < 0.8 and abs(seen[1, 0]) == 10
+
+
+def test_a_dimension_that_goes_far_is_followed() -> None:
+  statistics = normalize.init(jnp.zeros(1))
+  for offset in (0.0, 1e6, 1e6, 1e6):
+    x = offset + np.random.default_rng(0).standard_normal((8, 8, 1)).astype(np.float32)
+    statistics = normalize.merge(statistics, normalize.moments(statistics, x), 1)
+  np.testing.assert_allclose(statistics.mean, [0.75e6], rtol=1e-5)
+
+
+def test_statistics_of_the_largest_numbers_are_finite() -> None:
+  statistics = normalize.init(jnp.zeros(1))
+  for sign in (1, 1, -1, 1, -1, -1):
+    x = np.full((8, 8, 1), sign * np.finfo(np.float32).max)
+    statistics = normalize.merge(statistics, normalize.moments(statistics, x), 1)
+  assert np.isfinite(statistics.mean).all() and np.isfinite(statistics.var).all()

@@ -97,7 +97,7 @@ class D4PG:
   def policy(self, actor: Any, timestep: TimeStep) -> Array:
     """The best actions [B, n], within [-1, 1]."""
     outputs, _ = self.actor.step(actor, (), timestep)
-    return jnp.tanh(outputs)
+    return self.actor.distribution.only_free(jnp.tanh(outputs))
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array

@@ -56,7 +56,7 @@ class SAC:
   temperature_learning_rate: float = 3e-4
   initial_temperature: float = 1.0
   learn_temperature: bool = True
-  target_entropy: float | None = None  # None: -1 for each number of an action
+  target_entropy: float | None = None  # None: -1 for each number of an action that is not fixed
   discount: float = 0.99
   n_step: int = 1
   target_rate: float = 0.005  # how far the target critics move in a step
@@ -152,7 +152,7 @@ class SAC:
   def entropy_goal(self) -> float:
     if self.target_entropy is not None:
       return self.target_entropy
-    return -float(math.prod(self.actor.action_space.shape))
+    return -float(sum(self.actor.distribution.free))
 
   def optimiser(self) -> optax.GradientTransformation:
     rates = dict(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from podrace import service, tables
-from podrace.envs.host.base import action_bounds
+from podrace.envs.host.spaces import action_bounds
 from podrace.replay.host import TABLE, selector
 from podrace.replay.layout import Layout, is_single, named
 from podrace.replay.stacks import CONTINUED, REPEATED

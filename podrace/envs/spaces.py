@@ -1,16 +1,23 @@
 """The structure of gymnasium's spaces, walked in one place: Dicts and Tuples of whatever holds arrays.
 
-A space tells what it is by itself, so this imports neither gymnasium nor jax.
+`box_bounds` and `number_encoding` say what is computed with in the place of a space's values: actions in units of a
+box, and observations as floats of about 1. A space tells what it is by itself, so this imports neither gymnasium nor jax.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 MASK = 'action_mask'  # an entry of observations: which choices are allowed
 STATE = 'podrace_state'  # likewise: the environment's state
 UNSEEN = (MASK, STATE)  # by networks' layers
+PIXELS = 36  # a side; smaller images are grids
+UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
+LOG_OF_BYTES = math.log(256)  # divides the logarithms of a grid's bytes
 
 
 def seen(x: Any) -> Any:
@@ -30,8 +37,8 @@ def leaves(space: Any, path: str = 'observation') -> Iterator[tuple[str, Any]]:
   parts = _parts(space)
   if parts is None:
     yield path, space
-  for part in parts or ():
-    yield from leaves(space[part], f'{path}/{part}')
+  for part in parts or ():  # a `/` in a key is ~1, as JSON pointers have it: no two paths are alike
+    yield from leaves(space[part], f'{path}/{str(part).replace("~", "~0").replace("/", "~1")}')
 
 
 def values(space: Any, x: Any) -> Iterator[Any]:
@@ -81,3 +88,100 @@ def convert(f: Callable[[Any], Any], space: Any) -> Any:
   found: Any = [convert(f, space[part]) for part in parts]
   kind: Any = type(space)
   return kind(dict(zip(parts, found, strict=True)) if isinstance(space, Mapping) else found)
+
+
+# --- boxes ----------------------------------------------------------------------------------------
+
+
+class BoxBounds(NamedTuple):
+  """A box of actions in float32, [n] each; a policy's raw sample x is the action `centre + scale * x`, clipped.
+
+  Between two bounds, `centre` is the middle and `scale` half the range. With one bound, `centre` is the bound. Without
+  bounds, and where `low == high`, `scale` is 1.
+  """
+
+  low: np.ndarray  # within the space's own, however they are rounded
+  high: np.ndarray
+  bounded: np.ndarray  # bool, on both sides
+  free: np.ndarray  # bool, low < high: there is something to choose
+  centre: np.ndarray
+  scale: np.ndarray
+
+
+def inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+  """Bounds in a narrower float type, rounded towards each other; to the nearest where none lies between."""
+  with np.errstate(over='ignore'):
+    near_low, near_high = low.astype(dtype), high.astype(dtype)
+  inf = np.array(np.inf, dtype)
+  up = np.where(near_low < low, np.nextafter(near_low, inf), near_low)
+  down = np.where(near_high > high, np.nextafter(near_high, -inf), near_high)
+  crossed = up > down
+  return np.where(crossed, near_low, up), np.where(crossed, near_high, down)
+
+
+def box_bounds(space: Any) -> BoxBounds:
+  """Return what is computed with in the place of a Box of float actions.
+
+  Raises:
+    ValueError: if a bound is NaN, or a low bound is above the high one.
+  """
+  low, high = (np.reshape(b, -1) for b in (space.low, space.high))
+  if wrong := np.flatnonzero(~(low <= high)).tolist():
+    i = wrong[0]
+    raise ValueError(f'number {i} of the space {space} has no value: low {low[i]}, high {high[i]}')
+  largest = min(float(np.finfo(space.dtype).max), UNBOUNDED)
+  below, above = low > -largest, high < largest  # where there are bounds
+  low, high = inward(low, high, np.float32)
+  half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
+  both, free = below & above, low < high
+  centre = np.where(below, half_low, 0.0) + np.where(above, half_high, 0.0)
+  centre = np.where(both, centre, 2 * centre)
+  scale = np.where(both & free, half_high - half_low, 1.0)
+  return BoxBounds(low, high, both, free, centre.astype(np.float32), scale.astype(np.float32))
+
+
+# --- observations ---------------------------------------------------------------------------------
+
+
+class NumberEncoding(NamedTuple):
+  """How numbers become floats of about 1: x / scale, or sign(x) * log(1 + |x|) / scale where `log`.
+
+  Both are one number, or arrays in the shape of the space.
+  """
+
+  scale: Any
+  log: Any
+
+
+def is_bytes_of_image(space: Any) -> bool:
+  """Return whether a Box is an image of bytes from 0 to 255."""
+  return len(space.shape) == 3 and space.dtype == np.uint8 and np.max(space.high) == 255
+
+
+def is_grid_of_bytes(space: Any) -> bool:
+  """Return whether a Box is of bytes that are no picture but, as MiniGrid's, numbers of kinds of things."""
+  if not is_bytes_of_image(space):
+    return False
+  channels_first = space.shape[0] < min(space.shape[1:])
+  return min(space.shape[1:] if channels_first else space.shape[:2]) < PIXELS
+
+
+def number_encoding(space: Any, plain: bool = False) -> NumberEncoding:
+  """Return how the numbers of a Box or MultiBinary become floats.
+
+  Floats stay as they are. Integers are divided by the largest magnitude of their bounds; without bounds, their
+  logarithms are taken. `plain` is the older way: one divisor for the whole box, and 1 without bounds.
+  """
+  if not (hasattr(space, 'low') and np.issubdtype(space.dtype, np.integer)):
+    return NumberEncoding(1.0, False)
+  if is_grid_of_bytes(space) and not plain:
+    return NumberEncoding(LOG_OF_BYTES, True)
+  low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+  largest = np.maximum(np.maximum(abs(low), abs(high)), 1.0)
+  largest = np.max(largest, initial=1.0) if plain else largest
+  unbounded = largest >= np.iinfo(np.int32).max
+  scale = np.where(unbounded, 1.0, largest)
+  log = unbounded & (not plain)
+  if np.size(scale) and np.all(scale == scale.flat[0]) and np.all(log == log.flat[0]):
+    return NumberEncoding(float(scale.flat[0]), bool(log.flat[0]))
+  return NumberEncoding(scale.astype(np.float32), log)

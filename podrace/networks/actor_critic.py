@@ -64,12 +64,14 @@ class ActorCritic(Body):
 
   shared: bool = True  # policy and value share the torso (always so for images and recurrent)
   squash: bool = False  # continuous actions: tanh-Normal, standard deviation from the network
-  initial_log_std: float = 0.0  # continuous actions without squash: where log std starts
+  initial_log_std: float = (
+    0.0  # likewise without squash: where log std starts, of half the range of a box
+  )
 
   @functools.cached_property
   def distribution(self) -> distributions.Distribution:
     """The action distribution that goes with this network's policy output."""
-    return distributions.for_space(self.action_space, self.squash)
+    return distributions.for_space(self.action_space, self.squash, self.scaling == 'space')
 
   @property
   def has_log_std(self) -> bool:

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import math
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,11 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, over, seen
+from podrace.envs.spaces import MASK, PIXELS, over, seen
 from podrace.fields import PlainText, check_types
 from podrace.networks import torsos, transformer
 from podrace.networks.initializers import INITIALIZERS
-from podrace.networks.observations import PIXELS, as_floats, image_sides, images_in, zeros_of
+from podrace.networks.observations import as_floats, image_sides, images_in, zeros_of
 from podrace.networks.torsos import IMAGE_TORSOS, Torso
 from podrace.networks.transformer import Transformer
 from podrace.types import Array, TimeStep
@@ -34,9 +35,11 @@ class Body:
   """What the shipped networks have in common: from observations through torso and core.
 
   Observations may be any tree of boxes and discrete values; integers are divided by their bound
-  (pixels by 255), discrete values become one-hot. An entry `action_mask` forbids discrete actions
-  where it is 0.
+  (pixels by 255), of integers without bounds and of small images' bytes the logarithm is taken, discrete
+  values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
   """
+
+  UNRECORDED: ClassVar[Mapping[str, Any]] = {'scaling': 'plain'}  # of runs before the field
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
   # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
@@ -46,6 +49,8 @@ class Body:
   core: Literal['none', 'gru', 'lstm'] = 'none'
   core_size: int = 128
   transformer: Transformer = Transformer()  # used by that torso
+  scaling: Literal['space', 'plain'] = 'space'
+  # ^ units of numbers; space: of the environment's spaces; plain: 1, as runs before this setting had it
   sharding: tuple[tuple[PlainText, int], ...] = ()
   # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none: docs/model_axis.md
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
@@ -69,13 +74,14 @@ class Body:
     )
     if not bound.distribution.size:
       raise ValueError(f'an empty action space: {action_space}')
+    distributions.check_range(action_space, bound.distribution)
     jax.eval_shape(bound.init, jax.random.key(0))
     return bound
 
   @functools.cached_property
   def distribution(self) -> distributions.Distribution:
     """The kind of actions there are."""
-    return distributions.for_space(self.action_space)
+    return distributions.for_space(self.action_space, scaled=self.scaling == 'space')
 
   @functools.cached_property
   def module(self) -> nn.Module:
@@ -129,7 +135,8 @@ class Body:
           f"the observation's action_mask has shape {mask.shape[1:]}; "
           f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
         )
-    return over(as_floats, seen(self.observation_space), observation), mask
+    encode = functools.partial(as_floats, plain=self.scaling == 'plain')
+    return over(encode, seen(self.observation_space), observation), mask
 
   def example(self) -> TimeStep:
     """A timestep [1, ...] of zeros."""

@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.envs.spaces import leaves, seen
+from podrace.envs.spaces import is_bytes_of_image, is_grid_of_bytes, leaves, number_encoding, seen
 from podrace.types import Array
-
-PIXELS = 36  # a side; smaller images are grids
 
 
 def zeros_of(space: Any) -> Array:
@@ -36,8 +34,11 @@ def image_sides(space: Any) -> tuple[int, ...]:
   return tuple(images[0].shape[1:] if channels_first(images[0]) else images[0].shape[:2])
 
 
-def as_floats(space: Any, x: Array) -> Array:
-  """Observations as floats, by what their space says they are; pixels as bytes, channels last."""
+def as_floats(space: Any, x: Array, plain: bool = False) -> Array:
+  """Observations as floats, by what their space says they are; pixels as bytes, channels last.
+
+  `plain` is the older way to encode integers, see `number_encoding`.
+  """
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):
@@ -50,26 +51,25 @@ def as_floats(space: Any, x: Array) -> Array:
   if isinstance(space, spaces.MultiBinary):
     return x.astype(jnp.float32)
   if isinstance(space, spaces.Box):
-    if channels_first(space):
-      x = jnp.moveaxis(x, -3, -1)
-    if is_pixels(space):
-      return x
-    return x.astype(jnp.float32) / _scale(space)
+    scale, log = number_encoding(space, plain)
+    if not is_pixels(space, plain):
+      x = _encoded(x.astype(jnp.float32), scale, log)
+    return jnp.moveaxis(x, -3, -1) if channels_first(space) else x
   raise ValueError(f'no network input for the observation space {space}')
 
 
+def _encoded(x: Array, scale: Any, log: Any) -> Array:
+  if np.any(log):
+    y = jnp.sign(x) * jnp.log1p(jnp.abs(x))
+    x = y if np.all(log) else jnp.where(jnp.broadcast_to(log, x.shape), y, x)
+  return x / (scale if isinstance(scale, float) else jnp.broadcast_to(scale, x.shape))
+
+
 def channels_first(space: Any) -> bool:
-  """Whether a box is of pixels [channels, height, width], as Atari's stacked frames are."""
-  return is_pixels(space) and space.shape[0] < min(space.shape[1:])
+  """Whether a box is of bytes [channels, height, width], as Atari's stacked frames are."""
+  return is_bytes_of_image(space) and space.shape[0] < min(space.shape[1:])
 
 
-def is_pixels(space: Any) -> bool:
-  return len(space.shape) == 3 and space.dtype == np.uint8 and np.max(space.high) == 255
-
-
-def _scale(space: Any) -> float:
-  """What integers are divided by so as to lie within [-1, 1]: 255 for pixels; 1 if unbounded."""
-  if not np.issubdtype(space.dtype, np.integer):
-    return 1.0
-  largest = float(max(abs(np.max(space.high).item()), abs(np.min(space.low).item()), 1))
-  return largest if largest < np.iinfo(np.int32).max else 1.0
+def is_pixels(space: Any, plain: bool = False) -> bool:
+  """Whether a box is a picture, which networks take as bytes; `plain`: also if it is small."""
+  return is_bytes_of_image(space) and (plain or not is_grid_of_bytes(space))

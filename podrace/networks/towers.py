@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from podrace.envs.spaces import PIXELS
 from podrace.networks.layers import Conv, unit
-from podrace.networks.observations import PIXELS
 from podrace.types import Array
 
 

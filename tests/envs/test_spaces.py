@@ -6,14 +6,21 @@ import subprocess
 import sys
 
 import gymnasium
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
+from podrace import distributions
+from podrace.envs import UnknownName
+from podrace.envs.host import base as host
 from podrace.envs.host import envpool as envpool_
 from podrace.envs.host import gymnasium as gymnasium_
 from podrace.envs.host.base import HostError
+from podrace.envs.host.worker import actions_for
 from podrace.envs.spaces import convert, leaves, over, tree, values
+from podrace.errors import UsageError
 
 SPACE = Dict(b=Tuple([Discrete(3), Dict(x=Box(0, 1, (2,)))]), a=Discrete(2))
 VALUE = {'a': 1, 'b': (2, {'x': 3}), 'more': 4}  # what is not declared is left out
@@ -65,3 +72,86 @@ def test_envpool_s_integers_beyond_jax_s_are_an_error() -> None:
   assert found.dtype == np.int32 and found.tolist() == [[-(2**31), 2**31 - 1], [1, 2]]
   with pytest.raises(HostError, match=r'it: observation has \[2147483648\], which int32 has not'):
     envpool_._as_declared('it', space, {'x': np.array([[2**31, -1]])}, rows[:1] - 1)
+
+
+def test_keys_with_slashes_have_paths_of_their_own() -> None:
+  odd = {'a/b': Discrete(2), 'a': Dict(b=Discrete(3)), 'a~1b': Discrete(4), 'a~b': Discrete(5)}
+  paths = [path for path, _ in leaves(Dict(odd))]
+  assert len(set(paths)) == 4 and 'observation/a/b' in paths
+
+
+@pytest.mark.parametrize('module', [envpool_, gymnasium_])
+def test_spaces_in_the_types_of_jax(module) -> None:
+  long = module._space(Box(0, 2**40, (2,), np.uint64))
+  assert long == Box(0, 2**32 - 1, (2,), np.uint32)
+  narrow = module._space(Box(-0.1, 0.1, (1,), np.float64))
+  assert narrow.dtype == np.float32 and narrow.low[0] >= -0.1 and narrow.high[0] <= 0.1
+  with pytest.raises(UnknownName):
+    module._space(Discrete(2**40))
+
+
+class Typed(gymnasium.Env):
+  """Refuses actions that are not as its space samples them; observes one integer of 64 bits."""
+
+  def __init__(self, kind: str, seen: int = 5) -> None:
+    self.observation_space = Box(0, 2**63, (1,), np.uint64)
+    self.action_space, self.seen = ACTIONS[kind], seen
+
+  def reset(self, *, seed=None, options=None):
+    return np.array([self.seen], np.uint64), {}
+
+  def step(self, action):
+    sample = self.action_space.sample()
+    assert type(action) is type(sample) and action.dtype == sample.dtype, (action, sample)
+    assert action.shape == sample.shape and self.action_space.contains(action), action
+    return np.array([self.seen], np.uint64), 1.0, False, False, {}
+
+
+ACTIONS = {
+  'discrete': Discrete(3),
+  'bytes': Discrete(3, dtype=np.uint8),
+  'several': MultiDiscrete([2, 3]),
+  'bits': MultiBinary(3),
+  'scalar': Box(-0.1, 0.1, (), np.float64),
+  'fixed': Box(0.1, 0.1, (2,), np.float64),
+  'half': Box(-0.1, 0.1, (1,), np.float16),
+}
+gymnasium.register('Typed-v0', entry_point=Typed, disable_env_checker=True)
+
+
+def typed(kind: str, seen: int = 5):
+  spec = host.make(f'gymnasium:{__name__}:Typed-v0,kind={kind},seen={seen}')
+  assert spec.try_out is not None
+  spec.try_out(60.0)
+  return spec
+
+
+@pytest.mark.parametrize('kind', ACTIONS)
+def test_an_environment_gets_actions_as_its_space_samples_them(kind: str) -> None:
+  space = typed(kind).action_space
+  policy = distributions.for_space(space)
+  raw = policy.sample(jnp.zeros((64, policy.size)), jax.random.key(0))
+  sent = np.zeros((64, *space.shape), space.dtype)  # as the memory that workers share
+  sent[...] = policy.to_action(raw)
+  own = ACTIONS[kind]
+  for action in actions_for(own, sent):
+    sample = own.sample()
+    assert type(action) is type(sample) and action.dtype == sample.dtype
+    assert action.shape == sample.shape and own.contains(action)
+
+
+def test_integers_of_64_bits_are_observed_or_refused() -> None:
+  typed('discrete', 2**32 - 1)
+  with pytest.raises(UsageError, match='integers that uint32 has'):
+    typed('discrete', 2**32)
+
+
+def test_a_pool_has_any_number_of_environments() -> None:
+  spec = host.make(f'gymnasium:{__name__}:Typed-v0,kind=discrete')
+  n = 12_000
+  pool = spec.make(host.PoolArgs(n, n, np.arange(n, dtype=np.uint32) + 2**30, 1, 60.0))
+  try:
+    pool.reset()
+    assert len(pool.recv().env_id) == n
+  finally:
+    pool.close()

@@ -339,14 +339,49 @@ def test_affine_is_a_product_and_a_sum(width: int, seeds: int | None) -> None:
 
 
 def test_pixels_stay_bytes_for_the_convolution() -> None:
-  net = network(spaces.Box(0, 255, (4, 4, 1), np.uint8))
-  pixels = np.arange(32, dtype=np.uint8).reshape(2, 4, 4, 1)
+  net = network(spaces.Box(0, 255, (36, 40, 1), np.uint8))
+  pixels = (np.arange(2 * 36 * 40) % 256).astype(np.uint8).reshape(2, 36, 40, 1)
   x, mask = net.prepare(pixels)
   assert mask is None and x.dtype == jnp.uint8
   np.testing.assert_array_equal(x, pixels)
-  stacked = network(spaces.Box(0, 255, (2, 4, 5), np.uint8))
-  x, _ = stacked.prepare(np.arange(40, dtype=np.uint8).reshape(1, 2, 4, 5))
-  assert x.shape == (1, 4, 5, 2) and x[0, 0, 0].tolist() == [0, 20]
+  stacked = network(spaces.Box(0, 255, (2, 36, 40), np.uint8))
+  frames = np.stack([np.full((36, 40), n, np.uint8) for n in (0, 20)])
+  x, _ = stacked.prepare(frames[None])
+  assert x.shape == (1, 36, 40, 2) and x.dtype == jnp.uint8 and x[0, 0, 0].tolist() == [0, 20]
+
+
+def encoded(space: Any, value: Any, scaling: Any = 'space') -> Any:
+  net = network(space, scaling=scaling)
+  return np.asarray(net.prepare(np.asarray([value], space.dtype))[0])[0]
+
+
+def test_bytes_of_a_small_image_are_told_apart_by_their_logarithms() -> None:
+  grid = spaces.Box(0, 255, (7, 7, 3), np.uint8)
+  value = np.zeros((7, 7, 3), np.uint8)
+  value[0, 0] = 1, 10, 255
+  expected = np.log1p([1, 10, 255]) / np.log(256)
+  np.testing.assert_allclose(encoded(grid, value)[0, 0], expected, rtol=1e-6)
+  assert encoded(grid, value, 'plain').dtype == np.uint8
+  first = spaces.Box(0, 255, (3, 7, 7), np.uint8)
+  x = encoded(first, np.moveaxis(value, -1, 0))
+  np.testing.assert_allclose(x[0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize('dtype', [np.int32, np.uint32])
+def test_of_integers_without_bounds_the_logarithm_is_taken(dtype: Any) -> None:
+  limits = np.iinfo(dtype)
+  space = spaces.Box(limits.min, limits.max, (), dtype)
+  for x in (limits.min, 0, 1, 10, 1000, limits.max):
+    np.testing.assert_allclose(encoded(space, x), np.sign(x) * np.log1p(abs(float(x))), rtol=1e-6)
+    assert encoded(space, x, 'plain') == np.float32(x)
+
+
+def test_each_number_has_its_own_bound() -> None:
+  high = np.int32([1, 9, 100_000, np.iinfo(np.int32).max])
+  space = spaces.Box(np.zeros(4, np.int32), high, dtype=np.int32)
+  x = np.int32([1, 3, 50_000, 100])
+  np.testing.assert_allclose(encoded(space, x), [1, 1 / 3, 0.5, np.log1p(100)], rtol=1e-6)
+  assert encoded(space, x, 'plain').tolist() == [1, 3, 50_000, 100]
 
 
 def test_bytes_that_are_no_image_are_divided_by_255() -> None:
@@ -356,10 +391,11 @@ def test_bytes_that_are_no_image_are_divided_by_255() -> None:
 
 @pytest.mark.parametrize('torso', ['grid', 'mlp'])
 def test_a_network_sees_pixels_divided_by_255(torso: Any) -> None:
-  high, low = spaces.Box(0, 255, (4, 4, 3), np.uint8), spaces.Box(0, 1, (4, 4, 3), np.float32)
+  shape = (36, 36, 3)
+  high, low = spaces.Box(0, 255, shape, np.uint8), spaces.Box(0, 1, shape, np.float32)
   bytes_, floats = network(high, torso=torso), network(low, torso=torso)
   params = bytes_.init(key(0))
-  pixels = np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), np.uint8)
+  pixels = np.random.default_rng(0).integers(0, 256, (5, *shape), np.uint8)
 
   def outputs(net: Any, observation: Any) -> Any:
     timestep = jax.tree.map(lambda x: jnp.repeat(x, 5, 0), net.example())

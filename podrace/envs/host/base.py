@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from podrace.envs import registry
+from podrace.envs.host.spaces import action_bounds, i32, wide_bounds
 from podrace.envs.registry import UnknownName
-from podrace.envs.spaces import bounds, convert, leaves, values
+from podrace.envs.spaces import convert, leaves, values
 from podrace.errors import RunError
 from podrace.types import FIRST, LARGEST_REWARD, MID, Arrival, HostEnvironment, TimeStep
 
@@ -75,7 +76,7 @@ def make(name: str) -> HostSpec:
     def no_pool(args: PoolArgs) -> HostEnvironment:
       raise TypeError(refused)
 
-    observation, action = (convert(_i32, s) for s in (pure.observation_space, pure.action_space))
+    observation, action = (convert(i32, s) for s in (pure.observation_space, pure.action_space))
     return HostSpec(name, observation, action, no_pool, ordered_only=True, jax=pure)
   module = registry.adapter_of(library, f"environment '{key}:{env}'")
   try:
@@ -305,67 +306,6 @@ class Checker:
 
       row = x[np.argwhere(~fits)[0, 0]]
       raise RunError(out_of_space(self._agent, self._action_space, row.tolist()))
-
-
-def wide_bounds(space: Any) -> tuple[Any, Any] | None:
-  """What is clearly outside of a Box is below the first or above the second; None if nothing can be.
-
-  A hundredth of the range is left for what is rounded; where one side has no bound, a thousandth of the other.
-  """
-  if not hasattr(space, 'low'):
-    return None
-  low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-  if space.dtype.kind in 'iu':
-    limits = np.iinfo(space.dtype)
-    return None if np.all((low == limits.min) & (high == limits.max)) else (low, high)
-  if not np.count_nonzero(np.isfinite(low) | np.isfinite(high)):
-    return None
-  with np.errstate(invalid='ignore'):
-    both = np.isfinite(low) & np.isfinite(high)
-    near_low, near_high = (
-      np.where(both, (high - low) / 100, abs(x) / 1000 + 1e-6) for x in (low, high)
-    )
-    return low - near_low, high + near_high
-
-
-def action_bounds(space: Any) -> tuple[Any, Any]:
-  """The lowest and the highest action, or numbers in one."""
-  found = bounds(space)
-  if found is None:
-    raise HostError(f'actions are Discrete, MultiDiscrete, MultiBinary or Box here, not {space}')
-  return found
-
-
-def _i32(space: Any) -> Any:
-  """Choices that are declared as i64, which is Gymnasium's default and JAX does not have, as i32."""
-  from gymnasium import spaces
-
-  if space.dtype != np.int64 or not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-    return space
-  if isinstance(space, spaces.Discrete):
-    return spaces.Discrete(int(space.n), start=int(space.start), dtype=np.int32)
-  return spaces.MultiDiscrete(space.nvec, start=space.start, dtype=np.int32)
-
-
-def choices(space: Any) -> Any:
-  """A Discrete or MultiDiscrete in a type that JAX has; raises UnknownName if it is not from 0."""
-  from gymnasium import spaces
-
-  if np.any(space.start):
-    raise UnknownName(f'{space} does not start at 0')
-  if isinstance(space, spaces.Discrete):
-    return spaces.Discrete(int(space.n), dtype=np.int32)
-  return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
-
-
-def narrow(box: Any, low: Any, high: Any, dtype: Any) -> Any:
-  """A Box in a type that JAX has; bounds that it has not are its own."""
-  from gymnasium import spaces
-
-  if np.issubdtype(dtype, np.integer):
-    limits = np.iinfo(dtype)
-    low, high = (np.clip(x, limits.min, limits.max) for x in (low, high))
-  return spaces.Box(low.astype(dtype), high.astype(dtype), box.shape, dtype)
 
 
 def narrowed(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:

@@ -17,12 +17,11 @@ from podrace.envs.host.base import (
   HostSpec,
   PoolArgs,
   Stepper,
-  choices,
   everyone,
-  narrow,
   narrowed,
   rows_of,
 )
+from podrace.envs.host.spaces import in_jax, narrow
 from podrace.envs.registry import (
   UnknownName,
   Value,
@@ -94,19 +93,13 @@ def _without_warnings() -> Iterator[None]:
 
 def _space(space: Any) -> Any:
   """In the types that JAX has."""
-  if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-    return choices(space)
-  if not isinstance(space, spaces.Box):
-    return space
-  if space.dtype == np.float64:
+  if isinstance(space, spaces.Box) and space.dtype == np.float64:
     # What has no bounds says that they are the smallest double above 0 and the largest.
     limits = np.finfo(np.float64)
     low = np.where(space.low == limits.tiny, -np.inf, space.low)
     high = np.where(space.high == limits.max, np.inf, space.high)
     return narrow(space, low, high, np.float32)
-  if space.dtype == np.int64:
-    return narrow(space, space.low, space.high, np.int32)
-  return space
+  return in_jax(space)
 
 
 def _as_declared(name: str, space: Any, x: Any, order: Any) -> Any:

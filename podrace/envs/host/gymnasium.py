@@ -42,19 +42,19 @@ from podrace.envs.host.base import (
   HostSpec,
   PoolArgs,
   Stepper,
-  action_bounds,
-  choices,
   everyone,
-  narrow,
   rows_of,
 )
 from podrace.envs.host.infos import FIELDS, Infos
+from podrace.envs.host.spaces import WRAPPER, action_bounds
+from podrace.envs.host.spaces import in_jax as _space
 from podrace.envs.registry import UnknownName, Value, full_name
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.errors import UsageError
 from podrace.process import python
 from podrace.types import Arrival
 
+LEAVE_OUT = 'a wrapper such as gymnasium.wrappers.TransformObservation can leave it out'
 RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
 RESTARTS_BEFORE = 2  # any environment has answered a step
 TELL_SECONDS = 5.0  # for a worker to tell of its exception
@@ -136,22 +136,12 @@ def _some_action(space: Any, observation: Any) -> np.ndarray:
   return chosen.reshape(1, *space.shape)
 
 
-def _space(space: Any) -> Any:
-  """In the types that JAX has."""
-  types = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
-  dtype: Any = types.get(np.dtype(space.dtype), space.dtype) if space.dtype is not None else None
-  if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-    return choices(space)
-  if isinstance(space, spaces.Box) and dtype is not space.dtype:
-    return narrow(space, space.low, space.high, dtype)
-  return space
-
-
 def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Field]:
   found = [*leaves(observation_space), (w.ACTION, action_space)]
   for where, space in found:
-    if space.dtype is None or space.shape is None:
-      raise UnknownName(f'{name}: no arrays for {where}, which is {space}')
+    if space.dtype is None or space.shape is None or np.dtype(space.dtype).kind not in 'biuf':
+      advice = f'{WRAPPER} make it of numbers' if where == w.ACTION else LEAVE_OUT
+      raise UnknownName(f'{name}: no arrays of numbers for {where}, which is {space}; {advice}')
   fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in found]
   return [
     *fields,

@@ -83,7 +83,9 @@ class Leaf:
       self._wide = x.dtype.kind in 'iu' and not np.can_cast(x.dtype, self._target)
     self._rows[i][...] = x
     if self._wide and np.count_nonzero(self._rows[i] != x):
-      raise Unfit(f'{self._name} {x}', f'integers that {self._target} has')
+      raise Unfit(
+        f'{self._name} {x}', f'integers that {self._target} has; return less, or floats, or digits'
+      )
 
   def _unfit(self, came: str) -> Unfit:
     declared = f'{self._space.dtype}{list(self._shape)}'
@@ -196,10 +198,13 @@ def is_scalar(x: Any, kinds: str) -> bool:
 
 
 def actions_for(space: Any, x: np.ndarray) -> list[Any]:
-  """Actions [n, ...], each as the environment wants it."""
+  """Return actions [n, ...], each in the type, shape and bounds of what `space.sample()` returns."""
+  y = x.astype(space.dtype)  # of their own: environments may keep them
   if isinstance(space, spaces.Discrete):
-    return x.tolist()
-  return list(x.astype(space.dtype))  # of their own: environments may keep them
+    return list(y)
+  if y.dtype != x.dtype and isinstance(space, spaces.Box):
+    y = np.clip(y, space.low, space.high)  # a bound may have been rounded
+  return [y[i, ...] for i in range(len(y))]  # arrays, also those of shape ()
 
 
 def end_with(parent: int) -> None:
