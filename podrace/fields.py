@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import numbers
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 KINDS: dict[str, tuple[type, str]] = {
   'float': (numbers.Real, 'a number'),
@@ -33,6 +35,114 @@ def check_types(settings: Any) -> None:
       raise ValueError(
         f'{field.name.rstrip("_")} of {type(settings).__name__} must be {kind[1]}, not {value!r}'
       )
+
+
+# --- ranges -------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+  """The numbers that a setting may be."""
+
+  low: float = -math.inf
+  high: float = math.inf
+  without_low: bool = False
+  without_high: bool = False
+  is_limit: bool = False  # 0 and infinity: there is no limit
+
+  def __contains__(self, value: object) -> bool:
+    assert isinstance(value, int | float)
+    x = 0.0 if abs(value) < SMALLEST else value  # as float32 has it
+    above = x > self.low if self.without_low else x >= self.low
+    return above and (x < self.high if self.without_high else x <= self.high)
+
+  def __str__(self) -> str:
+    low = f'more than {self.low:g}' if self.without_low else f'at least {self.low:g}'
+    if self.high == math.inf:
+      return low
+    if self.without_low or self.without_high:
+      return f'{low} and {"less than" if self.without_high else "at most"} {self.high:g}'
+    return f'within [{self.low:g}, {self.high:g}]'
+
+
+SMALLEST = 2.0**-126  # less is 0 on the devices
+ANY, COST, SHARE, COUNT, OPTIONAL = Range(), Range(0), Range(0, 1), Range(1), Range(0)
+POSITIVE = Range(0, without_low=True)  # with a rate of 0 nothing is learned
+LIMIT = Range(0, is_limit=True)
+DECAY = Range(0, 1, without_high=True)  # a moving average with a decay of 1 never moves
+FOLLOWING = Range(0, 1, without_low=True)  # a target with a rate of 0 never moves
+EPSILON = Range(1e-30)  # what is divided by; with 0 a gradient of 0 becomes NaN
+
+RANGES: Mapping[str, Range] = {
+  # One meaning for all agents and networks: the name of a field, or CLASS.FIELD where it means something else there.
+  **dict.fromkeys(('learning_rate', 'actor_learning_rate', 'critic_learning_rate'), POSITIVE),
+  **dict.fromkeys(('temperature_learning_rate', 'value_learning_rate'), POSITIVE),
+  **dict.fromkeys(('policy_learning_rate', 'initial_temperature', 'rescale_epsilon'), POSITIVE),
+  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value'), POSITIVE),
+  **dict.fromkeys(('samples_per_insert', 'replay_ratio'), POSITIVE),
+  **dict.fromkeys(('max_grad_norm', 'max_update', 'clip', 'clip_value'), LIMIT),
+  **dict.fromkeys(('clip_rho', 'clip_pg_rho', 'clip_advantage'), LIMIT),
+  **dict.fromkeys(('rmsprop_decay', 'advantage_decay', 'moments_decay', 'decay'), DECAY),
+  'replay_share': DECAY,  # with 1 there is nothing new
+  'policy_mean_rate': DECAY,  # with 1 every reward is its own mean, and nothing is learned from it
+  'target_rate': FOLLOWING,
+  **dict.fromkeys(('adam_epsilon', 'advantage_epsilon', 'Impala.epsilon'), EPSILON),
+  **dict.fromkeys(('discount', 'policy_discount', 'lambda_', 'clip_mix', 'max_share'), SHARE),
+  **dict.fromkeys(('epsilon', 'epsilon_base', 'reanalyse', 'dirichlet_fraction'), SHARE),
+  **dict.fromkeys(('priority_exponent', 'importance_exponent'), SHARE),
+  'MuZero.discount': Range(-1, 1),  # below 0: of two players
+  **dict.fromkeys(('policy_cost', 'value_cost', 'reward_cost', 'entropy_cost', 'kl_cost'), COST),
+  **dict.fromkeys(('y_cost', 'z_cost', 'next_policy_cost', 'cmpo_cost', 'model_cost'), COST),
+  **dict.fromkeys(('policy_entropy_cost', 'consistency', 'weight_decay'), COST),
+  **dict.fromkeys(('noise', 'epsilon_power', 'huber', 'temperature', 'value_scale'), Range(0)),
+  'Tuning.learning_rate': Range(0),  # 0: the settings stay as they are
+  **dict.fromkeys(('target_entropy', 'initial_log_std', 'v_min', 'v_max'), ANY),
+  **dict.fromkeys(('epochs', 'minibatches', 'n_step', 'target_period', 'epsilon_steps'), COUNT),
+  **dict.fromkeys(('sequence', 'unroll', 'considered_actions', 'period', 'lifetime'), COUNT),
+  **dict.fromkeys(('capacity', 'batch_size', 'min_size', 'critics', 'atoms'), COUNT),
+  'R2D2.sequence': Range(2),  # one step has no error to be ranked by
+  'Predictor.bins': Range(3),
+  'MuZero.n_step': OPTIONAL,  # 0: the target is the search's value
+  **dict.fromkeys(('burn_in', 'simulations', 'reanalyse_simulations', 'max_depth'), OPTIONAL),
+  **dict.fromkeys(('target_depth', 'sampled_actions', 'importance_steps', 'episodes'), OPTIONAL),
+  **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
+  **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
+  **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),
+  **dict.fromkeys(('layers', 'width', 'heads', 'patch'), COUNT),
+}
+
+
+def range_of(settings: Any, name: str) -> Range | None:
+  """Return the range of a field that a class of podrace declares; None for any other field."""
+  for cls in type(settings).__mro__:
+    if name in vars(cls).get('__annotations__', {}):
+      known = cls.__module__.startswith('podrace.')
+      return RANGES.get(f'{cls.__name__}.{name}', RANGES.get(name)) if known else None
+  return None
+
+
+def check_fields(settings: Any) -> None:
+  """Check the types and the ranges of all fields.
+
+  Infinity is left to `podrace.config.check_numbers`, which knows the option.
+
+  Raises:
+    ValueError: for the first field that is of another type, or outside of its range.
+  """
+  check_types(settings)
+  for field in dataclasses.fields(settings):
+    values, limits = getattr(settings, field.name), range_of(settings, field.name)
+    for value in values if isinstance(values, tuple) else (values,):
+      if limits and isinstance(value, int | float) and value not in limits:
+        raise ValueError(f'{field.name.rstrip("_")} must be {limits}, not {value}')
+
+
+def no_limit(limit: Any) -> Any:
+  """Return a limit, infinity in the place of 0; a number, or an array as members of a program have it."""
+  if isinstance(limit, int | float):
+    return limit or math.inf
+  import jax.numpy as jnp
+
+  return jnp.where(limit == 0, jnp.inf, limit)
 
 
 def whole_number(text: str) -> str:

@@ -79,7 +79,14 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'd4pg': (D4PG(), VECTOR, BOX),
 }  # fmt: skip
 # A core and what is normalised, a mask, a convolution, values, a continuous action.
-FAST = {'ppo, gru, normalised', 'ppo, normalised, with a state', 'dqn, image, with a state', 'ppo, grid', 'dqn', 'sac'}
+FAST = {
+  'ppo, gru, normalised',
+  'ppo, normalised, with a state',
+  'dqn, image, with a state',
+  'ppo, grid',
+  'dqn',
+  'sac',
+}
 STEPS, BATCH = 6, 16
 
 

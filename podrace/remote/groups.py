@@ -189,6 +189,7 @@ class Incoming:
       if not np.isfinite(records.numbers).all():
         raise WireError('a reward, score or discount that is NaN or infinite')
       self._layout.check_observations(steps)
+      self._layout.check_masks(steps, records)
       within = within_episodes(items, records)
     except Exception as e:
       self._accept_each(items, e)

@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from podrace.envs.spaces import leaves
+from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, MASK, leaves, without_choice
 from podrace.net import session
 from podrace.net.frame import Buffer, WireError, fixed, packed, short
+from podrace.types import TimeStep
 
 SERVICE = 'podrace'
 # Of a client.
@@ -159,6 +160,8 @@ class Layout:
     self._checked = [
       (i, b) for i, b in enumerate(bounds) if b is not None or self.leaves[i][0].kind == 'f'
     ]
+    paths = [leaf[0] for leaf in schema['observation']]
+    self._mask = paths.index(f'observation/{MASK}') if f'observation/{MASK}' in paths else None
     self.environment_bytes = sum(self._bytes)
 
   def arrays(self, body: Buffer, n: int) -> list[memoryview]:
@@ -203,6 +206,19 @@ class Layout:
         self._check(x, *bounds)
       if x.dtype.kind == 'f' and not np.isfinite(x).all():
         raise WireError('an observation that is NaN or infinite')
+
+  def check_masks(self, steps: Sequence[Sequence[Buffer]], records: Records) -> None:
+    """Check that each action mask allows something wherever an agent acts or bootstraps.
+
+    Raises:
+      WireError: if one of them doesn't.
+    """
+    if self._mask is None:
+      return
+    discount = records.numbers[:, 1]
+    timestep = TimeStep({MASK: self._array(steps, self._mask)}, discount, discount, records.kind)
+    if np.count_nonzero(without_choice(timestep)):
+      raise WireError(f'{ALLOWS_NOTHING}, expected {ALLOWS_SOME}')
 
   @staticmethod
   def _check(x: np.ndarray, low: Any, high: Any, details: str) -> None:

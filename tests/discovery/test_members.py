@@ -101,7 +101,9 @@ def test_regularisers_are_of_the_parameters_after_each_update(name: str, updates
   """So with one update their gradient is no 0: value by loops, gradient by differences in double precision."""
   agent: Any = dataclasses.replace(populations.LPG_AGENT, optimizer='sgd', learning_rate=0.5)
   rule = populations.lpg_rule()
-  if name == 'disco':  # of more updates the rule is given its own outcome as data, so differences are others
+  if (
+    name == 'disco'
+  ):  # of more updates the rule is given its own outcome as data, so differences are others
     agent = dataclasses.replace(populations.DISCO_AGENT, adam_epsilon=1e3, learning_rate=1e3)
     rule = populations.disco_rule()
   kind = dataclasses.replace(populations.kind(agent=agent, updates=updates), entropy_cost=0.0)

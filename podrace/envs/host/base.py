@@ -14,7 +14,15 @@ import numpy as np
 
 from podrace.envs import registry
 from podrace.envs.registry import MissingExtra, UnknownName
-from podrace.envs.spaces import bounds, convert, leaves, values
+from podrace.envs.spaces import (
+  ALLOWS_NOTHING,
+  ALLOWS_SOME,
+  bounds,
+  convert,
+  leaves,
+  values,
+  without_choice,
+)
 from podrace.errors import RunError
 from podrace.types import FIRST, MID, Arrival, HostEnvironment, TimeStep
 
@@ -272,6 +280,12 @@ class Checker:
       if self._count < BOUNDED and field in self._limits:
         self._within(field, space, x, ids)
     self._count += 1
+    if (stuck := without_choice(arrival.timestep)) is not None and np.count_nonzero(stuck):
+      kind = ('FIRST', 'MID', 'LAST')[arrival.timestep.step_type[stuck][0]]
+      raise HostError(
+        f'{self._name}: environment {ids[stuck].tolist()} has {ALLOWS_NOTHING} with a {kind} timestep, '
+        f'expected {ALLOWS_SOME}'
+      )
     self._finite('reward', arrival.timestep.reward, ids)
     if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
       self._finite('reward', arrival.score, ids)
