@@ -215,8 +215,9 @@ class Layout:
     """
     if self._mask is None:
       return
-    discount = records.numbers[:, 1]
-    timestep = TimeStep({MASK: self._array(steps, self._mask)}, discount, discount, records.kind)
+    discount: Any = records.numbers[:, 1]
+    kind: Any = records.kind
+    timestep = TimeStep({MASK: self._array(steps, self._mask)}, discount, discount, kind)
     if np.count_nonzero(without_choice(timestep)):
       raise WireError(f'{ALLOWS_NOTHING}, expected {ALLOWS_SOME}')
 
