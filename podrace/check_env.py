@@ -26,7 +26,7 @@ from podrace.blame import (
 )
 from podrace.envs import contract
 from podrace.envs.host.infos import MOST
-from podrace.envs.spaces import bounds, over, values
+from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, bounds, over, values, without_choice
 from podrace.envs.spaces import leaves as leaves_of
 from podrace.errors import UsageError
 from podrace.types import FIRST, LAST, MID, TimeStep
@@ -173,6 +173,9 @@ def _check_steps(env: Any) -> None:
       f'FIRST: {contract.RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
     )
     refuse(env, 'step', f'{after} after {before} in step {t + 1}', expected)
+  stuck = without_choice(stream)
+  for t, _ in np.argwhere(stuck)[:1] if stuck is not None else ():
+    refuse(env, 'step' if t else 'reset', f'{ALLOWS_NOTHING} in step {t}', ALLOWS_SOME)
   _check_numbers(env, 'reward', stream.reward)
   _check_numbers(env, 'discount', stream.discount)
   for (where, leaf), x in zip(

@@ -15,7 +15,7 @@ from podrace import hooks, imports, own_code
 from podrace.agents import AGENTS, RELATED, agents_for
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError
-from podrace.fields import EnvName, FilePath, PlainText, check_types, expected
+from podrace.fields import EnvName, FilePath, PlainText, check_types, expected, range_of
 from podrace.own_code import CLASS, KIND, KINDS, TRAIN
 from podrace.process import check_jax
 
@@ -91,15 +91,16 @@ class Config(Common):
 
 
 OF_STEPS = ('importance_steps',)  # settings that may be as large as --total-steps
-NO_LIMIT = ('clip', 'max_')  # how settings begin of which infinity is that there is no limit
+LARGEST = 3.4028234e38  # of a float32
 
 
 def check_numbers(settings: Any, prefix: str = 'agent') -> None:
   """Raises UsageError for numbers in an agent's settings that no network can be trained with, whatever they are of."""
   for f in dataclasses.fields(settings):
     value, name = getattr(settings, f.name), f'{prefix}.{flag(f.name)}'
-    if isinstance(value, float) and not math.isfinite(value):
-      if math.isnan(value) or not f.name.startswith(NO_LIMIT):
+    if isinstance(value, float) and not abs(value) <= LARGEST:  # of NaN, too
+      limits = range_of(settings, f.name)
+      if value != math.inf or not (limits and limits.is_limit):
         raise UsageError(f'--{name} must be a finite number, not {value}')
     elif isinstance(value, int) and abs(value) >= 2**31 and f.name not in OF_STEPS:
       raise UsageError(f'--{name} must be less than 2^31, not {value}')

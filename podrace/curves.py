@@ -16,7 +16,7 @@ import numpy as np
 
 from podrace import metrics
 from podrace.errors import UnreadableFile, UsageError
-from podrace.fields import is_number
+from podrace.files.schema import is_number
 from podrace.runs import read_run_record
 
 Floats = np.ndarray

@@ -20,6 +20,15 @@ REBOUND = ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, o
 MASKED = -1e9  # the logit of an action that the environment forbids
 
 
+def allowed(mask: Array) -> Array:
+  """Return which choices [B, n] a mask [B, ...] allows, bool; all of them where it allows none.
+
+  A mask may allow nothing where nothing is done or learned. The numbers there must be finite all the same.
+  """
+  flat = mask.reshape(mask.shape[0], -1) != 0
+  return flat | ~jnp.any(flat, axis=-1, keepdims=True)
+
+
 class Distribution(Protocol):
   """A family of distributions; `params` is [..., size] f32, `x` a raw sample."""
 

@@ -18,9 +18,9 @@ import numpy as np
 from podrace.config import Config
 from podrace.errors import UsageError
 from podrace.evaluate import described, evaluated, returns_of
-from podrace.fields import is_step
 from podrace.files import make_folder, write_whole
 from podrace.files.reading import read_bytes
+from podrace.files.schema import is_step
 from podrace.hooks import can_be_greedy, greedily
 from podrace.metrics import JsonLines, read
 from podrace.sebulba.actors import CLOSE_SECONDS

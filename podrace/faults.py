@@ -11,11 +11,11 @@ import numpy as np
 
 from podrace.blame import label, out_of_space
 from podrace.envs import contract
-from podrace.envs.spaces import bounds
+from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, bounds, without_choice
 from podrace.errors import RunError
 from podrace.types import LARGEST_REWARD, Trajectory
 
-FAULTS = ('order', 'reward', 'action')  # bits of `ActorState.faults`
+FAULTS = ('order', 'reward', 'action', 'mask')  # bits of `ActorState.faults`
 
 
 def faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
@@ -34,6 +34,8 @@ def faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
     reward[0] | jnp.any(reward[1:] & ~action_before, 0),
     jnp.any(action & ~reward_before, 0),
   ]
+  if (stuck := without_choice(t)) is not None:
+    found.append(jnp.any(stuck, 0))
   bits = sum(
     (x.astype(jnp.int32) << i for i, x in enumerate(found)), jnp.zeros(order.shape, jnp.int32)
   )
@@ -51,7 +53,7 @@ def _outside(space: Any, action: Any) -> jax.Array:
 
 
 def count_faults(bits: jax.Array) -> jax.Array:
-  """How many environments, the last axis of `bits`, have each of FAULTS: [..., 3]."""
+  """How many environments, the last axis of `bits`, have each of FAULTS: [..., 4]."""
   return jnp.stack([jnp.sum(bits >> i & 1, -1) for i in range(len(FAULTS))], -1)
 
 
@@ -71,6 +73,8 @@ def _explain(fault: str, agent: Any, env: Any, action: Callable[[], Any]) -> str
       f'{label(env, "step")} returned a reward that is NaN or infinite, or more than {LARGEST_REWARD:g} in size, '
       'expected a finite one that is smaller'
     )
+  if fault == 'mask':
+    return f'{label(env, "step")} returned {ALLOWS_NOTHING}, expected {ALLOWS_SOME}'
   return out_of_space(agent, env.action_space, action())
 
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import numbers
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,114 @@ def expected(value: Any, declared: Any) -> str:
   return 'an object' if dataclasses.is_dataclass(declared) and not isinstance(value, dict) else ''
 
 
+# --- ranges -------------------------------------------------------------------------------------
+
+
+class Range(NamedTuple):
+  """The numbers that a setting may be."""
+
+  low: float = -math.inf
+  high: float = math.inf
+  without_low: bool = False
+  without_high: bool = False
+  is_limit: bool = False  # 0 and infinity: there is no limit
+
+  def __contains__(self, value: object) -> bool:
+    assert isinstance(value, int | float)
+    x = 0.0 if abs(value) < SMALLEST else value  # as float32 has it
+    above = x > self.low if self.without_low else x >= self.low
+    return above and (x < self.high if self.without_high else x <= self.high)
+
+  def __str__(self) -> str:
+    low = f'more than {self.low:g}' if self.without_low else f'at least {self.low:g}'
+    if self.high == math.inf:
+      return low
+    if self.without_low or self.without_high:
+      return f'{low} and {"less than" if self.without_high else "at most"} {self.high:g}'
+    return f'within [{self.low:g}, {self.high:g}]'
+
+
+SMALLEST = 2.0**-126  # less is 0 on the devices
+ANY, COST, SHARE, COUNT, OPTIONAL = Range(), Range(0), Range(0, 1), Range(1), Range(0)
+POSITIVE = Range(0, without_low=True)  # with a rate of 0 nothing is learned
+LIMIT = Range(0, is_limit=True)
+DECAY = Range(0, 1, without_high=True)  # a moving average with a decay of 1 never moves
+FOLLOWING = Range(0, 1, without_low=True)  # a target with a rate of 0 never moves
+EPSILON = Range(1e-30)  # what is divided by; with 0 a gradient of 0 becomes NaN
+
+RANGES: Mapping[str, Range] = {
+  # One meaning for all agents and networks: the name of a field, or CLASS.FIELD where it means something else there.
+  **dict.fromkeys(('learning_rate', 'actor_learning_rate', 'critic_learning_rate'), POSITIVE),
+  **dict.fromkeys(('temperature_learning_rate', 'value_learning_rate'), POSITIVE),
+  **dict.fromkeys(('policy_learning_rate', 'initial_temperature', 'rescale_epsilon'), POSITIVE),
+  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value'), POSITIVE),
+  **dict.fromkeys(('samples_per_insert', 'replay_ratio'), POSITIVE),
+  **dict.fromkeys(('max_grad_norm', 'max_update', 'clip', 'clip_value'), LIMIT),
+  **dict.fromkeys(('clip_rho', 'clip_pg_rho', 'clip_advantage'), LIMIT),
+  **dict.fromkeys(('rmsprop_decay', 'advantage_decay', 'moments_decay', 'decay'), DECAY),
+  'replay_share': DECAY,  # with 1 there is nothing new
+  'policy_mean_rate': DECAY,  # with 1 every reward is its own mean, and nothing is learned from it
+  'target_rate': FOLLOWING,
+  **dict.fromkeys(('adam_epsilon', 'advantage_epsilon', 'Impala.epsilon'), EPSILON),
+  **dict.fromkeys(('discount', 'policy_discount', 'lambda_', 'clip_mix', 'max_share'), SHARE),
+  **dict.fromkeys(('epsilon', 'epsilon_base', 'reanalyse', 'dirichlet_fraction'), SHARE),
+  **dict.fromkeys(('priority_exponent', 'importance_exponent'), SHARE),
+  'MuZero.discount': Range(-1, 1),  # below 0: of two players
+  **dict.fromkeys(('policy_cost', 'value_cost', 'reward_cost', 'entropy_cost', 'kl_cost'), COST),
+  **dict.fromkeys(('y_cost', 'z_cost', 'next_policy_cost', 'cmpo_cost', 'model_cost'), COST),
+  **dict.fromkeys(('policy_entropy_cost', 'consistency', 'weight_decay'), COST),
+  **dict.fromkeys(('noise', 'epsilon_power', 'huber', 'temperature', 'value_scale'), Range(0)),
+  'Tuning.learning_rate': Range(0),  # 0: the settings stay as they are
+  **dict.fromkeys(('target_entropy', 'initial_log_std', 'v_min', 'v_max'), ANY),
+  **dict.fromkeys(('epochs', 'minibatches', 'n_step', 'target_period', 'epsilon_steps'), COUNT),
+  **dict.fromkeys(('sequence', 'unroll', 'considered_actions', 'period', 'lifetime'), COUNT),
+  **dict.fromkeys(('capacity', 'batch_size', 'min_size', 'critics', 'atoms'), COUNT),
+  'R2D2.sequence': Range(2),  # one step has no error to be ranked by
+  'Predictor.bins': Range(3),
+  'MuZero.n_step': OPTIONAL,  # 0: the target is the search's value
+  **dict.fromkeys(('burn_in', 'simulations', 'reanalyse_simulations', 'max_depth'), OPTIONAL),
+  **dict.fromkeys(('target_depth', 'sampled_actions', 'importance_steps', 'episodes'), OPTIONAL),
+  **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
+  **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
+  **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),
+  **dict.fromkeys(('layers', 'width', 'heads', 'patch'), COUNT),
+}
+
+
+def range_of(settings: Any, name: str) -> Range | None:
+  """Return the range of a field that a class of podrace declares; None for any other field."""
+  for cls in type(settings).__mro__:
+    if name in vars(cls).get('__annotations__', {}):
+      known = cls.__module__.startswith('podrace.')
+      return RANGES.get(f'{cls.__name__}.{name}', RANGES.get(name)) if known else None
+  return None
+
+
+def check_fields(settings: Any) -> None:
+  """Check the types and the ranges of all fields.
+
+  Infinity is left to `podrace.config.check_numbers`, which knows the option.
+
+  Raises:
+    ValueError: for the first field that is of another type, or outside of its range.
+  """
+  check_types(settings)
+  for field in dataclasses.fields(settings):
+    values, limits = getattr(settings, field.name), range_of(settings, field.name)
+    for value in values if isinstance(values, tuple) else (values,):
+      if limits and isinstance(value, int | float) and value not in limits:
+        raise ValueError(f'{field.name.rstrip("_")} must be {limits}, not {value}')
+
+
+def no_limit(limit: Any) -> Any:
+  """Return a limit, infinity in the place of 0; a number, or an array as members of a program have it."""
+  if isinstance(limit, int | float):
+    return limit or math.inf
+  import jax.numpy as jnp
+
+  return jnp.where(limit == 0, jnp.inf, limit)
+
+
 def whole_number(text: str) -> str:
   """1e7 and 1_000_000 as integers are written; any other text as it is."""
   with contextlib.suppress(ValueError, OverflowError):
@@ -107,121 +216,3 @@ def whole_number(text: str) -> str:
     if value == int(value) and not text.lstrip('-').isdigit():
       return str(int(value))
   return text
-
-
-# --- JSON objects -----------------------------------------------------------------------------------
-
-LARGEST = 1e100  # magnitude of a number in JSON, so that sums and squares stay finite
-STEPS = 2**63 - 1  # largest count
-JSON_KINDS: dict[str, tuple[type, ...]] = {
-  'a text': (str,),
-  'a whole number': (int,),
-  'a number': (int, float),
-  'a list': (list,),
-  'an object': (dict,),
-  'true or false': (bool,),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Member:
-  """The declaration of one member of a JSON object.
-
-  Attributes:
-    kind: a key of JSON_KINDS.
-    low: the least number.
-    high: the largest number.
-    needed: it must be there.
-    null: it may be null.
-    each: the declaration of each element of a list.
-  """
-
-  kind: str
-  low: float = -LARGEST
-  high: float = LARGEST
-  needed: bool = False
-  null: bool = False
-  each: Member | None = None
-
-  def difference(self, value: Any) -> str:
-    """Return what `value` should be, empty if it is that."""
-    if value is None and self.null:
-      return ''
-    if not isinstance(value, JSON_KINDS[self.kind]) or (
-      isinstance(value, bool) and self.kind != 'true or false'
-    ):
-      return self.kind
-    if isinstance(value, int | float) and not self.low <= value <= self.high:  # NaN is not
-      return f'{self.kind} from {self.low:g} to {self.high:g}'
-    if self.each is not None and isinstance(value, list):
-      for element in value:
-        if wrong := self.each.difference(element):
-          return f'{self.kind}, each element {wrong}'
-    return ''
-
-
-COUNT = Member('a whole number', 0, STEPS)
-POSITIVE = Member('a whole number', 1, STEPS)
-NUMBER = Member('a number', null=True)
-TEXT = Member('a text')
-
-
-def check_members(value: Any, schema: Mapping[str, Member]) -> None:
-  """Check an object's declared members; others may be anything.
-
-  Raises:
-    ValueError: with the reason, which has no member's value: that may be long.
-  """
-  if not isinstance(value, dict):
-    raise ValueError('is no object')
-  for name, member in schema.items():
-    if name not in value:
-      if member.needed:
-        raise ValueError(f'has no {name}')
-    elif wrong := member.difference(value[name]):
-      kind = type(value[name]).__name__
-      shown = 'out of range' if wrong.startswith(f'{member.kind} from') else f'of type {kind}'
-      raise ValueError(f'has a {name} {shown}, expected {wrong}')
-
-
-def needed(member: Member) -> Member:
-  """Return the declaration of a member that must be there."""
-  return dataclasses.replace(member, needed=True)
-
-
-def is_step(name: str) -> bool:
-  """Return whether a file's name is a number of steps: int() takes more, and fails for some digits."""
-  return name.isascii() and name.isdigit() and int(name) <= STEPS
-
-
-def is_number(x: Any) -> bool:
-  """Return whether JSON's `x` is a number of which means and pictures can be made."""
-  return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= LARGEST
-
-
-# --- the files of a run directory ---------------------------------------------------------------------
-
-_RATE = Member('a number', 0, LARGEST, null=True)
-_EACH = Member('a list', each=NUMBER)
-SUMMARY = {
-  'step': COUNT,
-  'episode_return': NUMBER,
-  'episode_return_by_seed': _EACH,
-  'steps_per_s': _RATE,
-  'compile_s': NUMBER,
-  'ended': TEXT,
-}
-LINE = {
-  'step': needed(COUNT),
-  'wall_s': NUMBER,
-  'steps_per_s': _RATE,
-  'episode_return': NUMBER,
-  'episode_return_mean': NUMBER,
-  'episode_length': NUMBER,
-  'episodes': _RATE,
-  'gradient_steps': _RATE,
-  'env_restarts': _RATE,
-  'dropped_steps': _RATE,
-  'episode_return_by_seed': _EACH,
-  'episodes_by_seed': Member('a list', each=_RATE),
-}  # of metrics.jsonl and eval.jsonl

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from podrace.fields import no_limit
 from podrace.hooks import checks_vma
 from podrace.topology import AXIS, TRAJECTORY_SPECS, data_size, has_model_axis, on_each
 from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory, map_batch
@@ -82,6 +84,19 @@ def _mean_over(chunks: Any, f: Callable[[Any], Any]) -> Any:
 def flatten(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
   """The same on one vector of all parameters, which is faster; with a model axis, on each array, as those are split."""
   return optimizer if has_model_axis() else optax.flatten(optimizer)
+
+
+def clip_norm(limit: float) -> optax.GradientTransformation:
+  """Clip the norm of the whole gradient; a limit of 0, or infinity, is none."""
+  most = no_limit(limit)
+  if isinstance(most, float) and most == math.inf:
+    return optax.identity()  # the derivative of the clipping would be NaN
+  return optax.clip_by_global_norm(most)
+
+
+def clip_each(limit: float) -> optax.GradientTransformation:
+  """Clip each number of a step; a limit of 0, or infinity, is none."""
+  return optax.clip(no_limit(limit))
 
 
 def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformation:

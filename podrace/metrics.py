@@ -16,9 +16,9 @@ from typing import Any, Protocol, TextIO, cast
 
 from podrace.config import unknown
 from podrace.errors import UnreadableFile, UsageError
-from podrace.fields import LINE, check_members
 from podrace.files import WANDB, make_folder, open_append, open_new, write_whole
 from podrace.files.reading import parse_json, read_bytes, read_json
+from podrace.files.schema import LINE, check_members
 from podrace.imports import why_not
 from podrace.output import Lasting, print_text, printable
 

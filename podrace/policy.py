@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from podrace.errors import UnreadableFile
-from podrace.fields import COUNT, LARGEST, POSITIVE, TEXT, Member, check_members, needed
 from podrace.files.reading import read_bytes, read_json
+from podrace.files.schema import COUNT, LARGEST, POSITIVE, TEXT, Member, check_members, needed
 from podrace.imports import why_not
 from podrace.policy_network import STATES, Network, Numpy, Params, leaves
 

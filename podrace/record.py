@@ -25,9 +25,9 @@ from podrace.config import (
   to_json,
 )
 from podrace.errors import UnreadableFile, UsageError
-from podrace.fields import SUMMARY, check_members
 from podrace.files import check_folder, write_whole
 from podrace.files.reading import read_json
+from podrace.files.schema import SUMMARY, check_members
 from podrace.process import cores, is_locked, lock
 from podrace.runs import read_run_record
 from podrace.topology import on_host

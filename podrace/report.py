@@ -13,9 +13,9 @@ from typing import Any
 
 from podrace import metrics, runs
 from podrace.errors import UnreadableFile, UsageError
-from podrace.fields import SUMMARY, is_number
 from podrace.files import UTF8, write_whole
 from podrace.files.reading import read_bytes, read_json, read_object
+from podrace.files.schema import SUMMARY, is_number
 from podrace.plot import COLOURS
 from podrace.scores import ATARI, game, human_normalised
 from podrace.version import __version__

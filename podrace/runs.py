@@ -17,7 +17,9 @@ from typing import Any
 from podrace.agents import AGENTS
 from podrace.config import KIND
 from podrace.errors import RunError, UnreadableFile, UsageError
-from podrace.fields import (
+from podrace.files import create_folder, make_user_folder, write_whole
+from podrace.files.reading import open_regular, parse_json, read_object, size_of
+from podrace.files.schema import (
   COUNT,
   LINE,
   POSITIVE,
@@ -28,8 +30,6 @@ from podrace.fields import (
   is_step,
   needed,
 )
-from podrace.files import create_folder, make_user_folder, write_whole
-from podrace.files.reading import open_regular, parse_json, read_object, size_of
 from podrace.own_code import CLASS
 from podrace.process import NO_LOCKS
 from podrace.stop import Stopped

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 AGENTS = {  # what the command line calls them -> module, class
@@ -43,12 +42,3 @@ def agents_for(space: Any) -> list[str]:
   if not isinstance(space, spaces.Box):
     return ['impala', 'ppo', 'muzero']
   return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']
-
-
-def check(agent: Any, low: float, high: float, *names: str) -> None:
-  """Raises ValueError for the first of these fields that is not within [low, high]."""
-  for name in names:
-    value = vars(agent)[name]
-    if not low <= value <= high:
-      bounds = f'within [{low:g}, {high:g}]' if high < math.inf else f'at least {low:g}'
-      raise ValueError(f'{name.rstrip("_")} must be {bounds}, not {value}')

@@ -12,7 +12,6 @@ episodes do. The default replay has 100,000 steps, not a million.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +20,8 @@ import optax
 from jax import lax
 
 from podrace import returns
-from podrace.agents import check, valuing
-from podrace.fields import check_types
+from podrace.agents import valuing
+from podrace.fields import check_fields
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
@@ -64,13 +63,9 @@ class D4PG:
   greedy: bool = False  # act without noise, for evaluation
 
   def __post_init__(self) -> None:
-    check_types(self)
+    check_fields(self)
     if self.v_min >= self.v_max:
       raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
-    check(self, 0, 1, 'discount', 'target_rate')
-    check(self, 0, math.inf, 'actor_learning_rate', 'critic_learning_rate', 'noise')
-    if min(self.n_step, self.target_period) < 1:
-      raise ValueError(f'must be at least 1: {self.n_step=} {self.target_period=}')
     if not self.actor.deterministic or self.critic.atoms < 2:
       raise ValueError('d4pg has a deterministic actor, and a critic with at least 2 atoms')
 

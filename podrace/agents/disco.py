@@ -16,7 +16,6 @@ divided by their size in this batch too, on all devices, so that is averaged fir
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -27,11 +26,10 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import check
 from podrace.agents.searching import masked
 from podrace.errors import UsageError
-from podrace.fields import FilePath, PlainText, check_types
-from podrace.learner import flatten, scale_by_adam, sgd
+from podrace.fields import FilePath, PlainText, check_fields
+from podrace.learner import clip_each, flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -98,7 +96,7 @@ class Disco:
   replay_ratio: float = 8.0  # how often a window is learned from
   learning_rate: float = 3e-4
   adam_epsilon: float = 1e-8
-  max_update: float = 1.0  # of each parameter's step, before the learning rate
+  max_update: float = 1.0  # of each parameter's step, before the learning rate; 0: no limit
   discount: float = 0.997
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # Retrace's
   target_rate: float = 0.1  # of the target network's moving average
@@ -111,7 +109,7 @@ class Disco:
   greedy: bool = False  # act by the mode, for evaluation
 
   def __post_init__(self) -> None:
-    check_settings(self)
+    check_fields(self)
     files.pin(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
@@ -296,7 +294,7 @@ class Disco:
     return flatten(
       optax.chain(
         scale_by_adam(self.adam_epsilon),
-        optax.clip(self.max_update),
+        clip_each(self.max_update),
         optax.scale_by_learning_rate(self.learning_rate),
       )
     )
@@ -340,17 +338,3 @@ def mean_and_variance(moments: Moments) -> tuple[Array, Array]:
   known = 1 / (1 - moments.start)
   mean = known * moments.first
   return mean, jnp.maximum(0.0, known * moments.second - jnp.square(mean))
-
-
-def check_settings(agent: Disco) -> None:
-  """Raises ValueError for the first setting that cannot be."""
-  check_types(agent)
-  for name in ('lifetime', 'batch_size'):
-    if getattr(agent, name) < 1:
-      raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
-  check(agent, 0, 1, 'discount', 'lambda_', 'target_rate', 'moments_decay')
-  rates = ('learning_rate', 'adam_epsilon', 'max_update')
-  costs = ('policy_cost', 'y_cost', 'z_cost', 'next_policy_cost', 'value_cost')
-  check(agent, 0, math.inf, *rates, *costs)
-  if not 0 < agent.replay_ratio < math.inf:
-    raise ValueError(f'replay_ratio must be more than 0, not {agent.replay_ratio}')

@@ -15,7 +15,6 @@ Importance weights are divided by the largest of each device's batch.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -25,9 +24,9 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import check, valuing
-from podrace.fields import check_types
-from podrace.learner import flatten, sgd
+from podrace.agents import valuing
+from podrace.fields import check_fields
+from podrace.learner import clip_norm, flatten, sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
@@ -66,7 +65,7 @@ class DQN:
   buffer: Buffer = Buffer()
   learning_rate: float = 2.5e-4
   adam_epsilon: float = 1.5e-4
-  max_grad_norm: float = 10.0
+  max_grad_norm: float = 10.0  # 0: no limit
   discount: float = 0.99
   n_step: int = 1  # rewards before a value is bootstrapped from
   double: bool = True  # the online network says which action, the target network its value
@@ -84,17 +83,11 @@ class DQN:
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
-    check_types(self)
-    for name in ('n_step', 'target_period', 'epsilon_steps'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    check(self, 0, 1, 'discount', 'target_rate', 'epsilon', 'epsilon_base')
-    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'epsilon_power', 'adam_epsilon')
+    check_fields(self)
     if self.network.core != 'none':
       raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
-    if self.huber < 0 or (self.huber == 0 and self.network.head == 'quantile'):
-      allowed = 'more than 0 for quantiles' if self.huber == 0 else '0 or more'
-      raise ValueError(f'huber must be {allowed}, not {self.huber}')
+    if self.huber == 0 and self.network.head == 'quantile':
+      raise ValueError(f'huber must be more than 0 for quantiles, not {self.huber}')
     if self.actor_priorities and (self.n_step < 2 or self.network.head != 'value'):
       raise ValueError(
         'actor_priorities needs an n_step of at least 2, so that acting has seen what is bootstrapped from, '
@@ -217,4 +210,4 @@ class DQN:
 
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
-    return flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+    return flatten(optax.chain(clip_norm(self.max_grad_norm), step))

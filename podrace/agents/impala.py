@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Annotated, Any, Literal
 
 import jax
@@ -19,8 +18,8 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting, check, metagradient
-from podrace.fields import check_types
+from podrace.agents import acting, metagradient
+from podrace.fields import check_fields, no_limit
 from podrace.learner import flatten, sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
@@ -37,12 +36,12 @@ class Impala:
   optimizer: Literal['adam', 'rmsprop'] = 'adam'
   epsilon: float = 1e-5  # the optimiser's
   rmsprop_decay: float = 0.99  # used by rmsprop
-  max_grad_norm: float = 40.0
+  max_grad_norm: float = 40.0  # 0: no limit
   discount: float = 0.99
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 1.0
   # ^ mixes n-step targets, as in TD(lambda)
-  clip_rho: float = 1.0  # of the importance weights in the targets
-  clip_pg_rho: float = 1.0  # of those in the policy gradient
+  clip_rho: float = 1.0  # of the importance weights in the targets; 0: not clipped
+  clip_pg_rho: float = 1.0  # of those in the policy gradient; 0: not clipped
   clip_mix: float = 1.0  # share of the clipped weight in each weight; less than 1: leaky V-trace
   policy_cost: float = 1.0
   value_cost: float = 0.5
@@ -57,9 +56,7 @@ class Impala:
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
-    check_types(self)
-    check(self, 0, 1, 'discount', 'lambda_', 'rmsprop_decay', 'clip_mix')
-    check(self, 0, math.inf, 'learning_rate', 'clip_rho', 'clip_pg_rho', 'max_grad_norm', 'epsilon')
+    check_fields(self)
     metagradient.check_tuning(self)
 
   def init(self, key: Array) -> TrainState:
@@ -117,8 +114,8 @@ class Impala:
     step = acting.transitions(trajectory, params, self.discount, self.lambda_)
     one_stream = functools.partial(
       returns.vtrace,
-      clip_rho=self.clip_rho,
-      clip_pg_rho=self.clip_pg_rho,
+      clip_rho=no_limit(self.clip_rho),
+      clip_pg_rho=no_limit(self.clip_pg_rho),
       clip_mix=self.clip_mix,
     )
     vtrace = jax.vmap(one_stream, in_axes=1, out_axes=1)

@@ -18,7 +18,6 @@ reward, sizes and rates. All policies of an environment begin as the same one.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -28,12 +27,11 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import check
 from podrace.envs.base import select
 from podrace.envs.lifetimes import Lifetimes
 from podrace.errors import UsageError
-from podrace.fields import check_types
-from podrace.learner import flatten, sgd
+from podrace.fields import check_fields
+from podrace.learner import clip_norm, flatten, sgd
 from podrace.networks import LifetimeNetwork, Policy
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
@@ -83,7 +81,7 @@ class Intrinsic:
   learning_rate: float = 1e-3  # of the reward
   value_learning_rate: float = 1e-3
   adam_epsilon: float = 1e-8
-  max_grad_norm: float = 1.0  # of the reward, and of the value
+  max_grad_norm: float = 1.0  # of the reward, and of the value; 0: no limit
   reward_cost: float = 1e-3  # of squared rewards before the tanh: they got stuck at its ends
   discount: float = 0.99  # of rewards, over the lifetime
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95
@@ -93,12 +91,7 @@ class Intrinsic:
   environment: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
 
   def __post_init__(self) -> None:
-    check_types(self)
-    check(self, 0, 1, 'policy_discount', 'policy_mean_rate', 'discount', 'lambda_')
-    check(self, 0, math.inf, 'policy_learning_rate', 'policy_entropy_cost', 'learning_rate')
-    check(self, 0, math.inf, 'value_learning_rate', 'adam_epsilon', 'max_grad_norm', 'episodes')
-    check(self, 0, math.inf, 'reward_cost')
-    check(self, 1, math.inf, 'period')
+    check_fields(self)
 
   @property
   def lifetime(self) -> int:
@@ -272,7 +265,7 @@ class Intrinsic:
     rates = Params(self.learning_rate, self.value_learning_rate)._asdict()
 
     def adam(rate: float) -> Any:
-      clip = optax.clip_by_global_norm(self.max_grad_norm)
+      clip = clip_norm(self.max_grad_norm)
       return flatten(optax.chain(clip, optax.adam(rate, eps=self.adam_epsilon)))
 
     labels = Params(*Params._fields)

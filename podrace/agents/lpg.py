@@ -11,7 +11,6 @@ since the paper draws them for each agent; a mean over steps and not a sum.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import jax
@@ -20,10 +19,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from podrace.agents import check
 from podrace.errors import UsageError
-from podrace.fields import FilePath, PlainText, check_types
-from podrace.learner import flatten, scale_by_adam, sgd
+from podrace.fields import FilePath, PlainText, check_fields
+from podrace.learner import clip_norm, flatten, scale_by_adam, sgd
 from podrace.networks import PolicyPrediction, PolicyPredictor
 from podrace.rules import files
 from podrace.rules import lpg as rules
@@ -42,15 +40,13 @@ class LPG:
   optimizer: Literal['adam', 'sgd'] = 'adam'
   learning_rate: float = 1e-3
   adam_epsilon: float = 1e-8  # used by adam
-  max_grad_norm: float = 0.5
+  max_grad_norm: float = 0.5  # 0: no limit
   discount: float = 0.99  # of which the rule is informed
   y_cost: float = 0.5  # of the divergence from y to its target
   greedy: bool = False  # act by the mode, for evaluation
 
   def __post_init__(self) -> None:
-    check_types(self)
-    check(self, 0, 1, 'discount')
-    check(self, 0, math.inf, 'learning_rate', 'adam_epsilon', 'max_grad_norm', 'y_cost')
+    check_fields(self)
     files.pin(self)
 
   def params(self) -> dict[str, np.ndarray]:
@@ -151,5 +147,5 @@ class LPG:
 
   def optimiser(self) -> optax.GradientTransformation:
     scale = scale_by_adam(self.adam_epsilon) if self.optimizer == 'adam' else optax.identity()
-    clip = optax.clip_by_global_norm(self.max_grad_norm)
+    clip = clip_norm(self.max_grad_norm)
     return flatten(optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate)))

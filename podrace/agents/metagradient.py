@@ -19,7 +19,6 @@ metrics have `approx_kl`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -27,10 +26,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podrace.agents import check
 from podrace.agents.varied import with_values
-from podrace.fields import check_types
-from podrace.learner import sgd, varying
+from podrace.fields import check_fields, no_limit
+from podrace.learner import clip_norm, sgd, varying
 from podrace.topology import AXIS
 from podrace.types import Array, Metrics, Sample, TrainState
 
@@ -52,8 +50,7 @@ class Tuning:
   kl_cost: float = 1.0  # in the outer loss, of the divergence from the policy that acted
 
   def __post_init__(self) -> None:
-    check_types(self)
-    check(self, 0, math.inf, 'learning_rate', 'kl_cost')
+    check_fields(self)
 
 
 class Rest(NamedTuple):
@@ -151,9 +148,9 @@ def eps_root(agent: Any) -> float:
 
 def clip(agent: Any) -> optax.GradientTransformation:
   """Clips the norm of the agent's own gradient; if it tunes itself, with finite derivatives, also at 0 and of no limit."""
-  most = agent.max_grad_norm
   if not agent.self_tuning:
-    return optax.clip_by_global_norm(most)
+    return clip_norm(agent.max_grad_norm)
+  most = no_limit(agent.max_grad_norm)
 
   def clipped(updates: Any, _: Any = None) -> Any:
     squares = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(updates))

@@ -30,11 +30,10 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import check
 from podrace.agents.searching import masked
 from podrace.agents.unrolled import ends, imagine, spread
-from podrace.fields import check_types
-from podrace.learner import flatten, sgd
+from podrace.fields import check_fields, no_limit
+from podrace.learner import clip_each, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -98,11 +97,11 @@ class Muesli:
   anneal_learning_rate: bool = False  # linearly to 0 over the run
   adam_epsilon: float = 1e-8
   weight_decay: float = 0.0
-  max_update: float = 1.0  # of each parameter's step, before the learning rate
+  max_update: float = 1.0  # of each parameter's step, before the learning rate; 0: no limit
   discount: float = 0.995
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # Retrace's
   target_rate: float = 0.1  # of the target network's moving average
-  clip_advantage: float = 1.0  # CMPO's
+  clip_advantage: float = 1.0  # CMPO's; 0: not clipped
   sampled_actions: int = 0  # of the prior, to estimate CMPO's policy from; 0: all actions
   advantage_decay: float = 0.99  # of the moving average that advantages are divided by
   advantage_epsilon: float = 1e-12  # added to their variance
@@ -255,8 +254,8 @@ class Muesli:
   def cmpo(self, prior: Array, candidates: Array, advantage: Array) -> Array:
     """CMPO's policy [N, A] from logits [N, A] of the prior, and normalised advantages [N, C]."""
     if not self.sampled_actions:
-      return cmpo(prior, advantage, self.clip_advantage)
-    weights = jax.vmap(sampled_cmpo, in_axes=(0, None))(advantage, self.clip_advantage)
+      return cmpo(prior, advantage, no_limit(self.clip_advantage))
+    weights = jax.vmap(sampled_cmpo, in_axes=(0, None))(advantage, no_limit(self.clip_advantage))
     code = jax.nn.one_hot(candidates, prior.shape[-1])
     return jnp.sum(code * weights[..., None], axis=1)
 
@@ -324,7 +323,7 @@ class Muesli:
     return flatten(
       optax.chain(
         optax.scale_by_adam(eps=self.adam_epsilon),
-        optax.clip(self.max_update),
+        clip_each(self.max_update),
         optax.add_decayed_weights(self.weight_decay),
         optax.scale_by_learning_rate(rate),
       )
@@ -362,19 +361,8 @@ def check_settings(agent: Muesli) -> None:
   """Raises ValueError for the first setting that cannot be."""
   from gymnasium import spaces
 
-  check_types(agent)
-  for name in ('unroll', 'batch_size'):
-    if getattr(agent, name) < 1:
-      raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
-  check(agent, 0, 1, 'discount', 'lambda_', 'target_rate', 'advantage_decay')
-  rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_update', 'advantage_epsilon')
-  costs = ('policy_cost', 'cmpo_cost', 'reward_cost', 'value_cost', 'model_cost')
-  check(agent, 0, math.inf, *rates, *costs, 'clip_advantage')
-  if not 0 <= agent.replay_share < 1:
-    raise ValueError(
-      f'replay_share must be at least 0 and less than 1, not {agent.replay_share}: it needs something new'
-    )
-  if agent.sampled_actions < 0 or agent.sampled_actions == 1:
+  check_fields(agent)
+  if agent.sampled_actions == 1:
     raise ValueError(
       f'sampled_actions must be 0, for all actions, or at least 2, not {agent.sampled_actions}'
     )

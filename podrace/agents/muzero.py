@@ -15,7 +15,6 @@ The paper's sizes for Atari: unroll 5, 50 simulations, n-step 10, batch 1,024, d
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -25,12 +24,12 @@ import tyro
 from jax import lax
 
 from podrace import distributions, returns
-from podrace.agents import check, valuing
+from podrace.agents import valuing
 from podrace.agents.searching import Params, Plan, by_chance, plan, predict
 from podrace.agents.unrolled import ends, imagine, spread
 from podrace.envs.states import rules, takes_turns
-from podrace.fields import check_types
-from podrace.learner import flatten, sgd
+from podrace.fields import check_fields
+from podrace.learner import clip_norm, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -110,7 +109,7 @@ class MuZero:
   learning_rate: float = 1e-3
   adam_epsilon: float = 1e-5
   weight_decay: float = 1e-4
-  max_grad_norm: float = 5.0
+  max_grad_norm: float = 5.0  # 0: no limit
   discount: float = 0.997  # below 0: two players take turns, and one's gain is the other's loss
   value_cost: float = 1.0  # the paper of Reanalyse has 0.25
   reward_cost: float = 1.0
@@ -322,7 +321,7 @@ class MuZero:
 
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
-    return flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+    return flatten(optax.chain(clip_norm(self.max_grad_norm), step))
 
 
 def means(each: dict[str, Array], entropy: Array, plans: Plan) -> dict[str, Array]:
@@ -420,26 +419,7 @@ def consistency_losses(agent: Any, network: Any, hidden: Any, observed: Any) -> 
 
 def check_settings(agent: MuZero) -> None:
   """Raises ValueError for the first setting that cannot be."""
-  check_types(agent)
-  for name in ('unroll', 'sequence', 'target_period', 'considered_actions'):
-    if getattr(agent, name) < 1:
-      raise ValueError(f'{name} must be at least 1, not {getattr(agent, name)}')
-  check(agent, -1, 1, 'discount')
-  check(agent, 0, 1, 'reanalyse', 'dirichlet_fraction', 'epsilon')
-  counts = (
-    'simulations',
-    'reanalyse_simulations',
-    'max_depth',
-    'target_depth',
-    'burn_in',
-    'n_step',
-  )
-  rates = ('learning_rate', 'adam_epsilon', 'weight_decay', 'max_grad_norm')
-  costs = ('value_cost', 'reward_cost', 'entropy_cost', 'consistency')
-  check(agent, 0, math.inf, *counts, *rates, *costs, 'temperature', 'value_scale')
-  for name in ('dirichlet_alpha', 'sampled_temperature'):
-    if getattr(agent, name) <= 0:
-      raise ValueError(f'{name} must be more than 0, not {getattr(agent, name)}')
+  check_fields(agent)
   if agent.consistency and not getattr(agent.network, 'projection', 0):
     raise ValueError(f'consistency {agent.consistency} needs network.projection above 0')
   if not agent.n_step and agent.bootstrap == 'target':
@@ -451,7 +431,7 @@ def check_settings(agent: MuZero) -> None:
     raise ValueError(f'consistency {agent.consistency} is for a learned model, not for the rules')
   if agent.environment is not None:
     check_environment(agent)
-  if agent.sampled_actions < 0 or agent.sampled_actions == 1:
+  if agent.sampled_actions == 1:
     raise ValueError(
       f'sampled_actions must be 0, for all actions, or at least 2, not {agent.sampled_actions}'
     )

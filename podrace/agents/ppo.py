@@ -23,8 +23,8 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting, check, metagradient
-from podrace.fields import check_types
+from podrace.agents import acting, metagradient
+from podrace.fields import check_fields, no_limit
 from podrace.learner import flatten, sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
@@ -50,12 +50,12 @@ class PPO:
   learning_rate: float = 2.5e-4
   anneal_learning_rate: bool = True  # linearly to 0 over the run
   adam_epsilon: float = 1e-5
-  max_grad_norm: float = 0.5
+  max_grad_norm: float = 0.5  # 0: no limit
   epochs: int = 4
   minibatches: int = 4
   discount: float = 0.99
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # of GAE
-  clip: float = 0.2  # of the ratio to the acting policy
+  clip: float = 0.2  # of the ratio to the acting policy; 0: not clipped
   clip_value: float = 0.0  # of the value's change; 0: not clipped
   value_cost: float = 0.5
   entropy_cost: float = 0.01
@@ -70,11 +70,7 @@ class PPO:
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
-    check_types(self)
-    if min(self.epochs, self.minibatches) < 1:
-      raise ValueError(f'there must be at least 1 of each: {self.epochs=} {self.minibatches=}')
-    check(self, 0, 1, 'discount', 'lambda_')
-    check(self, 0, math.inf, 'learning_rate', 'clip', 'clip_value', 'max_grad_norm', 'adam_epsilon')
+    check_fields(self)
     metagradient.check_tuning(self)
 
   @property
@@ -168,11 +164,12 @@ class PPO:
     output, _ = self.network.unroll(params.network, state, batch.timesteps)
     log_ratio = policy.log_prob(output.policy, batch.extras.sample) - batch.extras.log_prob
     ratio = jnp.exp(log_ratio)
-    clipped = jnp.clip(ratio, 1 - self.clip, 1 + self.clip)
+    clip, clip_value = no_limit(self.clip), no_limit(self.clip_value)
+    clipped = jnp.clip(ratio, 1 - clip, 1 + clip)
     surrogate = jnp.minimum(ratio * batch.advantage, clipped * batch.advantage)
     value_error = jnp.square(output.value - batch.target)
-    if self.clip_value > 0:
-      change = jnp.clip(output.value - batch.value, -self.clip_value, self.clip_value)
+    if clip_value < math.inf:
+      change = jnp.clip(output.value - batch.value, -clip_value, clip_value)
       value_error = jnp.maximum(value_error, jnp.square(batch.value + change - batch.target))
     policy_loss = -jnp.mean(batch.mask * surrogate)
     value_loss = 0.5 * jnp.mean(batch.mask * value_error)
@@ -184,7 +181,7 @@ class PPO:
       value_loss=value_loss,
       entropy=entropy,
       approx_kl=jnp.mean(batch.mask * (ratio - 1 - log_ratio)),
-      clip_fraction=jnp.mean(batch.mask * (jnp.abs(ratio - 1) > self.clip)),
+      clip_fraction=jnp.mean(batch.mask * (jnp.abs(ratio - 1) > clip)),
     )
     return total, metrics
 

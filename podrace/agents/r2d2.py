@@ -15,7 +15,6 @@ the two streams have no hidden layer (`network.core_size`, `network.head_size`).
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -25,9 +24,9 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import check, valuing
-from podrace.fields import check_types
-from podrace.learner import flatten, sgd
+from podrace.agents import valuing
+from podrace.fields import check_fields
+from podrace.learner import clip_norm, flatten, sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
 from podrace.types import (
@@ -67,7 +66,7 @@ class R2D2:
   burn_in: int = 40  # steps before them
   learning_rate: float = 1e-4
   adam_epsilon: float = 1e-3
-  max_grad_norm: float = 40.0
+  max_grad_norm: float = 40.0  # 0: no limit
   discount: float = 0.997
   n_step: int = 5
   target_period: int = 2_500  # gradient steps between copies to the target network
@@ -79,18 +78,7 @@ class R2D2:
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:
-    check_types(self)
-    for name in ('sequence', 'n_step', 'target_period'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    check(self, 0, 1, 'discount', 'max_share', 'epsilon_base')
-    check(self, 0, math.inf, 'learning_rate', 'max_grad_norm', 'epsilon_power', 'adam_epsilon')
-    if self.rescale_epsilon <= 0:
-      raise ValueError(f'rescale_epsilon must be more than 0, not {self.rescale_epsilon}')
-    if self.burn_in < 0:
-      raise ValueError(f'burn_in must not be negative, not {self.burn_in}')
-    if self.sequence < 2:
-      raise ValueError('a sequence of one step has no error to be ranked by; take at least 2')
+    check_fields(self)
     if self.network.head != 'value' or self.network.noisy:
       raise ValueError('r2d2 learns values: its network has the head value and no noise')
 
@@ -204,4 +192,4 @@ class R2D2:
 
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
-    return flatten(optax.chain(optax.clip_by_global_norm(self.max_grad_norm), step))
+    return flatten(optax.chain(clip_norm(self.max_grad_norm), step))

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podrace.agents import check, valuing
-from podrace.fields import check_types
+from podrace.agents import valuing
+from podrace.fields import check_fields
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
@@ -63,14 +63,7 @@ class SAC:
   greedy: bool = False  # act by the mode, for evaluation
 
   def __post_init__(self) -> None:
-    check_types(self)
-    if self.critic.critics < 1 or self.n_step < 1:
-      raise ValueError(f'at least one critic and one step: {self.critic.critics=} {self.n_step=}')
-    check(self, 0, 1, 'discount', 'target_rate')
-    rates = ('actor_learning_rate', 'critic_learning_rate', 'temperature_learning_rate')
-    check(self, 0, math.inf, *rates)
-    if self.initial_temperature <= 0:
-      raise ValueError(f'initial_temperature must be more than 0, not {self.initial_temperature}')
+    check_fields(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: windows of n steps."""

@@ -42,7 +42,8 @@ def masked(policy: Array, observation: Any) -> Array:
   """A policy [B, P] without the choices that an observation forbids, if it has a mask."""
   if not isinstance(observation, dict) or MASK not in observation:
     return policy
-  return jnp.where(observation[MASK].reshape(policy.shape) > 0, policy, distributions.MASKED)
+  allowed = distributions.allowed(observation[MASK])
+  return jnp.where(allowed.reshape(policy.shape), policy, distributions.MASKED)
 
 
 def plan(

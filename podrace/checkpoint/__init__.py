@@ -20,7 +20,7 @@ from podrace import files
 from podrace.checkpoint.arrays import PART, Arrays, Stored, described, fingerprint, merge, snapshot
 from podrace.checkpoint.library import PlainPath, pass_warnings_on
 from podrace.errors import UsageError
-from podrace.fields import is_step
+from podrace.files.schema import is_step
 from podrace.worker import Worker
 
 FOREVER = 10**9  # seconds

@@ -14,7 +14,7 @@ from podrace import metrics, runs
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.runs import age, size
 from podrace.errors import UsageError
-from podrace.fields import is_number
+from podrace.files.schema import is_number
 from podrace.net.text import plain
 from podrace.output import print_text
 

@@ -52,7 +52,7 @@ class Discovery(Basics):
   meta_learning_rate: float = 1e-3
   meta_optimizer: Literal['each', 'mean'] = 'each'
   # ^ Adam of each agent's meta-gradient and then their mean, or Adam of their mean
-  max_meta_update: float = 1.0  # of each number of a step, before the learning rate
+  max_meta_update: float = 1.0  # of each number of a step, before the learning rate; 0: no limit
   entropy_cost: float = 0.01  # of agents' policies, in the meta-loss
   regularization: float = 1.0  # of the rule, as a multiple of its paper's
 
@@ -104,7 +104,7 @@ def validate(config: Discovery) -> None:
     raise UsageError('--env needs the name of an environment, LIB:NAME')
   check_basics(config)
   at_least(config, 1, 'agents', 'agent_updates', 'lifetime', 'capacity')
-  at_least(config, 0, 'replayed', 'meta_learning_rate', 'max_meta_update')
+  at_least(config, 0, 'replayed', 'max_meta_update')
   for complaint in _complaints(config):
     raise UsageError(complaint)
 
@@ -121,6 +121,8 @@ def _complaints(config: Discovery) -> Iterator[str]:
     )
   if config.replayed and not learns_from_replay(config.agent):
     yield f'--replayed {config.replayed}: {agent_name(config.agent)} learns from the newest unrolls alone'
+  if config.meta_learning_rate <= 0:
+    yield f'--meta-learning-rate must be more than 0, not {config.meta_learning_rate:g}'
   if config.seed >= 2**32:
     yield f'--seed must be less than 2^32, not {config.seed}'
   for name in ('meta_learning_rate', 'max_meta_update', 'entropy_cost', 'regularization'):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -13,8 +12,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import check
-from podrace.fields import check_types
+from podrace.fields import check_fields
 from podrace.learner import scale_by_adam
 from podrace.networks import ActorCritic
 from podrace.types import Array, Trajectory
@@ -55,9 +53,7 @@ class ValueFunction:
   decay: float = 0.99  # of the moving average that advantages are divided by
 
   def __post_init__(self) -> None:
-    check_types(self)
-    check(self, 0, 1, 'discount', 'lambda_', 'decay')
-    check(self, 0, math.inf, 'learning_rate', 'adam_epsilon')
+    check_fields(self)
     if self.network.core != 'none':
       raise ValueError(f'the value function has no memory, not the core {self.network.core!r}')
 

@@ -22,7 +22,7 @@ from podrace import metrics, topology
 from podrace.actor import Episodes, pooled
 from podrace.discovery.members import Kind, Member
 from podrace.faults import check_faults, count_faults
-from podrace.learner import Log, add_to_log, all_finite, empty_log
+from podrace.learner import Log, add_to_log, all_finite, clip_each, empty_log
 from podrace.rules.layers import Params
 from podrace.types import Array, Metrics, TrainState
 
@@ -57,7 +57,7 @@ class MetaOptimizer:
   learning_rate: float = 1e-3
   optimizer: Literal['each', 'mean'] = 'each'
   # ^ Adam of each agent's meta-gradient, before their mean (Oh et al. 2025); or of their mean
-  max_update: float = 1.0  # of each number of a step, before the learning rate
+  max_update: float = 1.0  # of each number of a step, before the learning rate; 0: no limit
   epsilon: float = 1e-8
 
   @property
@@ -74,7 +74,7 @@ class MetaOptimizer:
   @property
   def _adam(self) -> optax.GradientTransformation:
     adam = optax.scale_by_adam(eps=self.epsilon)
-    return optax.flatten(optax.chain(adam, optax.clip(self.max_update)))
+    return optax.flatten(optax.chain(adam, clip_each(self.max_update)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from podrace import distributions
 from podrace.blame import label
 from podrace.envs.base import batch, select
-from podrace.envs.spaces import bounds, leaves, tree, values
+from podrace.envs.spaces import (
+  ALLOWS_NOTHING,
+  ALLOWS_SOME,
+  MASK,
+  bounds,
+  leaves,
+  tree,
+  values,
+  without_choice,
+)
 from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Array, Environment, TimeStep
 
 RESETS = (
@@ -44,6 +54,7 @@ def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> 
   check_observations(env, stream)
   check_episodes(stream)
   check_rewards(stream)
+  check_masks(stream)
   check_equal(stream, as_numpy(run(key, False)), 'the same key gives another stream')
   check_equal(stream, as_numpy(run(key, True)), 'the action after LAST is not ignored')
 
@@ -70,6 +81,21 @@ def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
   return jnp.where(bounded, inside, jnp.clip(jax.random.normal(key, shape), low, high))
 
 
+def allowed_action(space: gymnasium.Space, key: Array, timestep: TimeStep) -> Array:
+  """Return [n, ...] actions, uniform over those that the mask of timesteps [n] allows, if there is one."""
+  observation, n = timestep.observation, timestep.reward.shape[0]
+  if not isinstance(observation, dict) or MASK not in observation:
+    return random_action(space, key, n)
+  try:
+    kind = distributions.for_space(space)
+  except ValueError:
+    return random_action(space, key, n)
+  mask = distributions.allowed(observation[MASK])
+  if mask.shape[-1] != kind.size:  # the network refuses it
+    return random_action(space, key, n)
+  return kind.to_action(kind.sample(jnp.where(mask, 0.0, distributions.MASKED), key))
+
+
 def rollout(env: Environment, steps: int, num_envs: int) -> Any:
   """A compiled function from a key to a stream of timesteps [steps + 1, num_envs].
 
@@ -80,17 +106,17 @@ def rollout(env: Environment, steps: int, num_envs: int) -> Any:
   @quick_jit
   def run(key: Array, contrary: bool) -> TimeStep:
     def step(carry: Any, key: Array) -> tuple[Any, TimeStep]:
-      state, last = carry
+      state, before = carry
       act_key, other_key, env_key = jax.random.split(key, 3)
-      action = random_action(env.action_space, act_key, num_envs)
+      action = allowed_action(env.action_space, act_key, before)
       other = random_action(env.action_space, other_key, num_envs)
-      action = select(last & contrary, other, action)
+      action = select(before.last & contrary, other, action)
       state, timestep = many.step(state, action, jax.random.split(env_key, num_envs))
-      return (state, timestep.last), timestep
+      return (state, timestep), timestep
 
     reset_key, steps_key = jax.random.split(key)
     state, first = many.reset(reset_key)
-    _, rest = jax.lax.scan(step, (state, first.last), jax.random.split(steps_key, steps))
+    _, rest = jax.lax.scan(step, (state, first), jax.random.split(steps_key, steps))
     return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
 
   return lambda key, contrary: run(jax.random.clone(key), contrary)
@@ -177,6 +203,14 @@ def check_rewards(stream: TimeStep) -> None:
   assert np.all(stream.reward[stream.step_type == FIRST] == 0), 'a reward on FIRST is not 0'
   assert np.all(np.isin(stream.discount, (0, 1))), 'a discount is neither 0 nor 1'
   assert np.all(stream.discount[stream.step_type != LAST] == 1), 'discount 0 before LAST'
+
+
+def check_masks(stream: TimeStep) -> None:
+  """Check that an action mask allows something wherever an agent acts or bootstraps."""
+  stuck = without_choice(stream)
+  assert stuck is None or not stuck.any(), (
+    f'{ALLOWS_NOTHING} in step {int(np.argwhere(stuck)[0, 0])}, expected {ALLOWS_SOME}'
+  )
 
 
 def check_equal(stream: Any, other: Any, message: str) -> None:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile
-from podrace.fields import Member, check_members
 from podrace.files import describe
+from podrace.files.schema import Member, check_members
 
 RECORD_BYTES = 2**22  # largest JSON file of a run directory or a policy
 DEPTH = 64  # of nested JSON

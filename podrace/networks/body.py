@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from podrace import distributions
 from podrace.envs.spaces import MASK, PIXELS, over, seen
-from podrace.fields import PlainText, check_types
+from podrace.fields import PlainText, check_fields
 from podrace.networks import torsos, transformer
 from podrace.networks.initializers import INITIALIZERS
 from podrace.networks.observations import as_floats, image_sides, images_in, zeros_of
@@ -57,9 +57,7 @@ class Body:
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
   def __post_init__(self) -> None:
-    check_types(self)
-    if min(self.core_size, *self.hidden, 1) < 1:
-      raise ValueError(f'sizes must be at least 1: {self.hidden=} {self.core_size=}')
+    check_fields(self)
     for pattern, _ in self.sharding:
       _check_pattern(pattern)
 
@@ -122,7 +120,7 @@ class Body:
     return Torso(self.image_torso, self.hidden, activation, self.kernel_init, self.transformer)
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
-    """Observations [B, ...] as floats, but pixels as bytes; and the action mask if there is one."""
+    """Observations [B, ...] as floats, but pixels as bytes; and what the action mask allows, if there is one."""
     mask = None
     if isinstance(observation, dict) and MASK in observation:
       if not isinstance(
@@ -135,6 +133,7 @@ class Body:
           f"the observation's action_mask has shape {mask.shape[1:]}; "
           f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
         )
+      mask = distributions.allowed(mask)
     encode = functools.partial(as_floats, plain=self.scaling == 'plain')
     return over(encode, seen(self.observation_space), observation), mask
 

@@ -210,15 +210,8 @@ class LearnedModel(Body):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if min(self.latent, self.channels, *self.dynamics_hidden, *self.head_hidden) < 1:
-      raise ValueError(
-        f'sizes must be at least 1: {self.latent=} {self.channels=} {self.dynamics_hidden=} {self.head_hidden=}'
-      )
-    if min(self.blocks, self.projection) < 0 or self.bins < 1 or self.bins == 2:
-      raise ValueError(
-        'bins must be 1 or at least 3, blocks and projection at least 0: '
-        f'{self.bins=} {self.blocks=} {self.projection=}'
-      )
+    if self.bins == 2:
+      raise ValueError(f'bins must be 1 or at least 3, not {self.bins}')
     if self.v_min >= self.v_max:
       raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
     if self.blocks and self.core != 'none':

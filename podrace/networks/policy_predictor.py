@@ -59,11 +59,6 @@ class PolicyPredictor(Body):
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   predictions: int = 30  # numbers of y: as many as the rule's
 
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    if self.predictions < 1:
-      raise ValueError(f'predictions must be at least 1, not {self.predictions}')
-
   @functools.cached_property
   def module(self) -> nn.Module:
     return _PolicyPredictor(self)

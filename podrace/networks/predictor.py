@@ -104,17 +104,6 @@ class Predictor(Body):
   bins: int = 601  # atoms of a value, evenly spaced in its rescaled form
   max_value: float = 300.0  # the largest of them, in that form; the least is -max_value
 
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    sizes = (self.predictions, self.model_size, *self.head_hidden)
-    if min(sizes) < 1 or self.bins < 3:
-      raise ValueError(
-        f'sizes must be at least 1, bins at least 3: {self.predictions=} {self.model_size=} '
-        f'{self.head_hidden=} {self.bins=}'
-      )
-    if self.max_value <= 0:
-      raise ValueError(f'max_value must be more than 0, not {self.max_value}')
-
   @property
   def activate(self) -> Any:
     return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from podrace.fields import check_types
+from podrace.fields import check_fields
 from podrace.networks.layers import Conv, flat
 from podrace.types import Array
 
@@ -33,9 +33,7 @@ class Transformer:
   patch: int = 2  # likewise, the side of the squares of an image, each of which is a token
 
   def __post_init__(self) -> None:
-    check_types(self)
-    if min(self.layers, self.width, self.heads, self.patch) < 1:
-      raise ValueError(f'sizes of a transformer must be at least 1: {self}')
+    check_fields(self)
     if self.width % self.heads:
       raise ValueError(
         f'the width {self.width} of a transformer does not divide into {self.heads} heads'

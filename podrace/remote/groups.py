@@ -189,6 +189,7 @@ class Incoming:
       if not (np.abs(records.numbers) <= LARGEST_REWARD).all():  # as NaN is not
         raise wire.not_bounded('a reward, score or discount', records.numbers, LARGEST_REWARD)
       self._layout.check_observations(steps)
+      self._layout.check_masks(steps, records)
       within = within_episodes(items, records)
     except Exception as e:
       self._accept_each(items, e)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from podrace.envs.spaces import leaves
+from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, MASK, leaves, without_choice
 from podrace.net import session
 from podrace.net.frame import Buffer, WireError, fixed, packed, short
-from podrace.types import LARGEST_OBSERVATION
+from podrace.types import LARGEST_OBSERVATION, TimeStep
 
 SERVICE = 'podrace'
 # Of a client.
@@ -173,6 +173,8 @@ class Layout:
     self._checked = [
       (i, b) for i, b in enumerate(bounds) if b is not None or self.leaves[i][0].kind == 'f'
     ]
+    paths = [leaf[0] for leaf in schema['observation']]
+    self._mask = paths.index(f'observation/{MASK}') if f'observation/{MASK}' in paths else None
     self.environment_bytes = sum(self._bytes)
 
   def arrays(self, body: Buffer, n: int) -> list[memoryview]:
@@ -217,6 +219,20 @@ class Layout:
         self._check(x, *bounds)
       if x.dtype.kind == 'f' and not is_bounded(x, LARGEST_OBSERVATION):
         raise not_bounded('an observation', x, LARGEST_OBSERVATION)
+
+  def check_masks(self, steps: Sequence[Sequence[Buffer]], records: Records) -> None:
+    """Check that each action mask allows something wherever an agent acts or bootstraps.
+
+    Raises:
+      WireError: if one of them doesn't.
+    """
+    if self._mask is None:
+      return
+    discount: Any = records.numbers[:, 1]
+    kind: Any = records.kind
+    timestep = TimeStep({MASK: self._array(steps, self._mask)}, discount, discount, kind)
+    if np.count_nonzero(without_choice(timestep)):
+      raise WireError(f'{ALLOWS_NOTHING}, expected {ALLOWS_SOME}')
 
   @staticmethod
   def _check(x: np.ndarray, low: Any, high: Any, details: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
 
-from podrace.fields import check_types
+from podrace.fields import check_fields
 from podrace.types import Array
 
 
@@ -26,17 +25,7 @@ class Buffer:
   importance_steps: int = 0  # environment steps until it has risen to 1, linearly; 0: it never does
 
   def __post_init__(self) -> None:
-    check_types(self)
-    for name in ('capacity', 'batch_size', 'min_size'):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    if not 0 < self.samples_per_insert < math.inf:
-      raise ValueError(f'samples_per_insert must be more than 0, not {self.samples_per_insert}')
-    for name in ('priority_exponent', 'importance_exponent'):
-      if not 0 <= getattr(self, name) <= 1:
-        raise ValueError(f'{name} must be within [0, 1], not {getattr(self, name)}')
-    if self.importance_steps < 0:
-      raise ValueError(f'importance_steps must not be negative, not {self.importance_steps}')
+    check_fields(self)
     if self.min_size > self.capacity:
       raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile
-from podrace.fields import LINE, SUMMARY, check_members
 from podrace.files import make_folder, open_append
 from podrace.files.reading import open_regular, parse_json, read_object
+from podrace.files.schema import LINE, SUMMARY, check_members
 from podrace.metrics import Line
 from podrace.output import tell
 from podrace.process import python

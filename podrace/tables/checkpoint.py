@@ -25,9 +25,9 @@ import numpy as np
 
 from podrace import files
 from podrace.errors import UnreadableFile
-from podrace.fields import COUNT, Member, check_members, needed
 from podrace.files import sync
 from podrace.files.reading import open_regular, parse_json, read_bytes, read_npz
+from podrace.files.schema import COUNT, Member, check_members, needed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore, pack
 from podrace.tables.items import Item, Leaf, Signature, held

@@ -439,7 +439,7 @@ def test_noise_is_each_device_s_own() -> None:
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
-    (dict(huber=-1.0), 'huber must be 0 or more, not -1.0'),
+    (dict(huber=-1.0), 'huber must be at least 0, not -1.0'),
     (
       dict(huber=0.0, network=QNetwork(head='quantile')),
       'huber must be more than 0 for quantiles, not 0.0',

@@ -408,7 +408,7 @@ def test_without_any_priority_all_windows_are_alike() -> None:
     (dict(capacity=0), 'capacity must be at least 1, not 0'),
     (dict(min_size=2000, capacity=1000), 'min_size 2000 is more than the capacity of 1000'),
     (dict(samples_per_insert=0.0), 'samples_per_insert must be more than 0'),
-    (dict(importance_steps=-1), 'importance_steps must not be negative, not -1'),
+    (dict(importance_steps=-1), 'importance_steps must be at least 0, not -1'),
     (dict(priority_exponent=1.5), r'priority_exponent must be within \[0, 1\], not 1.5'),
   ],
 )

@@ -199,7 +199,7 @@ def shuffled(
     lambda args: pool(args.num_envs, args.batch_size, seed, stuck),
   )  # fmt: skip
   return sebulba(
-    Impala(network=SMALL, learning_rate=0.0, greedy=True), spec=spec, num_envs=8, unroll_length=5,
+    Impala(network=SMALL, learning_rate=1e-30, greedy=True), spec=spec, num_envs=8, unroll_length=5,
     lag='async', batch_size=batch_size, **settings,
   )  # fmt: skip
 

@@ -14,7 +14,14 @@ import numpy as np
 from podrace.envs import registry
 from podrace.envs.host.spaces import action_bounds, i32, wide_bounds
 from podrace.envs.registry import UnknownName
-from podrace.envs.spaces import convert, leaves, values
+from podrace.envs.spaces import (
+  ALLOWS_NOTHING,
+  ALLOWS_SOME,
+  convert,
+  leaves,
+  values,
+  without_choice,
+)
 from podrace.errors import RunError
 from podrace.types import FIRST, LARGEST_REWARD, MID, Arrival, HostEnvironment, TimeStep
 
@@ -266,6 +273,12 @@ class Checker:
       if self._count < BOUNDED and field in self._limits:
         self._within(field, space, x, ids)
     self._count += 1
+    if (stuck := without_choice(arrival.timestep)) is not None and np.count_nonzero(stuck):
+      kind = ('FIRST', 'MID', 'LAST')[arrival.timestep.step_type[stuck][0]]
+      raise HostError(
+        f'{self._name}: environment {ids[stuck].tolist()} has {ALLOWS_NOTHING} with a {kind} timestep, '
+        f'expected {ALLOWS_SOME}'
+      )
     self._bounded('reward', arrival.timestep.reward, ids)
     if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
       self._bounded('reward', arrival.score, ids)
