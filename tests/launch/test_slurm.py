@@ -205,18 +205,19 @@ def test_keys_are_made_once_and_are_their_users_alone(tmp_path: Path) -> None:
   assert sorted(p.name for p in tmp_path.iterdir()) == ['keys', 'program.json']
 
 
-def test_a_job_runs_no_other_program_than_the_one_that_was_submitted(tmp_path: Path) -> None:
+def test_a_job_runs_no_other_program_than_the_one_that_was_submitted(cluster: Cluster) -> None:
   """A run directory with somebody's program.json, whose commands are run by nobody's word."""
-  mine, ran = Program((node('main', 'pass', main=True),)), tmp_path / 'ran'
-  slurm.prepare(Program((node('main', f'open({str(ran)!r}, "w")', main=True),)), tmp_path)
-  script = slurm.job(mine, tmp_path, [])
+  mine, ran = Program((node('main', 'pass', main=True),)), cluster.directory / 'ran'
+  (cluster.directory / 'logs').mkdir(parents=True)
+  slurm.prepare(Program((node('main', f'open({str(ran)!r}, "w")', main=True),)), cluster.directory)
+  script = slurm.job(mine, cluster.directory, [])
   words = shlex.split(script.splitlines()[-1].removeprefix('exec '))
   for line in (words, words[:-1]):  # a person may leave the hash out
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stderr
-  slurm.prepare(mine, tmp_path)
-  assert slurm.sha256((tmp_path / 'program.json').read_text()) == words[-1]
-  assert not ran.exists()
+  slurm.prepare(mine, cluster.directory)
+  assert slurm.sha256((cluster.directory / 'program.json').read_text()) == words[-1]
+  assert not ran.exists() and not cluster.calls('srun')
 
 
 @pytest.mark.slow
