@@ -204,7 +204,7 @@ def test_four_processes_that_a_cluster_started_are_one_run(tmp_path: Path, varia
 @pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path: Path, pair) -> None:
   """Stopped by a signal to one of them, and resumed; the same parameters as in one process."""
-  run_dir = tmp_path / 'two'
+  run_dir = tmp_path / 'two=[1]'  # a name that orbax takes for a pattern
   length = ['--total-steps', '6400', '--devices', '4']
   both = pair(run_dir, *length)
   until(lambda: 'compiled in' in both[0].output or both[0].popen.poll() is not None)
