@@ -211,7 +211,8 @@ def test_samples_that_no_client_reads_are_bounded_for_all_together(
     for raw in raws:
       for number in range(3):
         sample(raw, number + 1, 2000, peek=True)
-    until(lambda: server.counts['dropped'] >= 2)
+    events = server.listener.lines.events
+    until(lambda: sum('bytes of samples unread' in line for line in events) >= 2, 60)
     assert server.sampling._unread_bytes <= 2**22
     assert len(good.table('it').sample(1, peek=True).key) == 1
   for raw in raws:
