@@ -205,7 +205,7 @@ def test_a_rule_that_is_no_rule_is_refused_before_it_is_unpacked(
   with ends(), pytest.raises(UsageError):
     files.load(str(path), hashlib.sha256(data).hexdigest(), disco.Sizes)
   with ends(), pytest.raises(ValueError):
-    read_npz(data)
+    read_npz(data, files.UNPACKED_BYTES)
 
 
 @pytest.mark.parametrize('node', [os.mkfifo, Path.mkdir, lambda path: path.symlink_to('/dev/zero')])
