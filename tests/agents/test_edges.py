@@ -146,7 +146,7 @@ BASES: dict[str, Any] = {
     actor=Actor(hidden=(4,), deterministic=True), critic=Critic(hidden=(4,), atoms=11), v_min=-3, v_max=3
   ),
   'muzero': MuZero(network=MODEL, simulations=2, unroll=1, n_step=2, learning_rate=1e-2),
-  'muzero, puct': MuZero(network=MODEL, simulations=2, unroll=1, n_step=2, search='puct', reanalyse=0.5),
+  'muzero, puct': MuZero(network=MODEL, simulations=2, unroll=1, n_step=6, search='puct', reanalyse=0.5),
   'muesli': Muesli(network=MODEL, unroll=1),
   'disco': Disco(
     rule_files.small(), lifetime=rule_files.SIZES.lifetime,
@@ -172,6 +172,10 @@ def accepted(base: str) -> Iterator[tuple[str, Any]]:
   agent = BASES[base]
   for x, name, path in settings_of(agent):
     if x is not agent or name in OF_MEMORY or (', ' in base and range_of(x, name) == COST):
+      continue
+    if (
+      base == 'muzero, puct' and name == 'n_step'
+    ):  # what is searched again is as long as the window
       continue
     kind = str({f.name: f.type for f in dataclasses.fields(x)}[name])
     limits: Any = range_of(x, name)
