@@ -131,6 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   tell_of_faults()
   escape_logs()
   own_code.leave_here()
+  if args[1:] and args[0] in HELP:  # podrace --help train
+    args[:2] = args[1::-1]
   lasting = bool(args) and args[0] in LASTING
   # Until a command has handlers of its own: nothing is saved yet, and an exception could be swallowed.
   handlers = on_signals(end_at_once) if lasting else contextlib.nullcontext()
@@ -179,8 +181,6 @@ def _guarded(args: list[str]) -> int:
 
       print_text(__version__)
       return 0
-    if args[0] in HELP and args[1:] and args[1] in COMMANDS:  # podrace --help train
-      args[:2] = args[1::-1]
     name, *rest = args
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)

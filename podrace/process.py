@@ -171,7 +171,7 @@ def _default_signals() -> None:
 
 
 _watching = threading.Event()
-_ending = threading.Lock()
+_ending, _is_ending = threading.RLock(), threading.Event()
 _undo: list[Callable[[], None]] = []  # called by `end_at_once`
 
 
@@ -217,8 +217,10 @@ def give_way() -> None:
 
 def end_at_once(signum: int, frame: Any) -> None:
   """A handler for when there is nothing to save. No exception, which whoever is called may swallow."""
-  if not _ending.acquire(blocking=False):  # the other thread, or the handler of the signal before
+  _ending.acquire()  # the other thread waits here for the end, and does nothing more
+  if _is_ending.is_set():  # by the handler of the signal before
     return
+  _is_ending.set()
   name = signal.Signals(signum).name
   with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
     os.write(2, f'\npodrace: {name}: ended at once; there was nothing to save\n'.encode())
