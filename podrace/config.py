@@ -337,7 +337,12 @@ def _plain(value: Any, anything: bool = False) -> Any:
     cls = type(value)
     known = cls.__module__.startswith('podrace.') and hooks.lacks(value) and not anything
     theirs = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
-    fields = [f for f in dataclasses.fields(value) if _own(f)]
+    unrecorded = getattr(value, 'UNRECORDED', {})
+    fields = [
+      f
+      for f in dataclasses.fields(value)
+      if _own(f) and (f.name not in unrecorded or getattr(value, f.name) != unrecorded[f.name])
+    ]
     return {**theirs, **{f.name: _plain(getattr(value, f.name), f.type == 'Any') for f in fields}}
   if isinstance(value, tuple | list):
     return [_plain(v) for v in value]
@@ -388,6 +393,20 @@ def completed(record: dict[str, Any], allowed: Iterable[str] = ()) -> dict[str, 
     return record
 
 
+def with_unrecorded(settings: Any, record: dict[str, Any]) -> Any:
+  """Return `settings` with the value that each field has in a record of before it was recorded.
+
+  A run goes on with the network that it began with, so a record without the field decides.
+  """
+  values = {k: v for k, v in getattr(settings, 'UNRECORDED', {}).items() if k not in record}
+  for f in dataclasses.fields(settings):
+    value, part = getattr(settings, f.name), record.get(f.name)
+    if dataclasses.is_dataclass(value) and isinstance(part, dict):
+      changed = with_unrecorded(value, part)
+      values |= {} if changed is value else {f.name: changed}
+  return dataclasses.replace(settings, **values) if values else settings
+
+
 def _make(cls: Any, record: dict[str, Any]) -> Any:
   if record.keys() == {'repr'}:
     raise UsageError(
@@ -401,7 +420,7 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
   fields = {f.name for f in dataclasses.fields(cls) if _own(f)}
   for name in record.keys() - fields:
     raise unknown(f'field of {cls.__name__}', name, fields)
-  values = dict(getattr(cls, 'UNRECORDED', {}))  # what a field was before it was recorded
+  values = dict(getattr(cls, 'UNRECORDED', {}))  # a record leaves them out
   for name, value in record.items():
     if (wrong := expected(value, hints[name])) and cls.__module__.startswith('podrace.'):
       raise UsageError(f'config.json: {name} of {cls.__name__} is {value!r:.200}, expected {wrong}')

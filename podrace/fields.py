@@ -187,7 +187,7 @@ def range_of(settings: Any, name: str) -> Range | None:
 def check_fields(settings: Any) -> None:
   """Check the types and the ranges of all fields.
 
-  Infinity is left to `podrace.config.check_numbers`, which knows the option.
+  Infinity, and NaN where any number is allowed, are left to `podrace.config.check_numbers`, which knows the option.
 
   Raises:
     ValueError: for the first field that is of another type, or outside of its range.
@@ -196,7 +196,7 @@ def check_fields(settings: Any) -> None:
   for field in dataclasses.fields(settings):
     values, limits = getattr(settings, field.name), range_of(settings, field.name)
     for value in values if isinstance(values, tuple) else (values,):
-      if limits and isinstance(value, int | float) and value not in limits:
+      if limits not in (None, ANY) and isinstance(value, int | float) and value not in limits:
         raise ValueError(f'{field.name.rstrip("_")} must be {limits}, not {value}')
 
 

@@ -23,6 +23,7 @@ from podrace.config import (
   differences,
   from_json,
   to_json,
+  with_unrecorded,
 )
 from podrace.errors import UnreadableFile, UsageError
 from podrace.files import check_folder, write_whole
@@ -144,6 +145,12 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
 def completed_record(record: dict[str, Any], config: Config | Discovery) -> dict[str, Any]:
   """A run directory's record with later fields; of code, it may name what this configuration has."""
   return completed(record, own_code.named(to_json(config)))
+
+
+def continued(config: Any, run_dir: Path) -> Any:
+  """Return the config with which the run in a directory goes on: fields that its record lacks are as it began."""
+  record = read_record(run_dir)
+  return config if record is None else with_unrecorded(config, record)
 
 
 def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:

@@ -28,6 +28,7 @@ from podrace.group import everyones
 from podrace.log import Log
 from podrace.record import (
   changes_of,
+  continued,
   final_return,
   locked,
   machine,
@@ -87,6 +88,7 @@ def train(
     RunError: if the run can't go on: the loss is not finite, or the disk is full.
     Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
   """
+  config = continued(config, Path(run_dir))
   validate(config)
 
   def assemble(warn: Callable[[str], None]) -> tuple[Architecture, Server | None]:
@@ -120,6 +122,7 @@ def discover(
   callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
   """Trains a rule, as `train` trains an agent; the rule is in the run directory, `rule.npz`."""
+  config = continued(config, Path(run_dir))
 
   def assemble(warn: Callable[[str], None]) -> tuple[Architecture, None]:
     return build_discovery(config), None

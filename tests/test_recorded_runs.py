@@ -62,6 +62,13 @@ def test_a_recorded_run_is_resumed(name: str, runs: Path) -> None:
   assert (runs / name / 'metrics.jsonl').read_text().startswith(metrics)
 
 
+def test_a_recorded_run_is_finished(runs: Path) -> None:
+  small = ['--total-steps', '4000', '--num-envs', '8', '--agent.network.hidden', '8']
+  assert not exit_code('train', 'catch', *small, '--run-dir', 'catch', '--quiet')
+  record = json.loads((runs / 'catch' / 'config.json').read_text())
+  assert 'scaling' not in record['agent']['network']
+
+
 def test_a_recorded_meta_training_is_finished(runs: Path) -> None:
   before = (runs / 'discover' / 'rule.npz').read_bytes()
   words = ['discover', '--quiet', '--run-dir', str(runs / 'discover')]

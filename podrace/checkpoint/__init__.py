@@ -167,7 +167,7 @@ class Checkpoints:
     with self._failing(f'checkpoint {step}'):
       self._wait_for_writing()  # before `_expected` is of this one
       self._expected = lambda: self._read_back(step, meta, arrays, prints)
-      self._directory.mkdir(exist_ok=True)
+      files.make_folder(self._directory)
       self._plain.renew()
       self._manager.save(step, args=args, force=True)
 
@@ -349,12 +349,12 @@ def merged(directory: Path, step: int, items: Iterable[str]) -> Iterator[Path]:
     root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
     plain = stack.enter_context(contextlib.closing(PlainPath(root)))
     target = root / str(step)
-    target.mkdir()
+    files.create_folder(target)
     for entry in source.iterdir():
       if entry.name not in items:
         (target / entry.name).symlink_to(entry)
     for item in items:
-      (target / item).mkdir()
+      files.create_folder(target / item)
       folders = [f for f in (source / item, elsewhere / f'{item}{DRAFT}') if f.is_dir()]
       for entry in (entry for folder in folders for entry in folder.iterdir()):
         link = target / item / entry.name

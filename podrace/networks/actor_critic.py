@@ -64,9 +64,8 @@ class ActorCritic(Body):
 
   shared: bool = True  # policy and value share the torso (always so for images and recurrent)
   squash: bool = False  # continuous actions: tanh-Normal, standard deviation from the network
-  initial_log_std: float = (
-    0.0  # likewise without squash: where log std starts, of half the range of a box
-  )
+  initial_log_std: float = 0.0
+  # ^ continuous actions without squash: first log standard deviation, in half ranges of the box
 
   @functools.cached_property
   def distribution(self) -> distributions.Distribution:

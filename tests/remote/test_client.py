@@ -77,7 +77,7 @@ def all_step(learner: Learner, dropped: int) -> bool:
 def kills(tmp_path: Path, count: int) -> None:
   """Clients are killed at random moments; others come in their place at once, as connections end with processes."""
   moments = random.Random(0)
-  with Learner(slots=4, peer_timeout=600.0, max_wait=0.001) as learner:
+  with Learner(slots=4, peer_timeout=600.0, deadline=600.0, max_wait=0.001) as learner:
     running: list[Envs] = []
     try:
       for i in range(2):

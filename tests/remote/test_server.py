@@ -1095,7 +1095,7 @@ def test_a_thousand_light_clients() -> None:
     asker = Asker(learner.address, None, False)
     assert len(asker.ask()['clients']) == count
     asker.close()
-    until(lambda: not learner.server.peers, 20)
+    until(lambda: not learner.server.peers)
     assert len(learner.pools[0].free) == 1000
 
 

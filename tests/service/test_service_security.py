@@ -102,7 +102,7 @@ def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
       assert counts['sessions'] == 1 and not counts['malformed']
       away = counts['turned away']
       (keys / net_keys.ALLOWED).write_text('')  # nobody is listed any more
-      until(lambda: not server.peers and not publisher.peers, 10.0)
+      until(lambda: not server.peers and not publisher.peers)
       until(lambda: counts['turned away'] > away)  # came again
       assert counts['sessions'] == 1
       reader.close()

@@ -286,7 +286,7 @@ def test_what_nobody_needs_is_let_go(server: ReplayServer, client: service.Clien
   writer.close(timeout=30)
   stream = next(iter(server.peers)).state.stream
   assert table.info().chunks <= 6
-  until(lambda: len(stream.pieces) <= 6, 10.0)  # told with items, or some time later
+  until(lambda: len(stream.pieces) <= 6)  # told with items, or some time later
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -513,7 +513,7 @@ def test_sizes_are_told_every_second_and_with_each_sample() -> None:
   ):
     table = client.table('it', **once)
     fill(other, other.table('it'), 5).close(timeout=30)
-    until(lambda: table.last_size == 5, 10.0)
+    until(lambda: table.last_size == 5)
     table.sample(5, timeout=30)
     assert table.last_size == 0  # at once
     client.connections[0].sizes = {'it': 7}

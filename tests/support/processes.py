@@ -25,7 +25,7 @@ from children import STARTED, until
 
 from podrace.checkpoint import Checkpoints
 
-DEADLINE = 180.0  # seconds, for what takes a few on an idle machine
+DEADLINE = 600.0  # seconds; ends a hang, and decides nothing
 CONTEXT = multiprocessing.get_context('forkserver')
 CONTEXT.set_forkserver_preload(
   ['podrace.cli', 'podrace.run', 'podrace.evaluate', 'podrace.agents.ppo', 'podrace.agents.impala',
