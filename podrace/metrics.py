@@ -212,8 +212,13 @@ SINKS: dict[str, Callable[[Path], Sink]] = {'tensorboard': TensorBoard, 'wandb':
 LIBRARIES = {'tensorboard': 'tensorboardX', 'wandb': 'wandb'}
 
 
-def check_sinks(sinks: Sequence[str | Sink]) -> None:
-  """Raises UsageError where there is no sink of a name, or its library isn't installed."""
+def check_sinks(sinks: Sequence[str | Sink], run_dir: Path | None = None) -> None:
+  """Check the sinks of a run.
+
+  Raises:
+    UsageError: if there is no sink of a name, its library cannot be imported, or the run directory has settings for it,
+      which may name a server that gets the user's key.
+  """
   for name in sinks:
     if not isinstance(name, str):
       continue
@@ -223,6 +228,11 @@ def check_sinks(sinks: Sequence[str | Sink]) -> None:
       importlib.import_module(LIBRARIES.get(name, 'podrace'))
     except Exception as e:
       raise UsageError(why_not(f'sink {name!r}', name, e)) from e
+    if name == WANDB and run_dir and os.path.lexists(path := run_dir / WANDB / 'settings'):
+      raise UsageError(
+        f'{path} may send your metrics and your key to another server: remove it, or take environment variables '
+        'such as WANDB_BASE_URL for your own settings'
+      )
 
 
 # --- progress -----------------------------------------------------------------------------------

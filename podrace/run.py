@@ -20,7 +20,7 @@ from podrace.build import build, build_discovery, make_server
 from podrace.callbacks import Callback, Callbacks
 from podrace.checkpoint import CheckpointError
 from podrace.config import Config, to_json, validate
-from podrace.errors import RunError, UsageError
+from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.evaluate import evaluated
 from podrace.evaluations import Evaluations
 from podrace.files import check_folder, make_user_folder
@@ -146,7 +146,7 @@ def carry_out(
     assemble: the program, and the server that remote environments come to. It is given what warns.
     opening: says what there is to say once the run begins.
   """
-  metrics.check_sinks(sinks)
+  metrics.check_sinks(sinks, Path(run_dir))
   called, run_dir = Callbacks(callbacks, override), Path(run_dir)
   if called.transforms and jax.process_count() > 1:
     raise UsageError('a callback with transform is for runs of one process')
@@ -347,7 +347,11 @@ class _Run:
     """The state that the run goes on from, and its notes; None if it begins."""
     found = self.saves.restore()
     if found is None:
-      line, _ = last_line(self.run_dir / 'metrics.jsonl')
+      line: metrics.Line = {}
+      with contextlib.suppress(
+        UnreadableFile
+      ):  # such as a link, in whose place the log puts a file
+        line, _ = last_line(self.run_dir / 'metrics.jsonl')
       if self.leader and line.get('step', 0):
         self.warn(
           f'{self.run_dir} has no checkpoint, though its metrics reach step {line["step"]:,}: it begins again at step 0'

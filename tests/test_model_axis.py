@@ -289,6 +289,13 @@ def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[Any, str]:
   ('wrong', 'said'),
   [
     (lambda: ActorCritic(sharding=(('(', 0),)), r"sharding: '\(' is no pattern of names"),
+    (lambda: ActorCritic(sharding=(('(a+)+$', 0),)), r"sharding: '\(a\+\)\+\$' may be slow"),
+    (lambda: ActorCritic(sharding=(('.*.*.*x', 0),)), r'expected at most 2 of \* \+ {'),
+    (lambda: ActorCritic(sharding=(('(a|b)(a|b)(a|b)(a|b)(a|b)', 0),)), r'and 4 of \? \|'),
+    (
+      lambda: ActorCritic(sharding=(('x', 0),) * 101),
+      'sharding has 101 rules, expected at most 100',
+    ),
     (lambda: Transformer(width=10), 'the width 10 of a transformer does not divide into 4 heads'),
     (lambda: Transformer(patch=0), 'must be at least 1'),
   ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable
@@ -113,7 +114,7 @@ def test_a_run_refuses_a_folder(name: str, plant: Plant, tmp_path: Path, outside
   plant_all(plant, tmp_path / 'run', outside, name)
   with pytest.raises(UsageError, match=f'{name} there is a'):
     run.train(config(), tmp_path / 'run', quiet=True)
-  assert sorted(p.name for p in (tmp_path / 'run').iterdir()) == sorted([name, 'lock'])
+  assert [p.name for p in (tmp_path / 'run').iterdir()] == [name]
   check_untouched(outside)
 
 
@@ -164,6 +165,31 @@ def test_discover_refuses_as_train_does(tmp_path: Path, outside: Path, several_s
   folder_link(tmp_path / 'run' / 'checkpoints', outside)
   with pytest.raises(UsageError, match='checkpoints there is a symbolic link'):
     run.discover(next(iter(RULES.values()))(), tmp_path / 'run', quiet=True)
+  check_untouched(outside)
+
+
+def test_settings_of_weights_and_biases_are_refused(tmp_path: Path) -> None:
+  """They may name a server, which would get the user's key."""
+  pytest.importorskip('wandb')
+  path = tmp_path / 'run' / 'wandb' / 'settings'
+  path.parent.mkdir(parents=True)
+  path.write_text('[default]\nbase_url = http://127.0.0.1:9/\n', encoding='utf-8')
+  with pytest.raises(UsageError, match='wandb/settings may send your metrics and your key'):
+    run.train(config(), tmp_path / 'run', quiet=True, sinks=('wandb',))
+  assert [p.name for p in (tmp_path / 'run').iterdir()] == ['wandb']
+
+
+@names([folder_link, fifo])
+def test_the_folder_of_weights_and_biases_has_its_own_link_only(
+  plant: Plant, tmp_path: Path, outside: Path
+) -> None:
+  for name in ('wandb/run-1/files', 'wandb/run-1/latest-run', 'checkpoints/latest-run'):
+    plant_all(plant, tmp_path / 'run', outside, name)
+    with pytest.raises(UsageError, match=f'{name} there is a'):
+      run.train(config(), tmp_path / 'run', quiet=True)
+    (tmp_path / 'run' / name).unlink()
+  folder_link(tmp_path / 'run' / 'wandb' / 'latest-run', outside)
+  assert run.train(config(), tmp_path / 'run', quiet=True)['step'] == 64
   check_untouched(outside)
 
 
@@ -286,6 +312,44 @@ def test_a_sweep_replaces_files_and_waits_for_no_stale_lock(
   check_untouched(outside)
 
 
+EVIL = '0.001 --eval-every 32 --eval-env python:os.system,command=true'
+LOGS: dict[
+  str, tuple[dict[str, Any], str]
+] = {  # of a study: what a line of a trial has, and what is named
+  'options': ({'param_value_internal': EVIL}, 'has agent.learning-rate .0.001 --eval-every'),
+  'range': ({'param_value_internal': 0.5}, 'has agent.learning-rate 0.5, expected a number from'),
+  'truth': ({'param_value_internal': True}, 'has agent.learning-rate True, expected a number from'),
+  'name': ({'param_name': 'eval-env'}, 'has eval-env, which the sweep does not vary'),
+  'line': ({'op_code': 99}, 'is not the log of this sweep'),
+  'score': ({'op_code': 7, 'step': 3, 'intermediate_value': 'x'}, "has the score 'x'"),
+}
+
+
+@pytest.mark.parametrize('name', LOGS)
+def test_the_log_of_a_study_adds_no_options(
+  name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  """The settings of its trials become arguments of processes, and of the command for the best."""
+  import optuna
+  from optuna.storages.journal import JournalFileBackend, JournalStorage
+
+  folder = tmp_path / 'sweep'
+  folder.mkdir()
+  storage = JournalStorage(JournalFileBackend(str(folder / 'study.log')))
+  study = optuna.create_study(storage=storage, study_name='sweep', direction='maximize')
+  study.ask().suggest_float('agent.learning-rate', 1e-4, 1e-2, log=True)
+  changed, message = LOGS[name]
+  *lines, last = (folder / 'study.log').read_text(encoding='utf-8').splitlines()
+  lines.append(json.dumps(json.loads(last) | changed))
+  (folder / 'study.log').write_text('\n'.join(lines) + '\n', encoding='utf-8')
+  words = ['catch', '--vary', 'agent.learning-rate=log:1e-4..1e-2', *SMALL, '--devices', '1']
+  more = ['--method', 'tpe', '--trials', '2', '--dir', str(folder)]
+  code, _, err = called(capsys, 'sweep', *words, *more)
+  assert code == 2, err
+  assert re.search(message, err) and 'study.log' in err
+  assert not (folder / '0000').exists()
+
+
 # --- programs of several processes ----------------------------------------------------------------------
 
 ONE = Program((Node('main', (sys.executable, '-c', 'print(1)'), main=True),))
@@ -329,8 +393,10 @@ def test_a_program_refuses_folders_that_lead_elsewhere(
   if name == 'announced':
     with pytest.raises(UsageError, match='announced is a'):
       Announcements(ONE, directory / name, directory / 'keys', directory).open()
-  if name == 'keys':
-    slurm.prepare(ONE, directory)  # there is something already, which is kept
+  if name == 'keys':  # of a stranger, who would know them
+    slurm.prepare(ONE, directory)
+    assert keys.readable(directory / name / 'client.key').lstat().st_mode & 0o777 == 0o600
+    assert not (directory / name).is_symlink()
   check_untouched(outside)
 
 

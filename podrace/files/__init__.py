@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 UTF8 = 'utf-8'
 LEVELS = 100  # of directories below a run directory: deeper ones cannot be removed
-WANDB = 'wandb'  # a directory in which Weights & Biases makes links of its own
+WANDB = 'wandb'  # a directory of Weights & Biases
+LATEST = 'latest-run'  # a link there, which it makes anew for each life of a run
 
 
 class NotOwn(OSError, UsageError):
@@ -228,7 +229,8 @@ def _strange(directory: Path, links: bool) -> Iterator[str]:
   """Describe each entry that `check_folder` refuses. An entry that vanishes meanwhile is none."""
   folders = [str(directory)]
   while folders:
-    with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+    folder = folders.pop()
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
       for entry in entries:
         name = os.path.relpath(entry.path, directory)
         with contextlib.suppress(OSError):
@@ -236,8 +238,10 @@ def _strange(directory: Path, links: bool) -> Iterator[str]:
           if stat.S_ISDIR(kind):
             if name.count(os.sep) > LEVELS:
               yield f'{name[:99]}... there has too many levels'
-            elif entry.name != WANDB:
+            else:
               folders.append(entry.path)
+            continue
+          if entry.name == LATEST and os.path.basename(folder) == WANDB:
             continue
           kind = entry.stat().st_mode
           if stat.S_ISDIR(kind):

@@ -24,7 +24,7 @@ from pathlib import Path
 from podrace import program as programs
 from podrace.commands.options import Option, Options
 from podrace.errors import UsageError
-from podrace.files import UTF8, move, write_whole
+from podrace.files import UTF8, move, remove, write_whole
 from podrace.launch.addresses import Announcements
 from podrace.launch.handing import (
   CPUS,
@@ -162,12 +162,22 @@ def sha256(text: str) -> str:
 
 
 def prepare(program: Program, directory: Path) -> None:
-  """Writes what the job reads: the program, and keys, unless there are some."""
+  """Write what the job reads: the program, and new keys.
+
+  Keys that are there already may be known to the user who made the directory.
+
+  Raises:
+    UsageError: if keys that are there cannot be removed.
+  """
   write_whole(directory / 'program.json', recorded(program))
-  if not os.path.lexists(directory / 'keys'):
-    with tempfile.TemporaryDirectory(prefix='keys-', dir=directory) as draft:
-      make_keys(Path(draft) / 'keys')
-      move(Path(draft) / 'keys', directory / 'keys')
+  kept = directory / 'keys'
+  with tempfile.TemporaryDirectory(prefix='keys-', dir=directory) as draft:
+    make_keys(Path(draft) / 'keys')
+    remove(kept)
+    try:
+      move(Path(draft) / 'keys', kept)
+    except FileExistsError:
+      raise UsageError(f'{kept} cannot be removed: each job gets new keys') from None
 
 
 def submit(sbatch: str, directory: Path) -> int:

@@ -26,6 +26,7 @@ from podrace.types import Array, TimeStep
 
 SHARDING = torsos.SHARDING + transformer.SHARDING
 CPU_CHUNK = 4096  # samples in one gradient: fits the caches, and still keeps all cores busy
+RULES, REPEATS, CHOICES = 100, 2, 4  # of --model-devices: rules, and of a pattern * + {, and ? |
 FLAT = 2048  # numbers of an image that an MLP takes as they are: MinAtar's boards have up to 1,000
 CPU_CHUNK_FRAMES = 32  # likewise, where a sample is a frame that goes through convolutions
 
@@ -58,6 +59,8 @@ class Body:
 
   def __post_init__(self) -> None:
     check_fields(self)
+    if len(self.sharding) > RULES:
+      raise ValueError(f'sharding has {len(self.sharding)} rules, expected at most {RULES}')
     for pattern, _ in self.sharding:
       _check_pattern(pattern)
 
@@ -166,7 +169,15 @@ class Body:
 
 
 def _check_pattern(pattern: str) -> None:
+  """Check a pattern, which the record of another user may have; a slow one would be searched for without end."""
   try:
     re.compile(pattern)
-  except re.error as e:
-    raise ValueError(f'sharding: {pattern!r} is no pattern of names: {e}') from e
+  except (re.error, RecursionError, OverflowError) as e:
+    raise ValueError(f'sharding: {pattern!r:.200} is no pattern of names: {e}') from e
+  plain = re.sub(r'\\.', 'x', pattern)  # without what is escaped
+  repeats, choices = len(re.findall(r'[*+{]', plain)), len(re.findall(r'[?|]', plain))
+  if repeats > REPEATS or choices > CHOICES or re.search(r'\)[*+?{]', plain):
+    raise ValueError(
+      f'sharding: {pattern!r:.200} may be slow; expected at most {REPEATS} of * + {{ and {CHOICES} of ? | in a pattern, '
+      'none of them behind a group: write several rules'
+    )

@@ -16,6 +16,7 @@ from podrace.files import check_folder, make_user_folder, open_append, open_lock
 from podrace.files.reading import read_object
 from podrace.imports import why_not
 from podrace.metrics import Line
+from podrace.runs import reason
 from podrace.sweep import processes, settings
 from podrace.sweep.settings import Choices, Range, Setting, Spaces
 
@@ -198,14 +199,22 @@ def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
   journal = sweep.folder / 'study.log'
   lock: Any = JournalLock(journal)
   open_append(journal).close()  # Optuna opens it by its path, again and again
-  study = optuna.create_study(
-    storage=JournalStorage(JournalFileBackend(str(journal), lock)),
-    study_name='sweep',
-    direction='maximize',
-    sampler=optuna.samplers.TPESampler(seed=sweep.config.seed),
-    pruner=optuna.pruners.SuccessiveHalvingPruner() if sweep.prune else optuna.pruners.NopPruner(),
-    load_if_exists=True,
-  )
+  try:
+    study = optuna.create_study(
+      storage=JournalStorage(JournalFileBackend(str(journal), lock)),
+      study_name='sweep',
+      direction='maximize',
+      sampler=optuna.samplers.TPESampler(seed=sweep.config.seed),
+      pruner=optuna.pruners.SuccessiveHalvingPruner()
+      if sweep.prune
+      else optuna.pruners.NopPruner(),
+      load_if_exists=True,
+    )
+    _check_trials(study, sweep)
+  except Exception as e:  # Optuna expects its own lines, and fails in many ways at other ones
+    raise UsageError(
+      f'{journal} is not the log of this sweep: {reason(e)}; remove it to begin anew'
+    ) from e
   begun = study.get_trials(states=[TrialState.RUNNING])
   asked: dict[Path, Any] = {}
   found: Trials = []
@@ -246,6 +255,28 @@ def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
     code = 0 if frozen.state is TrialState.PRUNED else 1
     found.append(_trial(path, dict(frozen.params), code))
   return found
+
+
+def _check_trials(study: Any, sweep: Sweep) -> None:
+  """Check trials of a log that another user may have written: their settings become arguments of `podrace train`.
+
+  Raises:
+    ValueError: for a setting that is not of this sweep, a value that is not in its space, or a score that is no number.
+  """
+  trials = study.get_trials(deepcopy=False)
+  if len(trials) > sweep.trials:
+    raise ValueError(f'it has {len(trials)} trials, expected at most {sweep.trials}')
+  for trial in trials:
+    for name, value in trial.params.items():
+      space = sweep.spaces.get(name)
+      if space is None:
+        raise ValueError(f'trial {trial.number} has {name:.99}, which the sweep does not vary')
+      if not space.has(value):
+        raise ValueError(f'trial {trial.number} has {name} {value!r:.99}, expected {space}')
+    scores = trial.intermediate_values
+    for score in (*(trial.values or ()), *scores, *scores.values()):
+      if not isinstance(score, int | float):
+        raise ValueError(f'trial {trial.number} has the score {score!r:.99}, expected a number')
 
 
 def _suggested(trial: Any, name: str, space: Choices | Range) -> Any:

@@ -22,6 +22,13 @@ class Choices:
 
   values: tuple[str, ...]
 
+  def has(self, value: object) -> bool:
+    """Whether a value, as `value_of` reads it, is one of these."""
+    return any(type(value) is type(x) and value == x for x in map(value_of, self.values))
+
+  def __str__(self) -> str:
+    return f'one of {", ".join(self.values)}'
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
@@ -31,6 +38,14 @@ class Range:
   high: float
   log: bool = False  # drawn evenly in logarithms
   whole: bool = False
+
+  def has(self, value: object) -> bool:
+    """Whether a value is a number of this range."""
+    kinds = (int,) if self.whole else (int, float)
+    return type(value) in kinds and self.low <= value <= self.high  # type: ignore[operator]
+
+  def __str__(self) -> str:
+    return f'a {"whole " if self.whole else ""}number from {self.low:g} to {self.high:g}'
 
   def at(self, u: float) -> float | int:
     """The number at `u`, from 0 (low) to 1 (high)."""

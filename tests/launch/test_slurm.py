@@ -194,12 +194,15 @@ def test_announcements_do_not_outlive_their_process(tmp_path: Path) -> None:
   assert not list((tmp_path / 'announced').iterdir())
 
 
-def test_keys_are_made_once_and_are_their_users_alone(tmp_path: Path) -> None:
+def test_each_job_has_new_keys_that_are_its_users_alone(tmp_path: Path) -> None:
   program = Program((Node('main', ('true',), main=True),))
   slurm.prepare(program, tmp_path)
   made = keys.readable(tmp_path / 'keys' / 'client.key').read_text()
   slurm.prepare(program, tmp_path)
-  assert (tmp_path / 'keys' / 'client.key').read_text() == made
+  assert (tmp_path / 'keys' / 'client.key').read_text() != made, (
+    'the directory may be of a stranger'
+  )
+  assert (tmp_path / 'keys' / keys.ALLOWED).read_text().count('\n') == 1
   assert (tmp_path / 'keys').stat().st_mode & 0o777 == 0o700
   assert not (tmp_path / 'keys' / 'authority.key').exists()
   assert sorted(p.name for p in tmp_path.iterdir()) == ['keys', 'program.json']
