@@ -322,30 +322,31 @@ def agent_name(agent: Any) -> str:
   return names[0] if names else ':'.join(where)
 
 
-def to_json(config: Basics) -> dict[str, Any]:
-  """The exact record of a config."""
-  record = _plain(config)
+def to_json(config: Basics, whole: bool = False) -> dict[str, Any]:
+  """The exact record of a config; `whole`: with the values that a record leaves out, see `with_unrecorded`."""
+  record = _plain(config, whole=whole)
   agent = {k: v for k, v in record['agent'].items() if k != CLASS}
   record['agent'] = {'name': agent_name(config.agent), **agent}
   kind = next(name for name, (_, cls) in KINDS.items() if cls == type(config).__name__)
   return {'version': VERSION, **({} if kind == TRAIN else {KIND: kind}), **record}
 
 
-def _plain(value: Any, anything: bool = False) -> Any:
+def _plain(value: Any, anything: bool = False, whole: bool = False) -> Any:
   """`value` as JSON; `anything`: the type of its field does not say of which class it is."""
   if dataclasses.is_dataclass(value):
     cls = type(value)
     known = cls.__module__.startswith('podrace.') and hooks.lacks(value) and not anything
     theirs = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
-    unrecorded = getattr(value, 'UNRECORDED', {})
+    unrecorded = {} if whole else getattr(value, 'UNRECORDED', {})
     fields = [
       f
       for f in dataclasses.fields(value)
       if _own(f) and (f.name not in unrecorded or getattr(value, f.name) != unrecorded[f.name])
     ]
-    return {**theirs, **{f.name: _plain(getattr(value, f.name), f.type == 'Any') for f in fields}}
+    members = {f.name: _plain(getattr(value, f.name), f.type == 'Any', whole) for f in fields}
+    return {**theirs, **members}
   if isinstance(value, tuple | list):
-    return [_plain(v) for v in value]
+    return [_plain(v, whole=whole) for v in value]
   if value is None or isinstance(value, bool | int | float | str):
     return value
   return {'repr': repr(value)}  # of somebody's own; can be compared, but not made again
@@ -405,6 +406,12 @@ def with_unrecorded(settings: Any, record: dict[str, Any]) -> Any:
       changed = with_unrecorded(value, part)
       values |= {} if changed is value else {f.name: changed}
   return dataclasses.replace(settings, **values) if values else settings
+
+
+def unrecorded_options(config: Basics, record: dict[str, Any]) -> list[str]:
+  """Return the options that make `with_unrecorded` of a config: for commands that do not read the record."""
+  was, now = (to_json(c, whole=True) for c in (config, with_unrecorded(config, record)))
+  return [x for path, _, value in changes(was, now) for x in (option(path), argument(value))]
 
 
 def _make(cls: Any, record: dict[str, Any]) -> Any:

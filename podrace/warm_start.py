@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from podrace import hooks, own_code
-from podrace.config import Config, to_json
+from podrace.config import Config, changes, option, to_json
 from podrace.errors import UsageError
 from podrace.evaluate import evaluable, newest_params
 from podrace.record import load_config
@@ -26,6 +26,7 @@ def check_start(config: Config) -> Any:
     raise UsageError(
       f'--init-from {source} has {theirs.seeds} seeds, this run {config.seeds}: it takes one of 1 seed, or of as many'
     )
+  _check_units(source, theirs, config)
   params = newest_params(theirs, evaluable(theirs)[0], source)[1]
   if theirs.seeds == 1:
     params = jax.tree.map(lambda x: x[None], params)
@@ -53,6 +54,17 @@ def warm_started(config: Config, state: Any) -> Any:
     lambda new, old: jax.device_put(new, old.sharding, may_alias=False), train, state.train
   )
   return state._replace(train=placed)
+
+
+def _check_units(source: Path, theirs: Config, config: Config) -> None:
+  """Raises UsageError where parameters were learned in other units of numbers than they would be used in."""
+  records = (to_json(c, whole=True)['agent'] for c in (theirs, config))
+  for path, there, here in changes(*records, 'agent.'):
+    if path.endswith('.scaling') and None not in (there, here):
+      raise UsageError(
+        f'--init-from {source}: its network has {option(path)} {there}, this one {here}, which are other units of '
+        f'numbers: give {option(path)} {there}'
+      )
 
 
 def _check(source: Path, found: Any, expected: Any) -> None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore as ts
 from processes import (  # noqa: F401 (two fixtures)
   as_users_have_it,
   cache,
@@ -255,6 +256,19 @@ def test_a_checkpoint_that_cannot_be_read_back_is_an_error_and_costs_no_other(
   assert writer.steps() == [3] and checkpoints(tmp_path) == [3]
   writer.close()
   assert_restores(folder, 3, 3)
+
+
+@pytest.mark.parametrize('name', ['0.w', '0.b'])
+def test_a_large_array_without_one_of_its_chunks_is_an_error(
+  name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(arrays, 'LARGE', 1)
+  write(tmp_path / 'checkpoints', 1)
+  folder, expected = tmp_path / 'checkpoints' / '1' / 'params', arrays.described(trees(1)[0])
+  assert arrays.Stored(folder).check(expected) is None  # none of them is read whole
+  arrays.open_store(folder, ts.Context()).write(f'{name}/0', None).result()
+  with pytest.raises(ValueError, match=f'array {name} has 0 chunks, expected 1'):
+    arrays.Stored(folder).check(expected)
 
 
 def test_a_run_ends_when_its_checkpoint_cannot_be_read_back_and_goes_on_from_the_one_before(

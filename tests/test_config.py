@@ -29,6 +29,7 @@ from podrace.config import (
   differences,
   from_json,
   to_json,
+  unrecorded_options,
   validate,
   with_unrecorded,
 )
@@ -148,6 +149,9 @@ def test_a_network_recorded_before_its_scaling_was_has_the_older_one() -> None:
   assert (
     with_unrecorded(config, old) == begun and with_unrecorded(config, to_json(config)) is config
   )
+  assert unrecorded_options(config, old) == ['--agent.network.scaling', 'plain']
+  assert unrecorded_options(config, to_json(config)) == []
+  assert to_json(begun, whole=True)['agent']['network']['scaling'] == 'plain'
 
 
 def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:

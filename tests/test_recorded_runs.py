@@ -81,3 +81,34 @@ def test_recorded_runs_are_listed(runs: Path, capsys: pytest.CaptureFixture[str]
   assert not exit_code('runs', str(runs), '--json')
   rows = json.loads(capsys.readouterr().out)
   assert {r['state'] for r in rows} == {'finished'} and len(rows) >= 5
+
+
+SMALL = ('--total-steps', '4000', '--num-envs', '8', '--agent.network.hidden', '8')
+PLAIN = '--agent.network.scaling plain'
+
+
+def test_acting_processes_of_a_recorded_run_have_the_networks_that_it_began_with(
+  runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  launch = ['launch', 'catch', '--as', 'impala', '--actors', '1', *SMALL, '--dry-run', '--run-dir']
+  for run_dir, times in (('catch', 2), ('new', 0)):  # the learner and the acting process
+    assert not exit_code(*launch, run_dir)
+    assert capsys.readouterr().out.count(PLAIN) == times
+
+
+def test_a_recorded_sweep_goes_on(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  record = (runs / 'sweep' / 'sweep.json').read_text()
+  vary = ['--vary', 'agent.learning-rate=log:1e-4..1e-2', '--method', 'random', '--trials', '2']
+  assert not exit_code('sweep', 'catch', *SMALL, *vary, '--dir', 'sweep')
+  result = json.loads(capsys.readouterr().out.splitlines()[-1])
+  assert result['trials'] == 2 and PLAIN in result['command']
+  assert (runs / 'sweep' / 'sweep.json').read_text() == record
+
+
+def test_a_run_does_not_begin_with_parameters_that_were_learned_in_other_units(
+  runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  train = ['train', 'catch', *SMALL, '--init-from', 'catch', '--quiet', '--run-dir', 'new']
+  assert exit_code(*train) == 2
+  assert PLAIN in capsys.readouterr().err and not (runs / 'new').exists()
+  assert not exit_code(*train, *PLAIN.split())

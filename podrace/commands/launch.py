@@ -11,7 +11,7 @@ from podrace.commands import configuration
 from podrace.commands.options import Command, Option, Options
 from podrace.commands.train import AGENT, metrics_address
 from podrace.commands.train import COMMAND as TRAIN
-from podrace.config import unknown
+from podrace.config import unknown, unrecorded_options
 from podrace.errors import UsageError
 from podrace.launch import kubernetes, local, ray, skypilot, slurm
 from podrace.launch.addresses import Addresses
@@ -20,7 +20,7 @@ from podrace.launch.replica import NO_ACCELERATORS
 from podrace.launch.warm import Warm
 from podrace.output import print_text, results_alone
 from podrace.program import Program
-from podrace.runs import check_directory, name_of, run_directory
+from podrace.runs import check_directory, name_of, read_run_record, run_directory
 
 ENGINES: dict[str, Any] = {
   'slurm': slurm,
@@ -149,8 +149,11 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
     actors = 1
 
   def make(run_dir: Path) -> Program:
+    # The learner goes on as the run began, and acting processes do not read its record.
+    record = read_run_record(run_dir)
+    begun = [] if record is None else unrecorded_options(config, record)
     asked = Asked(
-      config, preset, (*agent, *options.arguments, *flags), str(run_dir),
+      config, preset, (*agent, *options.arguments, *begun, *flags), str(run_dir),
       actors, options.whole('--shards'), options.whole('--reanalysers'), _learners(options),
       keyed=options.text('--on') in ENGINES, learners_insecure='--learners-insecure' in options,
     )  # fmt: skip

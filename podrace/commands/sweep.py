@@ -8,7 +8,6 @@ from typing import Any
 from podrace.commands import configuration
 from podrace.commands.options import ALLOW_CODE, Command, Option, Options
 from podrace.commands.train import AGENT
-from podrace.config import to_json
 from podrace.errors import UsageError
 from podrace.output import print_json, results_alone, tell
 from podrace.runs import check_directory
@@ -70,7 +69,7 @@ def run(args: list[str]) -> int:
     given += ['--agent', options.text('--agent')]
   given += [x for module in options.every('--allow-code') for x in ('--allow-code', module)]
   sweep = plan.Sweep(
-    folder, config, to_json(config), given, spaces, method, trials, options.whole('--every'),
+    folder, config, given, spaces, method, trials, options.whole('--every'),
     '--prune' in options, options.whole('--jobs'), '--processes' in options,
   )  # fmt: skip
   found = plan.carry_out(sweep, tell)

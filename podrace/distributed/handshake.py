@@ -83,7 +83,7 @@ def run_name(run_dir: Path) -> str:
 
 def record(config: Config) -> dict[str, Any]:
   """What the two sides must agree on."""
-  return {k: v for k, v in to_json(config).items() if k in COMMON}
+  return {k: v for k, v in to_json(config, whole=True).items() if k in COMMON}
 
 
 def read_record(document: np.ndarray | None) -> tuple[str, dict[str, Any]]:

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from podrace.config import Config, differences
+from podrace import own_code
+from podrace.config import (
+  Config,
+  completed,
+  differences,
+  to_json,
+  unrecorded_options,
+  with_unrecorded,
+)
 from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.files import check_folder, make_user_folder, open_append, open_lock, write_whole
 from podrace.files.reading import read_object
@@ -29,7 +37,6 @@ class Sweep:
 
   folder: Path
   config: Config
-  record: dict[str, Any]  # of `config`
   given: list[str]  # arguments of `podrace train`
   spaces: Spaces
   method: str
@@ -46,7 +53,7 @@ class Sweep:
       if 'values' in space:
         space['values'] = list(space['values'])
     return {
-      'config': self.record, 'vary': spaces, 'method': self.method, 'trials': self.trials, 'every': self.every,
+      'config': to_json(self.config), 'vary': spaces, 'method': self.method, 'trials': self.trials, 'every': self.every,
       'prune': self.prune, 'processes': self.separate,
     }  # fmt: skip
 
@@ -58,6 +65,7 @@ def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
     UsageError: if the settings can't be right, or the directory holds another sweep.
     RunError: if no setting could be trained.
   """
+  sweep = continued(sweep)
   if sweep.method == 'tpe':
     _check_optuna()
     begin(sweep)
@@ -84,22 +92,38 @@ def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
   }  # fmt: skip
 
 
-def begin(sweep: Sweep) -> None:
-  """Records the sweep, or finds that it is the one that is there."""
-  path, now = sweep.folder / 'sweep.json', sweep.described()
+def continued(sweep: Sweep) -> Sweep:
+  """Return the sweep with fields that the record of its directory lacks as it began."""
+  record = (_recorded(sweep) or {}).get('config')
+  if not isinstance(record, dict):
+    return sweep
+  given = [*sweep.given, *unrecorded_options(sweep.config, record)]
+  return dataclasses.replace(sweep, config=with_unrecorded(sweep.config, record), given=given)
+
+
+def _recorded(sweep: Sweep) -> dict[str, Any] | None:
+  """What the sweep's directory records; None if there is nothing yet."""
+  path = sweep.folder / 'sweep.json'
   check_folder(sweep.folder, '--dir')
   try:
-    before = read_object(path, {})
+    return read_object(path, {})
   except UnreadableFile as e:
     raise UsageError(f'{path} is damaged: it {e.reason}; remove it to begin anew') from e
+
+
+def begin(sweep: Sweep) -> None:
+  """Records the sweep, or finds that it is the one that is there."""
+  before, now = _recorded(sweep), sweep.described()
   if before is not None:
+    if isinstance(record := before.get('config'), dict):
+      before['config'] = completed(record, own_code.named(now['config']))
     if changed := differences(before, now):
       raise UsageError(
         f'{sweep.folder} holds another sweep:\n  ' + '\n  '.join(changed) + '\ngive another --dir'
       )
     return
   make_user_folder(sweep.folder)
-  write_whole(path, json.dumps(now, indent=2) + '\n')
+  write_whole(sweep.folder / 'sweep.json', json.dumps(now, indent=2) + '\n')
 
 
 def _all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:

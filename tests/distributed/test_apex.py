@@ -34,7 +34,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.commands import act, configuration
 from podrace.commands.options import Options
-from podrace.config import Config, bind_run
+from podrace.config import Config, bind_run, with_unrecorded
 from podrace.distributed import acting as acting_process
 from podrace.distributed import experience, feed, handshake, joining, publishing
 from podrace.distributed import learner as distributed_learner
@@ -749,6 +749,17 @@ def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
     '--agent.rules: the learner has a$ -1 b 0, this process None'
   ]
   assert len(told) == 11 and told[-1] == 'and 10 more'
+
+
+def test_a_network_with_the_older_units_is_told_to_acting_processes() -> None:
+  """config.json leaves the setting out."""
+  new = Config(Impala())
+  older = with_unrecorded(new, {'agent': {'network': {}}})
+  assert handshake.other_run(handshake.record(older), handshake.record(new)) == [
+    '--agent.network.scaling: the learner has plain, this process space'
+  ]
+  command = handshake.act_command(older, handshake.Addresses(('unix:r',), 'unix:p'))
+  assert '--agent.network.scaling plain' in command
 
 
 @dataclasses.dataclass(frozen=True)
