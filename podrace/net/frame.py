@@ -133,7 +133,9 @@ def unpack(data: Buffer) -> list[Any]:
   if len(data) > HEADER_BYTES:
     raise WireError(f'a header of {len(data)} bytes, at most {HEADER_BYTES}')
   try:
-    fields = msgpack.unpackb(data, strict_map_key=True)
+    fields = msgpack.unpackb(data, object_hook=_check_keys)
+  except WireError:
+    raise
   except Exception as e:  # msgpack has a dozen kinds, ValueError and RecursionError among them
     raise WireError(f'a header that is not msgpack ({type(e).__name__})') from None
   if not isinstance(fields, list):
@@ -141,6 +143,14 @@ def unpack(data: Buffer) -> list[Any]:
   if len(data) > DEPTH and _is_deep(fields):  # shorter ones can't be
     raise WireError(f'a header of more than {DEPTH} lists and maps within each other')
   return fields
+
+
+def _check_keys(x: dict[Any, Any]) -> dict[str, Any]:
+  """Refuses a map with keys that are not strings: JSON has no others, and names are compared with strings."""
+  for key in x:
+    if type(key) is not str:
+      raise WireError(f'a map with the key {short(key)}, expected strings')
+  return x
 
 
 def _is_deep(x: Any) -> bool:

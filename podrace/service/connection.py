@@ -254,6 +254,8 @@ class Connection(Handler):
       raise WireError(f'samples with a signature {signature}, which was not sent')
     with self.changed:
       if (asked := self._asked.get(number)) is not None:
+        if asked.kind is not wire.SAMPLE:
+          raise WireError(f'samples as an answer to {asked.kind.name}')
         self.sizes[asked.args[0]] = size
         self._answered(number, True, (self._signatures.get(signature), arrays, reason))
 

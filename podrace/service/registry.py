@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import logging
-from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,12 @@ from podrace.net.frame import WireError
 from podrace.net.listener import Listener
 from podrace.service import wire
 from podrace.service.contents import Contents, difference
+from podrace.service.waiting import RequestQueue
 from podrace.tables.chunks import Account, ChunkStore
 from podrace.tables.table import Table
 from podrace.tables.waiting import Pending
 
 if TYPE_CHECKING:
-  from podrace.service.sampling import Request
   from podrace.service.streams import Stream
 
 TABLES = 1024
@@ -40,10 +39,7 @@ class Entry:
     self.held_parts = 0  # of those: rows of a column, and references to chunks
     self.account = Account()  # of the chunks of those
     # A peek does not wait for the limiter, nor for samples that do.
-    self.readers: MutableMapping[Request, None] = (
-      collections.OrderedDict()
-    )  # whose first is found at once
-    self.peekers: MutableMapping[Request, None] = collections.OrderedDict()
+    self.readers, self.peekers = RequestQueue(), RequestQueue()
 
   def expect(self) -> None:
     """Has the table take such items only as its settings say, if they do."""

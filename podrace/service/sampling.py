@@ -7,7 +7,7 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from podrace.net.frame import WireError
@@ -15,6 +15,7 @@ from podrace.net.listener import Listener, Peer
 from podrace.service import wire
 from podrace.service.registry import Entry, Registry
 from podrace.service.samples import sample_frames
+from podrace.service.waiting import RequestQueue
 from podrace.tables.items import Draws, Signature
 
 REQUESTS = 4096  # samples that one client waits for
@@ -60,7 +61,7 @@ class Request:
     return self.end < other.end
 
   @property
-  def queue(self) -> MutableMapping[Request, None]:
+  def queue(self) -> RequestQueue:
     """Where it waits."""
     return self.entry.peekers if self.peek else self.entry.readers
 
@@ -95,7 +96,7 @@ class Sampling:
     end = math.inf if seconds < 0 else time.monotonic() + seconds
     request = Request(peer, number, entry, n, least, peek, end)
     reading.waiting[number] = request
-    request.queue[request] = None
+    request.queue.add(request)
     entry.table.reads.wait_more(1, peek)
     if end < math.inf:
       self._put_deadline(request)
@@ -120,7 +121,7 @@ class Sampling:
     if reading.parked and not reading.full:
       parked, reading.parked = reading.parked, {}
       for request in parked:
-        request.queue[request] = None
+        request.queue.add(request)
         self._registry.touched.add(request.entry)
 
   def cancel(self, peer: Peer, number: int) -> None:
@@ -159,26 +160,28 @@ class Sampling:
     unfinished, self._unfinished = self._unfinished, set()
     return unfinished
 
-  def serve(self, requests: MutableMapping[Request, None]) -> None:
-    """Answers requests in their order, until one must wait, or for SERVE_SECONDS.
+  def serve(self, requests: RequestQueue) -> None:
+    """Answers requests, one of each client in turn, until one must wait, or for SERVE_SECONDS.
 
     Requests of clients that do not read leave the queue until they do.
     """
     end = time.monotonic() + SERVE_SECONDS
     while requests:
-      request = next(iter(requests))
+      request = requests.first
       reading: Reading = request.peer.state.reading
       if reading.full or request.peer.gone:
-        del requests[request]
+        requests.discard(request)
         reading.parked[request] = None
         continue
       if why := self._too_many_parts(request):
         self._refuse(request, why)
+        requests.end_turn(request.peer)
         continue
       request.entry.table.reads.draw(request.draws, request.n, request.peek)
       if len(request.draws.items) < request.least:
         break
       self._answer(request, '')
+      requests.end_turn(request.peer)
       if requests and time.monotonic() > end:
         self._unfinished.add(request.entry)
         break
@@ -206,7 +209,7 @@ class Sampling:
     request.over = True
     request.entry.table.reads.wait_more(-1, request.peek)
     reading: Reading = request.peer.state.reading
-    request.queue.pop(request, None)
+    request.queue.discard(request)
     reading.parked.pop(request, None)
     del reading.waiting[request.number]
 

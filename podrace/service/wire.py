@@ -16,7 +16,7 @@ import zstandard
 
 from podrace import tables
 from podrace.net import reports, session
-from podrace.net.frame import Kind, WireError, check_fields, packed
+from podrace.net.frame import NUMBER, Kind, WireError, check_fields, packed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
@@ -236,8 +236,8 @@ def make_table(name: str, store: ChunkStore, details: Any) -> tables.Table:
   if RUN in details and not (type(details[RUN]) is str and 0 < len(details[RUN]) <= 200):
     raise ValueError(f'table {name!r}: a run that is not a name of at most 200 characters')
   for k, v in sizes.items():
-    if type(v) is not int and not (k == 'max_bytes' and v is None):
-      raise ValueError(f'table {name!r}: {k}={v!r} must be a whole number')
+    if not (type(v) is int and v < NUMBER) and not (k == 'max_bytes' and v is None):
+      raise ValueError(f'table {name!r}: {k}={v!r} must be a whole number below 2^63')
   return tables.Table(name, store, sampler=sampler, remover=remover, rate_limiter=limiter, **sizes)
 
 

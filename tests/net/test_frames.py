@@ -189,6 +189,16 @@ def test_deep_and_large_headers_are_refused() -> None:
     unpack(bytes(HEADER_BYTES + 1))
 
 
+@pytest.mark.parametrize('key', [b'key', 1, None, 1.5])
+def test_a_map_with_a_key_that_is_no_string_is_refused(key: Any) -> None:
+  for header in ([{key: 1}], [1, [{'a': {key: 1}}]]):
+    with pytest.raises(WireError):
+      unpack(msgpack.packb(header))
+  with pytest.raises(WireError, match=r"a map with the key b'a', expected strings"):
+    unpack(msgpack.packb([{'b': {b'a': 1}}]))
+  assert unpack(msgpack.packb([{'a': {'': b'a'}}])) == [{'a': {'': b'a'}}]
+
+
 def test_a_declared_size_takes_no_memory_until_bytes_come() -> None:
   with Pair(largest=2**31) as pair:
     before = resident()

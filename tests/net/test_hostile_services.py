@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import bare
@@ -12,7 +13,7 @@ import pytest
 from mutants import Document, data_of, mutant
 from peers import spec
 
-from podrace import service
+from podrace import service, tables
 from podrace.net import session
 from podrace.net.link import Link
 from podrace.remote import client as remote_client
@@ -104,4 +105,25 @@ def test_a_service_that_is_nearly_right_is_left_and_tried_again(
     seen += link.number > 0
   assert seen  # some were right
   close()
+  end.close()
+
+
+def test_samples_do_not_answer_another_question() -> None:
+  settings: Any = dict(
+    sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=9
+  )
+  end = bare.Accepting(service_wire.OF_CLIENTS)
+  client = service.Client([end.address], None, False)
+  welcome = replay_says()[0][1][0]
+  with ThreadPoolExecutor(1) as pool:
+    made = pool.submit(lambda: client.table('it', **settings))
+    with end.welcome(**welcome) as one:
+      (number, _, details), _ = one.expect(service_wire.TABLE)
+      one.say(service_wire.SAMPLES, number, 0, '', 3, arrays=[b''] * 5)
+      assert one.is_closed()
+    with end.welcome(**welcome) as one:
+      (number, _, _), _ = one.expect(service_wire.TABLE)
+      one.say(service_wire.ANSWER, number, True, dict(settings=details, most=1.0))
+      assert made.result().name == 'it'
+  client.close()
   end.close()

@@ -11,7 +11,7 @@ import pytest
 from children import until
 from services import ANY
 from test_service_security import LEAF, Raw
-from test_service_tables import SIMPLE
+from test_service_tables import SIMPLE, fill
 
 from podrace import service, tables
 from podrace.net import session
@@ -93,6 +93,28 @@ def test_items_times_chunks_of_a_sample_are_bounded(
     sample(raw, n, n, peek=True)
     assert heard(raw)[0] is expected
   raw.close()
+
+
+def test_a_client_that_asks_for_many_samples_has_others_wait_for_one(server: ReplayServer) -> None:
+  with service.connect(server.address) as client:
+    # Each item is sampled once.
+    table = client.table(
+      'it', **{**SIMPLE, 'rate_limiter': tables.queue(10), 'max_times_sampled': 1}
+    )
+    readers = server.registry.entries['it'].readers
+    greedy, modest = Raw(server.address), Raw(server.address)
+    for raw, count in ((greedy, 50), (modest, 2)):
+      raw.join()
+      for number in range(1, count + 1):
+        sample(raw, number, 1)
+    until(lambda: len(readers) == 52)
+    fill(client, table, 4).flush()
+    for raw in (greedy, modest):
+      for number in (1, 2):
+        kind, fields = heard(raw)
+        assert kind is wire.SAMPLES and fields[0] == number
+      raw.close()
+    until(lambda: not readers)
 
 
 def test_rows_without_bytes_are_bounded(server: ReplayServer) -> None:

@@ -467,7 +467,24 @@ NO_SETTINGS: list[tuple[str, dict[str, Any]]] = [
   ('expected four numbers', limited(1.0, 1.0, b'', 0.0)),
   ('settings without', limited(1.0, 1.0, 0.0)),
   ('which there are not', limited(1.0, 1.0, 0.0, 9.0, more=b'x')),
+  ('max_size=9223372036854775808 must be', limited(1.0, 1.0, -INF, INF, max_size=2**63)),
+  ('max_bytes=9223372036854775808 must be', limited(1.0, 1.0, -INF, INF, max_bytes=2**63)),
+  (
+    'max_times_sampled=18446744073709551615',
+    limited(1.0, 1.0, -INF, INF, max_times_sampled=2**64 - 1),
+  ),
 ]
+
+
+def test_a_report_of_the_largest_table_can_be_read() -> None:
+  largest = dict(max_size=2**63 - 1, max_bytes=2**63 - 1, max_times_sampled=2**63 - 1)
+  with ReplayServer(ANY) as server, contextlib.closing(Asker(server.address, None, False)) as asker:
+    raw = Raw(server.address)
+    raw.join()
+    raw.say(wire.TABLE, 1, 'it', limited(1.0, 1.0, -INF, INF, **largest))
+    assert raw.answer(wire.ANSWER)[0][1] is True
+    assert asker.ask()['tables'][0]['max_size'] == 2**63 - 1
+    raw.close()
 
 
 def test_settings_that_are_none_are_refused() -> None:
