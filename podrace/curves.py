@@ -26,7 +26,6 @@ NOT_OF_GROUP = (
   'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes', 'eval_env',
   'eval_video', 'version',
 )  # fmt: skip
-SETTINGS = 10_000  # of a configuration
 RESAMPLES = 2000
 GRID = 200  # points of a group's curve
 
@@ -81,11 +80,10 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
     raise UsageError(f'{path}: config.json cannot be read: it {e.reason}') from e
   if record is None:
     raise UsageError(f'{path}: config.json cannot be read: it is not there')
-  config = {k: v for k, v in metrics.flat(record).items() if k not in NOT_OF_GROUP}
-  if len(config) > SETTINGS:
-    raise UsageError(
-      f'{path}: config.json has {len(config):,} settings, expected at most {SETTINGS:,}'
-    )
+  try:
+    config = {k: v for k, v in metrics.flat(record).items() if k not in NOT_OF_GROUP}
+  except UsageError as e:
+    raise UsageError(f'{path}: {e}') from e
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
   if not lines:
     raise UsageError(f'{path}: no line of metrics yet')
@@ -94,6 +92,11 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
     (len(line[by_seed]) for line in lines if isinstance(line.get(by_seed), list)), default=0
   )
   at = _positions(lines, x, path)
+  if seeds * len(lines) > metrics.SHOWN_VALUES:  # shorter lists are filled up below
+    raise UsageError(
+      f'{path}: metrics.jsonl has {len(lines):,} lines of up to {seeds:,} seeds, expected at most '
+      f'{metrics.SHOWN_VALUES:,} numbers'
+    )
   if seeds:
     lists = [v if isinstance(v := line.get(by_seed), list) else [] for line in lines]
     rows = [v + [None] * (seeds - len(v)) for v in lists]

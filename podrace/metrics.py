@@ -10,15 +10,15 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, cast
 
 from podrace.config import unknown
 from podrace.errors import UnreadableFile, UsageError
 from podrace.files import WANDB, make_folder, open_append, open_new, write_whole
-from podrace.files.reading import parse_json, read_bytes, read_json
-from podrace.files.schema import LINE, check_members
+from podrace.files.reading import RECORD_BYTES, parse_json, read_bytes, read_json
+from podrace.files.schema import LINE, check_members, is_number
 from podrace.imports import why_not
 from podrace.output import Lasting, print_text, printable
 
@@ -27,6 +27,11 @@ Line = dict[str, Any]
 FILE_BYTES = 2**32  # largest metrics.jsonl of a run that goes on
 LONGEST = 3.6e9  # seconds that are shown: a million hours
 SHOWN_BYTES, SHOWN_LINES = 2**27, 500_000  # largest of one that is shown: a few seconds
+SHOWN_NAMES, SHOWN_VALUES = (
+  1000,
+  2**24,
+)  # of one that is shown: names, and numbers of all lines together
+SETTINGS, SETTING_NAME = 10_000, 1000  # settings of a configuration, and characters of a name
 
 log = logging.getLogger('podrace.metrics')
 
@@ -77,7 +82,8 @@ def read(path: Path, shown: bool = False) -> list[Line]:
 
   Args:
     path: of the file.
-    shown: it may be another user's, and is read to be shown: a very long one is refused.
+    shown: it may be another user's, and is read to be shown: a very large one is refused, and the lines have
+      their numbers and lists of numbers only.
 
   Raises:
     UsageError: if it is no regular file, too long, or a line before the last whole one is damaged.
@@ -90,7 +96,7 @@ def read(path: Path, shown: bool = False) -> list[Line]:
   if shown and (count := data.count(b'\n')) > SHOWN_LINES:
     raise UnreadableFile(path, f'has {count:,} lines, expected at most {SHOWN_LINES:,}')
   whole = data.split(b'\n')[:-1]  # no newline behind it: the run died while writing it
-  found = [_parse(line) for line in whole]
+  found = _parse_shown(path, whole) if shown else [_parse(line) for line in whole]
   last = len(found)
   while last and isinstance(found[last - 1], str):
     last -= 1
@@ -115,6 +121,40 @@ def _parse(line: bytes) -> Line | str:
   except ValueError as e:
     return f'is no line of metrics: it {e}'
   return cast(Line, found)
+
+
+def _parse_shown(path: Path, whole: Sequence[bytes]) -> list[Line | str]:
+  """Parse each line, with its numbers and lists of numbers only.
+
+  Raises:
+    UnreadableFile: if a line is longer than a record, or there are more than SHOWN_NAMES or SHOWN_VALUES.
+  """
+  found: list[Line | str] = []
+  names: dict[str, str] = {}  # all lines share the text of a name
+  values = 0
+  for number, text in enumerate(whole, start=1):
+    if len(text) > RECORD_BYTES:
+      raise UnreadableFile(
+        path, f'has {len(text):,} bytes in line {number}, expected at most {RECORD_BYTES:,}'
+      )
+    line = _parse(text)
+    if isinstance(line, str):
+      found.append(line)
+      continue
+    kept = {names.setdefault(name, name): x for name, x in line.items() if _is_shown(x)}
+    values += sum(len(x) if isinstance(x, list) else 1 for x in kept.values())
+    if len(names) > SHOWN_NAMES:
+      raise UnreadableFile(path, f'has more than {SHOWN_NAMES:,} names of metrics')
+    if values > SHOWN_VALUES:
+      raise UnreadableFile(path, f'has more than {SHOWN_VALUES:,} numbers')
+    found.append(kept)
+  return found
+
+
+def _is_shown(x: Any) -> bool:
+  if isinstance(x, list):
+    return all(v is None or is_number(v) for v in x)
+  return is_number(x)
 
 
 class TensorBoard:
@@ -197,15 +237,31 @@ def configuration(run_dir: Path) -> dict[str, Any]:
   return read_json(run_dir / 'config.json') or {}
 
 
-def flat(tree: dict[str, Any], prefix: str = '') -> dict[str, bool | int | float | str]:
-  """Its values by their paths, such as agent.network.hidden, in types that every sink knows."""
+def flat(tree: dict[str, Any]) -> dict[str, bool | int | float | str]:
+  """Return the values of a configuration by their paths, such as agent.network.hidden, in types that every sink knows.
+
+  Raises:
+    UsageError: if there are more than SETTINGS, or a path is longer than SETTING_NAME. A long name of an object would
+      be there again for each of its members.
+  """
   found: dict[str, bool | int | float | str] = {}
-  for name, x in tree.items():
-    if isinstance(x, dict):
-      found |= flat(x, f'{prefix}{name}.')
-    else:
-      found[prefix + name] = x if isinstance(x, bool | int | float | str) else json.dumps(x)
+  for path, x in _settings(tree, ''):
+    found[path] = x if isinstance(x, bool | int | float | str) else json.dumps(x)
+    if len(found) > SETTINGS:
+      raise UsageError(f'config.json has more than {SETTINGS:,} settings')
   return found
+
+
+def _settings(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+  for name, x in tree.items():
+    if (length := len(prefix) + len(name)) > SETTING_NAME:
+      raise UsageError(
+        f'config.json has a setting with a name of {length:,} characters, expected at most {SETTING_NAME:,}'
+      )
+    if isinstance(x, dict):
+      yield from _settings(x, f'{prefix}{name}.')
+    else:
+      yield prefix + name, x
 
 
 SINKS: dict[str, Callable[[Path], Sink]] = {'tensorboard': TensorBoard, 'wandb': WandB}

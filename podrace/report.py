@@ -14,7 +14,7 @@ from typing import Any
 from podrace import metrics, runs
 from podrace.errors import UnreadableFile, UsageError
 from podrace.files import UTF8, write_whole
-from podrace.files.reading import read_bytes, read_json, read_object
+from podrace.files.reading import read_bytes, read_object
 from podrace.files.schema import SUMMARY, is_number
 from podrace.plot import COLOURS
 from podrace.scores import ATARI, game, human_normalised
@@ -90,6 +90,10 @@ def gathered(run: runs.Run) -> dict[str, Any]:
   score = run.episode_return
   name = game(run.env)
   videos, left_out = _videos(path / 'videos')
+  try:
+    settings = metrics.flat(runs.read_run_record(path) or {})
+  except UsageError as e:
+    raise UsageError(f'{path}: {e}') from e
   return {
     **run.as_json(),
     'wall_s': lines[-1].get('wall_s') if lines else None,
@@ -108,7 +112,7 @@ def gathered(run: runs.Run) -> dict[str, Any]:
       'dropped_steps': int(sum(line.get('dropped_steps') or 0 for line in lines)),
       'damaged': len(list((path / 'damaged').glob('*'))),
     },
-    'config': {k: _text(x) for k, x in metrics.flat(read_json(path / 'config.json')).items()},
+    'config': {k: _text(x) for k, x in settings.items()},
     'videos': videos,
     'videos_left_out': left_out,
   }

@@ -8,22 +8,24 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from damages import CONFIG, DAMAGES, ESCAPES, NAMES, make
+from damages import CONFIG, DAMAGES, ESCAPES, NAMES, line, make
 from test_runs import called
 
 import podrace
 from podrace import curves, labels, metrics, runs
 from podrace.commands import follow
 from podrace.errors import UsageError
+from podrace.process import python
 from podrace.record import final_return, load_any, read_summary
 
 SLUG = str.maketrans(' :,', '---')
@@ -311,6 +313,83 @@ def test_one_function_prints() -> None:
 
 
 # --- file systems without locks -------------------------------------------------------------------
+
+
+# --- products: each part is within its bound --------------------------------------------------------
+
+
+def _long_name(path: Path) -> None:
+  members = {**CONFIG, 'k' * 2_000_000: {f'{i:x}': 1 for i in range(150_000)}}
+  (path / 'config.json').write_text(json.dumps(members, separators=(',', ':')))
+
+
+def _long_name_of_empty_objects(path: Path) -> None:
+  members = {**CONFIG, 'k' * 2_000_000: {f'{i:x}': {} for i in range(150_000)}}
+  (path / 'config.json').write_text(json.dumps(members, separators=(',', ':')))
+
+
+def _many_settings(path: Path) -> None:
+  (path / 'config.json').write_text(json.dumps({**CONFIG, **{f's{i}': i for i in range(10_001)}}))
+
+
+def _new_names_in_each_line(path: Path) -> None:
+  rows = (line(s, **{f'm{s * 20_000 + i}': 0 for i in range(20_000)}) for s in range(1, 51))
+  (path / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+
+
+def _a_line_of_empty_objects(path: Path) -> None:
+  text = '{"step": 1, "episode_return": 1, "x": [' + '{},' * 10_000_000 + '1]}\n'
+  (path / 'metrics.jsonl').write_text(text)
+
+
+def _many_seeds_once(path: Path) -> None:
+  text = '{"step": 1, "episode_return_by_seed": [' + '1,' * 1_000_000 + '1]}\n'
+  text += ''.join(f'{{"step": {s}}}\n' for s in range(2, 100_000))
+  (path / 'metrics.jsonl').write_text(text)
+
+
+PRODUCTS = {
+  _long_name: ('a name of 2,000,000 characters, expected at most 1,000', ''),
+  _long_name_of_empty_objects: ('a name of 2,000,000 characters, expected at most 1,000', ''),
+  _many_settings: ('more than 10,000 settings', ''),
+  _new_names_in_each_line: ('more than 1,000 names of metrics', ''),
+  _a_line_of_empty_objects: ('bytes in line 1, expected at most 4,194,304', ''),
+  _many_seeds_once: ('99,999 lines of up to 1,000,001 seeds', 'plot'),
+}
+MEMORY = 3 * 2**30  # bytes of addresses of a command, of which the libraries take most
+
+
+@pytest.mark.parametrize('command', ['report', 'plot'])
+@pytest.mark.parametrize('damage', PRODUCTS)
+def test_products_of_sizes_within_their_bounds_take_no_memory(
+  damage: Callable[[Path], None], command: str, tmp_path: Path
+) -> None:
+  reason, only = PRODUCTS[damage]
+  damage(make(tmp_path / 'bad'))
+  make(tmp_path / 'good')
+  out = tmp_path / {'report': 'report.html', 'plot': 'curves.svg'}[command]
+  done = subprocess.run(
+    [*python('-m', 'podrace'), command, 'bad', 'good', '--out', str(out)],
+    cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
+    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY)),
+    env={**os.environ, 'OPENBLAS_NUM_THREADS': '1'},
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr[-2000:]
+  assert 'Traceback' not in done.stderr
+  if only in ('', command):
+    assert f'podrace {command}: left out: bad' in done.stderr and reason in done.stderr
+    assert json.loads(done.stdout)['runs'] == 1
+
+
+def test_lines_that_are_shown_have_numbers_only(tmp_path: Path) -> None:
+  path = tmp_path / 'metrics.jsonl'
+  whole = line(
+    1, seeds=[1.5, None], word='a', there=True, nothing=None, mixed=[1, {}], large=10**200
+  )
+  path.write_text(json.dumps(whole) + '\n')
+  shown = {k: whole[k] for k in whole if k not in ('word', 'there', 'nothing', 'mixed', 'large')}
+  assert metrics.read(path, shown=True) == [shown]
+  assert metrics.read(path) == [whole]
 
 
 @pytest.mark.parametrize('number', [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
