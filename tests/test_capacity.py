@@ -123,7 +123,7 @@ def test_the_command(rates: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     (('--as', 'seed', '--machines', '1,0'), "--machines takes numbers of at least 1, with commas, not '1,0'"),
     (('--as', 'seed', '--gbits', '0'), '--gbits must be more than 0'),
     (('--as', 'seed', '--acting', '/no/such'), '/no/such cannot be read: No such file'),
-    (('--as', 'seed', '--acting', '/dev/null'), '/dev/null: its last line is no JSON'),
+    (('--as', 'seed', '--acting', '/dev/null'), '/dev/null is a device'),
   ],
 )  # fmt: skip
 def test_bad_usage_of_plan(rates: str, arguments: tuple[str, ...], said: str) -> None:

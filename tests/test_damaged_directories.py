@@ -29,7 +29,7 @@ from podrace.process import python
 from podrace.record import final_return, load_any, read_summary
 
 SLUG = str.maketrans(' :,', '---')
-HANGS = 60  # seconds, after which a call that waits for ever is ended
+HANGS = 600  # seconds, after which a call that waits for ever is ended
 GOOD = ('a good run', 'z good run')
 
 

@@ -55,6 +55,7 @@ class PlainPath:
     os.close(descriptor)
 
   def close(self) -> None:
+    PlainPath._open.discard(self)  # another file may have its number from now on
     self._closer()
 
   @classmethod

@@ -353,7 +353,7 @@ def files(folder: Path) -> dict[str, tuple[str, str]]:
   return {
     'missing': (str(folder / 'none.npz'), 'cannot read the rule .*none.npz: No such file'),
     'text': (str(text), 'text.npz is no rule: an .npz of arrays is expected'),
-    'single': (str(single), 'single.npz is no rule: .*one array'),
+    'single': (str(single), 'single.npz is no rule: .*no intact .npz'),
     'lacks': (saved('lacks', **{one: None}), '42 arrays are expected; it lacks lstm/linear_1/b'),
     'more': (saved('more', other=np.ones(1)), '42 arrays are expected; it has other'),
     'shape': (
@@ -365,7 +365,10 @@ def files(folder: Path) -> dict[str, tuple[str, str]]:
       saved('type', **{one: np.ones(1)}),
       r'lstm/linear_1/b is float64\[1\], expected float32\[1\]',
     ),
-    'objects': (saved('objects', **{one: np.array([{}])}), 'is no rule: .*allow_pickle'),
+    'objects': (
+      saved('objects', **{one: np.array([{}])}),
+      'is no rule: .*of object, expected numbers',
+    ),
     'nan': (saved('nan', **{one: np.full(1, np.nan, np.float32)}), 'NaN or infinite'),
   }
 
