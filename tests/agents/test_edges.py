@@ -101,7 +101,7 @@ def test_what_is_outside_of_its_range_is_refused_by_name(agent: str) -> None:
       value: Any = int(edge) if 'int' in kind else float(edge)
       value = (value,) if 'tuple' in kind else value
       option = name.rstrip('_').replace('_', '.')
-      message = rf'{option}.* (must be|is not less than)|is not less than {option}'
+      message = rf'{option}.* (must be|needs|is not less than)|is not less than {option}'
       with pytest.raises(ValueError, match=message):
         check_numbers(dataclasses.replace(x, **{name: value}))
       count += 1
