@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import sys
 import time
@@ -198,7 +199,7 @@ class WandB:
         file.write(secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
-      id=read_bytes(record, 100).decode().strip(),
+      id=_run_id(record),
       name=run_dir.absolute().name,
       dir=str(make_folder(run_dir / WANDB).parent),
       resume='allow',
@@ -211,6 +212,14 @@ class WandB:
 
   def close(self) -> None:
     self._run.finish()
+
+
+def _run_id(path: Path) -> str:
+  """Return the id of a run at Weights & Biases; raises UsageError if the file holds none."""
+  text = read_bytes(path, 100).decode(errors='replace').strip()
+  if not re.fullmatch(r'[0-9A-Za-z_-]+', text):
+    raise UsageError(f'{path} has {text!r}, expected an id of letters and digits: remove it')
+  return text
 
 
 def number(x: Any) -> float | None:

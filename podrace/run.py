@@ -37,7 +37,7 @@ from podrace.record import (
   read_summary,
   write_json,
 )
-from podrace.runs import check_directory, has_lock, last_line, noting_end
+from podrace.runs import check_directory, has_lock, last_line, noting_end, saved_steps
 from podrace.saves import Saves
 from podrace.stop import GRACE_SECONDS, Stop, Stopped
 from podrace.warm_start import check_start, warm_started
@@ -93,7 +93,7 @@ def train(
 
   def assemble(warn: Callable[[str], None]) -> tuple[Architecture, Server | None]:
     server = make_server(config, listen)
-    if config.init_from and read_record(Path(run_dir)) is None:
+    if config.init_from and not saved_steps(Path(run_dir)):  # else it goes on from a checkpoint
       check_start(config)
     program = build(config, server, addresses, Path(run_dir))
     if config.eval_env and jax.process_index() == 0:

@@ -29,7 +29,7 @@ from test_runs import called
 from test_sweep import several_seeds
 
 import podrace
-from podrace import run, tables
+from podrace import metrics, run, tables
 from podrace.checkpoint import Checkpoints
 from podrace.config import Config
 from podrace.errors import UsageError
@@ -177,6 +177,15 @@ def test_settings_of_weights_and_biases_are_refused(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match='wandb/settings may send your metrics and your key'):
     run.train(config(), tmp_path / 'run', quiet=True, sinks=('wandb',))
   assert [p.name for p in (tmp_path / 'run').iterdir()] == ['wandb']
+
+
+@pytest.mark.parametrize('text', [b'../../outside', b'\xff', b'', b'a b'])
+def test_an_id_of_weights_and_biases_is_no_path(text: bytes, tmp_path: Path) -> None:
+  pytest.importorskip('wandb')
+  (tmp_path / 'wandb-id').write_bytes(text)
+  with pytest.raises(UsageError, match='wandb-id has'):
+    metrics.WandB(tmp_path)
+  assert not (tmp_path / 'wandb').exists()
 
 
 @names([folder_link, fifo])

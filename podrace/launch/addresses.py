@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from podrace.errors import UsageError
-from podrace.files import make_folder, make_user_folder
+from podrace.files import make_folder, make_user_folder, remove
 from podrace.net import announce
 from podrace.net.address import host_and_port
 from podrace.program import Announced, Node, Program, Reference, command, references
@@ -144,7 +144,7 @@ class Announcements:
     """Itself, with an empty directory for announcements."""
     make_folder(make_user_folder(self._announced.parent) / self._announced.name, 0o700)
     for file in self._announced.iterdir():
-      file.unlink()
+      remove(file)
     return self
 
   def known(self) -> Announced:

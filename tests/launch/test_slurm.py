@@ -190,6 +190,7 @@ def test_announcements_do_not_outlive_their_process(tmp_path: Path) -> None:
     where.file(serve, i).touch()
   where.forget(serve, 1)
   assert [p.name for p in (tmp_path / 'announced').iterdir()] == ['serve-0']
+  (tmp_path / 'announced' / 'folder').mkdir()
   where.open()  # as the program starts anew
   assert not list((tmp_path / 'announced').iterdir())
 
