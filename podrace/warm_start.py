@@ -58,8 +58,8 @@ def warm_started(config: Config, state: Any) -> Any:
 
 def _check_units(source: Path, theirs: Config, config: Config) -> None:
   """Raises UsageError where parameters were learned in other units of numbers than they would be used in."""
-  records = (to_json(c, whole=True)['agent'] for c in (theirs, config))
-  for path, there, here in changes(*records, 'agent.'):
+  was, now = (to_json(c, whole=True) for c in (theirs, config))
+  for path, there, here in changes(was, now):
     if path.endswith('.scaling') and None not in (there, here):
       raise UsageError(
         f'--init-from {source}: its network has {option(path)} {there}, this one {here}, which are other units of '
