@@ -37,8 +37,8 @@ class RequestQueue:
 
   def discard(self, request: Request) -> None:
     """Removes a request, if it is in the queue."""
-    requests = self._by_peer.get(request.peer, {})
-    if request in requests:
+    requests = self._by_peer.get(request.peer)
+    if requests is not None and request in requests:
       del requests[request]
       self._count -= 1
       if not requests:
