@@ -76,7 +76,7 @@ def test_rewards_and_boards_are_of_whoever_moves() -> None:
     ('muzero --agent.model rules --agent.network.core gru --agent.sequence 32', 'podrace:catch,state=true', "has no core 'gru'"),
     ('ppo', 'pgx:tic_tac_toe,opponent=self', 'two players take turns, and ppo .* take --agent muzero'),
     ('muzero', 'pgx:tic_tac_toe,opponent=mcts,rollouts=0', 'rollouts must be at least 1, not 0'),
-    ('muzero', 'podrace:catch,state=1', 'option state=1 .* is not of type bool'),
+    ('muzero', 'podrace:catch,state=1', 'option state=1 .* is of type int, expected bool'),
   ],
 )  # fmt: skip
 def test_bad_input(
