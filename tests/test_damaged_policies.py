@@ -320,5 +320,5 @@ def test_the_opponent_of_an_opponent_may_be_damaged(tmp_path: Path) -> None:
   env = generation(tmp_path / 'a', str(tmp_path / 'b'))
   (tmp_path / 'b').mkdir()
   os.mkfifo(tmp_path / 'b' / 'config.json')
-  with ends(), pytest.raises(UsageError, match='a named pipe'):
+  with ends(), pytest.raises(UsageError, match='is a FIFO'):
     opponents.check_chain(tmp_path / 'a', env)
