@@ -1,7 +1,8 @@
 """Exported policies, to be used without training code: with NumPy alone, ONNX Runtime or JAX.
 
-`load_policy` executes nothing that it finds: parameters are safetensors, the description is JSON, and the two
-programs are graphs of fixed operations. Importing this imports neither jax nor training code.
+`load_policy` runs no code of the directory: parameters are safetensors, the description is JSON, and an ONNX graph has
+ONNX's own operations. The program for JAX is an exception: take `runtime='jax'` for trusted policies only, as docs/security.md
+says. Importing this imports neither jax nor training code.
 """
 
 from __future__ import annotations
