@@ -1,7 +1,8 @@
 """Exported policies, to be used without training code: with NumPy alone, ONNX Runtime or JAX.
 
-`load_policy` executes nothing that it finds: parameters are safetensors, the description is JSON, and the two
-programs are graphs of fixed operations. Importing this imports neither jax nor training code.
+`load_policy` runs no code of the directory: parameters are safetensors, the description is JSON, and an ONNX graph has
+ONNX's own operations. The program for JAX is an exception: take `runtime='jax'` for trusted policies only, as docs/security.md
+says. Importing this imports neither jax nor training code.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RUNTIMES = ('numpy', 'jax', 'onnx')
 
 FILE_BYTES = 2**32  # largest file
 SMALLEST = 1e-30  # scale
-ELEMENTS = 2**26  # of an observation, an action or a state
+ELEMENTS = 2**26  # of all observations, actions and states together
 DTYPES = ('bool', *(f'{k}{n}' for k in ('int', 'uint') for n in (8, 16, 32, 64)))
 DTYPES += ('float16', 'bfloat16', 'float32', 'float64')
 DESCRIPTION = {
@@ -120,6 +121,7 @@ def _description(folder: Path) -> dict[str, Any]:
 def _check_description(about: dict[str, Any]) -> None:
   """Raises ValueError for members of which memory or a network cannot be made."""
   check_members(about, DESCRIPTION)
+  total = 0
   for space in (*leaves(about['observation_space']), *about['state'], about['action']):
     check_members(space, SPACE)
     _check_scale(space.get('scale', 1.0))
@@ -128,8 +130,9 @@ def _check_description(about: dict[str, Any]) -> None:
     counts = space['n'] if isinstance(space.get('n'), list) else [space.get('n', 1)]
     if any(map(POSITIVE.difference, counts)):
       raise ValueError('has an n other than whole numbers from 1')
-    if max(math.prod(space['shape']), sum(counts)) > ELEMENTS:
-      raise ValueError(f'has an array of more than {ELEMENTS:,} elements')
+    total += max(math.prod(space['shape']), sum(counts))
+    if total > ELEMENTS:
+      raise ValueError(f'has arrays of more than {ELEMENTS:,} elements')
   if about['network'] is not None:
     check_members(about['network'], NETWORK)
 
@@ -242,7 +245,11 @@ def _onnx_step(about: dict[str, Any], graph: bytes) -> Step:
   except Exception as e:
     raise PolicyError(why_not("runtime='onnx'", 'onnxruntime', e)) from e
   try:
-    session = onnxruntime.InferenceSession(graph, providers=['CPUExecutionProvider'])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = (
+      4  # it would print names of the graph as they are, and raises in any case
+    )
+    session = onnxruntime.InferenceSession(graph, options, providers=['CPUExecutionProvider'])
   except Exception as e:  # each of its kinds derives from Exception alone
     raise PolicyError(f'{GRAPH} cannot be loaded: {type(e).__name__}: {str(e)[:200]}') from e
   names = [x.name for x in session.get_inputs()]

@@ -18,6 +18,7 @@ IMAGES = {
   'impala-deep': 'ImpalaDeep',
   'grid': 'Grid',
 }
+CONVOLVED = 2**26  # numbers of a convolution of one observation: the patches, or the features
 STRIDES = {'nature': (4, 2, 1), 'impala': (4, 2), 'grid': (1,)}  # of the convolutions
 
 Params = dict[str, np.ndarray]
@@ -309,6 +310,9 @@ class Numpy:
       x = _padded(x, height, stride, 0.0)
     windows = np.lib.stride_tricks.sliding_window_view(x, (height, width), axis=(1, 2))
     windows = windows[:, ::stride, ::stride]  # [B, H, W, C, h, w]
+    places = windows.shape[1] * windows.shape[2]
+    if (size := places * max(height * width * channels, features)) > CONVOLVED:
+      raise ValueError(f'a convolution has {size:,} numbers, expected at most {CONVOLVED:,}')
     patches = np.moveaxis(windows, 3, -1).reshape(*windows.shape[:3], height * width * channels)
     return patches @ kernel.reshape(-1, features) + bias
 

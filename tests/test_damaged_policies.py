@@ -35,6 +35,7 @@ ABOUT: dict[str, Any] = {
 }  # fmt: skip
 PARAMS = {'head/kernel': np.eye(2, 3, dtype=np.float32), 'head/bias': np.zeros(3, np.float32)}
 HUGE = 2**60
+ESCAPE = '\x1b]0;x\x07'
 
 
 def export(folder: Path, params: bytes | None = None, **members: Any) -> Path:
@@ -65,7 +66,23 @@ def nested(depth: int) -> Any:
   return value
 
 
+def convolved(size: int, window: int, features: int) -> dict[str, Any]:
+  """Members of a policy whose first convolution has many patches, or features."""
+  kernel = np.zeros((window, window, 1, features), np.float32)
+  bias = np.zeros(features, np.float32)
+  name = 'torso/Grid_0/Conv_0'
+  return {
+    'params': save({**PARAMS, f'{name}/kernel': kernel, f'{name}/bias': bias}),
+    'network__torso': 'grid', 'observation_space__shape': [size, size, 1],
+  }  # fmt: skip
+
+
 POLICIES: dict[str, dict[str, Any]] = {
+  'many large observations': {
+    'observation_space': {'tuple': [{**ABOUT['observation_space'], 'shape': [2**25]}] * 1000}
+  },
+  'many large patches': convolved(2**10, 2**7, 1),
+  'many features': convolved(2**10, 1, 2**13),
   'no header': {'params': b''},
   'a header longer than the file': {'params': HUGE.to_bytes(8, 'little') + b'{}'},
   'a header that is no JSON': {'params': header(b'[' * 1000)},
@@ -124,6 +141,39 @@ def test_a_policy_that_contradicts_itself_is_refused(name: str, tmp_path: Path) 
   folder = export(tmp_path / 'policy', **POLICIES[name])
   with ends(), pytest.raises(PolicyError):
     load_policy(folder)
+
+
+@pytest.mark.parametrize('name', ['many large observations', 'many large patches', 'many features'])
+def test_products_of_sizes_are_refused_by_their_number(name: str, tmp_path: Path) -> None:
+  folder = export(tmp_path / 'policy', **POLICIES[name])
+  with ends(), pytest.raises(PolicyError, match=r'(at most|more than) 67,108,864'):
+    load_policy(folder)
+
+
+@pytest.mark.parametrize('place', ['outside', '../outside', '/dev/zero'])
+def test_a_graph_reads_no_other_file_and_prints_nothing(
+  place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+  onnx = pytest.importorskip('onnx')
+  pytest.importorskip('onnxruntime')
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'outside').write_bytes(bytes(16))
+  name = ESCAPE + 'w'
+  weights = onnx.TensorProto(name=name, data_type=1, dims=[4], data_location=1)
+  for key, value in (('location', place), ('offset', '0'), ('length', '16')):
+    weights.external_data.add(key=key, value=value)
+  y = onnx.helper.make_tensor_value_info('y', 1, [4])
+  nodes = [onnx.helper.make_node('Identity', [name], ['y'])]
+  graph = onnx.helper.make_graph(nodes, 'g', [], [y], [weights])
+  opset = [onnx.helper.make_opsetid('', 18)]
+  data = onnx.helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
+  hashes = {'policy.onnx': hashlib.sha256(data).hexdigest()}
+  folder = export(tmp_path / 'policy', sha256=hashes)
+  (folder / 'policy.onnx').write_bytes(data)
+  with ends(), pytest.raises(PolicyError, match=r'policy\.onnx cannot be loaded'):
+    load_policy(folder, 'onnx')
+  captured = capfd.readouterr()
+  assert ESCAPE not in captured.out + captured.err
 
 
 @pytest.mark.parametrize('file', ['policy.json', 'params.safetensors'])
@@ -270,5 +320,5 @@ def test_the_opponent_of_an_opponent_may_be_damaged(tmp_path: Path) -> None:
   env = generation(tmp_path / 'a', str(tmp_path / 'b'))
   (tmp_path / 'b').mkdir()
   os.mkfifo(tmp_path / 'b' / 'config.json')
-  with ends(), pytest.raises(UsageError, match='a FIFO'):
+  with ends(), pytest.raises(UsageError, match='is a FIFO'):
     opponents.check_chain(tmp_path / 'a', env)

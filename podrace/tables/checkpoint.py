@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -42,6 +43,9 @@ MANIFEST_MEMBERS = {
 }
 MANIFEST, CHUNKS, INDEX = 'manifest.json', 'chunks.bin', 'chunks.npz'
 AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk is kept
+UNPACKED_BYTES = (
+  2**31
+)  # largest chunk in memory; a writer ends a chunk at 2**18 bytes, or at one row
 
 
 class CheckpointError(Exception):
@@ -127,8 +131,8 @@ def restore(store: ChunkStore, path: Path) -> None:
   try:
     chunks = _read_chunks(store, path, manifest)
     states = [_read_table(path, i, x, chunks) for i, x in enumerate(manifest['tables'])]
-  except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as e:
-    raise CheckpointError(f'checkpoint {path} is damaged: {e}') from e
+  except Exception as e:  # a manifest that was made to fit its sums may hold anything
+    raise CheckpointError(f'checkpoint {path} is damaged: {type(e).__name__}: {e}') from e
   with store.lock:
     store.next_key = max(store.next_key, manifest['next_key'])
     for table, state in zip(manifest['tables'], states, strict=True):
@@ -297,7 +301,7 @@ def _compare(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> None:
 
 
 def _read_chunks(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> list[Chunk]:
-  types = [(np.dtype(dtype), tuple(shape)) for dtype, shape in manifest['chunk_types']]
+  types = [(_dtype(dtype), tuple(map(_size, shape))) for dtype, shape in manifest['chunk_types']]
   with open_regular(path / INDEX) as file:
     index = read_npz(file)
   rows = zip(*(index[k].tolist() for k in ('nbytes', 'kind', 'length', 'spec')), strict=True)
@@ -308,12 +312,29 @@ def _read_chunks(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> lis
 def _read_chunk(
   store: ChunkStore, file: BinaryIO, n: int, kind: int, length: int, of: tuple[Any, ...]
 ) -> Chunk:
+  if n < 0 or kind not in (AS_IS, PACKED, DIFFERENCES):
+    raise ValueError(f'{INDEX} has a chunk of {n:,} bytes, kind {kind}')
+  if not 0 <= (size := length * math.prod(of[1]) * of[0].itemsize) <= UNPACKED_BYTES:
+    raise ValueError(f'a chunk unpacks to {size:,} bytes, expected at most {UNPACKED_BYTES:,}')
   data = file.read(n)
   if len(data) != n:
     raise ValueError(f'{CHUNKS} ends too early')
   if kind == AS_IS:
     return store.chunk(np.frombuffer(data, of[0]).reshape(length, *of[1]), length)
   return store.packed_chunk(data, kind == DIFFERENCES, of[0], of[1], length)
+
+
+def _dtype(text: str) -> np.dtype:
+  dtype = np.dtype(text)
+  if dtype.hasobject or dtype.names is not None:
+    raise ValueError(f'a chunk is of {dtype}, expected numbers')
+  return dtype
+
+
+def _size(x: int) -> int:
+  if not isinstance(x, int) or not 0 <= x <= UNPACKED_BYTES:
+    raise ValueError(f'a chunk has an axis of size {x!r:.50}')
+  return x
 
 
 def _read_table(path: Path, i: int, described: dict[str, Any], chunks: list[Chunk]) -> Any:

@@ -208,6 +208,41 @@ def test_a_checkpoint_that_has_but_the_name_of_a_limiter(folder: Path) -> None:
   assert len(store.tables['one'])
 
 
+def rewrite(folder: Path, name: str = 'chunks.npz', types: Any = None, **columns: Any) -> None:
+  """Change a file's arrays, and the types of chunks, and make all sums fit."""
+  path = folder / 'manifest.json'
+  manifest = json.loads(path.read_text())
+  with np.load(folder / name) as file:
+    np.savez(folder / name, **{**file, **{k: np.full_like(file[k], x) for k, x in columns.items()}})
+  manifest['files'][name] = checkpoint._described(folder / name)
+  manifest['chunk_types'] = types or manifest['chunk_types']
+  manifest['sha256'] = checkpoint._sha256_of(manifest)
+  path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+  ('change', 'reason'),
+  [
+    ({'length': 2**62}, 'a chunk unpacks to .* bytes, expected at most 2,147,483,648'),
+    ({'length': -1}, 'a chunk unpacks to -'),
+    ({'nbytes': -1}, 'a chunk of -1 bytes'),
+    ({'kind': 7}, 'kind 7'),
+    ({'types': [['<f4', [2**40]]]}, 'axis of size 1099511627776'),
+    ({'types': [['<f4', [-1]]]}, 'axis of size -1'),
+    ({'types': [['O', []]]}, 'expected numbers'),
+    ({'name': 'table-0.npz', 'part_chunks': 9}, 'is damaged: '),
+  ],
+)
+def test_a_checkpoint_whose_sums_fit_is_bounded(
+  folder: Path, change: dict[str, Any], reason: str
+) -> None:
+  rewrite(folder, **change)
+  store = make()
+  with pytest.raises(tables.CheckpointError, match=reason):
+    tables.restore(store, folder)
+  assert store.total.chunks == 0
+
+
 def test_a_checkpoint_is_never_written_over(folder: Path) -> None:
   with pytest.raises(tables.CheckpointError, match='is there already'):
     tables.save(make(), folder)
