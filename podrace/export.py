@@ -275,7 +275,7 @@ def _network(agent: Any, space: Any) -> dict[str, Any] | None:
       for i, (path, s) in enumerate(paths)
       if path in shown and jnp.issubdtype(s.dtype, jnp.floating)
     ],
-    'inputs': [i for i, path in enumerate(names) if path in shown],
+    'inputs': [i for i, (path, s) in enumerate(paths) if path in shown and 0 not in s.shape],
     'mask': names.index(MASK) if MASK in names else None,
   }
 
