@@ -224,6 +224,8 @@ def _dtype(space: Any) -> np.dtype:
 
 def _bound(x: np.ndarray) -> Any:
   """One number where all are alike; None where there is none."""
+  if not np.size(x):
+    return None
   values = sorted({float(v) for v in np.ravel(x)[:2]} | {float(np.min(x)), float(np.max(x))})
   return values[0] if len(values) == 1 and np.isfinite(values[0]) else None
 

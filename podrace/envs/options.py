@@ -181,12 +181,12 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramete
     signature = inspect.signature(function)
   except (TypeError, ValueError):
     return None
-  every = signature.parameters.values()
+  every = list(signature.parameters.values())
   by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-  if inspect.isclass(function) and function.__init__ is not object.__init__:
-    if {p.kind for p in every} <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
-      # a __new__(cls, *args, **kwargs) hides the names
-      every = list(inspect.signature(function.__init__).parameters.values())[1:]
+  unnamed = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+  hides = all(p.kind in unnamed for p in every)  # as a __new__(cls, *args, **kwargs) does
+  if hides and inspect.isclass(function) and function.__init__ is not object.__init__:
+    every = list(inspect.signature(function.__init__).parameters.values())[1:]
   named = {
     p.name: p.replace(annotation=_resolve(function, p.annotation))
     for p in every
