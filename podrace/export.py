@@ -224,6 +224,8 @@ def _dtype(space: Any) -> np.dtype:
 
 def _bound(x: np.ndarray) -> Any:
   """One number where all are alike; None where there is none."""
+  if not np.size(x):
+    return None
   values = sorted({float(v) for v in np.ravel(x)[:2]} | {float(np.min(x)), float(np.max(x))})
   return values[0] if len(values) == 1 and np.isfinite(values[0]) else None
 
@@ -275,7 +277,7 @@ def _network(agent: Any, space: Any) -> dict[str, Any] | None:
       for i, (path, s) in enumerate(paths)
       if path in shown and jnp.issubdtype(s.dtype, jnp.floating)
     ],
-    'inputs': [i for i, path in enumerate(names) if path in shown],
+    'inputs': [i for i, (path, s) in enumerate(paths) if path in shown and 0 not in s.shape],
     'mask': names.index(MASK) if MASK in names else None,
   }
 

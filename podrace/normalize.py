@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from podrace.types import Array
 
-GAP = 100.0  # times all that is nearer than FAR: else it is one distribution, which happens to lie around FAR
-FAR = 1e4  # standard deviations, or numbers if those are less than 1: an outlier unless half of a batch is as far
-LARGEST = 1e15  # of a deviation: its square, and sums of it, are finite in float32
+GAP = 100.0  # times all that is nearer than a limit of OUTLIERS: else it is one distribution that happens to lie around it
+OUTLIERS = ((1e4, 0.05), (1e8, 0.5))
+# ^ from so many standard deviations on, or numbers if those are less than 1, if less than this share of a batch is as far
+LARGEST = 1e15  # of a deviation: its square, and sums of it, are finite in float32; beyond is always an outlier
 
 
 class Statistics(NamedTuple):
@@ -41,18 +42,21 @@ def init(example: Any) -> Statistics:
 def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
   """This device's part of a batch whose first `batch_axes` axes are elements.
 
-  Outliers, which are FAR from the mean while most of the batch is not, count as the mean: a sentinel such as 1e20 would
-  be all that the variance tells of. A dimension whose values go far together is followed, up to LARGEST.
+  Outliers count as the mean: a sentinel such as 1e20 would be all that the variance tells of. The nearer they are, the
+  rarer they must be (OUTLIERS): a number that is often 0 and often 1e5 has no outliers. A dimension whose values go far
+  together is followed.
   """
   axes = tuple(range(batch_axes))
 
   def deviate(x: Array, mean: Array, var: Array) -> Array:
     d = x.astype(jnp.float32) - _under(x, mean)
-    size, limit = jnp.abs(d), FAR * _under(x, jnp.sqrt(jnp.maximum(var, 1.0)))
-    near = jnp.max(jnp.where(size > limit, 0.0, size), axes, keepdims=True)
-    is_far = size > jnp.maximum(limit, GAP * near)
-    few = _under(x, jnp.mean(is_far, axes) < 0.5)
-    return jnp.where(is_far & few, 0.0, jnp.clip(d, -LARGEST, LARGEST))
+    size, std = jnp.abs(d), _under(x, jnp.sqrt(jnp.maximum(var, 1.0)))
+    is_outlier = size > LARGEST
+    for distance, share in OUTLIERS:
+      near = jnp.max(jnp.where(size > distance * std, 0.0, size), axes, keepdims=True)
+      is_far = size > jnp.maximum(distance * std, GAP * near)
+      is_outlier |= is_far & _under(x, jnp.mean(is_far, axes) < share)
+    return jnp.where(is_outlier, 0.0, d)
 
   deviation = jax.tree.map(deviate, batch, statistics.mean, statistics.var)
   first = jax.tree.leaves(batch)[0]

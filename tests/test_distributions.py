@@ -320,6 +320,18 @@ def test_a_squashed_policy_is_not_spread_over_bounds_that_stand_for_none(high: A
     Actor().bind(spaces.Box(-1, 1, (2,)), spaces.Box(-high, high, (1,), dtype))
 
 
+@pytest.mark.parametrize('bounds', [(1e300, 1e301), (-1e301, -1e300), (1e39, np.inf)])
+@pytest.mark.parametrize('squash', [False, True])
+def test_bounds_that_float32_does_not_reach_are_refused(
+  bounds: tuple[float, float], squash: bool
+) -> None:
+  space = spaces.Box(*bounds, (1,), np.float64)
+  with pytest.raises(ValueError, match='beyond the numbers of float32'):
+    distributions.for_space(space, squash)
+  with pytest.raises(ValueError, match='beyond the numbers of float32'):
+    distributions.for_space(in_jax(space), squash)
+
+
 def test_unbounded_boxes_are_not_clipped() -> None:
   ours = distributions.for_space(spaces.Box(-np.inf, np.inf, (2,)))
   assert ours.to_action(jnp.array([-1e6, 1e6])).tolist() == [-1e6, 1e6]

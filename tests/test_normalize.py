@@ -194,6 +194,29 @@ def test_a_dimension_that_goes_far_is_followed() -> None:
   np.testing.assert_allclose(statistics.mean, [0.75e6], rtol=1e-5)
 
 
+@pytest.mark.parametrize('share', [0.1, 0.3])
+def test_a_number_that_is_often_large_is_followed(share: float) -> None:
+  rng = np.random.default_rng(0)
+  statistics = normalize.init(jnp.zeros(1))
+  for _ in range(10):
+    x = np.where(rng.random((32, 64, 1)) < share, rng.uniform(1e4, 1e6, (32, 64, 1)), 0.0)
+    statistics = normalize.merge(statistics, normalize.moments(statistics, x), 1)
+  np.testing.assert_allclose(statistics.mean, [share * 5.05e5], rtol=0.05)
+  seen = normalize.standardize(statistics, jnp.array([[0.0], [2e5], [4e5]]))
+  assert seen[0, 0] < 0 and 0.3 < seen[2, 0] - seen[1, 0] < 2
+
+
+@pytest.mark.parametrize('first', [0, 2])
+def test_a_batch_of_nothing_but_outliers_does_not_blind_a_dimension(first: int) -> None:
+  rng = np.random.default_rng(0)
+  statistics = normalize.init(jnp.zeros(1))
+  for i in range(20):
+    x = rng.standard_normal((8, 8, 1)) if i != first else np.full((8, 8, 1), 1e20)
+    statistics = normalize.merge(statistics, normalize.moments(statistics, np.float32(x)), 1)
+  np.testing.assert_allclose(statistics.mean, [0], atol=0.1)
+  np.testing.assert_allclose(statistics.var, [1], atol=0.1)
+
+
 def test_statistics_of_the_largest_numbers_are_finite() -> None:
   statistics = normalize.init(jnp.zeros(1))
   for sign in (1, 1, -1, 1, -1, -1):

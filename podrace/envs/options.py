@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ast
 import collections.abc
+import enum
+import functools
 import inspect
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -29,6 +32,7 @@ NEARLY = {  # words of other languages, and other spellings
 }
 BRACKETS = {'(': ')', '[': ']', '{': '}'}
 PREFIXED = re.compile(r"""[bruBRUfF]{1,2}(['"]).*\1""", re.DOTALL)
+MINUS = '\u2212'  # as word processors write it
 NUMBER = re.compile(r'[+-]?(0|[1-9][0-9]*(_[0-9]+)*)(\.[0-9]*)?([eE][+-]?[0-9]+)?|[+-]?\.[0-9]+')
 
 
@@ -78,8 +82,9 @@ def read(text: str) -> Value:
     return _literal(text)
   if PREFIXED.fullmatch(text):
     raise ValueError(_ambiguous(text, ''))
-  if _is_nearly_a_number(text):
-    raise ValueError(_ambiguous(text, re.sub(r'^([+-]?)[0_]+(?=[0-9])', r'\1', text)))
+  plain = text.replace(MINUS, '-')
+  if _is_nearly_a_number(plain):
+    raise ValueError(_ambiguous(text, re.sub(r'^([+-]?)[0_]+(?=[0-9])', r'\1', plain)))
   return text
 
 
@@ -107,12 +112,25 @@ def _literal(text: str) -> Value:
     raise ValueError(
       f'{text[:40]!r} is no literal of Python, in which texts are in quotes ({error})'
     ) from error
+  if (key := _doubled(ast.parse(text.lstrip(' \t'), mode='eval'))) is not None:
+    raise ValueError(f'the key {key!r} comes twice in {text[:40]!r}')
   if not _is_value(value):
     raise ValueError(
       f'{text[:40]!r} is a {type(value).__name__}; an option is made of None, True, False, numbers, '
       'texts, tuples, lists and dicts with texts as keys'
     )
   return value
+
+
+def _doubled(literal: ast.AST) -> Any:
+  """Return a key that comes twice in a dict of a literal, else None."""
+  for node in ast.walk(literal):
+    if isinstance(node, ast.Dict):
+      keys = [ast.literal_eval(k) for k in node.keys if k is not None]
+      for i, key in enumerate(keys):
+        if key in keys[:i]:
+          return key
+  return None
 
 
 def _is_value(x: Any) -> bool:
@@ -163,8 +181,12 @@ def parameters(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramete
     signature = inspect.signature(function)
   except (TypeError, ValueError):
     return None
-  every = signature.parameters.values()
+  every = list(signature.parameters.values())
   by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+  unnamed = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+  hides = all(p.kind in unnamed for p in every)  # as a __new__(cls, *args, **kwargs) does
+  if hides and inspect.isclass(function) and function.__init__ is not object.__init__:
+    every = list(inspect.signature(function.__init__).parameters.values())[1:]
   named = {
     p.name: p.replace(annotation=_resolve(function, p.annotation))
     for p in every
@@ -177,13 +199,22 @@ def _resolve(function: Any, annotation: Any) -> Any:
   """Return the type of an annotation, of which the text is looked up where the function is."""
   if not isinstance(annotation, str):
     return annotation
+  while isinstance(function, functools.partial):
+    function = function.func
   code = inspect.getattr_static(function, '__init__') if inspect.isclass(function) else function
+  code = code if inspect.isroutine(code) else type(code).__call__  # an object that is called
   code = inspect.unwrap(code)
   holder = types.SimpleNamespace(__annotations__={'x': annotation})
   try:
-    return typing.get_type_hints(holder, getattr(code, '__globals__', {}))['x']
+    return typing.get_type_hints(holder, _globals(code) or _globals(function))['x']
   except Exception:  # of the user's module, as a name that only type checkers import
     return inspect.Parameter.empty
+
+
+def _globals(x: Any) -> dict[str, Any]:
+  """Return the names that a function sees, else those of the module of `x`."""
+  module = sys.modules.get(getattr(x, '__module__', None) or '')
+  return getattr(x, '__globals__', None) or vars(module or types.SimpleNamespace())
 
 
 def takes(parameter: inspect.Parameter, value: Value) -> bool:
@@ -217,6 +248,8 @@ def _fits(value: Value, kind: Any) -> bool:
     return type(value) in (int, float)
   if kind is str:
     return value is None or isinstance(value, str)  # many makers have None for "none of them"
+  if isinstance(kind, type) and issubclass(kind, enum.Enum):  # makers look it up, by either
+    return any(value == m.name or (type(value) is type(m.value) and value == m.value) for m in kind)
   base = origin or kind
   if base in (collections.abc.Sequence, collections.abc.Iterable, collections.abc.Collection):
     base = tuple | list
@@ -228,9 +261,11 @@ def _fits(value: Value, kind: Any) -> bool:
 
 
 def _elements_fit(value: Value, arguments: tuple[Any, ...]) -> Iterator[bool]:
-  if isinstance(value, dict) or not arguments:
+  if not arguments:
     return
-  if isinstance(value, tuple) and len(arguments) > 1 and arguments[-1] is not Ellipsis:
+  if isinstance(value, dict):
+    yield from (_fits(x, arguments[-1]) for x in value.values())
+  elif isinstance(value, tuple) and len(arguments) > 1 and arguments[-1] is not Ellipsis:
     yield len(value) == len(arguments)
     yield from map(_fits, value, arguments)
   else:

@@ -142,7 +142,7 @@ def box_bounds(space: Any) -> BoxBounds:
   """Return what is computed with in the place of a Box of float actions.
 
   Raises:
-    ValueError: if a bound is NaN, or a low bound is above the high one.
+    ValueError: if a bound is NaN, a low bound is above the high one, or float32 has no number between them.
   """
   low, high = (np.reshape(b, -1) for b in (space.low, space.high))
   if wrong := np.flatnonzero(~(low <= high)).tolist():
@@ -151,6 +151,11 @@ def box_bounds(space: Any) -> BoxBounds:
   largest = min(float(np.finfo(space.dtype).max), UNBOUNDED)
   below, above = low > -largest, high < largest  # where there are bounds
   low, high = inward(low, high, np.float32)
+  if wrong := np.flatnonzero((low == np.inf) | (high == -np.inf)).tolist():
+    raise ValueError(
+      f'number {wrong[0]} of the space {space} is beyond the numbers of float32: declare smaller bounds in a wrapper, as '
+      'gymnasium.wrappers.RescaleAction'
+    )
   half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
   both, free = below & above, low < high
   centre = np.where(below, half_low, 0.0) + np.where(above, half_high, 0.0)

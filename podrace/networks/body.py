@@ -15,7 +15,7 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, PIXELS, over, seen
+from podrace.envs.spaces import MASK, PIXELS, leaves, over, seen
 from podrace.fields import PlainText, check_fields
 from podrace.networks import torsos, transformer
 from podrace.networks.initializers import INITIALIZERS
@@ -75,6 +75,12 @@ class Body:
     )
     if not bound.distribution.size:
       raise ValueError(f'an empty action space: {action_space}')
+    shapes = [s.shape for _, s in leaves(seen(observation_space))]
+    if not any(shape is None or math.prod(shape) for shape in shapes):  # None is refused below
+      raise ValueError(
+        f'an empty observation space: {observation_space}; add a number, such as a constant, in a wrapper as '
+        'gymnasium.wrappers.TransformObservation'
+      )
     distributions.check_range(action_space, bound.distribution)
     jax.eval_shape(bound.init, jax.random.key(0))
     return bound

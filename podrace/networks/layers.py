@@ -94,7 +94,7 @@ def unit(x: Array) -> Array:
 
 
 def flat(x: Array) -> Array:
-  return unit(x).reshape(x.shape[0], -1)
+  return unit(x).reshape(x.shape[0], math.prod(x.shape[1:]))  # -1 of nothing is not known
 
 
 _in_loop = contextvars.ContextVar('in_loop', default=True)

@@ -43,12 +43,12 @@ class PolicyValue(NamedTuple):
 
 def merge_time(tree: Any) -> Any:
   """[T, B, ...] -> [T*B, ...]."""
-  return jax.tree.map(lambda x: x.reshape((-1, *x.shape[2:])), tree)
+  return jax.tree.map(lambda x: x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])), tree)
 
 
 def split_time(tree: Any, length: int) -> Any:
   """[T*B, ...] -> [T, B, ...]."""
-  return jax.tree.map(lambda x: x.reshape((length, -1, *x.shape[1:])), tree)
+  return jax.tree.map(lambda x: x.reshape((length, x.shape[0] // length, *x.shape[1:])), tree)
 
 
 def reset_where(first: Array, initial: Any, state: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import itertools
 import json
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Optional
 
 import gymnasium
 import pytest
@@ -75,6 +77,7 @@ def test_texts_come_back_from_a_name() -> None:
   [
     *('007', '-01', '00', '01.5', '1__0', '1_', 'infinity', '-inf', 'Inf', 'nan', 'NaN', '１２'),
     *('TRUE', 'tRue', 'FALSE', 'none', 'NONE', 'null', 'yes', 'No', 'on', 'OFF', '0x10', '0b1', '1j'),
+    *('\u22125', '\u22121e-3', "{'a': 1, 'a': 2}", "[{'b': {'a': 1, 'a': 1}}]"),
     *('(1, 2', "'open", '[true]', '(a, b)', "b'x'", '{1, 2}', '{1: 2}', '[1]]', "'a' 'b", '9' * 5000),
     '(' * 5000 + ')' * 5000,
   ],
@@ -240,3 +243,51 @@ def test_workers_read_the_same_options() -> None:
     assert arrival.timestep.observation.tolist() == [2] * 20
   finally:
     pool.close()
+
+
+class Kind(enum.Enum):
+  SMALL = 'small'
+  LARGE = 2
+
+
+class WithNew:
+  def __new__(cls, *args: Any, **kwargs: Any) -> WithNew:
+    del args, kwargs
+    return object.__new__(cls)
+
+  def __init__(self, size: int = 1) -> None: ...
+
+
+class Called:
+  def __call__(self, size: Optional[int] = 1) -> None: ...  # noqa: UP045 (a text that is looked up)
+
+
+def with_kinds(kind: Kind = Kind.SMALL, sizes: dict[str, int] = {}) -> None: ...  # noqa: B006
+
+
+@pytest.mark.parametrize(
+  ('function', 'option', 'value', 'is_taken'),
+  [
+    (with_kinds, 'kind', 'small', True),
+    (with_kinds, 'kind', 'LARGE', True),
+    (with_kinds, 'kind', 2, True),
+    (with_kinds, 'kind', 'large', False),
+    (with_kinds, 'kind', 1, False),
+    (with_kinds, 'sizes', {'a': 1}, True),
+    (with_kinds, 'sizes', {'a': 'b'}, False),
+    (WithNew, 'size', 3, True),
+    (WithNew, 'size', 'x', False),
+    (WithNew, 'other', 3, False),
+    (Called(), 'size', None, True),
+    (functools.partial(Called(), size=2), 'size', None, True),
+    (functools.partial(Called(), size=2), 'size', 'x', False),
+  ],
+)
+def test_options_of_enums_dicts_and_callables(
+  function: Any, option: str, value: Any, is_taken: bool
+) -> None:
+  if is_taken:
+    registry.check_options('a:b', function, {option: value})
+  else:
+    with pytest.raises(UnknownName, match=option):
+      registry.check_options('a:b', function, {option: value})

@@ -629,6 +629,18 @@ REFUSED = {
   'no image': (dict(torso='nature'), vector(), spaces.Discrete(2), 'needs an image'),
   'no distribution': (dict(), vector(), spaces.Discrete(2, start=1), 'no distribution'),
   'no actions': (dict(), vector(), spaces.Box(-1, 1, (0,)), 'empty action space'),
+  'nothing to see': (
+    dict(),
+    spaces.Box(-1, 1, (0,)),
+    spaces.Discrete(2),
+    'empty observation space',
+  ),
+  'nothing but a mask': (
+    dict(),
+    spaces.Dict(action_mask=spaces.MultiBinary(2)),
+    spaces.Discrete(2),
+    'empty observation space',
+  ),
   'no input': (dict(), spaces.Sequence(vector()), spaces.Discrete(2), 'observation space'),
   'image too small': (
     dict(torso='nature'),

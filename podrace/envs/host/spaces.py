@@ -87,7 +87,7 @@ def choices(space: Any) -> Any:
 
   if np.any(space.start):
     raise UnknownName(
-      f'{space} does not start at 0; {WRAPPER} add {np.min(space.start)} to actions, and '
+      f'{space} does not start at 0; {WRAPPER} add {space.start} to actions, and '
       'gymnasium.wrappers.TransformObservation take it from observations'
     )
   is_one = isinstance(space, spaces.Discrete)
