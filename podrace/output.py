@@ -157,6 +157,10 @@ def results_alone() -> Iterator[None]:
   try:
     yield
   finally:
+    with contextlib.suppress(
+      OSError, ValueError
+    ):  # prints to sys.__stdout__ may wait in its buffer
+      out.flush()
     os.dup2(kept, 1)
     os.close(kept)
     _results, sys.stdout = None, out

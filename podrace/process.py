@@ -236,8 +236,12 @@ def leave(code: int) -> NoReturn:
   """Ends the process as Python does, but leaves the interpreter as it is.
 
   Threads of ours and of JAX may be in C++ then. Where Python ends one there, the process aborts: a run that was
-  complete would end with 134.
+  complete would end with 134. The results are written, so prints from here on go to stderr, such as those of the
+  exit handlers of an environment.
   """
+  flush_standard()
+  with contextlib.suppress(OSError):
+    os.dup2(2, 1)
   threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
   atexit._run_exitfuncs()
   flush_standard()

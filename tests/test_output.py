@@ -89,3 +89,21 @@ def test_a_stream_that_fails_is_left_alone() -> None:
   closed._file.close()
   print('anything', file=closed, flush=True)
   assert not closed.isatty()
+
+
+LATE = """
+import atexit, os, sys
+atexit.register(lambda: (print('printed'), os.write(1, b'written'), os.system('echo child')))
+from podrace import output
+from podrace.process import leave
+with output.results_alone():
+  sys.__stdout__.write('waiting')
+  output.print_json({'a': 1})
+leave(3)
+"""
+
+
+def test_what_exit_handlers_print_is_no_result() -> None:
+  done = subprocess.run([sys.executable, '-c', LATE], capture_output=True, text=True, check=False)
+  assert (done.returncode, done.stdout) == (3, '{"a": 1}\n')
+  assert all(x in done.stderr for x in ('printed', 'written', 'child', 'waiting'))

@@ -126,7 +126,7 @@ go.set()
 leave(3)
 """
   done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
-  assert (done.returncode, done.stdout, done.stderr) == (3, 'worked\nregistered\n', '')
+  assert (done.returncode, done.stdout, done.stderr) == (3, '', 'worked\nregistered\n')
 
 
 def test_the_command_ends_with_the_code_of_main() -> None:

@@ -27,7 +27,15 @@ from podrace.commands.sources import (
   fields_of,
   shown,
 )  # fmt: skip
-from podrace.config import Config, agent_class, flag, needs_sebulba, unknown_agent
+from podrace.config import (
+  Config,
+  agent_name,
+  default_agent,
+  flag,
+  needs_sebulba,
+  to_json,
+  unknown_agent,
+)
 from podrace.discovery.presets import PRESETS as DISCOVERIES
 from podrace.errors import UsageError
 from podrace.hooks import BOUND
@@ -77,6 +85,13 @@ def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
     UsageError: for a name that is none.
   """
   agent, env = _value('--agent', args), _value('--env', args)
+  own = None
+  if agent is not None and ':' in agent:
+    own_code.look_here([own_code.of_agent(agent)])
+    own = default_agent(agent)
+    agent = agent_name(
+      own
+    )  # its module may have one of ours, whose defaults are those of its own name
   run_dir = _value('--run-dir', args)
   record = Path(run_dir, 'config.json') if run_dir is not None and preset is None else None
   if record is not None and record.is_file():
@@ -94,7 +109,7 @@ def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
   if wanted not in AGENTS and ':' not in wanted:
     raise unknown_agent(wanted)
   if wanted != settings.agent:
-    made = agent_call(wanted) if wanted in AGENTS else Call(wanted, {})
+    made = agent_call(wanted) if own is None or wanted in AGENTS else _call_of_agent(own)
     settings = Settings(wanted, settings.call.replace(agent=made))
     if record is None:  # as configuration.is_open
       settings = _with_defaults(settings, env or settings.call.fields.get('env'))
@@ -166,6 +181,12 @@ def _call_of_record(record: Mapping[str, Any]) -> Call:
       if name not in left_out
     },
   )
+
+
+def _call_of_agent(agent: Any) -> Call:
+  """The settings of an agent of the user's own."""
+  settings: Call = _call_of_record(to_json(Config(agent=agent))).fields['agent']
+  return settings
 
 
 def _printable(value: Any) -> Any:
@@ -246,8 +267,7 @@ def train_help(
   ):  # a record names it, and may be a stranger's
     lines += ['', f'the run has an agent of its own; --agent {_printable(name)} has its options']
   elif ':' in name:
-    own_code.look_here([own_code.of_agent(name)])
-    lines += ['', f'agent {name}:', *_own_rows(agent_class(name), '--agent.')]
+    lines += ['', f'agent {name}:', *_own_rows(default_agent(name), '--agent.', values)]
   else:
     lines += [*_agent_rows(name, values, settings.kind), *_part_rows(name, values), '']
   return '\n'.join([*lines, f'podrace train {ALL} has every option'])
@@ -331,21 +351,21 @@ def _preset_rows(preset: str, values: Values) -> list[str]:
   return ['', f'preset {preset}, which is:', _filled(text, 2)]
 
 
-def _own_rows(cls: Any, prefix: str) -> list[str]:
-  """The options of any dataclass, and of those that are the defaults of its fields."""
+def _own_rows(settings: Any, prefix: str, values: Values) -> list[str]:
+  """The options of any dataclass with its defaults, and of the dataclasses among its fields."""
   found: dict[str, tuple[str, str, str]] = {}
-  bases: list[Any] = [c for c in cls.__mro__ if dataclasses.is_dataclass(c)]
+  bases: list[Any] = [c for c in type(settings).__mro__ if dataclasses.is_dataclass(c)]
   for base in reversed(bases):
     with contextlib.suppress(KeyError, OSError, TypeError):  # it has no source
       file = Path(inspect.getfile(base))
       found |= {f[0]: f for f in fields_of(file, base.__qualname__, prefix)}
   rows, parts = [], []
-  for field in dataclasses.fields(cls):
-    name = prefix + flag(field.name)
+  for field in dataclasses.fields(settings):
+    name, value = prefix + flag(field.name), getattr(settings, field.name)
     if field.name in BOUND:
       continue
-    if dataclasses.is_dataclass(field.default):
-      parts += _own_rows(type(field.default), f'{name}.')
+    if dataclasses.is_dataclass(value):
+      parts += _own_rows(value, f'{name}.', values)
     elif name in found or 'Suppress' not in str(field.type):
-      rows.append(row(*found.get(name, (name, str(field.type), ''))))
+      rows.append(_row(found.get(name, (name, str(field.type), '')), values))
   return rows + parts

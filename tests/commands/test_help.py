@@ -133,6 +133,38 @@ def test_a_run_that_is_there_has_its_own(tmp_path: Path) -> None:
       train_help('--run-dir', str(tmp_path))
 
 
+OWN = """
+import dataclasses
+from podrace.agents.ppo import PPO
+from podrace.networks.actor_critic import ActorCritic
+@dataclasses.dataclass(frozen=True)
+class Inner(PPO):
+  network: ActorCritic = ActorCritic(hidden=(9, 8))
+  length: int = 3  # of it
+@dataclasses.dataclass(frozen=True)
+class Made(PPO):
+  network: ActorCritic = dataclasses.field(default_factory=lambda: ActorCritic(hidden=(5,)))
+  clip: float = dataclasses.field(default=0.3)
+Ours = PPO
+"""
+
+
+@pytest.mark.parametrize('name', ['Inner', 'Made', 'Ours'])
+def test_the_defaults_of_an_agent_of_ones_own(
+  name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  module = f'own_{name.lower()}'
+  (tmp_path / f'{module}.py').write_text(OWN)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+  args = ('--env', ENVS['grid'], '--agent', f'{module}:{name}')
+  record, text = to_json(settings(*args)), train_help(*args)
+  compare(text, record, *args)
+  expected = {'Inner': '9 8', 'Made': '5', 'Ours': '64 64'}[name]
+  assert shown_defaults(text)['--agent.network.hidden'] == expected
+  assert shown_defaults(text)['--agent.clip'] == str(record['agent']['clip'])
+
+
 def test_the_kinds_that_are_written_down_are_those_of_the_environments() -> None:
   for name in (
     'podrace:catch',

@@ -89,7 +89,9 @@ def test_an_environment_that_changes_the_settings_of_jax(
 # --- what environments print ----------------------------------------------------------------------
 
 NOISY = """
+import atexit
 import os
+import sys
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -97,6 +99,7 @@ from gymnasium import spaces
 def noise(where):
   print('noise', where, flush=True)
   os.system('echo noise of a child')
+  sys.__stdout__.write('noise that is not flushed')
 
 class Noisy(gymnasium.Env):
   observation_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -112,6 +115,7 @@ class Noisy(gymnasium.Env):
     return np.zeros(2, np.float32), 1.0, True, False, {}
 
 gymnasium.register('Noisy-v0', entry_point=Noisy)
+atexit.register(noise, 'at the end')
 noise('imported')
 
 def catch():
