@@ -180,7 +180,9 @@ def test_processes_that_do_not_come_are_waited_for_a_while_at_most(
   def stopped(args: list[str]) -> int:
     raise Stopped(signal.SIGTERM, 'a call did not end')
 
-  monkeypatch.setitem(cli.COMMANDS, 'train', types.SimpleNamespace(run=stopped))
+  monkeypatch.setitem(
+    cli.COMMANDS, 'train', types.SimpleNamespace(run=stopped, COMMAND=cli.COMMANDS['train'].COMMAND)
+  )
   assert cli._guarded(['train']) == 128 + signal.SIGTERM
   gate.set()
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import pytest
 import rule_files
+from children import hide_library
 from gymnasium import spaces
 from processes import (
   Podrace,
@@ -212,7 +213,7 @@ def test_help_of_an_agent_of_ones_own_is_its_own(
   )
   code, said, _ = run('train', '--agent', 'of_mine:Agent', '--help')
   assert code == 0
-  assert '--agent.boldness float' in said and 'of its steps (default 2 * RATE)' in said
+  assert '--agent.boldness float' in said and 'of its steps (default 6)' in said
   assert '--agent.network.core-size int' in said and '--num-envs' in said
   for other in ('--agent.clip-rho', '--agent.epochs', 'total-updates', 'observation-space'):
     assert other not in said
@@ -764,8 +765,7 @@ def test_bad_input_through_the_interpreter(tmp_path: Path) -> None:
 def test_missing_extra(
   library: str, name: str, run: Command, unchanged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setitem(sys.modules, library, None)
-  monkeypatch.delitem(sys.modules, f'podrace.envs.{library}', raising=False)
+  hide_library(monkeypatch, library)
   code, _, told = run('train', '--env', f'{library}:{name}')
   assert code == 2
   assert f"pip install 'podrace[{library}]'" in told

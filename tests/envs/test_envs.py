@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import hide_library
 from gymnasium import spaces
 
 import podrace.envs
@@ -300,9 +301,7 @@ def test_wrong_names_are_explained(name: str, message: str) -> None:
 
 
 def test_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setitem(sys.modules, 'craftax', None)
-  monkeypatch.delitem(sys.modules, 'craftax.craftax_env', raising=False)
-  monkeypatch.delitem(sys.modules, 'podrace.envs.craftax', raising=False)
+  hide_library(monkeypatch, 'craftax')
   with pytest.raises(MissingExtra, match=r"needs the extra 'craftax': pip install 'podrace\["):
     podrace.envs.make('craftax:Craftax-Symbolic-v1')
 

@@ -239,7 +239,7 @@ def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--max-wait-ms', '-1'], 'must be 0 to'),
     (['--envs', 'remote', '--listen', 'nowhere'], 'takes tcp://HOST:PORT'),
     (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--peer-timeout', '0'], 'more than 0'),
-    (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--architecture', 'anakin'], 'is for --arch'),
+    (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--architecture', 'anakin'], 'give --architecture sebulba'),
   ],
 )  # fmt: skip
 def test_bad_usage_is_2(

@@ -28,6 +28,7 @@ from podrace.config import bind
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.envs.host.jax import JaxPool, JaxSteps
+from podrace.envs.registry import UnknownName
 from podrace.errors import RunError, UsageError
 from podrace.networks import ActorCritic, LifetimeNetwork, PolicyPredictor
 from podrace.replay import on_policy
@@ -594,7 +595,7 @@ def test_a_pool_whose_actor_can_not_be_is_closed(monkeypatch: pytest.MonkeyPatch
   program = sebulba(AGENTS['impala'], threads=2)
   spec = dataclasses.replace(program.spec, action_space=spaces.Text(3))
   state = program.init(keys(0))
-  with pytest.raises(host.HostError, match='Box here, not Text'):
+  with pytest.raises(UnknownName, match='Box here, not Text'):
     acting = dataclasses.replace(program.acting, spec=spec)
     Actors(acting, {0: state.train.params}, state.key, jax.random.key(0))
   assert len(closed) == 1

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 DEADLINE = 600.0  # seconds; ends a hang, and decides nothing: what is waited for takes a few on an idle machine
@@ -33,6 +35,21 @@ def environment() -> dict[str, str]:
   """Ours, in which podrace and the tests' modules are found."""
   path = os.pathsep.join(map(str, (ROOT, SUPPORT)))
   return {**os.environ, 'PYTHONPATH': path}
+
+
+def hide_library(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+  """Have imports of a library fail until the test's end, as if it were not installed."""
+
+  class Hidden:
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+      if name.partition('.')[0] == library:
+        raise ModuleNotFoundError(f'No module named {library!r}', name=library)
+
+  for name in list(sys.modules):
+    if name.partition('.')[0] == library or name == f'podrace.envs.{library}':
+      monkeypatch.delitem(sys.modules, name)
+  monkeypatch.setattr(sys, 'meta_path', [Hidden, *sys.meta_path])
 
 
 def alive(pid: int) -> bool:
