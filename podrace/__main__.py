@@ -5,7 +5,7 @@ import signal
 
 
 def main() -> None:
-  """Runs the command. Importing what it needs takes longer than the first Ctrl-C may."""
+  """Run the command line. Signal handlers come first, since the imports take long."""
   for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
       signal.signal(signum, lambda number, frame: os._exit(128 + number))

@@ -77,8 +77,8 @@ class Checkpoints:
   def _new_manager(self, keep: int, writes: bool) -> ocp.CheckpointManager:
     async_options = ocp.AsyncOptions(post_finalization_callback=lambda: self._expected())
     if jax.process_count() == 1:
-      # Orbax measures how long it waits by the wall's clock, which may jump: of one process nothing is waited for
-      # but its own threads. Directories made at once leave out waits whose limits can't be set.
+      # Orbax measures its timeouts by the wall clock, which may jump. A run of one process waits only for its own
+      # threads, so it needs no timeout. Synchronous directory creation avoids waits without a configurable timeout.
       async_options = dataclasses.replace(
         async_options, timeout_secs=FOREVER, create_directories_asynchronously=False
       )

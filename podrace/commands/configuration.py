@@ -136,7 +136,7 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
 
 @contextlib.contextmanager
 def _escaped(args: Sequence[str]) -> Iterator[None]:
-  """Has what tyro prints of arguments that a terminal would obey printed by `print_text`."""
+  """Have `print_text` print tyro's errors, so that no argument reaches the terminal unescaped."""
   if all(printable(a) == a for a in args):
     yield
     return
