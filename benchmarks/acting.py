@@ -78,7 +78,7 @@ def score(preset: str, options: list[str], folder: Path) -> dict[str, Any]:
   ]
   try:
     codes = [process.wait() for process in (learner, *actors)]
-    from podrace import service
+    from podrace.distributed import replay as service
 
     client = service.connect(replay)
     info = client.table('windows').info()

@@ -262,7 +262,8 @@ def start(agent: Any, env: Any, num_envs: int, unroll_length: int, seed: int = 0
   import jax
   import jax.numpy as jnp
 
-  from podrace import anakin, topology
+  from podrace import topology
+  from podrace.architectures import anakin
   from podrace.replay import on_policy
 
   mesh = topology.learner_mesh()

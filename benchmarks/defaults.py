@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from common import RESULTS, origin, record
 from gymnasium import spaces
 
-from podrace import actor, envs
+from podrace import envs
+from podrace.architectures import unroll
 from podrace.envs.base import batch as batch_of
 from podrace.types import ActorOutput
 
@@ -71,8 +72,8 @@ def random_play(name: str, num_envs: int = 64, steps: int = 2_500) -> dict[str, 
   def play(key: Any) -> Any:
     begin_key, unroll_key = jax.random.split(key)
     batch = batch_of(env, num_envs)
-    state = actor.begin(agent, batch, jnp.arange(num_envs), begin_key)
-    return actor.pooled(actor.unroll(agent, batch, (), state, unroll_key, steps)[0].episodes)
+    state = unroll.begin(agent, batch, jnp.arange(num_envs), begin_key)
+    return unroll.pooled(unroll.unroll(agent, batch, (), state, unroll_key, steps)[0].episodes)
 
   found = jax.device_get(jax.jit(play)(jax.random.key(0)))
   episodes = int(found['episodes'])

@@ -29,11 +29,11 @@ from seeds import train
 
 from podrace import topology
 from podrace.agents.disco import Disco
-from podrace.anakin import Anakin
-from podrace.build import build
-from podrace.config import Config, bind
+from podrace.architectures.anakin import Anakin
 from podrace.envs import make
-from podrace.presets import PRESETS
+from podrace.run.build import build
+from podrace.settings.config import Config, bind
+from podrace.settings.presets import PRESETS
 
 SEEDS = 5
 WINDOW, UPDATES = 20, 1000

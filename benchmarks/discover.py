@@ -39,18 +39,18 @@ import numpy as np
 from common import RESULTS, ROOT, machine, origin, portable, record
 from learned_rewards import interval
 
-from podrace import build
 from podrace.agents.impala import Impala
 from podrace.agents.lpg import LPG
-from podrace.agents.varied import with_values
-from podrace.config import bind
-from podrace.discovery import config as settings
-from podrace.discovery.members import Kind
-from podrace.discovery.presets import PRESETS
-from podrace.discovery.program import flat
+from podrace.agents.population import with_values
+from podrace.agents.rules import files
+from podrace.architectures.discovery.members import Kind
+from podrace.architectures.discovery.program import flat
 from podrace.networks import ActorCritic
-from podrace.record import load_any
-from podrace.rules import files
+from podrace.run import build
+from podrace.run.directory import load_any
+from podrace.settings import discovery as settings
+from podrace.settings.config import bind
+from podrace.settings.discovery_presets import PRESETS
 from podrace.types import Sample
 
 LIVES, TUNING, ROUNDS, SECONDS = 256, 16, 5, 5.0

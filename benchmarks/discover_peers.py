@@ -54,12 +54,12 @@ OURS, PEERS = 'podrace', ('groove', 'groove-new')
 
 def population(config: dict[str, Any]) -> Any:
   """The program of `podrace discover` with these settings."""
-  from podrace import build
   from podrace.agents.lpg import LPG
-  from podrace.discovery.config import Discovery
-  from podrace.discovery.objective import ValueFunction
+  from podrace.agents.rules.lpg import Sizes
+  from podrace.architectures.discovery.objective import ValueFunction
   from podrace.networks import ActorCritic, PolicyPredictor
-  from podrace.rules.lpg import Sizes
+  from podrace.run import build
+  from podrace.settings.discovery import Discovery
 
   network = PolicyPredictor(hidden=(), predictions=config['predictions'])
   sizes = {name: config[name] for name in ('predictions', 'trajectory', 'embedding')}

@@ -25,14 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import podrace
-from podrace import policy_network
-from podrace.agents.acting import observe
+from podrace.agents.policy_gradient import observe
 from podrace.envs.base import batch
-from podrace.evaluate import evaluable, newest_params
-from podrace.export import export
 from podrace.hooks import greedily, innermost
 from podrace.networks import ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, Policy, load_policy
+from podrace.policy import network as policy_network
+from podrace.policy.export import export
+from podrace.run.evaluate import evaluable, newest_params
 
 ENVS, STEPS = 250, 250  # of a chunk
 OBSERVATIONS = 1_000_000

@@ -46,11 +46,12 @@ import numpy as np
 from mutants import data_of, spoiled
 from storm import REPLAYED, storm
 
-from podrace import service, tables
-from podrace.net import keys as net_keys
-from podrace.net import session
-from podrace.net.listener import Listener
-from podrace.service import parameters
+from podrace import tables
+from podrace.distributed import replay
+from podrace.distributed.net import keys as net_keys
+from podrace.distributed.net import messages as session
+from podrace.distributed.net.listener import Listener
+from podrace.distributed.parameters import publisher as parameters
 
 PARTS = ('seed', 'replay', 'parameters', 'tls', 'training')
 ANY = 'tcp://127.0.0.1:*'
@@ -74,13 +75,13 @@ def served(part: str, directory: Path) -> Iterator[Listener]:
     with Learner(keep=False, slots=64) as learner:
       yield learner.server.listener
   elif part == 'replay':
-    from podrace.service.server import ReplayServer
+    from podrace.distributed.replay.server import ReplayServer
 
     with ReplayServer(ANY, most_bytes=2**20) as server:
       yield server.listener
   else:
     keys = directory if part == 'tls' else None
-    with service.Publisher(ANY, keys=keys) as publisher:
+    with replay.Publisher(ANY, keys=keys) as publisher:
       publisher.publish(1, [('x', np.ones(5))])
       yield publisher.listener
 
@@ -118,7 +119,7 @@ def of_learner(address: str, env: Any = None) -> Sent:
   from peers import Raw
   from test_server import documents
 
-  from podrace.remote import wire
+  from podrace.distributed.environments import messages as wire
 
   template = Raw(address, env)
   hello = lambda: template.told(client=session.new_client())  # noqa: E731
@@ -143,9 +144,9 @@ def of_seed(address: str) -> Sent:
 def of_replay(address: str) -> Sent:
   from test_service_security import documents, told_hello
 
-  from podrace.service import wire
+  from podrace.distributed.replay import messages as wire
 
-  client = service.connect(address)
+  client = replay.connect(address)
   settings = dict(sampler=tables.uniform(), remover=tables.fifo(), max_size=10)
   client.table('it', rate_limiter=tables.min_size(1), **settings)  # type: ignore[arg-type]
   table = client.table('good', rate_limiter=tables.min_size(1), **settings)  # type: ignore[arg-type]
@@ -163,7 +164,7 @@ def of_replay(address: str) -> Sent:
 
 def of_parameters(address: str, keys: Path | None = None) -> Sent:
   def go_on() -> None:
-    reader = service.Parameters(address, keys=keys)
+    reader = replay.Parameters(address, keys=keys)
     assert reader.get(timeout=30).version == 1
     reader.close()
 

@@ -28,9 +28,9 @@ import common
 import numpy as np
 import seeds as trainer
 
-from podrace import curves
-from podrace.config import Config
-from podrace.presets import PRESETS
+from podrace.experiments import curves
+from podrace.settings.config import Config
+from podrace.settings.presets import PRESETS
 
 DEVICES, SEEDS = 8, 30
 CONVERGED = {'catch': 0.9, 'minatar-breakout': 5.0}

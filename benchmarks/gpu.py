@@ -80,7 +80,7 @@ def muzero(num_envs: int, repeats: int, seconds: float) -> dict[str, Any]:
   """Steps/s of MuZero's training on MinAtar Breakout, once replay is full enough to learn from."""
   import podrace
   from podrace import envs
-  from podrace.config import bind
+  from podrace.settings.config import bind
 
   config = podrace.configure(env='gymnax:Breakout-MinAtar', agent='muzero')
   env, length = envs.make(config.env), config.unroll_length
@@ -107,8 +107,8 @@ def lpg(agent_updates: int, repeats: int, seconds: float) -> dict[str, Any]:
   """Steps/s of LPG's meta-training at its paper's size: 512 agents x 64 environments, an LSTM of 256."""
   import discover
 
-  from podrace.discovery.presets import PRESETS
-  from podrace.rules.lpg import Sizes
+  from podrace.agents.rules.lpg import Sizes
+  from podrace.settings.discovery_presets import PRESETS
 
   config = dataclasses.replace(
     PRESETS['lpg-catch'](), env='podrace:grid_worlds', agents=512, num_envs=64, unroll_length=20,

@@ -51,7 +51,7 @@ PROGRAMS = {
 }  # fmt: skip
 EXACT = ('learners',)  # on one machine only
 MARK = uuid.uuid4().hex  # in the environment of all that is started here
-KEEPER = 'podrace.launch.keeper'
+KEEPER = 'podrace.launch.supervisor.remote_child'
 PODRACE = (sys.executable, '-m', 'podrace')
 WAITED = 120.0  # seconds for a run to go on, at most
 
@@ -93,9 +93,7 @@ class Launched:
       kept = KEEPER in words_of(parent)
       if not (kept or parent == self.process.pid):
         continue
-      if 'podrace.launch.warm' in words:  # as which a learner first starts
-        found[f'train {pid}'] = pid
-      elif 'podrace' in words:
+      if 'podrace' in words:
         kind = words[words.index('podrace') + 1]
         found[f'{kind} {pid}'] = pid
         if kept:

@@ -32,16 +32,17 @@ import jax.numpy as jnp
 import numpy as np
 from common import RESULTS, ROOT, machine, origin, record
 
-from podrace import actor, topology
+from podrace import topology
 from podrace.agents.impala import Impala
 from podrace.agents.intrinsic import Intrinsic, Params
-from podrace.agents.varied import with_values
-from podrace.anakin import Anakin
-from podrace.config import bind
+from podrace.agents.population import with_values
+from podrace.architectures import unroll as actor
+from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.base import batch
 from podrace.networks import ActorCritic, LifetimeNetwork
 from podrace.replay import on_policy
+from podrace.settings.config import bind
 from podrace.types import FIRST, LAST, Sample
 
 LIVES, ENVS, A2C_UNROLL = 64, 64, 8

@@ -35,7 +35,7 @@ from typing import Any
 import common
 import yaml
 
-from podrace.launch import handing, kubernetes
+from podrace.launch.engines import kubernetes, manifests
 
 RUNS = {
   'seed': ('pong', '--as', 'seed'),
@@ -83,7 +83,7 @@ SPOILED: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 def schemas(python: str, crd: str) -> dict[str, Any]:
   """Errors of all manifests by the engines' schemas; of the spoiled ones there must be some."""
-  with handing.new_keys() as keys:
+  with manifests.new_keys() as keys:
     documents = {'secret': dict(kind='secret', document=kubernetes.secret(keys, CLUSTER))}
     for kind, on in ON.items():
       for name, arguments in RUNS.items():
@@ -200,7 +200,7 @@ def pods() -> dict[str, Any]:
   """IMPALA on Catch, whose learner is killed, and then asked to end, as if its machine were taken away."""
   arguments = ('catch', '--as', 'impala', '--total-steps', '200000', '--checkpoint-every', '10000', '--log-every', '2048')  # fmt: skip
   jobset = manifest(*arguments, *ON['jobset'])
-  with handing.new_keys() as keys:
+  with manifests.new_keys() as keys:
     secret = kubernetes.secret(keys, CLUSTER)
   with tempfile.TemporaryDirectory(prefix='podrace-pods-') as root:
     found = Pods(jobset, secret, Path(root))

@@ -25,11 +25,12 @@ import common
 import jax
 import jax.numpy as jnp
 
-from podrace import config, envs, hooks, topology
+from podrace import envs, hooks, topology
 from podrace.agents.impala import Impala
-from podrace.anakin import Anakin
+from podrace.architectures.anakin import Anakin
 from podrace.networks import ActorCritic
 from podrace.networks.transformer import Transformer
+from podrace.settings import config
 
 DEVICES, SPARE, SECONDS = 8, 2 * 2**30, 3000  # bytes that are left to others; of a case
 SMALL = dict(layers=6, width=512)

@@ -18,8 +18,8 @@ import numpy as np
 from common import RESULTS, origin, record
 from seeds import train
 
-from podrace.config import Config
-from podrace.presets import PRESETS
+from podrace.settings.config import Config
+from podrace.settings.presets import PRESETS
 
 SEEDS = 3
 STEPS = {'catch': 80_000, 'cartpole': 200_000, 'breakout': 1_000_000, 'asterix': 1_000_000}
@@ -55,7 +55,7 @@ def defaults(agent: str, env: str) -> Config:
   """An agent that has no preset for an environment, with its defaults for it."""
   from podrace.agents.impala import Impala
   from podrace.agents.ppo import PPO
-  from podrace.defaults import with_defaults
+  from podrace.settings.defaults import with_defaults
 
   return with_defaults(Config(agent=PPO() if agent == 'ppo' else Impala(), env=env), env)
 

@@ -20,8 +20,8 @@ from typing import Any
 import common
 
 import podrace
-from podrace import capacity
-from podrace.capacity import Machines, Rates
+from podrace.launch import capacity
+from podrace.launch.capacity import Machines, Rates
 
 FITTED = ('sebulba: envpool-cartpole', 'sebulba: envpool-cartpole, 1 thread')
 NEAR = 0.15

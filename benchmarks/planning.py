@@ -20,13 +20,13 @@ from common import RESULTS, ROOT, origin, record
 from seeds import train
 
 from podrace.agents.muzero import MuZero
-from podrace.config import Config
 from podrace.envs import make
-from podrace.evaluate import evaluator
 from podrace.hooks import greedily
 from podrace.networks import LearnedModel
-from podrace.presets import PRESETS
 from podrace.replay import Buffer
+from podrace.run.evaluate import evaluator
+from podrace.settings.config import Config
+from podrace.settings.presets import PRESETS
 
 SEEDS, EPISODES = 3, 400
 

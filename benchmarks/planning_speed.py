@@ -29,20 +29,21 @@ import mctx
 import numpy as np
 from jax import lax
 
-from podrace import build, configure, topology
-from podrace.actor import begin, unroll
-from podrace.agents.searching import Params
-from podrace.bench import acting_of
-from podrace.config import bind
+from podrace import configure, topology
+from podrace.agents.search import Params
+from podrace.architectures.sebulba import Actors
+from podrace.architectures.sebulba.acting import example_timestep
+from podrace.architectures.sebulba.device_programs import pack
+from podrace.architectures.unroll import begin, unroll
 from podrace.envs import make
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
+from podrace.experiments.bench import acting_of
 from podrace.networks import outside_loops
 from podrace.networks.planning import decode
-from podrace.presets import muzero_catch
-from podrace.sebulba import Actors
-from podrace.sebulba.acting import pack
-from podrace.sebulba.acting_program import example_timestep
+from podrace.run import build
+from podrace.settings.config import bind
+from podrace.settings.presets import muzero_catch
 
 NUM_ENVS, LENGTH = 64, 16
 SIMULATIONS = (25, 50)

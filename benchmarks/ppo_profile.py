@@ -30,7 +30,7 @@ def parts(num_envs: int) -> tuple[dict[str, Callable[[], Any]], int]:
   from jax.sharding import PartitionSpec as P
 
   from podrace import envs
-  from podrace.agents import acting
+  from podrace.agents import policy_gradient
   from podrace.envs.base import batch
   from podrace.learner import _mean_over, learner
 
@@ -101,7 +101,9 @@ def parts(num_envs: int) -> tuple[dict[str, Callable[[], Any]], int]:
         params = train.params._replace(network=network)
         return agent.loss(params, core, minibatch, jax.random.key(4))[0]
 
-      grads = _mean_over(acting.chunks(agent, index, 1), lambda c: jax.grad(loss)(network, c))
+      grads = _mean_over(
+        policy_gradient.chunks(agent, index, 1), lambda c: jax.grad(loss)(network, c)
+      )
       return jax.tree.map(lambda p, g: p + TINY * g, network, grads), None
 
     return lax.scan(one, network, indices)[0]

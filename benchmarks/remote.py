@@ -84,8 +84,8 @@ class Network:
     import jax
 
     from podrace.agents.impala import Impala
-    from podrace.config import bind
     from podrace.networks import ActorCritic
+    from podrace.settings.config import bind
 
     self._shape, self._dtype = OBSERVATIONS[observation]
     torso = dict(torso='impala', hidden=(256,)) if observation == '28KB' else dict(hidden=(64, 64))
@@ -152,9 +152,9 @@ def serve_podrace(
   network: Network | None = None,
   keys: pathlib.Path | None = None,
 ) -> None:
+  from podrace.distributed.environments.server import Server
+  from podrace.distributed.net.listener import Listen
   from podrace.envs.host.base import PoolArgs
-  from podrace.net.listener import Listen
-  from podrace.remote.server import Server
 
   n = clients * environments
   server = Server(Listen(address, keys, peer_timeout=600.0), n, say=lambda level, line: None)
@@ -215,7 +215,7 @@ def serve_echo(
 
 def keys_in(directory: pathlib.Path) -> pathlib.Path:
   """Of server and clients; the clients' process is told where."""
-  from podrace.net.keys import new_keys
+  from podrace.distributed.net.keys import new_keys
 
   new_keys(directory / 'keys')
   return directory / 'keys'
@@ -348,7 +348,7 @@ def told(latencies: list[float], seconds: float) -> dict[str, float]:
 
 
 def payload(environments: int, observation: str) -> list[bytes]:
-  from podrace.remote import wire
+  from podrace.distributed.environments import messages as wire
 
   shape, dtype = OBSERVATIONS[observation]
   records = np.zeros(environments, wire.RECORD)
@@ -394,9 +394,9 @@ class StreamClients:
   def __init__(
     self, address: str, clients: int, environments: int, observation: str, keys: str | None = None
   ) -> None:
-    from podrace.net import frame
-    from podrace.net import keys as net_keys
-    from podrace.remote import wire
+    from podrace.distributed.environments import messages as wire
+    from podrace.distributed.net import frame
+    from podrace.distributed.net import keys as net_keys
 
     self._context = None if keys is None else net_keys.client_context(pathlib.Path(keys))
     self._prefix, self._step = frame.PREFIX, wire.STEP
@@ -411,8 +411,8 @@ class StreamClients:
     self._seqs, self._come = [0] * clients, [0] * clients
 
   def _join(self, address: str, i: int, environments: int) -> sockets.socket:
-    from podrace.net import session
-    from podrace.remote import wire
+    from podrace.distributed.environments import messages as wire
+    from podrace.distributed.net import messages as session
 
     socket = self._connect(address)
     hello = b''.join(session.HELLO.pack([session.hello(wire.SERVICE, i + 1, **self._hello)]))

@@ -18,10 +18,10 @@ import jax
 import numpy as np
 from common import record
 
-from podrace.build import build_sebulba
-from podrace.config import Config
-from podrace.presets import PRESETS
-from podrace.sebulba import HostReplaySource
+from podrace.architectures.sebulba import HostReplaySource
+from podrace.run.build import build_sebulba
+from podrace.settings.config import Config
+from podrace.settings.presets import PRESETS
 
 MIN_SIZE = 1_000  # so that learning begins at once
 REPEATS = 2

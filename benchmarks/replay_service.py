@@ -31,10 +31,10 @@ class Remote(load.Side):
   """A client of `podrace replay`."""
 
   def __init__(self, address: str, kind: str) -> None:
-    from podrace import service
     from podrace import tables as t
+    from podrace.distributed import replay
 
-    self.client = service.connect(address)
+    self.client = replay.connect(address)
     self.table = self.client.table(
       kind,
       sampler=t.uniform(),
@@ -64,7 +64,7 @@ class Remote(load.Side):
 
 
 def serve() -> None:
-  from podrace.service.server import ReplayServer
+  from podrace.distributed.replay.server import ReplayServer
 
   with ReplayServer('tcp://127.0.0.1:*') as server:
     common.answer(address=server.address)

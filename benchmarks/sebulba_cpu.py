@@ -93,9 +93,9 @@ def profile(args: list[str], seconds: float) -> dict[str, Any]:
   import jax
   import numpy as np
 
-  from podrace import bench
-  from podrace.build import build_sebulba
-  from podrace.commands.configuration import base_config, parse
+  from podrace.commands.configure import base_config, parse
+  from podrace.experiments import bench
+  from podrace.run.build import build_sebulba
 
   base = dataclasses.replace(base_config('pong', None, None), architecture='sebulba')
   config = parse(base, args)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace import hooks, topology
-from podrace.anakin import Anakin
-from podrace.build import agreement
-from podrace.config import Config, bind
+from podrace.architectures.anakin import Anakin
 from podrace.envs import make
+from podrace.run.build import agreement
+from podrace.settings.config import Config, bind
 
 POINTS = 20
 

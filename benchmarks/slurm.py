@@ -188,7 +188,7 @@ def ended() -> dict[str, Any]:
 def supervisor() -> dict[str, Any]:
   job = Job('--total-steps', '100000000')
   job.says('learner | step ', 2)
-  (pid,) = job.pids('podrace.launch.slurm')
+  (pid,) = job.pids('podrace.launch.engines.slurm')
   os.kill(pid, signal.SIGKILL)
   return dict(ended=job.ends())
 

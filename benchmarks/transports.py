@@ -33,7 +33,7 @@ ANY = 'tcp://127.0.0.1:*'
 
 
 def serve_replay() -> None:
-  from podrace.service.server import ReplayServer
+  from podrace.distributed.replay.server import ReplayServer
 
   with ReplayServer(ANY) as server:
     common.answer(address=server.address)
@@ -50,7 +50,7 @@ def write_and_read(address: str, kind: str, frames: str) -> None:
 
 
 def publish() -> None:
-  from podrace import service
+  from podrace.distributed import replay as service
 
   array = np.random.default_rng(0).integers(0, 255, VERSION_BYTES, np.uint8)
   with service.Publisher(ANY) as publisher:
@@ -63,7 +63,7 @@ def publish() -> None:
 
 
 def hold(address: str, clients: str) -> None:
-  from podrace import service
+  from podrace.distributed import replay as service
 
   readers = [service.Parameters(address) for _ in range(int(clients))]
   common.answer(ready=True)

@@ -86,7 +86,9 @@ def work() -> None:
 
   import jax
 
-  from podrace import config, envs, evaluate
+  from podrace import envs
+  from podrace.run import evaluate
+  from podrace.settings import config
 
   for request in common.requests():
     if request['do'] == 'setup':

@@ -19,7 +19,7 @@ from flax import nnx
 
 from podrace import distributions, topology
 from podrace.agents.impala import Impala
-from podrace.anakin import Anakin
+from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.networks import PolicyValue, unroll_merged
 from podrace.replay import on_policy

@@ -15,10 +15,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from podrace.evaluate import evaluate
-from podrace.export import export
 from podrace.launch import run
-from podrace.program import Node, Program, literal
+from podrace.launch.program import Node, Program, literal
+from podrace.policy.export import export
+from podrace.run.evaluate import evaluate
 
 TASK = ('cartpole', '--agent', 'dqn', '--num-envs', '16')
 LENGTH = ('--total-steps', '10000', '--checkpoint-every', '2000')

@@ -14,10 +14,16 @@ from __future__ import annotations
 import jax
 
 from podrace.agents.impala import Impala
-from podrace.config import bind
+from podrace.architectures.sebulba import (
+  ActingProgram,
+  ActorSource,
+  LearningProgram,
+  State,
+  example_trajectory,
+)
 from podrace.envs.host import base as host
 from podrace.replay import on_policy
-from podrace.sebulba import ActingProgram, ActorSource, LearningProgram, State, example_trajectory
+from podrace.settings.config import bind
 from podrace.topology import split_devices
 
 NUM_ENVS, UNROLL_LENGTH, UPDATES = 64, 18, 400

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
   from podrace.api import Result as Result
   from podrace.api import configure as configure
   from podrace.api import train as train
-  from podrace.callbacks import EndTraining as EndTraining
-  from podrace.config import Config as Config
   from podrace.policy import load_policy as load_policy
+  from podrace.run.callbacks import EndTraining as EndTraining
+  from podrace.settings.config import Config as Config
 
 # Imported when they are used: the command line is to start quickly.
 _FROM = {

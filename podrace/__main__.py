@@ -9,7 +9,7 @@ def main() -> None:
   for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
       signal.signal(signum, lambda number, frame: os._exit(128 + number))
-  from podrace.process import end_on_signals
+  from podrace.system.process import end_on_signals
 
   end_on_signals()
   from podrace.cli import entry

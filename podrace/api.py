@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace import metrics, own_code, run, runs
-from podrace.callbacks import Callback
-from podrace.config import Config, default_agent, needs_sebulba, to_json, unknown
-from podrace.defaults import meaningless, with_defaults
 from podrace.errors import UsageError
-from podrace.imports import why_not
-from podrace.presets import PRESETS
+from podrace.experiments import runs
+from podrace.run import loop, metrics
+from podrace.run.callbacks import Callback
+from podrace.settings import user_code
+from podrace.settings.config import Config, default_agent, needs_sebulba, to_json, unknown
+from podrace.settings.defaults import meaningless, with_defaults
+from podrace.settings.presets import PRESETS
+from podrace.system.importing import why_not
 
 if TYPE_CHECKING:
   import pandas as pd
@@ -52,18 +54,18 @@ class Result:
 
   def evaluate(self, episodes: int = 100, seed: int = 0) -> dict[str, Any]:
     """As `podrace eval`: the returns of the newest checkpoint, greedy and sampled."""
-    from podrace.evaluate import ACTING, GREEDY, evaluate
     from podrace.hooks import can_be_greedy
+    from podrace.run.evaluate import ACTING, GREEDY, evaluate
 
     acting = ACTING if can_be_greedy(self.config.agent) else [a for a in ACTING if a != GREEDY]
-    allowed = own_code.named(to_json(self.config))
+    allowed = user_code.named(to_json(self.config))
     return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed)
 
   def export(self, folder: Path | str, member: int = 0) -> dict[str, Any]:
     """As `podrace export`: the policy in a new directory, for `podrace.load_policy`; what its policy.json says."""
-    from podrace.export import export
+    from podrace.policy.export import export
 
-    return export(self.run_dir, Path(folder), member, own_code.named(to_json(self.config)))
+    return export(self.run_dir, Path(folder), member, user_code.named(to_json(self.config)))
 
 
 def configure(preset: str | None = None, **settings: Any) -> Config:
@@ -131,7 +133,7 @@ def train(
   Args:
     config: see `configure`; or the name of a preset.
     run_dir: where the run is kept; called again with the same, it resumes. None: a new one, runs/NAME-DATE.
-    callbacks: see `podrace.callbacks.Callback`.
+    callbacks: see `podrace.run.callbacks.Callback`.
     override: goes on although the configuration has changed.
     sinks: besides metrics.jsonl: tensorboard, wandb.
     quiet: shows no progress; warnings only.
@@ -139,10 +141,10 @@ def train(
   Raises:
     UsageError: if the configuration is wrong, or not that of the run in `run_dir`.
     RunError: if the run can't go on; it is saved as far as that is possible.
-    podrace.stop.Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
+    podrace.system.signals.Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
   """
   name = config if isinstance(config, str) else config.env.partition(',')[0]
   made = configure(config) if isinstance(config, str) else config
   with runs.run_directory(run_dir, name) as path:
-    summary = run.train(made, path, override, sinks, quiet, callbacks=callbacks)
+    summary = loop.train(made, path, override, sinks, quiet, callbacks=callbacks)
   return Result(path, made, summary)

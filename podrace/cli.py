@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace import own_code
 from podrace.commands import (
   act,
   bench,
@@ -37,10 +36,11 @@ from podrace.commands import (
   train,
   watch,
 )
-from podrace.config import unknown
 from podrace.errors import RunError
-from podrace.output import flush_standard, open_standard, print_text, tell, tell_exception
-from podrace.process import (
+from podrace.settings import user_code
+from podrace.settings.config import unknown
+from podrace.system.output import flush_standard, open_standard, print_text, tell, tell_exception
+from podrace.system.process import (
   check_jax,
   end_at_once,
   end_on_signals,
@@ -49,7 +49,7 @@ from podrace.process import (
   on_signals,
   tell_of_faults,
 )
-from podrace.stop import Stopped
+from podrace.system.signals import Stopped
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   open_standard()
   tell_of_faults()
   escape_logs()
-  own_code.leave_here()
+  user_code.leave_here()
   if args[1:] and args[0] in HELP:  # podrace --help train
     args[:2] = args[1::-1]
   lasting = bool(args) and args[0] in LASTING
@@ -167,7 +167,7 @@ def entry() -> None:
 
 def _in_company() -> bool:
   """Whether this is one of several processes of a run."""
-  coordinator = sys.modules.get('podrace.coordinator')
+  coordinator = sys.modules.get('podrace.run.processes')
   return coordinator is not None and coordinator.is_one_of_several()
 
 
@@ -203,7 +203,7 @@ def _guarded(args: list[str]) -> int:
   except BrokenPipeError:  # the reader of the output has enough, as in `podrace list | head`
     return UNREAD
   except Stopped as e:
-    from podrace.coordinator import leave_processes
+    from podrace.run.processes import leave_processes
 
     same = '--dir' if args[0] == 'sweep' else '--run-dir'
     then = (

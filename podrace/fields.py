@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-  """The meaning of a text, in `Annotated`. Each text of a setting has one, see `podrace.own_code`."""
+  """The meaning of a text, in `Annotated`. Each text of a setting has one, see `podrace.settings.user_code`."""
 
   name: str
 
@@ -187,7 +187,7 @@ def range_of(settings: Any, name: str) -> Range | None:
 def check_fields(settings: Any) -> None:
   """Check the types and the ranges of all fields.
 
-  Infinity, and NaN where any number is allowed, are left to `podrace.config.check_numbers`, which knows the option.
+  Infinity, and NaN where any number is allowed, are left to `podrace.settings.config.check_numbers`, which knows the option.
 
   Raises:
     ValueError: for the first field that is of another type, or outside of its range.

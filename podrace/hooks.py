@@ -66,7 +66,7 @@ def memory(agent: Any, env: Any, num_envs: int, unroll_length: int) -> Replay:
 
 
 def _memory(agent: Any, num_envs: int, unroll_length: int, stack: int) -> Replay:
-  from podrace.blame import calling, describe, is_ours, refuse
+  from podrace.system.blame import calling, describe, is_ours, refuse
   from podrace.types import Replay
 
   sizes = (num_envs, unroll_length, stack)
@@ -192,7 +192,7 @@ def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:
 
 def _bound(network: Any, observation_space: Any, action_space: Any) -> Any:
   """The network for these spaces."""
-  from podrace.blame import calling, is_ours, refuse
+  from podrace.system.blame import calling, is_ours, refuse
 
   if is_ours(network):
     return network.bind(observation_space, action_space)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,7 +17,7 @@ from podrace.errors import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
 
 AXIS = 'data'  # the mesh axis along which environments, and with them the batch, are split
-MODEL = 'model'  # the other axis of a mesh that has one: parameters are split along it, by `podrace.sharding`
+MODEL = 'model'  # the other axis of a mesh that has one: parameters are split along it, by `podrace.architectures.sharding`
 
 
 def split_along(axis: int, names: Any = AXIS) -> P:
@@ -259,3 +260,36 @@ def host_device() -> jax.Device:
 def replicated(mesh: Mesh) -> NamedSharding:
   """The same on every device."""
   return NamedSharding(mesh, P())
+
+
+TEXT_BYTES = 4096  # bytes of a text that goes to all processes
+
+
+def share(total: int) -> int:
+  """How many of so many are this process's; rounded up where they do not divide."""
+  return -(-total // jax.process_count())
+
+
+def own_rows(x: jax.Array) -> np.ndarray:
+  """What this process has of an array [n, ...] that is split over all processes' devices along its first axis."""
+  if x.is_fully_addressable:
+    return np.asarray(x)
+  shards = sorted(x.addressable_shards, key=lambda s: s.index[0].start)
+  return np.concatenate([np.asarray(s.data) for s in shards])
+
+
+def everyones(numbers: Sequence[float]) -> np.ndarray:
+  """Each process's numbers [P, n] f64. All must ask at the same time, in the thread that learns."""
+  own = np.asarray(numbers, np.float64)
+  if jax.process_count() == 1:
+    return own[None]
+  # as bytes, since JAX has no doubles
+  return np.asarray(multihost_utils.process_allgather(own.view(np.uint8))).view(np.float64)
+
+
+def from_first(text: str) -> str:
+  """The first process's text, of at most TEXT_BYTES bytes and without zeros; likewise."""
+  if jax.process_count() == 1:
+    return text
+  own = np.frombuffer(text.encode().ljust(TEXT_BYTES, b'\0'), np.uint8)
+  return bytes(np.asarray(multihost_utils.broadcast_one_to_all(own))).rstrip(b'\0').decode()

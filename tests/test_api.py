@@ -17,16 +17,19 @@ import numpy as np
 import pytest
 
 import podrace
-from podrace import metrics, presets, run, runs
 from podrace.agents.dqn import DQN
 from podrace.agents.ppo import PPO
-from podrace.callbacks import Callbacks
-from podrace.config import Config
-from podrace.defaults import with_defaults
 from podrace.envs.registry import UnknownName
 from podrace.errors import RunError, UsageError
-from podrace.evaluate import evaluate
-from podrace.evaluations import Evaluations
+from podrace.experiments import runs
+from podrace.run import loop as run
+from podrace.run import metrics
+from podrace.run.callbacks import Callbacks
+from podrace.run.evaluate import evaluate
+from podrace.run.periodic_evaluation import Evaluations
+from podrace.settings import presets
+from podrace.settings.config import Config
+from podrace.settings.defaults import with_defaults
 
 SMALL = dict(num_envs=8, unroll_length=8, total_steps=6_400, log_every=640, devices=1)
 
@@ -177,7 +180,7 @@ def test_a_callback_changes_what_is_learned(tmp_path: Path) -> None:
 
   config = podrace.configure('catch', **SMALL)
   podrace.train(config, tmp_path / 'run', [Zero()], quiet=True)
-  from podrace.evaluate import evaluable, newest_params
+  from podrace.run.evaluate import evaluable, newest_params
 
   agent, _ = evaluable(config)
   _, params, _ = newest_params(config, agent, tmp_path / 'run')
@@ -337,7 +340,7 @@ def test_evaluations_that_a_killed_run_had_not_made_are_made_by_the_next_life(
   config = podrace.configure('catch', **EVALUATED)
   whole = podrace.train(config, tmp_path / 'whole', quiet=True)
   with monkeypatch.context() as patch:  # a first life that gets to none
-    patch.setattr('podrace.evaluations.Evaluations._work', lambda self: None)
+    patch.setattr('podrace.run.periodic_evaluation.Evaluations._work', lambda self: None)
     with pytest.raises(RunError, match='of my own'):
       podrace.train(config, tmp_path / 'run', [Counting(fail_at=7)], quiet=True)
   assert (tmp_path / 'run/eval.jsonl').read_text() == ''
@@ -354,7 +357,7 @@ def test_an_evaluation_that_fails_ends_the_run(
   def fail(*args: Any) -> Any:
     raise ValueError('no such game')
 
-  monkeypatch.setattr('podrace.evaluations._evaluator', fail)
+  monkeypatch.setattr('podrace.run.periodic_evaluation._evaluator', fail)
   with pytest.raises(RunError, match='no such game'):
     podrace.train(podrace.configure('catch', **EVALUATED), tmp_path / 'run', quiet=True)
 
@@ -424,8 +427,8 @@ def test_a_run_begins_with_the_parameters_of_another(tmp_path: Path) -> None:
 def test_a_warm_start_of_all_seeds_and_of_target_networks(
   tmp_path: Path, several_seeds: None
 ) -> None:
-  from podrace.build import build
-  from podrace.warm_start import warm_started
+  from podrace.run.build import build
+  from podrace.run.warm_start import warm_started
 
   settings: Any = SMALL | dict(total_steps=640)
   podrace.train(podrace.configure('catch', **settings, agent='dqn'), tmp_path / 'one', quiet=True)

@@ -19,9 +19,9 @@ import rule_files
 import podrace.hooks
 from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
-from podrace.commands import configuration, launch
+from podrace.commands import configure, launch
 from podrace.commands.help import train_help
-from podrace.commands.options import Options
+from podrace.commands.shared_options import Options
 
 ROOT = Path(__file__).parent.parent
 ALL = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
@@ -69,21 +69,21 @@ class Begun(Exception):
 
 
 DOORS = {  # command -> what it calls when it begins its work
-  'train': 'podrace.run.train',
-  'discover': 'podrace.run.discover',
-  'sweep': 'podrace.sweep.plan.carry_out',
-  'bench': 'podrace.bench.bench_sebulba',
+  'train': 'podrace.run.loop.train',
+  'discover': 'podrace.run.loop.discover',
+  'sweep': 'podrace.experiments.sweep.plan.carry_out',
+  'bench': 'podrace.experiments.bench.bench_sebulba',
   'act': 'podrace.distributed.acting.act',
   'reanalyse': 'podrace.distributed.reanalyse.reanalyse',
   'launch': 'podrace.commands.launch.Asked',
   'plan': 'podrace.commands.plan.read',
-  'envs': 'podrace.remote.client.run',
-  'replay': 'podrace.service.server.run',
-  'top': 'podrace.net.top.run',
-  'keys': 'podrace.net.keys.new_keys',
-  'eval': 'podrace.evaluate.evaluate',
-  'watch': 'podrace.watch.watch',
-  'export': 'podrace.export.export',
+  'envs': 'podrace.distributed.environments.client.run',
+  'replay': 'podrace.distributed.replay.server.run',
+  'top': 'podrace.distributed.net.dashboard.run',
+  'keys': 'podrace.distributed.net.keys.new_keys',
+  'eval': 'podrace.run.evaluate.evaluate',
+  'watch': 'podrace.run.video.film.watch',
+  'export': 'podrace.policy.export.export',
   'runs': 'podrace.commands.runs.find',
   'plot': 'podrace.commands.plot.find',
   'report': 'podrace.commands.report.find',
@@ -149,9 +149,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr('podrace.commands.launch.Warm', lambda _, args: launch.made(args))
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
   monkeypatch.setattr(
-    configuration,
+    configure,
     'settled',
-    lambda base, _, args, prog='': configuration.parse(base, args, prog),
+    lambda base, _, args, prog='': configure.parse(base, args, prog),
   )
 
 

@@ -15,11 +15,15 @@ from typing import Any
 import pytest
 from children import ROOT
 
-from podrace import metrics, net, onnx, plot, watch
+from podrace.distributed import net
 from podrace.envs.host import base as host
-from podrace.imports import LIBRARIES
-from podrace.launch import ray
-from podrace.sweep import plan
+from podrace.experiments import plot
+from podrace.experiments.sweep import plan
+from podrace.launch.engines import ray
+from podrace.policy import onnx
+from podrace.run import metrics
+from podrace.run.video import film
+from podrace.system.importing import LIBRARIES
 
 DECLARED = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies']
 GROUPS = {'cuda', 'envs', 'docs', 'dev'}  # of other extras, for developers, or of several GB
@@ -38,7 +42,7 @@ PROGRAMS = {
   'remote': 'from podrace import net; net.require(); from podrace import cli; cli.main(["keys", "new", "keys"])',
   'ray': 'import ray\nfrom ray.util import placement_group, remove_placement_group',
   'plot': 'from pathlib import Path\nfrom podrace import plot\nplot.check_out(Path("a.png")); plot._figure(1, 1, 4, 3)',
-  'sweep': 'from podrace.sweep import plan; import optuna; plan._check_optuna(); optuna.create_study()',
+  'sweep': 'from podrace.experiments.sweep import plan; import optuna; plan._check_optuna(); optuna.create_study()',
   'onnx': 'from podrace import onnx; assert not onnx.why_not({"network": {}}); import onnx.helper',
   'video': 'from podrace import watch; watch.check_libraries()',
   'tensorboard': 'from podrace import metrics; metrics.check_sinks(["tensorboard"])',
@@ -65,7 +69,7 @@ USES: dict[str, Callable[[], Any]] = {
   'plot': lambda: plot.check_out(Path('a.png')),
   'sweep': plan._check_optuna,
   'onnx': of_onnx,
-  'video': watch.check_libraries,
+  'video': film.check_libraries,
   'tensorboard': lambda: metrics.check_sinks(['tensorboard']),
   'wandb': lambda: metrics.check_sinks(['wandb']),
 } | {extra: lambda name=names[0]: host.make(name) for extra, names in ENVS.items()}

@@ -17,10 +17,10 @@ from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.agents import acting, ppo
+from podrace.agents import policy_gradient, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
-from podrace.anakin import Anakin
+from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.learner import empty_log, learner, sample_learner, sgd
 from podrace.networks import ActorCritic, body
@@ -172,8 +172,8 @@ def trajectory(name: str, seed: int) -> Trajectory:
   log_prob = (-1.1 + rng.normal(0, 0.3, (T, B))).astype(np.float32)
   carried = rng.normal(size=B).astype(np.float32) if agent.normalize_rewards else ()
   sums = 5 * rng.normal(size=(T, B)).astype(np.float32) if agent.normalize_rewards else ()
-  extras = acting.PolicyExtras(x, log_prob, sums)
-  return streams.trajectory(steps, x, extras, acting.PolicyState(core, carried))
+  extras = policy_gradient.PolicyExtras(x, log_prob, sums)
+  return streams.trajectory(steps, x, extras, policy_gradient.PolicyState(core, carried))
 
 
 @functools.cache
@@ -286,7 +286,7 @@ def test_chunks_fit_the_caches(
 ) -> None:
   """At most 512 steps each; one chunk where no division gives 128 to 512."""
   monkeypatch.setattr(body, 'CPU_CHUNK', 512)
-  parts = acting.chunks(AGENTS['ppo'], jnp.arange(size), length)
+  parts = policy_gradient.chunks(AGENTS['ppo'], jnp.arange(size), length)
   assert parts.shape == (chunks, size // chunks)
   assert np.array_equal(parts.reshape(-1), np.arange(size))
 

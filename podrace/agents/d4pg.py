@@ -20,7 +20,7 @@ import optax
 from jax import lax
 
 from podrace import returns
-from podrace.agents import valuing
+from podrace.agents import value_based
 from podrace.fields import check_fields
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
@@ -99,7 +99,7 @@ class D4PG:
   ) -> tuple[TrainState, Array, Metrics]:
     del key
     rest: Rest = train.rest
-    step = valuing.transitions(sample.trajectory, self.discount)
+    step = value_based.transitions(sample.trajectory, self.discount)
     target = self.target(rest.target, step)
     taken = self.critic.distribution.to_unit(step.action)
 
@@ -119,7 +119,7 @@ class D4PG:
       loss, self.optimiser(), learned, rest.opt_state, keep=True
     )
     steps = rest.steps + 1
-    followed = valuing.follow(rest.target, learned, steps, self.target_period, self.target_rate)
+    followed = value_based.follow(rest.target, learned, steps, self.target_period, self.target_rate)
     rest = Rest(learned.critic, followed, opt_state, steps)
     return TrainState(learned.actor, rest), priority, metrics
 
@@ -132,7 +132,7 @@ class D4PG:
     """Expected returns [B] of a critic's outputs [B, atoms]."""
     return jnp.sum(jax.nn.softmax(logits) * self.support[None], axis=-1)
 
-  def target(self, target: Learned, step: valuing.Transitions) -> Array:
+  def target(self, target: Learned, step: value_based.Transitions) -> Array:
     """The probabilities [B, atoms] that the critic should give; equation 2 of the paper."""
     action = self.policy(target.actor, step.after)
     logits = self.critic.value(target.critic, step.after.observation, action)[0]

@@ -1,6 +1,6 @@
 """Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature), given as a file.
 
-The rule, a network (`podrace.rules.disco`), looks at a trajectory and says where the policy and two predictions, y and z,
+The rule, a network (`podrace.agents.rules.disco`), looks at a trajectory and says where the policy and two predictions, y and z,
 should move; the loss is a KL divergence to that. What an action is worth is learned from Retrace (Munos et al. 2016,
 arXiv 1606.02647), and a further head foresees the policy one step later. What the rule remembers of an agent's
 lifetime, the moments of the advantages and the target network are part of the agent's state.
@@ -26,16 +26,16 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents.searching import masked
+from podrace.agents.rules import disco as rules
+from podrace.agents.rules import files
+from podrace.agents.rules.layers import divergence, entropy
+from podrace.agents.search import masked
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import clip_each, flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
-from podrace.rules import disco as rules
-from podrace.rules import files
-from podrace.rules.layers import divergence, entropy
 from podrace.topology import AXIS
 from podrace.types import (
   ActorOutput,

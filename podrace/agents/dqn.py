@@ -24,7 +24,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import valuing
+from podrace.agents import value_based
 from podrace.fields import check_fields
 from podrace.learner import clip_norm, flatten, sgd
 from podrace.networks import QNetwork
@@ -114,7 +114,9 @@ class DQN:
   def initial_state(self, env_id: Array) -> Any:
     if not self.epsilon_ladder:
       return ()
-    return valuing.epsilon_ladder(env_id, self.total_envs, self.epsilon_base, self.epsilon_power)
+    return value_based.epsilon_ladder(
+      env_id, self.total_envs, self.epsilon_base, self.epsilon_power
+    )
 
   def act(
     self, params: Params, state: Any, timestep: TimeStep, key: Array
@@ -126,16 +128,16 @@ class DQN:
     values = self.network.mean(q)
     epsilon = state if self.epsilon_ladder else params.epsilon
     epsilon = jnp.broadcast_to(0.0 if self.greedy else epsilon, values.shape[:1])
-    action = valuing.epsilon_greedy(values, epsilon, explore_key)
+    action = value_based.epsilon_greedy(values, epsilon, explore_key)
     if not self.actor_priorities:
       return ActorOutput(action), state
-    extras = valuing.Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
+    extras = value_based.Extras(value_based.chosen(values, action), jnp.max(values, axis=-1))
     return ActorOutput(action, extras), state
 
   def initial_priority(self, window: Trajectory) -> Array:
     """The error [B] by the values that acting saw; that before the window's end is taken for the end's."""
-    step = valuing.transitions(window, self.discount)
-    extras: valuing.Extras = window.outputs.extras
+    step = value_based.transitions(window, self.discount)
+    extras: value_based.Extras = window.outputs.extras
     streams = jnp.arange(step.end.shape[0])
     best = extras.best[jnp.minimum(step.end, self.n_step - 1), streams]
     error = step.r_t + step.discount_t * best - extras.value[0]
@@ -145,13 +147,13 @@ class DQN:
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
     rest: Rest = train.rest
-    step = valuing.transitions(sample.trajectory, self.discount)
+    step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
     online_key, select_key, target_key = jax.random.split(own_key, 3)
     target = self.target(rest.target, train.params.network, step, target_key, select_key)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      q = valuing.chosen(self.outputs(network, step.before, online_key), step.action)
+      q = value_based.chosen(self.outputs(network, step.before, online_key), step.action)
       each, error = self.losses(q, target)
       total = jnp.mean(sample.weight * step.mask * each)
       value = jnp.mean(self.network.mean(q))
@@ -161,7 +163,7 @@ class DQN:
       loss, self.optimiser(), train.params.network, rest.opt_state, keep=True
     )
     steps = rest.steps + 1
-    followed = valuing.follow(rest.target, network, steps, self.target_period, self.target_rate)
+    followed = value_based.follow(rest.target, network, steps, self.target_period, self.target_rate)
     decayed = 1 - (1 - self.epsilon) * steps / self.epsilon_steps
     params = Params(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
     if not self.epsilon_ladder:
@@ -177,7 +179,12 @@ class DQN:
     return q
 
   def target(
-    self, target: Any, online: Any, step: valuing.Transitions, target_key: Array, select_key: Array
+    self,
+    target: Any,
+    online: Any,
+    step: value_based.Transitions,
+    target_key: Array,
+    select_key: Array,
   ) -> Array:
     """What the outputs [B, atoms] should be: returns, or probabilities of the categorical head.
 
@@ -186,7 +193,7 @@ class DQN:
     q_t = self.outputs(target, step.after, target_key)
     select = self.outputs(online, step.after, select_key) if self.double else q_t
     best = jnp.argmax(self.network.mean(select), axis=-1)
-    q_t = valuing.chosen(q_t, best)
+    q_t = value_based.chosen(q_t, best)
     r_t, discount_t = step.r_t[:, None], step.discount_t[:, None]
     if not self.network.categorical:
       return r_t + discount_t * q_t

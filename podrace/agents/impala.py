@@ -18,7 +18,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting, metagradient
+from podrace.agents import metagradient, policy_gradient
 from podrace.fields import check_fields, no_limit
 from podrace.learner import flatten, sgd
 from podrace.networks import ActorCritic
@@ -60,17 +60,21 @@ class Impala:
     metagradient.check_tuning(self)
 
   def init(self, key: Array) -> TrainState:
-    params = acting.init_params(self, key)
+    params = policy_gradient.init_params(self, key)
     opt_state = self.optimiser().init(params.network)
     return metagradient.init(self, TrainState(params, opt_state))
 
-  def initial_state(self, env_id: Array) -> acting.PolicyState:
-    return acting.initial_state(self, env_id)
+  def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
+    return policy_gradient.initial_state(self, env_id)
 
   def act(
-    self, params: acting.Params, state: acting.PolicyState, timestep: TimeStep, key: Array
-  ) -> tuple[ActorOutput, acting.PolicyState]:
-    return acting.act(self, params, state, timestep, key)
+    self,
+    params: policy_gradient.Params,
+    state: policy_gradient.PolicyState,
+    timestep: TimeStep,
+    key: Array,
+  ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
+    return policy_gradient.act(self, params, state, timestep, key)
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
@@ -84,7 +88,7 @@ class Impala:
     params, trajectory = train.params, sample.trajectory
 
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
-    moments = acting.new_moments(params, trajectory)
+    moments = policy_gradient.new_moments(params, trajectory)
     length, streams = trajectory.outputs.extras.log_prob.shape
 
     def loss(network: Any, index: Array) -> tuple[Array, Any]:
@@ -93,25 +97,27 @@ class Impala:
       total, metrics = self.loss(params._replace(network=network), part, part_key)
       return total, (metrics, moments)
 
-    chunks = acting.chunks(self, jnp.arange(streams), length + 1)
+    chunks = policy_gradient.chunks(self, jnp.arange(streams), length + 1)
     network, opt_state, (metrics, moments) = sgd(
       loss, self.optimiser(), params.network, train.rest, chunks
     )
-    params = acting.merge_moments(params, moments, lax.axis_size(AXIS))
+    params = policy_gradient.merge_moments(params, moments, lax.axis_size(AXIS))
     train = TrainState(params._replace(network=network), opt_state)
     return train, jnp.ones_like(sample.weight), metrics
 
   def loss(
-    self, params: acting.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
     """Equations 1 and 4.2 of the paper; a mean over [T, B], masked transitions counting as 0."""
     policy, extras = self.network.distribution, trajectory.outputs.extras
     output, _ = self.network.unroll(
-      params.network, trajectory.agent_state.core, acting.observe(params, trajectory.timesteps)
+      params.network,
+      trajectory.agent_state.core,
+      policy_gradient.observe(params, trajectory.timesteps),
     )
     logits, v_tm1, v_t = output.policy[:-1], output.value[:-1], output.value[1:]
     log_prob = policy.log_prob(logits, extras.sample)
-    step = acting.transitions(trajectory, params, self.discount, self.lambda_)
+    step = policy_gradient.transitions(trajectory, params, self.discount, self.lambda_)
     one_stream = functools.partial(
       returns.vtrace,
       clip_rho=no_limit(self.clip_rho),
@@ -141,7 +147,7 @@ class Impala:
     return total, metrics
 
   def outer_loss(
-    self, params: acting.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
     """Of self-tuning: that of all streams at once."""
     return self.loss(params, trajectory, key)

@@ -28,7 +28,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.envs.base import select
-from podrace.envs.lifetimes import Lifetimes
+from podrace.envs.own.lifetimes import Lifetimes
 from podrace.errors import UsageError
 from podrace.fields import check_fields
 from podrace.learner import clip_norm, flatten, sgd

@@ -1,6 +1,6 @@
 """LPG: learning by a policy gradient that was itself learned (Oh et al. 2020, arXiv 2007.08794), given as a file.
 
-The rule (`podrace.rules.lpg`) looks at the newest trajectory. It says how much more likely each action should be, and
+The rule (`podrace.agents.rules.lpg`) looks at the newest trajectory. It says how much more likely each action should be, and
 where the agent's prediction y should move (equation 2): one gradient of log pi(a|s) times the first, and of the KL
 divergence from y to its target. There are no values: what y means is the rule's.
 
@@ -19,13 +19,13 @@ import numpy as np
 import optax
 from jax import lax
 
+from podrace.agents.rules import files
+from podrace.agents.rules import lpg as rules
+from podrace.agents.rules.layers import Params, divergence, entropy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import clip_norm, flatten, scale_by_adam, sgd
 from podrace.networks import PolicyPrediction, PolicyPredictor
-from podrace.rules import files
-from podrace.rules import lpg as rules
-from podrace.rules.layers import Params, divergence, entropy
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podrace.agents.varied import with_values
+from podrace.agents.population import with_values
 from podrace.fields import check_fields, no_limit
 from podrace.learner import clip_norm, sgd, varying
 from podrace.topology import AXIS

@@ -30,8 +30,8 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents.searching import masked
-from podrace.agents.unrolled import ends, imagine, spread
+from podrace.agents.model_unroll import ends, imagine, spread
+from podrace.agents.search import masked
 from podrace.fields import check_fields, no_limit
 from podrace.learner import clip_each, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time

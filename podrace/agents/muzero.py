@@ -24,9 +24,9 @@ import tyro
 from jax import lax
 
 from podrace import distributions, returns
-from podrace.agents import valuing
-from podrace.agents.searching import Params, Plan, by_chance, plan, predict
-from podrace.agents.unrolled import ends, imagine, spread
+from podrace.agents import value_based
+from podrace.agents.model_unroll import ends, imagine, spread
+from podrace.agents.search import Params, Plan, by_chance, plan, predict
 from podrace.envs.states import rules, takes_turns
 from podrace.fields import check_fields
 from podrace.learner import clip_norm, flatten, sgd
@@ -216,7 +216,7 @@ class MuZero:
     )
     metrics['target_age'] = before.steps.astype(jnp.float32) - metrics['target_age']
     params = Params(network, before.steps + 1)
-    target = valuing.follow(rest.target, network, params.steps, self.target_period, 1.0)
+    target = value_based.follow(rest.target, network, params.steps, self.target_period, 1.0)
     return TrainState(params, Rest(target, opt_state)), priority, metrics
 
   def behind(self, tree: Any) -> Any:

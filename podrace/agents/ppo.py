@@ -23,7 +23,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import acting, metagradient
+from podrace.agents import metagradient, policy_gradient
 from podrace.fields import check_fields, no_limit
 from podrace.learner import flatten, sgd
 from podrace.networks import ActorCritic, merge_time
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
   """What the epochs go over, [T, B] each (or a minibatch of it)."""
 
   timesteps: TimeStep  # [T, B, ...] without the last
-  extras: acting.PolicyExtras
+  extras: policy_gradient.PolicyExtras
   value: Array  # before this update
   advantage: Array  # normalised
   target: Array
@@ -78,17 +78,21 @@ class PPO:
     return self.epochs * self.minibatches
 
   def init(self, key: Array) -> TrainState:
-    params = acting.init_params(self, key)
+    params = policy_gradient.init_params(self, key)
     opt_state = self.optimiser().init(params.network)
     return metagradient.init(self, TrainState(params, opt_state))
 
-  def initial_state(self, env_id: Array) -> acting.PolicyState:
-    return acting.initial_state(self, env_id)
+  def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
+    return policy_gradient.initial_state(self, env_id)
 
   def act(
-    self, params: acting.Params, state: acting.PolicyState, timestep: TimeStep, key: Array
-  ) -> tuple[ActorOutput, acting.PolicyState]:
-    return acting.act(self, params, state, timestep, key)
+    self,
+    params: policy_gradient.Params,
+    state: policy_gradient.PolicyState,
+    timestep: TimeStep,
+    key: Array,
+  ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
+    return policy_gradient.act(self, params, state, timestep, key)
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
@@ -101,7 +105,7 @@ class PPO:
     """All epochs, with the settings as they are."""
     params, trajectory = train.params, sample.trajectory
     batch = self.batch(params, trajectory)
-    moments = acting.new_moments(params, trajectory)
+    moments = policy_gradient.new_moments(params, trajectory)
     shuffle_key, loss_key = jax.random.split(key)
     loss_key = jax.random.fold_in(loss_key, lax.axis_index(AXIS))  # other noise on each device
     core = trajectory.agent_state.core
@@ -119,7 +123,7 @@ class PPO:
         return total, (metrics, moments)
 
       network, opt_state, (metrics, joined) = sgd(
-        loss, self.optimiser(), network, opt_state, acting.chunks(self, index, length)
+        loss, self.optimiser(), network, opt_state, policy_gradient.chunks(self, index, length)
       )
       return (network, opt_state), (metrics, joined)
 
@@ -129,16 +133,16 @@ class PPO:
       (indices, jax.random.split(loss_key, len(indices))),
     )
     joined = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
-    params = acting.merge_moments(params, joined, lax.axis_size(AXIS))
+    params = policy_gradient.merge_moments(params, joined, lax.axis_size(AXIS))
     train = TrainState(params._replace(network=network), opt_state)
     return train, jnp.ones_like(sample.weight), jax.tree.map(jnp.mean, metrics)
 
-  def batch(self, params: acting.Params, trajectory: Trajectory) -> Batch:
+  def batch(self, params: policy_gradient.Params, trajectory: Trajectory) -> Batch:
     """Advantages and value targets from the parameters before the update."""
-    timesteps = acting.observe(params, trajectory.timesteps)
+    timesteps = policy_gradient.observe(params, trajectory.timesteps)
     output, _ = self.network.unroll(params.network, trajectory.agent_state.core, timesteps)
     v_tm1, v_t = output.value[:-1], output.value[1:]
-    step = acting.transitions(trajectory, params, self.discount, self.lambda_)
+    step = policy_gradient.transitions(trajectory, params, self.discount, self.lambda_)
     gae = jax.vmap(returns.gae, in_axes=1, out_axes=1)
     advantage = gae(step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t)
     target = advantage + v_tm1
@@ -154,7 +158,7 @@ class PPO:
     )
 
   def loss(
-    self, params: acting.Params, state: Any, batch: Batch, key: Array
+    self, params: policy_gradient.Params, state: Any, batch: Batch, key: Array
   ) -> tuple[Array, Metrics]:
     """Equation 9 of the paper, negated; a mean over the minibatch, masked steps counting as 0.
 
@@ -186,7 +190,7 @@ class PPO:
     return total, metrics
 
   def outer_loss(
-    self, params: acting.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
     """Of self-tuning: that of the whole batch, with advantages and targets by these parameters."""
     batch = lax.stop_gradient(self.batch(params, trajectory))

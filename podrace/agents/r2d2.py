@@ -24,7 +24,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import valuing
+from podrace.agents import value_based
 from podrace.fields import check_fields
 from podrace.learner import clip_norm, flatten, sgd
 from podrace.networks import QNetwork
@@ -109,7 +109,9 @@ class R2D2:
     return TrainState(params, train.rest._replace(target=params))
 
   def initial_state(self, env_id: Array) -> State:
-    epsilon = valuing.epsilon_ladder(env_id, self.total_envs, self.epsilon_base, self.epsilon_power)
+    epsilon = value_based.epsilon_ladder(
+      env_id, self.total_envs, self.epsilon_base, self.epsilon_power
+    )
     return State(self.network.initial_state(env_id.shape[0]), epsilon)
 
   def act(
@@ -118,8 +120,8 @@ class R2D2:
     q, core = self.network.step(params, state.core, timestep)
     values = self.network.mean(q)
     epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
-    action = valuing.epsilon_greedy(values, epsilon, key)
-    extras = valuing.Extras(valuing.chosen(values, action), jnp.max(values, axis=-1))
+    action = value_based.epsilon_greedy(values, epsilon, key)
+    extras = value_based.Extras(value_based.chosen(values, action), jnp.max(values, axis=-1))
     return ActorOutput(action, extras), state._replace(core=core)
 
   def learn(
@@ -138,7 +140,7 @@ class R2D2:
       loss, self.optimiser(), train.params, rest.opt_state, keep=True
     )
     steps = rest.steps + 1
-    target = valuing.follow(rest.target, network, steps, self.target_period, 1.0)
+    target = value_based.follow(rest.target, network, steps, self.target_period, 1.0)
     return TrainState(network, Rest(target, opt_state, steps)), priority, metrics
 
   def errors(self, network: Any, target: Any, window: Trajectory) -> tuple[Array, Array, Array]:
@@ -154,8 +156,8 @@ class R2D2:
     q_target, _ = self.network.unroll(target, core_target, late)
     values, values_target = self.network.mean(q), self.network.mean(q_target)
     best = jnp.argmax(values[1:], axis=-1)
-    v_t = valuing.chosen(values_target[1:], best)
-    taken = valuing.chosen(values[:-1], window.outputs.action[self.burn_in :])
+    v_t = value_based.chosen(values_target[1:], best)
+    taken = value_based.chosen(values[:-1], window.outputs.action[self.burn_in :])
     goal = lax.stop_gradient(self.targets(late, v_t))
     mask = 1.0 - late.last[:-1].astype(jnp.float32)
     return goal - taken, mask, taken

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podrace.agents import valuing
+from podrace.agents import value_based
 from podrace.fields import check_fields
 from podrace.learner import separately, sgd
 from podrace.networks import Actor, Critic
@@ -90,7 +90,7 @@ class SAC:
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
     rest: Rest = train.rest
-    step = valuing.transitions(sample.trajectory, self.discount)
+    step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
     target_key, actor_key = jax.random.split(own_key)
     target = self.target(train.params, rest, step, target_key)
@@ -134,7 +134,7 @@ class SAC:
     x = policy.sample(outputs, key)
     return jnp.tanh(x), policy.log_prob(outputs, x)
 
-  def target(self, actor: Any, rest: Rest, step: valuing.Transitions, key: Array) -> Array:
+  def target(self, actor: Any, rest: Rest, step: value_based.Transitions, key: Array) -> Array:
     """What the critics should say, [B]; equation 3 of the paper."""
     action, log_prob = self.draw(actor, step.after, key)
     q_t = jnp.min(self.critic.value(rest.target, step.after.observation, action)[..., 0], axis=0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from podrace.commands import configuration, train
-from podrace.commands.options import Command, Option, Options
+from podrace.commands import configure, train
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import print_json, results_alone
+from podrace.system.output import print_json, results_alone
 
 COMMAND = Command(
   'bench',
@@ -31,15 +31,15 @@ def run(args: list[str]) -> int:
   """Measures."""
   if not args or args.pop(0) != 'sebulba':
     raise UsageError('bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]')
-  preset = configuration.take_preset(args)
+  preset = configure.take_preset(args)
   all_options = (*train.COMMAND.options, *COMMAND.options)
   options = Options(args, dataclasses.replace(COMMAND, options=all_options))
   if wrong := set(options.names) - {'--agent', '--seconds'}:
     raise UsageError(f'bench keeps no run: {", ".join(sorted(wrong))} has no meaning')
   if not (seconds := options.number('--seconds')):
     raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
-  config = configuration.configured(preset, options, 'podrace train', sebulba=True)
-  from podrace.bench import bench_sebulba
+  config = configure.configured(preset, options, 'podrace train', sebulba=True)
+  from podrace.experiments.bench import bench_sebulba
 
   print_json(bench_sebulba(config, seconds))
   return 0

@@ -7,12 +7,12 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.commands import help, init, train
-from podrace.commands.options import Command
-from podrace.discovery.presets import PRESETS as DISCOVERIES
+from podrace.commands.shared_options import Command
 from podrace.envs import registry
 from podrace.errors import UsageError
-from podrace.output import print_text
-from podrace.presets import PRESETS
+from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
+from podrace.settings.presets import PRESETS
+from podrace.system.output import print_text
 
 SHELLS = {
   'bash': """\

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from podrace.commands.options import Command, Option, Options
-from podrace.output import print_text
+from podrace.commands.shared_options import Command, Option, Options
+from podrace.system.output import print_text
 
 COMMAND = Command(
   'devices',
@@ -25,7 +25,7 @@ def run(args: list[str]) -> int:
   number = options.whole('--devices')
   import jax
 
-  from podrace.process import cores
+  from podrace.system.process import cores
   from podrace.topology import split_devices
 
   topology = split_devices(

@@ -9,16 +9,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from podrace import compile_cache
-from podrace.commands import configuration, help
-from podrace.commands import options as shared
-from podrace.commands.options import Command, Option, Options
-from podrace.config import agent_name, default_agent, unknown
-from podrace.discovery.presets import PRESETS
+from podrace.commands import configure, help
+from podrace.commands import shared_options as shared
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import Lasting, print_text, results, results_alone
-from podrace.process import log_to_stderr
-from podrace.runs import check_directory, run_directory
+from podrace.experiments.runs import check_directory, run_directory
+from podrace.run import compile_cache
+from podrace.settings.config import agent_name, default_agent, unknown
+from podrace.settings.discovery_presets import PRESETS
+from podrace.system.output import Lasting, print_text, results, results_alone
+from podrace.system.process import log_to_stderr
 
 DEFAULT = 'lpg-catch'
 
@@ -28,7 +28,7 @@ class Discover(Command):
 
   def help(self, args: list[str]) -> str:
     preset = take_preset(args)
-    return help.discover_help(self.options, preset, configuration.value_of('--agent', args))
+    return help.discover_help(self.options, preset, configure.value_of('--agent', args))
 
 
 COMMAND = Discover(
@@ -54,13 +54,13 @@ def run(args: list[str]) -> int:
   """Trains a rule."""
   preset = take_preset(args)
   options = Options(args, COMMAND)
-  run_dir, allowed = options.path('--run-dir'), configuration.allowed_modules(options)
+  run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
     check_directory(run_dir)
-  base = base_config(preset, run_dir, configuration.agent_of(options), allowed)
-  config = configuration.parse(base, options.arguments, 'podrace discover')
+  base = base_config(preset, run_dir, configure.agent_of(options), allowed)
+  config = configure.parse(base, options.arguments, 'podrace discover')
 
-  from podrace import run as runs
+  from podrace.run import loop as runs
 
   sinks = tuple(s for s in options.text('--sinks').split(',') if s)
   quiet, name = '--quiet' in options, f'discover-{preset or agent_name(config.agent)}'
@@ -87,8 +87,8 @@ def base_config(
   preset: str | None, run_dir: Path | None, agent: str | None, allowed: list[str]
 ) -> Any:
   """The configuration before the flags: the preset's, else the record of the run, else that of the smallest preset."""
-  from podrace.discovery.config import Discovery, rules_of
-  from podrace.record import load_any
+  from podrace.run.directory import load_any
+  from podrace.settings.discovery import Discovery, rules_of
 
   if preset is None and run_dir is not None and (run_dir / 'config.json').exists():
     config = load_any(run_dir, allowed)

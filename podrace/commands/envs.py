@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from podrace import own_code
-from podrace.commands.options import CLIENT_INSECURE, CLIENT_KEYS, QUIET, Command, Option, Options
-from podrace.output import results_alone
-from podrace.process import log_to_stderr
+from podrace.commands.shared_options import (
+  CLIENT_INSECURE,
+  CLIENT_KEYS,
+  QUIET,
+  Command,
+  Option,
+  Options,
+)
+from podrace.settings import user_code
+from podrace.system.output import results_alone
+from podrace.system.process import log_to_stderr
 
 COMMAND = Command(
   'envs',
@@ -41,11 +48,11 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   options.no_arguments()
   connect, env = (options.needed(name) for name in ('--connect', '--env'))
-  own_code.look_here(own_code.of_env(env))
-  from podrace import net
+  user_code.look_here(user_code.of_env(env))
+  from podrace.distributed import net
 
   net.require()
-  from podrace.remote import client
+  from podrace.distributed.environments import client
 
   settings = client.Options(
     connect=connect,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from podrace import compile_cache, own_code
-from podrace.commands.configuration import agent_settings, parse
-from podrace.commands.options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
+from podrace.commands.configure import agent_settings, parse
+from podrace.commands.shared_options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import print_json, print_text, results_alone, tell
+from podrace.run import compile_cache
+from podrace.settings import user_code
+from podrace.system.output import print_json, print_text, results_alone, tell
 
 COMMAND = Command(
   'eval',
@@ -47,8 +48,8 @@ def run(args: list[str]) -> int:
   if '--greedy' in options and '--sample' in options:
     raise UsageError('--greedy and --sample: leave out both, to have both')
   allowed = options.every('--allow-code')
-  own_code.look_here(allowed)
-  from podrace import evaluate
+  user_code.look_here(allowed)
+  from podrace.run import evaluate
 
   if '--no-compile-cache' not in options:
     compile_cache.enable(lambda text: print_text(f'podrace eval: {text}', file=sys.stderr))

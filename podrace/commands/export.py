@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace import own_code
-from podrace.commands.options import ALLOW_CODE, Command, Option, Options
+from podrace.commands.shared_options import ALLOW_CODE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import print_json, results_alone, tell
+from podrace.settings import user_code
+from podrace.system.output import print_json, results_alone, tell
 
 COMMAND = Command(
   'export',
@@ -39,10 +39,9 @@ def run(args: list[str]) -> int:
     raise UsageError('export takes a run and a new directory: podrace export RUN DIR')
   run_dir, folder = map(Path, options.arguments)
   allowed = options.every('--allow-code')
-  own_code.look_here(allowed)
-  from podrace import onnx
-  from podrace.export import export
-  from podrace.policy import GRAPH
+  user_code.look_here(allowed)
+  from podrace.policy import GRAPH, onnx
+  from podrace.policy.export import export
 
   about = export(run_dir, folder, options.whole('--member'), allowed)
   tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')

@@ -10,13 +10,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from podrace import metrics, runs
-from podrace.commands.options import Command, Option, Options
 from podrace.commands.runs import age, size
+from podrace.commands.shared_options import Command, Option, Options
+from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
-from podrace.files.schema import is_number
-from podrace.net.text import plain
-from podrace.output import print_text
+from podrace.experiments import runs
+from podrace.run import metrics
+from podrace.system.files.schema import is_number
+from podrace.system.output import print_text
 
 COMMAND = Command(
   'follow',

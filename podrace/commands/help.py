@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace import defaults, own_code
 from podrace.agents import AGENTS
-from podrace.commands import configuration
-from podrace.commands.options import Option, row
+from podrace.commands import configure
+from podrace.commands.shared_options import Option, row
 from podrace.commands.sources import (
   FIXED,
   NO_OPTIONS,
@@ -27,7 +26,10 @@ from podrace.commands.sources import (
   fields_of,
   shown,
 )  # fmt: skip
-from podrace.config import (
+from podrace.errors import UsageError
+from podrace.hooks import BOUND
+from podrace.settings import defaults, user_code
+from podrace.settings.config import (
   Config,
   agent_name,
   default_agent,
@@ -36,10 +38,8 @@ from podrace.config import (
   to_json,
   unknown_agent,
 )
-from podrace.discovery.presets import PRESETS as DISCOVERIES
-from podrace.errors import UsageError
-from podrace.hooks import BOUND
-from podrace.presets import PRESETS
+from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
+from podrace.settings.presets import PRESETS
 
 MOST_USED = (  # of the options of a run; the others come after them
   '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env', '--agent', '--architecture',
@@ -87,7 +87,7 @@ def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
   agent, env = _value('--agent', args), _value('--env', args)
   own = None
   if agent is not None and ':' in agent:
-    own_code.look_here([own_code.of_agent(agent)])
+    user_code.look_here([user_code.of_agent(agent)])
     own = default_agent(agent)
     agent = agent_name(
       own
@@ -99,11 +99,14 @@ def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
   elif preset is None and (agent or env):
     record, settings = None, Settings('', Call('Config', {}))
   else:
-    record, call = None, call_of(PACKAGE / 'presets.py', PRESETS[preset or 'catch'].__name__)
+    record, call = (
+      None,
+      call_of(PACKAGE / 'settings' / 'presets.py', PRESETS[preset or 'catch'].__name__),
+    )
     name = _name_of(call.fields['agent'])
     made = Call('', {**agent_call(name).fields, **call.fields['agent'].fields})
     config = Config(agent=None, **{k: v for k, v in call.fields.items() if k != 'agent'})
-    call = call.replace(**defaults.meaningless(config, configuration.settings_in(args)))
+    call = call.replace(**defaults.meaningless(config, configure.settings_in(args)))
     settings = Settings(name, call.replace(agent=made))
   wanted = agent or settings.agent or 'impala'
   if wanted not in AGENTS and ':' not in wanted:
@@ -118,7 +121,7 @@ def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
 
 def _value(name: str, args: Sequence[str]) -> str | None:
   """The value of an option, if it has one."""
-  value = configuration.value_of(name, args)
+  value = configure.value_of(name, args)
   return None if not value or value.startswith('--') else value
 
 
@@ -172,7 +175,7 @@ def _recorded(path: Path) -> Settings:
 
 
 def _call_of_record(record: Mapping[str, Any]) -> Call:
-  left_out = ('version', 'command', 'name', own_code.CLASS)
+  left_out = ('version', 'command', 'name', user_code.CLASS)
   return Call(
     '',
     {
@@ -199,12 +202,12 @@ def _printable(value: Any) -> Any:
 
 def discover_help(options: Iterable[Option], preset: str | None, agent: str | None = None) -> str:
   """The help of `discover`, which takes `options` and the fields of Discovery, its rule and its value function."""
-  path = PACKAGE / 'discovery'
-  call = call_of(path / 'presets.py', DISCOVERIES[preset or 'lpg-catch'].__name__)
+  settings = PACKAGE / 'settings'
+  call = call_of(settings / 'discovery_presets.py', DISCOVERIES[preset or 'lpg-catch'].__name__)
   if agent is not None and agent != _name_of(call.fields['agent']):
     call = call.replace(agent=agent_call(agent), rule=Call('Sizes', {}))
   name, values = _name_of(call.fields['agent']), dict(call.flags())
-  rows = {f[0]: _row(f, values) for f in fields_of(path / 'config.py', 'Discovery', '--')}
+  rows = {f[0]: _row(f, values) for f in fields_of(settings / 'discovery.py', 'Discovery', '--')}
   rows |= {o.name: row(o.name, o.value, o.text) for o in options}
   for part in ('--rule', '--value'):  # their fields are below
     rows.pop(part)
@@ -219,11 +222,13 @@ def discover_help(options: Iterable[Option], preset: str | None, agent: str | No
     *(rows[n] for n in order),
   ]
   for each in (name,) if preset or agent else ('disco', 'lpg'):
-    fields = fields_of(PACKAGE / 'rules' / f'{each}.py', 'Sizes', '--rule.')
+    fields = fields_of(PACKAGE / 'agents' / 'rules' / f'{each}.py', 'Sizes', '--rule.')
     lines += ['', f'the rule of {each}:']
     lines += [_row(f, values if each == name else {}) for f in fields]
   lines += ['', 'the value function of the meta-gradient:']
-  fields = fields_of(path / 'objective.py', 'ValueFunction', '--value.')
+  fields = fields_of(
+    PACKAGE / 'architectures' / 'discovery' / 'objective.py', 'ValueFunction', '--value.'
+  )
   lines += [_row(f, values) for f in fields]
   return '\n'.join(
     [*lines, '', 'podrace train --agent disco --help, or lpg, has the options of agents']
@@ -286,7 +291,9 @@ def _run_rows(options: Iterable[Option], values: Values, agent: str, sebulba: bo
   config = 'Config' if sebulba else 'Common'
   listed = [o for o in options if sebulba or o.name not in SERVING]
   rows = {o.name: row(o.name, o.value, o.text) for o in listed}
-  rows |= {f[0]: _row(f, values) for f in fields_of(PACKAGE / 'config.py', config, '--')}
+  rows |= {
+    f[0]: _row(f, values) for f in fields_of(PACKAGE / 'settings' / 'config.py', config, '--')
+  }
   option = next(o for o in listed if o.name == '--agent')
   rows['--agent'] = row(option.name, option.value, f'{option.text} (default {agent})')
   order = [*MOST_USED, *(n for n in rows if n not in MOST_USED)]
@@ -326,7 +333,7 @@ def _part_rows(agent: str | None, values: Values) -> list[str]:
 
 
 def _default_rows() -> list[str]:
-  """The settings of podrace.defaults, by agent and kind of environment."""
+  """The settings of podrace.settings.defaults, by agent and kind of environment."""
   lines = [
     '',
     'defaults in the place of those above, where no preset has others: of an agent in a kind of environment,',

@@ -8,12 +8,12 @@ import os
 import re
 from pathlib import Path
 
-from podrace.commands.options import Command, Option, Options
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.files import UTF8, create
-from podrace.output import print_text
+from podrace.system.files import UTF8, create
+from podrace.system.output import print_text
 
-TEMPLATES = Path(__file__).parents[1] / 'templates'
+TEMPLATES = Path(__file__).parent / 'templates'
 KINDS = {
   'agent': 'podrace train --agent {file}:{name}',
   'env': 'podrace train --env python:{file}.make',

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.options import Command, Options
+from podrace.commands.shared_options import Command, Options
 from podrace.errors import UsageError
-from podrace.output import print_text
+from podrace.system.output import print_text
 
 COMMAND = Command(
   'keys',
@@ -24,10 +24,10 @@ Lines of DIR/allowed_clients can be removed at any time: those sessions end.
 def run(args: list[str]) -> int:
   """Makes keys."""
   args = Options(args, COMMAND).arguments
-  from podrace import net
+  from podrace.distributed import net
 
   net.require()
-  from podrace.net import keys
+  from podrace.distributed.net import keys
 
   if args[:1] == ['new'] and len(args) == 2:
     keys.new_keys(Path(args[1]))

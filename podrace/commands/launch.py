@@ -7,20 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from podrace.commands import configuration
-from podrace.commands.options import Command, Option, Options
+from podrace.commands import configure
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.commands.train import AGENT, metrics_address
 from podrace.commands.train import COMMAND as TRAIN
-from podrace.config import unknown, unrecorded_options
 from podrace.errors import UsageError
-from podrace.launch import kubernetes, local, ray, skypilot, slurm
-from podrace.launch.addresses import Addresses
+from podrace.experiments.runs import check_directory, name_of, read_run_record, run_directory
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
-from podrace.launch.replica import NO_ACCELERATORS
-from podrace.launch.warm import Warm
-from podrace.output import print_text, results_alone
-from podrace.program import Program
-from podrace.runs import check_directory, name_of, read_run_record, run_directory
+from podrace.launch.engines import kubernetes, ray, skypilot, slurm
+from podrace.launch.program import Program
+from podrace.launch.supervisor import local
+from podrace.launch.supervisor.addresses import Addresses
+from podrace.settings.config import unknown, unrecorded_options
+from podrace.system.output import print_text, results_alone
 
 ENGINES: dict[str, Any] = {
   'slurm': slurm,
@@ -85,20 +84,13 @@ def run(args: list[str]) -> int:
   if given is not None:
     check_directory(given)
   environ = dict(os.environ)
-  if options.text('--on') == 'local' and '--dry-run' not in options:
-    several = _learners(options) > 1
-    with (
-      Warm(environ | (NO_ACCELERATORS if several else {}), args) as warm,
-      run_directory(given, warm.name) as run_dir,
-    ):
-      program = warm.program(run_dir)
-      if several:
-        # Each joins the others before JAX has devices. This process may have asked for some.
-        warm.end()
-      return local.run(program, run_dir, environ, None if several else warm.process)
-  # Nothing is computed here: accelerators are the learner's.
+  # The launcher computes nothing. Accelerators belong to the learner.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   name, make = _program(preset, options)
+  if options.text('--on') == 'local' and '--dry-run' not in options:
+    make(given or Path('runs') / name)  # raises UsageError before a directory is made
+    with run_directory(given, name) as run_dir:
+      return local.run(make(run_dir), run_dir, environ)
   if engine := ENGINES.get(options.text('--on')):
     del os.environ['JAX_PLATFORMS']  # a job has this environment, and with it the learner
     os.environ.update(environ)
@@ -108,21 +100,9 @@ def run(args: list[str]) -> int:
   return 0
 
 
-def made(args: list[str]) -> tuple[str, Callable[[Path], Program]]:
-  """A name for the run, and its program for a run directory.
-
-  Raises:
-    UsageError: for arguments that can't be, before a directory is made.
-  """
-  preset, options = _options(args)
-  name, make = _program(preset, options)
-  make(options.path('--run-dir') or Path('runs') / name)
-  return name, make
-
-
 def _options(args: list[str]) -> tuple[str | None, Options]:
   """The preset and the options, which are taken out of args."""
-  preset = configuration.take_preset(args)
+  preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   options.needed('--as')
   for name, what, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', OF_ENGINES)):
@@ -135,11 +115,11 @@ def _options(args: list[str]) -> tuple[str | None, Options]:
 @results_alone()
 def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path], Program]]:
   """A name for the run, and its program for a run directory."""
-  from podrace import net
+  from podrace.distributed import net
 
   net.require()
   metrics_address(options)  # is refused here, before a job waits for its machines
-  config = configuration.configured(preset, options, 'podrace launch')
+  config = configure.configured(preset, options, 'podrace launch')
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
 

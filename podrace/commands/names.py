@@ -6,12 +6,12 @@ import ast
 import textwrap
 
 from podrace.agents import AGENTS
-from podrace.commands.options import Command
+from podrace.commands.shared_options import Command
 from podrace.commands.sources import PACKAGE
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.errors import UsageError
-from podrace.output import print_text
-from podrace.presets import PRESETS
+from podrace.settings.presets import PRESETS
+from podrace.system.output import print_text
 
 COMMAND = Command('list', '', 'presets, agents and environments')
 

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from podrace.capacity import ESTIMATES, Estimate, Machines, Rates
-from podrace.commands.options import Command, Option, Options
-from podrace.config import unknown
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UnreadableFile, UsageError
-from podrace.files.reading import RECORD_BYTES, parse_json, read_bytes
-from podrace.output import print_json, print_text
+from podrace.launch.capacity import ESTIMATES, Estimate, Machines, Rates
+from podrace.settings.config import unknown
+from podrace.system.files.reading import RECORD_BYTES, parse_json, read_bytes
+from podrace.system.output import print_json, print_text
 
 COMMAND = Command(
   'plan',

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.options import Command, Option, Options
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import print_json, tell
-from podrace.runs import find
+from podrace.experiments.runs import find
+from podrace.system.output import print_json, tell
 
 X = ('steps', 'wall', 'gradient-steps')
 CENTERS = ('mean', 'median', 'iqm')
@@ -44,8 +44,8 @@ def run(args: list[str]) -> int:
   x, center = options.text('--x'), options.text('--center')
   _check('--x', x, X)
   _check('--center', center, CENTERS)
-  from podrace import curves, plot
-  from podrace.labels import labels
+  from podrace.experiments import curves, plot
+  from podrace.experiments.labels import labels
 
   plot.check_out(out)
   paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
@@ -59,7 +59,7 @@ def run(args: list[str]) -> int:
   found['runs'] = len({c.run for g in groups for c in g.curves})
   found['curves'] = sum(len(g.curves) for g in groups)
   if '--aggregate' in options:
-    from podrace import scores
+    from podrace.experiments import scores
 
     found |= scores.aggregate(groups, options.text('--normalise'), out)
   else:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 
-from podrace import compile_cache
-from podrace.commands import configuration
-from podrace.commands import options as shared
-from podrace.commands.options import Command, Option, Options
+from podrace.commands import configure
+from podrace.commands import shared_options as shared
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.errors import UsageError
-from podrace.output import results_alone
-from podrace.process import log_to_stderr
+from podrace.run import compile_cache
+from podrace.system.output import results_alone
+from podrace.system.process import log_to_stderr
 
 COMMAND = Command(
   'reanalyse',
@@ -44,24 +44,24 @@ back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usag
 @results_alone()
 def run(args: list[str]) -> int:
   """Reanalyses."""
-  preset = configuration.take_preset(args)
+  preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
   if '--batch-size' in options and not options.whole('--batch-size'):
     raise UsageError('--batch-size must be at least 1, not 0')
-  from podrace import net
+  from podrace.distributed import net
 
   net.require()
-  config = configuration.configured(preset, options, 'podrace reanalyse')
-  from podrace.distributed import handshake, joining, reanalyse
+  config = configure.configured(preset, options, 'podrace reanalyse')
+  from podrace.distributed import learner_client, reanalyse, run_identity
 
   reanalyse.check_options(config, options.arguments)
   settings = reanalyse.Options(
-    handshake.Addresses(
+    run_identity.Addresses(
       tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
     ),
     options.whole('--batch-size') or 0,
-    joining.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
+    learner_client.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
   )
   with log_to_stderr('podrace reanalyse', '--quiet' in options):
     if '--no-compile-cache' not in options:

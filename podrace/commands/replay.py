@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from podrace.commands import options as shared
-from podrace.commands.options import Command, Option, Options
-from podrace.process import log_to_stderr
+from podrace.commands import shared_options as shared
+from podrace.commands.shared_options import Command, Option, Options
+from podrace.system.process import log_to_stderr
 
 COMMAND = Command(
   'replay',
@@ -41,10 +41,10 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   options.no_arguments()
   listen = options.needed('--listen')
-  from podrace import net
+  from podrace.distributed import net
 
   net.require()
-  from podrace.service import server
+  from podrace.distributed.replay import server
 
   with log_to_stderr('podrace replay', '--quiet' in options):
     return server.run(

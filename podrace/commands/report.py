@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.options import Command, Option, Options
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import print_json, tell
-from podrace.runs import find
+from podrace.experiments.runs import find
+from podrace.system.output import print_json, tell
 
 COMMAND = Command(
   'report',
@@ -28,7 +28,7 @@ def run(args: list[str]) -> int:
   out = Path(options.text('--out'))
   if out.suffix != '.html':
     raise UsageError(f'--out {out}: its name must end with .html')
-  from podrace import report
+  from podrace.experiments import report
 
   paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
   found = report.write(paths, out)

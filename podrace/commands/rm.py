@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from podrace.commands.options import Command, Option, Options
 from podrace.commands.runs import size
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import print_text
-from podrace.runs import check_stopped, remove, size_of
+from podrace.experiments.runs import check_stopped, remove, size_of
+from podrace.system.output import print_text
 
 COMMAND = Command(
   'rm',

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.config import flag
 from podrace.fields import TEXTS
+from podrace.settings.config import flag
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -133,7 +133,7 @@ def _order(cls: str) -> list[str]:
   """The names of the fields of a class that presets call with places."""
   files = {c: _file(module) for module, c in AGENTS.values()}
   files |= {c: PACKAGE / file for kinds in PARTS.values() for c, (file, _) in kinds.items()}
-  files['ValueFunction'] = PACKAGE / 'discovery/objective.py'
+  files['ValueFunction'] = PACKAGE / 'architectures/discovery/objective.py'
   body = ast.parse(files[cls].read_text(encoding='utf-8')).body
   (node,) = (n for n in body if isinstance(n, ast.ClassDef) and n.name == cls)
   assert not node.bases, f'{cls} has fields of other classes'

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from podrace.commands import configuration
-from podrace.commands.options import ALLOW_CODE, Command, Option, Options
+from podrace.commands import configure
+from podrace.commands.shared_options import ALLOW_CODE, Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.errors import UsageError
-from podrace.output import print_json, results_alone, tell
-from podrace.runs import check_directory
+from podrace.experiments.runs import check_directory
+from podrace.system.output import print_json, results_alone, tell
 
 METHODS = ('grid', 'random', 'tpe', 'pbt')
 
@@ -44,7 +44,7 @@ are numbers of the agent are one program. The last line printed is JSON.
 @results_alone()
 def run(args: list[str]) -> int:
   """Sweeps."""
-  preset = configuration.take_preset(args)
+  preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   if '--run-dir' in [a.partition('=')[0] for a in options.arguments]:
     raise UsageError('a sweep has --dir, and a run directory of its own for each of its runs')
@@ -55,14 +55,14 @@ def run(args: list[str]) -> int:
     raise UsageError('--trials and --jobs must be at least 1')
   if '--prune' in options and method != 'tpe':
     raise UsageError(f'--prune is for --method tpe, not {method}')
-  from podrace.sweep import plan, settings
+  from podrace.experiments.sweep import plan, settings
 
   spaces = settings.parse(options.every('--vary'))
   if '--dir' in options:
     check_directory(Path(options.text('--dir')), '--dir')
-  config = configuration.configured(preset, options, 'podrace sweep')
+  config = configure.configured(preset, options, 'podrace sweep')
   for sample in settings.samples(spaces):  # before anything is written
-    configuration.parse(config, sample, 'podrace sweep')
+    configure.parse(config, sample, 'podrace sweep')
   folder = options.path('--dir') or Path('sweeps') / (preset or config.env.partition(':')[2])
   given = [*([preset] if preset else []), *options.arguments]
   if '--agent' in options:

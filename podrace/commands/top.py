@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from podrace.commands.options import CLIENT_INSECURE, CLIENT_KEYS, Command, Option, Options
+from podrace.commands.shared_options import CLIENT_INSECURE, CLIENT_KEYS, Command, Option, Options
 
 COMMAND = Command(
   'top',
@@ -21,12 +21,12 @@ def run(args: list[str]) -> int:
   """Shows them."""
   options = Options(args, COMMAND)
   address = options.one_argument('address')
-  from podrace import net
+  from podrace.distributed import net
 
   net.require()
-  from podrace.net import top
+  from podrace.distributed.net import dashboard
 
-  return top.run(
+  return dashboard.run(
     address,
     options.path('--keys'),
     '--insecure' in options,

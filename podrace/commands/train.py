@@ -9,20 +9,21 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace import compile_cache, own_code
 from podrace.agents import AGENTS
-from podrace.commands import configuration, help
-from podrace.commands import options as shared
-from podrace.commands.options import Command, Option, Options
-from podrace.config import Config, to_json
+from podrace.commands import configure, help
+from podrace.commands import shared_options as shared
+from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import Lasting, print_text, results, results_alone
-from podrace.process import log_to_stderr
-from podrace.runs import check_directory, name_of, new_run_dir, run_directory
+from podrace.experiments.runs import check_directory, name_of, new_run_dir, run_directory
+from podrace.run import compile_cache
+from podrace.settings import user_code
+from podrace.settings.config import Config, to_json
+from podrace.system.output import Lasting, print_text, results, results_alone
+from podrace.system.process import log_to_stderr
 
 if TYPE_CHECKING:
-  from podrace.coordinator import Place
-  from podrace.net.announce import Announcement
+  from podrace.distributed.net.announce import Announcement
+  from podrace.run.processes import Place
 
 AGENT = Option(
   '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class'
@@ -37,7 +38,7 @@ class Train(Command):
 
   def help(self, args: list[str]) -> str:
     plain = [a for a in args if a != help.ALL]
-    preset = configuration.take_preset(plain)
+    preset = configure.take_preset(plain)
     return help.train_help(self.options, plain, preset, help.ALL in args)
 
 
@@ -74,29 +75,29 @@ COMMAND = Train(
 @results_alone()
 def run(args: list[str]) -> int:
   """Trains."""
-  preset = configuration.take_preset(args)
+  preset = configure.take_preset(args)
   options = Options(args, COMMAND)
-  agent, rest = configuration.agent_of(options), options.arguments
-  run_dir, allowed = options.path('--run-dir'), configuration.allowed_modules(options)
+  agent, rest = configure.agent_of(options), options.arguments
+  run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
     check_directory(run_dir)
-  base = configuration.base_config(preset, run_dir, agent, rest, allowed)
-  if configuration.value_of('--envs', rest) == 'remote':  # its default of --lag is another
+  base = configure.base_config(preset, run_dir, agent, rest, allowed)
+  if configure.value_of('--envs', rest) == 'remote':  # its default of --lag is another
     base = dataclasses.replace(base, envs='remote', lag='async')
-  base = configuration.implied(base, rest)
-  config = configuration.parse(base, rest)
+  base = configure.implied(base, rest)
+  config = configure.parse(base, rest)
   place = _place(options)
   peers, metrics_at = _peers(options, place), metrics_address(options)
   quiet = '--quiet' in options
   if place is not None:
     with log_to_stderr('podrace train', quiet):
       _join(options, place)
-  if configuration.is_open(preset, run_dir, agent, rest):
-    config = configuration.settled(base, config.env, rest)
+  if configure.is_open(preset, run_dir, agent, rest):
+    config = configure.settled(base, config.env, rest)
 
   import jax
 
-  from podrace import run as runs
+  from podrace.run import loop as runs
 
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
   name = name_of(preset, config.env)
@@ -113,7 +114,7 @@ def run(args: list[str]) -> int:
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet, **peers
     )
   _report(run_dir, summary, config)
-  from podrace.coordinator import leave_processes
+  from podrace.run.processes import leave_processes
 
   leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
   return 0
@@ -131,11 +132,11 @@ def _peers(options: Options, place: Place | None) -> dict[str, Any]:
     if given:
       raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
     return {}
-  from podrace import net
+  from podrace.distributed import net
 
   net.require()
-  from podrace.distributed.handshake import Addresses
-  from podrace.net.listener import Listen
+  from podrace.distributed.net.listener import Listen
+  from podrace.distributed.run_identity import Addresses
 
   common = (
     options.text('--listen'),
@@ -178,14 +179,14 @@ def metrics_address(options: Options) -> str | None:
     if insecure:
       raise UsageError('--metrics-insecure: of --metrics-listen, which is not given')
     return None
-  from podrace import exposition
+  from podrace.run import prometheus
 
-  return exposition.checked(options.text('--metrics-listen'), insecure)
+  return prometheus.checked(options.text('--metrics-listen'), insecure)
 
 
 def _endpoint(address: str, stack: contextlib.ExitStack) -> Any:
   """A sink that answers there."""
-  from podrace.exposition import Endpoint
+  from podrace.run.prometheus import Endpoint
 
   endpoint = Endpoint(address)
   stack.callback(endpoint.close)
@@ -198,7 +199,7 @@ def _place(options: Options) -> Place | None:
   given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
   if not given:
     return None
-  from podrace.coordinator import Place, detected_place
+  from podrace.run.processes import Place, detected_place
 
   coordinator = options.text('--coordinator')
   if coordinator == 'auto':
@@ -219,7 +220,7 @@ def _place(options: Options) -> Place | None:
 
 def _join(options: Options, place: Place) -> None:
   """Joins the other processes of the run; says where, if it is asked to."""
-  from podrace.coordinator import join_processes
+  from podrace.run.processes import join_processes
 
   found = shared.announcement(options, COORDINATOR)
   if found is not None and _is_first(options, place):
@@ -241,7 +242,7 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
       '(--total-steps); only episodes that never end need a time limit.',
       file=out,
     )
-  allow = own_code.options(own_code.named(to_json(config)))
+  allow = user_code.options(user_code.named(to_json(config)))
   print_text(
     f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip(), file=out
   )

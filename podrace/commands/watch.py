@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from podrace import own_code
-from podrace.commands.options import ALLOW_CODE, Command, Option, Options
+from podrace.commands.shared_options import ALLOW_CODE, Command, Option, Options
 from podrace.errors import UsageError
-from podrace.output import print_json, results_alone, tell
+from podrace.settings import user_code
+from podrace.system.output import print_json, results_alone, tell
 
 COMMAND = Command(
   'watch',
@@ -49,10 +49,10 @@ def run(args: list[str]) -> int:
       raise UsageError(f'{name} must be at least 1, not {value}')
   show = window(fps) if '--live' in options else None
   allowed = options.every('--allow-code')
-  own_code.look_here(allowed)
-  from podrace import watch
+  user_code.look_here(allowed)
+  from podrace.run.video import film
 
-  found = watch.watch(
+  found = film.watch(
     run_dir, options.path('--out'), episodes, options.whole('--seed'), '--sample' in options,
     options.whole('--max-steps'), fps, show, allowed,
   )  # fmt: skip

@@ -15,29 +15,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace import service, tables
-from podrace.config import Config, agent_name, bind_run, validate
-from podrace.distributed import joining
-from podrace.distributed.experience import episodes_table, replay_table, timed, unrolls_table
-from podrace.distributed.handshake import COMMON, Addresses
-from podrace.distributed.joining import Newest, Patience
-from podrace.envs.host import base as host
-from podrace.envs.host.base import HostSpec, Totals
-from podrace.errors import RunError, UsageError
-from podrace.hooks import learns_from_replay, memory
-from podrace.net.measures import Measures, Meter
-from podrace.replay.layout import Layout, named
-from podrace.replay.streams import Streams
-from podrace.sebulba import (
+from podrace import tables
+from podrace.architectures.sebulba import (
   ActingProgram,
   ActorFailed,
   Actors,
   Unroll,
   example_trajectory,
 )
-from podrace.service.parameters import ACTING
+from podrace.distributed import learner_client, replay
+from podrace.distributed.learner_client import Newest, Patience
+from podrace.distributed.net.process_metrics import Measures, Meter
+from podrace.distributed.parameters.publisher import ACTING
+from podrace.distributed.run_identity import COMMON, Addresses
+from podrace.distributed.run_tables import episodes_table, replay_table, timed, unrolls_table
+from podrace.envs.host import base as host
+from podrace.envs.host.base import HostSpec, Totals
+from podrace.errors import RunError, UsageError
+from podrace.hooks import learns_from_replay, memory
+from podrace.replay.layout import Layout, named
+from podrace.replay.streams import Streams
+from podrace.settings.config import Config, agent_name, bind_run, validate
+from podrace.system.threads import Worker
 from podrace.topology import split_devices
-from podrace.worker import Worker
 
 log = logging.getLogger('podrace.distributed')
 VERSIONS = 10_000  # of which an acting process knows the learner's numbers
@@ -63,11 +63,11 @@ class Options:
 
 def check_options(config: Config, args: list[str]) -> None:
   """Raises UsageError for options of `train` in `args` that an acting process would not heed."""
-  if 'max_lag' in joining.given_options(args) and learns_from_replay(config.agent):
+  if 'max_lag' in learner_client.given_options(args) and learns_from_replay(config.agent):
     raise UsageError(
       f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
     )
-  joining.check_options('act', config, args, HEEDED)
+  learner_client.check_options('act', config, args, HEEDED)
 
 
 def act(config: Config, options: Options) -> int:
@@ -77,15 +77,15 @@ def act(config: Config, options: Options) -> int:
     UsageError: if the config can't be; if the learner's run is another one: both sides are named.
     RunError: if a thread or its environments fail.
   """
-  config = joining.fixed(config)
+  config = learner_client.fixed(config)
   validate(config)
-  joining.check_addresses(options.addresses)
+  learner_client.check_addresses(options.addresses)
   if options.environments > config.num_envs:
     raise UsageError(
       f'--local-envs {options.environments} is more than the run has: --num-envs {config.num_envs}'
     )
   try:
-    return joining.until_the_end(lambda: _act(config, options))
+    return learner_client.until_the_end(lambda: _act(config, options))
   except ActorFailed as e:
     raise RunError(f'{config.env}: {e}') from e
 
@@ -96,7 +96,7 @@ def _act(config: Config, options: Options) -> None:
   while True:
     try:
       _Acting(config, options, first).run()
-    except joining.Moved as e:
+    except learner_client.Moved as e:
       first = e.first
       log.info('the learner has lent other environments, from %d on: they begin anew', first)
 
@@ -158,7 +158,7 @@ class _Acting:
       first, a = self._newest.first, self._addresses
       program = self._program = dataclasses.replace(self._program, first=first)
       log.info('connecting to the replay service at %s', ', '.join(a.replay))
-      client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
+      client = replay.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
       write = self._windows(client, self._layout) if self._layout else self._unrolls(client)
       program.warm_up()
@@ -175,7 +175,7 @@ class _Acting:
         watcher.check()  # it closed what is written to
         raise
 
-  def _windows(self, client: service.Client, layout: Layout) -> Callable[[Unroll], None]:
+  def _windows(self, client: replay.Client, layout: Layout) -> Callable[[Unroll], None]:
     """Writes unrolls as windows, for agents with replay."""
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
@@ -191,7 +191,7 @@ class _Acting:
 
     return write
 
-  def _unrolls(self, client: service.Client) -> Callable[[Unroll], None]:
+  def _unrolls(self, client: replay.Client) -> Callable[[Unroll], None]:
     """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
     example, space = self._example, self._program.spec.action_space
     table = unrolls_table(client, self._num_envs, example, space, self._newest.run)
@@ -248,7 +248,7 @@ class _Acting:
 
     self._newest.follow(act_with)
 
-  def _hang_up(self, client: service.Client) -> None:
+  def _hang_up(self, client: replay.Client) -> None:
     try:
       client.close()
     finally:
@@ -298,7 +298,7 @@ class _Meter:
 class _Teller:
   """Tells the learner of finished episodes, through a table of their own."""
 
-  def __init__(self, client: service.Client, run: str) -> None:
+  def __init__(self, client: replay.Client, run: str) -> None:
     self._table, self._writer = episodes_table(client, run), client.writer(1)
 
   def add(self, totals: Totals) -> None:

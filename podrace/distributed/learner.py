@@ -11,26 +11,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace import service
-from podrace.checkpoint import Extra
-from podrace.config import (
-  Config,
-)
-from podrace.distributed.experience import episodes_table, replay_table, unrolls_table
-from podrace.distributed.feed import Feed, Queued, Sampled
-from podrace.distributed.handshake import Addresses, check, run_name
-from podrace.distributed.publishing import Publishing
-from podrace.distributed.view import replay_metrics, replay_reports
-from podrace.envs.host.base import HostSpec, Totals
-from podrace.group import everyones, from_first
-from podrace.net.measures import resident_mb
-from podrace.replay.layout import Layout
-from podrace.sebulba import (
+from podrace.architectures.sebulba import (
   Batch,
   LearningProgram,
   State,
 )
-from podrace.topology import data_size
+from podrace.distributed import replay
+from podrace.distributed import replay as service
+from podrace.distributed.batches import Feed, Queued, Sampled
+from podrace.distributed.net.process_metrics import Measures, resident_mb
+from podrace.distributed.publishing import Publishing
+from podrace.distributed.run_identity import Addresses, check, run_name
+from podrace.distributed.run_tables import episodes_table, replay_table, unrolls_table
+from podrace.envs.host.base import HostSpec, Totals
+from podrace.replay.layout import Layout
+from podrace.run.checkpoint import Extra
+from podrace.settings.config import (
+  Config,
+)
+from podrace.topology import data_size, everyones, from_first
 from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
@@ -217,3 +216,27 @@ class DistributedSource:
       self._client.close()
     if self._publishing:
       self._publishing.close()
+
+
+Reports = list[dict[str, Any]]
+
+
+def replay_reports(client: replay.Client | None) -> Reports:
+  """The newest reports of all shards that are there; newer ones are asked for, and come later."""
+  connections = [] if client is None else client.connections
+  for connection in connections:
+    connection.ask_report()
+  return [report for c in connections if (report := c.report) is not None]
+
+
+def replay_metrics(reports: Reports, table: str) -> Measures:
+  """For the log: of the service's memory, and of the table that is learned from; none if nothing is known."""
+  if not reports:
+    return {}
+  tables = [t for report in reports for t in report['tables'] if t['name'] == table]
+  names = ('inserts', 'waiting_inserts', 'waiting_samplers')
+  return {
+    'replay_resident_mb': sum(report['resident_mb'] for report in reports),
+    'replay_mb': sum(report['bytes'] for report in reports) / 1e6,
+    **{f'replay_{name}': sum(t[name] for t in tables) for name in names},
+  }

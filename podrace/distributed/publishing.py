@@ -14,10 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace import service
-from podrace.config import Config
-from podrace.distributed.feed import POLL
-from podrace.distributed.handshake import (
+from podrace.distributed import replay
+from podrace.distributed.batches import POLL
+from podrace.distributed.net.process_metrics import logged
+from podrace.distributed.parameters.publisher import ACTING, REANALYSING
+from podrace.distributed.run_identity import (
   FINISHED,
   RECORD,
   RUN,
@@ -26,9 +27,8 @@ from podrace.distributed.handshake import (
   record,
   to_leaves,
 )
-from podrace.net.measures import logged
 from podrace.replay.host import ReplayFailed
-from podrace.service.parameters import ACTING, REANALYSING
+from podrace.settings.config import Config
 
 GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
 REMIND = 30.0  # seconds between messages that nobody acts
@@ -57,9 +57,9 @@ class Publishing:
     self._text = np.frombuffer(json.dumps({**record(config), RUN: run}).encode(), np.uint8)
     self._version, self._at = -1, 0.0
     self._reminded = -math.inf
-    self._publisher: service.Publisher | None = None
+    self._publisher: replay.Publisher | None = None
     if jax.process_index() == 0:
-      self._publisher = service.Publisher(
+      self._publisher = replay.Publisher(
         a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce, config.num_envs, program
       )
 

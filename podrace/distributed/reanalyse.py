@@ -20,23 +20,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace import service, tables
-from podrace.config import Config, agent_name, bind_run, validate
-from podrace.distributed import joining
-from podrace.distributed.experience import replay_table
-from podrace.distributed.handshake import COMMON, Addresses
-from podrace.distributed.joining import Newest, Patience
+from podrace import tables
+from podrace.architectures.sebulba import example_trajectory
+from podrace.distributed import learner_client, replay
+from podrace.distributed.learner_client import Newest, Patience
+from podrace.distributed.net.process_metrics import Meter
+from podrace.distributed.parameters.publisher import REANALYSING
+from podrace.distributed.replay.messages import MOST_ITEMS
+from podrace.distributed.run_identity import COMMON, Addresses
+from podrace.distributed.run_tables import replay_table
 from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_refresh, memory, searches
-from podrace.net.measures import Meter
-from podrace.process import give_way
 from podrace.replay.layout import Columns, Layout, named
-from podrace.sebulba import example_trajectory
-from podrace.service.parameters import REANALYSING
-from podrace.service.wire import MOST_ITEMS
+from podrace.settings.config import Config, agent_name, bind_run, validate
+from podrace.system.process import give_way
+from podrace.system.threads import Worker
 from podrace.types import Array
-from podrace.worker import Worker
 
 PREFETCH = 2  # batches that are asked for ahead of time
 LOG_EVERY = 60.0  # seconds between lines about the rate
@@ -58,7 +58,7 @@ class Options:
 
 def check_options(config: Config, args: Sequence[str]) -> None:
   """Raises UsageError for options of `train` in `args` that this process would not heed."""
-  joining.check_options('reanalyse', config, args, COMMON)
+  learner_client.check_options('reanalyse', config, args, COMMON)
 
 
 def check_agent(agent: Any) -> None:
@@ -78,10 +78,10 @@ def reanalyse(config: Config, options: Options) -> int:
   """
   give_way()  # the learner needs its cores more than newer targets; before JAX starts its threads
   check_agent(config.agent)
-  config = joining.fixed(config)
+  config = learner_client.fixed(config)
   validate(config)
-  joining.check_addresses(options.addresses)
-  return joining.until_the_end(lambda: Reanalysing(config, options).run())
+  learner_client.check_addresses(options.addresses)
+  return learner_client.until_the_end(lambda: Reanalysing(config, options).run())
 
 
 class Reanalysing:
@@ -112,7 +112,7 @@ class Reanalysing:
       self._params = self._newest.get()
       a = self._addresses
       log.info('connecting to the replay service at %s', ', '.join(a.replay))
-      client = service.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
+      client = replay.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
       stack.callback(client.close)
       table = replay_table(client, self._layout, self._space, self._newest.run)
       self._compile()
@@ -155,7 +155,7 @@ class Reanalysing:
 
     self._newest.follow(take)
 
-  def _hang_up(self, client: service.Client) -> None:
+  def _hang_up(self, client: replay.Client) -> None:
     try:
       client.close()
     finally:
@@ -185,7 +185,7 @@ class Targets:
     length: rows of each column of a window.
   """
 
-  def __init__(self, client: service.Client, table: Any, length: int) -> None:
+  def __init__(self, client: replay.Client, table: Any, length: int) -> None:
     self._table, self._length = table, length
     self._writers = client.writers(history=length)
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace import distributions
-from podrace.blame import label
 from podrace.envs.base import batch, select
 from podrace.envs.spaces import (
   ALLOWS_NOTHING,
@@ -24,6 +23,7 @@ from podrace.envs.spaces import (
   values,
   without_choice,
 )
+from podrace.system.blame import label
 from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Array, Environment, TimeStep
 
 RESETS = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from podrace.envs import options as values
 from podrace.envs.options import Value
-from podrace.imports import why_not
+from podrace.system.importing import why_not
 
 if TYPE_CHECKING:
   from podrace.types import Environment
@@ -64,7 +64,7 @@ LIBRARIES: Mapping[str, Library] = {
     ),
   ),
   'gymnax': Library(
-    module='podrace.envs.gymnax',
+    module='podrace.envs.adapters.gymnax',
     extra='gymnax',
     description='classic control, MinAtar, bsuite and small tasks',
     names=(
@@ -96,7 +96,7 @@ LIBRARIES: Mapping[str, Library] = {
     ),
   ),
   'brax': Library(
-    module='podrace.envs.brax',
+    module='podrace.envs.adapters.brax',
     extra='brax',
     description='physics: locomotion, pendulums, reaching',
     names=(
@@ -114,7 +114,7 @@ LIBRARIES: Mapping[str, Library] = {
     ),
   ),
   'jumanji': Library(
-    module='podrace.envs.jumanji',
+    module='podrace.envs.adapters.jumanji',
     extra='jumanji',
     description='combinatorial problems, puzzles and games',
     names=(
@@ -143,7 +143,7 @@ LIBRARIES: Mapping[str, Library] = {
     ),
   ),
   'navix': Library(
-    module='podrace.envs.navix',
+    module='podrace.envs.adapters.navix',
     extra='navix',
     description='MiniGrid rooms',
     names=(
@@ -191,7 +191,7 @@ LIBRARIES: Mapping[str, Library] = {
     ),
   ),
   'craftax': Library(
-    module='podrace.envs.craftax',
+    module='podrace.envs.adapters.craftax',
     extra='craftax',
     description='open worlds to survive in: gather, craft, fight',
     names=(
@@ -202,7 +202,7 @@ LIBRARIES: Mapping[str, Library] = {
     ),
   ),
   'pgx': Library(
-    module='podrace.envs.pgx',
+    module='podrace.envs.adapters.pgx',
     extra='pgx',
     description='board games for two, against an opponent: opponent=random, mcts, self, or a run',
     names=(
@@ -235,7 +235,7 @@ LIBRARIES: Mapping[str, Library] = {
     },
   ),
   'python': Library(
-    module='podrace.envs.python',
+    module='podrace.envs.adapters.python',
     extra='',
     description='your own: python:module.function',
     names=(),

@@ -10,7 +10,7 @@ import gymnasium
 import jax
 import numpy as np
 
-from podrace.envs.adapt import box
+from podrace.envs.adapters.adapt import box
 from podrace.envs.base import Dynamics, NextStepReset, infos
 from podrace.envs.registry import UnknownName
 from podrace.envs.spaces import STATE

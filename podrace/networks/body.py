@@ -111,7 +111,7 @@ class Body:
 
   @property
   def sharding_rules(self) -> tuple[tuple[str, int], ...]:
-    """How `podrace.sharding` splits its parameters."""
+    """How `podrace.architectures.sharding` splits its parameters."""
     return self.sharding or SHARDING
 
   @property

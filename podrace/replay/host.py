@@ -23,17 +23,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from podrace import files, tables
+from podrace import tables
 from podrace.errors import UnreadableFile
-from podrace.files import sync
-from podrace.files.reading import open_regular, read_npz
-from podrace.group import everyones, own_rows, share
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
-from podrace.topology import AXIS, data_size
+from podrace.system import files
+from podrace.system.files import sync
+from podrace.system.files.reading import open_regular, read_npz
+from podrace.system.threads import Worker
+from podrace.topology import AXIS, data_size, everyones, own_rows, share
 from podrace.types import Array, Trajectory
-from podrace.worker import Worker
 
 AHEAD = 2  # samples that are drawn before the priorities of the one at hand are known
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from podrace.replay.stacks import newest_frames, unstacked, what_is_before
+from podrace.replay.frame_stacks import newest_frames, unstacked, what_is_before
 from podrace.replay.windows import Windows, end_what_is_cut
 from podrace.types import Sample, Trajectory
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from podrace.replay import sum_tree
 from podrace.replay.buffer import Buffer, Schedule
-from podrace.replay.stacks import newest_frames, unstacked, what_is_before
+from podrace.replay.frame_stacks import newest_frames, unstacked, what_is_before
 from podrace.types import FIRST, LAST, ActorOutput, Array, Replay, Sample, TimeStep, Trajectory
 
 

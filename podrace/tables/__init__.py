@@ -4,13 +4,13 @@ Tables of items over shared, compressed chunks of steps; selectors say what is s
 limiters how fast, writers make items of streams. docs/tables.md is the manual.
 """
 
+from podrace.tables.blocking import Cancelled, Closed, RateLimited
 from podrace.tables.checkpoint import CheckpointError, Snapshot, restore, save, snapshot, write
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.items import Samples, TableInfo
 from podrace.tables.limiters import RateLimiter, min_size, queue, sample_to_insert_ratio, stack
 from podrace.tables.selectors import fifo, lifo, max_heap, min_heap, prioritized, uniform
 from podrace.tables.table import Table
-from podrace.tables.waiting import Cancelled, Closed, RateLimited
 from podrace.tables.writer import Writer
 
 __all__ = [

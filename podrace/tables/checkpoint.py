@@ -24,11 +24,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from podrace import files
 from podrace.errors import UnreadableFile
-from podrace.files import sync
-from podrace.files.reading import open_regular, parse_json, read_bytes, read_npz
-from podrace.files.schema import COUNT, Member, check_members, needed
+from podrace.system import files
+from podrace.system.files import sync
+from podrace.system.files.reading import open_regular, parse_json, read_bytes, read_npz
+from podrace.system.files.schema import COUNT, Member, check_members, needed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore, pack
 from podrace.tables.items import Item, Leaf, Signature, held

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from podrace.tables.blocking import Closed, Desk, InFlight, Pending, Wait
 from podrace.tables.chunks import Account
 from podrace.tables.contents import Contents
 from podrace.tables.items import NEW, Item
 from podrace.tables.limiters import RateLimiter
-from podrace.tables.waiting import Closed, Desk, InFlight, Pending, Wait
 
 
 class Inserts:

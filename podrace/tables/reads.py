@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from podrace.tables.blocking import Cancelled, Closed, Desk, RateLimited, Wait, deadline_of
 from podrace.tables.contents import Contents
 from podrace.tables.inserts import Inserts
 from podrace.tables.items import Draws, Samples
 from podrace.tables.limiters import RateLimiter
-from podrace.tables.waiting import Cancelled, Closed, Desk, RateLimited, Wait, deadline_of
 
 
 class Reads:

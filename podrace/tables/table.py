@@ -11,14 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.tables.chunks import ChunkStore
-from podrace.tables.contents import Contents
-from podrace.tables.inserts import Inserts
-from podrace.tables.items import Item, Samples, TableInfo
-from podrace.tables.limiters import RateLimiter
-from podrace.tables.reads import Reads
-from podrace.tables.selectors import Selector
-from podrace.tables.waiting import (
+from podrace.tables.blocking import (
   REPORT_AFTER,
   Closed,
   Desk,
@@ -27,6 +20,13 @@ from podrace.tables.waiting import (
   Wait,
   log,
 )
+from podrace.tables.chunks import ChunkStore
+from podrace.tables.contents import Contents
+from podrace.tables.inserts import Inserts
+from podrace.tables.items import Item, Samples, TableInfo
+from podrace.tables.limiters import RateLimiter
+from podrace.tables.reads import Reads
+from podrace.tables.selectors import Selector
 
 
 class Table:

@@ -13,11 +13,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from podrace.tables.blocking import Cancelled, InFlight, RateLimited, Wait, deadline_of
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.history import History
 from podrace.tables.items import NEW, Item
 from podrace.tables.table import Table
-from podrace.tables.waiting import Cancelled, InFlight, RateLimited, Wait, deadline_of
 
 
 class Writer:

@@ -21,14 +21,14 @@ from test_value_agents import anakin
 
 from podrace import distributions, topology
 from podrace.agents.disco import Disco, Extras, divergence, inputs_of
-from podrace.config import bind
+from podrace.agents.rules import disco as rules
+from podrace.agents.rules import files as rule_formats
 from podrace.envs import make
 from podrace.errors import UsageError
 from podrace.learner import sample_learner
 from podrace.networks import Predictions, Predictor
 from podrace.networks.planning import decode
-from podrace.rules import disco as rules
-from podrace.rules import files as rule_formats
+from podrace.settings.config import bind
 from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow

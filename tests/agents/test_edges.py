@@ -31,8 +31,7 @@ from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
-from podrace.config import bind, check_numbers, default_agent
-from podrace.discovery.objective import ValueFunction
+from podrace.architectures.discovery.objective import ValueFunction
 from podrace.fields import COST, RANGES, range_of
 from podrace.learner import learner
 from podrace.networks import (
@@ -46,6 +45,7 @@ from podrace.networks import (
   QNetwork,
 )
 from podrace.replay import on_policy
+from podrace.settings.config import bind, check_numbers, default_agent
 from podrace.types import FIRST, LAST, MID, TimeStep, Trajectory
 
 EDGES = (0, 1, -1, math.inf, -math.inf, math.nan, 1e39, 1e-39)

@@ -22,7 +22,7 @@ import streams
 from gymnasium import spaces
 
 from podrace import distributions, returns, topology
-from podrace.agents import acting, ppo
+from podrace.agents import policy_gradient, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.learner import learner
@@ -98,15 +98,15 @@ def case(space: str, seed: int = 0) -> Case:
     [[policy(steps.observation[t, b], x[t, b])[0] for b in range(B)] for t in range(T)]
   )
   behind = (now + rng.normal(0, 0.4, (T, B))).astype(np.float32)  # another policy's
-  extras = acting.PolicyExtras(x, behind)
-  trajectory = streams.trajectory(steps, x, extras, acting.PolicyState(()))
+  extras = policy_gradient.PolicyExtras(x, behind)
+  trajectory = streams.trajectory(steps, x, extras, policy_gradient.PolicyState(()))
   return Case(network, params, trajectory, jax.tree.map(like(0.1), shapes))
 
 
 def recorded(agent: Any, c: Case) -> Any:
   """The last gradient that `learn` gives its optimiser, as {path: array}, and the metrics."""
   agent = dataclasses.replace(agent, network=c.network, move=c.move)
-  train = TrainState(acting.Params(c.params), jax.tree.map(np.zeros_like, c.params))
+  train = TrainState(policy_gradient.Params(c.params), jax.tree.map(np.zeros_like, c.params))
   step = learner(agent, on_policy(), topology.learner_mesh(1))
   step = jax.jit(step, compiler_options={'xla_backend_optimization_level': 0})  # compiles faster
   train, _, metrics, _ = step(train, (), c.trajectory, jax.random.key(1), np.int32(0))
@@ -373,15 +373,15 @@ def test_impala(settings: dict[str, Any], space: str) -> None:
 
 # --- mutations: each of these must be noticed -------------------------------------------------
 
-TRANSITIONS, VTRACE = acting.transitions, returns.vtrace
+TRANSITIONS, VTRACE = policy_gradient.transitions, returns.vtrace
 
 
-def no_mask(*args: Any) -> acting.Transitions:
+def no_mask(*args: Any) -> policy_gradient.Transitions:
   step = TRANSITIONS(*args)
   return step._replace(mask=jnp.ones_like(step.mask))
 
 
-def truncation_as_termination(trajectory: Trajectory, *args: Any) -> acting.Transitions:
+def truncation_as_termination(trajectory: Trajectory, *args: Any) -> policy_gradient.Transitions:
   step = TRANSITIONS(trajectory, *args)
   after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)
   return step._replace(discount_t=jnp.where(after.last, 0.0, step.discount_t))
@@ -399,11 +399,11 @@ def leak_past_last(trajectory: Trajectory, params: Any, discount: float, lambda_
   return step._replace(lambda_t=jnp.full_like(step.lambda_t, lambda_))
 
 
-def rewards_one_late(trajectory: Trajectory, *args: Any) -> acting.Transitions:
+def rewards_one_late(trajectory: Trajectory, *args: Any) -> policy_gradient.Transitions:
   return TRANSITIONS(trajectory, *args)._replace(reward_t=trajectory.timesteps.reward[:-1])
 
 
-def mask_one_late(trajectory: Trajectory, *args: Any) -> acting.Transitions:
+def mask_one_late(trajectory: Trajectory, *args: Any) -> policy_gradient.Transitions:
   after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)
   return TRANSITIONS(trajectory, *args)._replace(mask=1.0 - after.last)
 
@@ -436,12 +436,12 @@ def on_policy_ratios(r_t, discount_t, lambda_t, v_tm1, v_t, rho, **clips) -> Any
 
 
 OF_TRANSITIONS = {
-  'mask dropped': (acting, 'transitions', no_mask),
-  'mask one late': (acting, 'transitions', mask_one_late),
-  'rewards one late': (acting, 'transitions', rewards_one_late),
-  'truncation as termination': (acting, 'transitions', truncation_as_termination),
-  'termination as truncation': (acting, 'transitions', termination_as_truncation),
-  'leak past LAST': (acting, 'transitions', leak_past_last),
+  'mask dropped': (policy_gradient, 'transitions', no_mask),
+  'mask one late': (policy_gradient, 'transitions', mask_one_late),
+  'rewards one late': (policy_gradient, 'transitions', rewards_one_late),
+  'truncation as termination': (policy_gradient, 'transitions', truncation_as_termination),
+  'termination as truncation': (policy_gradient, 'transitions', termination_as_truncation),
+  'leak past LAST': (policy_gradient, 'transitions', leak_past_last),
   'sign of the entropy': (distributions.Categorical, 'entropy', minus_entropy),
 }
 

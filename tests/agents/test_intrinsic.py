@@ -13,16 +13,17 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from podrace import actor, cli, topology
+from podrace import cli, topology
 from podrace.agents.intrinsic import Intrinsic, Params
-from podrace.anakin import Anakin
-from podrace.config import bind
+from podrace.architectures import unroll
+from podrace.architectures.anakin import Anakin
 from podrace.envs import contract, make
 from podrace.envs.base import batch
 from podrace.errors import UsageError
 from podrace.learner import learner
 from podrace.networks import LifetimeNetwork, Policy
 from podrace.replay import on_policy
+from podrace.settings.config import bind
 from podrace.types import FIRST, LAST, Trajectory
 
 B, T = 3, 30
@@ -53,10 +54,10 @@ def lived(env: str = WORLD) -> tuple[Intrinsic, Params, list[Trajectory]]:
   @contract.quick_jit
   def run(key: Any) -> Any:
     begin_key, *keys = jax.random.split(key, 3)
-    state = actor.begin(learning, many, jnp.arange(B, dtype=jnp.int32), begin_key)
+    state = unroll.begin(learning, many, jnp.arange(B, dtype=jnp.int32), begin_key)
     found = []
     for k in keys:
-      state, trajectory = actor.unroll(learning, many, params, state, k, T)
+      state, trajectory = unroll.unroll(learning, many, params, state, k, T)
       found.append(trajectory)
     return found
 
@@ -315,9 +316,9 @@ def test_devices_learn_the_same_together() -> None:
   env = make(WORLD)
   learning, many = agent(), batch(env, 4)
   train = learning.init(jax.random.key(1))
-  state = actor.begin(learning, many, jnp.arange(4, dtype=jnp.int32), jax.random.key(0))
+  state = unroll.begin(learning, many, jnp.arange(4, dtype=jnp.int32), jax.random.key(0))
   _, x = contract.quick_jit(
-    lambda s: actor.unroll(learning, many, train.params, s, jax.random.key(2), T)
+    lambda s: unroll.unroll(learning, many, train.params, s, jax.random.key(2), T)
   )(state)
   found = []
   for devices in (1, 2):

@@ -18,15 +18,15 @@ from gymnasium import spaces
 
 from podrace import topology
 from podrace.agents.lpg import LPG
-from podrace.config import bind
+from podrace.agents.rules import files
+from podrace.agents.rules import lpg as rules
+from podrace.agents.rules.layers import entropy
 from podrace.envs import make
 from podrace.errors import UsageError
 from podrace.learner import learner
 from podrace.networks import PolicyPredictor
 from podrace.replay import on_policy
-from podrace.rules import files
-from podrace.rules import lpg as rules
-from podrace.rules.layers import entropy
+from podrace.settings.config import bind
 from podrace.types import LAST, TrainState, Trajectory
 
 T, B, A = 7, 6, 3

@@ -24,10 +24,10 @@ from test_value_agents import sebulba as sebulba_of
 
 from podrace import topology
 from podrace.agents.muesli import Extras, Muesli, cmpo, sampled_cmpo
-from podrace.config import bind
 from podrace.envs import make
 from podrace.learner import sample_learner
 from podrace.networks import LearnedModel
+from podrace.settings.config import bind
 from podrace.types import LAST, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow

@@ -25,16 +25,16 @@ from test_value_agents import TINY_MODEL, anakin, assert_learns
 from test_value_agents import sebulba as sebulba_of
 
 from podrace import cli, distributions, returns, topology
-from podrace.agents import searching
+from podrace.agents import search as searching
 from podrace.agents.muzero import Extras, MuZero
-from podrace.agents.searching import Params, Plan
-from podrace.config import Config, from_json, to_json
+from podrace.agents.search import Params, Plan
 from podrace.hooks import greedily
 from podrace.networks import LearnedModel, Prediction
 from podrace.networks.planning import decode, encode, features, scale_hidden
 from podrace.networks.protocol import unroll_merged
 from podrace.replay import Buffer
-from podrace.run import train
+from podrace.run.loop import train
+from podrace.settings.config import Config, from_json, to_json
 from podrace.types import LAST, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow

@@ -17,14 +17,14 @@ import pytest
 import podrace.envs
 from podrace import cli
 from podrace.agents.muzero import MuZero
-from podrace.agents.searching import Params
-from podrace.config import bind
+from podrace.agents.search import Params
+from podrace.envs.adapters.pgx import Game, mcts, random_move
 from podrace.envs.base import NextStepReset
-from podrace.envs.pgx import Game, mcts, random_move
 from podrace.envs.states import rules, with_state
-from podrace.evaluate import evaluator
 from podrace.hooks import greedily
 from podrace.networks import ActorCritic, LearnedModel
+from podrace.run.evaluate import evaluator
+from podrace.settings.config import bind
 from podrace.types import LAST, TimeStep
 
 SELF = 'pgx:tic_tac_toe,opponent=self,state=true'
@@ -358,8 +358,8 @@ def test_it_never_loses(tmp_path: Path) -> None:
 
   Random play loses 93% of its games against perfect play, and 29% against itself.
   """
-  from podrace.evaluate import evaluable, newest_params
-  from podrace.record import load_config
+  from podrace.run.directory import load_config
+  from podrace.run.evaluate import evaluable, newest_params
 
   run_dir = tmp_path / 'run'
   with pytest.raises(SystemExit, match='0'):

@@ -18,12 +18,12 @@ from gymnasium import spaces
 
 import podrace
 from podrace import topology
-from podrace.agents import acting, metagradient
+from podrace.agents import metagradient, policy_gradient
 from podrace.agents.impala import Impala
 from podrace.agents.metagradient import Tuning
+from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
-from podrace.agents.varied import Varied, with_values
-from podrace.anakin import Anakin
+from podrace.architectures.anakin import Anakin
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.learner import learner
 from podrace.networks import ActorCritic
@@ -69,7 +69,9 @@ def trajectory(agent: Any, dtype: Any) -> Trajectory:
   x = rng.integers(0, 3, (T, B)).astype(np.int32)
   log_prob = -1.1 + rng.normal(0, 0.4, (T, B))
   core = jax.tree.map(lambda x: rng.normal(size=x.shape), agent.network.initial_state(B))
-  made = streams.trajectory(steps, x, acting.PolicyExtras(x, log_prob), acting.PolicyState(core))
+  made = streams.trajectory(
+    steps, x, policy_gradient.PolicyExtras(x, log_prob), policy_gradient.PolicyState(core)
+  )
   return jax.tree.map(lambda x: x.astype(dtype) if x.dtype.kind == 'f' else x, made)
 
 

@@ -33,13 +33,13 @@ from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
-from podrace.anakin import Anakin
-from podrace.bench import combined_rate, learner_rate, memory
-from podrace.config import bind
+from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.host import base as host
+from podrace.experiments.bench import combined_rate, learner_rate, memory
 from podrace.networks import Actor, Critic, LearnedModel, Predictor, QNetwork
 from podrace.replay import Buffer
+from podrace.settings.config import bind
 from podrace.topology import split_devices
 
 SLOW = pytest.mark.slow
@@ -359,7 +359,7 @@ def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> N
     return state, priority
 
   driver.learning = Learning(learning, noted)  # type: ignore[assignment]
-  monkeypatch.setattr('podrace.bench.together', lambda work, seconds: float(work[0]()))
+  monkeypatch.setattr('podrace.experiments.bench.together', lambda work, seconds: float(work[0]()))
   learner_rate(driver, program.init(keys(0)), 0.0)
   ready = program.learning.windows.schedule.ready
   assert ready == 15 and calls == [(i, 0) for i in range(1, 16)] + [(16, 4)]

@@ -16,7 +16,7 @@ from gymnasium import spaces
 from jax import lax
 
 from podrace import returns, topology
-from podrace.agents import valuing
+from podrace.agents import value_based
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.r2d2 import R2D2
@@ -144,7 +144,7 @@ def test_quantile_loss(threshold: float) -> None:
 
 
 def test_epsilon_ladder_is_ape_x_s() -> None:
-  found = valuing.epsilon_ladder(jnp.arange(8), 8, 0.4, 7.0)
+  found = value_based.epsilon_ladder(jnp.arange(8), 8, 0.4, 7.0)
   np.testing.assert_allclose(found, [0.4 ** (1 + 7 * i / 7) for i in range(8)], rtol=1e-5)
   expected = [0.3 ** (1 + 5 * i / 3) for i in range(4)]
   r2d2 = R2D2(epsilon_base=0.3, epsilon_power=5.0, total_envs=4)
@@ -157,17 +157,17 @@ def test_epsilon_ladder_is_ape_x_s() -> None:
 def test_epsilon_greedy() -> None:
   values = jnp.tile(jnp.array([[0.0, 2.0, -1e9, 2.0, 1.0]]), (40_000, 1))
   epsilon = jnp.full(40_000, 0.2)
-  action = valuing.epsilon_greedy(values, epsilon, jax.random.key(0))
+  action = value_based.epsilon_greedy(values, epsilon, jax.random.key(0))
   share = np.bincount(action, minlength=5) / 40_000
   np.testing.assert_allclose(share, [0.05, 0.45, 0, 0.45, 0.05], atol=0.01)
   assert share[2] == 0
-  best = valuing.epsilon_greedy(values, 0 * epsilon, jax.random.key(1))
+  best = value_based.epsilon_greedy(values, 0 * epsilon, jax.random.key(1))
   assert set(np.asarray(best).tolist()) == {1, 3}
 
 
 def test_target_networks_follow() -> None:
   def found(steps: int, period: int, rate: float) -> float:
-    return float(valuing.follow(jnp.float32(1), jnp.float32(5), jnp.int32(steps), period, rate))
+    return float(value_based.follow(jnp.float32(1), jnp.float32(5), jnp.int32(steps), period, rate))
 
   assert [found(steps, 3, 1.0) for steps in range(1, 7)] == [1, 1, 5, 1, 1, 5]
   assert [found(steps, 1, 0.25) for steps in (1, 2)] == [2, 2]
@@ -387,7 +387,7 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   window = random_window(2, 5, discrete)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
-  step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
+  step = value_based.transitions(jax.tree.map(jnp.asarray, window), 0.9)
   _, learn_key = jax.random.split(jax.random.key(1))
   keys = jax.random.split(jax.random.fold_in(learn_key, 0), 3)  # of the first device
 
@@ -558,7 +558,7 @@ def test_r2d2_initial_priority_is_that_of_learning(n_step: int) -> None:
   window = random_window(T, 3, discrete, state)
   q = q_values(network, train.params, window.timesteps, state.core)
   action = window.outputs.action
-  from podrace.agents.valuing import Extras
+  from podrace.agents.value_based import Extras
 
   taken = np.take_along_axis(q[:-1], action[..., None], -1)[..., 0]
   told = window._replace(outputs=ActorOutput(action, Extras(taken, q[:-1].max(-1))))
@@ -595,7 +595,7 @@ def test_sac() -> None:
   window = random_window(1, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
-  step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
+  step = value_based.transitions(jax.tree.map(jnp.asarray, window), 0.9)
   _, learn_key = jax.random.split(jax.random.key(1))
   target_key, _ = jax.random.split(jax.random.fold_in(learn_key, 0))  # device 0's
   outputs, _ = agent.actor.step(train.params, (), step.after)
@@ -650,7 +650,7 @@ def test_d4pg() -> None:
   window = random_window(2, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
-  step = valuing.transitions(jax.tree.map(jnp.asarray, window), 0.9)
+  step = value_based.transitions(jax.tree.map(jnp.asarray, window), 0.9)
   action = jnp.tanh(agent.actor.step(target.actor, (), step.after)[0])
   support = np.linspace(-3, 3, 51).astype(np.float32)
   q_t = agent.critic.value(target.critic, step.after.observation, action)[0]

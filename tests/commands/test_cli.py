@@ -36,14 +36,12 @@ from processes import (
 
 import podrace as podrace_
 from podrace import cli
-from podrace import runs as directories
 from podrace.agents import AGENTS
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
-from podrace.bench import allowed
 from podrace.commands import (
   act,
-  configuration,
+  configure,
   devices,
   envs,
   evaluate,
@@ -57,13 +55,15 @@ from podrace.commands import (
   train,
   watch,
 )
-from podrace.commands.options import PEER_TIMEOUT
-from podrace.commands.options import Command as Declared
-from podrace.config import Config, agent_name, flag
+from podrace.commands.shared_options import PEER_TIMEOUT
+from podrace.commands.shared_options import Command as Declared
+from podrace.distributed.net.messages import SILENCE
+from podrace.experiments import runs as directories
+from podrace.experiments.bench import allowed
 from podrace.hooks import BOUND
-from podrace.net.session import SILENCE
 from podrace.networks import ActorCritic
-from podrace.presets import PRESETS
+from podrace.settings.config import Config, agent_name, flag
+from podrace.settings.presets import PRESETS
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '640', '--devices', '1']  # fmt: skip
@@ -252,8 +252,8 @@ def test_list(run: Command) -> None:
 
 def config_of(*args: str) -> Config:
   preset = args[0] if args and not args[0].startswith('-') else None
-  return configuration.parse(
-    configuration.base_config(preset, None, None), list(args[1:] if preset else args)
+  return configure.parse(
+    configure.base_config(preset, None, None), list(args[1:] if preset else args)
   )
 
 
@@ -301,7 +301,7 @@ def test_flags_reach_every_kind_of_field() -> None:
   ids=' '.join,
 )
 def test_what_has_but_one_architecture_implies_it(args: list[str], architecture: str) -> None:
-  assert configuration.implied(Config(Impala()), args).architecture == architecture
+  assert configure.implied(Config(Impala()), args).architecture == architecture
 
 
 @pytest.mark.slow
@@ -327,15 +327,15 @@ def test_an_environment_of_the_host_needs_no_word_of_the_architecture(tmp_path: 
   ],
 )
 def test_what_is_true_or_false_can_be_said_in_many_ways(args: list[str], value: bool) -> None:
-  assert configuration.parse(Config(Impala()), args).agent.normalize_rewards is value
+  assert configure.parse(Config(Impala()), args).agent.normalize_rewards is value
   base = Config(Impala(network=ActorCritic(shared=True)))
-  assert configuration.parse(base, ['--agent.network.no-shared']).agent.network.shared is False
+  assert configure.parse(base, ['--agent.network.no-shared']).agent.network.shared is False
 
 
 def test_the_agent_option_takes_the_agents_defaults() -> None:
-  assert configuration.base_config('catch', None, 'ppo').agent == PPO()
-  assert configuration.base_config('catch', None, 'impala') == PRESETS['catch']()
-  assert configuration.base_config('catch', None, 'ppo').env == 'podrace:catch'
+  assert configure.base_config('catch', None, 'ppo').agent == PPO()
+  assert configure.base_config('catch', None, 'impala') == PRESETS['catch']()
+  assert configure.base_config('catch', None, 'ppo').env == 'podrace:catch'
 
 
 def test_run_directory_through_the_interpreter(finished: Path) -> None:
@@ -636,7 +636,7 @@ BAD = [
   (['train', '--agent', 'json:JSONDecoder'], 'json:JSONDecoder is no agent: it is no dataclass'),
   (['train', '--agent', 'podrace.envs.host.base:PoolArgs'],
    'podrace.envs.host.base:PoolArgs needs defaults for its fields: num_envs, batch_size'),
-  (['train', '--agent', 'podrace.log:Clock'], 'podrace.log:Clock must be frozen'),
+  (['train', '--agent', 'podrace.run.log:Clock'], 'podrace.run.log:Clock must be frozen'),
   (['train', '--agent', 'podrace.replay:Buffer'],
    'podrace.replay.buffer:Buffer is no agent: it has no init and no initial_state and no act'),
   (['train', '--agent.discount', '99'], 'discount must be within [0, 1], not 99'),
@@ -748,7 +748,7 @@ def test_types_are_for_all_who_install_it() -> None:
   assert (Path(cli.__file__).parent / 'py.typed').exists()
   project = tomllib.loads((Path(__file__).parents[2] / 'pyproject.toml').read_text())
   assert project['tool']['setuptools']['package-data'] == {
-    'podrace': ['py.typed', 'templates/*.py', 'page/*']
+    'podrace': ['py.typed', 'commands/templates/*.py', 'experiments/page/*']
   }
 
 
@@ -802,7 +802,7 @@ def test_a_segmentation_fault_says_where(tmp_path: Path, monkeypatch: pytest.Mon
    ('inf', 'inf'), ('--b=', '--b=')],
 )  # fmt: skip
 def test_whole_numbers_may_be_written_short(arg: str, number: str) -> None:
-  assert configuration._whole(arg) == number
+  assert configure._whole(arg) == number
 
 
 def test_a_learning_rate_that_makes_infinities(tmp_path: Path, cache: Path) -> None:

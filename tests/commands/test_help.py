@@ -14,13 +14,13 @@ import pytest
 from children import DEADLINE, ROOT, environment
 from test_defaults import ENVS, settings
 
-from podrace import defaults
 from podrace.agents import AGENTS
 from podrace.commands import discover, train
-from podrace.config import flag, to_json
-from podrace.discovery.presets import PRESETS as DISCOVERIES
 from podrace.envs.registry import LIBRARIES
-from podrace.presets import PRESETS
+from podrace.settings import defaults
+from podrace.settings.config import flag, to_json
+from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
+from podrace.settings.presets import PRESETS
 
 BOUND_BY_AGENTS = {  # settings of networks that an agent chooses, and that are no options
   '--agent.actor.deterministic', '--agent.critic.atoms', '--agent.critic.critics', '--agent.actor.core',

@@ -17,7 +17,7 @@ from podrace.cli import COMMANDS
 from podrace.commands import completion
 from podrace.commands.init import names
 from podrace.envs.registry import LIBRARIES
-from podrace.presets import PRESETS
+from podrace.settings.presets import PRESETS
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from processes import podrace
 
 HANGS_IN_C = """
 import ctypes
-from podrace.process import end_on_signals
+from podrace.system.process import end_on_signals
 end_on_signals()
 mutex = ctypes.create_string_buffer(256)
 libc = ctypes.CDLL(None)
@@ -60,15 +60,15 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
   ('signum', 'module', 'command'),
   [
-    (signal.SIGINT, 'podrace.process', 'list'),
+    (signal.SIGINT, 'podrace.system.process', 'list'),
     (signal.SIGINT, 'podrace.cli', 'runs'),
     (signal.SIGTERM, 'podrace.commands.train', 'devices'),
     (signal.SIGHUP, 'jax', 'devices'),
     (signal.SIGINT, 'jax', 'eval'),
     (signal.SIGINT, 'jax.numpy', 'eval'),
-    (signal.SIGTERM, 'podrace.evaluate', 'eval'),
+    (signal.SIGTERM, 'podrace.run.evaluate', 'eval'),
     (signal.SIGINT, 'orbax.checkpoint', 'export'),
-    (signal.SIGINT, 'podrace.run', 'train'),
+    (signal.SIGINT, 'podrace.run.loop', 'train'),
     (signal.SIGINT, 'tyro', 'train'),
   ],
 )
@@ -100,7 +100,7 @@ def test_a_signal_while_the_main_thread_is_in_c(signum: int) -> None:
 def test_a_signal_to_a_fork_is_not_for_the_process_that_it_is_of() -> None:
   code = """
 import os, signal
-from podrace.process import end_on_signals
+from podrace.system.process import end_on_signals
 end_on_signals()
 for signum in (signal.SIGTERM, signal.SIGINT):
   read, write = os.pipe()
@@ -126,7 +126,7 @@ def test_what_is_not_to_stay_is_removed(tmp_path: Path) -> None:
   code = """
 import signal, sys
 from pathlib import Path
-from podrace.process import end_on_signals, scratch_directory
+from podrace.system.process import end_on_signals, scratch_directory
 end_on_signals()
 with scratch_directory('draft-', Path(sys.argv[1])) as folder:
   (folder / 'file').write_text('it')
@@ -137,7 +137,7 @@ with scratch_directory('draft-', Path(sys.argv[1])) as folder:
 
 
 def test_the_cursor_of_a_terminal_is_shown_again() -> None:
-  code = 'import signal; from podrace.process import end_at_once; end_at_once(signal.SIGINT, None)'
+  code = 'import signal; from podrace.system.process import end_at_once; end_at_once(signal.SIGINT, None)'
   ours, theirs = pty.openpty()
   try:
     done = subprocess.run(

@@ -14,12 +14,13 @@ from children import ROOT, Process, environment
 from processes import DEADLINE
 
 import podrace
-from podrace import run, runs
 from podrace.cli import COMMANDS
-from podrace.commands import configuration
-from podrace.config import flag, to_json, validate
+from podrace.commands import configure
 from podrace.errors import UsageError
-from podrace.presets import PRESETS
+from podrace.experiments import runs
+from podrace.run import loop as run
+from podrace.settings.config import flag, to_json, validate
+from podrace.settings.presets import PRESETS
 
 OF_JAX = sorted(name for name, module in COMMANDS.items() if module.COMMAND.jax)
 
@@ -202,7 +203,7 @@ def test_settings_of_a_preset_that_have_no_meaning_are_left_out(
   preset: str, args: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
   flags = [x for name, value in args.items() for x in (f'--{flag(name)}', str(value))]
-  config = configuration.parse(configuration.base_config(preset, None, None, flags), flags)
+  config = configure.parse(configure.base_config(preset, None, None, flags), flags)
   if expected is None:
     with pytest.raises(ValueError, match='--eval-every'):
       validate(config)

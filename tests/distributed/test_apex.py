@@ -28,29 +28,40 @@ from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summ
 from test_host_replay import CASES, Both, first_priority, starts_of
 from test_windows import World, settings
 
-from podrace import build, cli, errors, run, service, stop, tables, topology
-from podrace.agents import valuing
+from podrace import cli, errors, tables, topology
+from podrace.agents import value_based
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
-from podrace.commands import act, configuration
-from podrace.commands.options import Options
-from podrace.config import Config, bind_run, with_unrecorded
+from podrace.commands import act, configure
+from podrace.commands.shared_options import Options
 from podrace.distributed import acting as acting_process
-from podrace.distributed import experience, feed, handshake, joining, publishing
+from podrace.distributed import (
+  batches as feed,
+)
 from podrace.distributed import learner as distributed_learner
-from podrace.distributed.feed import Feed
-from podrace.distributed.handshake import from_leaves, to_leaves
+from podrace.distributed import (
+  learner_client,
+  publishing,
+  run_identity,
+  run_tables,
+)
+from podrace.distributed import replay as service
+from podrace.distributed.batches import Feed
+from podrace.distributed.net import keys as net_keys
+from podrace.distributed.net import link
+from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.replay.server import ReplayServer
+from podrace.distributed.run_identity import from_leaves, to_leaves
 from podrace.envs.host import base as host
 from podrace.envs.host.base import Totals
 from podrace.errors import UsageError
-from podrace.net import keys as net_keys
-from podrace.net import link
 from podrace.networks import ActorCritic
-from podrace.presets import PRESETS
 from podrace.replay.layout import named
 from podrace.replay.streams import Streams
-from podrace.service import parameters
-from podrace.service.server import ReplayServer
+from podrace.run import build, loop
+from podrace.settings.config import Config, bind_run, with_unrecorded
+from podrace.settings.presets import PRESETS
+from podrace.system import signals
 from podrace.types import ActorOutput, TimeStep, Trajectory
 
 CATCH = [
@@ -206,15 +217,15 @@ def test_impala_learns_from_a_queue_of_unrolls(
     except BaseException as e:
       ended.append(e)
 
-  addresses = handshake.Addresses((replay,), parameters)
+  addresses = run_identity.Addresses((replay,), parameters)
   with ReplayServer(replay) as server:
     actors = [threading.Thread(target=act, daemon=True) for _ in range(2)]
     for actor in actors:
       actor.start()
-    run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
+    loop.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     for actor in actors:
       actor.join(120)
-    assert [type(e) for e in ended] == [joining.Finished] * 2, ended
+    assert [type(e) for e in ended] == [learner_client.Finished] * 2, ended
     table = server.tables['unrolls']
   told = lines(tmp_path / 'run')
   assert ('tuned_discount' in told[-1]) == self_tuning
@@ -244,7 +255,7 @@ def test_what_was_learned_before_the_service_failed_is_saved(
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1,
   )  # fmt: skip
-  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   batches, drawn = feed.Queued.batches, 0
 
   def failing(self: feed.Queued, samples: tables.Samples) -> Any:
@@ -266,7 +277,7 @@ def test_what_was_learned_before_the_service_failed_is_saved(
   with ReplayServer(addresses.replay[0]):
     actor.start()
     with pytest.raises(errors.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
-      run.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
+      loop.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     assert checkpoints(tmp_path / 'run')[-1] == 512
     acting._newest.close()
     actor.join(120)
@@ -340,11 +351,11 @@ def test_tables_are_waited_for_where_a_signal_ends_the_wait(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(server, '_request', asked)
-    with pytest.raises(stop.Stopped):
-      run.train(
+    with pytest.raises(signals.Stopped):
+      loop.train(
         config,
         tmp_path / 'run',
-        addresses=handshake.Addresses((server.address,), address),
+        addresses=run_identity.Addresses((server.address,), address),
         quiet=True,
       )
 
@@ -360,12 +371,12 @@ def test_a_run_has_one_name(tmp_path: Path) -> None:
   folders = [tmp_path / 'one', tmp_path / 'again' / 'one']
   for folder in folders:
     folder.mkdir(parents=True)
-  first, other = map(handshake.run_name, folders)
+  first, other = map(run_identity.run_name, folders)
   assert first.startswith('one-') and other.startswith('one-') and first != other
-  assert handshake.run_name(folders[0]) == first
+  assert run_identity.run_name(folders[0]) == first
   (folders[0] / 'name.json').write_text('[]')
   with pytest.raises(UsageError, match=r'name\.json is not the name of a run'):
-    handshake.run_name(folders[0])
+    run_identity.run_name(folders[0])
 
 
 def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,10 +384,10 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
     raise AssertionError('it learns')
 
   monkeypatch.setattr(distributed_learner.DistributedSource, 'start', began)
-  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
 
   def train(name: str) -> None:
-    run.train(tiny(), tmp_path / name, addresses=addresses, quiet=True)
+    loop.train(tiny(), tmp_path / name, addresses=addresses, quiet=True)
 
   with ReplayServer(addresses.replay[0]) as server:
     with pytest.raises(AssertionError, match='it learns'):
@@ -384,7 +395,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(AssertionError, match='it learns'):  # as it is resumed
       train('one')
     assert {entry.settings['run'] for entry in server.registry.entries.values()} == {
-      handshake.run_name(tmp_path / 'one')
+      run_identity.run_name(tmp_path / 'one')
     }
     with pytest.raises(
       service.Refused, match=r"is of run 'one-.*', run 'two-.*' asks for it: each run needs"
@@ -394,7 +405,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   config = tiny()
-  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
@@ -403,12 +414,12 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     acting = acting_process._Acting(config, acting_process.Options(addresses))
     program = acting._program
     example, space = acting._example, program.spec.action_space
-    experience.unrolls_table(client, 4, example, space, 'one-1')
+    run_tables.unrolls_table(client, 4, example, space, 'one-1')
     shapes = acting._program.agent.init(jax.random.key(0)).params
 
     def publish(version: int, name: str) -> None:
-      told = json.dumps({**handshake.record(config), handshake.RUN: name}).encode()
-      record = handshake.RECORD, np.frombuffer(told, np.uint8)
+      told = json.dumps({**run_identity.record(config), run_identity.RUN: name}).encode()
+      record = run_identity.RECORD, np.frombuffer(told, np.uint8)
       publisher.publish(version, [*to_leaves(shapes), record])
 
     publish(1, 'two-2')
@@ -439,12 +450,12 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
   """Though it waits to write, as nothing takes what is in the queue."""
   caplog.set_level(logging.INFO)
   config = tiny()
-  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   options = acting_process.Options(addresses, 2)
   agent = bind_run(config, host.make(config.env))
-  told = json.dumps({**handshake.record(config), handshake.RUN: 'one-1'}).encode()
+  told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
   leaves = [*to_leaves(agent.init(jax.random.key(0)).params),
-            (handshake.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
+            (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
   ended: list[BaseException] = []
 
   def act() -> None:
@@ -473,9 +484,9 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
       if {2, 3} <= seen:
         break
       seen |= set(table.sample(4, at_least=1, timeout=60).data['env_id'].tolist())
-    publisher.publish(2, [*leaves, (handshake.FINISHED, np.ones(1, np.uint8))])
+    publisher.publish(2, [*leaves, (run_identity.FINISHED, np.ones(1, np.uint8))])
     thread.join(120)
-  assert [type(e) for e in ended] == [joining.Finished], ended
+  assert [type(e) for e in ended] == [learner_client.Finished], ended
   assert seen == {0, 1, 2, 3}
 
 
@@ -498,12 +509,12 @@ def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
       assert looks < 3, 'it waits on'
 
   monkeypatch.setattr(publishing.Publishing, 'warn_if_alone', look)
-  addresses = handshake.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   with (
     ReplayServer(addresses.replay[0]),
     pytest.raises(errors.RunError, match=r'ArithmeticError: a bug'),
   ):
-    run.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
+    loop.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
 
 
 def test_a_learner_needs_all_keys_before_it_is_compiled(
@@ -515,9 +526,9 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
   monkeypatch.setattr(distributed_learner.DistributedSource, 'open', compiled)
   keys = tmp_path / 'keys'
   net_keys.new_keys(keys)
-  addresses = handshake.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
+  addresses = run_identity.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
   with pytest.raises(AssertionError, match='it compiles'):
-    run.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
+    loop.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
   for name in (
     'server.key',
     'server.pem',
@@ -528,7 +539,7 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
   ):
     (keys / name).rename(tmp_path / 'kept')
     with pytest.raises(net_keys.SecurityError, match=name):
-      run.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
+      loop.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
     (tmp_path / 'kept').rename(keys / name)
   assert not (tmp_path / 'other').exists()
 
@@ -658,7 +669,7 @@ def test_windows_that_went_through_a_service(case: str) -> None:
       table = client.table(
         'windows', sampler=tables.prioritized(1.0), remover=tables.fifo(),
         rate_limiter=tables.min_size(1), max_size=1000,
-        contents=experience.window_contents(both.layout, spaces.Discrete(5)),
+        contents=run_tables.window_contents(both.layout, spaces.Discrete(5)),
       )  # fmt: skip
       streams = Streams(
         both.layout, table, lambda history: client.writer(history, rows_per_chunk=5)
@@ -695,7 +706,7 @@ def test_priorities_of_dqn_by_what_acting_saw() -> None:
     ),
     ActorOutput(
       jnp.zeros((2, 4), jnp.int32),
-      valuing.Extras(jnp.ones((2, 4)), jnp.array([[9.0] * 4, [4.0] * 4])),
+      value_based.Extras(jnp.ones((2, 4)), jnp.array([[9.0] * 4, [4.0] * 4])),
     ),
     (),
     jnp.arange(4),
@@ -726,26 +737,30 @@ def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
 
 
 def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
-  there = handshake.record(dataclasses.replace(PRESETS['r2d2-pong'](), num_envs=7, unroll_length=2))
-  here = handshake.record(dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2))
-  assert handshake.other_run(there, here) == [
+  there = run_identity.record(
+    dataclasses.replace(PRESETS['r2d2-pong'](), num_envs=7, unroll_length=2)
+  )
+  here = run_identity.record(
+    dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2)
+  )
+  assert run_identity.other_run(there, here) == [
     'the learner runs r2d2, this process dqn',
     '--num-envs: the learner has 7, this process 3',
   ]
   impala = Impala(network=ActorCritic(hidden=(4, 4)))
-  one = handshake.record(Config(impala))
-  two = handshake.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
-  assert handshake.other_run(one, two) == [
+  one = run_identity.record(Config(impala))
+  two = run_identity.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
+  assert run_identity.other_run(one, two) == [
     '--agent.optimizer: the learner has adam, this process adam\\x1b',
     '--agent.lambda: the learner has 1.0, this process 0.5',
   ]
-  assert handshake.other_run(one, one) == []
+  assert run_identity.other_run(one, one) == []
   many = {**one, 'agent': {'name': 'impala', **{f'x_{i}': i for i in range(20)}}}
   few = {**one, 'agent': {'name': 'impala'}}
-  told = handshake.other_run(many, few)
+  told = run_identity.other_run(many, few)
   assert told[0] == '--agent.x-0: the learner has 0, this process None'
   rules = {**one, 'agent': {'name': 'impala', 'rules': [['a$', -1], ['b', 0]]}}
-  assert handshake.other_run(rules, few) == [
+  assert run_identity.other_run(rules, few) == [
     '--agent.rules: the learner has a$ -1 b 0, this process None'
   ]
   assert len(told) == 11 and told[-1] == 'and 10 more'
@@ -755,10 +770,10 @@ def test_a_network_with_the_older_units_is_told_to_acting_processes() -> None:
   """config.json leaves the setting out."""
   new = Config(Impala())
   older = with_unrecorded(new, {'agent': {'network': {}}})
-  assert handshake.other_run(handshake.record(older), handshake.record(new)) == [
+  assert run_identity.other_run(run_identity.record(older), run_identity.record(new)) == [
     '--agent.network.scaling: the learner has plain, this process space'
   ]
-  command = handshake.act_command(older, handshake.Addresses(('unix:r',), 'unix:p'))
+  command = run_identity.act_command(older, run_identity.Addresses(('unix:r',), 'unix:p'))
   assert '--agent.network.scaling plain' in command
 
 
@@ -785,22 +800,22 @@ class OwnImpala(Impala):
   ids=lambda config: type(config.agent).__name__,
 )  # fmt: skip
 def test_the_command_that_starts_acting_does(config: Config) -> None:
-  addresses = handshake.Addresses(('unix:/a', 'unix:/b'), 'unix:/c', insecure=True)
-  podrace, command, *args = shlex.split(handshake.act_command(config, addresses))
+  addresses = run_identity.Addresses(('unix:/a', 'unix:/b'), 'unix:/c', insecure=True)
+  podrace, command, *args = shlex.split(run_identity.act_command(config, addresses))
   assert (podrace, command) == ('podrace', 'act')
-  preset = configuration.take_preset(args)
+  preset = configure.take_preset(args)
   options = Options(args, act.COMMAND)
   assert options.text('--connect-replay') == 'unix:/a,unix:/b' and '--insecure' in options
   assert options.text('--params') == 'unix:/c'
-  made = configuration.parse(
-    configuration.base_config(preset, None, configuration.agent_of(options)), options.arguments
+  made = configure.parse(
+    configure.base_config(preset, None, configure.agent_of(options)), options.arguments
   )
-  assert handshake.record(made) == handshake.record(config)
+  assert run_identity.record(made) == run_identity.record(config)
 
 
 def test_a_preset_as_it_is_needs_no_options() -> None:
-  addresses = handshake.Addresses(('unix:/a',), 'unix:/c', keys=Path('here'))
-  assert handshake.act_command(PRESETS['apex-pong'](), addresses) == (
+  addresses = run_identity.Addresses(('unix:/a',), 'unix:/c', keys=Path('here'))
+  assert run_identity.act_command(PRESETS['apex-pong'](), addresses) == (
     'podrace act apex-pong --connect-replay unix:/a --params unix:/c --keys DIR'
   )
 
@@ -810,7 +825,7 @@ def test_who_waits_for_acting_processes_says_so_now_and_then(
 ) -> None:
   learner: Any = object.__new__(publishing.Publishing)
   learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
-  learner._addresses = handshake.Addresses(('unix:/a',), 'tcp://127.0.0.1:*')
+  learner._addresses = run_identity.Addresses(('unix:/a',), 'tcp://127.0.0.1:*')
   acting = 0
   learner._publisher = SimpleNamespace(
     clients=lambda role: acting * (role == parameters.ACTING), reachable='tcp://127.0.0.1:7'

@@ -16,16 +16,18 @@ from processes import Podrace, as_users_have_it, cache
 from services import ANY
 from test_service_tables import SIMPLE
 
-from podrace import configure, service, tables
-from podrace.config import bind_run
-from podrace.distributed import experience, handshake
+from podrace import configure, tables
+from podrace.architectures.sebulba import example_trajectory
+from podrace.distributed import replay, run_identity, run_tables
+from podrace.distributed.net import messages
+from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.replay import item_schema
+from podrace.distributed.replay import messages as wire
+from podrace.distributed.replay.remote_table import RemoteTable
+from podrace.distributed.replay.server import ReplayServer
 from podrace.envs.host import base as host
 from podrace.errors import RunError, UsageError
-from podrace.net import session
-from podrace.sebulba import example_trajectory
-from podrace.service import contents, parameters, wire
-from podrace.service.server import ReplayServer
-from podrace.service.shards import RemoteTable
+from podrace.settings.config import bind_run
 from podrace.types import LARGEST_OBSERVATION, LARGEST_OUTPUT, LARGEST_REWARD
 
 ENV = 'gymnasium:CartPole-v1'
@@ -36,11 +38,11 @@ def test_no_float_of_an_acting_process_is_too_large_for_float32(agent: str) -> N
   spec = host.make(ENV)
   config = configure(env=ENV, agent=agent, architecture='sebulba')
   example = example_trajectory(bind_run(config, spec), spec, 4, 8)
-  columns = experience.unroll_contents(example, spec.action_space)
+  columns = run_tables.unroll_contents(example, spec.action_space)
   floats = [c for c in columns if np.dtype(c[1]).kind == 'f']
   assert {'timesteps/observation', 'timesteps/reward'} <= {c[0] for c in floats}
   for column in columns:
-    checked = contents.Contents([column])._columns[0]
+    checked = item_schema.Contents([column])._columns[0]
     dtype, shape = np.dtype(column[1]), (column[4], *column[2])
     if dtype.kind != 'f':
       continue
@@ -55,8 +57,8 @@ def test_no_float_of_an_acting_process_is_too_large_for_float32(agent: str) -> N
 
 
 def test_totals_of_episodes_are_bounded_each() -> None:
-  with ReplayServer(ANY) as server, service.connect(server.address) as client:
-    table = experience.episodes_table(client, 'run')
+  with ReplayServer(ANY) as server, replay.connect(server.address) as client:
+    table = run_tables.episodes_table(client, 'run')
     for totals in (
       [-1.0, 0, 0, 0], [1, 1e31, 0, 0], [1, 0, -1, 0], [1, 0, 0, -1], [1e300, 0, 0, 0], [1, np.nan, 0, 0],
     ):  # fmt: skip
@@ -77,21 +79,21 @@ def test_totals_of_episodes_are_bounded_each() -> None:
 )
 def test_a_record_that_is_none_is_refused_in_a_line(document: bytes) -> None:
   with pytest.raises(UsageError) as e:
-    handshake.read_record(np.frombuffer(document, np.uint8))
+    run_identity.read_record(np.frombuffer(document, np.uint8))
   assert len(str(e.value).splitlines()) == 1 and len(str(e.value)) < 500
 
 
 @pytest.mark.parametrize('agent', [None, 7, [], 'x', {'name': []}])
 def test_records_of_other_shapes_are_other_runs(agent: Any) -> None:
-  run, record = handshake.read_record(np.frombuffer(b'{"env": 7}', np.uint8))
-  assert run == '' and handshake.other_run({**record, 'agent': agent}, {'agent': {'name': 'x'}})
+  run, record = run_identity.read_record(np.frombuffer(b'{"env": 7}', np.uint8))
+  assert run == '' and run_identity.other_run({**record, 'agent': agent}, {'agent': {'name': 'x'}})
 
 
 def test_an_acting_process_ends_with_a_line_where_a_learner_publishes_something_else(
   tmp_path: Path, cache: Path
 ) -> None:
-  with service.Publisher(ANY, environments=64) as publisher:
-    publisher.publish(1, [(handshake.RECORD, np.frombuffer(b'{"agent": [1', np.uint8))])
+  with replay.Publisher(ANY, environments=64) as publisher:
+    publisher.publish(1, [(run_identity.RECORD, np.frombuffer(b'{"agent": [1', np.uint8))])
     one = Podrace(
       ['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:9', '--params', publisher.address],
       tmp_path / 'log', 1, cache,
@@ -106,9 +108,9 @@ def answering(end: bare.Accepting, answers: list[Any]) -> Callable[[], None]:
   def serve() -> None:
     for value in answers:
       one = end.accept(30)
-      one.expect(session.HELLO)
+      one.expect(messages.HELLO)
       welcome = dict(silence=5.0, number=0, sizes={}, largest=2**24, waiting=b'', missing=b'')
-      one.say(session.WELCOME, welcome)
+      one.say(messages.WELCOME, welcome)
       (number, *_), _ = one.expect(wire.TABLE)
       one.say(wire.ANSWER, number, True, value)
       if value is not answers[-1]:
@@ -120,7 +122,7 @@ def answering(end: bare.Accepting, answers: list[Any]) -> Callable[[], None]:
 def test_a_service_that_answers_in_other_shapes_is_left_and_tried_again(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-  monkeypatch.setattr('podrace.net.outgoing.BACKOFF', (0.0, 0.0))
+  monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))
   good = {'settings': {}, 'most': 1.0}
   answers = [
     None,
@@ -135,7 +137,7 @@ def test_a_service_that_answers_in_other_shapes_is_left_and_tried_again(
   end = bare.Accepting(wire.OF_CLIENTS)
   worker = threading.Thread(target=answering(end, answers), daemon=True)
   worker.start()
-  with service.connect(end.address) as client:
+  with replay.connect(end.address) as client:
     assert client.table('it')._most == 1.0
   worker.join(60)
   assert not worker.is_alive()
@@ -143,7 +145,7 @@ def test_a_service_that_answers_in_other_shapes_is_left_and_tried_again(
 
 
 def test_values_of_answers_are_checked_by_their_question() -> None:
-  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+  with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
     info = server.registry.info('it')
     wire.check_answer(wire.INFO, info)
@@ -161,7 +163,7 @@ def test_values_of_answers_are_checked_by_their_question() -> None:
 
 
 def test_samples_of_other_columns_or_lengths_are_refused_with_the_service_named() -> None:
-  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+  with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
     with client.writer(4) as writer:
       for _ in range(4):
@@ -171,7 +173,7 @@ def test_samples_of_other_columns_or_lengths_are_refused_with_the_service_named(
     for name, dtype, rows, good in (
       ('x', np.float32, 3, True), ('x', np.float32, 4, False), ('x', np.float64, 3, False), ('y', np.float32, 3, False),
     ):  # fmt: skip
-      expected = contents.Contents([contents.column(name, dtype, (), rows)])
+      expected = item_schema.Contents([item_schema.column(name, dtype, (), rows)])
       mine = RemoteTable('it', client.connections, 1.0, expected)
       if good:
         assert mine.sample(1, timeout=30).data['x'].shape == (1, 3)
@@ -184,9 +186,9 @@ def test_samples_of_other_columns_or_lengths_are_refused_with_the_service_named(
 def test_parameters_of_shapes_that_cannot_be_end_a_session_only(
   shape: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr('podrace.net.outgoing.BACKOFF', (0.0, 0.0))
-  end = bare.Accepting(session.of_clients())
-  with contextlib.closing(service.Parameters(end.address)) as reader:
+  monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))
+  end = bare.Accepting(messages.of_clients())
+  with contextlib.closing(replay.Parameters(end.address)) as reader:
     for newest in ([['x', '<f8', shape]], [['x', '<f8', []]]):
       one = end.welcome()
       size = 8 if newest[0][2] == [] else 0

@@ -21,22 +21,22 @@ from processes import as_users_have_it, cache, checkpoints
 from test_apex import Places, places
 from test_muzero import quick, recording, window_of
 
-from podrace import cli, service, tables
-from podrace.agents import searching
+from podrace import cli, tables
+from podrace.agents import search
 from podrace.agents.muzero import MuZero
-from podrace.agents.searching import Params
-from podrace.config import Config, bind_run
+from podrace.agents.search import Params
+from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import acting as acting_process
-from podrace.distributed import handshake, joining, reanalyse
-from podrace.distributed.handshake import to_leaves
+from podrace.distributed import learner_client, reanalyse, replay, run_identity
+from podrace.distributed.net import link
+from podrace.distributed.replay.server import ReplayServer
+from podrace.distributed.run_identity import to_leaves
 from podrace.envs.host import base as host
 from podrace.hooks import memory
-from podrace.net import link
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.replay import Buffer
 from podrace.replay.layout import Layout
-from podrace.sebulba import example_trajectory
-from podrace.service.server import ReplayServer
+from podrace.settings.config import Config, bind_run
 from podrace.types import Trajectory
 
 TINY = [
@@ -90,7 +90,7 @@ def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
   hidden = merge_time(jnp.tanh(states @ params.network['r']))
   for given, n, equal in ((params, 5, True), (params, 3, False), (other, 5, False)):
     searched = jax.jit(
-      lambda p, h, k, n=n: searching.plan(agent, p, h, merge_time(states), k, n)[1],
+      lambda p, h, k, n=n: search.plan(agent, p, h, merge_time(states), k, n)[1],
       compiler_options=quick,
     )(given, hidden, key)
     expected = split_time(searched, agent.positions)
@@ -125,10 +125,10 @@ def test_states_behind_a_burn_in_are_refreshed_from_where_they_begin() -> None:
   assert (np.asarray(plan.steps[2:]) == 9).all() and np.asarray(plan.reanalysed[2:]).all()
   steps = jax.tree.map(lambda x: x[:length], window.timesteps)
 
-  def searched(params: Params) -> searching.Plan:
+  def searched(params: Params) -> search.Plan:
     hidden = agent.network.represent(params.network, window.agent_state, steps)[0]
     behind = merge_time(jax.tree.map(lambda x: x[2:], hidden))
-    return searching.plan(agent, params, behind, merge_time(steps.observation[2:]), key, 2)[1]
+    return search.plan(agent, params, behind, merge_time(steps.observation[2:]), key, 2)[1]
 
   expected = jax.jit(searched, compiler_options=quick)(params)
   np.testing.assert_allclose(merge_time(plan.value[2:]), expected.value, atol=1e-4)
@@ -152,7 +152,7 @@ def test_what_is_written_are_the_columns_that_an_agent_changes() -> None:
 
 
 def test_each_window_gets_its_own_targets() -> None:
-  with ReplayServer('tcp://127.0.0.1:*') as server, service.connect(server.address) as client:
+  with ReplayServer('tcp://127.0.0.1:*') as server, replay.connect(server.address) as client:
     table = client.table(
       'it', sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1),
       max_size=100,
@@ -180,17 +180,17 @@ class Learner:
   """Publishes parameters as a learner does."""
 
   def __init__(self, folder: Path, config: Config) -> None:
-    self.addresses = handshake.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
+    self.addresses = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
     self.config, self.agent = config, bound(config)
-    self.publisher = service.Publisher(self.addresses.parameters, environments=config.num_envs)
+    self.publisher = replay.Publisher(self.addresses.parameters, environments=config.num_envs)
     self.ended: list[BaseException] = []
     self.threads: list[threading.Thread] = []
 
   def publish(self, version: int, *more: Any, run: str = 'one-1') -> None:
     """Parameters that have had as many steps as their version."""
     params = self.agent.init(jax.random.key(version)).params._replace(steps=jnp.int32(version))
-    told = json.dumps({**handshake.record(self.config), handshake.RUN: run}).encode()
-    record = handshake.RECORD, np.frombuffer(told, np.uint8)
+    told = json.dumps({**run_identity.record(self.config), run_identity.RUN: run}).encode()
+    record = run_identity.RECORD, np.frombuffer(told, np.uint8)
     self.publisher.publish(version, [*to_leaves(params), record, *more])
 
   def start(self, process: Any) -> None:
@@ -213,10 +213,10 @@ class Learner:
 
   def end(self, version: int, count: int) -> None:
     """The run is complete, which ends that many processes."""
-    self.publish(version, (handshake.FINISHED, np.ones(1, np.uint8)))
+    self.publish(version, (run_identity.FINISHED, np.ones(1, np.uint8)))
     for thread in self.threads:
       thread.join(120)
-    assert [type(e) for e in self.ended] == [joining.Finished] * count, self.ended
+    assert [type(e) for e in self.ended] == [learner_client.Finished] * count, self.ended
 
 
 def contents(table: tables.Table) -> dict[int, dict[str, np.ndarray]]:

@@ -13,20 +13,21 @@ from children import until
 from rich.console import Console
 from services import ANY, all_of
 
-from podrace import cli, service
-from podrace.distributed import acting
-from podrace.distributed.view import replay_metrics, replay_reports
-from podrace.net import session
-from podrace.net.frame import WireError
-from podrace.net.top import Asker, counted, table
-from podrace.service import parameters, wire
-from podrace.service.server import ReplayServer
+from podrace import cli
+from podrace.distributed import acting, replay
+from podrace.distributed.learner import replay_metrics, replay_reports
+from podrace.distributed.net import messages
+from podrace.distributed.net.dashboard import Asker, counted, table
+from podrace.distributed.net.frame import WireError
+from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.replay import messages as wire
+from podrace.distributed.replay.server import ReplayServer
 
 
 def test_a_replay_service_is_asked_over_the_connection_that_there_is() -> None:
   assert replay_reports(None) == [] and replay_metrics([], 'all') == {}
   with ReplayServer(ANY) as one, ReplayServer(ANY) as two:
-    with service.connect([one.address, two.address]) as client:
+    with replay.connect([one.address, two.address]) as client:
       there = all_of(client)
       for writer in client.writers(1):
         writer.append({'x': np.arange(1000)})
@@ -46,7 +47,7 @@ def test_a_replay_service_is_asked_over_the_connection_that_there_is() -> None:
 
 def test_a_service_that_is_gone_has_no_numbers() -> None:
   with ReplayServer(ANY) as server:
-    client = service.connect(server.address)
+    client = replay.connect(server.address)
     until(lambda: replay_reports(client))
   until(lambda: not replay_reports(client))
   client.close()
@@ -57,7 +58,7 @@ def test_a_service_that_is_gone_has_no_numbers() -> None:
   [{'tables': None}, {'tables': [7]}, {'tables': [{}]}, {'bytes': -1}, {'resident_mb': 1}, {'service': 1}],
 )  # fmt: skip
 def test_a_report_that_is_none(change: dict[str, Any]) -> None:
-  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+  with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     all_of(client)
     report = dict(server.report(), clients=[])
     kept = wire.read_report(report)
@@ -67,20 +68,20 @@ def test_a_report_that_is_none(change: dict[str, Any]) -> None:
 
 
 def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:
-  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+  with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     all_of(client)
     steps = 1000
 
     def program() -> dict[str, Any]:
       return dict(steps=steps, replay=replay_reports(client))
 
-    with service.Publisher(ANY, environments=32, program=program) as publisher:
+    with replay.Publisher(ANY, environments=32, program=program) as publisher:
       publisher.publish(5, [('w', np.zeros(2))])
       one, two = (bare.connect(publisher.address, parameters.Parameters.kinds) for _ in range(2))
       one.hello(parameters.SERVICE, role='act', environments=16)
-      one.say(session.METRICS, {'steps_per_s': 2345.6, 'resident_mb': 512.25})
+      one.say(messages.METRICS, {'steps_per_s': 2345.6, 'resident_mb': 512.25})
       two.hello(parameters.SERVICE, role='[red]reanalyse')
-      two.say(session.METRICS, {'windows_per_s': 7.5})
+      two.say(messages.METRICS, {'windows_per_s': 7.5})
       asker = Asker(publisher.address, None, False)
       until(lambda: asker.ask()['program']['replay'] and asker.ask()['clients'][1]['metrics'])
       with pytest.raises(SystemExit) as end:

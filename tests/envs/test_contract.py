@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import podrace.envs
-from podrace.envs import contract, navix
+from podrace.envs import contract
+from podrace.envs.adapters import navix
 from podrace.envs.base import NextStepReset
 from podrace.types import LAST, TimeStep
 

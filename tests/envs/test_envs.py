@@ -19,8 +19,8 @@ from gymnasium import spaces
 import podrace.envs
 from podrace.envs import MissingExtra, UnknownName, base, registry
 from podrace.envs.base import NextStepReset, batch, restart, transition
-from podrace.envs.catch import Catch
-from podrace.envs.memory import Memory
+from podrace.envs.own.catch import Catch
+from podrace.envs.own.memory import Memory
 from podrace.types import FIRST, LAST, TimeStep
 
 

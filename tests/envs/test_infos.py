@@ -15,17 +15,18 @@ import pytest
 from gymnasium import spaces
 from processes import as_users_have_it, lines  # noqa: F401 (a fixture)
 
-from podrace import envs, run
+from podrace import envs
 from podrace.agents.impala import Impala
-from podrace.check_env import check_environment
-from podrace.config import Config
-from podrace.envs.adapt import TimeLimit
+from podrace.envs.adapters.adapt import TimeLimit
 from podrace.envs.base import NextStepReset, batch, restart, transition
+from podrace.envs.check import check_environment
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import BYTES, FIELDS, MOST, Adder, Infos, numbers
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic
+from podrace.run import loop
+from podrace.settings.config import Config
 from podrace.types import TimeStep
 
 TELLING = 'gymnasium:host_envs:Telling-v0'
@@ -94,7 +95,7 @@ def test_they_are_in_the_metrics_of_a_run(tmp_path: Path) -> None:
   network = ActorCritic(hidden=(16,), initializer='lecun')
   config = Config(agent=Impala(network=network), env=TELLING, architecture='sebulba', num_envs=4,
                   unroll_length=8, total_steps=640, devices=1, log_every=320)  # fmt: skip
-  run.train(config, tmp_path / 'run', quiet=True)
+  loop.train(config, tmp_path / 'run', quiet=True)
   for line in lines(tmp_path / 'run'):
     assert line['info_inner/lives'] == 3.0 and line['info_speed'] > 0
 
@@ -130,7 +131,7 @@ def test_environments_in_jax_say_how_episodes_end(
   config = Config(agent=Impala(network=network), env=f'python:test_infos.saying,fresh_fraction={fresh}',
                   architecture=architecture, num_envs=4, unroll_length=8, total_steps=640, devices=1,
                   log_every=320)  # fmt: skip
-  run.train(config, tmp_path / 'run', quiet=True)
+  loop.train(config, tmp_path / 'run', quiet=True)
   assert len(lines(tmp_path / 'run')) == 2
   for line in lines(tmp_path / 'run'):
     assert (line['info_time'], line['info_inner/tripled']) == (5.0, 15.0)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from podrace import cli
-from podrace.envs import contract, lifetimes, make
-from podrace.envs.empty_rooms import EmptyRooms
-from podrace.envs.grid_worlds import GridState, GridTask, GridWorlds
-from podrace.envs.lifetimes import Life, Lifetimes
-from podrace.envs.objects import HIGH, LOW, Objects
+from podrace.envs import contract, make
+from podrace.envs.own import lifetimes
+from podrace.envs.own.empty_rooms import EmptyRooms
+from podrace.envs.own.grid_worlds import GridState, GridTask, GridWorlds
+from podrace.envs.own.lifetimes import Life, Lifetimes
+from podrace.envs.own.objects import HIGH, LOW, Objects
 from podrace.types import FIRST, LAST
 
 UP, RIGHT, DOWN, LEFT = range(4)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from podrace.envs import make
-from podrace.envs.grids import MOVES
-from podrace.envs.maze import UNSEEN, Maze
+from podrace.envs.own.grids import MOVES
+from podrace.envs.own.maze import UNSEEN, Maze
 
 
 def distance(walls: np.ndarray, start: np.ndarray, goal: np.ndarray) -> int | None:

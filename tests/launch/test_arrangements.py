@@ -13,10 +13,10 @@ from children import ROOT, Process, until
 
 import podrace
 from podrace.errors import UsageError
-from podrace.launch.addresses import Addresses, Announcements
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
-from podrace.launch.replica import NO_ACCELERATORS, settings
-from podrace.program import Program
+from podrace.launch.program import Program
+from podrace.launch.supervisor.addresses import Addresses, Announcements
+from podrace.launch.supervisor.replica import NO_ACCELERATORS, settings
 
 
 def asked(preset: str, *arguments: str, **counts: int) -> Asked:
@@ -311,8 +311,7 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path: Path) -> None:
   rest = ('--total-steps', '100000', '--checkpoint-every', '1000', '--log-every', '1000')
   rest += ('--actor-devices', '0', '--learner-devices', '0', '--actor-threads', '1')
   with Launch(tmp_path, *env, '--as', 'seed', *rest) as launch:
-    learner = ('train', 'podrace.launch.warm')  # as which it first starts
-    for words in (('envs',), learner, ('envs',), learner):
+    for words in (('envs',), ('train',), ('envs',), ('train',)):
       launch.goes_on()
       os.kill(launch.pid(*words), signal.SIGKILL)
     steps = len(launch.lines())

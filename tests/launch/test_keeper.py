@@ -16,9 +16,9 @@ import pytest
 from children import alive, environment, until
 from test_local import SAVES, STUBBORN, WAITS
 
-from podrace.launch import keeper
-from podrace.launch.actor import Event, Runner
-from podrace.launch.keeper import Asked
+from podrace.launch.engines.ray_actor import Event, Runner
+from podrace.launch.supervisor import remote_child
+from podrace.launch.supervisor.remote_child import Asked
 
 PID = 'import os; print("pid", os.getpid(), flush=True)\n'
 
@@ -107,7 +107,7 @@ def test_files_are_its_users_alone(kept: Any) -> None:
 
 def test_what_it_announces_is_reported_each_time_that_it_changes(kept: Any) -> None:
   announces = (
-    'import sys, signal\nfrom pathlib import Path\nfrom podrace.net.announce import Announcement\n'
+    'import sys, signal\nfrom pathlib import Path\nfrom podrace.distributed.net.announce import Announcement\n'
     'first = Announcement(Path(sys.argv[1]), "coordinator"); first.make("tcp://h:1")\n'
     'signal.signal(signal.SIGUSR1, lambda *_: None); print("up", flush=True); signal.pause()\n'
     'Announcement(Path(sys.argv[1]), "it").with_other("coordinator", "tcp://h:1").make("tcp://h:2"); signal.pause()'
@@ -182,10 +182,10 @@ def test_one_waits_for_the_end_of_the_one_before(kept: Any, tmp_path: Path) -> N
 def test_one_that_waits_for_too_long_is_started_again_later(
   monkeypatch: Any, tmp_path: Path
 ) -> None:
-  monkeypatch.setattr(keeper, 'GRACE', 0.0)
-  with keeper.locked(tmp_path / 'lock') as one, keeper.locked(tmp_path / 'lock') as two:
+  monkeypatch.setattr(remote_child, 'GRACE', 0.0)
+  with remote_child.locked(tmp_path / 'lock') as one, remote_child.locked(tmp_path / 'lock') as two:
     assert one and two is None
-  with keeper.locked(tmp_path / 'not' / 'there') as none:
+  with remote_child.locked(tmp_path / 'not' / 'there') as none:
     assert none == ()
 
 

@@ -15,11 +15,11 @@ import test_docs
 import yaml
 
 from podrace.commands import launch
+from podrace.distributed.net import address, keys
 from podrace.errors import UsageError
-from podrace.launch import handing, kubernetes
-from podrace.launch.kubernetes import Cluster
-from podrace.net import address, keys
-from podrace.program import Node, Program
+from podrace.launch.engines import kubernetes, manifests
+from podrace.launch.engines.kubernetes import Cluster
+from podrace.launch.program import Node, Program
 
 CASES = {
   'seed': ('pong', '--actors', '2'),
@@ -266,12 +266,12 @@ def test_what_kubectl_is_given(
 def test_keys_are_made_for_nothing_that_is_only_shown(
   capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(handing, 'new_keys', None)
+  monkeypatch.setattr(manifests, 'new_keys', None)
   assert 'PRIVATE' not in json.dumps(manifest(capsys, 'catch', '--as', 'impala'))
 
 
 def test_the_keys_of_a_program_are_its_users_alone_and_then_gone() -> None:
-  with handing.new_keys() as directory:
+  with manifests.new_keys() as directory:
     assert directory.stat().st_mode & 0o777 == 0o700
-    assert {p.name for p in directory.iterdir()} == {*handing.SERVER_FILES, *keys.CLIENT_FILES}
+    assert {p.name for p in directory.iterdir()} == {*manifests.SERVER_FILES, *keys.CLIENT_FILES}
   assert not directory.exists()

@@ -19,9 +19,9 @@ from children import SUPPORT, Process, alive, environment, until
 
 from podrace.errors import UsageError
 from podrace.launch import Local
-from podrace.launch.guard import WATCHDOG
-from podrace.launch.screen import Screen
-from podrace.program import Backoff, Node, Program, literal
+from podrace.launch.program import Backoff, Node, Program, literal
+from podrace.launch.supervisor.guard import WATCHDOG
+from podrace.launch.supervisor.screen import Screen
 
 WAITS = 'import signal; print("up"); signal.pause()'
 SAVES = """

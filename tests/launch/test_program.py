@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podrace.errors import UsageError
-from podrace.program import (
+from podrace.launch.program import (
   Backoff,
   Node,
   Program,
@@ -144,5 +144,5 @@ def test_text_that_is_no_program_is_refused(text: str) -> None:
 
 
 def test_programs_need_no_jax() -> None:
-  code = 'import sys, podrace.program; sys.exit("jax" in sys.modules)'
+  code = 'import sys, podrace.launch.program; sys.exit("jax" in sys.modules)'
   assert subprocess.run([sys.executable, '-c', code], check=False).returncode == 0

@@ -17,13 +17,13 @@ from children import SUPPORT, Process, alive, until
 from test_local import UNTIL, WAITS, node, pipe
 
 from podrace.commands import launch as command
+from podrace.distributed.net.keys import CLIENT_FILES
 from podrace.errors import UsageError
-from podrace.launch import ray as engine
-from podrace.launch.actor import Placed
-from podrace.launch.handing import SERVER_FILES
-from podrace.launch.keeper import Asked
-from podrace.net.keys import CLIENT_FILES
-from podrace.program import Node, Program
+from podrace.launch.engines import ray as engine
+from podrace.launch.engines.manifests import SERVER_FILES
+from podrace.launch.engines.ray_actor import Placed
+from podrace.launch.program import Node, Program
+from podrace.launch.supervisor.remote_child import Asked
 
 MEMORY = 200 * 2**20  # bytes of each node's object store
 PID = 'import os; print("pid", os.getpid())\n'
@@ -82,11 +82,11 @@ def test_replicas_find_each_other_and_end_with_the_main_one(cluster: Any, tmp_pa
   announces = (
     'import json, os, sys, signal; listen, file, keys = sys.argv[1:]\n'
     'print(listen, oct(os.stat(keys).st_mode), sorted(os.listdir(keys)))\n'
-    'from podrace.net.announce import Announcement; from pathlib import Path\n'
+    'from podrace.distributed.net.announce import Announcement; from pathlib import Path\n'
     'Announcement(Path(file), "it").make("tcp://h:7"); signal.pause()'
   )
   asks = (
-    'import sys\nfrom changes import changes\nfrom podrace.net.address import current\n'
+    'import sys\nfrom changes import changes\nfrom podrace.distributed.net.address import current\n'
     'for _ in changes(sys.argv[1].removeprefix("announced:")):\n'
     '  try: print("at", current(sys.argv[1])); break\n'
     '  except OSError: pass'
@@ -109,11 +109,11 @@ def test_replicas_find_each_other_and_end_with_the_main_one(cluster: Any, tmp_pa
 @pytest.mark.slow
 def test_a_service_is_found_where_it_has_come_back(cluster: Any, tmp_path: Path) -> None:
   announces = (
-    'import os, sys, signal\nfrom pathlib import Path\nfrom podrace.net.announce import Announcement\n'
+    'import os, sys, signal\nfrom pathlib import Path\nfrom podrace.distributed.net.announce import Announcement\n'
     'Announcement(Path(sys.argv[1]), "it").make(f"tcp://h:{os.getpid()}"); signal.pause()'
   )
   asks = (
-    'import sys\nfrom changes import changes\nfrom podrace.net.address import current\nseen = set()\n'
+    'import sys\nfrom changes import changes\nfrom podrace.distributed.net.address import current\nseen = set()\n'
     'for _ in changes(sys.argv[1].removeprefix("announced:")):\n'
     '  try: now = current(sys.argv[1])\n'
     '  except OSError: continue\n'

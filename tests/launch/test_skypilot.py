@@ -20,9 +20,9 @@ from children import DEADLINE, ROOT, alive, until
 
 from podrace.commands import launch
 from podrace.errors import UsageError
-from podrace.launch import handing, skypilot
-from podrace.launch.skypilot import Cloud
-from podrace.program import Backoff, Node, Program
+from podrace.launch.engines import manifests, skypilot
+from podrace.launch.engines.skypilot import Cloud
+from podrace.launch.program import Backoff, Node, Program
 
 CASES = {
   'seed': ('pong', '--actors', '4'),
@@ -143,7 +143,7 @@ def test_what_sky_is_given(code: int, tmp_path: Path, monkeypatch: pytest.Monkey
   text = (tmp_path / 'task.yaml').read_text()
   assert not Path(yaml.safe_load(text)['file_mounts']['~/.podrace/one/keys']).exists()
   files = {p.name: p.read_text() for p in (tmp_path / 'keys').iterdir()}
-  assert set(files) == {*handing.SERVER_FILES, *handing.keys.CLIENT_FILES}
+  assert set(files) == {*manifests.SERVER_FILES, *manifests.keys.CLIENT_FILES}
   assert all(x not in text for x in files['server.key'].splitlines())
 
 
@@ -160,7 +160,7 @@ class Machines:
 
   def start(self, run: str, machines: int = 1) -> None:
     keys = self.home / '.podrace' / 'one' / 'keys'
-    handing.keys.new_keys(keys)
+    manifests.keys.new_keys(keys)
     for file in keys.iterdir():
       file.chmod(0o644)  # SkyPilot may lose modes
     for rank in range(machines):

@@ -19,11 +19,11 @@ from children import SUPPORT, Process, alive, environment, until
 from test_local import SAVES, UNTIL, WAITS
 
 from podrace.commands import launch as command
+from podrace.distributed.net import announce, keys
 from podrace.errors import UsageError
-from podrace.launch import slurm
-from podrace.launch.local import locked
-from podrace.net import announce, keys
-from podrace.program import Backoff, Node, Program, literal
+from podrace.launch.engines import slurm
+from podrace.launch.program import Backoff, Node, Program, literal
+from podrace.launch.supervisor.local import locked
 
 SAVES_AT_INT = SAVES.replace('SIGTERM', 'SIGINT').replace('143', '130')  # which srun passes on
 
@@ -167,7 +167,7 @@ def test_steps_find_each_other_by_announcements(cluster: Cluster) -> None:
     'Path(file).write_text(json.dumps({"it": f"tcp://h:{number}"})); signal.pause()'
   )
   asks = (
-    'import sys\nfrom changes import changes\nfrom podrace.net.address import current\n'
+    'import sys\nfrom changes import changes\nfrom podrace.distributed.net.address import current\n'
     'for one in sys.argv[1].split(","):\n'
     '  for _ in changes(one.removeprefix("announced:")):\n'
     '    try: print("at", current(one)); break\n'

@@ -20,14 +20,15 @@ from test_sebulba import Running, Sebulba, assert_close, assert_same, compiled, 
 from test_sebulba_run import Shuffled
 from test_value_agents import AGENTS, CATCH, env_of, sebulba
 
-from podrace import cli, metrics
+from podrace import cli
 from podrace.agents.r2d2 import R2D2
-from podrace.config import bind
 from podrace.envs.host import base as host
 from podrace.networks import QNetwork
 from podrace.replay import Buffer
 from podrace.replay import host as host_replay
 from podrace.replay.host import ReplayFailed
+from podrace.run import metrics
+from podrace.settings.config import bind
 from podrace.topology import split_devices
 
 SLOW = pytest.mark.slow

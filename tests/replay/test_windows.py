@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 from podrace.replay import Buffer, windows
-from podrace.replay.stacks import unstacked, what_is_before
+from podrace.replay.frame_stacks import unstacked, what_is_before
 from podrace.types import FIRST, LAST, MID, ActorOutput, TimeStep, Trajectory
 
 B, T = 3, 4

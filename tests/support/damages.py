@@ -183,7 +183,7 @@ def _all() -> dict[str, Damage]:
     found[f'metrics.jsonl: a member {kind}'] = _lines(
       *(line(s, **{str(x): 1.0, 'loss': x}) for s in (1, 2))
     )
-  varied = {'name': 'podrace.agents.varied:Varied'}
+  varied = {'name': 'podrace.agents.population:Varied'}
   found |= {
     f'config.json: swept agent {kind}': _members(
       'config.json', CONFIG, agent={**varied, 'agent': {'class': x}}

@@ -15,7 +15,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
 
 from bare import ANY, Service  # noqa: E402
 
-from podrace.net import connections  # noqa: E402
+from podrace.distributed.net import connections  # noqa: E402
 
 connections.SILENT_SECONDS = 3600.0  # a slow machine takes its time to connect so often
 

@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from podrace.launch import Local, ray, run
-from podrace.program import Backoff, Node, Program
+from podrace.launch import Local, run
+from podrace.launch.engines import ray
+from podrace.launch.program import Backoff, Node, Program
 
 
 def nodes(told: str) -> tuple[Node, ...]:

@@ -14,11 +14,11 @@ import numpy as np
 from children import DEADLINE, Process, until
 from gymnasium import spaces
 
+from podrace.distributed.environments import messages as wire
+from podrace.distributed.environments.server import Server
+from podrace.distributed.net import messages
+from podrace.distributed.net.listener import Listen
 from podrace.envs.host.base import Checker, HostSpec, PoolArgs
-from podrace.net import session
-from podrace.net.listener import Listen
-from podrace.remote import wire
-from podrace.remote.server import Server
 from podrace.types import FIRST, LAST, MID, Arrival
 
 ANY = 'tcp://127.0.0.1:*'
@@ -164,7 +164,7 @@ class Raw(bare.Bare):
     self.env = kind.name
     self.schema = wire.schema(kind.observation_space, kind.action_space)
     self.layout = wire.Layout(self.schema)
-    self.client = session.new_client()
+    self.client = messages.new_client()
     self.count = 0
     self.out = 0  # bytes that it has sent since it was answered last
 
@@ -176,13 +176,13 @@ class Raw(bare.Bare):
     return self
 
   def told(self, **changes: Any) -> dict[str, Any]:
-    told = session.hello(wire.SERVICE, self.client, env=self.env, schema=self.schema)
+    told = messages.hello(wire.SERVICE, self.client, env=self.env, schema=self.schema)
     return {**told, 'host': 'raw', **changes}
 
   def join_as(self, **changes: Any) -> dict[str, Any]:
     """Says hello; what WELCOME tells."""
-    self.say(session.HELLO, self.told(**changes))
-    return self.expect(session.WELCOME)[0][0]
+    self.say(messages.HELLO, self.told(**changes))
+    return self.expect(messages.WELCOME)[0][0]
 
   def enter(self, size: int, group: int = 0) -> None:
     self.say(wire.ENTER, group, size)
@@ -209,14 +209,14 @@ class Raw(bare.Bare):
   def refused(self) -> list[str]:
     """Why it is refused."""
     while (heard := self.hear()) is not None:
-      if heard[0] is session.REFUSED:
+      if heard[0] is messages.REFUSED:
         return heard[1][0]
     raise AssertionError('the connection ended without a word')
 
   def gone(self) -> str:
     """Why the session is over."""
     while (heard := self.hear()) is not None:
-      if heard[0] is session.GONE:
+      if heard[0] is messages.GONE:
         return heard[1][0]
     raise AssertionError('the connection ended without a word')
 

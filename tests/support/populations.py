@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import rule_files
 
-from podrace import build
 from podrace.agents.disco import Disco
 from podrace.agents.lpg import LPG
-from podrace.discovery.config import Discovery
-from podrace.discovery.members import Kind, Member
-from podrace.discovery.objective import ValueFunction
+from podrace.agents.rules import disco, lpg
+from podrace.architectures.discovery.members import Kind, Member
+from podrace.architectures.discovery.objective import ValueFunction
 from podrace.envs import make
 from podrace.networks import ActorCritic, PolicyPredictor, Predictor
-from podrace.rules import disco, lpg
+from podrace.run import build
+from podrace.settings.discovery import Discovery
 
 ENV = 'podrace:catch,rows=3,columns=3'
 OTHER = 'podrace:catch,rows=4,columns=2'

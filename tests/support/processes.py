@@ -23,12 +23,12 @@ import jax
 import pytest
 from children import STARTED, until
 
-from podrace.checkpoint import Checkpoints
+from podrace.run.checkpoint import Checkpoints
 
 DEADLINE = 600.0  # seconds; ends a hang, and decides nothing
 CONTEXT = multiprocessing.get_context('forkserver')
 CONTEXT.set_forkserver_preload(
-  ['podrace.cli', 'podrace.run', 'podrace.evaluate', 'podrace.agents.ppo', 'podrace.agents.impala',
+  ['podrace.cli', 'podrace.run.loop', 'podrace.run.evaluate', 'podrace.agents.ppo', 'podrace.agents.impala',
    'podrace.envs.own', 'tyro']
 )  # fmt: skip
 
@@ -68,7 +68,7 @@ def hang(pool: type, at: int) -> None:
 
 def tell_parameters() -> None:
   """Has a run's process tell the hash of its own parameters: only the first writes a summary."""
-  from podrace import run
+  from podrace.run import loop as run
 
   train = run.train
 

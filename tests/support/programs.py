@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from podrace import service, tables
+from podrace import tables
+from podrace.distributed import replay
 
 
 def step(who: int, index: int) -> dict[str, Any]:
@@ -20,7 +21,7 @@ def step(who: int, index: int) -> dict[str, Any]:
 
 def write(address: str, who: str, count: str, each: str = '10') -> None:
   """Items of the newest 3 steps, one a step; every `each` of them says which is the newest that is in."""
-  with service.connect(address) as client:
+  with replay.connect(address) as client:
     table = client.table('all')
     writer = client.writer(history=3, rows_per_chunk=8, max_in_flight=32, delay=0.01)
     for i in range(int(count)):
@@ -36,7 +37,7 @@ def write(address: str, who: str, count: str, each: str = '10') -> None:
 
 def sample(address: str, name: str, n: str) -> None:
   """Samples without end; says how many."""
-  with service.connect(address) as client, client.table(name).sampler(int(n)) as batches:
+  with replay.connect(address) as client, client.table(name).sampler(int(n)) as batches:
     total, said = 0, time.monotonic()
     print(0, flush=True)
     for samples in batches:
@@ -48,7 +49,7 @@ def sample(address: str, name: str, n: str) -> None:
 
 def read(address: str, count: str) -> None:
   """Parameters, as they come: checks that they are of one version, and says which."""
-  reader = service.Parameters(address)
+  reader = replay.Parameters(address)
   seen = -1
   while seen < int(count):
     got = reader.get()
@@ -65,7 +66,7 @@ def read(address: str, count: str) -> None:
 
 def hold(address: str, seconds: str) -> None:
   """Keeps Python's lock for so long, as compiling does for a while, and then samples."""
-  with service.connect(address) as client:
+  with replay.connect(address) as client:
     print(0, flush=True)
     ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
     client.table('it').sample(1, timeout=60)

@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import pytest
 
-from podrace.rules import disco as rules
-from podrace.rules import files, lpg
+from podrace.agents.rules import disco as rules
+from podrace.agents.rules import files, lpg
 
 SIZES = rules.Sizes(
   predictions=12, trajectory=8, lifetime=6, embedding=4, channels=5, pooled=2, policy=4, lifetime_embedding=3,

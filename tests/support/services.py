@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from children import DEADLINE, Process
 
-from podrace import service, tables
+from podrace import tables
+from podrace.distributed import replay
 
 HERE = Path(__file__).parent
 ANY = 'tcp://127.0.0.1:*'
@@ -38,7 +39,7 @@ class Program(Process):
     return [[int(x) for x in line.split()] for line in whole.splitlines() if line[:1].isdigit()]
 
 
-def all_of(client: service.Client, name: str = 'all') -> service.RemoteTable:
+def all_of(client: replay.Client, name: str = 'all') -> replay.RemoteTable:
   """A table from which everything can be read once, in its order."""
   return client.table(
     name,
@@ -50,7 +51,7 @@ def all_of(client: service.Client, name: str = 'all') -> service.RemoteTable:
   )
 
 
-def read_all(table: service.RemoteTable) -> list[tuple[int, int]]:
+def read_all(table: replay.RemoteTable) -> list[tuple[int, int]]:
   """Take all items out of a table that `all_of` made; each must be as programs.step made it.
 
   The table's size ends the loop, so a server that is late, or that has to be found again, loses no item.

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import bare
 
-from podrace.net import session
-from podrace.net.frame import Kind
+from podrace.distributed.net import messages as session
+from podrace.distributed.net.frame import Kind
 
 MESSAGES = int(os.environ.get('PODRACE_FUZZ', 200_000))  # that a slow test sends
 REPLAYED, HUGE = 0.1, 0.005  # how often

@@ -315,7 +315,7 @@ class Checker:
     """Raises RunError where an agent's actions [b, ...] are not in the action space."""
     fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
     if np.count_nonzero(fits) != x.size:
-      from podrace.blame import out_of_space
+      from podrace.system.blame import out_of_space
 
       row = x[np.argwhere(~fits)[0, 0]]
       raise RunError(out_of_space(self._agent, self._action_space, row.tolist()))

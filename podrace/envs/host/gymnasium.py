@@ -29,7 +29,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from podrace.blame import label as label_of
 from podrace.envs.host import registered, trial
 from podrace.envs.host import worker as w
 from podrace.envs.host.base import (
@@ -51,7 +50,8 @@ from podrace.envs.host.spaces import in_jax as _space
 from podrace.envs.registry import UnknownName, Value, full_name
 from podrace.envs.spaces import convert, leaves, tree
 from podrace.errors import UsageError
-from podrace.process import python
+from podrace.system.blame import label as label_of
+from podrace.system.process import python
 from podrace.types import Arrival
 
 LEAVE_OUT = 'a wrapper such as gymnasium.wrappers.TransformObservation can leave it out'

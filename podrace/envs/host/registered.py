@@ -9,10 +9,10 @@ from typing import Any
 import gymnasium
 from gymnasium.envs import registration
 
-from podrace.blame import not_made
 from podrace.envs.registry import UnknownName, Value, atari, check_options, nearest, refused
 from podrace.errors import UsageError
-from podrace.imports import imported
+from podrace.system.blame import not_made
+from podrace.system.importing import imported
 
 
 def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:

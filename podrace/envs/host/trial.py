@@ -12,8 +12,8 @@ from typing import Any
 
 import gymnasium
 
-from podrace.blame import describe, failed, label, of_the_user, refuse
 from podrace.errors import RunError, UsageError
+from podrace.system.blame import describe, failed, label, of_the_user, refuse
 
 RETURNS = {
   'reset': '(observation, info)',

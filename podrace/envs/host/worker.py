@@ -21,13 +21,13 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from podrace.blame import describe, refuse
 from podrace.envs import registry
 from podrace.envs.host.infos import Adder
 from podrace.envs.host.trial import fault, owner, tried
 from podrace.envs.spaces import leaves, values
 from podrace.errors import RunError, UsageError
-from podrace.process import tell_of_faults
+from podrace.system.blame import describe, refuse
+from podrace.system.process import tell_of_faults
 
 GO, DONE, FAILED = b'g', b'd', b'f'
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h

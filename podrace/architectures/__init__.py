@@ -1,0 +1,1 @@
+"""Arrangements of acting and learning: Anakin, Sebulba and discovery."""

@@ -1,0 +1,236 @@
+"""The acting half: what the actor threads of a process compute, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from podrace import topology as topology_
+from podrace.architectures.sebulba.device_programs import Acting, Programs, pack
+from podrace.architectures.sebulba.pipe import Lag, Snapshot
+from podrace.envs.base import batch
+from podrace.envs.host.base import EpisodeCounter, HostSpec, batch_sizes
+from podrace.envs.spaces import over
+from podrace.types import Agent, Array, TimeStep, Trajectory
+
+COLUMNS = 2  # of an environment that returns in any order: an open unroll, and a finished one
+
+
+@dataclasses.dataclass(frozen=True)
+class ActingProgram:
+  """One agent that acts in pools of one kind of environment. It knows no learner.
+
+  `num_envs` are divided over all processes' actor threads; with `batch_size` (of one thread) less
+  than its share, environments come back in any order, as they are ready.
+  """
+
+  agent: Agent
+  spec: HostSpec
+  devices: tuple[jax.Device, ...]  # of this process, on which it acts
+  destinations: tuple[jax.Device, ...]  # of this process; an unroll is split over them
+  num_envs: int
+  unroll_length: int
+  threads: int = 2  # per device
+  lag: Lag = '1'
+  max_lag: int = 4
+  batch_size: int = 0  # 0: all of a thread's environments, in order
+  env_threads: int = 0  # C++ threads or worker processes of all pools together; 0: one per core
+  deadline: float = 60.0  # seconds that an answer of the environments may take
+  seed: int = 0
+  in_turn: bool = False  # a batch has the next unroll of every thread, as replay on devices needs
+  first: int = 0  # the number of its first environment, where other programs have those before
+
+  def __post_init__(self) -> None:
+    for name in ('num_envs', 'unroll_length', 'threads', 'max_lag'):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
+    parts = self.total_threads * len(self.destinations)
+    if self.num_envs % parts:
+      below = self.num_envs // parts * parts
+      near = f'{below} or {below + parts}' if below else f'{parts}'
+      raise ValueError(
+        f'--num-envs {self.num_envs} must be a multiple of {parts}, as {near} is: each of '
+        f'{self.total_threads} actor threads (--actor-threads is of each device) sends equal parts to '
+        f'each of {len(self.destinations)} learner devices'
+      )
+    if not 0 <= self.batch_size <= self.envs_per_thread or (
+      self.batch_size and self.envs_per_thread % self.batch_size
+    ):
+      raise ValueError(
+        f'--env-batch-size {self.batch_size} does not divide the {self.envs_per_thread} '
+        'environments of a thread'
+      )
+    if not self.ordered and self.lag != 'async':
+      why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
+      raise ValueError(f'environments in any order ({why}) need --lag async, not {self.lag}')
+    if not self.ordered and self.in_turn:
+      why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
+      raise ValueError(
+        f'environments in any order ({why}) need replay on the host: give --replay host'
+      )
+    if not self.ordered and self.spec.ordered_only:
+      raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
+    if self.spec.jax is not None:
+      topology_.host_device()  # or say now that there is none
+
+  # --- sizes
+
+  @property
+  def local_threads(self) -> int:
+    return self.threads * len(self.devices)
+
+  @property
+  def total_threads(self) -> int:
+    return self.local_threads * jax.process_count()
+
+  @property
+  def envs_per_thread(self) -> int:
+    return self.num_envs // self.total_threads
+
+  @property
+  def ordered(self) -> bool:
+    return self.batch_size in (0, self.envs_per_thread) and not self.spec.comes_and_goes
+
+  @property
+  def columns(self) -> int:
+    """Of each environment."""
+    return 1 if self.ordered else COLUMNS
+
+  @functools.cached_property
+  def sizes(self) -> tuple[int, ...]:
+    """How many environments the programs for some of a thread's are compiled for."""
+    most = self.batch_size or self.envs_per_thread
+    if not self.spec.comes_and_goes:
+      return (most,)
+    return batch_sizes(most)
+
+  @property
+  def saves_actors(self) -> bool:
+    return self.spec.jax is not None and self.lag != 'async' and jax.process_count() == 1
+
+  def thread_index(self, local: int) -> int:
+    """A thread of this process, counted over all processes."""
+    return jax.process_index() * self.local_threads + local
+
+  def first_env(self, local: int) -> int:
+    """The number of a thread's first environment, counted over all."""
+    return self.first + self.thread_index(local) * self.envs_per_thread
+
+  def device_of(self, local: int) -> jax.Device:
+    return self.devices[local // self.threads]
+
+  # --- what is computed where
+
+  @functools.cached_property
+  def programs(self) -> Programs:
+    """The actor threads'."""
+    n, parts = self.envs_per_thread, len(self.destinations)
+    return Programs(Acting(self.agent, n, self.unroll_length, self.columns, parts))
+
+  @functools.cached_property
+  def jax_steps(self) -> Any:
+    """Those of environments in JAX."""
+    from podrace.envs.host.jax import JaxSteps
+
+    return JaxSteps(self.spec.jax, self.envs_per_thread, self.unroll_length)
+
+  @property
+  def env_metrics(self) -> Callable[[], dict[str, float]] | None:
+    """What environments say of themselves, for the log; None if they say nothing."""
+    return self.spec.metrics if self.spec.jax is None else self.jax_steps.infos.means
+
+  @functools.cached_property
+  def example(self) -> TimeStep:
+    """A timestep of one thread's environments, of zeros."""
+    return example_timestep(self.spec, self.envs_per_thread)
+
+  @functools.cached_property
+  def snapshots(self) -> tuple[Snapshot, ...]:
+    """In shapes and shardings, what each thread saves of itself; () if it can't."""
+    return tuple(map(self._snapshot, range(self.local_threads))) if self.saves_actors else ()
+
+  def _snapshot(self, local: int) -> Snapshot:
+    n = self.envs_per_thread
+    env_state, timestep = jax.eval_shape(batch(self.spec.jax, n).reset, jax.random.key(0))
+    agent_state = jax.eval_shape(self.agent.initial_state, jnp.zeros([n], jnp.int32))
+    episodes = EpisodeCounter(n).state()
+    on_device = SingleDeviceSharding(self.device_of(local))
+    on_host = SingleDeviceSharding(topology_.host_device())
+
+    def place(sharding: Any, tree: Any) -> Any:
+      return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    return Snapshot(
+      place(on_device, agent_state),
+      place(on_device, timestep),
+      place(on_host, env_state),
+      place(on_host, episodes),
+    )
+
+  def warm_up(self) -> None:
+    """Compiles the threads' programs on all their devices."""
+    for device in dict.fromkeys(self.devices):
+      with jax.default_device(device):
+        params = jax.jit(lambda key: self.agent.init(key).params)(jax.random.key(0))
+        params = jax.device_put(params, device)  # committed, as in a run: else it compiles anew
+        env_id = jax.device_put(np.zeros(self.envs_per_thread, np.int32), device)
+        carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
+        keys = self.programs.keys(jax.random.key(2))
+        if self.ordered:
+          numbers, last = pack(self.example, 0, 0), jax.device_put(self.example.observation, device)
+          for observation in self.example.observation, last:  # which opens the next unroll
+            carry, action = self.programs.step(params, carry, keys, numbers, observation)
+          self.programs.finish(carry, pack(self.example), last, env_id)
+          if self.spec.jax is not None:
+            self._warm_up_pool(action)
+        else:
+          for size in self.sizes:
+            ids = np.zeros(size, np.int32)
+            example = jax.tree.map(lambda x, size=size: x[:size], self.example)
+            carry, _ = self.programs.step_some(
+              params, carry, keys, pack(example, 0, ids, ids, ids), example.observation
+            )
+            carry = self.programs.store(carry, pack(example, ids, ids), example.observation)
+          ids = np.zeros(self.envs_per_thread, np.int32)
+          self.programs.take(carry, ids, ids)
+
+  def _warm_up_pool(self, action: Any) -> None:
+    """Compiles environments in JAX: what compiling takes is not theirs to answer for."""
+    from podrace.envs.host.jax import JaxPool
+
+    host = topology_.host_device()
+    with jax.default_device(host):
+      reset_key, unroll_key = jax.random.key(3), jax.random.key(4)
+    pool = JaxPool(self.jax_steps, reset_key, lambda number: unroll_key)
+    pool.reset()
+    pool.send(np.arange(self.envs_per_thread), jax.tree.map(np.asarray, action))
+    pool.recv()
+    self.jax_steps.forget_infos()  # those of the warm-up
+
+
+def example_timestep(spec: HostSpec, num_envs: int) -> TimeStep:
+  """A timestep [num_envs] of zeros, as numpy arrays."""
+  n = num_envs
+  observation = over(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), spec.observation_space)
+  zeros: Any = np.zeros(n, np.float32)
+  return TimeStep(observation, zeros, zeros + 1, zeros.astype(np.int8))
+
+
+def example_trajectory(agent: Agent, spec: HostSpec, num_envs: int, length: int) -> Trajectory:
+  """An unroll of so many environments and steps, in shapes only."""
+
+  def make(key: Array) -> Trajectory:
+    env_id = jnp.zeros([num_envs], jnp.int32)
+    acting = Acting(agent, num_envs, length, 1, 1)
+    params, timestep = agent.init(key).params, example_timestep(spec, num_envs)
+    carry = acting.begin(params, env_id, timestep, jax.random.key(1))
+    return Trajectory(carry.timesteps, carry.outputs, carry.start, env_id)
+
+  return jax.eval_shape(make, jax.random.key(0))

@@ -1,0 +1,171 @@
+"""The actor threads of a process while a run is under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrace import topology as topology_
+from podrace.architectures.sebulba.acting import ActingProgram
+from podrace.architectures.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
+from podrace.architectures.sebulba.thread import ActorThread
+from podrace.envs.host.base import Deadline, PoolArgs
+from podrace.system.process import cores
+from podrace.types import Array, HostEnvironment
+
+CLOSE_SECONDS = 5.0  # that actor threads have to end
+
+
+class Actors:
+  """The actor threads of this process.
+
+  Args:
+    acting: what they do.
+    versions: of the parameters that there are, by their numbers; the newest is the update at hand.
+    key: of the run.
+    actor_key: of the environments.
+    snapshots: where the threads are; () if they begin anew.
+    start: whether the threads run.
+  """
+
+  def __init__(
+    self,
+    acting: ActingProgram,
+    versions: dict[int, Any],
+    key: Array,
+    actor_key: Array,
+    snapshots: tuple[Snapshot, ...] = (),
+    start: bool = True,
+  ) -> None:
+    a = self._acting = acting
+    self.pipe = Pipe(a.local_threads, a.lag, a.max_lag, a.ordered, a.in_turn)
+    self._deadline = Deadline(a.deadline)
+    for version in sorted(versions):
+      self.publish(version, versions[version])
+    update = max(versions)
+    run_key = jax.device_get(jax.random.key_data(key))
+    self._threads: list[ActorThread] = []
+    try:
+      for i in range(a.local_threads):
+        snapshot = snapshots[i] if snapshots else None
+        self._threads.append(self._actor(i, update, run_key, actor_key, snapshot))
+    except BaseException:
+      for actor in self._threads:
+        actor.pool.close()
+      raise
+    for actor in self._threads if start else ():
+      actor.start()
+
+  @property
+  def pools(self) -> list[HostEnvironment]:
+    """The threads' environments."""
+    return [actor.pool for actor in self._threads]
+
+  def _actor(
+    self, local: int, update: int, run_key: Any, actor_key: Array, snapshot: Snapshot | None
+  ) -> ActorThread:
+    s = self._acting
+    index, device = s.thread_index(local), s.device_of(local)
+
+    life = 0 if snapshot is not None else update  # a thread that begins anew draws other numbers
+
+    def unroll_key(number: int, on: jax.Device) -> Array:
+      """What Anakin gives `actor.unroll` on the index-th device in the number-th update."""
+      with jax.default_device(on):
+        return _unroll_key(run_key, np.uint32(number), np.uint32(index), np.uint32(life))
+
+    args = self._pool_args(index, update)
+    if s.spec.jax is not None:
+      from podrace.envs.host.jax import JaxPool
+
+      host = topology_.host_device()
+      pool: HostEnvironment = JaxPool(
+        s.jax_steps,
+        _life_key(jax.random.fold_in(actor_key, index), np.uint32(life)),
+        lambda number: _env_key(unroll_key(number, host)),
+      )
+    else:
+      pool = s.spec.make(args)
+    try:
+      return ActorThread(
+        s, local, device, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot
+      )
+    except BaseException:
+      pool.close()
+      raise
+
+  def _pool_args(self, index: int, update: int) -> PoolArgs:
+    s = self._acting
+    n = s.envs_per_thread
+    seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
+    threads = max(1, min(n, (s.env_threads or cores()) // s.local_threads))
+    return PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline)
+
+  def publish(self, version: int, params: Any) -> None:
+    """Gives the actors' devices a version of the parameters."""
+    one = jax.tree.map(_on_one_device, params)
+    here = jax.tree.leaves(one)[0].device
+    devices = dict.fromkeys(self._acting.devices)
+    # to be put where it is costs as much as a copy
+    self.pipe.publish(version, {d: one if d == here else jax.device_put(one, d) for d in devices})
+
+  def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
+    """As `Pipe.take`.
+
+    Raises:
+      ActorFailed: if a thread has failed, or is stuck in its environments.
+    """
+    return self.pipe.take(update, lambda: give_up() or self._look())
+
+  def _look(self) -> bool:
+    for actor in self._threads:
+      actor.check()
+      if actor.pool.watches_itself:  # and replaces what hangs
+        continue
+      silence = actor.silence
+      if self._deadline.passed(actor.index, silence):
+        raise ActorFailed(
+          f'{self._acting.spec.name}: environments of actor thread {actor.index} have not '
+          f'answered for {silence:.0f} s'
+        )
+    return False
+
+  def close(self) -> None:
+    """Ends the threads; one that is stuck is left behind."""
+    self.pipe.close()
+    end = time.monotonic() + CLOSE_SECONDS
+    for actor in self._threads:
+      actor.close(max(end - time.monotonic(), 0))
+
+
+@jax.jit
+def _unroll_key(run_key: Array, number: Array, index: Array, life: Array) -> Array:
+  key = jax.random.wrap_key_data(run_key)
+  act_key, _ = jax.random.split(jax.random.fold_in(key, number))
+  return _life_key(jax.random.fold_in(act_key, index), life)
+
+
+@jax.jit
+def _life_key(key: Array, life: Array) -> Array:
+  """The key itself in a run's first life, others in later ones."""
+  numbers = jax.random.key_data(key)
+  other = jax.random.key_data(jax.random.fold_in(jax.random.clone(key), life))
+  return jax.random.wrap_key_data(jnp.where(life == 0, numbers, other))
+
+
+@jax.jit
+def _env_key(key: Array) -> Array:
+  _, env_key = jax.random.split(key)
+  return env_key
+
+
+def _on_one_device(x: Array) -> Array:
+  """A parameter of the learners, whole."""
+  if x.is_fully_replicated:
+    return x.addressable_data(0)
+  return jax.device_put(x, x.addressable_shards[0].device)

@@ -1,0 +1,94 @@
+"""The one loop of every learner whose actors are elsewhere: take a batch, learn from it, publish the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from podrace.architectures.sebulba.learning import LearningProgram, State
+from podrace.architectures.sebulba.pipe import ActorFailed
+from podrace.architectures.sebulba.sources import Source
+from podrace.replay.host import ReplayFailed
+from podrace.run.checkpoint import Extra
+from podrace.types import Array
+
+
+class SebulbaDriver:
+  """An `Architecture`: the thread that calls `advance` is the learner.
+
+  Args:
+    learning: what is computed.
+    source: where batches come from.
+    publish: called with the number of updates made and the parameters after them.
+  """
+
+  ready = 0  # `advance` looks at `give_up` before each batch
+
+  def __init__(
+    self, learning: LearningProgram, source: Source, publish: Callable[[int, Any], None]
+  ) -> None:
+    self.learning, self.source, self._publish = learning, source, publish
+    self.mesh, self.init, self.windows = learning.mesh, learning.init, learning.windows
+    self.health = learning.health
+    self._update = 0  # how many were made
+
+  @property
+  def shapes(self) -> State:
+    return self.learning.shapes._replace(actors=self.source.snapshots)
+
+  def compile(self) -> None:
+    self.learning.compile()
+    self.source.open()
+
+  def start(self, state: State, keys: Array, statistics: dict[str, Any]) -> None:
+    self._update = int(jax.device_get(state.update))
+    self.source.start(state, jax.random.split(keys[0], 3)[1], statistics)
+
+  def advance(self, state: State, updates: int, give_up: Callable[[], bool]) -> tuple[State, int]:
+    alone = jax.process_count() == 1  # several processes must do the same
+    learned, made, before = False, 0, state.train.params
+    while made < updates:
+      try:
+        batch = self.source.take(self._update, give_up if alone else lambda: False)
+      except (ActorFailed, ReplayFailed):
+        if not (
+          learned and alone
+        ):  # other processes make the whole call, and would wait for this one
+          raise
+        break  # the next call raises it again, with a state that can be saved
+      if batch is None:
+        break
+      if batch.data is not None:
+        state, priority = self.learning.learn(state, batch)
+        self.source.learned(batch, priority)
+        learned = True
+      if batch.last:
+        self._update, made = self._update + 1, made + 1
+        state = self.learning.end_update(state, self._update, before, batch)
+        before = state.train.params
+        self._publish(self._update, before)
+    return jax.block_until_ready(state), made
+
+  def read_log(self, state: State) -> tuple[dict[str, Any], State]:
+    return self.learning.read_log(state, *self.source.read())
+
+  def statistics(self) -> dict[str, Any]:
+    return self.source.statistics()
+
+  def results(self, run_dir: Path, state: State) -> None:
+    pass
+
+  def save(self, path: Path) -> Extra | None:
+    return self.source.save(path)
+
+  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
+    self.source.restore(path, record)
+
+  def finished(self, state: State) -> None:
+    self.source.finished(state)
+
+  def close(self) -> None:
+    self.source.close()

@@ -1,0 +1,128 @@
+"""One actor thread's part on its device: its parameters, its keys, and the unrolls under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrace.architectures.sebulba.device_programs import Carry, pack
+from podrace.types import Array, TimeStep
+
+if TYPE_CHECKING:
+  from podrace.architectures.sebulba.acting import ActingProgram
+
+
+class Inference:
+  """Calls the compiled programs of `podrace.architectures.sebulba.device_programs`.
+
+  Args:
+    acting: whose programs they are.
+    index: of the thread, over all processes.
+    unroll_key: the key of a thread's n-th unroll.
+    number: of the unroll that it begins with.
+  """
+
+  carry: Carry
+
+  def __init__(
+    self,
+    acting: ActingProgram,
+    index: int,
+    device: jax.Device,
+    unroll_key: Callable[[int], Array],
+    number: int,
+  ) -> None:
+    self._acting, self.device, self._programs = acting, device, acting.programs
+    self._n, self._length = acting.envs_per_thread, acting.unroll_length
+    env_id = acting.first_env(index) + np.arange(self._n, dtype=np.int32)
+    self._env_id = jax.device_put(env_id, device)
+    self.version, self.params = -1, None  # none yet
+    self._unroll_key = unroll_key
+    self._keyed = number  # the unroll whose keys are used; ahead of the thread's after a restart
+    self._calls = 0  # of this unroll's keys
+
+  def use(self, version: int, params: Any) -> None:
+    """Acts with these parameters from now on."""
+    self.version, self.params = version, params
+
+  def begin(self, timestep: TimeStep, agent_state: Any = None) -> None:
+    """Makes the first carry, for timesteps of this shape, and with this state if there is one."""
+    example = jax.tree.map(lambda x: np.zeros((self._n, *x.shape[1:]), x.dtype), timestep)
+    key = self._unroll_key(self._keyed)
+    self.carry = self._programs.begin(self.params, self._env_id, example, key)
+    if agent_state is not None:
+      state = jax.tree.map(jnp.copy, jax.device_put(agent_state, self.device))
+      self.carry = self.carry._replace(agent_state=state)
+    self._new_keys()
+
+  def key_unroll(self, number: int) -> None:
+    """Has the unroll of this number the keys that are its own, if they are not used up."""
+    if self._keyed < number:
+      self._keyed = number
+      self._new_keys()
+
+  def _new_keys(self) -> None:
+    self._keys = self._programs.keys(self._unroll_key(self._keyed))
+    self._calls = 0
+
+  def _next_call(self) -> int:
+    """Which of the unroll's keys is next; after a restart an unroll takes more than it has."""
+    if self._calls == self._length:
+      self._keyed += 1
+      self._new_keys()
+    self._calls += 1
+    return self._calls - 1
+
+  def step(self, timestep: TimeStep, observation: Any, t: int) -> Any:
+    """Actions [N] of all environments, which are at row t."""
+    numbers = pack(timestep, self._next_call(), t)
+    self.carry, action = self._programs.step(
+      self.params, self.carry, self._keys, numbers, observation
+    )
+    return action
+
+  def step_some(
+    self, ids: np.ndarray, timestep: TimeStep, row: np.ndarray, column: np.ndarray
+  ) -> np.ndarray:
+    """Actions [b] of environments ids [b], each at its own row and column."""
+    row, column, timestep = self._pad(timestep, row, column)
+    env_id = np.full(len(row), self._n, np.int32)
+    env_id[: len(ids)] = ids
+    numbers = pack(timestep, self._next_call(), env_id, row, column)
+    self.carry, action = self._programs.step_some(
+      self.params, self.carry, self._keys, numbers, timestep.observation
+    )
+    return np.asarray(action)[: len(ids)]
+
+  def store(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> None:
+    """Keeps timesteps [b] that end their unrolls."""
+    row, column, timestep = self._pad(timestep, row, column)
+    numbers = pack(timestep, row, column)
+    self.carry = self._programs.store(self.carry, numbers, timestep.observation)
+
+  def finish(self, timestep: TimeStep, observation: Any) -> tuple[Any, Any]:
+    """The trajectory that ends with this timestep, in parts; and the agent's state [N]."""
+    return self._programs.finish(self.carry, pack(timestep), observation, self._env_id)
+
+  def take(self, columns: np.ndarray, env_id: np.ndarray) -> Any:
+    """The trajectory in columns [N], in parts."""
+    return self._programs.take(self.carry, columns, env_id)
+
+  def _pad(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> Any:
+    """(row, column, timestep), as many as a program is for; what is added is out of range."""
+    more = min(s for s in self._acting.sizes if s >= len(row)) - len(row)
+    if not more:
+      return row, column, timestep
+
+    def fill(x: np.ndarray, value: int = 0) -> np.ndarray:
+      return np.concatenate([x, np.full((more, *x.shape[1:]), value, x.dtype)])
+
+    return (
+      fill(row, self._length + 1),
+      fill(column, self._n * self._acting.columns),
+      jax.tree.map(fill, timestep),
+    )

@@ -1,0 +1,254 @@
+"""The learning half: what the learner's devices compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from podrace import topology as topology_
+from podrace.architectures.sebulba.pipe import Snapshot
+from podrace.architectures.sharding import train_specs
+from podrace.envs.host.base import Totals
+from podrace.hooks import gradient_steps
+from podrace.learner import (
+  Log,
+  add_to_log,
+  all_finite,
+  empty_log,
+  init_memory,
+  learner,
+  sample_learner,
+)
+from podrace.replay.layout import Layout
+from podrace.replay.windows import Windows
+from podrace.topology import AXIS, TRAJECTORY_SPECS
+from podrace.types import Agent, Array, Replay, TrainState, Trajectory, map_batch
+
+
+class State(NamedTuple):
+  """What a run has learned, and where its actors are if they can be saved."""
+
+  train: TrainState  # the same along AXIS
+  memory: Any
+  log: Log
+  key: Array
+  update: Array  # [] i32
+  previous: Any  # with lag 1, the parameters before the last update: the next unroll's
+  actors: tuple[Snapshot, ...]  # one for each thread, where environments can give their state
+
+
+class Batch(NamedTuple):
+  """What to learn from next."""
+
+  data: Any  # trajectories, or a sample of replay; None: this update learns from nothing
+  key: Any = None  # [n] the items of replay that it has
+  i: int = 0  # which of the update's batches it is
+  last: bool = True  # it ends the update
+  snapshots: tuple[Snapshot, ...] = ()  # of the actors, with the last batch
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningProgram:
+  """One agent that learns on a mesh, in the thread that calls. It knows no environment.
+
+  With a `Replay`, that is on the devices of the mesh, and a batch is the trajectories of `streams`
+  threads. With a `Layout`, replay is elsewhere, and a batch is a sample of that layout.
+  """
+
+  agent: Agent
+  mesh: Mesh
+  replay: Replay | Layout
+  example: Trajectory  # of all environments, in shapes
+  streams: int = 1
+  keeps_previous: bool = False  # actors go on with the parameters before the newest
+
+  @property
+  def windows(self) -> Windows | None:
+    """The sizes of replay; None if it is that of the newest trajectory."""
+    return self.replay.windows
+
+  def _init(self, keys: Array) -> State:
+    train_key, _, run_key = jax.random.split(keys[0], 3)
+    with topology_.on_mesh(self.mesh):
+      train = self.agent.init(train_key)
+    memory: Any = ()
+    if isinstance(self.replay, Layout):
+      learn = sample_learner(self.agent, self.mesh, self.replay.sample)
+      _, _, metrics = jax.eval_shape(learn, train, self.replay.batch(), run_key)
+    else:
+      memory = init_memory(self.replay, self.mesh, self.example)
+      learn = learner(self.agent, self.replay, self.mesh)
+      _, _, metrics, _ = jax.eval_shape(learn, train, memory, self.example, run_key, jnp.int32(0))
+    previous = jax.tree.map(jnp.copy, train.params) if self.keeps_previous else ()
+    return State(train, memory, empty_log(metrics), run_key, jnp.int32(0), previous, ())
+
+  @functools.cached_property
+  def shapes(self) -> State:
+    """A State of shapes, dtypes and shardings, without actors."""
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    state = jax.eval_shape(self._init, keys)
+    train = train_specs(self.agent, state.train, self.mesh)
+    previous = train.params if self.keeps_previous else ()
+    same: Any = P()
+    specs = State(train, P(AXIS), same, same, same, previous, same)
+
+    def place(spec: P, tree: Any) -> Any:
+      sharding = NamedSharding(self.mesh, spec)
+      return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+    return jax.tree.map(place, specs, state)
+
+  @functools.cached_property
+  def shardings(self) -> Any:
+    return jax.tree.map(lambda x: x.sharding, self.shapes)
+
+  @functools.cached_property
+  def init(self) -> Any:
+    """keys [1] -> State, placed on the mesh."""
+    return jax.jit(self._init, out_shardings=self.shardings)
+
+  @functools.cached_property
+  def batch(self) -> Any:
+    """The shapes of `Batch.data`."""
+    if isinstance(self.replay, Layout):
+      split = NamedSharding(self.mesh, P(AXIS))
+      shapes = self.replay.batch().items()
+      return {k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for k, x in shapes}
+
+    def part(axis: int, x: Any) -> Any:
+      shape = list(x.shape)
+      shape[axis] //= self.streams
+      sharding = NamedSharding(self.mesh, topology_.split_along(axis))
+      return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+
+    return (map_batch(part, self.example),) * self.streams
+
+  # --- the update
+
+  def _learn_trajectories(self, replay: Replay) -> Any:
+    learn = learner(self.agent, replay, self.mesh)
+    join = topology_.on_each(
+      lambda *trajectories: _concatenate(trajectories),
+      self.mesh,
+      in_specs=(TRAJECTORY_SPECS,) * self.streams,
+      out_specs=TRAJECTORY_SPECS,
+    )
+
+    def update(
+      params: Any, rest: Any, memory: Any, log: Log, key: Array, update: Array, i: Array, batch: Any
+    ) -> Any:
+      _, learn_key = jax.random.split(jax.random.fold_in(key, update))  # as Anakin's
+      train, memory, metrics, count = learn(
+        TrainState(params, rest), memory, join(*batch), learn_key, update
+      )
+      return train, memory, add_to_log(log, metrics, count, update), update + 1, ()
+
+    return update
+
+  def _learn_sample(self, layout: Layout) -> Any:
+    learn = sample_learner(self.agent, self.mesh, layout.sample)
+
+    def one(
+      params: Any, rest: Any, memory: Any, log: Log, key: Array, update: Array, i: Array, batch: Any
+    ) -> Any:
+      _, update_key = jax.random.split(jax.random.fold_in(key, update))  # as `learner`'s i-th
+      _, learn_key = jax.random.split(jax.random.fold_in(update_key, i))
+      train, priority, metrics = learn(TrainState(params, rest), batch, learn_key)
+      return train, memory, add_to_log(log, metrics, jnp.int32(1), update), update, priority
+
+    return one
+
+  @functools.cached_property
+  def jitted(self) -> Any:
+    """(params, rest, memory, log, key, update, i, data) -> (train, memory, log, update, priority).
+
+    The parameters are not donated: actors have them.
+    """
+    s = self.shardings
+    priority: Any = ()
+    if isinstance(self.replay, Layout):
+      function, priority = self._learn_sample(self.replay), NamedSharding(self.mesh, P(AXIS))
+    else:
+      function = self._learn_trajectories(self.replay)
+    out = (s.train, s.memory, s.log, s.update, priority)
+    return jax.jit(function, donate_argnums=(1, 2, 3), out_shardings=out)
+
+  @functools.cached_property
+  def _compiled(self) -> Any:
+    s, i = self.shapes, jax.ShapeDtypeStruct((), jnp.int32)
+    return self.jitted.lower(
+      s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, i, self.batch
+    ).compile()
+
+  def compile(self) -> None:
+    """Compiles the update; it is compiled once."""
+    self._compiled  # noqa: B018
+
+  def learn(self, state: State, batch: Batch) -> tuple[State, Any]:
+    """One batch: the state after it, and new priorities [n] for its items, if it has any.
+
+    `end_update` comes after the last batch of an update.
+    """
+    s = state
+    i = np.int32(batch.i)
+    train, memory, log, update, priority = self._compiled(
+      s.train.params, s.train.rest, s.memory, s.log, s.key, s.update, i, batch.data
+    )
+    return s._replace(train=train, memory=memory, log=log, update=update), priority
+
+  def end_update(self, state: State, update: int, before: Any, batch: Batch) -> State:
+    """The state with so many updates made.
+
+    Args:
+      before: the parameters that the update began with.
+      batch: the update's last.
+    """
+    previous = before if self.keeps_previous else ()
+    state = state._replace(previous=previous, actors=batch.snapshots)
+    if isinstance(self.replay, Layout):  # a sample is not always the last one
+      state = state._replace(update=jax.device_put(np.int32(update), self.shardings.update))
+    return state
+
+  # --- the log
+
+  def read_log(
+    self, state: State, episodes: Totals, host: dict[str, Any]
+  ) -> tuple[dict[str, Any], State]:
+    """What happened since the last reading (see `Anakin.read_log`), and the state after."""
+    log = jax.device_get(state.log)
+    summary = dict(
+      metrics={k: x / log.samples if log.samples else np.nan for k, x in log.sums.items()},
+      gradient_steps=log.samples * gradient_steps(self.agent),
+      episodes=episodes.count,
+      return_sum=episodes.return_sum,
+      return_deviation=episodes.return_deviation,
+      length_sum=episodes.length_sum,
+      host=host,
+    )
+    zero = jax.tree.map(np.zeros_like, log)._replace(broken=log.broken)
+    return summary, state._replace(log=jax.device_put(zero, self.shardings.log))
+
+  @functools.cached_property
+  def _health(self) -> Any:
+    def check(params: Any, broken: Array) -> tuple[Array, Array]:
+      return broken, all_finite(params)
+
+    return jax.jit(check, out_shardings=topology_.replicated(self.mesh))
+
+  def health(self, state: State) -> tuple[Any, Any]:
+    """The first update whose loss was not finite or -1; whether all parameters are finite."""
+    return jax.device_get(self._health(state.train.params, state.log.broken))
+
+
+def _concatenate(trajectories: Any) -> Trajectory:
+  """One trajectory of several, along the batch."""
+  if len(trajectories) == 1:
+    return trajectories[0]
+  return map_batch(lambda axis, *xs: jnp.concatenate(xs, axis), *trajectories)

@@ -1,0 +1,167 @@
+"""Acting: unrolls of an agent in environments, and the episodes that end in them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from podrace import topology
+from podrace.envs.base import Batch
+from podrace.topology import AXIS, TRAJECTORY_SPECS
+from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
+
+SAME = P()  # on all devices
+
+
+class Episodes(NamedTuple):
+  """Episodes finished so far, counted by environment: [B] each. Every one is counted once."""
+
+  finished: Array  # i32 how many
+  return_mean: Array  # f32
+  return_deviation: Array  # f32 the sum of squared differences from the mean
+  length_sum: Array  # i32 steps of the environment, the resetting one not among them
+  info_sums: dict[str, Array]  # f32 of what environments say of the episode that ends
+
+
+class ActorState(NamedTuple):
+  """All that acting carries from one unroll to the next, [B, ...]."""
+
+  env_state: Any
+  timestep: TimeStep  # what the agent answers next
+  agent_state: Any
+  env_id: Array  # i32
+  episode_return: Array  # f32 of the episode under way
+  episode_length: Array  # i32
+  episodes: Episodes  # since the log was last read
+  faults: Array  # i32 bits, what was against the contract so far: `podrace.run.check_agent.FAULTS`
+
+
+def no_episodes(batch_size: int, infos: Iterable[str] = ()) -> Episodes:
+  """None finished yet; `infos` are the names of what environments say of theirs."""
+  i, f = jnp.zeros([batch_size], jnp.int32), jnp.zeros([batch_size], jnp.float32)
+  return Episodes(i, f, f, i, dict.fromkeys(infos, f))
+
+
+def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
+  """The state before the first step of environments `env_id` [B]."""
+  env_state, timestep = env.reset(key)
+  n = env_id.shape[0]
+  return ActorState(
+    env_state=env_state,
+    timestep=timestep,
+    agent_state=agent.initial_state(env_id),
+    env_id=env_id,
+    episode_return=jnp.zeros([n], jnp.float32),
+    episode_length=jnp.zeros([n], jnp.int32),
+    episodes=no_episodes(n, jax.eval_shape(env.infos, env_state)),
+    faults=jnp.zeros([n], jnp.int32),
+  )
+
+
+def count_episodes(
+  actor: ActorState, timestep: TimeStep, infos: Mapping[str, Array] | None = None
+) -> ActorState:
+  """Accounts for one new timestep [B]; means and deviations by Welford's method (1962)."""
+  first, last = timestep.first, timestep.last
+  episode_return = jnp.where(first, 0.0, actor.episode_return + timestep.reward)
+  episode_length = jnp.where(first, 0, actor.episode_length + 1)
+  e = actor.episodes
+  finished = e.finished + last
+  before = episode_return - e.return_mean
+  mean = e.return_mean + jnp.where(last, before / jnp.maximum(finished, 1), 0.0)
+  episodes = Episodes(
+    finished=finished,
+    return_mean=mean,
+    return_deviation=e.return_deviation + jnp.where(last, before * (episode_return - mean), 0.0),
+    length_sum=e.length_sum + jnp.where(last, episode_length, 0),
+    info_sums={k: e.info_sums[k] + jnp.where(last, x, 0.0) for k, x in (infos or {}).items()},
+  )
+  return actor._replace(
+    episode_return=episode_return, episode_length=episode_length, episodes=episodes
+  )
+
+
+def pooled(e: Episodes) -> dict[str, Any]:
+  """Sums over environments, the last axis: `episodes`, `return_sum`, `length_sum`, `info_sums`, and
+  `return_deviation`, which is from the mean of them all (Chan et al. 1979).
+
+  A difference of squares instead is off by 0.1 in the standard deviation where all returns are 500.
+  """
+  number = e.finished.astype(jnp.float32)
+  total = jnp.sum(number, -1)
+
+  def average(x: Array) -> Array:
+    return jnp.sum(jnp.where(number > 0, number * x, 0.0), -1) / jnp.maximum(total, 1)
+
+  mean = average(e.return_mean)
+  distance = e.return_mean - mean[..., None]
+  rounding = average(distance)  # the mean's, which would count as a difference
+  deviation = jnp.sum(e.return_deviation, -1)
+  return dict(
+    episodes=jnp.sum(e.finished, -1),
+    return_sum=total * (mean + rounding),
+    return_deviation=deviation + total * (average(distance * distance) - rounding * rounding),
+    length_sum=jnp.sum(e.length_sum.astype(jnp.float32), -1),
+    info_sums={name: jnp.sum(x, -1) for name, x in e.info_sums.items()},
+  )
+
+
+def unroll(
+  agent: Agent, env: Batch, params: Any, actor: ActorState, key: Array, length: int
+) -> tuple[ActorState, Trajectory]:
+  """Acts for `length` steps; consecutive trajectories overlap in one timestep."""
+
+  def step(actor: ActorState, keys: Any) -> tuple[ActorState, tuple[TimeStep, ActorOutput]]:
+    act_key, env_keys = keys
+    timestep = actor.timestep
+    output, agent_state = agent.act(params, actor.agent_state, timestep, act_key)
+    env_state, next_timestep = env.step(actor.env_state, output.action, env_keys)
+    actor = actor._replace(env_state=env_state, timestep=next_timestep, agent_state=agent_state)
+    return count_episodes(actor, next_timestep, env.infos(env_state)), (timestep, output)
+
+  agent_state = actor.agent_state
+  act_key, env_key = jax.random.split(key)  # all keys at once: in the loop they would cost more
+  keys = jax.random.split(act_key, length), jax.random.split(env_key, (length, len(actor.env_id)))
+  actor, (timesteps, outputs) = lax.scan(step, actor, keys)
+  timesteps = jax.tree.map(lambda xs, x: jnp.concatenate([xs, x[None]]), timesteps, actor.timestep)
+  return actor, Trajectory(timesteps, outputs, agent_state, actor.env_id)
+
+
+def actor_on_mesh(
+  agent: Agent,
+  env: Batch,
+  mesh: Mesh,
+  length: int,
+  spec: P = SAME,
+  params_of: Callable[[Any], Any] = lambda params: params,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """`begin` and `unroll` on every device of a mesh, each with its own part of the batch.
+
+  Returns `key -> ActorState` and `(source, ActorState, key) -> (ActorState, Trajectory)`;
+  `env` is one device's part. Other people's environments do not trace under `check_vma`.
+
+  Args:
+    spec: how the source of the parameters lies on the mesh.
+    params_of: from one device's part of the source to its parameters. By default the source is the parameters.
+  """
+
+  def local_begin(env_id: Array, key: Array) -> ActorState:
+    return begin(agent, env, env_id, jax.random.fold_in(key, lax.axis_index(AXIS)))
+
+  def local_unroll(source: Any, actor: ActorState, key: Array) -> tuple[ActorState, Trajectory]:
+    key = jax.random.fold_in(key, lax.axis_index(AXIS))
+    return unroll(agent, env, params_of(source), actor, key, length)
+
+  flat = P(AXIS)
+  on_each = functools.partial(topology.on_each, mesh=mesh, check_vma=False)
+  return (
+    on_each(local_begin, in_specs=(flat, P()), out_specs=flat),
+    on_each(local_unroll, in_specs=(spec, flat, P()), out_specs=(flat, TRAJECTORY_SPECS)),
+  )

@@ -1,0 +1,359 @@
+"""A client's end: a thread that connects, keeps a session, and comes back after whatever happens.
+
+A session ends with its connection. In the next one the handler tells the service again what it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from podrace.distributed.net import address as addresses
+from podrace.distributed.net import keys as net_keys
+from podrace.distributed.net import messages
+from podrace.distributed.net.connecting import CONNECT_SECONDS, NEAR, Outage, Outgoing, why_not
+from podrace.distributed.net.frame import PREFIX, Buffer, Kind, WireError, split
+from podrace.distributed.net.loop import Loop
+from podrace.distributed.net.safe_text import plain, plain_reasons
+from podrace.distributed.net.stream import Ended, Full, new_scratch
+from podrace.system.threads import Worker
+
+HELLO_SECONDS = 1.0  # between attempts of a connection that must wait, unless it is a Unix socket
+METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
+
+NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
+
+
+class Refused(ValueError):
+  """The service does not take this client, or not on these terms; the message has both sides."""
+
+
+class Handler(Protocol):
+  """A client, as far as its link knows it. All of it is called by the link's thread.
+
+  A class that is declared as one need only have what it does otherwise than here.
+
+  Attributes:
+    service: its name in HELLO.
+    kinds: that the service sends, see `session.of_listeners`.
+  """
+
+  service: str
+  kinds: dict[int, Kind]
+
+  def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
+    return None
+
+  def hello(self) -> dict[str, Any]:
+    """What HELLO tells besides."""
+    return {}
+
+  def joined(self, details: dict[str, Any]) -> None:
+    """A session begins; `details` is what WELCOME has. May raise WireError."""
+    return
+
+  def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    """A message of a session. May raise WireError, which ends it."""
+
+  def ping(self) -> Any:
+    """What PING tells."""
+    return None
+
+  def pong(self, details: Any) -> None:
+    """What PONG tells. May raise WireError."""
+    return
+
+  def metrics(self) -> dict[str, float]:
+    """What METRICS tells of this process, now and then; nothing if it is empty."""
+    return {}
+
+  def turned(self) -> None:
+    """In each turn of the thread; `Link.session` says whether there is one."""
+    return
+
+  def lost(self, reason: str) -> None:
+    """A session is over."""
+    return
+
+  def ended(self, complete: bool, reason: str) -> bool:
+    """The service says that it ends; whether this client has nothing more to do."""
+    return False
+
+
+class Link:
+  """A session with the service at an address, whenever that is there.
+
+  Args:
+    insecure: no keys, beyond this machine.
+    give_up: seconds without a session after which it ends; 0 for never.
+    changed: is notified when a session begins or ends, or the link does.
+    flag, what: how messages call the address, and the service (default: its name).
+
+  Attributes:
+    session: how many there have been, if there is one now; None if not.
+    number: of the session that is, begins, or was last.
+    waits: the service has it wait for a session.
+    closed: `close` was called, or the service has no more to do for it.
+    ping_every, patience: seconds, at most, between PINGs and between turns; handlers may lower them.
+    wake: has the thread look around; for any thread.
+
+  Raises:
+    SecurityError: for addresses or keys that can't be used.
+  """
+
+  def __init__(
+    self,
+    address: str,
+    keys: Path | None,
+    insecure: bool,
+    handler: Handler,
+    changed: threading.Condition | None = None,
+    give_up: float = 0.0,
+    flag: str = 'connect',
+    what: str = '',
+  ) -> None:
+    addresses.check_address(address, keys, insecure, flag)
+    self._context = None if keys is None else net_keys.client_context(keys)
+    self.address, self.handler = address, handler
+    self.changed = changed or threading.Condition()
+    self.session: int | None = None
+    self.number = 0
+    self.closed = self.over = self.waits = False
+    self.silence, self.ping_every, self.patience = messages.SILENCE, math.inf, 0.5
+    self._client = messages.new_client()
+    self._outage = Outage(what or handler.service, address, give_up)
+    self._again = NEAR if addresses.unix_path(address) else HELLO_SECONDS
+    self._connection: Outgoing | None = None
+    self._open: Outgoing | None = None  # the connection, if it has a session
+    self._bye = 'closed'
+    self._loop, self._scratch = Loop(), new_scratch()
+    self.wake = self._loop.wake
+    self._pinged = self._asked = self._measured = 0.0
+    self._worker: Worker | None = None
+
+  def start(self) -> Link:
+    """Begins to connect."""
+    self._worker = Worker(f'link {self.address}', self._main, self._at_end)
+    return self
+
+  # --- from any thread -----------------------------------------------------------------------------
+
+  @property
+  def why(self) -> str:
+    """There is no session."""
+    return self._outage.why
+
+  def send(
+    self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = (), within: int | None = None
+  ) -> bool:
+    """Whether it is on its way; if not, there is no session, or not the one numbered `within`."""
+    # In this order: a session's number is there before its connection.
+    connection, number = self._open, self.number
+    if connection is None or (within is not None and within != number):
+      return False
+    try:
+      if not connection.stream.send(kind, *fields, arrays=arrays):
+        self.wake()
+    except (Full, Ended) as e:
+      self._loop.call(functools.partial(self._lose, str(e), connection))
+      return False
+    return True
+
+  def check(self) -> None:
+    """Raises what has ended the link for good: Refused, TimeoutError, or what failed in its thread."""
+    if self._worker is not None:
+      self._worker.check()
+
+  def close(self, reason: str = 'closed') -> None:
+    """Ends the session and the thread."""
+    self._bye = reason
+    with self.changed:
+      self.closed = True
+      self.changed.notify_all()
+    self.wake()
+    if self._worker is not None:
+      self._worker.wait()
+
+  # --- the thread ----------------------------------------------------------------------------------
+
+  def _main(self) -> None:
+    while not self.closed:
+      if self._connection is None and time.monotonic() >= self._outage.due:
+        self._connect()
+      self._turn()
+    self._leave()
+
+  def _at_end(self) -> None:
+    self._hang_up()
+    self.handler.lost('it has ended')
+    self._loop.close()
+
+  def _turn(self) -> None:
+    """Waits for something to come, and deals with it."""
+    seconds = self.patience
+    if self._connection is None:
+      seconds = min(seconds, self._outage.due - time.monotonic())
+    elif self.waits:
+      seconds = min(seconds, self._again)
+    for key, events in self._loop.wait(seconds):
+      self._ready(key.data, events)
+    self._loop.do_calls()  # after what has come, which may say more of why a session is over
+    if self._connection is not None:
+      self._connection.look_for_room()
+    self.handler.turned()
+    self._look_at_the_clock()
+
+  def _connect(self) -> None:
+    """Begins a connection."""
+    h = self.handler
+    try:
+      self._connection = Outgoing(
+        self._loop, self.address, self._context, h.kinds, self._message, h.memory, self._scratch
+      )
+    except (OSError, ValueError) as e:
+      self._outage.failed(why_not(e))
+      return
+    self._pinged, self._asked = 0.0, math.inf
+    self._outage.stands()
+    if self._connection.stream.shaken:
+      self._hello()
+
+  def _ready(self, connection: Outgoing, events: int) -> None:
+    try:
+      if connection.serve(events):
+        self._hello()
+    except Ended as e:
+      self._lose(str(e))
+    except WireError as e:
+      self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
+
+  def _leave(self) -> None:
+    """Ends the session as its service knows it."""
+    if self._open is not None:
+      self._open.leave(messages.BYE, self._bye)
+
+  def _lose(self, reason: str, connection: Outgoing | None = None) -> None:
+    """Ends the connection, if it is this one still; another one begins."""
+    if self._connection is None or connection not in (None, self._connection):
+      return
+    had = self.session is not None
+    if had:
+      self._outage.begin(reason)
+    else:
+      self._outage.failed(reason)
+    self._hang_up()
+    if had:
+      self.handler.lost(reason)
+
+  def _hang_up(self) -> None:
+    if self._connection is not None:
+      self._connection.close()
+    with self.changed:
+      self.session = self._connection = self._open = None
+      self.waits = False
+      self.changed.notify_all()
+
+  # --- what is said --------------------------------------------------------------------------------
+
+  def _message(
+    self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Sequence[int]
+  ) -> None:
+    if kind.number in _COMMON:
+      _COMMON[kind.number](self, *fields)
+    elif self.session is None:
+      raise WireError(f'a {kind.name} before WELCOME')
+    else:
+      self.handler.handle(kind, fields, split(body, sizes) if kind.arrays else [])
+
+  def _hello(self) -> None:
+    """Asks for a session."""
+    if self._connection is not None:
+      self._asked = math.inf
+      details = messages.hello(self.handler.service, self._client, **self.handler.hello())
+      _check_hello(details, self.address)
+      try:
+        self._connection.stream.send(messages.HELLO, details)
+      except (Ended, Full) as e:
+        self._lose(str(e))
+
+  def _join(self, details: dict[str, Any]) -> None:
+    silence = details.get('silence')
+    if self.session is not None or type(silence) is not float or not 0 < silence < math.inf:
+      raise WireError('a second WELCOME, or one without the seconds of silence')
+    self.silence = silence
+    self.number += 1
+    self._open, self._measured = self._connection, time.monotonic()
+    self.handler.joined(details)
+    with self.changed:
+      self.session = self.number
+      self.changed.notify_all()
+    self._outage.end()
+    self.waits = False
+
+  def _wait(self, reason: str) -> None:
+    self._asked, self.waits = time.monotonic(), True
+    self._outage.wait(plain(reason))
+
+  def _end(self, complete: bool, reason: str) -> None:
+    reason = plain(reason)
+    if self.handler.ended(complete, reason):
+      self._bye = 'the service has ended'
+      self.over = self.closed = True
+    else:
+      self._leave()
+      self._lose(reason)
+
+  # --- time ----------------------------------------------------------------------------------------
+
+  def _look_at_the_clock(self) -> None:
+    now, connection = time.monotonic(), self._connection
+    if self.session is None:
+      self._outage.check(now)
+    if connection is None:
+      return
+    silent = now - connection.heard
+    if self.session is None:
+      if silent > CONNECT_SECONDS:
+        self._lose(self.why)
+      elif now - self._asked >= self._again:
+        self._hello()
+      return
+    if now - self._pinged > min(self.silence / 4, self.ping_every):
+      self._pinged = now
+      self.send(messages.PING, self.handler.ping())
+    if now - self._measured > METRICS_SECONDS:
+      self._measured = now
+      if found := self.handler.metrics():
+        self.send(messages.METRICS, found)
+    if silent > 2 * self.silence:
+      self._lose(f'it has been silent for {silent:.1f} s')
+
+
+def _check_hello(details: dict[str, Any], address: str) -> None:
+  size = sum(map(len, messages.HELLO.pack([details]))) - PREFIX.size
+  if size > messages.GUEST_BYTES:
+    raise Refused(
+      f'HELLO to {address} would have {size:,} bytes, and a service takes at most {messages.GUEST_BYTES:,}: '
+      'what this client tells of itself, as its spaces, is too large'
+    )
+
+
+def _refused(link: Link, reasons: list[Any]) -> None:
+  lines = plain_reasons(reasons)
+  raise Refused('\n  '.join([f'{link.address} refused this client:', *lines]))
+
+
+_COMMON: dict[int, Callable[..., None]] = {
+  messages.WAIT.number: Link._wait,
+  messages.WELCOME.number: Link._join,
+  messages.PONG.number: lambda link, details: link.handler.pong(details),
+  messages.REFUSED.number: _refused,
+  messages.GONE.number: lambda link, reason: link._lose(plain(reason)),
+  messages.END.number: Link._end,
+}

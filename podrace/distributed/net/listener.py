@@ -1,0 +1,240 @@
+"""A listening end, of which one thread at a time has the network: that of `Serving`, or whoever calls `turn`.
+
+What clients say is checked; what is not as docs/protocol.md has it ends the client's session, never the listener.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from podrace.distributed.net import address as addresses
+from podrace.distributed.net import descriptors, messages, process_metrics
+from podrace.distributed.net.announce import Announcement
+from podrace.distributed.net.connections import ENDING_SECONDS, Peer
+from podrace.distributed.net.loop import READ, Loop
+from podrace.distributed.net.safe_text import Lines, Say
+from podrace.distributed.net.sessions import Handler, Sessions
+from podrace.distributed.net.stream import Ended
+from podrace.system.threads import Worker
+
+TICK = 0.2  # seconds between looks at who is silent
+PAUSE = 1.0  # seconds between them from which on nobody has been listened to
+REPORTED = 1000  # clients, in a report
+FEW_FILES = 4096  # with which there is no warning
+
+
+@dataclasses.dataclass(frozen=True)
+class Listen:
+  """Where to listen, and to whom."""
+
+  address: str
+  keys: Path | None = None
+  insecure: bool = False
+  peer_timeout: float = messages.SILENCE  # of silence after which a client is dropped
+  announce: Announcement | None = None  # of the address, once it listens
+
+  def __post_init__(self) -> None:
+    addresses.check_address(self.address, self.keys, self.insecure, '--listen', listens=True)
+    if not 0 < self.peer_timeout < math.inf:
+      raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
+
+
+class Listener:
+  """Listens from `open` to `close`.
+
+  Args:
+    say: gets what is worth a line, and its level.
+
+  Attributes:
+    peers: clients with a session, in the order in which they came.
+    guests: connections without one, those heard of longest ago first.
+    address: with the port that it has.
+    counts: of what has happened, by name.
+    send, drop, cut, tell_gone, blame, unexpected: see Sessions; for the thread that has the network.
+    wake, later, call, do_calls: see Loop.
+
+  Raises:
+    SecurityError: for keys that can't be used; of `open` also for the address.
+    UsageError: of `open`, if it can't announce the address.
+  """
+
+  def __init__(self, listen: Listen, handler: Handler, say: Say) -> None:
+    self.listen, self.handler, self.address = listen, handler, listen.address
+    self.lines = lines = Lines(say)
+    self.log, self.counts = lines.log, lines.counts
+    self._loop = loop = Loop()
+    self.wake, self.later = loop.wake, loop.later
+    self.call, self.do_calls = loop.call, loop.do_calls
+    self.sessions = sessions = Sessions(handler, loop, listen.keys, listen.peer_timeout, lines)
+    self.send, self.drop, self.cut = sessions.send, sessions.drop, sessions.cut
+    self.tell_gone = sessions.tell_gone
+    self.blame, self.unexpected = sessions.blame, sessions.unexpected
+    self._connections = sessions.connections
+    self.peers, self.guests = sessions.peers, sessions.connections.guests
+    self._unread: dict[
+      Peer, None
+    ] = {}  # of which messages are left that have been read from the kernel
+    self._ticked = time.monotonic()
+
+  def open(self) -> None:
+    """Listens, from now on."""
+    files = descriptors.raise_limit()
+    try:
+      self.address = self._connections.open(self.listen.address)
+      if files < FEW_FILES:
+        self.log(
+          f'this process may have {files:,} files open, enough for {self._connections.share.sessions:,} clients: '
+          f'`ulimit -n {descriptors.FILES}` before it is started allows more',
+          logging.WARNING, always=True,
+        )  # fmt: skip
+      if self.listen.announce is not None:
+        self.listen.announce.make(self.reachable)
+    except BaseException:
+      self.close()
+      raise
+    self._ticked = time.monotonic()
+
+  def close(self) -> None:
+    """Ends all connections at once; `end` says goodbye before. No other thread has the network any more."""
+    self.sessions.close()
+    self._loop.close()
+
+  @property
+  def reachable(self) -> str:
+    """The address as others can use it."""
+    return addresses.reachable(self.address)
+
+  def turn(self, seconds: float) -> None:
+    """Listens until something comes, for so long at most, and deals with it."""
+    self._poll(seconds)
+    self._look_at_the_clock()
+
+  def _poll(self, seconds: float) -> None:
+    unread, self._unread = self._unread, {}
+    ready = self._loop.wait(0.0 if unread else seconds)
+    self.do_calls()  # which may have been wanted before anything came
+    for key, events in ready:
+      if type(key.data) is Peer:
+        unread.pop(key.data, None)
+        self._serve(key.data, events)
+      else:
+        self._connections.accept()
+    for peer in unread:
+      self._serve(peer, READ)
+    self.do_calls()
+    self.handler.turned()
+
+  def _serve(self, peer: Peer, events: int) -> None:
+    try:
+      if self._connections.serve(peer, events):
+        self.sessions.written(peer)
+    except Ended:
+      self.sessions.lost(peer)
+    except Exception as e:
+      self.blame(peer, e)
+    if peer.stream.unread:
+      self._unread[peer] = None
+
+  def _look_at_the_clock(self) -> None:
+    """Every TICK seconds, whatever depends on time."""
+    now = time.monotonic()
+    if (passed := now - self._ticked) <= TICK:
+      return
+    if passed > PAUSE:  # it was stopped, or busy
+      self.sessions.forgive(passed, now)
+    self.sessions.tick(now)
+    self.handler.tick(now)
+    self.lines.tick(now)
+    self._ticked = time.monotonic()
+
+  def end(self, complete: bool, reason: str, seconds: float) -> None:
+    """Tells all that it ends, and gives them so long to leave."""
+    self.sessions.end(complete, reason)
+    until = time.monotonic() + seconds
+    while self.peers and (left := until - time.monotonic()) > 0:
+      self._poll(left)
+
+  def report(self, describe: Callable[[Peer], dict[str, Any]]) -> dict[str, Any]:
+    """What `podrace top` shows of any service; `describe` is what the handler adds of a client."""
+    now = time.monotonic()
+    clients = [
+      dict(
+        name=p.name,
+        seconds=round(now - p.since, 3),
+        last_seen_s=round(now - p.last_seen, 3),
+        **describe(p),
+        metrics=p.metrics,
+      )
+      for p in list(self.peers)[:REPORTED]
+    ]
+    return dict(
+      service=self.handler.service,
+      counts=dict(self.counts),
+      clients=clients,
+      more_clients=max(len(self.peers) - REPORTED, 0),
+      resident_mb=process_metrics.resident_mb(),
+    )
+
+
+class Serving:
+  """A listener's own thread, which turns it from `start` to `stop`; what fails in it is raised at its owner.
+
+  Args:
+    before_end: is called by the thread at the end, before clients hear of it.
+    wait: seconds until the handler's `turned` has something to do, if nothing comes.
+  """
+
+  def __init__(
+    self,
+    listener: Listener,
+    wait: Callable[[], float] = lambda: TICK,
+    before_end: Callable[[], None] = lambda: None,
+  ) -> None:
+    self._listener, self._wait, self._before_end = listener, wait, before_end
+    self._stop = threading.Event()
+    self.ended = threading.Event()
+    self.worker: Worker | None = None
+
+  def start(self) -> None:
+    """Listens, from now on."""
+    self._listener.open()
+    self.worker = Worker(self._listener.handler.service, self._main, self.ended.set)
+
+  @property
+  def failure(self) -> str | None:
+    """The traceback of what has ended the thread; None if nothing has."""
+    return (self.worker and self.worker.failure) or None
+
+  def ask_to_stop(self) -> None:
+    """Has the thread come to its end; `ended` says when."""
+    self._stop.set()
+    self._listener.wake()
+
+  def stop(self) -> None:
+    """Ends it; from any thread, more than once if need be."""
+    self.ask_to_stop()
+    if self.worker is not None:
+      self.worker.wait()
+      self._listener.close()
+
+  def _main(self) -> None:
+    listener = self._listener
+    with contextlib.ExitStack() as last:  # each, whatever became of the others
+      goodbye = f'{listener.handler.service} has ended'
+      last.callback(listener.end, False, goodbye, ENDING_SECONDS)
+      last.callback(self._before_end)
+      try:
+        while not self._stop.is_set():
+          listener.turn(min(self._wait(), TICK))
+      except BaseException:
+        listener.log(f'the service failed:\n{traceback.format_exc()}', logging.ERROR, always=True)
+        raise

@@ -1,0 +1,82 @@
+"""The reports of services, as `podrace top` reads them: what is not as docs/protocol.md has it is a WireError."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from podrace.distributed.net import process_metrics
+from podrace.distributed.net.frame import WireError, check_fields, short
+
+OF_ALL = dict(service=str, counts=dict, clients=list, more_clients=int, resident_mb=float)
+OF_CLIENT = dict(name=str, seconds=float, last_seen_s=float, metrics=dict)
+OF_LEARNER = dict(env=str, slots=int, free=int)
+OF_LEARNERS_CLIENT = dict(
+  env=str, environments=int, acting=int, frames=int, restarts=int, answer_ms=list, step_ms=list
+)
+OF_SHARD = dict(service=str, tables=list, bytes=int, resident_mb=float)
+OF_TABLE = dict(
+  name=str, size=int, max_size=int, bytes=int, inserts=int, samples=int, waiting_inserts=int,
+  waiting_samplers=int, limiter=str,
+)  # fmt: skip
+
+
+def read(report: Any) -> dict[str, Any]:
+  """Checks a report of any service; returns it.
+
+  Raises:
+    WireError: naming what is missing, or of another type.
+  """
+  _check_json(report)
+  _check('report', report, OF_ALL)
+  _check_values('counts', report['counts'], int)
+  is_learner = 'env' in report
+  if is_learner:
+    _check('report', report, OF_LEARNER)
+  elif 'version' in report:
+    _check('report', report, dict(parameter_bytes=int, program=dict))
+    if type(report['version']) is not int:
+      raise WireError(f'a version {short(report["version"])} in a report, expected int')
+    _check('program', {'steps': 0, 'replay': [], **report['program']}, dict(steps=int, replay=list))
+    for shard in report['program'].get('replay', []):
+      _check_shard(shard)
+  else:
+    _check_shard(report)
+  for client in report['clients']:
+    _check('client of a report', client, OF_CLIENT)
+    process_metrics.check(client['metrics'])
+    if is_learner:
+      _check('client of a report', client, OF_LEARNERS_CLIENT)
+      for name in ('answer_ms', 'step_ms'):
+        check_fields(name, client[name], (float, float))
+  return report
+
+
+def _check_shard(report: Any) -> None:
+  _check('report of a replay service', report, OF_SHARD)
+  for table in report['tables']:
+    _check('table of a report', table, OF_TABLE)
+
+
+def _check(what: str, details: Any, expected: dict[str, type]) -> None:
+  if type(details) is not dict:
+    raise WireError(f'a {what} that is no map')
+  check_fields(what, [details.get(name) for name in expected], tuple(expected.values()))
+
+
+def _check_values(what: str, details: dict[str, Any], kind: type) -> None:
+  check_fields(what, list(details.values()), (kind,) * len(details))
+
+
+def _check_json(x: Any) -> None:
+  """Refuses what JSON has no word for: bytes, NaN and infinity. Headers bound how much is nested."""
+  if type(x) is dict:
+    for value in x.values():
+      _check_json(value)
+  elif type(x) is list:
+    for value in x:
+      _check_json(value)
+  elif type(x) not in (str, int, bool, float, type(None)) or (
+    type(x) is float and not math.isfinite(x)
+  ):
+    raise WireError(f'{short(x)} in a report, expected what JSON has')

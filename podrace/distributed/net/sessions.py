@@ -1,0 +1,333 @@
+"""A listener's sessions: how they begin, what is said in them, and how they end. A service is its handler."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from podrace.distributed.net import messages, process_metrics
+from podrace.distributed.net.connections import Connections, Peer
+from podrace.distributed.net.frame import VERSION, Buffer, Kind, WireError, split
+from podrace.distributed.net.loop import Loop
+from podrace.distributed.net.safe_text import Lines, label, plain, plain_reasons
+from podrace.distributed.net.stream import Ended, Full
+from podrace.version import __version__
+
+PEERS = 16384  # with a session, at most
+BACKLOG = 256  # frames that one client has not read
+REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
+_COMMON = frozenset(kind.number for kind in messages.OF_CLIENTS)
+
+
+class Handler(Protocol):
+  """A service, as far as a listener knows it. All of it is called by the thread that has the network.
+
+  A class that is declared as one need only have what it does otherwise than here.
+
+  Attributes:
+    service: its name in HELLO.
+    kinds: that clients send, see `session.of_clients`.
+    largest: bytes of a frame of a client, at most.
+  """
+
+  service: str
+  kinds: dict[int, Kind]
+
+  @property
+  def largest(self) -> int: ...
+
+  def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
+    return None
+
+  def reasons_against(self, details: dict[str, Any]) -> list[str]:
+    """Why a client is refused; it may be none."""
+    return []
+
+  def why_wait(self, details: dict[str, Any]) -> str:
+    """Why a client must wait for its session; '' if it need not."""
+    return ''
+
+  def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
+    """Begins a session: what WELCOME tells besides."""
+    return {}
+
+  def welcomed(self, peer: Peer) -> None:
+    """After WELCOME is on its way."""
+    return
+
+  def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    """A message of a session. May raise WireError, which ends it."""
+
+  def ping(self, peer: Peer, said: Any) -> Any:
+    """What PING tells; returns what PONG does."""
+    return None
+
+  def drained(self, peer: Peer) -> None:
+    """All that a client was sent is on its way, after something had to wait."""
+    return
+
+  def left(self, peer: Peer, reason: str, level: int) -> None:
+    """A session is over."""
+
+  def turned(self) -> None:
+    """After messages have come, or the clock has."""
+    return
+
+  def tick(self, now: float) -> None:
+    """Every TICK seconds."""
+    return
+
+  def forgive(self, seconds: float) -> None:
+    """Nobody was listened to for so long."""
+    return
+
+  def report(self) -> dict[str, Any]:
+    """What `podrace top` shows."""
+
+
+class Sessions:
+  """Clients with a session. A client without one is a guest of `connections`.
+
+  Args:
+    silence: seconds after which a client is taken for dead.
+
+  Attributes:
+    peers: in the order in which they came.
+  """
+
+  def __init__(
+    self, handler: Handler, loop: Loop, keys: Path | None, silence: float, lines: Lines
+  ) -> None:
+    self._handler, self._silence, self._lines, self._counts = handler, silence, lines, lines.counts
+    self.peers: dict[Peer, None] = {}
+    self.connections = Connections(
+      loop, keys, handler.kinds, self._message, self._memory, lines, lambda: len(self.peers)
+    )
+    self._clients: dict[tuple[str, int], Peer] = {}  # by key and client's number
+    self._over: tuple[bool, str] | None = None  # how it ends
+    self._report: tuple[list[Buffer], float] = (
+      [],
+      -math.inf,
+    )  # packed, and until when it is sent again
+
+  # --- what comes --------------------------------------------------------------------------------
+
+  def _memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
+    if peer in self.peers:
+      return self._handler.memory(peer, kind, fields, size)
+    if peer.ending:
+      return None
+    raise WireError(f'a {kind.name} without a session')
+
+  def _message(
+    self, peer: Peer, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Sequence[int]
+  ) -> None:
+    if peer.ending:
+      return
+    if peer in self.peers and kind.number not in _COMMON:
+      self._handler.handle(peer, kind, fields, split(body, sizes) if kind.arrays else [])
+    elif kind is messages.PING and peer in self.peers:
+      self.send(peer, messages.PONG, self._handler.ping(peer, fields[0]))
+    elif kind is messages.METRICS and peer in self.peers:
+      peer.metrics = process_metrics.check(fields[0])
+    elif kind is messages.HELLO:
+      self._hello(peer, fields[0])
+    elif kind is messages.ASK:
+      self._counts['asked'] += 1
+      self.connections.talks(peer)
+      peer.asked = True
+      if not peer.stream.waiting:
+        self._answer(peer)
+    elif kind is messages.BYE and peer in self.peers:
+      peer.finished = True
+      self.drop(peer, f'left: {plain(fields[0])}', logging.INFO)
+    else:
+      raise WireError(f'a {kind.name} without a session')
+
+  def _answer(self, peer: Peer) -> None:
+    """Sends the report. Nobody has more than one to read."""
+    peer.asked = False
+    report, until = self._report
+    if time.monotonic() > until:
+      report = messages.REPORT.pack([self._handler.report()])
+      self._report = report, time.monotonic() + REPORT_SECONDS
+    self._send(peer, report)
+
+  # --- how a session begins ----------------------------------------------------------------------
+
+  def _hello(self, peer: Peer, details: dict[str, Any]) -> None:
+    messages.check_hello(details)
+    if peer in self.peers:
+      raise WireError('a second HELLO in a session')
+    if reasons := self._reasons_against(details):
+      self._counts['refused'] += 1
+      reasons = plain_reasons(reasons)
+      who = plain(f'{details["host"]}:{details["pid"]}')
+      self._lines.log('\n  '.join([f'refused {who}:', *reasons]), logging.WARNING)
+      self.send(peer, messages.REFUSED, reasons)
+      return
+    if self._over is not None:
+      self.send(peer, messages.END, *self._over)
+      return
+    self._end_before(peer, details)
+    if wait := self._why_wait(details):
+      self._counts['made to wait'] += not peer.waits
+      peer.waits = True
+      self.connections.talks(peer)
+      self.send(peer, messages.WAIT, wait)
+      return
+    self._join(peer, details)
+
+  def _reasons_against(self, details: dict[str, Any]) -> list[str]:
+    name = self._handler.service
+    if (details['name'], details['version']) == (name, VERSION):
+      return self._handler.reasons_against(details)
+    return [
+      f'this is {name!r} version {VERSION} (podrace {__version__}), '
+      f'the client wants {details["name"]!r} version {details["version"]} (podrace {details["podrace"]})'
+    ]
+
+  def _why_wait(self, details: dict[str, Any]) -> str:
+    if len(self.peers) >= PEERS:
+      return f'{self._handler.service} has {PEERS} clients and takes no more'
+    if self.connections.share.is_full:
+      most = self.connections.share.sessions
+      return (
+        f'{self._handler.service} has as many clients as its limit of open files (`ulimit -n`) permits: {most} '
+        'of all that its process listens for'
+      )
+    return self._handler.why_wait(details)
+
+  def _end_before(self, peer: Peer, details: dict[str, Any]) -> None:
+    """Ends this client's session over an older connection, with all that it has."""
+    before = self._clients.get((peer.key, details['client']))
+    if details['client'] and before is not None:
+      self.drop(before, 'is back over another connection', logging.INFO)
+      self.connections.end(before, 'you are back over another connection')
+
+  def _join(self, peer: Peer, details: dict[str, Any]) -> None:
+    """Begins a session."""
+    peer.client, peer.name = details['client'], f'{label(details["host"])}:{details["pid"]}'
+    peer.since = time.monotonic()
+    answer = self._handler.welcome(peer, details)
+    self.connections.guests.pop(peer, None)
+    self.peers[peer] = None
+    if peer.client:
+      self._clients[peer.key, peer.client] = peer
+    peer.stream.largest, peer.stream.most_out = self._handler.largest, BACKLOG
+    self._counts['sessions'] += 1
+    if self.send(peer, messages.WELCOME, dict(silence=self._silence, **answer)):
+      self._handler.welcomed(peer)
+
+  # --- what goes ---------------------------------------------------------------------------------
+
+  def written(self, peer: Peer) -> None:
+    """All that a connection was sent is on its way, after something had to wait."""
+    if peer.asked:
+      self._answer(peer)
+    if peer in self.peers:
+      self._handler.drained(peer)
+
+  def send(self, peer: Peer, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = ()) -> bool:
+    """Whether it is on its way; else the client has been dropped, or is when all that it has said is read."""
+    return not (peer.gone or peer.ending) and self._send(peer, kind.pack(fields, arrays))
+
+  def _send(self, peer: Peer, buffers: Sequence[Buffer]) -> bool:
+    """As `send`, of a message that is packed."""
+    if peer.gone or peer.ending:
+      return False
+    try:
+      if not peer.stream.send_packed(buffers):
+        self.connections.look_for_room(peer, True)
+    except Full as e:
+      self.cut(peer, f'dropped: {e}')
+      return False
+    except Ended:
+      peer.gone = True
+      return False
+    return True
+
+  # --- how a session ends ------------------------------------------------------------------------
+
+  def lost(self, peer: Peer) -> None:
+    """A connection is over."""
+    self.connections.remove(peer)
+    self.drop(peer, 'is gone', logging.INFO if peer.finished else logging.WARNING)
+
+  def end(self, complete: bool, reason: str) -> None:
+    """Says to all that the service ends, and to those that come from now on."""
+    self._over = complete, reason
+    for peer in (*self.peers, *(g for g in self.connections.guests if g.waits)):
+      self.send(peer, messages.END, complete, reason)
+
+  def blame(self, peer: Peer, e: Exception) -> None:
+    """Ends a connection that has sent what led to this, and tells why."""
+    if isinstance(e, WireError):
+      what = str(e)
+    else:
+      self.unexpected(e)  # nobody else shall be the worse for it
+      what = f'what could not be dealt with ({type(e).__name__})'
+    self._counts['malformed'] += 1
+    if peer not in self.peers:
+      self._lines.log(f'cut off {peer.where}, which sent {what}', logging.WARNING)
+    self.drop(peer, f'dropped, it sent {what}')
+    self.connections.end(peer, f'you sent {what}')
+
+  def unexpected(self, e: Exception) -> None:
+    """Counts and tells that a check is missing."""
+    self._counts['unexpected'] += 1
+    trace = ''.join(traceback.format_exception(e))[-4000:]
+    self._lines.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
+
+  def tell_gone(self, peer: Peer, reason: str) -> None:
+    """Ends a session, and says why."""
+    self.drop(peer, reason)
+    self.connections.end(peer, reason)
+
+  def cut(self, peer: Peer, reason: str) -> None:
+    """Ends a session and its connection at once, with all that waits to be read."""
+    self.drop(peer, reason)
+    self.connections.remove(peer)
+
+  def drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
+    """Ends a session, if it has not ended; its connection says no more."""
+    if peer not in self.peers:
+      return
+    del self.peers[peer]
+    if self._clients.get((peer.key, peer.client)) is peer:
+      del self._clients[peer.key, peer.client]
+    self._counts['dropped'] += 1
+    self._lines.log(f'{peer.name}: {reason}', level)
+    self.connections.take_back(peer)
+    self._handler.left(peer, reason, level)
+
+  # --- time --------------------------------------------------------------------------------------
+
+  def forgive(self, seconds: float, now: float) -> None:
+    """Nobody was listened to for so long: what was said meanwhile may not have been read yet."""
+    for peer in (*self.peers, *self.connections.guests):
+      peer.last_seen = min(peer.last_seen + seconds, now)
+      peer.until += seconds
+    self._handler.forgive(seconds)
+
+  def tick(self, now: float) -> None:
+    """Ends sessions of the silent and guests whose time is over, and those whose keys were taken from the list."""
+    for peer in list(self.peers):
+      if now - peer.last_seen > self._silence:
+        self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
+    self.connections.tick(now)
+    for peer in self.connections.revoked((*self.peers, *self.connections.guests)):
+      self.tell_gone(peer, 'its key is not listed any more')
+
+  def close(self) -> None:
+    """Ends all connections at once."""
+    for peer in (*self.peers, *self.connections.guests):
+      peer.stream.close()
+    self.peers.clear()
+    self.connections.close()

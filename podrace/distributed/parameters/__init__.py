@@ -1,0 +1,1 @@
+"""Parameters over the network: publisher, reader and messages."""

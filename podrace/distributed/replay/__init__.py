@@ -1,0 +1,28 @@
+"""Replay and parameters as services: what acts, what learns and what remembers in different processes.
+
+`podrace replay` is podrace.tables behind a socket (`server`); `connect` gives tables and writers with the surface
+of podrace.tables' own (`client`). A learner's `Publisher` sends parameters to acting processes' `Parameters`.
+docs/tables.md is the manual, docs/protocol.md what goes over the wire. Imports no JAX; the
+extra `remote` installs what it needs.
+"""
+
+from podrace.distributed import net
+
+net.require()
+
+from podrace.distributed.net.link import Refused  # noqa: E402
+from podrace.distributed.parameters.publisher import Parameters, Published, Publisher, Stale  # noqa: E402
+from podrace.distributed.replay.client import Client, connect  # noqa: E402
+from podrace.distributed.replay.remote_table import RemoteTable, Sampler  # noqa: E402
+
+__all__ = [
+  'Client',
+  'Parameters',
+  'Published',
+  'Publisher',
+  'Refused',
+  'RemoteTable',
+  'Sampler',
+  'Stale',
+  'connect',
+]

@@ -1,0 +1,125 @@
+"""The tables through which experience goes from acting processes to the learner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from podrace import tables
+from podrace.distributed import replay
+from podrace.distributed.replay import item_schema
+from podrace.envs.host.spaces import action_bounds
+from podrace.replay.frame_stacks import CONTINUED, REPEATED
+from podrace.replay.host import TABLE, selector
+from podrace.replay.layout import Layout, is_single, named
+from podrace.types import (
+  FIRST,
+  LARGEST_OBSERVATION,
+  LARGEST_OUTPUT,
+  LARGEST_REWARD,
+  LAST,
+  Trajectory,
+)
+
+UNROLLS = 'unrolls'  # the table of agents without replay: a queue
+EPISODES = 'episodes'  # the table through which acting processes tell of theirs
+# Of an acting process's episodes: how many there were, the sums of their returns and of the squares of these, their length.
+LOWEST_TOTALS = (0.0, -1e30, 0.0, 0.0)
+HIGHEST_TOTALS = (2.0**53, 1e30, 1e60, 2.0**53)
+
+
+def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
+  """The least and the greatest value of a column that a learner can use, by its name in a trajectory."""
+  field = name.removeprefix('timesteps/').removeprefix('outputs/')
+  if field.startswith('observation') or field == 'action':
+    if kind == 'f':
+      return -LARGEST_OBSERVATION, LARGEST_OBSERVATION
+    return action_bounds(space) if field == 'action' else None
+  others = (-LARGEST_OUTPUT, LARGEST_OUTPUT) if kind == 'f' else None
+  return {
+    'reward': (-LARGEST_REWARD, LARGEST_REWARD),
+    'discount': (0, 1),
+    'step_type': (FIRST, LAST),
+    'stacks': (CONTINUED, REPEATED),
+    'env_id': (0, 2**31 - 1),
+  }.get(field, others)
+
+
+def _column(name: str, dtype: Any, shape: tuple[int, ...], rows: int | None, space: Any) -> Any:
+  return item_schema.column(name, dtype, shape, rows, _limits(name, np.dtype(dtype).kind, space))
+
+
+def timed(name: str) -> bool:
+  """Whether a column of an unroll has an axis of time, which comes first."""
+  return name.startswith(('timesteps', 'outputs'))
+
+
+def window_contents(layout: Layout, space: Any) -> list[Any]:
+  """What each window must hold, with actions of `space`."""
+  found = []
+  for name, x in layout.batch().items():
+    if is_single(name) or name == 'env_id':
+      found.append(_column(name, x.dtype, x.shape[1:], None, space))
+    elif name != 'weight':
+      found.append(_column(name, x.dtype, x.shape[2:], x.shape[1], space))
+  return found
+
+
+def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
+  """What each unroll of one environment must hold; `example` is of several, in shapes."""
+  found = [
+    _column(k, x.dtype, x.shape[:1] + x.shape[2:] if timed(k) else x.shape[1:], None, space)
+    for k, x in named(example).items()
+  ]
+  return found + [item_schema.column(k, np.int64, ()) for k in ('source', 'number', 'version')]
+
+
+def replay_table(client: replay.Client, layout: Layout, space: Any, run: str) -> Any:
+  """The table of windows, made if there is none.
+
+  Its limiter keeps `samples_per_insert` to within a few updates' windows.
+  """
+  w, b = layout.windows, layout.windows.buffer
+  per_window = b.samples_per_insert * w.period
+  least = max(1, b.min_size // w.period)
+  error = 4.0 * b.batch_size + 4 * max(1.0, per_window) * w.num_envs * w.unroll_length / w.period
+  return client.table(
+    TABLE,
+    sampler=selector(w),
+    remover=tables.fifo(),
+    rate_limiter=tables.sample_to_insert_ratio(per_window, least, error),
+    max_size=-(-b.capacity // w.period),
+    run=run,
+    contents=window_contents(layout, space),
+  )
+
+
+def unrolls_table(
+  client: replay.Client, num_envs: int, example: Trajectory, space: Any, run: str
+) -> Any:
+  """The queue of unrolls of single environments, made if there is none; it holds one batch."""
+  return client.table(
+    UNROLLS,
+    sampler=tables.fifo(),
+    remover=tables.fifo(),
+    rate_limiter=tables.queue(num_envs),
+    max_size=num_envs,
+    max_times_sampled=1,
+    run=run,
+    contents=unroll_contents(example, space),
+  )
+
+
+def episodes_table(client: replay.Client, run: str) -> Any:
+  """The table of finished episodes; the oldest go if nobody reads them."""
+  return client.table(
+    EPISODES,
+    sampler=tables.fifo(),
+    remover=tables.fifo(),
+    rate_limiter=tables.min_size(1),
+    max_size=10_000,
+    max_times_sampled=1,
+    run=run,
+    contents=[item_schema.column('totals', np.float64, (4,), 1, (LOWEST_TOTALS, HIGHEST_TOTALS))],
+  )

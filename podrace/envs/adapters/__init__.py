@@ -1,0 +1,1 @@
+"""Adapters of environment libraries written in JAX."""

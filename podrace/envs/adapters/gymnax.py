@@ -1,0 +1,124 @@
+"""Gymnax: classic control, MinAtar, bsuite and small tasks (github.com/RobertTLange/gymnax).
+
+`step_env` never resets and its flag is termination alone; `is_truncated` is the time limit. That
+holds for every family in gymnax 1.0. In the tasks of `_LIMIT_IS_TASK` the observation tells the
+time and nothing but the limit ends the episode: there the limit is part of the task, so
+reaching it is termination.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import gymnasium
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnax.environments.spaces import Discrete
+
+from podrace.envs.adapters import drawings
+from podrace.envs.adapters.adapt import box, discrete, foreign, strong, to_space
+from podrace.envs.base import NextStepReset, restart, transition
+from podrace.envs.registry import UnknownName, Value, at_least, read_options, refused
+from podrace.types import Array, Environment, TimeStep
+
+_LIMIT_IS_TASK = (
+  'DiscountingChain-bsuite',
+  'MetaMaze-misc',
+  'PointRobot-misc',
+  'BernoulliBandit-misc',
+  'GaussianBandit-misc',
+)
+_BOUNDS_TOO_NARROW = (
+  'MemoryChain-bsuite',
+  'UmbrellaChain-bsuite',
+  'MetaMaze-misc',
+  'GaussianBandit-misc',
+)  # observations leave the box that gymnax declares
+
+DRAWINGS = {'CartPole-v1': drawings.cart_pole, 'Pendulum-v1': drawings.pendulum}
+
+
+@foreign
+def make(name: str, options: Mapping[str, Value]) -> Environment:
+  """A gymnax environment by its id; options are its constructor's and its params' scalars."""
+  factory = type(gymnax.make(name)[0])
+  built = _scalars({k: p.default for k, p in inspect.signature(factory).parameters.items()})
+  params = gymnax.make(name)[1]
+  given = _scalars({f.name: getattr(params, f.name) for f in dataclasses.fields(params)})
+  values = read_options(f'gymnax:{name}', options, {'fresh_fraction': 1.0, **built, **given})
+  if 'max_steps_in_episode' in options:
+    at_least(f'gymnax:{name}', values, max_steps_in_episode=1)
+  try:
+    env, params = gymnax.make(name, **{k: values[k] for k in built})
+    changed = {k: values[k] for k in given if k in options}
+    params = params.replace(**changed)
+    dynamics = Gymnax(
+      name, env, params, _observation_space(name, env, params), _action_space(env, params)
+    )
+  except UnknownName:
+    raise
+  except Exception as error:
+    if not options:
+      raise
+    raise refused(f'gymnax:{name}', options, error) from error
+  return NextStepReset(dynamics, values['fresh_fraction'])
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, Value]:
+  return {k: v for k, v in values.items() if isinstance(v, bool | int | float | str)}
+
+
+def _observation_space(name: str, env: Any, params: Any) -> gymnasium.Space:
+  """What gymnax declares, in the shape and type of what it returns (they differ at times)."""
+  declared = env.observation_space(params)
+  if isinstance(declared, Discrete):
+    return discrete(declared.n)
+  actual, _ = jax.eval_shape(lambda key: env.reset_env(key, params), jax.random.key(0))
+  low, high = declared.low, declared.high
+  if name in _BOUNDS_TOO_NARROW:
+    low, high = -np.inf, np.inf
+  return box(low, high, actual.shape, actual.dtype)
+
+
+def _action_space(env: Any, params: Any) -> gymnasium.Space:
+  declared = env.action_space(params)
+  if isinstance(declared, Discrete):
+    return discrete(declared.n)
+  return box(declared.low, declared.high, declared.shape, np.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gymnax:
+  """A gymnax environment as Dynamics."""
+
+  name: str
+  env: Any  # gymnax.environments.environment.Environment
+  params: Any
+  observation_space: gymnasium.Space
+  action_space: gymnasium.Space
+
+  @foreign
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    observation, state = self.env.reset_env(key, self.params)
+    return strong(state), restart(to_space(self.observation_space, observation))
+
+  @foreign
+  def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    action = jnp.asarray(action, self.action_space.dtype)
+    observation, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
+    truncated = self.env.is_truncated(state, self.params)
+    if self.name in _LIMIT_IS_TASK:
+      terminated, truncated = terminated | truncated, False
+    observation = to_space(self.observation_space, observation)
+    return strong(state), transition(observation, reward, terminated, truncated)
+
+  @property
+  def draw(self) -> Callable[[Any], np.ndarray] | None:
+    """A picture of a state, of those that have one."""
+    drawing = DRAWINGS.get(self.name)
+    return None if drawing is None else lambda state: drawing(state, self.params)

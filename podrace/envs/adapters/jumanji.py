@@ -1,0 +1,126 @@
+"""Jumanji: combinatorial problems, puzzles and games (github.com/instadeepai/jumanji).
+
+Jumanji ends an episode at its `time_limit` with discount 0, as if it had terminated. So the
+library is given a limit one step further away than ours, which truncates. One step is enough, and
+it keeps what the library derives from the limit (bounds, arrays) as it should be.
+
+Left out: environments with one reward per agent (Connector, LevelBasedForaging,
+SearchAndRescue), and Sokoban, which downloads its levels when it is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+import jax.numpy as jnp
+import jumanji
+import numpy as np
+from jumanji import specs
+
+from podrace.envs.adapters.adapt import TimeLimit, box, discrete, foreign, raw, strong, to_space
+from podrace.envs.base import Dynamics, NextStepReset, restart, transition
+from podrace.envs.registry import Value, read_options
+from podrace.types import Array, Environment, TimeStep
+
+# Episodes of fewer than four steps (one wrong move ends them) would use a pool's states twice. All
+# environments without a time limit count as such.
+_ENDS_AT_ONCE = ('Cleaner-v0',)
+
+
+@foreign
+def make(name: str, options: Mapping[str, Value]) -> Environment:
+  """A jumanji environment by its id; the option is its time limit, where it has one."""
+  env = jumanji.make(name)
+  defaults: dict[str, Value] = {'fresh_fraction': 1.0}
+  if hasattr(env, 'time_limit'):
+    defaults['time_limit'] = int(env.time_limit)
+    if name not in _ENDS_AT_ONCE:
+      defaults['fresh_fraction'] = 0.25
+  values = read_options(f'jumanji:{name}', options, defaults)
+  dynamics: Dynamics
+  if 'time_limit' in values:
+    dynamics = TimeLimit(
+      _dynamics(name, jumanji.make(name, time_limit=values['time_limit'] + 1)),
+      values['time_limit'],
+    )
+  else:
+    dynamics = _dynamics(name, env)
+  return NextStepReset(dynamics, values['fresh_fraction'])
+
+
+def _dynamics(name: str, env: jumanji.Environment) -> Jumanji:
+  space = observation_space(env.observation_spec)
+  if name == 'TSP-v1':  # before the first city the position is -1, which its spec leaves out
+    space['position'] = box(-1, space['position'].n - 1, (), np.int32)
+  return Jumanji(env, space, action_space(env.action_spec))
+
+
+def observation_space(spec: Any) -> Any:
+  """The space of what a spec describes; one of several fields is a Dict, by field."""
+  if isinstance(spec, specs.DiscreteArray):
+    return discrete(spec.num_values)
+  if isinstance(spec, specs.BoundedArray):
+    return box(spec.minimum, spec.maximum, spec.shape, spec.dtype)
+  if isinstance(spec, specs.Array):
+    return _unbounded(spec)
+  fields = {k: observation_space(v) for k, v in spec._specs.items()}
+  count = fields.get('step_count')
+  if isinstance(count, gymnasium.spaces.Discrete):  # it is a number, not a category
+    fields['step_count'] = box(0, int(count.n) - 1, (), np.int32)
+  return gymnasium.spaces.Dict(fields)
+
+
+def action_space(spec: Any) -> gymnasium.Space:
+  """Discrete, MultiDiscrete (also for bounded integers from 0) or Box."""
+  if isinstance(spec, specs.DiscreteArray):
+    return discrete(spec.num_values)
+  if isinstance(spec, specs.MultiDiscreteArray):
+    return gymnasium.spaces.MultiDiscrete(np.asarray(spec.num_values), dtype=np.int32)
+  if np.issubdtype(spec.dtype, np.integer):
+    numbers = np.broadcast_to(np.asarray(spec.maximum, np.int32) + 1, spec.shape)
+    return gymnasium.spaces.MultiDiscrete(numbers, dtype=np.int32)
+  return box(spec.minimum, spec.maximum, spec.shape, np.float32)
+
+
+def _unbounded(spec: specs.Array) -> gymnasium.spaces.Box:
+  if np.issubdtype(spec.dtype, np.integer):
+    info = np.iinfo(spec.dtype)
+    return box(info.min, info.max, spec.shape, spec.dtype)
+  return box(-np.inf, np.inf, spec.shape, spec.dtype)
+
+
+def _as_dict(space: gymnasium.Space, observation: Any) -> Any:
+  """Named tuples and dataclasses as dicts, all the way down; arrays as they are."""
+  if not isinstance(space, gymnasium.spaces.Dict):
+    return observation
+  return {k: _as_dict(sub, getattr(observation, k)) for k, sub in space.spaces.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Jumanji:
+  """A jumanji environment as Dynamics; its observation keeps `action_mask` where it has one."""
+
+  env: jumanji.Environment
+  observation_space: gymnasium.Space
+  action_space: gymnasium.Space
+
+  @foreign
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    state, timestep = self.env.reset(raw(key))
+    return strong(state), restart(self._observe(timestep.observation))
+
+  @foreign
+  def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    del key  # jumanji keeps one in its state
+    state, timestep = self.env.step(state, jnp.asarray(action, self.env.action_spec.dtype))
+    terminated = timestep.last() & (timestep.discount == 0)
+    observation = self._observe(timestep.observation)
+    return strong(state), transition(
+      observation, timestep.reward, terminated, timestep.last() & ~terminated
+    )
+
+  def _observe(self, observation: Any) -> Any:
+    return to_space(self.observation_space, _as_dict(self.observation_space, observation))

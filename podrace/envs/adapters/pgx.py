@@ -1,0 +1,165 @@
+"""Board games of pgx (Koyama et al. 2023, arXiv 2303.17503): against an opponent by name, or both sides in turn.
+
+With an opponent, a step is the agent's move and the opponent's answer, and pgx draws at random who begins. The
+reward is 1 for a game won, -1 for one lost; a move against the rules loses. Observations are from the agent's side.
+
+With `opponent=self` a step is one move, of both players in turn. Observation and reward are of whoever moves, so
+what comes after a move is worth as much less as it is worth to the other player: learn with a discount of -1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import pgx
+from jax import lax
+from pgx.core import Env
+
+from podrace.distributions import MASKED
+from podrace.envs.adapters.adapt import box, discrete, foreign, raw, strong, to_space
+from podrace.envs.base import NextStepReset, restart, select, transition
+from podrace.envs.registry import UnknownName, Value, at_least, nearest, read_options
+from podrace.types import Array, Environment, TimeStep
+
+AGENT = 0  # pgx's number of the player that learns
+OPPONENTS = ('random', 'mcts', 'self')
+EXPLORATION = 4.0  # of mcts: with the paper's 1.25 one unlucky rollout can end a move's chances
+Move = Callable[[Any, Any, Array], Array]  # from a state, what its player sees, and a key
+
+
+@foreign
+def make(name: str, options: Mapping[str, Value]) -> Environment:
+  """A game by its pgx id; the options are the opponent, and how many rollouts `mcts` has for a move."""
+  values = read_options(f'pgx:{name}', options, {'opponent': 'random', 'rollouts': 100})
+  at_least(f'pgx:{name}', values, rollouts=1)
+  env = pgx.make(name)
+  shape = tuple(env.observation_shape)
+  dtype = jax.eval_shape(env.init, jax.random.key(0)).observation.dtype
+  observation_space = gymnasium.spaces.Dict(
+    action_mask=box(False, True, (env.num_actions,), bool), board=box(0, 1, shape, dtype)
+  )
+  opponent = _opponent(name, env, values['opponent'], values['rollouts'])
+  return NextStepReset(Game(env, observation_space, discrete(env.num_actions), opponent))
+
+
+def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
+  """How an opponent moves; None if there is none but the agent itself."""
+  if opponent in OPPONENTS:
+    return {'random': random_move, 'mcts': mcts(env, rollouts), 'self': None}[opponent]
+  if not Path(opponent).is_dir():
+    raise UnknownName(
+      f'pgx:{name} has no opponent {opponent!r}{nearest(opponent, OPPONENTS)}; there is '
+      f'{", ".join(OPPONENTS)}, or the directory of a run of this game'
+    )
+  from podrace.run.opponents import from_run
+
+  return from_run(Path(opponent), name)
+
+
+def random_move(state: Any, observation: Any, key: Array) -> Array:
+  """Uniform over what the rules allow."""
+  return jax.random.categorical(key, jnp.where(state.legal_action_mask, 0.0, MASKED))
+
+
+def mcts(env: Env, rollouts: int) -> Move:
+  """Monte-Carlo tree search by the rules, with a uniform prior, a random rollout of each new node."""
+  import mctx
+
+  def worth(state: Any, key: Array) -> Array:
+    """What a random end of the game from a state is worth to its player."""
+    player = state.current_player
+
+    def move(carry: Any) -> Any:
+      state, total, key = carry
+      own, rest = jax.random.split(key)
+      state = strong(env.step(state, random_move(state, (), own)))
+      return state, total + state.rewards[player], rest
+
+    start = state, jnp.float32(0), key
+    return lax.while_loop(lambda x: ~(x[0].terminated | x[0].truncated), move, start)[1]
+
+  def expand(params: Any, key: Array, action: Array, state: Any) -> Any:
+    mover = state.current_player
+    after = jax.vmap(lambda s, a: strong(env.step(s, a)))(state, action)
+    over = after.terminated | after.truncated
+    # A finished node is visited again: what it is worth then counts 0, by the discount.
+    value = jax.vmap(worth)(after, jax.random.split(key, action.shape[0]))
+    output = mctx.RecurrentFnOutput(
+      reward=jnp.take_along_axis(after.rewards, mover[:, None], axis=1)[:, 0],
+      discount=jnp.where(over, 0.0, -1.0),
+      prior_logits=jnp.where(after.legal_action_mask, 0.0, MASKED),
+      value=value,
+    )
+    return output, after
+
+  def move(state: Any, observation: Any, key: Array) -> Array:
+    one = jax.tree.map(lambda x: x[None], state)
+    logits = jnp.where(one.legal_action_mask, 0.0, MASKED)
+    root = mctx.RootFnOutput(prior_logits=logits, value=jnp.zeros(1), embedding=one)
+    found = mctx.muzero_policy(
+      (), raw(key), root, expand, rollouts, invalid_actions=~one.legal_action_mask,
+      qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
+      dirichlet_fraction=0.0, temperature=0.0, pb_c_init=EXPLORATION,
+    )  # fmt: skip
+    return found.action[0]
+
+  return move
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Game:
+  """A game of two as Dynamics of one; without an opponent, it is each player in turn."""
+
+  env: Env
+  observation_space: gymnasium.Space
+  action_space: gymnasium.Space
+  opponent: Move | None = random_move
+
+  @property
+  def takes_turns(self) -> bool:
+    return self.opponent is None
+
+  @foreign
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    init_key, answer_key = jax.random.split(key)
+    state = strong(self.env.init(raw(init_key)))
+    if self.opponent:
+      answered = self._answer(state, answer_key)
+      state = select(state.current_player == AGENT, state, answered)
+    return state, restart(self._observe(state))
+
+  @foreign
+  def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    own_key, answer_key = jax.random.split(key)
+    moved = strong(self.env.step(state, action, raw(own_key)))
+    if not self.opponent:
+      reward = moved.rewards[state.current_player]
+      return moved, transition(self._observe(moved), reward, moved.terminated, moved.truncated)
+    over = moved.terminated | moved.truncated
+    after = select(over, moved, self._answer(moved, answer_key))
+    reward = moved.rewards[AGENT] + jnp.where(over, 0.0, after.rewards[AGENT])
+    return after, transition(self._observe(after), reward, after.terminated, after.truncated)
+
+  def _answer(self, state: Any, key: Array) -> Any:
+    """The state after a move of the opponent."""
+    assert self.opponent is not None
+    move_key, step_key = jax.random.split(key)
+    move = self.opponent(state, self._seen(state, state.current_player), move_key)
+    return strong(self.env.step(state, move, raw(step_key)))
+
+  def _observe(self, state: Any) -> Any:
+    """The board as the agent sees it, and where it may move."""
+    return self._seen(state, state.current_player if self.takes_turns else jnp.int32(AGENT))
+
+  def _seen(self, state: Any, player: Array) -> Any:
+    board = self.env.observe(state, player)
+    return to_space(
+      self.observation_space, {'action_mask': state.legal_action_mask, 'board': board}
+    )

@@ -1,0 +1,208 @@
+"""Environments in JAX of one's own, checked before anything is compiled: their types, and steps at random."""
+
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gymnasium import spaces
+
+from podrace.envs import contract
+from podrace.envs.host.infos import MOST
+from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, bounds, over, values, without_choice
+from podrace.envs.spaces import leaves as leaves_of
+from podrace.errors import UsageError
+from podrace.system.blame import (
+  calling,
+  check_arrays,
+  describe,
+  failed,
+  first_difference,
+  inner,
+  is_ours,
+  label,
+  leaves,
+  refuse,
+  same_structure,
+)
+from podrace.types import FIRST, LAST, MID, TimeStep
+
+log = logging.getLogger('podrace')
+
+STEPS, NUM_ENVS = 100, 8  # of an environment, at random
+ROUNDING = 1e-4  # by how much of a bound an observation may be beyond it
+NAMES = {FIRST: 'FIRST', MID: 'MID', LAST: 'LAST'}
+
+
+def key_type() -> Any:
+  return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def batch_type(n: int, space: Any) -> Any:
+  """What is in a space, [n, ...], in the types that JAX has."""
+
+  def one(leaf: Any) -> Any:
+    dtype = np.int32 if np.issubdtype(leaf.dtype, np.int64) else leaf.dtype
+    return jax.ShapeDtypeStruct((n, *leaf.shape), dtype)
+
+  return over(one, space)
+
+
+def check_environment(env: Any) -> None:
+  """Checks an environment in JAX: its types, and some steps at random. Those of podrace are not."""
+  if env is None or is_ours(env):  # None: it is on the host
+    return
+  for name in ('observation_space', 'action_space'):
+    space = getattr(env, name)
+    if not isinstance(space, spaces.Space):
+      raise UsageError(f'{label(env, name)} is {space!r}, expected a gymnasium.spaces.Space')
+  _check_types(inner(env), wrapped=inner(env) is not env)
+  if bounds(env.action_space) is not None:  # so that there are random actions
+    _check_steps(env)
+
+
+def _check_types(env: Any, wrapped: bool) -> None:
+  """Checks what `reset` and `step` return, and that they agree about the state; `wrapped`: in NextStepReset."""
+
+  def reset(key: Any) -> Any:
+    found = _tracing(env, 'reset', 'a key', key)
+    _check_pair(env, 'reset', found, wrapped)
+    return found
+
+  def step(state: Any, action: Any, key: Any) -> Any:
+    given = f'the state of one environment, the action {describe(action)}, a key'
+    found = _tracing(env, 'step', given, state, action, key)
+    _check_pair(env, 'step', found, wrapped)
+    return found
+
+  with jax.debug_key_reuse(False):
+    before, _ = jax.eval_shape(reset, key_type())
+    action = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch_type(1, env.action_space)
+    )
+    after, _ = jax.eval_shape(step, before, action, key_type())
+  if different := first_difference(after, before):
+    refuse(env, 'step', f'the state {different[0]}', f'{different[1]}, as `reset` returns it')
+  _check_infos(env, before)
+
+
+def _tracing(env: Any, name: str, given: str, *args: Any) -> Any:
+  """As `calling`; warns of random numbers that are drawn once, when the function is traced."""
+  before = _global_generators()
+  found = calling(env, name, given, *args)
+  if _global_generators() != before:
+    log.warning(
+      '%s draws from np.random or random: that happens once, when it is traced, so all episodes get the '
+      'same number. Draw from its key, as jax.random.uniform(key)', label(env, name)
+    )  # fmt: skip
+  return found
+
+
+def _global_generators() -> Any:
+  """The states of the generators that numpy and Python have for everybody."""
+  state: Any = np.random.get_state()
+  return state[1].tobytes(), state[2:], random.getstate()
+
+
+def _check_infos(env: Any, state: Any) -> None:
+  """What an environment says of episodes that end: numbers by their names."""
+  if not hasattr(env, 'infos'):
+    return
+  if not callable(env.infos):
+    refuse(env, 'infos', f'{env.infos!r}', 'a function of the state')
+  found = jax.eval_shape(lambda s: calling(env, 'infos', 'the state of one environment', s), state)
+  if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    refuse(env, 'infos', describe(found), 'a dict of numbers by their names')
+  for name, x in found.items():
+    if x.shape != ():
+      refuse(env, 'infos', f'{name} of shape {x.shape}', 'one number, of shape ()')
+  if len(found) > MOST:
+    refuse(env, 'infos', f'{len(found)} numbers', f'at most {MOST}')
+
+
+def _check_pair(env: Any, name: str, found: Any, wrapped: bool) -> None:
+  """Checks (state, TimeStep) of one environment."""
+  if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], TimeStep)):
+    many = f'a tuple of {len(found)}: ' if isinstance(found, tuple) else ''
+    refuse(env, name, many + describe(found), 'a pair (state, TimeStep)')
+  state, timestep = found
+  check_arrays(env, name, state, 'a state of arrays')
+  for path, x in leaves(state) if wrapped else ():
+    if isinstance(x, bool | int | float):
+      came = f"the state's {path.lstrip('.')}".removesuffix("'s ")
+      came = f'{came} as a Python {type(x).__name__}'
+      refuse(env, name, came, f'an array: write jnp.{jnp.result_type(x)}({x})')
+  for field, dtype in (('reward', 'float32'), ('discount', 'float32'), ('step_type', 'int8')):
+    x = getattr(timestep, field)
+    if (jnp.shape(x), str(jnp.result_type(x))) != ((), dtype):
+      refuse(env, name, f'the {field} {describe(x)}', f'{dtype}[], of one environment')
+  space, x = env.observation_space, timestep.observation
+  if not same_structure(x, batch_type(1, space)):
+    refuse(env, name, f'the observation {describe(x)}', f'one of {space}')
+  for (where, leaf), y in zip(leaves_of(space), values(space, x), strict=True):
+    integer = isinstance(leaf, spaces.Discrete | spaces.MultiDiscrete)
+    fits = jnp.issubdtype(y.dtype, jnp.integer) if integer else y.dtype == leaf.dtype
+    if y.shape != leaf.shape or not fits:
+      kind = 'integers' if integer else leaf.dtype
+      refuse(
+        env, name, f'{where} {describe(y)}', f'{kind}{list(leaf.shape)}, as the space declares'
+      )
+
+
+def _check_steps(env: Any) -> None:
+  """Steps some copies at random."""
+  given = f'the states of {NUM_ENVS} environments under vmap, in a scan, random actions, keys'
+  try:
+    with jax.debug_key_reuse(False):
+      run = contract.rollout(env, STEPS, NUM_ENVS)
+      stream = contract.as_numpy(run(jax.random.key(0), False))
+  except Exception as e:
+    raise failed(env, 'step', given, e) from e
+  kind = stream.step_type
+  if wrong := sorted({int(x) for x in kind.flat} - NAMES.keys()):
+    refuse(env, 'step', f'step_type {wrong[0]}', 'FIRST (0), MID (1) or LAST (2)')
+  if np.any(kind[0] != FIRST):
+    refuse(env, 'reset', f'step_type {NAMES[int(kind[0][kind[0] != FIRST][0])]}', 'FIRST')
+  for t, i in np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))[:1]:
+    before, after = (NAMES[int(kind[t + d, i])] for d in (0, 1))
+    expected = (
+      f'FIRST: {contract.RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
+    )
+    refuse(env, 'step', f'{after} after {before} in step {t + 1}', expected)
+  stuck = without_choice(stream)
+  for t, _ in np.argwhere(stuck)[:1] if stuck is not None else ():
+    refuse(env, 'step' if t else 'reset', f'{ALLOWS_NOTHING} in step {t}', ALLOWS_SOME)
+  _check_numbers(env, 'reward', stream.reward)
+  _check_numbers(env, 'discount', stream.discount)
+  for (where, leaf), x in zip(
+    leaves_of(env.observation_space),
+    values(env.observation_space, stream.observation),
+    strict=True,
+  ):
+    _check_numbers(env, where, x)
+    _check_bounds(env, where, leaf, x)
+
+
+def _check_numbers(env: Any, what: str, x: np.ndarray) -> None:
+  if x.dtype.kind != 'f':
+    return
+  for t, *rest in np.argwhere(~np.isfinite(x))[:1]:
+    name = 'step' if t else 'reset'
+    refuse(env, name, f'{what} {x[(t, *rest)]} in step {t}', 'a finite number')
+
+
+def _check_bounds(env: Any, where: str, space: Any, x: np.ndarray) -> None:
+  """Checks that observations [T, B, ...] are in their space, but for what floats are rounded by."""
+  low, high = (np.asarray(y, np.float64) for y in bounds(space) or (-np.inf, np.inf))
+  outside = (x < low - ROUNDING * (1 + abs(low))) | (x > high + ROUNDING * (1 + abs(high)))
+  if not np.any(outside):
+    return
+  axes = tuple(range(1, x.ndim))
+  name = 'step' if not np.any(outside[0]) else 'reset'
+  t = int(np.argmax(np.any(outside, axes)))
+  came = f'{where} between {x.min():g} and {x.max():g}, out of its space from step {t} on'
+  refuse(env, name, came, f'what is in {space}')

@@ -1,0 +1,68 @@
+"""Memory: the smallest task that needs remembering; tells whether recurrence works."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import NamedTuple
+
+import gymnasium
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from podrace.envs.adapters.adapt import box, discrete
+from podrace.envs.base import restart, transition
+from podrace.types import Array, TimeStep
+
+
+class MemoryState(NamedTuple):
+  """What was shown, and when. All [] i32."""
+
+  cue: Array  # 0 or 1, the action that will be right
+  time: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """A cue is shown once; `length` steps later the action must be equal to it.
+
+  The idea is the T-maze's (Bakker 2001), without the maze. The first observation shows the cue;
+  `length` steps later comes the query, and the action then taken ends the episode with reward +1
+  if it is the cue and -1 if not. All other actions change nothing and are rewarded with 0.
+
+  The observation at the query is the same whatever the cue was. So the action of any policy
+  that sees only the newest observation is independent of the cue, which is fair: its expected
+  return is exactly 0. The best policy that remembers gets 1.
+  """
+
+  length: int = 10  # steps from the cue to the query
+
+  def __post_init__(self) -> None:
+    if self.length < 1:
+      raise ValueError(f'memory needs length >= 1: {self.length=}')
+
+  @cached_property
+  def observation_space(self) -> gymnasium.spaces.Box:
+    """The cue (-1 or 1 at first, then 0), the share of time left, and whether this is the query."""
+    return box(-1, 1, (3,), np.float32)
+
+  @cached_property
+  def action_space(self) -> gymnasium.spaces.Discrete:
+    return discrete(2)
+
+  def reset(self, key: Array) -> tuple[MemoryState, TimeStep]:
+    state = MemoryState(jax.random.randint(key, (), 0, 2, jnp.int32), jnp.int32(0))
+    return state, restart(self._observe(state))
+
+  def step(self, state: MemoryState, action: Array, key: Array) -> tuple[MemoryState, TimeStep]:
+    del key
+    answered = state.time >= self.length
+    reward = jnp.where(answered, jnp.where(action == state.cue, 1.0, -1.0), 0.0)
+    state = MemoryState(state.cue, state.time + 1)
+    return state, transition(self._observe(state), reward, answered, False)
+
+  def _observe(self, state: MemoryState) -> Array:
+    cue = jnp.where(state.time == 0, 2 * state.cue - 1, 0)
+    left = jnp.maximum(0, 1 - state.time / self.length)
+    return jnp.stack([cue, left, state.time == self.length]).astype(jnp.float32)

@@ -1,0 +1,1 @@
+"""Many runs: listing, curves, plots, reports, benchmarks and sweeps."""

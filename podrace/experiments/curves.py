@@ -1,0 +1,222 @@
+"""Curves of runs: reading them, grouping them by configuration, and what they are together.
+
+NumPy only; `podrace.experiments.plot` draws. The statistics are those of Agarwal et al. 2021 (Deep Reinforcement Learning at
+the Edge of the Statistical Precipice, arXiv 2108.13264).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from podrace.errors import UnreadableFile, UsageError
+from podrace.experiments.runs import read_run_record
+from podrace.run import metrics
+from podrace.system.files.schema import is_number
+
+Floats = np.ndarray
+X = Literal['steps', 'wall', 'gradient-steps']
+# What may differ between runs of one group.
+NOT_OF_GROUP = (
+  'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes', 'eval_env',
+  'eval_video', 'version',
+)  # fmt: skip
+RESAMPLES = 2000
+GRID = 200  # points of a group's curve
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """A metric of one seed of one run."""
+
+  x: Floats  # [L] rising
+  y: Floats  # [L]
+  run: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The curves of runs whose configurations differ in their seeds alone."""
+
+  config: dict[str, Any]  # flat: agent.network.hidden -> value
+  curves: list[Curve]
+
+  @property
+  def env(self) -> str:
+    return str(self.config.get('env', ''))
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[Group], list[str]]:
+  """Groups of curves, in the order of their first runs; and what is wrong with the runs that have none.
+
+  Args:
+    metric: a key of metrics.jsonl. `episode_return` of a run of several seeds is a curve for each.
+  """
+  groups: dict[str, Group] = {}
+  wrong: list[str] = []
+  for path in paths:
+    try:
+      config, curves = _read(path, metric, x)
+    except UsageError as e:
+      wrong.append(str(e))
+      continue
+    key = json.dumps(config, sort_keys=True)
+    groups.setdefault(key, Group(config, [])).curves.extend(curves)
+  return list(groups.values()), wrong
+
+
+def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
+  try:
+    record = read_run_record(path)
+  except UnreadableFile as e:
+    raise UsageError(f'{path}: config.json cannot be read: it {e.reason}') from e
+  if record is None:
+    raise UsageError(f'{path}: config.json cannot be read: it is not there')
+  try:
+    config = {k: v for k, v in metrics.flat(record).items() if k not in NOT_OF_GROUP}
+  except UsageError as e:
+    raise UsageError(f'{path}: {e}') from e
+  lines = metrics.read(path / 'metrics.jsonl', shown=True)
+  if not lines:
+    raise UsageError(f'{path}: no line of metrics yet')
+  by_seed = f'{metric}_by_seed'
+  seeds = max(
+    (len(line[by_seed]) for line in lines if isinstance(line.get(by_seed), list)), default=0
+  )
+  at = _positions(lines, x, path)
+  if seeds * len(lines) > metrics.SHOWN_VALUES:  # shorter lists are filled up below
+    raise UsageError(
+      f'{path}: metrics.jsonl has {len(lines):,} lines of up to {seeds:,} seeds, expected at most '
+      f'{metrics.SHOWN_VALUES:,} numbers'
+    )
+  if seeds:
+    lists = [v if isinstance(v := line.get(by_seed), list) else [] for line in lines]
+    rows = [v + [None] * (seeds - len(v)) for v in lists]
+  else:
+    rows = [[line.get(metric)] for line in lines]
+  y = np.array([[v if is_number(v) else np.nan for v in row] for row in rows], float)
+  found = []
+  for column in y.T:
+    known = np.isfinite(column)
+    if known.any():
+      found.append(Curve(at[known], column[known], path))
+  if not found:
+    names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
+    raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
+  return config, found
+
+
+def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
+  key = {'steps': 'step', 'wall': 'wall_s', 'gradient-steps': 'gradient_steps'}[x]
+  if not all(is_number(line.get(key)) for line in lines):
+    raise UsageError(f'{path}: no {key} in its metrics; an older podrace made it')
+  at = np.array([line[key] for line in lines], float)
+  at = np.cumsum(at) if x == 'gradient-steps' else at
+  if (np.diff(at) < 0).any():
+    raise UsageError(f'{path}: {key} in its metrics goes back')
+  return at
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+def mean(x: Floats, axis: int = -1) -> Floats:
+  return np.mean(x, axis)
+
+
+def median(x: Floats, axis: int = -1) -> Floats:
+  return np.median(x, axis)
+
+
+def iqm(x: Floats, axis: int = -1) -> Floats:
+  """The interquartile mean: of what is left without the lowest and the highest quarter.
+
+  As `scipy.stats.trim_mean(x, 0.25)`: a quarter of n, rounded down, is cut at each end.
+  """
+  cut = x.shape[axis] // 4
+  kept = np.take(np.sort(x, axis), np.arange(cut, x.shape[axis] - cut), axis)
+  return np.mean(kept, axis)
+
+
+CENTERS: dict[str, Callable[..., Floats]] = {'mean': mean, 'median': median, 'iqm': iqm}
+
+
+def interval(
+  scores: Sequence[Floats],
+  center: Callable[..., Floats],
+  level: float = 0.95,
+  resamples: int = RESAMPLES,
+) -> tuple[float, float]:
+  """A percentile interval of `center` over all scores, by stratified bootstrap: runs are drawn within each task.
+
+  Args:
+    scores: of each task, [runs].
+  """
+  rng = np.random.default_rng(0)
+  drawn = [s[rng.integers(len(s), size=(resamples, len(s)))] for s in scores]
+  values = center(np.concatenate(drawn, axis=1), axis=1)
+  low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+  return float(low), float(high)
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+  """A group's curve. Where fewer than two of its curves are left, low and high are NaN."""
+
+  x: Floats  # [P]
+  center: Floats  # [P]
+  low: Floats  # [P]
+  high: Floats  # [P]
+  count: Floats  # [P] curves
+
+
+def band(curves: Sequence[Curve], center: str = 'mean', level: float = 0.95) -> Band:
+  """The curves together, at common positions; each counts as far as it goes, and between its points on a line."""
+  start = max(min(c.x[0] for c in curves), 0.0)
+  grid = np.linspace(start, max(c.x[-1] for c in curves), GRID)
+  if len(curves) == 1:
+    only, none = curves[0], np.full(len(curves[0].x), np.nan)
+    return Band(only.x, only.y, none, none, np.ones(len(only.x)))
+  at = np.stack([np.interp(grid, c.x, c.y, left=np.nan, right=np.nan) for c in curves])  # [N, P]
+  there = ~np.isnan(at)
+  rng = np.random.default_rng(0)
+  found = np.full((4, len(grid)), np.nan)
+  for i, column in enumerate(at.T):
+    values = column[there[:, i]]
+    n = len(values)
+    found[3, i] = n
+    if n:
+      found[0, i] = CENTERS[center](values)
+    if n > 1:
+      drawn = CENTERS[center](values[rng.integers(n, size=(RESAMPLES, n))], axis=1)
+      found[1:3, i] = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+  kept = found[3] > 0
+  return Band(grid[kept], *(row[kept] for row in found))
+
+
+def final(curve: Curve, part: float = 0.1) -> float:
+  """The mean over the last tenth of a curve."""
+  return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
+
+
+def profile(scores: Sequence[Floats], thresholds: Floats) -> Floats:
+  """The performance profile [thresholds]: the share of runs above each, tasks alike (paper, section 4.3)."""
+  each = [np.mean(s[:, None] > thresholds[None], axis=0) for s in scores]
+  return np.mean(each, axis=0)
+
+
+def probability_of_improvement(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
+  """How likely a run of ours is better than one of theirs, in a task drawn at random; ties are half (paper, section 4.3)."""
+  each = []
+  for a, b in zip(ours, theirs, strict=True):
+    difference = a[:, None] - b[None]
+    each.append(np.mean((difference > 0) + 0.5 * (difference == 0)))
+  return float(np.mean(each))

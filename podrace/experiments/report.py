@@ -1,0 +1,181 @@
+"""A report of runs: one HTML file, which needs no network. Importing this does not import jax."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from podrace.errors import UnreadableFile, UsageError
+from podrace.experiments import runs
+from podrace.experiments.plot import COLOURS
+from podrace.experiments.scores import ATARI, game, human_normalised
+from podrace.run import metrics
+from podrace.system.files import UTF8, write_whole
+from podrace.system.files.reading import read_bytes, read_object
+from podrace.system.files.schema import SUMMARY, is_number
+from podrace.version import __version__
+
+PAGE = Path(__file__).parent / 'page'
+POINTS = 1000  # of a curve; longer ones are thinned
+VIDEO_BYTES = 8 * 2**20  # of all videos of a run
+
+
+def write(paths: Sequence[Path], out: Path) -> dict[str, Any]:
+  """Writes the report of runs; how many there are in it, and what was left out.
+
+  Raises:
+    UsageError: if there is nothing to show, or the file can't be written.
+  """
+  found, left_out = [], []
+  for path in paths:
+    run = runs.look(path)
+    if run.state == runs.BROKEN:
+      left_out.append(f'{path}: {run.why}')
+      continue
+    try:
+      found.append(gathered(run))
+    except UsageError as e:
+      left_out.append(str(e))
+  if not found:
+    raise UsageError(f'there is nothing to report: {"; ".join(left_out) or "no runs are there"}')
+  _name(found)
+  made = datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z')
+  data = {
+    'runs': found, 'left_out': left_out, 'colours': COLOURS, 'version': __version__, 'made': made,
+  }  # fmt: skip
+  try:
+    write_whole(out, page(data))
+  except OSError as e:
+    raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e
+  return {'out': str(out), 'runs': len(found), 'left_out': left_out}
+
+
+def page(data: dict[str, Any]) -> str:
+  """The page. What is in the data stays data: no tag can end its element."""
+  text = json.dumps(data, allow_nan=False)
+  for sign in '<>&\u2028\u2029':
+    text = text.replace(sign, f'\\u{ord(sign):04x}')
+  parts = {'/*CSS*/': 'report.css', '/*JS*/': 'report.js'}
+  html = (PAGE / 'report.html').read_text(encoding=UTF8)
+  for mark, name in parts.items():
+    html = html.replace(mark, (PAGE / name).read_text(encoding=UTF8))
+  return html.replace('/*DATA*/', text)
+
+
+def _name(found: list[dict[str, Any]]) -> None:
+  """Gives runs their directories' names; of those that have the same, as much of the path as is needed."""
+  for depth in range(1, 12):
+    names = ['/'.join(Path(r['path']).absolute().parts[-depth:]) for r in found]
+    if len(set(names)) == len(names):
+      break
+  for run, name in zip(found, names, strict=True):
+    run['name'] = name
+
+
+def gathered(run: runs.Run) -> dict[str, Any]:
+  """All that the page shows of a run, as JSON.
+
+  Raises:
+    UsageError: if its metrics are damaged.
+  """
+  path = run.path
+  lines = metrics.read(path / 'metrics.jsonl', shown=True)
+  evaluations = metrics.read(path / 'eval.jsonl', shown=True)
+  summary = read_object(path / 'summary.json', SUMMARY) or {}
+  score = run.episode_return
+  name = game(run.env)
+  videos, left_out = _videos(path / 'videos')
+  try:
+    settings = metrics.flat(runs.read_run_record(path) or {})
+  except UsageError as e:
+    raise UsageError(f'{path}: {e}') from e
+  return {
+    **run.as_json(),
+    'wall_s': lines[-1].get('wall_s') if lines else None,
+    'compile_s': summary.get('compile_s'),
+    'machine': _machine(summary.get('machine')),
+    'score': score,
+    'normalised': None if name is None or score is None else human_normalised(name, score),
+    'anchors': '' if name is None else 'random play {:g}, human {:g}'.format(*ATARI[name]),
+    'metrics': _columns(lines),
+    'evaluations': {
+      'step': [line['step'] for line in evaluations],
+      'mean': [_finite(line.get('episode_return_mean')) for line in evaluations],
+    },
+    'faults': {
+      'env_restarts': int(sum(line.get('env_restarts') or 0 for line in lines)),
+      'dropped_steps': int(sum(line.get('dropped_steps') or 0 for line in lines)),
+      'damaged': len(list((path / 'damaged').glob('*'))),
+    },
+    'config': {k: _text(x) for k, x in settings.items()},
+    'videos': videos,
+    'videos_left_out': left_out,
+  }
+
+
+def _text(x: Any) -> Any:
+  """A setting as JSON that every browser reads: it has no word for what is not finite."""
+  return str(x) if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _machine(found: Any) -> str:
+  """In words, of a summary."""
+  if not isinstance(found, dict):
+    return ''
+  return f'{found.get("device")} x {found.get("devices")}, {found.get("cores")} cores, JAX {found.get("jax")}'
+
+
+def _finite(x: Any) -> float | None:
+  return float(x) if is_number(x) else None
+
+
+def _columns(lines: list[metrics.Line]) -> dict[str, list[Any]]:
+  """Each metric's values, null where there is none; and the gradient steps so far."""
+  every = -(-len(lines) // POINTS)
+  total, sums = 0, []
+  for line in lines:
+    total += line.get('gradient_steps') or 0
+    sums.append(total)
+  kept = [i for i in range(len(lines)) if i % max(every, 1) == 0 or i == len(lines) - 1]
+  names = {k: None for i in kept for k, v in lines[i].items() if isinstance(v, int | float)}
+  found: dict[str, list[Any]] = {n: [_finite(lines[i].get(n)) for i in kept] for n in names}
+  return found | {'gradient_steps_total': [sums[i] for i in kept]}
+
+
+def _videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
+  """The videos as data, MP4 before GIF, and those that are left out; links are not followed."""
+  found: list[dict[str, str]] = []
+  left_out: list[str] = []
+  if folder.is_symlink() or not folder.is_dir():
+    return found, left_out
+  size = 0
+  try:
+    files = {p: p.lstat() for p in folder.iterdir() if p.suffix in ('.mp4', '.gif')}
+  except OSError as e:
+    return found, [f'{folder.name}: {e.strerror}']
+  files = {p: status for p, status in files.items() if stat.S_ISREG(status.st_mode)}
+  names = {p.stem for p in files if p.suffix == '.mp4'}
+  for path in sorted(files, key=lambda p: -files[p].st_mtime):
+    if path.suffix == '.gif' and path.stem in names:
+      continue
+    if size + files[path].st_size > VIDEO_BYTES:
+      left_out.append(
+        f'{path.name}: {files[path].st_size / 2**20:.1f} MiB; a report has {VIDEO_BYTES >> 20} MiB of a run'
+      )
+      continue
+    try:
+      content = read_bytes(path, VIDEO_BYTES - size)
+    except (UnreadableFile, FileNotFoundError) as e:
+      left_out.append(str(e))
+      continue
+    size += len(content)
+    kind = {'.mp4': 'video/mp4', '.gif': 'image/gif'}[path.suffix]
+    data = f'data:{kind};base64,{base64.b64encode(content).decode()}'
+    found.append({'name': path.stem, 'kind': path.suffix[1:], 'data': data})
+  return found, left_out

@@ -1,0 +1,176 @@
+"""All settings in one program of Anakin, and population-based training there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrace import envs
+from podrace.agents.population import Varied, with_values
+from podrace.envs.base import batch
+from podrace.errors import UsageError
+from podrace.experiments.sweep.settings import Range, Setting, Spaces
+from podrace.run import loop
+from podrace.run.build import build
+from podrace.run.metrics import Line
+from podrace.settings.config import Config, bind_run
+from podrace.types import TrainState
+
+SHARE = 0.25  # of a population: the worst that take over, from the best
+FACTORS = (0.8, 1.25)  # by which their values change then
+
+
+def why_not(config: Config, settings: list[Setting]) -> str:
+  """Why these settings can't be one program; '' if they can."""
+  if config.architecture != 'anakin':
+    return f'{config.env} runs under {config.architecture}'
+  for name in settings[0]:
+    path = path_of(name)
+    if not name.startswith('agent.') or not isinstance(_value(config.agent, path), float):
+      return f'{name} is no number with a fraction of the agent'
+  try:
+    _act_without(config, [path_of(name) for name in settings[0]])
+  except _Read:
+    return f'acting reads {" or ".join(settings[0])}'
+  try:
+    build(varied(config, settings[:2]))
+  except (jax.errors.ConcretizationTypeError, TypeError, UsageError) as e:
+    return (
+      f'the agent needs {" or ".join(settings[0])} when it is compiled ({str(e).splitlines()[0]})'
+    )
+  return ''
+
+
+class _Read(Exception):
+  """Something was read that must not be."""
+
+
+class _Unread:
+  """Stands for a value; whatever is done with it raises _Read."""
+
+  def _fail(self, *args: Any) -> Any:
+    raise _Read
+
+  __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _fail
+  __pow__ = __rpow__ = __neg__ = __bool__ = __float__ = __int__ = __index__ = __jax_array__ = _fail
+  __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __array__ = _fail
+  __hash__ = None  # type: ignore[assignment]
+
+
+def _act_without(config: Config, paths: list[str]) -> None:
+  """Traces the acting of an agent, which has no access to these fields: members share all but the parameters.
+
+  Raises:
+    _Read: if it reads one.
+  """
+  env = envs.make(config.env)
+  agent = bind_run(config, env)
+  unread = with_values(agent, dict.fromkeys(paths, _Unread()))
+
+  def act(key: Any) -> Any:
+    params, (_, timestep) = agent.init(key).params, batch(env, 2).reset(key)
+    return unread.act(params, unread.initial_state(jax.numpy.arange(2)), timestep, key)
+
+  with jax.debug_key_reuse(False):
+    jax.eval_shape(act, jax.random.key(0))
+
+
+def path_of(name: str) -> str:
+  """A field of the agent, by its option."""
+  path = name.removeprefix('agent.').replace('-', '_')
+  return 'lambda_' if path == 'lambda' else path
+
+
+def _value(settings: Any, path: str) -> Any:
+  for name in path.split('.'):
+    if not hasattr(settings, name):
+      raise UsageError(f'--vary agent.{path}: {type(settings).__name__} has no field {name}')
+    settings = getattr(settings, name)
+  return settings
+
+
+def varied(config: Config, settings: list[Setting]) -> Config:
+  """A configuration with all settings, each with the seeds of `config`.
+
+  Raises:
+    UsageError: for a setting that the agent refuses.
+  """
+  paths = tuple(map(path_of, settings[0]))
+  for setting in settings:  # by the agent's own checks
+    try:
+      _replaced(config.agent, {path_of(n): float(v) for n, v in setting.items()})
+    except (ValueError, TypeError) as e:
+      raise UsageError(f'--vary {setting}: {e}') from e
+  values = tuple(float(v) for setting in settings for v in setting.values())
+  agent = Varied(config.agent, paths, values)
+  return dataclasses.replace(config, agent=agent, seeds=config.seeds * len(settings))
+
+
+def _replaced(settings: Any, values: dict[str, float]) -> Any:
+  for path, value in values.items():
+    name, _, rest = path.partition('.')
+    inner = _replaced(getattr(settings, name), {rest: value}) if rest else value
+    settings = dataclasses.replace(settings, **{name: inner})
+  return settings
+
+
+def train(
+  config: Config, settings: list[Setting], run_dir: Path, population: Population | None, quiet: bool
+) -> list[list[float | None]]:
+  """Trains all, or goes on; the returns of each setting's seeds."""
+  callbacks = [] if population is None else [population]
+  made = varied(config, settings)
+  summary = loop.train(made, run_dir, quiet=quiet, callbacks=callbacks)
+  returns = summary.get('episode_return_by_seed') or [summary['episode_return']]
+  each = config.seeds
+  return [returns[i : i + each] for i in range(0, len(returns), each)]
+
+
+class Population:
+  """Population-based training (Jaderberg et al. 2017, arXiv 1711.09846), as a callback.
+
+  At each line the worst quarter of the members, by their returns since the last one, take over the learned values
+  and the hyper-parameters of members of the best quarter, and multiply each hyper-parameter by 0.8 or 1.25. What
+  the environments do goes on. It draws from the seed and the step, so a resumed run is the same.
+  """
+
+  def __init__(self, spaces: Spaces, seed: int) -> None:
+    self._spaces = {path_of(name): space for name, space in spaces.items()}
+    self._seed = seed
+    self.history: list[dict[str, Any]] = []  # of each change: step, from, to, values
+
+  def __call__(self, line: Line) -> None: ...
+
+  def state(self) -> Any:
+    return self.history
+
+  def restore(self, state: Any) -> None:
+    self.history = state
+
+  def transform(self, train: TrainState, line: Line) -> TrainState:
+    returns = np.array([-np.inf if r is None else r for r in line['episode_return_by_seed']])
+    count = max(1, int(SHARE * len(returns)))
+    order = np.argsort(returns, kind='stable')
+    rng = np.random.default_rng([self._seed, line['step']])
+    source = np.arange(len(returns))
+    worst = order[:count]
+    source[worst] = rng.choice(order[-count:], count)
+    if not np.isfinite(returns).any():
+      return train
+    train = jax.tree.map(lambda x: x[source], train)
+    values = {name: np.array(x) for name, x in train.rest.values.items()}
+    for name, space in self._spaces.items():
+      changed = values[name][worst] * rng.choice(FACTORS, count)
+      if isinstance(space, Range):
+        changed = np.clip(changed, space.low, space.high)
+      values[name][worst] = changed
+    self.history.append({
+      'step': line['step'], 'from': source[worst].tolist(), 'to': worst.tolist(),
+      'values': {name: x.tolist() for name, x in values.items()},
+    })  # fmt: skip
+    new = {name: jax.numpy.asarray(x, jax.numpy.float32) for name, x in values.items()}
+    return train._replace(rest=train.rest._replace(values=new))

@@ -1,0 +1,1 @@
+"""Machines that start processes: Ray, SLURM, Kubernetes and SkyPilot."""

@@ -1,0 +1,1 @@
+"""Supervision of processes: start, watch, restart, end."""

@@ -1,0 +1,114 @@
+"""What people see of a program: the lines of its processes and, in a terminal, a table of them.
+
+A thread prints. A reader that has stopped, or is gone, holds up no process: lines for which there is no room any more are
+left out here, and are in the logs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import re
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.table import Table
+from rich.text import Text
+
+from podrace.launch.supervisor.replica import Replica
+from podrace.system.output import Lasting, print_text, printable
+from podrace.system.threads import Worker
+
+MOST = 10_000  # lines that wait to be printed
+LAST = 1.0  # seconds in which the last lines are printed, or not at all
+PAUSE = 0.25  # seconds between pictures of the table
+COLOURING = re.compile(r'(\x1b\[[0-9;]*m)')
+COLORS = ('cyan', 'green', 'magenta', 'yellow', 'blue', 'red')
+
+Row = tuple[str, str, int, float | None, int | None]  # name, state, restarts, since when, pid
+
+
+class Screen:
+  """Prints until it is left. Its methods wait for nothing."""
+
+  def __init__(self, names: Sequence[str]) -> None:
+    self._names, self._width = list(names), max(map(len, names))
+    self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue(MOST)
+    self._left_out = 0
+    self._rows: list[Row] = []
+    self._out = Lasting(sys.stdout)
+
+  def say(self, name: str, line: str) -> None:
+    """A line of a process."""
+    try:
+      self._lines.put_nowait((name, line))
+    except queue.Full:
+      self._left_out += 1
+
+  def look(self, replicas: list[Replica]) -> None:
+    """How the processes are."""
+    self._rows = [
+      (r.name, r.state, r.restarts, r.began if r.process else None, r.process.pid if r.process else None)
+      for r in replicas
+    ]  # fmt: skip
+
+  def __enter__(self) -> Screen:
+    self._thread = Worker('screen', self._table if self._out.isatty() else self._plain)
+    return self
+
+  def __exit__(
+    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+  ) -> None:
+    with contextlib.suppress(queue.Full):
+      self._lines.put(None, timeout=LAST)
+    self._thread.wait(LAST)
+
+  def _plain(self) -> None:
+    while (found := self._lines.get()) is not None:
+      self._tell_of_those_left_out()
+      print_text(f'{found[0]:<{self._width}} | {found[1]}', file=self._out, flush=True)
+
+  def _tell_of_those_left_out(self) -> None:
+    if self._left_out:
+      print_text(
+        f'... {self._left_out} lines were left out here; the logs have them', file=self._out
+      )
+      self._left_out = 0
+
+  def _table(self) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(file=self._out)  # type: ignore[arg-type]
+    colors = dict(zip(self._names, COLORS * len(self._names), strict=False))
+    drawn = 0.0
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+      while True:
+        with contextlib.suppress(queue.Empty):
+          if (found := self._lines.get(timeout=PAUSE)) is None:
+            return
+          self._tell_of_those_left_out()
+          head = Text(f'{found[0]:<{self._width}} | ', style=colors.get(found[0], ''))
+          console.print(head + coloured(found[1]), soft_wrap=True)
+        if time.monotonic() - drawn >= PAUSE:
+          drawn = time.monotonic()
+          live.update(table(self._rows, drawn), refresh=True)
+
+
+def coloured(line: str) -> Text:
+  """A line with its colours; all else in it that a terminal obeys is escaped."""
+  parts = COLOURING.split(line)  # text and colour by turns
+  return Text.from_ansi(''.join(x if i % 2 else printable(x) for i, x in enumerate(parts)))
+
+
+def table(rows: list[Row], now: float) -> Table:
+  """A row for each process."""
+  shown = Table(box=None, pad_edge=False, header_style='dim')
+  for name in ('process', 'state', 'restarts', 'for', 'pid'):
+    shown.add_column(name, justify='left' if name in ('process', 'state') else 'right')
+  for name, state, restarts, since, pid in rows:
+    lived = '' if since is None else f'{now - since:.0f} s'
+    shown.add_row(name, state, str(restarts), lived, '' if pid is None else str(pid))
+  return shown

@@ -1,0 +1,1 @@
+"""One run: its directory, loop, checkpoints, metrics and evaluations."""

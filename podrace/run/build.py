@@ -1,0 +1,261 @@
+"""What a configuration describes, assembled: the one place that knows both it and the architectures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from podrace import envs
+from podrace.architectures.agreement import Agreement, AllReduce, Gossip
+from podrace.architectures.anakin import Anakin, AnakinDriver
+from podrace.architectures.protocol import Architecture
+from podrace.architectures.sebulba import (
+  ActingProgram,
+  ActorSource,
+  HostReplaySource,
+  LearningProgram,
+  SebulbaDriver,
+  example_trajectory,
+)
+from podrace.envs.check import check_environment
+from podrace.envs.host import base as host
+from podrace.envs.host.base import HostSpec
+from podrace.errors import UsageError
+from podrace.hooks import memory
+from podrace.replay import Buffer, windows
+from podrace.replay.layout import Layout
+from podrace.run.check_agent import check_run
+from podrace.settings.config import Config, bind_run, validate
+from podrace.topology import Topology, learner_mesh, share, split_devices
+from podrace.types import Replay
+
+if TYPE_CHECKING:
+  from podrace.architectures.discovery.members import Kind
+  from podrace.architectures.discovery.program import MetaTraining
+  from podrace.distributed.environments.server import Server
+  from podrace.distributed.net.listener import Listen
+  from podrace.distributed.run_identity import Addresses
+  from podrace.settings.discovery import Discovery
+
+
+def build(
+  config: Config,
+  server: Server | None = None,
+  addresses: Addresses | None = None,
+  run_dir: Path | None = None,
+) -> Architecture:
+  """The program that a config describes; `server` is where remote environments come to.
+
+  `addresses` are those of a replay service and for acting processes, where the config has them, and `run_dir`
+  is where it is kept which of the service's tables are the run's.
+
+  Raises:
+    ValueError: with the numbers, where they don't fit each other.
+  """
+  validate(config)
+  if config.model_devices > 1 and jax.process_count() > 1:
+    raise UsageError(f'--model-devices {config.model_devices} is for runs of one process')
+  if (config.replay == 'service') != (addresses is not None):
+    raise UsageError(
+      '--replay service and --connect-replay go together, as in --connect-replay '
+      'tcp://127.0.0.1:5560 --listen tcp://127.0.0.1:5561'
+    )
+  if addresses is not None:
+    if run_dir is None:
+      raise UsageError('--replay service needs a run directory')
+    from podrace.distributed.learner import DistributedSource
+
+    learning, spec = build_learner(config)
+    source = DistributedSource(learning, spec, addresses, config, run_dir)
+    return SebulbaDriver(learning, source, source.publish)
+  if config.architecture == 'sebulba':
+    return build_sebulba(config, server)
+  env = envs.make(config.env)
+  agent = bind_run(config, env)
+  replay, mesh = (
+    memory(agent, env, config.num_envs, config.unroll_length),
+    learner_mesh(config.devices, config.model_devices),
+  )
+  sizes = config.num_envs, config.unroll_length, config.seeds
+  program = Anakin(agent, env, replay, mesh, *sizes, agreement(config))
+  check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
+  return AnakinDriver(program)
+
+
+def agreement(config: Config) -> Agreement:
+  """How the devices that learn agree."""
+  if config.agree == 'all-reduce':
+    return AllReduce()
+  return Gossip(config.gossip_graph, config.gossip_staleness)  # type: ignore[arg-type]
+
+
+def build_discovery(config: Discovery) -> AnakinDriver:
+  """As `meta_training`, as something that a run drives."""
+  from podrace.architectures.discovery.program import write_rule
+
+  return AnakinDriver(meta_training(config), write_rule)
+
+
+def meta_training(config: Discovery) -> MetaTraining:
+  """The population of agents that a config describes, and the rule that they learn by.
+
+  Raises:
+    ValueError: with the numbers, where they don't fit each other.
+  """
+  from podrace.architectures.discovery.program import MetaOptimizer, MetaTraining
+  from podrace.settings import discovery as settings
+
+  settings.validate(config)
+  meta = MetaOptimizer(config.meta_learning_rate, config.meta_optimizer, config.max_meta_update)
+  return MetaTraining(
+    tuple(_kind(config, env, width) for env, width in config.groups),
+    config.agents,
+    settings.first_rule(config),
+    meta,
+    learner_mesh(config.devices),
+  )
+
+
+def _kind(config: Discovery, name: str, width: int | None) -> Kind:
+  """What the agents of a group have in common."""
+  from podrace.architectures.discovery.members import Kind
+  from podrace.settings.discovery import rules_of
+
+  env, agent = envs.make(name), config.agent
+  if width is not None:
+    hidden = (width,) * len(agent.network.hidden)
+    agent = dataclasses.replace(agent, network=dataclasses.replace(agent.network, hidden=hidden))
+  check_environment(env)
+  agent = bind_run(dataclasses.replace(config, agent=agent, env=name), env)
+  weights = rules_of(config.agent).REGULARISERS
+  return Kind(
+    agent=agent,
+    env=env,
+    value=config.value.bind(env.observation_space, env.action_space),
+    num_envs=config.num_envs,
+    unroll_length=config.unroll_length,
+    updates=config.agent_updates,
+    lifetime=config.lifetime,
+    replay=_past(config, getattr(env, 'frame_stack', 0)),
+    entropy_cost=config.entropy_cost,
+    regularisers={name: config.regularization * w for name, w in weights.items()},
+  )
+
+
+def _past(config: Discovery, stack: int) -> Replay | None:
+  """What an agent of a population replays besides its newest unrolls, if that is anything."""
+  if not config.replayed:
+    return None
+  buffer = Buffer(config.capacity, config.replayed, min_size=1)
+  sizes = config.unroll_length, config.num_envs, config.unroll_length
+  return windows(buffer, *sizes, keep_state=True, stack=stack)
+
+
+def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver:
+  """The Sebulba that a config describes."""
+  spec = host.make(config.env)
+  if config.envs == 'remote':
+    if server is None:
+      raise UsageError('--envs remote is for `podrace train`, with --listen')
+    spec = server.spec(spec)
+  agent = bind_run(config, spec)
+  replay = memory(agent, spec, config.num_envs, config.unroll_length)
+  devices = config.actor_devices, config.learner_devices, config.devices
+  topology = split_devices(*devices, config.model_devices)
+  return sebulba(
+    agent,
+    spec,
+    replay,
+    topology,
+    config.num_envs,
+    config.unroll_length,
+    host_replay=config.replay == 'host',
+    threads=config.actor_threads,
+    lag=config.lag,
+    max_lag=config.max_lag,
+    batch_size=config.env_batch_size,
+    env_threads=config.env_threads,
+    deadline=config.env_deadline,
+    seed=config.seed,
+    check=True,
+  )
+
+
+def sebulba(
+  agent: Any,
+  spec: HostSpec,
+  replay: Replay,
+  topology: Topology,
+  num_envs: int,
+  unroll_length: int,
+  host_replay: bool = False,
+  check: bool = False,
+  **acting: Any,
+) -> SebulbaDriver:
+  """Acting and learning in one process, by parts that are made already.
+
+  Args:
+    agent: bound to the spaces of `spec`.
+    host_replay: replay is on the host, not on the learner's devices.
+    check: the agent and the environment are checked, which may be somebody's own.
+    acting: settings of `ActingProgram`.
+
+  Raises:
+    ValueError: with the numbers, where they don't fit each other.
+  """
+  if host_replay and replay.windows is None:
+    raise ValueError('this agent learns from the newest trajectory only: it has no replay to host')
+  mesh, destinations = topology.learners, topology.destinations
+  in_turn = replay.windows is not None and not host_replay
+  program = ActingProgram(
+    agent, spec, topology.actors, destinations, num_envs, unroll_length, in_turn=in_turn, **acting
+  )
+  if check:  # once the sizes fit, and before the agent is traced for anything else
+    if spec.try_out is not None:
+      spec.try_out(program.deadline)
+    check_run(agent, spec, replay, mesh, num_envs, unroll_length)
+  example = example_trajectory(agent, spec, num_envs, unroll_length)
+  previous, actors = program.lag == '1', ActorSource(program, mesh)
+  if host_replay:
+    layout = Layout(replay.windows, example)
+    learning = LearningProgram(agent, mesh, layout, example, keeps_previous=previous)
+    source = HostReplaySource(actors, layout, mesh, program.seed)
+    return SebulbaDriver(learning, source, source.publish)
+  learning = LearningProgram(agent, mesh, replay, example, program.local_threads, previous)
+  return SebulbaDriver(learning, actors, actors.publish)
+
+
+def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
+  """The learning half, by default on all devices; acting is in other processes."""
+  if config.actor_devices:
+    raise UsageError(
+      f'--actor-devices {config.actor_devices}: with --replay service nobody acts in this process; '
+      'give it to `podrace act`'
+    )
+  spec = host.make(config.env)
+  agent = bind_run(config, spec)
+  every = range(config.devices or jax.local_device_count())
+  devices = config.learner_devices or ','.join(map(str, every))
+  mesh = split_devices(devices, devices, config.devices, config.model_devices).learners
+  replay = memory(agent, spec, config.num_envs, config.unroll_length)
+  check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
+  example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
+  kept = replay if replay.windows is None else Layout(replay.windows, example)
+  return LearningProgram(agent, mesh, kept, example), spec
+
+
+def make_server(config: Config, listen: Listen | None) -> Server | None:
+  """What remote environments come to, if the config has them; each learner process has its own. It does not listen yet."""
+  if config.envs == 'local':
+    if listen is not None:
+      raise UsageError('--listen is for --envs remote and for --replay service')
+    return None
+  if listen is None:
+    raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
+  from podrace.distributed.environments.server import Server
+
+  wait, on_cores = config.max_wait_ms / 1000, jax.default_backend() == 'cpu'
+  return Server(listen, share(config.num_envs), wait, config.env_deadline, on_cores)

@@ -1,0 +1,162 @@
+"""What a script does at each line of a run's metrics: metrics of its own, an early end, other learned values."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, Protocol
+
+from podrace.errors import UsageError
+from podrace.learner import is_reserved
+from podrace.run.metrics import Line, number
+from podrace.types import TrainState
+
+
+class EndTraining(Exception):
+  """Raised by a callback: the run saves, and is finished. Its text is the reason, in summary.json.
+
+  `metrics` are what the callback would have returned for this line.
+  """
+
+  def __init__(self, reason: str = '', metrics: Mapping[str, float] | None = None) -> None:
+    super().__init__(reason)
+    self.metrics = metrics or {}
+
+
+class Callback(Protocol):
+  """Called with each line before it is written; what it returns is added to the line.
+
+  A resumed run calls it again for the lines after the checkpoint. So a callback that remembers something has
+  `state() -> Any`, which returns that as JSON, and `restore(state)`, which takes it back: it is saved with each
+  checkpoint. One whose attributes change without them is an error, unless it has `exact = False`, which says that
+  a resumed run need not be the same. A callback that changes what is learned has
+  `transform(train, line) -> TrainState`, called after the line is written. To resume exactly, none of them may
+  depend on anything else, such as the time.
+  """
+
+  def __call__(self, line: Line) -> Mapping[str, float] | None: ...
+
+
+class Callbacks:
+  """The callbacks of a run.
+
+  `override` lets a run go on with others than those that it had.
+  """
+
+  def __init__(self, callbacks: Sequence[Callback], override: bool = False) -> None:
+    for callback in callbacks:
+      if not callable(callback):
+        raise UsageError(f'{callback!r} is no callback: it cannot be called with a line of metrics')
+      if hasattr(callback, 'state') != hasattr(callback, 'restore'):
+        name = type(callback).__name__
+        raise UsageError(
+          f'{name} needs both state and restore, or neither: a resumed run uses both'
+        )
+    self._callbacks, self._override = callbacks, override
+    self._before = [_attributes(c) for c in callbacks]
+    self.ended = ''  # why the run ends early
+
+  def __call__(self, line: Line) -> Line:
+    """The line with their metrics.
+
+    Raises:
+      UsageError: if a metric has a name that is taken, or no number; if a callback has a memory that is not saved.
+    """
+    found: Line = {}
+    for callback in self._callbacks:
+      try:
+        added = callback({**line, **found}) or {}
+      except EndTraining as e:
+        self.ended = self.ended or str(e) or 'a callback ended it'
+        added = e.metrics
+      for name, value in added.items():
+        if name in line or name in found or is_reserved(name):
+          raise UsageError(f'a callback reports {name}, which is there already; take another name')
+        try:
+          found[name] = number(float(value))
+        except (TypeError, ValueError) as e:
+          raise UsageError(f'a callback reports {name} = {value!r}, expected a number') from e
+    self._check_memories()
+    return line | found
+
+  def _check_memories(self) -> None:
+    for callback, before in zip(self._callbacks, self._before, strict=True):
+      if before is None:
+        continue
+      now = _attributes(callback) or {}
+      changed = [
+        k for k in sorted(now.keys() | before.keys()) if _differ(now.get(k), before.get(k))
+      ]
+      if changed:
+        raise UsageError(
+          f'{_name(callback)} changes its attribute {changed[0]}, which no checkpoint keeps: a resumed run would '
+          'not be the same. Give it state and restore; or exact = False, if that may be so'
+        )
+
+  @property
+  def _names(self) -> list[str]:
+    return [_name(c) for c in self._callbacks]
+
+  @property
+  def transforms(self) -> list[Callable[[TrainState, Line], TrainState]]:
+    return [c.transform for c in self._callbacks if hasattr(c, 'transform')]
+
+  def state(self) -> Any:
+    """What they remember, as JSON."""
+    states = [c.state() if hasattr(c, 'state') else None for c in self._callbacks]
+    try:
+      json.dumps(states, allow_nan=False)
+    except (TypeError, ValueError) as e:
+      raise UsageError(f'the state of a callback is no JSON: {e}') from e
+    return {'ended': self.ended, 'states': states, 'names': self._names}
+
+  def restore(self, found: Any) -> None:
+    """Takes back what `state` returned.
+
+    Raises:
+      UsageError: if the run had other callbacks, and there is no `override`.
+    """
+    before = found.get('names')  # an older podrace kept none
+    if before is not None and before != self._names and not self._override:
+      raise UsageError(
+        f'the run had the callbacks {", ".join(before) or "none"}, and now it has '
+        f'{", ".join(self._names) or "none"}: give the same ones, or override=True (--override) to go on with these'
+      )
+    self.ended = found['ended']
+    saved = list(zip(before or self._names, found['states'], strict=False))
+    for callback, name in zip(self._callbacks, self._names, strict=True):
+      at = next((i for i, (n, _) in enumerate(saved) if n == name), None)
+      state = None if at is None else saved.pop(at)[1]
+      if state is not None and hasattr(callback, 'restore'):
+        callback.restore(state)
+
+
+def _name(callback: Any) -> str:
+  """Of a function its own, else that of its type."""
+  return str(getattr(callback, '__qualname__', type(callback).__qualname__))
+
+
+def _attributes(callback: Any) -> dict[str, Any] | None:
+  """Attributes with their lengths, to see if they change; None where nothing says that they must not."""
+  owner = getattr(callback, '__self__', callback)  # of a method
+  if not hasattr(owner, '__dict__') or isinstance(owner, types.FunctionType | types.ModuleType):
+    return None
+  if hasattr(callback, 'state') or not getattr(owner, 'exact', True):
+    return None
+  return {k: (v, _length(v)) for k, v in vars(owner).items()}
+
+
+def _length(value: Any) -> int:
+  if hasattr(value, 'shape'):  # an array, perhaps of no axes
+    return 0
+  return len(value) if isinstance(value, Sized) else 0
+
+
+def _differ(a: tuple[Any, int] | None, b: tuple[Any, int] | None) -> bool:
+  if a is None or b is None or a[1] != b[1]:
+    return a is not b
+  same = a[0] is b[0]
+  if not same and isinstance(a[0], int | float | str | None):
+    same = bool(a[0] == b[0])
+  return not same

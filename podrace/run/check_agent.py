@@ -1,0 +1,281 @@
+"""Agents and environments of one's own, checked before anything is compiled.
+
+Those that podrace brings are tested, and cost nothing here. What can't be seen in the first steps
+(an episode that ends later, an action that an agent learns to take) is noticed in the run: `podrace.architectures.faults`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from podrace.envs.check import batch_type, check_environment, key_type
+from podrace.envs.host.base import HostSpec
+from podrace.errors import UsageError
+from podrace.hooks import checks_vma, learns_from_replay, networks
+from podrace.replay.buffer import Buffer
+from podrace.system.blame import (
+  Failed,
+  calling,
+  check_arrays,
+  describe,
+  first_difference,
+  is_ours,
+  label,
+  leaves,
+  refuse,
+  same_structure,
+)
+from podrace.topology import AXIS, TRAJECTORY_SPECS, data_size, on_each, on_mesh
+from podrace.types import (
+  ActorOutput,
+  Replay,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+)
+
+log = logging.getLogger('podrace')
+
+
+def check_run(
+  agent: Any, env: Any, replay: Replay, mesh: Mesh, num_envs: int, unroll_length: int
+) -> None:
+  """Checks what is not podrace's own of a bound agent and its environment, which may be a HostSpec.
+
+  Raises:
+    UsageError: if a function fails, or returns something else than it should.
+  """
+  _check_buffer(agent)
+  check_environment(env.jax if isinstance(env, HostSpec) else env)
+  if not (is_ours(agent) and all(is_ours(x) for x in _parts(agent))):
+    _Agent(agent, env, mesh, num_envs // data_size(mesh), unroll_length).check(replay)
+
+
+def _check_buffer(agent: Any) -> None:
+  """Refuses a buffer that nothing is put into."""
+  for field in dataclasses.fields(agent):
+    if isinstance(getattr(agent, field.name), Buffer) and not learns_from_replay(agent):
+      cls = type(agent)
+      raise UsageError(
+        f'{cls.__module__}.{cls.__qualname__} has the Buffer `{field.name}` and no method memory(self, num_envs, '
+        'unroll_length, stack), so it would learn from the newest trajectory only: see docs/own.md'
+      )
+
+
+def _parts(agent: Any) -> list[Any]:
+  """Networks and other dataclasses among an agent's fields."""
+  fields = [getattr(agent, f.name) for f in dataclasses.fields(agent)]
+  return [*networks(agent).values(), *(x for x in fields if dataclasses.is_dataclass(x))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Agent:
+  """The four functions of an agent, traced for one device's part of a run; nothing is computed."""
+
+  agent: Any
+  env: Any
+  mesh: Mesh
+  n: int  # environments
+  length: int  # of an unroll
+
+  def check(self, replay: Replay) -> None:
+    with on_mesh(self.mesh):
+      self._check(replay)
+
+  def _check(self, replay: Replay) -> None:
+    train = jax.eval_shape(self._init, key_type())
+    ids = self._one_each(jnp.int32)
+    state = jax.eval_shape(self._initial_state, ids)
+    timestep = self._timestep()
+    output, after = jax.eval_shape(self._act, train.params, state, timestep, key_type())
+    if different := first_difference(after, state):
+      refuse(
+        self.agent, 'act', f'the state {different[0]}', f'{different[1]}, as `initial_state` does'
+      )
+    trajectory = self._trajectory(timestep, output, state, ids)
+    memory = jax.eval_shape(lambda t: replay.add(replay.init(t), t), trajectory)
+    sample = jax.eval_shape(replay.sample, memory, key_type())
+    self._check_devices(train, sample)
+    self._check_learn(train, sample)
+
+  def _init(self, key: Any) -> Any:
+    train = calling(self.agent, 'init', 'a key', key)
+    if not isinstance(train, TrainState):
+      refuse(self.agent, 'init', describe(train), 'a TrainState(params, rest)')
+    check_arrays(self.agent, 'init', train, 'a TrainState of arrays')
+    return train
+
+  def _initial_state(self, env_id: Any) -> Any:
+    given = f'env_id {describe(env_id)}'
+    state = calling(self.agent, 'initial_state', given, env_id)
+    self._check_batch('initial_state', state, '')
+    return state
+
+  def _check_batch(self, name: str, found: Any, what: str) -> None:
+    expected = f'arrays of [{self.n}, ...], one for each environment of the batch, or ()'
+    check_arrays(self.agent, name, found, expected)
+    for path, x in leaves(found):
+      if jnp.shape(x)[:1] != (self.n,):
+        refuse(self.agent, name, f'{what}{path.lstrip(".")} {describe(x)}', expected)
+
+  def _one_each(self, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct((self.n,), dtype)
+
+  def _timestep(self) -> TimeStep:
+    f, i = (self._one_each(d) for d in (jnp.float32, jnp.int8))
+    if isinstance(self.env, HostSpec):
+      return TimeStep(batch_type(self.n, self.env.observation_space), f, f, i)
+    _, one = jax.eval_shape(self.env.reset, key_type())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.n, *x.shape), x.dtype), one)
+
+  def _act(self, params: Any, state: Any, timestep: TimeStep, key: Any) -> Any:
+    given = (
+      f'a batch of {self.n} environments: observation {describe(timestep.observation)}, the state '
+      f'{describe(state)}'
+    )
+    found = calling(self.agent, 'act', given, params, state, timestep, key)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], ActorOutput)):
+      refuse(self.agent, 'act', describe(found), 'a pair (ActorOutput, state)')
+    output, after = found
+    self._check_action(output.action)
+    self._check_batch('act', output.extras, 'the extras ')
+    check_arrays(self.agent, 'act', after, 'a state of arrays')
+    return found
+
+  def _check_action(self, action: Any) -> None:
+    space = self.env.action_space
+    expected = batch_type(self.n, space)
+    if not same_structure(action, expected):
+      refuse(self.agent, 'act', f'the action {describe(action)}', f'{describe(expected)}: {space}')
+    for x, y in zip(jax.tree.leaves(action), jax.tree.leaves(expected), strict=True):
+      kind = jnp.integer if jnp.issubdtype(y.dtype, jnp.integer) else jnp.floating
+      if jnp.shape(x) != y.shape or not jnp.issubdtype(jnp.result_type(x), kind):
+        refuse(self.agent, 'act', f'the action {describe(x)}', f'{describe(y)}: {space}')
+
+  def _trajectory(self, timestep: Any, output: Any, state: Any, ids: Any) -> Trajectory:
+    def rows(n: int, x: Any) -> Any:
+      return jax.tree.map(lambda y: jax.ShapeDtypeStruct((n, *y.shape), y.dtype), x)
+
+    return Trajectory(rows(self.length + 1, timestep), rows(self.length, output), state, ids)
+
+  def _learn(self, train: Any, sample: Sample, key: Any) -> Any:
+    t, b = sample.trajectory.timesteps.reward.shape
+    given = (
+      f'timesteps of [{t}, {b}], outputs of [{t - 1}, {b}], a weight of [{b}]; observation '
+      f'{describe(sample.trajectory.timesteps.observation)}'
+    )
+    found = calling(self.agent, 'learn', given, train, sample, key)
+    expected = 'a triple (TrainState, priority, metrics)'
+    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], TrainState)):
+      refuse(self.agent, 'learn', describe(found), expected)
+    after, priority, metrics = found
+    check_arrays(self.agent, 'learn', found, expected)
+    if different := first_difference(after, train):
+      refuse(self.agent, 'learn', f'the TrainState {different[0]}', f'{different[1]}, as given')
+    if jnp.shape(priority) != (b,):
+      refuse(self.agent, 'learn', f'the priority {describe(priority)}', f'float32[{b}]')
+    if not isinstance(metrics, dict) or 'loss' not in metrics:
+      refuse(self.agent, 'learn', f'the metrics {describe(metrics)}', "a dict with 'loss'")
+    for name, x in metrics.items():
+      if jnp.shape(x) != ():
+        refuse(self.agent, 'learn', f'the metric {name!r} {describe(x)}', 'a scalar')
+    return found
+
+  def _refuse_unaveraged(self, what: str) -> None:
+    refuse(
+      self.agent, 'learn', f'{what} on each device: a step without `sgd`',
+      'the same on all: podrace.learner.sgd(loss, optimizer, params, opt_state) makes the gradient '
+      'step, and averages it over the devices',
+    )  # fmt: skip
+
+  def _check_learn(self, train: Any, sample: Any) -> None:
+    """Traces `learn` as it will be, on all devices."""
+    flat = P(AXIS)
+    specs = Sample(TRAJECTORY_SPECS, flat, flat)  # type: ignore[arg-type]
+
+    def whole(spec: Any, tree: Any) -> Any:
+      axis = len(spec) - 1
+      return jax.tree.map(lambda x: _longer(x, axis, data_size(self.mesh)), tree)
+
+    every = Sample(
+      Trajectory(*map(whole, TRAJECTORY_SPECS, sample.trajectory)),
+      *(whole(flat, x) for x in sample[1:]),
+    )
+    unchanged = []
+
+    def learned(train: Any, sample: Any, key: Any) -> Any:
+      found = self._learn(train, sample, key)
+      before, after = jax.tree.leaves(train.params), jax.tree.leaves(found[0].params)
+      unchanged.append(bool(before) and all(x is y for x, y in zip(before, after, strict=True)))
+      return found
+
+    learn = on_each(
+      learned,
+      self.mesh,
+      in_specs=(P(), specs, P()),
+      out_specs=(P(), flat, P()),
+      check_vma=checks_vma(self.agent),
+    )
+    try:
+      jax.eval_shape(learn, train, every, key_type())
+    except Failed as e:
+      if checks_vma(self.agent) and 'varying' in str(e):
+        raise Failed(
+          f"{e}\nIf this is code of others, which does not trace under JAX's proof that all devices "
+          'end with the same parameters: set check_vma = False in the class, see docs/own.md.'
+        ) from e
+      raise
+    if all(unchanged):
+      log.warning(
+        '%s returns the params that it was given: nothing is learned', label(self.agent, 'learn')
+      )
+
+  def _check_devices(self, train: Any, sample: Any) -> None:
+    """Whether all devices end alike: what `vmap` finds to depend on a device's sample is not averaged."""
+    every = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), sample)
+
+    def trace(params: Any, rest: Any, metrics: Any) -> Any:
+      axes: Any = TrainState(params, rest), 0, metrics
+      learn = jax.vmap(self._learn, (None, 0, None), axes, axis_name=AXIS, axis_size=2)
+      return jax.eval_shape(learn, train, every, key_type())
+
+    try:
+      _, _, metrics = trace(0, 0, 0)
+    except Failed:  # `vmap` is no mesh, for which this may be good
+      return
+    if not _traces(functools.partial(trace, None, 0, 0)):
+      self._refuse_unaveraged('other params')
+    if not _traces(functools.partial(trace, 0, None, 0)):
+      self._refuse_unaveraged('another rest')
+    for name in metrics if checks_vma(self.agent) else ():
+      axes = {n: None if n == name else 0 for n in metrics}
+      if not _traces(functools.partial(trace, 0, 0, axes)):
+        refuse(
+          self.agent, 'learn', f'another metric {name!r} on each device',
+          'the mean over the devices: give it to `sgd` in the second value of the loss',
+        )  # fmt: skip
+
+
+def _traces(trace: Callable[[], Any]) -> bool:
+  """Whether it does; else `vmap` finds that what is to be the same for all is not."""
+  try:
+    trace()
+  except ValueError:
+    return False
+  return True
+
+
+def _longer(x: Any, axis: int, times: int) -> Any:
+  shape = list(x.shape)
+  shape[axis] *= times
+  return jax.ShapeDtypeStruct(tuple(shape), x.dtype)

@@ -1,0 +1,386 @@
+"""Checkpoints: the whole state of a run, written by orbax in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from podrace.errors import UsageError
+from podrace.run.checkpoint.arrays import (
+  PART,
+  Arrays,
+  Stored,
+  described,
+  fingerprint,
+  merge,
+  snapshot,
+)
+from podrace.run.checkpoint.library import PlainPath, pass_warnings_on
+from podrace.system import files
+from podrace.system.files.schema import is_step
+from podrace.system.threads import Worker
+
+FOREVER = 10**9  # seconds
+CLOSE_SECONDS = 10.0  # that closing waits for what is being written with a checkpoint
+INDEX = ('manifest.ocdbt', 'd')  # the names that make up the index of an item
+ITEMS = ('params', 'rest')  # folders of a checkpoint with a tree of arrays each
+DRAFT = '.orbax-checkpoint-tmp'  # in the name of a checkpoint that is not whole
+
+log = logging.getLogger('podrace.run.checkpoint')
+
+Trees = dict[str, Any]  # by item
+Extra = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
+
+
+class CheckpointError(Exception):
+  """A checkpoint could not be written or read; the message says which and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """What was read back."""
+
+  step: int
+  params: Any
+  rest: Any  # None where only the parameters were asked for
+  meta: dict[str, Any]
+
+
+class Checkpoints:
+  """The checkpoints of one run directory, by step; the last `keep` are kept."""
+
+  def __init__(self, directory: Path, keep: int = 3, writes: bool = True) -> None:
+    pass_warnings_on()
+    self._directory = directory.absolute()
+    files.check_folder(directory, 'checkpoints', links=not writes)
+    if writes:
+      files.make_folder(files.make_user_folder(directory.parent) / directory.name)
+    drafts = sorted(directory.glob(f'*{DRAFT}*'))
+    self.half_written = [p.name for p in drafts]  # of a process that was killed
+    if writes and jax.process_index() == 0:
+      for draft in drafts:
+        files.remove(draft)
+    self._plain = PlainPath(self._directory)
+    self._manager = self._new_manager(keep, writes)
+    self._writing: Worker | None = (
+      None  # writes a checkpoint's extra directory, and then the checkpoint
+    )
+    self._expected: Callable[[], None] = lambda: None  # reads back the checkpoint that is written
+    self._closed = False
+    self._newest = -1  # the step of the last one that was to be saved
+    if writes:
+      self.tidy()
+
+  def _new_manager(self, keep: int, writes: bool) -> ocp.CheckpointManager:
+    async_options = ocp.AsyncOptions(post_finalization_callback=lambda: self._expected())
+    if jax.process_count() == 1:
+      # Orbax measures its timeouts by the wall clock, which may jump. A run of one process waits only for its own
+      # threads, so it needs no timeout. Synchronous directory creation avoids waits without a configurable timeout.
+      async_options = dataclasses.replace(
+        async_options, timeout_secs=FOREVER, create_directories_asynchronously=False
+      )
+    options = ocp.CheckpointManagerOptions(
+      async_options=async_options if writes else None,
+      max_to_keep=keep if writes else None,
+      create=False,
+      cleanup_tmp_directories=writes,
+      enable_async_checkpointing=writes,
+    )
+    return ocp.CheckpointManager(
+      str(self._plain.path), item_names=(*ITEMS, 'meta'), options=options
+    )
+
+  def steps(self) -> list[int]:
+    """The steps for which there is one, newest first."""
+    return sorted(self._manager.all_steps(), reverse=True)
+
+  def extra(self, step: int) -> Path:
+    """The directory of what belongs to the checkpoint at `step` and isn't arrays on devices.
+
+    It is whole before the checkpoint is; it is removed after that, and if there comes to be none.
+    """
+    return self._directory.parent / 'replay' / str(step)
+
+  def tidy(self) -> None:
+    """Removes extra directories of no checkpoint, there or being written.
+
+    Orbax forgets the oldest checkpoint as soon as the next is begun, and removes it when that is whole: until
+    then it is the one that a killed run goes on from, so what counts is its directory. Of several processes the
+    first one does it, and the others may be ahead of it by the newest.
+    """
+    if jax.process_index() > 0:
+      return
+    there = {int(p.name) for p in self._directory.glob('[0-9]*') if is_step(p.name)}
+    steps = there.union(self._manager.all_steps())
+    for folder in self.extra(0).parent.glob('[0-9]*'):
+      name = folder.name  # with zeros before the number it is a replay service's, kept there
+      if is_step(name) and name == str(int(name)) and int(name) not in steps | {self._newest}:
+        files.remove(folder)
+    for partial in self.extra(0).parent.glob('.*.partial'):
+      files.remove(partial)
+
+  def save(
+    self, step: int, params: Any, rest: Any, meta: dict[str, Any], extra: Extra | None = None
+  ) -> None:
+    """Takes a copy and returns; writing goes on in the background.
+
+    With `extra`, that is called there first, and the checkpoint begun when it has returned: no
+    checkpoint is without what belongs to it. What it returns becomes `extra` of the checkpoint's meta.
+    Of several processes it is called here: they begin a checkpoint together, which is for the thread that learns.
+
+    Raises:
+      CheckpointError: if this, or the one before it, could not be written.
+    """
+    self._join()
+    self.check()
+    self._newest = step
+    self.tidy()  # before there is one more
+    params, of_params = snapshot(params)
+    rest, of_rest = snapshot(rest)
+    prints = {'params': of_params, 'rest': of_rest}
+    meta = {**meta, 'step': step, 'fingerprints': prints, 'extra': None}
+    if extra is None:
+      self._begin(step, params, rest, meta)
+      return
+
+    def write() -> None:
+      record = extra()
+      if not self._closed:
+        self._begin(step, params, rest, {**meta, 'extra': record})
+
+    if jax.process_count() > 1:
+      write()
+    else:
+      self._writing = Worker(f'checkpoint-{step}', write)
+
+  def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
+    prints, meta = meta['fingerprints'], _signed(meta)
+    args = ocp.args.Composite(
+      params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
+      rest=ocp.args.StandardSave((rest,)),
+      meta=ocp.args.JsonSave(meta),
+    )
+    arrays = {'params': described(params), 'rest': described(rest)}
+    with self._failing(f'checkpoint {step}'):
+      self._wait_for_writing()  # before `_expected` is of this one
+      self._expected = lambda: self._read_back(step, meta, arrays, prints)
+      files.make_folder(self._directory)
+      self._plain.renew()
+      self._manager.save(step, args=args, force=True)
+
+  @contextlib.contextmanager
+  def _failing(self, subject: str = 'a checkpoint') -> Iterator[None]:
+    """Raise an exception of the library as CheckpointError."""
+    try:
+      yield
+    except CheckpointError:
+      raise
+    except Exception as e:
+      text = f'{subject} in {self._directory} failed: {e or repr(e)}'
+      raise CheckpointError(PlainPath.named(text)) from e
+
+  def _read_back(
+    self, step: int, meta: dict[str, Any], arrays: dict[str, Arrays], prints: dict[str, int]
+  ) -> None:
+    """Read all that was written of a checkpoint, and compare checksums.
+
+    The thread that writes calls it, before the checkpoint gets its name and before an older one is removed.
+
+    Raises:
+      CheckpointError: if anything is missing or differs. Then there is no such checkpoint.
+    """
+    try:
+      (draft,) = self._directory.glob(f'{step}{DRAFT}*')
+      folder = self._plain.path / draft.name
+      if _read_meta(folder) != json.loads(json.dumps(meta)):
+        raise ValueError('its meta differs')
+      for item, expected in arrays.items():
+        if Stored(folder / item).check(expected) not in (None, prints[item]):
+          raise ValueError(f'the checksum of {item} differs')
+    except Exception as e:
+      raise self._unreadable(step, e, ' was written, but cannot be read back') from e
+
+  def _wait_for_writing(self) -> None:
+    try:
+      self._manager.wait_until_finished()
+    except Exception:
+      self._manager.reload()  # it forgot the checkpoint that it would have removed
+      raise
+
+  def _join(self, timeout: float | None = None) -> None:
+    """Waits for what is written of a checkpoint's extra directory; what failed there is raised once."""
+    if self._writing is None:
+      return
+    try:
+      with self._failing():
+        if not self._writing.join(timeout):
+          return
+    except CheckpointError:
+      self._writing = None
+      raise
+    self._writing = None
+
+  def check(self) -> None:
+    """Raises CheckpointError if a save in the background has failed."""
+    with self._failing():
+      self._manager.check_for_errors()
+
+  def wait(self) -> None:
+    """Returns when all is written; raises CheckpointError if that failed."""
+    self._join()
+    with self._failing():
+      self._wait_for_writing()
+    self.check()
+    self.tidy()
+
+  def meta(self, step: int) -> dict[str, Any]:
+    """What was saved with the checkpoint at `step`.
+
+    Raises:
+      CheckpointError: if it can't be read.
+      UsageError: if it is whole, but of an older podrace.
+    """
+    try:
+      meta = _read_meta(self._directory / str(step))
+    except (OSError, ValueError) as e:
+      raise self._unreadable(step, e) from e
+    if meta != _signed(meta):
+      raise self._wrong(step)
+    if 'fingerprints' not in meta:
+      raise UsageError(
+        f'checkpoint {step} in {self._directory} was made by an older podrace, which can go on with it; '
+        'this one needs another --run-dir'
+      )
+    return meta
+
+  def _unreadable(self, step: int, error: Exception, problem: str = '') -> CheckpointError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    text = f'checkpoint {step} in {self._directory}{problem}: {PlainPath.named(reason[0])[:300]}'
+    return CheckpointError(text)
+
+  def _wrong(self, step: int) -> CheckpointError:
+    return CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
+
+  def restore(self, step: int, params: Any, rest: Any = None) -> Restored:
+    """Reads the checkpoint at `step` into trees of the given shapes and shardings.
+
+    Without `rest` the parameters alone. What is read is compared with its checksum. A checkpoint of an older podrace
+    may lack the index over the arrays; then a temporary index is made.
+
+    Raises:
+      CheckpointError: if it is damaged, or of other shapes.
+    """
+    meta = self.meta(step)
+    wanted = {'params': params} if rest is None else {'params': params, 'rest': rest}
+    try:
+      read = self._read(step, wanted, meta, self._plain.path)
+    except CheckpointError as e:
+      try:
+        with merged(self._directory, step, wanted) as directory:
+          read = self._read(step, wanted, meta, directory)
+      except Exception:
+        raise e from None
+      log.warning(
+        'checkpoint %d in %s has no index of its own arrays, as an older podrace left it out; they were read from its '
+        'folders %s*',
+        *(step, self._directory, PART),
+      )
+    return Restored(step, read['params'], read.get('rest'), meta)
+
+  def _read(self, step: int, wanted: Trees, meta: dict[str, Any], directory: Path) -> Trees:
+    """The trees of a checkpoint below `directory`, by item."""
+    read = {}
+    for name, tree in wanted.items():
+      try:
+        read[name] = Stored(directory / str(step) / name).read(tree)
+      except Exception as e:
+        raise self._unreadable(step, e, f', {name}') from e
+      if fingerprint(read[name]) != meta['fingerprints'][name]:
+        raise self._wrong(step)
+    return read
+
+  def set_aside(self, step: int) -> Path:
+    """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
+    self._manager.wait_until_finished()
+    source = self._directory / str(step)
+    folder = files.make_folder(self._directory.parent / 'damaged')
+    target = folder / str(step)
+    n = 1
+    while os.path.lexists(target):
+      n += 1
+      target = folder / f'{step}-{n}'
+    files.move(source, target)
+    if self.extra(step).exists():
+      files.move(self.extra(step), target.with_name(f'{target.name}-replay'))
+    self._manager.reload()
+    return target
+
+  def close(self) -> None:
+    """Ends the background threads; a checkpoint that is not begun by then will not be."""
+    self._closed = True
+    with contextlib.suppress(CheckpointError):  # as `wait` raised, if somebody asked
+      self._join(CLOSE_SECONDS)
+    with contextlib.suppress(Exception):  # likewise
+      self._manager.close()
+      if self._writing is None:  # else its thread may yet write to the number of another file
+        self._plain.close()
+
+
+@contextlib.contextmanager
+def merged(directory: Path, step: int, items: Iterable[str]) -> Iterator[Path]:
+  """Lead to a checkpoint of an older podrace whose arrays are indexed anew; nothing is written to `directory`.
+
+  With one of MISREAD in the directory's path orbax left out the index over the folders `ocdbt.process_*`, and a
+  backslash led the folders to another directory.
+
+  Yields: a directory with the checkpoint `step` of links, which ends with the context.
+
+  Raises:
+    OSError, ValueError: if the checkpoint has an index, or if a folder is missing or can't be read.
+  """
+  source = directory / str(step)
+  if all((source / item / INDEX[0]).exists() for item in items):
+    raise ValueError(f'{source} has an index')
+  elsewhere = Path(str(directory).replace('\\', '/')) / f'{step}{DRAFT}'
+  with contextlib.ExitStack() as stack:
+    root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
+    plain = stack.enter_context(contextlib.closing(PlainPath(root)))
+    target = root / str(step)
+    files.create_folder(target)
+    for entry in source.iterdir():
+      if entry.name not in items:
+        (target / entry.name).symlink_to(entry)
+    for item in items:
+      files.create_folder(target / item)
+      folders = [f for f in (source / item, elsewhere / f'{item}{DRAFT}') if f.is_dir()]
+      for entry in (entry for folder in folders for entry in folder.iterdir()):
+        link = target / item / entry.name
+        if entry.name not in INDEX and not link.is_symlink():
+          link.symlink_to(entry)
+      merge(plain.path / str(step) / item)
+    yield plain.path
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+  meta = json.loads((folder / 'meta' / 'metadata').read_bytes())
+  if not isinstance(meta, dict):
+    raise ValueError('its meta is no object')
+  return meta
+
+
+def _signed(meta: dict[str, Any]) -> dict[str, Any]:
+  """`meta` with a hash of all else that is in it."""
+  rest = {k: v for k, v in meta.items() if k != 'sha256'}
+  text = json.dumps(rest, sort_keys=True)
+  return {**rest, 'sha256': hashlib.sha256(text.encode()).hexdigest()}

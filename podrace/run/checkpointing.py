@@ -1,0 +1,164 @@
+"""The checkpoints of a run: made while it goes on, when it fails, and read when it is resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from podrace.architectures.protocol import Architecture
+from podrace.architectures.sebulba import ActorFailed
+from podrace.errors import RunError, UsageError
+from podrace.replay.host import ReplayFailed
+from podrace.run.checkpoint import CheckpointError, Checkpoints
+from podrace.run.compatibility import Fit
+from podrace.run.directory import machine
+from podrace.settings.config import Config
+from podrace.system.signals import Stopped
+
+if TYPE_CHECKING:
+  from podrace.settings.discovery import Discovery
+
+
+class Saves:
+  """What a run saves, and where it goes on from.
+
+  Args:
+    is_ours: whether the run directory still is the one that the run began in.
+    warn: says what is wrong, and `say` what goes on.
+    notes: called for each checkpoint; what the run wants back with it.
+  """
+
+  def __init__(
+    self,
+    config: Config | Discovery,
+    program: Architecture,
+    run_dir: Path,
+    is_ours: Callable[[], bool],
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+    notes: Callable[[], dict[str, Any]],
+  ) -> None:
+    self._config, self._program, self._run_dir = config, program, run_dir
+    self._is_ours, self._warn, self._say, self._notes = is_ours, warn, say, notes
+    self._fit = Fit(config, program, run_dir)
+    self.checkpoints = Checkpoints(run_dir / 'checkpoints', config.keep)
+    self.saved = -1  # the step of the newest checkpoint
+
+  def check_newest(self) -> None:
+    """Raises UsageError if the newest checkpoint is another program's."""
+    self._fit.check_newest(self.checkpoints)
+
+  def check_directory(self) -> None:
+    """Ends the run before it writes into a directory that is not its own any more."""
+    if not self._is_ours():
+      raise RunError(
+        f'{self._run_dir} was removed, moved or replaced while this run was in it; the run ends, and '
+        'writes nothing more there'
+      )
+
+  def save(self, update: int, state: Any) -> None:
+    self.check_directory()
+    step = update * self._config.steps_per_update
+    if step == self.saved or not update:  # a run that has not begun begins alike again
+      return
+    meta = {
+      'update': update,
+      'machine': machine(),
+      **self._fit.record(),
+      'statistics': self._program.statistics(),
+      **self._notes(),
+    }
+    params, rest = _split(state)
+    extra = self._program.save(self.checkpoints.extra(step))
+    self.checkpoints.save(step, params, rest, meta, extra)
+    self.saved = step
+    self._program.results(self._run_dir, state)
+
+  @contextlib.contextmanager
+  def failing(self, update: int, state: Any) -> Iterator[None]:
+    """What fails elsewhere is an error of the run, which saves `state` if it still can."""
+    try:
+      yield
+    except Stopped:
+      raise
+    except (ActorFailed, ReplayFailed, RunError, UsageError) as e:
+      raise RunError(f'{e}\n{self._at_failure(update, state)}') from e
+    except Exception as e:
+      what = 'the run failed'
+      if isinstance(e, jax.errors.JaxRuntimeError):
+        what = 'JAX failed, on this device or with another process'
+      raise RunError(f'{traceback.format_exc()}\n{what}; {self._at_failure(update, state)}') from e
+
+  def _at_failure(self, update: int, state: Any) -> str:
+    """Saves if that is possible, and says what there is; raises nothing."""
+    if not self._is_ours():
+      return f'nothing is saved: {self._run_dir} was removed, moved or replaced'
+    gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
+    try:
+      # Of several processes, the others would have to save as well.
+      if jax.process_count() == 1 and not gone:
+        self.save(update, state)
+      self.checkpoints.wait()
+    except (CheckpointError, OSError, jax.errors.JaxRuntimeError) as e:
+      why = str(e)
+    except Exception as e:  # whatever it is, what failed before is what the user is to see
+      why = f'{type(e).__name__}: {e}'
+    else:
+      return (
+        f'the run is saved at step {self.saved:,}, and goes on from there with the same --run-dir'
+        if self.saved >= 0
+        else 'nothing was saved yet'
+      )
+    with contextlib.suppress(Exception):
+      self.checkpoints.wait()  # the one before may be under way
+    steps = [
+      step for step in self.checkpoints.steps() if step < update * self._config.steps_per_update
+    ]
+    kept = f'the last checkpoint is step {max(steps):,}' if steps else 'there is no checkpoint'
+    return f'and it could not be saved: {why}; {kept}'
+
+  def restore(self) -> tuple[Any, dict[str, Any]] | None:
+    """The state and the meta of the newest checkpoint that is whole; None if there is none at all."""
+    params, rest = _split(self._program.shapes)
+    if self.checkpoints.half_written:
+      self._warn(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
+    damaged: list[int] = []
+    for step in self.checkpoints.steps():
+      try:
+        self._fit.check(self.checkpoints.meta(step))
+        found = self.checkpoints.restore(step, params, rest)
+        self._program.restore(self.checkpoints.extra(step), found.meta.get('extra'))
+      except CheckpointError as e:
+        if jax.process_count() > 1:
+          raise
+        self._warn(f'damaged: {e}')
+        damaged.append(step)
+        continue
+      for bad in damaged:
+        self._warn(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
+      meta = found.meta
+      self.saved = step
+      self._say(f'resuming at step {step:,}')
+      here = machine()
+      if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
+        self._warn(
+          f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
+        )
+      state = found.rest._replace(train=found.rest.train._replace(params=found.params))
+      return state, meta
+    if damaged:
+      raise RunError(
+        f'none of the {len(damaged)} checkpoints in {self._run_dir} can be read; '
+        'to begin again, take another --run-dir'
+      )
+    return None
+
+
+def _split(state: Any) -> tuple[Any, Any]:
+  """The parameters, and the state without them: what a checkpoint keeps in two places."""
+  return state.train.params, state._replace(train=state.train._replace(params=()))

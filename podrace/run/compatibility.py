@@ -1,0 +1,109 @@
+"""Whether a checkpoint fits the program that is to go on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from podrace.architectures.protocol import Architecture
+from podrace.errors import UsageError
+from podrace.run.checkpoint import CheckpointError, Checkpoints
+from podrace.run.directory import completed_record, read_record, shapes_sha256
+from podrace.settings.config import Config, differences, option, to_json
+from podrace.topology import data_size, model_size
+
+if TYPE_CHECKING:
+  from podrace.settings.discovery import Discovery
+
+
+class Fit:
+  """What the checkpoints of a run must have in common with its program."""
+
+  def __init__(self, config: Config | Discovery, program: Architecture, run_dir: Path) -> None:
+    self._config, self._program, self._run_dir = config, program, run_dir
+
+  def record(self) -> dict[str, Any]:
+    """What a checkpoint's meta has for `check`."""
+    return {
+      'mesh': data_size(self._program.mesh),
+      'model': model_size(self._program.mesh),
+      'steps_per_update': self._config.steps_per_update,
+      'shapes': self.shapes(),
+      'replay': self.replay(),
+    }
+
+  def shapes(self) -> str:
+    """A hash over the shapes of the state."""
+    return shapes_sha256(self._program.shapes)
+
+  def check_newest(self, checkpoints: Checkpoints) -> None:
+    """As `check`, of the newest checkpoint that can be read: before anything is compiled."""
+    for step in checkpoints.steps():
+      try:
+        meta = checkpoints.meta(step)
+      except CheckpointError:  # restoring it will say so
+        continue
+      self.check(meta)
+      return
+
+  def check(self, meta: dict[str, Any]) -> None:
+    """Raises UsageError if a checkpoint is whole but of another program's state."""
+    self._check_devices(meta)
+    if meta['steps_per_update'] != self._config.steps_per_update:
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} counts {meta["steps_per_update"]} steps an update, '
+        f"this run has {self._config.steps_per_update}: --num-envs and --unroll-length can't change "
+        'in a run; start afresh in another --run-dir'
+      )
+    was, now = meta.get('replay'), self.replay()  # of an older podrace it has none
+    if was and now and was != now:
+      changed = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
+      raise UsageError(
+        f"the checkpoint at step {meta['step']:,} holds a replay of other settings, which can't "
+        'change in a run:\n  ' + '\n  '.join(changed) + '\nstart afresh in another --run-dir'
+      )
+    if meta['shapes'] != self.shapes():
+      old = read_record(self._run_dir)
+      changed = (
+        differences(completed_record(old, self._config), to_json(self._config)) if old else []
+      )
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
+        'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
+        "--actor-threads) has changed, which can't be in a run:\n  "
+        + '\n  '.join(changed or ['nothing that config.json tells of: another podrace made it'])
+        + '\nstart afresh in another --run-dir'
+      )
+
+  def _check_devices(self, meta: dict[str, Any]) -> None:
+    data, model = data_size(self._program.mesh), model_size(self._program.mesh)
+    was = meta.get('model', 1)  # an older podrace had no model axis
+    if (was > 1) != (model > 1):
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} was made with --model-devices {was}, this run has {model}: the '
+        "optimiser's state is one vector with 1, and split as the parameters are with more, which can't change in a "
+        f'run; give --model-devices {was}, or begin another run with --init-from'
+      )
+    if meta['mesh'] != data:
+      groups = f' groups of --model-devices {was}' if was > 1 else ' device(s)'
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} was made on {meta["mesh"]}{groups} that learn, '
+        f'this run has {data}: {self._devices_advice(meta["mesh"] * model)}'
+      )
+
+  def replay(self) -> dict[str, float] | None:
+    """What the replay that a checkpoint holds depends on; None if it holds none."""
+    return self._program.windows.record() if self._program.windows else None
+
+  def _devices_advice(self, mesh: int) -> str:
+    """How to have as many devices that learn as a checkpoint was made on."""
+    if self._config.architecture == 'anakin':
+      own = ', as each device of a gossip run has parameters of its own'
+      return f'give --devices {mesh}{own if self._config.agree == "gossip" else ""}'
+    old = completed_record(read_record(self._run_dir) or {}, self._config)
+    given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
+    had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)
+    return (
+      f'give --learner-devices with {mesh}, of all processes together; the run had '
+      f'{had or "no options for its devices"}'
+    )

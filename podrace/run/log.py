@@ -1,0 +1,168 @@
+"""The log of a run: its lines of metrics, the sinks and callbacks that get them, and its clocks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from podrace import hooks
+from podrace.run import metrics
+from podrace.run.callbacks import Callbacks
+from podrace.run.directory import described
+from podrace.settings.config import Config
+
+if TYPE_CHECKING:
+  from podrace.settings.discovery import Discovery
+
+
+@dataclasses.dataclass
+class Clock:
+  """Where the time of a run went, over all its lives."""
+
+  busy_s: float = 0.0  # in the compiled program
+  steps: int = 0  # made in `busy_s`
+
+  def add(self, steps: int, seconds: float) -> None:
+    self.steps += steps
+    self.busy_s += seconds
+
+  @property
+  def rate(self) -> float:
+    """Steps/s."""
+    return self.steps / self.busy_s if self.busy_s else 0.0
+
+
+class Log:
+  """What a run says of itself. Of several processes, the first one writes."""
+
+  def __init__(
+    self,
+    config: Config | Discovery,
+    run_dir: Path,
+    callbacks: Callbacks,
+    sinks: tuple[str | metrics.Sink, ...],  # which somebody else closes, if they are no names
+    terminal: metrics.Progress | None,  # None: no progress is shown
+    warn: Callable[[str], None],
+  ) -> None:
+    self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
+    self.warn, self.advised = warn, False
+    self.given_sinks, self.terminal = sinks, terminal
+    self.clock = Clock()
+    self.since_line = Clock()  # what the current line of metrics is about
+    self.wall_before = 0.0  # seconds, of earlier lives
+    self.born = time.perf_counter()
+    self.sinks: list[metrics.Sink] = []  # besides `lines`
+    self.lines: metrics.JsonLines | None = None
+    self.known: dict[str, tuple[int, int]] = {}  # by file, `on_disk` when the checkpoint was made
+    self.missing: dict[str, int] = {}  # lines that were lost from each file between two lives
+
+  def open(self, stack: contextlib.ExitStack, step: int) -> None:
+    """Opens the files, for lines after `step`."""
+    self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
+    stack.callback(self.lines.close)
+    self.check_lines('metrics.jsonl', self.lines)
+    for given in self.given_sinks:
+      if isinstance(given, str):
+        sink = metrics.SINKS[given](self.run_dir)
+        stack.callback(sink.close)
+        self.sinks.append(sink)
+      else:
+        self.sinks.append(given)
+    if self.terminal:
+      self.sinks.append(self.terminal)
+
+  @property
+  def wall_s(self) -> float:
+    """Seconds that the run has taken, over all its lives, without the time between them."""
+    return self.wall_before + time.perf_counter() - self.born
+
+  def notes(self) -> dict[str, Any]:
+    """What a checkpoint keeps of it; the lines are on disk before the checkpoint."""
+    lines = {}
+    if self.lines:
+      self.lines.sync()
+      lines['metrics.jsonl'] = self.lines.on_disk()
+    clocks = {k: dataclasses.asdict(getattr(self, k)) for k in ('clock', 'since_line')}
+    counts = {'lines': lines, 'missing_lines': self.missing}
+    return {'wall_s': self.wall_s, **clocks, **counts, 'callbacks': self.callbacks.state()}
+
+  def restore(self, notes: dict[str, Any]) -> None:
+    self.wall_before = notes['wall_s']
+    self.clock, self.since_line = Clock(**notes['clock']), Clock(**notes['since_line'])
+    if 'callbacks' in notes:  # an older podrace had none
+      self.callbacks.restore(notes['callbacks'])
+    self.known, self.missing = notes.get('lines', {}), notes.get('missing_lines', {})
+
+  def check_lines(self, name: str, file: metrics.JsonLines) -> None:
+    """Warn if a file has fewer lines than when the checkpoint was made.
+
+    The run goes on: its state is whole, and nobody may be there to decide. `missing` is for its summary.
+    """
+    (known, step), missing = self.known.get(name, (0, 0)), self.missing.get(name, 0)
+    lines = file.up_to(step)
+    if lines < known:
+      self.warn(
+        f'{self.run_dir / name} has {lines:,} lines of the {known:,} up to step {step:,} that the checkpoint '
+        f'knows of: {known - lines:,} are lost. The run goes on, with a gap in its curve; summary.json counts them as missing_lines. If there is a '
+        'copy of the file, stop the run, put the copy in its place and start again'
+      )
+    self.missing = {**self.missing, name: max(0, known + missing - lines)}
+
+  def add(self, steps: int, seconds: float) -> None:
+    """Counts steps that were made in so many seconds."""
+    for clock in (self.clock, self.since_line):
+      clock.add(steps, seconds)
+
+  def progress(self, step: int) -> None:
+    if self.terminal:
+      self.terminal.progress(step, self.since_line.rate)
+
+  def write(
+    self,
+    step: int,
+    summary: dict[str, Any],
+    state: Any,
+    saving: contextlib.AbstractContextManager[None],
+  ) -> Any:
+    """Writes a line of metrics; returns the state, as callbacks change it.
+
+    Args:
+      saving: within it sinks, callbacks and the agent's advice may fail: it saves `state` then.
+    """
+    line: metrics.Line = {
+      'step': step,
+      'wall_s': round(self.wall_s, 3),
+      'steps_per_s': round(self.since_line.rate, 1),
+      **described(summary, self.config.seeds),
+    }
+    self.since_line = Clock()
+    if not self.lines:
+      return state
+    failure: Exception | None = None
+    try:
+      line = self.callbacks(line)
+    except Exception as e:  # raised below: a checkpoint of this update needs the line
+      failure = e
+    self.lines.write(line)
+    with saving:
+      if failure is not None:
+        raise failure
+      if not self.advised and (advice := hooks.advice(self.config.agent, line)):
+        self.advised = True
+        self.warn(advice)
+      for sink in self.sinks:
+        sink.write(line)
+      return self._transformed(state, line)
+
+  def _transformed(self, state: Any, line: metrics.Line) -> Any:
+    for transform in self.callbacks.transforms:
+      train = transform(state.train, line)
+      sharding = jax.tree.map(lambda x: x.sharding, state.train)
+      state = state._replace(train=jax.device_put(train, sharding))
+    return state

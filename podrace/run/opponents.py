@@ -1,0 +1,109 @@
+"""Trained agents as opponents in games of two."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from podrace.envs.adapters.pgx import OPPONENTS
+from podrace.envs.registry import parse
+from podrace.errors import UnreadableFile, UsageError
+from podrace.experiments.runs import read_run_record
+from podrace.run.directory import load_config
+from podrace.run.evaluate import evaluable, newest_params
+from podrace.types import MID, Array, TimeStep
+
+CHAIN = 100  # generations of opponents, each trained against the one before
+
+
+def check_chain(run_dir: Path, env: str) -> None:
+  """Follow the records of a run's opponent, and of the opponent of that run, to the first generation.
+
+  Args:
+    run_dir: of the run.
+    env: where it was trained.
+
+  Raises:
+    UsageError: if the chain is a circle, or longer than CHAIN.
+  """
+  seen = [run_dir]
+  while (opponent := _opponent_of(env)) is not None:
+    run_dir = Path(opponent)
+    if any(_is_same(run_dir, before) for before in seen):
+      raise UsageError(f'opponent {seen[0]} cannot be: {run_dir} is an opponent of itself')
+    if len(seen) == CHAIN:
+      raise UsageError(f'opponent {seen[0]} has more than {CHAIN} generations of opponents')
+    seen.append(run_dir)
+    try:
+      record = read_run_record(run_dir)
+    except UnreadableFile as e:
+      raise UsageError(
+        f'opponent {seen[0]} was trained against one that cannot be read: {e}'
+      ) from e
+    if record is None:  # deleted since
+      return
+    env = record['env']
+
+
+def _opponent_of(env: str) -> str | None:
+  """The directory that an environment of pgx names as its opponent."""
+  library, _, options = parse(env)
+  opponent = str(options.get('opponent', OPPONENTS[0]))
+  return None if library != 'pgx' or opponent in OPPONENTS else opponent
+
+
+def _without_trained(env: str) -> str:
+  """The same game against an opponent by name: of an opponent its agent sees no more than the spaces."""
+  if _opponent_of(env) is None:
+    return env
+  return ','.join(part for part in env.split(',') if not part.startswith('opponent='))
+
+
+def _is_same(a: Path, b: Path) -> bool:
+  try:
+    return a.samefile(b)
+  except (OSError, ValueError):  # ValueError: a NUL in the name
+    return a.absolute() == b.absolute()
+
+
+def from_run(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array]:
+  """How the newest checkpoint of a run moves in a game of pgx: as in training, but without a search.
+
+  Of a run of several seeds it is the first one.
+
+  Raises:
+    UsageError: if there is no such run or checkpoint, it goes on, has another game, has a memory of its own, or is its
+      own opponent.
+  """
+  config = load_config(run_dir)
+  library, theirs, _ = parse(config.env)
+  if (library, theirs) != ('pgx', game):
+    raise UsageError(f'opponent {run_dir} has learned {config.env}, not pgx:{game}')
+  if not (run_dir / 'summary.json').exists():
+    raise UsageError(
+      f'opponent {run_dir} has not come to its end: its newest checkpoint may change; wait for it, or go on with it'
+    )
+  check_chain(run_dir, config.env)
+  agent, _ = evaluable(dataclasses.replace(config, env=_without_trained(config.env)))
+  if hasattr(agent, 'simulations'):
+    agent = dataclasses.replace(agent, simulations=0)
+  ids = jnp.zeros(1, jnp.int32)
+  if jax.tree.leaves(jax.eval_shape(agent.initial_state, ids)):
+    raise UsageError(f'opponent {run_dir} is recurrent: an opponent has no memory')
+  params = jax.device_get(newest_params(config, agent, run_dir)[1])
+  if config.seeds > 1:
+    params = jax.tree.map(lambda x: x[0], params)
+
+  def move(state: Any, observation: Any, key: Array) -> Array:
+    seen = jax.tree.map(lambda x: x[None], observation)
+    timestep = TimeStep(seen, jnp.zeros(1), jnp.ones(1), jnp.full(1, MID, jnp.int8))
+    output, _ = agent.act(params, agent.initial_state(ids), timestep, key)
+    action: Array = output.action[0]
+    return action
+
+  return move

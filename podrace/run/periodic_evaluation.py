@@ -1,0 +1,170 @@
+"""Evaluations while a run goes on: in a thread of their own, into eval.jsonl.
+
+The run writes the parameters to evaluate to a file, and goes on. The thread takes one file after the other, and
+removes it once its line is written. So a run that is killed loses none: the next life begins with what is left.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrace.architectures.sebulba.actors import CLOSE_SECONDS
+from podrace.errors import UsageError
+from podrace.hooks import can_be_greedy, greedily
+from podrace.run.evaluate import described, evaluated, returns_of
+from podrace.run.metrics import JsonLines, read
+from podrace.settings.config import Config
+from podrace.system.files import make_folder, write_whole
+from podrace.system.files.reading import read_bytes
+from podrace.system.files.schema import is_step
+from podrace.system.threads import Worker
+from podrace.topology import on_host
+
+FILE_BYTES = 2**34  # largest file of parameters
+MANY = 4  # parameters that wait, from which on there is a warning
+
+
+class Evaluations:
+  """The evaluations of a run.
+
+  Args:
+    resumed_at: the step that the run goes on from; later evaluations are made again.
+    warn: says that they take longer than their interval.
+    seconds: those that the run has taken, for the lines.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    run_dir: Path,
+    resumed_at: int,
+    warn: Callable[[str], None],
+    seconds: Callable[[], float],
+  ) -> None:
+    self._config, self._run_dir, self._warn, self._seconds = config, run_dir, warn, seconds
+    self._folder = make_folder(run_dir / 'to-evaluate')
+    self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
+    done = {line['step'] for line in read(run_dir / 'eval.jsonl')}
+    self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
+    self._kind: Any = None  # the structure of the parameters
+    self._shapes: list[Any] = []  # of its leaves
+    self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
+    for step in set(self._steps()) - set(self._left):
+      self._path(step).unlink()
+    self._warned = self._stopped = False
+    self._begun = max(self._steps(), default=max(done, default=-1))
+    self._worker = Worker('evaluations', self._work)
+
+  def _steps(self) -> list[int]:
+    return sorted(int(p.stem) for p in self._folder.glob('*.safetensors') if is_step(p.stem))
+
+  def _path(self, step: int) -> Path:
+    return self._folder / f'{step}.safetensors'
+
+  def resume(self, params: Any) -> None:
+    """Begins with what an earlier life left; `params` are of the run, for their structure."""
+    self._take_structure(params)
+    for step in self._left:
+      self._waiting.put((step, self._seconds()))
+
+  def _take_structure(self, params: Any) -> None:
+    self._kind = jax.tree.structure(params)
+    self._shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+
+  def begin(self, step: int, params: Any) -> None:
+    """Evaluates these parameters when it is their turn; they are copied before this returns.
+
+    Raises:
+      what an earlier evaluation raised.
+    """
+    self._worker.check()
+    from safetensors.numpy import save
+
+    self._take_structure(params)
+    leaves = [on_host(x) for x in jax.tree.leaves(params)]
+    write_whole(
+      self._path(step), save({str(i): np.ascontiguousarray(x) for i, x in enumerate(leaves)})
+    )
+    self._waiting.put((step, self._seconds()))
+    self._begun = step
+    if self._waiting.qsize() > MANY and not self._warned:
+      self._warned = True
+      self._warn(
+        f'{self._waiting.qsize()} evaluations wait: each takes longer than --eval-every {self._config.eval_every:,} '
+        'steps do. The run ends when all are made; give a larger one, or fewer --eval-episodes'
+      )
+
+  def finish(self, step: int, params: Any) -> None:
+    """Evaluates the last parameters, if that has not begun, and returns when all are made.
+
+    Raises:
+      what an evaluation raised.
+    """
+    if self._begun < step:
+      self.begin(step, params)
+    self._waiting.put(None)
+    self._worker.join()
+    self._folder.rmdir()
+
+  def close(self) -> None:
+    """Leaves the rest to the run's next life."""
+    self._stopped = True
+    self._waiting.put(None)
+    self._worker.wait(CLOSE_SECONDS)  # JAX does not like to be left in the middle
+
+  def _work(self) -> None:
+    evaluate = None
+    device = jax.local_devices(backend='cpu')[
+      0
+    ]  # not in the way of the run's devices, if it has others
+    with jax.default_device(device):
+      while (found := self._waiting.get()) is not None and not self._stopped:
+        evaluate = evaluate or _evaluator(self._config)
+        step, wall_s = found
+        params = jax.device_put(
+          jax.tree.unflatten(self._kind, _read(self._path(step), self._shapes)), device
+        )
+        began = time.perf_counter()
+        line = {'step': step, 'wall_s': round(wall_s, 3), **evaluate(params)}
+        self.lines.write({**line, 'eval_s': round(time.perf_counter() - began, 3)})
+        if self._config.eval_video:
+          self._film(step, params)
+        self.lines.sync()
+        self._path(step).unlink(missing_ok=True)
+    self.lines.close()
+
+  def _film(self, step: int, params: Any) -> None:
+    from podrace.run.video.film import film
+
+    config, folder = self._config, make_folder(self._run_dir / 'videos')
+    film(config, params, folder, step, episodes=1, seed=config.seed, env=config.eval_env)
+
+
+def _read(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarray]:
+  """The leaves that `begin` wrote; an earlier life may have written them, and the file be damaged since."""
+  from safetensors.numpy import load
+
+  try:
+    arrays = load(read_bytes(path, FILE_BYTES))
+    leaves = [arrays[str(i)] for i in range(len(shapes))]
+  except Exception as e:  # SafetensorError derives from Exception alone
+    raise UsageError(f'{path} holds no parameters to evaluate: {e}; remove it to go on') from e
+  if [(x.shape, x.dtype) for x in leaves] != list(shapes):
+    raise UsageError(f'{path} holds parameters of other shapes; remove it to go on')
+  return leaves
+
+
+def _evaluator(config: Config) -> Callable[[Any], dict[str, Any]]:
+  """From parameters to what a line has of their returns. As `podrace eval`, with the run's seed."""
+  agent, env = evaluated(config)
+  if can_be_greedy(agent):
+    agent = greedily(agent)
+  returns = returns_of(config, agent, env, config.eval_episodes)
+  return lambda params: described(returns(params, config.seed))

@@ -1,0 +1,259 @@
+"""One environment that can be looked at: it acts as a pool of one, and draws itself.
+
+What is drawn: Atari in colour, by a second game with the same seed and the same actions; Gymnasium's `rgb_array`;
+of environments in JAX what their libraries draw of a state. Where there is none of it, the observation is drawn.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from podrace.envs import registry
+from podrace.envs.adapters.adapt import LimitedState
+from podrace.envs.base import PooledState, ResetState, batch
+from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
+from podrace.envs.spaces import over
+from podrace.errors import RunError, UsageError
+from podrace.run.video.pictures import Numbers, draw, enlarged, to_image
+from podrace.types import LAST, TimeStep
+
+
+class Stage(Protocol):
+  """One environment and its picture."""
+
+  note: str  # why it is the observation that is drawn; '' if the environment draws itself
+
+  def reset(self, seed: int) -> TimeStep:
+    """The FIRST of a new episode, [1, ...]."""
+    ...
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    """The next timestep [1, ...], the reward as the environment has it, and whether the whole game is over."""
+    ...
+
+  def frame(self) -> np.ndarray | Numbers:
+    """The picture now, [H, W, 3] u8; or the observation, if there is no image in it."""
+    ...
+
+  def close(self) -> None: ...
+
+
+def make(name: str, env: Any) -> Stage:
+  """The stage of an environment that `envs.make` or `host.make` made of this name.
+
+  Raises:
+    UsageError: if it can't be drawn.
+  """
+  library, inner, options = registry.parse(name)
+  if isinstance(env, HostSpec):
+    if library == 'ale':
+      return AtariStage(inner, options, env)
+    if library == 'gymnasium':
+      return GymnasiumStage(inner, options, env)
+    if env.jax is None:
+      raise UsageError(f"{name} can't be drawn: of the host, ale: and gymnasium: can")
+    env = env.jax
+  return JaxStage(env)
+
+
+class JaxStage:
+  """An environment in JAX."""
+
+  def __init__(self, env: Any) -> None:
+    both = batch(env, 1)
+    self._reset, self._step = jax.jit(both.reset), jax.jit(both.step)
+    self._space = env.observation_space
+    self._drawing = drawing(env)
+    self.note = (
+      '' if self._drawing else 'it draws no picture of itself: this is what the agent sees'
+    )
+    self._state: Any = None
+    self._timestep: Any = None
+
+  def reset(self, seed: int) -> TimeStep:
+    key, self._key = jax.random.split(jax.random.key(seed))
+    self._state, self._timestep = self._reset(key)
+    return self._timestep
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    self._key, key = jax.random.split(self._key)
+    self._state, timestep = self._step(self._state, action, key[None])
+    self._timestep = timestep
+    return timestep, float(timestep.reward[0]), bool(timestep.step_type[0] == LAST)
+
+  def frame(self) -> np.ndarray | Numbers:
+    if self._drawing is not None:
+      return enlarged(to_image(self._drawing(first(self._state))))
+    return draw(self._space, jax.tree.map(np.asarray, first(self._timestep.observation)))
+
+  def close(self) -> None:
+    pass
+
+
+class PoolStage:
+  """A pool of one environment on the host."""
+
+  note = ''
+
+  def __init__(self, spec: HostSpec) -> None:
+    self._spec = spec
+    self._pool: Any = None
+
+  def reset(self, seed: int) -> TimeStep:
+    self.close()
+    self._pool = self._spec.make(PoolArgs(1, 1, np.array([seed], np.uint32), 1, 60.0))
+    self._pool.reset()
+    return self._pool.recv().timestep
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    self._pool.send(everyone(1), action)
+    arrival = self._pool.recv()
+    return arrival.timestep, float(arrival.score[0]), bool(arrival.ended[0])
+
+  def close(self) -> None:
+    if self._pool is not None:
+      self._pool.close()
+      self._pool = None
+
+
+class AtariStage(PoolStage):
+  """An Atari game, and its twin with the same seed and actions, whose frames are in colour."""
+
+  def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
+    super().__init__(spec)
+    from podrace.envs.host import ale
+
+    changed = dict(grayscale=False, img_height=210, img_width=160, stack_num=1)
+    self._values, self._name = {**ale.DEFAULTS, **options}, name
+    self._twin_of = lambda: ale.vector(self._name, self._values, 1, 1, 1, **changed)
+    self._twin: Any = None
+    self._picture: Any = None
+
+  def reset(self, seed: int) -> TimeStep:
+    found = super().reset(seed)
+    self._twin = self._twin_of()
+    self._picture, _ = self._twin.reset(seed=np.array([seed], np.int64) % 2**31)
+    return found
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    found = super().step(action)
+    # With episodic lives the pool answers a lost life by a no-op, so it says what was done.
+    self._twin.send(self._pool.sent)
+    self._picture, score, *_ = self._twin.recv()
+    if float(score[0]) != found[1] and not found[0].first[0]:
+      raise RunError(f'ale:{self._name}: the game that is drawn is not the one that is played')
+    return found
+
+  def frame(self) -> np.ndarray:
+    return enlarged(to_image(self._picture[0, -1]))
+
+  def close(self) -> None:
+    super().close()
+    if self._twin is not None:
+      self._twin.close()
+      self._twin = None
+
+
+class GymnasiumStage:
+  """A Gymnasium environment in this process, with `render_mode='rgb_array'` if it has that."""
+
+  def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
+    self._env, self.note = _rendering(name, options)
+    self._space, self._stepper = spec.observation_space, Stepper(1)
+    self._observation: Any = None
+
+  def reset(self, seed: int) -> TimeStep:
+    self._observation, _ = self._env.reset(seed=seed)
+    self._stepper.reset()
+    return self._timestep(self._observation, 0.0, False, False)
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    from podrace.envs.host.worker import actions_for
+
+    (one,) = actions_for(self._env.action_space, np.asarray(action))
+    self._observation, reward, terminated, truncated, _ = self._env.step(one)
+    timestep = self._timestep(self._observation, reward, terminated, truncated)
+    return timestep, float(reward), bool(terminated or truncated)
+
+  def _timestep(self, x: Any, reward: float, terminated: bool, truncated: bool) -> TimeStep:
+    def one(space: Any, y: Any) -> np.ndarray:
+      return np.asarray(y, space.dtype)[None]
+
+    flags = (np.array([f]) for f in (terminated, truncated))
+    return self._stepper.timestep(
+      everyone(1), over(one, self._space, x), np.array([reward], np.float32), *flags
+    )
+
+  def frame(self) -> np.ndarray | Numbers:
+    if self.note:
+      return draw(self._space, self._observation)
+    return to_image(self._env.render())
+
+  def close(self) -> None:
+    self._env.close()
+
+
+def _rendering(name: str, options: Any) -> tuple[Any, str]:
+  """An environment that renders, and ''; or one that can't, and why.
+
+  Raises:
+    UsageError: if what it renders with is not installed.
+  """
+  import gymnasium
+
+  with warnings.catch_warnings():  # of a mode that it doesn't have, with a path of the library
+    warnings.simplefilter('ignore')
+    env: Any = None
+    try:
+      env = gymnasium.make(name, **(dict(options) | {'render_mode': 'rgb_array'}))
+      env.reset(seed=0)
+      to_image(_picture(env))
+      return env, ''
+    except (ImportError, gymnasium.error.DependencyNotInstalled) as e:
+      raise UsageError(f"gymnasium:{name} can't be drawn: {e}") from e
+    except (TypeError, ValueError, AttributeError, NotImplementedError, gymnasium.error.Error) as e:
+      why = 'its class has no render_mode and render() for rgb_array'
+      if env is not None:
+        why = f'it renders no rgb_array ({type(e).__name__}: {str(e).partition(chr(10))[0]})'
+        env.close()
+    return gymnasium.make(name, **options), f'{why}: this is what the agent sees'
+
+
+def _picture(env: Any) -> np.ndarray:
+  """What an environment renders.
+
+  Raises:
+    ValueError: if that is no image.
+  """
+  found = np.asarray(env.render())
+  if found.ndim != 3 or found.dtype.kind not in 'uif':
+    raise ValueError(f'render() returned {found.dtype} {found.shape}')
+  return found
+
+
+def first(tree: Any) -> Any:
+  """Of arrays [1, ...], or of a pool's state, what the one environment has."""
+  if isinstance(tree, PooledState):
+    tree = tree.inner
+  return jax.tree.map(lambda x: x[0], tree)
+
+
+def drawing(env: Any) -> Callable[[Any], Any] | None:
+  """What an environment draws of one of its states; None if it draws none."""
+  while hasattr(env, 'dynamics'):
+    env = env.dynamics
+  draws = getattr(env, 'draw', None)
+  if draws is None:
+    return None
+
+  def of_state(state: Any) -> Any:
+    while isinstance(state, ResetState | PooledState | LimitedState):
+      state = state.inner
+    return draws(state)
+
+  return of_state

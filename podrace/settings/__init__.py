@@ -1,0 +1,1 @@
+"""The settings of a run: dataclasses, their checks, records, presets and defaults."""

@@ -1,0 +1,277 @@
+"""Settings for a run that names an environment or an agent, but no preset. Importing this does not import jax.
+
+One table, by agent and kind of environment. What it does not list has the defaults of the agent's class
+and of Config. The returns they reach are in benchmarks/results/defaults.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
+from podrace.settings.config import Common, Config, agent_name
+
+Kind = Literal['vector', 'grid', 'pixels', 'continuous']
+
+KINDS: Mapping[Kind, str] = {  # with discrete actions, but for the last
+  'vector': 'numbers',
+  'grid': 'small images, as of MinAtar and MiniGrid',
+  'pixels': 'images of 36 pixels a side and more',
+  'continuous': 'actions are numbers',
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+  """The sizes of a run, and those fields of its agent that differ from the class' defaults."""
+
+  num_envs: int
+  unroll_length: int
+  agent: Mapping[str, Any]  # by path: network.activation
+
+
+def _buffer(**settings: Any) -> dict[str, Any]:
+  return {f'buffer.{name}': value for name, value in settings.items()}
+
+
+CONVOLUTIONS = {'network.torso': 'impala', 'network.hidden': (256,)}
+NORMALIZED = {'normalize_observations': True, 'normalize_rewards': True}
+CONTROL = _buffer(batch_size=256, min_size=1_000, samples_per_insert=64.0) | {
+  'actor.hidden': (128, 128),
+  'critic.hidden': (128, 128),
+  'actor_learning_rate': 1e-3,
+  'critic_learning_rate': 1e-3,
+}
+PLANNING = _buffer(
+  batch_size=128, min_size=2_000, priority_exponent=0.6, importance_exponent=0.4
+) | {
+  'network.hidden': (128,),
+  'network.dynamics_hidden': (128,),
+  'network.head_hidden': (64,),
+}
+SEQUENCES = _buffer(batch_size=32, min_size=5_000, samples_per_insert=2.0) | {
+  'sequence': 20,
+  'burn_in': 20,
+  'learning_rate': 5e-4,
+  'adam_epsilon': 1e-5,
+  'target_period': 200,
+}
+
+TABLE: Mapping[tuple[str, Kind], Defaults] = {
+  ('ppo', 'vector'): Defaults(64, 32, {'learning_rate': 1e-3, 'normalize_rewards': True}),
+  ('ppo', 'grid'): Defaults(
+    64, 128, {'learning_rate': 1e-3, 'minibatches': 8, 'network.activation': 'relu'}
+  ),
+  ('ppo', 'pixels'): Defaults(
+    16, 64,
+    CONVOLUTIONS | {'learning_rate': 5e-4, 'epochs': 3, 'clip': 0.1, 'network.activation': 'relu'},
+  ),
+  ('ppo', 'continuous'): Defaults(
+    64, 64,
+    NORMALIZED | {'learning_rate': 1e-3, 'epochs': 10, 'minibatches': 8, 'entropy_cost': 0.0},
+  ),
+  ('impala', 'vector'): Defaults(64, 16, {'learning_rate': 1e-3}),
+  ('impala', 'grid'): Defaults(64, 16, {'learning_rate': 1e-3, 'max_grad_norm': 1.0}),
+  ('impala', 'pixels'): Defaults(
+    16, 20, CONVOLUTIONS | {'learning_rate': 5e-4, 'max_grad_norm': 0.5, 'entropy_cost': 0.003}
+  ),
+  ('impala', 'continuous'): Defaults(
+    64, 16, NORMALIZED | {'learning_rate': 1e-3, 'max_grad_norm': 1.0, 'entropy_cost': 0.0}
+  ),
+  ('dqn', 'vector'): Defaults(
+    16, 4,
+    _buffer(capacity=50_000, batch_size=128, min_size=2_000, samples_per_insert=16.0)
+    | {'network.hidden': (128, 128), 'n_step': 3, 'epsilon': 0.02, 'epsilon_steps': 5_000},
+  ),
+  ('dqn', 'grid'): Defaults(
+    16, 4,
+    _buffer(batch_size=64, min_size=5_000, samples_per_insert=8.0)
+    | {'network.hidden': (128,), 'n_step': 3, 'epsilon': 0.01},
+  ),
+  ('dqn', 'pixels'): Defaults(
+    16, 8,
+    CONVOLUTIONS | _buffer(min_size=20_000)
+    | {'learning_rate': 1e-4, 'n_step': 3, 'target_period': 2_000, 'epsilon': 0.01, 'epsilon_steps': 50_000},
+  ),
+  ('r2d2', 'vector'): Defaults(32, 20, SEQUENCES),
+  ('r2d2', 'grid'): Defaults(32, 20, SEQUENCES),
+  ('r2d2', 'pixels'): Defaults(
+    16, 40,
+    CONVOLUTIONS | _buffer(batch_size=8, min_size=20_000, samples_per_insert=0.1)
+    | {'sequence': 40, 'learning_rate': 3e-4, 'adam_epsilon': 1e-5, 'target_period': 150},
+  ),
+  ('muesli', 'vector'): Defaults(32, 16, {'learning_rate': 1e-3, 'discount': 0.99}),
+  ('muesli', 'grid'): Defaults(
+    64, 16,
+    {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000, 'network.hidden': (128,), 'network.latent': 128},
+  ),
+  ('muesli', 'pixels'): Defaults(
+    16, 20,
+    CONVOLUTIONS
+    | {'batch_size': 16, 'min_size': 20_000, 'discount': 0.99, 'network.latent': 256, 'network.dynamics_hidden': (256,)},
+  ),
+  ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
+  ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
+  ('muzero', 'vector'): Defaults(
+    16, 4, PLANNING | _buffer(samples_per_insert=16.0) | {'n_step': 20, 'discount': 0.99}
+  ),
+  ('muzero', 'grid'): Defaults(
+    32, 4, PLANNING | {'network.hidden': (256,), 'network.latent': 128, 'bootstrap': 'target'}
+  ),
+  ('muzero', 'pixels'): Defaults(
+    16, 8,
+    _buffer(batch_size=64, min_size=20_000, samples_per_insert=4.0)
+    | {'network.torso': 'impala', 'network.hidden': (256,), 'network.latent': 256, 'bootstrap': 'target'},
+  ),
+  ('muzero', 'continuous'): Defaults(
+    8, 8,
+    PLANNING | _buffer(samples_per_insert=128.0, priority_exponent=0.0)
+    | {
+      'simulations': 12, 'sampled_actions': 12, 'n_step': 3, 'discount': 0.97, 'bootstrap': 'target',
+      'target_period': 100, 'entropy_cost': 0.01,
+    },
+  ),
+}  # fmt: skip
+
+
+def with_defaults(config: Config, env: str) -> Config:
+  """`config` with what the table has for its agent in `env`, which is made to be looked at."""
+  name = agent_name(config.agent)
+  if all(name != agent for agent, _ in TABLE):
+    return config
+  found, _ = entry(name, env)
+  if found is None:
+    return config
+  agent = config.agent
+  for path, value in found.agent.items():
+    agent = _set(agent, path.split('.'), value)
+  return dataclasses.replace(
+    config, agent=agent, num_envs=found.num_envs, unroll_length=found.unroll_length
+  )
+
+
+def entry(agent: str, env: str) -> tuple[Defaults | None, Kind]:
+  """Returns the entry of the table for an agent in `env`, which is made to be looked at, and the kind of `env`."""
+  observation_space, action_space = spaces_of(env)
+  kind = kind_of(observation_space, action_space)
+  found = TABLE.get((agent, kind))
+  if found is not None and not _has_floats(observation_space):
+    plain = {k: v for k, v in found.agent.items() if k != 'normalize_observations'}
+    found = dataclasses.replace(found, agent=plain)
+  return found, kind
+
+
+# The kinds of the environments that podrace lists, so that --help need not make them. Tests compare them.
+OF_LIBRARY: Mapping[str, Kind] = {
+  'podrace': 'vector', 'gymnax': 'vector', 'brax': 'continuous', 'jumanji': 'vector', 'navix': 'grid', 'ale': 'pixels',
+}  # fmt: skip
+EXCEPTIONS: Mapping[str, Kind] = {
+  'podrace:maze': 'grid',
+  **dict.fromkeys(
+    (
+      'gymnax:Pendulum-v1', 'gymnax:MountainCarContinuous-v0', 'gymnax:PointRobot-misc', 'gymnax:Reacher-misc',
+      'gymnax:Swimmer-misc',
+    ),
+    'continuous',
+  ),
+  **dict.fromkeys(
+    (
+      'gymnax:Asterix-MinAtar', 'gymnax:Breakout-MinAtar', 'gymnax:Freeway-MinAtar', 'gymnax:Seaquest-MinAtar',
+      'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc', 'jumanji:RubiksCube-v0',
+      'jumanji:RubiksCube-partly-scrambled-v0', 'jumanji:FlatPack-v0', 'jumanji:Snake-v1',
+    ),
+    'grid',
+  ),
+}  # fmt: skip
+
+
+def kind_named(env: str) -> Kind | None:
+  """Returns the kind of an environment that podrace lists; None if only its spaces tell."""
+  library, _, name = env.partition(':')
+  known = LIBRARIES.get(library) or HOST_LIBRARIES.get(library)
+  if known is None or (known.names and name not in known.names):
+    return None
+  return EXCEPTIONS.get(env, OF_LIBRARY.get(library))
+
+
+def meaningless(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns settings of a preset that have no meaning with the settings that are `given`, with their plain defaults.
+
+  Else a run is refused for options that the user has not given.
+  """
+  fields: set[str] = set()
+  if given.get('architecture') == 'anakin' and config.architecture == 'sebulba':
+    fields |= {f.name for f in dataclasses.fields(Config)} - {
+      f.name for f in dataclasses.fields(Common)
+    }
+  if given.get('env', config.env) != config.env:
+    fields |= {'eval_env'}
+  if str(given.get('eval_every', config.eval_every)) == '0':
+    fields |= {'eval_env', 'eval_episodes', 'eval_video'}
+  return {name: getattr(Config, name) for name in sorted(fields - given.keys())}
+
+
+def _set(settings: Any, path: list[str], value: Any) -> Any:
+  name, *rest = path
+  inner = _set(getattr(settings, name), rest, value) if rest else value
+  return dataclasses.replace(settings, **{name: inner})
+
+
+def spaces_of(name: str) -> tuple[Any, Any]:
+  """The spaces of an environment, of observations and actions."""
+  from podrace import envs
+  from podrace.envs.host import base as host
+
+  on_host = name.partition(':')[0] in HOST_LIBRARIES
+  env: Any = host.make(name) if on_host else envs.make(name)
+  return env.observation_space, env.action_space
+
+
+def kind_of(observation_space: Any, action_space: Any) -> Kind:
+  """The kind of environment that has these spaces."""
+  from gymnasium import spaces
+
+  from podrace.envs.spaces import PIXELS
+  from podrace.networks.observations import image_sides
+
+  if isinstance(action_space, spaces.Box):
+    return 'continuous'
+  sides = image_sides(observation_space)
+  if not sides:
+    return 'vector'
+  return 'pixels' if min(sides) >= PIXELS else 'grid'
+
+
+def _has_floats(space: Any) -> bool:
+  """Whether there is anything in a space that `normalize_observations` is for."""
+  import numpy as np
+
+  from podrace.envs.spaces import leaves, seen
+
+  return any(np.issubdtype(s.dtype, np.floating) for _, s in leaves(seen(space)))
+
+
+def rows() -> list[tuple[str, str]]:
+  """(agent and kind, what is set) of the table, for `podrace train --help`."""
+  return [
+    (
+      f'{agent}, {kind}',
+      ' '.join(
+        [
+          f'--num-envs {d.num_envs} --unroll-length {d.unroll_length}',
+          *(f'--agent.{_flag(path)} {_shown(value)}' for path, value in d.agent.items()),
+        ]
+      ),
+    )
+    for (agent, kind), d in TABLE.items()
+  ]
+
+
+def _flag(path: str) -> str:
+  return '.'.join(part.rstrip('_').replace('_', '-') for part in path.split('.'))
+
+
+def _shown(value: Any) -> str:
+  return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)

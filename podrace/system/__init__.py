@@ -1,0 +1,1 @@
+"""Files, threads, child processes, output, signals, command-line options and importing."""

@@ -1,0 +1,119 @@
+"""Signals: a run notices them, saves, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from podrace.system.importing import is_the_users
+from podrace.system.process import on_signals
+from podrace.system.threads import Worker
+
+GRACE_SECONDS = 20.0  # after a signal: what a call has to end, before the run ends without it
+PACKAGE = Path(__file__).parents[1]
+SLOW_SECONDS = 60.0  # of one call: a warning says where it stands, and again after twice the time
+
+
+class Stopped(Exception):
+  """A signal ended the run; all that there was to save is saved, but for what `unsaved` names."""
+
+  def __init__(self, signum: int, unsaved: str = '') -> None:
+    name = signal.Signals(signum).name
+    super().__init__(f'{name}: {unsaved}' if unsaved else name)
+    self.signum, self.unsaved = signum, unsaved
+    self.kept = True  # whether there is a run directory to go on with
+
+
+class Stop:
+  """Notices SIGTERM, SIGINT and SIGHUP while it is entered; a second Ctrl-C interrupts at once."""
+
+  def __init__(self) -> None:
+    self.signum = 0
+    self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a handler may put into it
+    self._entered = contextlib.ExitStack()
+
+  def __enter__(self) -> Stop:
+    self._entered.enter_context(on_signals(self._handle))
+    return self
+
+  def __exit__(self, *exc: object) -> None:
+    self._entered.close()
+
+  def _handle(self, signum: int, frame: Any) -> None:
+    again = bool(self.signum)
+    if again and signum == signal.SIGINT:
+      self._say('ended at once, without saving; the last checkpoint counts, if there is one')
+      raise KeyboardInterrupt
+    self.signum = signum
+    self._wake.put(None)
+    if not again:
+      name = signal.Signals(signum).name
+      self._say(
+        f'{name}: finishing what is under way, then saving; Ctrl-C now ends at once, without saving'
+      )
+
+  def _say(self, text: str) -> None:
+    with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
+      os.write(2, f'\npodrace: {text}\n'.encode())
+
+  def during(
+    self,
+    work: Callable[[], Any],
+    what: str,
+    warn: Callable[[str], None],
+    grace: float = 0.0,
+  ) -> Any:
+    """The result of `work`, which can't be interrupted and so runs in a thread of its own.
+
+    Args:
+      what: names the work in the warnings that come while it takes long.
+      grace: seconds that it may go on after a signal.
+
+    Raises:
+      Stopped: if a signal came and `work` did not end in time; `work` is left to itself.
+    """
+    ended = threading.Event()
+
+    def at_end() -> None:
+      ended.set()
+      self._wake.put(None)
+
+    worker = Worker(what, work, at_end)
+    began, slow, deadline = time.monotonic(), SLOW_SECONDS, math.inf
+    while not ended.is_set():
+      now = time.monotonic()
+      if self.signum:
+        deadline = min(deadline, now + grace)
+        if now >= deadline:
+          unsaved = f'{what} did not end within {grace:g} s and is not saved' if grace else ''
+          raise Stopped(self.signum, unsaved)
+      if now - began >= slow:
+        where = _whereabouts(worker)
+        warn(f'{what} has taken {now - began:.0f} s so far, {where}; Ctrl-C ends it')
+        slow *= 2
+      with contextlib.suppress(queue.Empty):
+        self._wake.get(timeout=max(0.0, min(began + slow, deadline) - now))
+    return worker.result()
+
+
+def _whereabouts(worker: Worker) -> str:
+  """Where a worker stands in Python: the innermost line of the user's, else of podrace's."""
+  frame = sys._current_frames().get(worker.ident)
+  lines = [] if frame is None else traceback.extract_stack(frame)
+  of_user = [line for line in lines if is_the_users(line.filename)]
+  ours = [line for line in lines if Path(line.filename).is_relative_to(PACKAGE)]
+  at = (of_user or ours)[-1:]
+  if not at:
+    return 'ending'
+  name = at[0].name if of_user else 'podrace'
+  return f'in {name} ({at[0].filename}:{at[0].lineno})'

@@ -1,0 +1,130 @@
+"""Clients of services that say what is nearly right, or nothing of the kind: they come back, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import bare
+import numpy as np
+import pytest
+from mutants import Document, data_of, mutant
+from peers import spec
+
+from podrace import tables
+from podrace.distributed import replay
+from podrace.distributed.environments import client as remote_client
+from podrace.distributed.environments import messages as remote_wire
+from podrace.distributed.net import messages
+from podrace.distributed.net.link import Link
+from podrace.distributed.parameters import publisher
+from podrace.distributed.replay import messages as service_wire
+
+WELCOME = {'silence': 5.0}
+
+
+def of_parameters(address: str) -> tuple[Link, Callable[[], Any]]:
+  reader = replay.Parameters(address)
+  return reader._link, reader.close
+
+
+def of_replay(address: str) -> tuple[Link, Callable[[], Any]]:
+  client = replay.Client([address], None, False)
+  return client.connections[0].link, client.close
+
+
+def of_seed(address: str) -> tuple[Link, Callable[[], Any]]:
+  options = remote_client.Options(connect=address, env='test:spec', num_envs=2)
+  client = remote_client.Client(options, spec())
+  client._link.start()
+  return client._link, client._link.close
+
+
+def parameters_say() -> list[Document]:
+  data = np.ones(5).tobytes()
+  version = publisher.Version(1, [('x', np.ones(5))])
+  return [
+    (messages.WELCOME, [WELCOME], []),
+    (messages.PONG, [1], []),
+    (publisher.NEWEST, [1, version.sha256, [['x', '<f8', [5]]]], [data]),
+    (publisher.NEWEST, [2, version.sha256, [['x', '<f8', [5]]]], [b'']),
+    (messages.END, [False, 'enough'], []),
+  ]
+
+
+def replay_says() -> list[Document]:
+  leaf = ['leaf', [], []]
+  welcome = dict(WELCOME, number=0, sizes={'it': 3}, largest=2**24, waiting=b'', missing=b'')
+  return [
+    (messages.WELCOME, [welcome], []),
+    (messages.PONG, [{'it': 4}], []),
+    (service_wire.SIGNATURE, [1, [leaf, [['', '<f4', [], True]]]], []),
+    (service_wire.ACK, [0, '', ], [np.arange(1, 3, dtype='<u8').tobytes(), b'', b'']),
+    (service_wire.SAMPLES, [1, 0, 'why', 3], [b''] * 5),
+    (service_wire.ANSWER, [1, True, {'a': 1}], []),
+    (messages.GONE, ['enough'], []),
+  ]  # fmt: skip
+
+
+def learner_says() -> list[Document]:
+  return [
+    (messages.WELCOME, [dict(WELCOME, largest_group=8, env='test:spec')], []),
+    (messages.PONG, [None], []),
+    (remote_wire.ACTION, [0, 0], [bytes(4)]),
+    (messages.GONE, ['enough'], []),
+  ]
+
+
+CASES = {
+  'parameters': (of_parameters, parameters_say),
+  'replay': (of_replay, replay_says),
+  'seed': (of_seed, learner_says),
+}
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_a_service_that_is_nearly_right_is_left_and_tried_again(
+  name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))
+  make, says = CASES[name]
+  end, rng = bare.Accepting(messages.of_clients()), random.Random(0)
+  link, close = make(end.address)
+  seen = 0
+  for _ in range(300):
+    documents = says()
+    last = rng.randrange(len(documents))
+    with end.accept(30) as one:
+      one.expect(messages.HELLO)
+      data = b''.join(map(data_of, documents[:last])) + mutant(rng, documents[last])
+      one.send(data)
+      one.end()  # a frame that has become longer is not waited for
+      assert one.is_closed(30)
+    assert not link._worker.failed or 'refused' in str(link._worker._failure), link._worker.failure
+    seen += link.number > 0
+  assert seen  # some were right
+  close()
+  end.close()
+
+
+def test_samples_do_not_answer_another_question() -> None:
+  settings: Any = dict(
+    sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=9
+  )
+  end = bare.Accepting(service_wire.OF_CLIENTS)
+  client = replay.Client([end.address], None, False)
+  welcome = replay_says()[0][1][0]
+  with ThreadPoolExecutor(1) as pool:
+    made = pool.submit(lambda: client.table('it', **settings))
+    with end.welcome(**welcome) as one:
+      (number, _, details), _ = one.expect(service_wire.TABLE)
+      one.say(service_wire.SAMPLES, number, 0, '', 3, arrays=[b''] * 5)
+      assert one.is_closed()
+    with end.welcome(**welcome) as one:
+      (number, _, _), _ = one.expect(service_wire.TABLE)
+      one.say(service_wire.ANSWER, number, True, dict(settings=details, most=1.0))
+      assert made.result().name == 'it'
+  client.close()
+  end.close()

@@ -1,0 +1,145 @@
+"""Reports of services that are nearly right: `podrace top` refuses them, or shows them as text."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import bare
+import numpy as np
+import pytest
+from children import until
+from peers import Learner, Raw
+from rich.console import Console
+
+from podrace import cli
+from podrace.distributed import replay
+from podrace.distributed.learner import replay_reports
+from podrace.distributed.net import messages, reports, top
+from podrace.distributed.net.frame import WireError
+from podrace.distributed.replay.server import ReplayServer
+
+ESCAPE = '\x1b]0;renamed\x07'
+WRONG: list[Any] = [
+  None, True, -1, 7, 1.5, math.nan, math.inf, 1e308, 'text', ESCAPE, f'[red]{ESCAPE}', b'bytes', [], [ESCAPE],
+  [[1.5, ESCAPE]], {}, {ESCAPE: ESCAPE}, {'a': 1},
+]  # fmt: skip
+
+
+def of_learner() -> dict[str, Any]:
+  with Learner() as learner, Raw(learner.address) as raw:
+    raw.join(2)
+    raw.say(messages.METRICS, {'steps_per_s': 1.5, 'resident_mb': 7})
+    asker = top.Asker(learner.address, None, False)
+    try:
+      until(lambda: asker.ask()['clients'][0]['metrics'])
+      return asker.ask()
+    finally:
+      asker.close()
+
+
+def of_program() -> dict[str, Any]:
+  with ReplayServer(bare.ANY) as server, replay.connect(server.address) as client:
+    from services import all_of
+
+    all_of(client)
+    program = lambda: dict(steps=10, replay=replay_reports(client))  # noqa: E731
+    with replay.Publisher(bare.ANY, environments=2, program=program) as publisher:
+      publisher.publish(1, [('x', np.ones(2))])
+      reader = replay.Parameters(publisher.address)
+      asker = top.Asker(publisher.address, None, False)
+      try:
+        until(lambda: (r := asker.ask())['program']['replay'] and r['clients'])
+        return asker.ask()
+      finally:
+        asker.close()
+        reader.close()
+
+
+def of_replay() -> dict[str, Any]:
+  with ReplayServer(bare.ANY) as server, replay.connect(server.address) as client:
+    from services import all_of
+
+    all_of(client)
+    asker = top.Asker(server.address, None, False)
+    try:
+      return asker.ask()
+    finally:
+      asker.close()
+
+
+def places(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+  """Where something else can stand."""
+  yield path
+  for key, value in (
+    x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ()
+  ):
+    yield from places(value, (*path, key))
+
+
+def changed(report: Any, path: tuple[Any, ...], value: Any) -> Any:
+  """With another value at a place, or without the key if it is `places`."""
+  if not path:
+    return value
+  new = copy.deepcopy(report)
+  at = new
+  for key in path[:-1]:
+    at = at[key]
+  if value is places:
+    del at[path[-1]]
+  else:
+    at[path[-1]] = value
+  return new
+
+
+@pytest.mark.parametrize('make', [of_learner, of_program, of_replay])
+def test_a_report_is_refused_or_shown_as_text(make: Any) -> None:
+  good = make()
+  assert reports.read(good) is good
+  refused = shown = 0
+  for path in places(good):
+    for value in (*WRONG, *([places] if path else [])):
+      report = changed(good, path, value)
+      try:
+        reports.read(report)
+      except WireError as e:
+        refused += 1
+        assert not {'\x1b', '\x07'} & set(str(e))
+        continue
+      shown += 1
+      console = Console(width=200, record=True, file=io.StringIO())
+      console.print(top.table(report, top.counted(report), 1.0))
+      assert not {'\x1b', '\x07'} & set(console.export_text())
+      json.dumps(report, allow_nan=False)
+  assert refused > 100 and shown > 10
+
+
+def test_clients_that_name_many_metrics_make_no_endless_table() -> None:
+  report = of_replay()
+  one = report['clients'][0]
+  report['clients'] = [
+    {**one, 'metrics': {f'm{i}_{j}': 1.0 for j in range(16)}} for i in range(300)
+  ]
+  assert len(top._clients(reports.read(report), 'title').columns) == top.COLUMNS + 2
+
+
+def test_top_ends_with_a_line_where_a_service_reports_something_else(
+  monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+  monkeypatch.setattr(top, 'ANSWER_SECONDS', 1.0)
+
+  class Odd(bare.Service):
+    def report(self) -> Any:
+      return {'service': ESCAPE, 'counts': [ESCAPE]}
+
+  with Odd().listen() as odd:
+    for more in ([], ['--once']):
+      with pytest.raises(SystemExit) as end:
+        cli.main(['top', odd.address, *more])
+      assert end.value.code == 1
+      told = capfd.readouterr()
+      assert not told.out and len(told.err.splitlines()) == 1 and '\x1b' not in told.err

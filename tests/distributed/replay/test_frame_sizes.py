@@ -1,0 +1,65 @@
+"""Of a frame that is larger than any that can be right a service reads nothing; a client does not send it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bare
+import numpy as np
+import pytest
+from children import until
+from services import ANY
+from test_service_tables import SIMPLE, fill
+
+from podrace.distributed import replay
+from podrace.distributed.net import messages
+from podrace.distributed.net.frame import PREFIX
+from podrace.distributed.parameters.publisher import SERVICE, Publisher
+from podrace.distributed.replay import messages as wire
+from podrace.distributed.replay.server import ReplayServer
+
+
+@pytest.mark.parametrize(
+  ('make', 'name', 'kind', 'most'),
+  [
+    (
+      lambda: Publisher(ANY),
+      SERVICE,
+      messages.PING,
+      messages.GUEST_BYTES,
+    ),  # its clients send no arrays
+    (lambda: ReplayServer(ANY, most_bytes=2**16), wire.SERVICE, wire.INSERT, 2**16 + 2**24 + 2**20),
+  ],
+  ids=['parameters', 'replay'],
+)
+def test_larger_frames_end_their_connection(make: Any, name: str, kind: Any, most: int) -> None:
+  with make() as made, bare.connect(made.address, wire.OF_SERVICES) as end:
+    end.hello(name, 5)
+    end.send(PREFIX.pack(most, kind.number | 2 << 8))
+    assert end.hear(0.3) is None and made.listener.peers  # it waits for the rest
+  with make() as made, bare.connect(made.address, wire.OF_SERVICES) as end:
+    end.hello(name, 5)
+    end.send(PREFIX.pack(most + 1, kind.number | 2 << 8))
+    heard = end.hear()
+    assert heard is not None and f'at most {most}' in heard[1][0]
+    assert end.is_closed()
+
+
+def test_by_default_they_may_be_as_large_as_the_page_has_it() -> None:
+  assert ReplayServer(ANY).largest == 2**30
+
+
+def test_an_item_that_is_larger_is_refused_with_both_sizes_and_others_are_not() -> None:
+  with ReplayServer(ANY, most_bytes=2**16) as server, replay.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    writer = client.writer(history=2, rows_per_chunk=1)
+    rng = np.random.default_rng(0)
+    writer.append({'x': rng.integers(0, 2**62, 3 * 2**20)})
+    with pytest.raises(
+      ValueError, match=r'an item of 25,165,8.. bytes .* takes frames of 17,891,328'
+    ):
+      writer.create_item(table, 1.0, num_steps=1)
+      writer.flush(timeout=30)
+    assert server.counts['sessions'] == 1  # it did not come back, for ever
+    until(lambda: client.connections[0].link.session == 1)
+    fill(client, client.table('other', **SIMPLE), 3).close(timeout=30)

@@ -1,0 +1,299 @@
+"""Bounds that are each small and together are not: what a few bytes make a service do or keep is bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from children import until
+from services import ANY
+from test_service_security import LEAF, Raw
+from test_service_tables import SIMPLE, fill
+
+from podrace import tables
+from podrace.distributed import replay
+from podrace.distributed.net import messages
+from podrace.distributed.replay import inserting, sampling, served_tables
+from podrace.distributed.replay import messages as wire
+from podrace.distributed.replay.server import ReplayServer
+from podrace.tables import trees
+
+COLUMNS = 64
+
+
+@pytest.fixture
+def server() -> Iterator[ReplayServer]:
+  with ReplayServer(ANY, most_bytes=2**26) as one:
+    yield one
+    assert one.failure is None and not one.counts['unexpected']
+
+
+def many_columns(n: int = COLUMNS) -> list[Any]:
+  """A signature of so many columns of a byte."""
+  keys = [f'c{i}' for i in range(n)]
+  return [['dict', keys, [LEAF] * n], [[k, '|u1', [], False] for k in keys]]
+
+
+def filled(server: ReplayServer, chunks: int = 1, columns: int = COLUMNS, **settings: Any) -> Raw:
+  """A client that has put one item of many columns into the table `it`, each over so many chunks."""
+  with replay.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, **settings})
+  raw = Raw(server.address)
+  raw.join()
+  raw.say(
+    wire.DECLARE,
+    {'tables': ['it'], 'specs': [['|u1', []]], 'signatures': [many_columns(columns)]},
+  )
+  arrays = [
+    np.array([(0, 1, 0, 1)], '<u4'),
+    np.array([(1, 77, 1.0, 0, 0)], wire.ITEM),
+    np.array([(chunks, 0, chunks)] * columns, '<u4'),
+    np.zeros(columns * chunks, '<u8'),
+    np.zeros(0, '<u8'),
+    b'x',
+  ]
+  raw.say(wire.INSERT, 1, arrays=arrays)
+  raw.expect(wire.ACK)
+  return raw
+
+
+def sample(raw: Raw, number: int, n: int, peek: bool = False, table: str = 'it') -> None:
+  raw.say(wire.SAMPLE, number, table, n, 1, peek, -1.0, 0)
+
+
+def heard(raw: Raw) -> tuple[Any, Any]:
+  """The next answer to a SAMPLE: its kind and its fields."""
+  while (message := raw.hear()) is not None:
+    if message[0] in (wire.SAMPLES, wire.ANSWER):
+      return message[0], message[1]
+  raise AssertionError('no answer')
+
+
+def test_items_times_columns_of_a_sample_are_bounded(server: ReplayServer) -> None:
+  raw = filled(server)
+  most = wire.MESSAGE_PARTS // COLUMNS
+  for n, kind in ((most + 1, wire.ANSWER), (wire.MOST_ITEMS, wire.ANSWER), (most, wire.SAMPLES)):
+    sample(raw, n, n)
+    assert heard(raw)[0] is kind
+  assert server.tables['it'].info().samples == most  # what is refused is not drawn
+  raw.close()
+
+
+def test_items_times_chunks_of_a_sample_are_bounded(
+  server: ReplayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  chunks = 2048
+  raw = filled(server, chunks=chunks)
+  sample(raw, 1, wire.MESSAGE_PARTS // COLUMNS)
+  kind, fields = heard(raw)
+  assert kind is wire.ANSWER and not fields[1]
+  monkeypatch.setattr(wire, 'MESSAGE_PARTS', 2 * chunks * COLUMNS)
+  for n, expected in ((2, wire.SAMPLES), (3, wire.ANSWER)):
+    sample(raw, n, n, peek=True)
+    assert heard(raw)[0] is expected
+  raw.close()
+
+
+def test_a_client_that_asks_for_many_samples_has_others_wait_for_one(server: ReplayServer) -> None:
+  with replay.connect(server.address) as client:
+    # Each item is sampled once.
+    table = client.table(
+      'it', **{**SIMPLE, 'rate_limiter': tables.queue(10), 'max_times_sampled': 1}
+    )
+    readers = server.registry.entries['it'].readers
+    greedy, modest = Raw(server.address), Raw(server.address)
+    for raw, count in ((greedy, 50), (modest, 2)):
+      raw.join()
+      for number in range(1, count + 1):
+        sample(raw, number, 1)
+    until(lambda: len(readers) == 52)
+    fill(client, table, 4).flush()
+    for raw in (greedy, modest):
+      for number in (1, 2):
+        kind, fields = heard(raw)
+        assert kind is wire.SAMPLES and fields[0] == number
+      raw.close()
+    until(lambda: not readers)
+
+
+def test_rows_without_bytes_are_bounded(server: ReplayServer) -> None:
+  with replay.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+  for rows, good in ((2**32 - 1, False), (wire.ROWS + 1, False), (5, True)):
+    raw = Raw(server.address)
+    raw.join()
+    signature = [LEAF, [['x', '|u1', [0], False]]]
+    raw.say(wire.DECLARE, {'tables': ['it'], 'specs': [['|u1', [0]]], 'signatures': [signature]})
+    arrays = [
+      np.array([(0, rows, 0, 0)], '<u4'),
+      np.array([(1, 77, 1.0, 0, 0)], wire.ITEM),
+      np.array([(1, 0, rows)], '<u4'),
+      *(np.zeros(n, '<u8') for n in (1, 0)),
+      b'',
+    ]
+    raw.say(wire.INSERT, 1, arrays=arrays)
+    if good:
+      raw.expect(wire.ACK)
+    else:
+      assert str(rows) in raw.gone()
+    raw.close()
+
+
+def test_names_of_declarations_are_bounded_each_and_together(
+  server: ReplayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  long = 'x' * (wire.NAME_CHARACTERS + 1)
+  deep: list[Any] = ['tuple', [], [LEAF] + [['tuple', [], []]] * wire.NODES]
+  monkeypatch.setattr(inserting, 'DECLARED_BYTES', 2**16)
+  for signature in (
+    [LEAF, [[long, '|u1', [], False]]],
+    [['dict', [long], [LEAF]], [['x', '|u1', [], False]]],
+    [deep, [['x', '|u1', [], False]]],
+    [['named a b', ['x'], [LEAF]], [['x', '|u1', [], False]]],
+    [['named A', ['_x'], [LEAF]], [['x', '|u1', [], False]]],
+  ):
+    raw = Raw(server.address)
+    raw.join()
+    raw.say(wire.DECLARE, {'signatures': [signature]})
+    assert 'you sent' in raw.gone()
+    raw.close()
+  raw = Raw(server.address)
+  raw.join()
+  for i in range(100):
+    raw.say(wire.DECLARE, {'signatures': [[LEAF, [[f'{i}' + 'x' * 900, '|u1', [], False]]]]})
+  assert '65,536' in raw.gone()
+  raw.close()
+  assert server.inserting._signature_bytes <= 2**17
+
+
+def test_named_tuples_are_made_only_by_a_client_that_reads_them() -> None:
+  document = ['named Step', ['x', 'y'], [LEAF, LEAF]]
+  one, two = (trees.from_json(document) for _ in range(2))
+  assert one == two and trees.to_json(one) == document
+  built = trees.build(one, [1, 2])
+  assert type(built).__name__ == 'Step' and (built.x, built.y) == (1, 2)
+  assert trees._named.cache_info().currsize <= 256
+
+
+def test_settings_of_all_tables_together_are_bounded(
+  server: ReplayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(served_tables, 'SETTINGS_BYTES', 4000)
+  settings = wire.packed_settings(
+    sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=5
+  )
+  raw = Raw(server.address)
+  raw.join()
+  good = 0
+  for number in range(1, 101):
+    raw.say(wire.TABLE, number, f'table{number}', settings)
+    good += raw.answer(wire.ANSWER)[0][1]
+  assert 0 < good == len(server.tables) < 50
+  raw.say(wire.TABLE, 101, 'table1', settings)  # those that there are can be used
+  assert raw.answer(wire.ANSWER)[0][1]
+  raw.close()
+
+
+def test_parts_of_items_that_wait_count_as_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+  columns = 512
+  with ReplayServer(ANY, most_bytes=2**21) as server:
+    raw = filled(server, columns=columns, rate_limiter=tables.queue(1))
+    number = 1
+    while number < 200:
+      number += 1
+      arrays = [
+        np.zeros((0, 4), '<u4'),
+        np.array([(number, 77 + number, 1.0, 0, 0)], wire.ITEM),
+        np.array([(1, 0, 1)] * columns, '<u4'),
+        np.zeros(columns, '<u8'),
+        np.zeros(0, '<u8'),
+        b'',
+      ]
+      raw.say(wire.INSERT, number, arrays=arrays)
+      message = raw.hear()
+      assert message is not None
+      if message[0] is messages.REFUSED:
+        break
+    assert 10 < number < 40
+    raw.close()
+    until(lambda: not server.peers)
+
+
+def test_samples_that_no_client_reads_are_bounded_for_all_together(
+  server: ReplayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(sampling, 'UNREAD_BYTES', 2**22)
+  first = filled(server, chunks=4)
+  raws = [first]
+  for _ in range(5):
+    raws.append(Raw(server.address))
+    raws[-1].join()
+  with replay.connect(server.address) as good:
+    for raw in raws:
+      for number in range(3):
+        sample(raw, number + 1, 2000, peek=True)
+    events = server.listener.lines.events
+    until(lambda: sum('bytes of samples unread' in line for line in events) >= 2, 60)
+    assert server.sampling._unread_bytes <= 2**22
+    assert len(good.table('it').sample(1, peek=True).key) == 1
+  for raw in raws:
+    raw.close()
+  until(lambda: not server.peers)
+  assert server.sampling._unread_bytes == 0
+
+
+def test_samples_that_many_wait_for_are_drawn_in_turns(
+  server: ReplayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """An item that comes when thousands wait for it: others are answered before all of them are."""
+  monkeypatch.setattr(sampling, 'SERVE_SECONDS', 0.0)
+  with replay.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+  many = [Raw(server.address) for _ in range(4)]
+  for raw in many:
+    raw.join()
+    for number in range(1, 101):
+      sample(raw, number, 1)
+  until(lambda: server.tables['it'].info().waiting_samplers == 400)
+  served = threading.Event()
+  counts: list[int] = []
+
+  expire = server.sampling.expire
+
+  def look() -> None:
+    """In each turn."""
+    counts.append(server.counts['samples'])
+    if counts[-1] >= 400:
+      served.set()
+    expire()
+
+  monkeypatch.setattr(server.sampling, 'expire', look)
+  raw = filled(server)
+  assert served.wait(60)
+  assert max(np.diff(counts)) <= 8  # of one turn
+  monkeypatch.undo()
+  for one in (raw, *many):
+    one.close()
+
+
+def test_requests_of_clients_that_do_not_read_are_not_looked_at_again(
+  server: ReplayServer,
+) -> None:
+  raw = filled(server)
+  for number in range(1, wire.MOST_UNREAD + 301):
+    sample(raw, number, 1)
+  until(lambda: server.counts['samples'] == wire.MOST_UNREAD)
+  until(lambda: server.tables['it'].info().waiting_samplers == 300)
+  entry = server.registry.entries['it']
+  assert not entry.readers
+  with replay.connect(server.address) as good:
+    assert len(good.table('it').sample(3).key) == 3
+  raw.say(messages.PING, wire.MOST_UNREAD)
+  until(lambda: server.counts['samples'] >= 2 * wire.MOST_UNREAD + 3)
+  raw.say(wire.CANCEL, wire.MOST_UNREAD + 300)
+  until(lambda: server.tables['it'].info().waiting_samplers <= 300 - wire.MOST_UNREAD - 1)
+  raw.close()
+  until(lambda: server.tables['it'].info().waiting_samplers == 0)

@@ -1,0 +1,872 @@
+"""Who may use the services, and that nobody else gets anywhere; what is none is dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bare
+import msgpack
+import numpy as np
+import pytest
+from children import Process, until
+from mutants import Document, data_of, spoiled, tell
+from services import ANY, all_of
+from storm import MESSAGES, storm
+from test_service_tables import SIMPLE, fill
+
+from podrace import cli, tables
+from podrace.distributed import replay as service
+from podrace.distributed.net import keys as net_keys
+from podrace.distributed.net import messages as session
+from podrace.distributed.net.dashboard import Asker
+from podrace.distributed.net.frame import PREFIX
+from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.replay import checkpoints, inserting
+from podrace.distributed.replay import messages as wire
+from podrace.distributed.replay.server import ReplayServer, parse_tables
+from podrace.tables.items import Leaf, Signature
+
+
+def command(*args: str) -> int:
+  with pytest.raises(SystemExit) as end:
+    cli.main(args)
+  return end.value.code
+
+
+def test_the_command_line_refuses_what_can_not_be(capfd: pytest.CaptureFixture[str]) -> None:
+  listen = ['replay', '--listen', 'tcp://127.0.0.1:0']
+  for args, text in (
+    (['replay', '--listen', 'tcp://0.0.0.0:5560'], 'needs keys'),
+    (['replay', '--dir', 'x'], 'needs --listen'),
+    ([*listen, '--checkpoint-every', 'nan'], "takes a number of at least 0, not 'nan'"),
+    ([*listen, '--checkpoint-every', '-1'], "--checkpoint-every takes a number of at least 0, not '-1'"),
+    ([*listen, '--checkpoint-every', '5'], '--checkpoint-every 5 needs --dir'),
+    ([*listen, '--peer-timeout', 'inf'], "--peer-timeout takes a number of at least 0, not 'inf'"),
+    ([*listen, '--peer-timeout', '0'], '--peer-timeout must be more than 0'),
+    ([*listen, '--client-bytes', '0'], '--client-bytes must be at least 1'),
+    (['top', 'tcp://127.0.0.1:1', '--every', '0'], '--every must be more than 0'),
+    ([*listen, '--table', 'name=a'], 'needs sampler, remover, rate, max_size'),
+    ([*listen, '--table', 'nome=a'], "'nome=a', expected name, sampler"),
+    ([*listen, '--table', 'name=a,sampler=x,remover=fifo,rate=queue:3,max_size=9'], 'a selector is'),
+    ([*listen, '--table', 'name=a,sampler=lifo,remover=fifo,rate=x:3,max_size=9'], 'rate=x:3, expec'),
+    ([*listen, '--table', 'name=a,sampler=lifo,remover=fifo,rate=queue:3,max_size=x'], 'whole number'),
+  ):  # fmt: skip
+    assert command(*args) == 2
+    assert text in capfd.readouterr().err
+
+
+def test_tables_as_they_are_typed() -> None:
+  found = parse_tables([
+    'name=a,sampler=prioritized:0.6,remover=fifo,rate=sample_to_insert:8:100:800,max_size=1000',
+    'name=b,sampler=min_heap,remover=lifo,rate=queue:9,max_size=9,max_bytes=5,max_times_sampled=1',
+  ])  # fmt: skip
+  with ReplayServer(ANY, tables=found) as server:
+    a, b = server.tables['a'], server.tables['b']
+    assert a.config()['rate_limiter'] == 'sample_to_insert_ratio(8, min_size=100, error=800.0)'
+    assert (a.contents.sampler.name, b.contents.max_bytes, b.contents.max_times_sampled) == (
+      'prioritized(0.6)',
+      5,
+      1,
+    )
+  with pytest.raises(ValueError, match='already'):
+    parse_tables(['name=b,sampler=lifo,remover=lifo,rate=queue:9,max_size=9'] * 2)
+
+
+def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
+  keys = tmp_path / 'keys'
+  net_keys.new_keys(keys)
+  stranger = tmp_path / 'stranger'
+  net_keys.new_keys(stranger)
+  with ReplayServer(ANY, keys=keys) as server, service.Publisher(ANY, keys=keys) as publisher:
+    publisher.publish(1, [('x', np.ones(3))])
+    with service.connect(server.address, keys=keys) as client:
+      fill(client, client.table('it', **SIMPLE), 3).close(timeout=30)
+      reader = service.Parameters(publisher.address, keys=keys)
+      assert reader.get(timeout=30).version == 1
+      counts, others = server.counts, publisher.listener.counts
+      for other in (None, stranger):
+        with pytest.raises(TimeoutError, match='with the same keys'):
+          service.connect(server.address, keys=other, timeout=1.0)
+        late = service.Parameters(publisher.address, keys=other)
+        with pytest.raises(service.Stale):
+          late.get(timeout=0.5)
+        late.close()
+      assert counts['turned away'] and others['turned away']
+      assert counts['sessions'] == 1 and not counts['malformed']
+      away = counts['turned away']
+      (keys / net_keys.ALLOWED).write_text('')  # nobody is listed any more
+      until(lambda: not server.peers and not publisher.peers)
+      until(lambda: counts['turned away'] > away)  # came again
+      assert counts['sessions'] == 1
+      reader.close()
+
+
+def test_a_client_that_was_turned_away_joins_once_its_key_is_listed(tmp_path: Path) -> None:
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  net_keys.new_keys(keys)
+  net_keys.new_client(keys, own)
+  listed = keys / net_keys.ALLOWED
+  text = listed.read_text()
+  with ReplayServer(ANY, keys=keys) as server, service.Publisher(ANY, keys=keys) as publisher:
+    publisher.publish(1, [('x', np.ones(3))])
+    reader = service.Parameters(publisher.address, keys=own)
+    assert reader.get(timeout=30).version == 1
+    with service.connect(server.address, keys=own) as client:
+      (connection,) = client.connections
+      for _ in range(2):  # the list is replaced, by an editor that takes its time
+        listed.write_text('')
+        until(
+          lambda: net_keys.ALLOWED in connection.link.why and net_keys.ALLOWED in reader._link.why
+        )
+        assert connection.away and not reader.connected
+        listed.write_text(text)
+        assert connection.wait_until(lambda: not connection.away, time.monotonic() + 30)
+        until(lambda: reader.connected)
+      fill(client, client.table('it', **SIMPLE), 3).close(timeout=30)
+    reader.close()
+
+
+def ended(call: Any, seconds: float = 30.0) -> BaseException:
+  """What `call` raises, which it does in time."""
+  raised: list[BaseException] = []
+
+  def run() -> None:
+    try:
+      call()
+    except BaseException as e:
+      raised.append(e)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  thread.join(seconds)
+  assert raised, f'nothing was raised in {seconds} s'
+  return raised[0]
+
+
+@pytest.mark.parametrize('lacks', net_keys.CLIENT_FILES)
+def test_a_key_that_is_missing_is_told_at_once(lacks: str, tmp_path: Path) -> None:
+  net_keys.new_keys(tmp_path / 'keys')
+  (tmp_path / 'keys' / lacks).unlink()
+  for connect in (
+    lambda: service.connect('tcp://127.0.0.1:9', keys=tmp_path / 'keys', timeout=None),
+    lambda: service.Parameters('tcp://127.0.0.1:9', keys=tmp_path / 'keys').get(),
+  ):
+    error = ended(connect)
+    assert isinstance(error, net_keys.SecurityError) and f'no {lacks}' in str(error)
+
+
+def test_keys_are_read_once(tmp_path: Path) -> None:
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  net_keys.new_keys(keys)
+  net_keys.new_client(keys, own)
+  with ReplayServer(ANY, keys=keys) as server, service.connect(server.address, keys=own) as client:
+    table = client.table('it', **SIMPLE)
+    shutil.rmtree(own)
+    server.stop()
+    with ReplayServer(server.address, keys=keys):
+      fill(client, table, 3).close(timeout=60)
+
+
+def test_a_link_that_fails_ends_all_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+  def fail(*args: Any) -> None:
+    raise MemoryError('no room')
+
+  monkeypatch.setattr('podrace.distributed.net.link.Link._look_at_the_clock', fail)
+  error = ended(lambda: service.connect('tcp://127.0.0.1:9', timeout=None))
+  assert isinstance(error, MemoryError) and 'no room' in str(error)
+
+
+# --- what is none -----------------------------------------------------------------------------------
+
+
+class Raw(bare.Bare):
+  """A client of a few lines, that can be made to say anything."""
+
+  def __init__(self, address: str, keys: Path | None = None) -> None:
+    super().__init__(bare.connect(address, {}, keys).socket, wire.OF_SERVICES)
+
+  def answer(self, kind: Any, seconds: float = 10.0) -> list[Any]:
+    """The next message of a kind: its fields, and its arrays."""
+    fields, arrays = self.expect(kind, seconds)
+    return [fields, *arrays]
+
+  def join(self, **changes: Any) -> None:
+    self.told = self.hello(wire.SERVICE, changes.pop('client', session.new_client()), **changes)
+
+  def declare(self) -> None:
+    """What `insert` needs."""
+    declared = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]}
+    self.say(wire.DECLARE, declared)
+
+  def gone(self) -> str:
+    """Why the session is over."""
+    while (heard := self.hear()) is not None:
+      if heard[0] is session.GONE:
+        return heard[1][0]
+    raise AssertionError('the connection ended without a word')
+
+  def refused(self) -> str:
+    while (heard := self.hear()) is not None:
+      if heard[0] is session.REFUSED:
+        return heard[1][0][0]
+    raise AssertionError('the connection ended without a word')
+
+
+SIGNATURE = wire.packed_signature(
+  Signature(('dict', ('x',), (('leaf', (), ()),)), (Leaf('x', np.dtype('<i8'), (2,), False),))
+)
+
+
+def insert(number: int, **changes: Any) -> tuple[list[Any], list[Any]]:
+  """(fields, arrays) of a good INSERT of one item, but for the changes."""
+  parts: dict[str, Any] = dict(
+    chunks=[(0, 3, 0, 48)],
+    item=[(number, 100 + number, 1.0, 0, 0)],
+    parts=[(1, 0, 3)],
+    refs=[number - 1],
+    released=[],
+    data=b'x' * 48,
+  )
+  parts.update(changes)
+  frames = [
+    np.array(parts['chunks'], '<u4').tobytes(),
+    np.array(parts['item'], wire.ITEM).tobytes(),
+    np.array(parts['parts'], '<u4').tobytes(),
+    np.array(parts['refs'], '<u8').tobytes(),
+    np.array(parts['released'], '<u8').tobytes(),
+    parts['data'],
+  ]
+  return [number], frames
+
+
+def ready(server: ReplayServer, **changes: Any) -> Raw:
+  raw = Raw(server.address)
+  raw.join(**changes)
+  raw.declare()
+  return raw
+
+
+def test_what_came_before_a_connection_was_closed_is_in() -> None:
+  """A session ends with its connection, and of both the server hears in one look: what was said comes first."""
+  with ReplayServer(ANY, peer_timeout=600.0) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    for i in range(10):
+      clients = ready(server), ready(server)
+      until(lambda: len(server.peers) == 3)
+      turning, turn = threading.Event(), threading.Event()
+      server.listener.call(lambda go=turn, on=turning: (on.set(), go.wait(60)))
+      assert turning.wait(60)  # it looks at nothing from now on
+      for one in clients:
+        for number in range(1, 61):
+          more, frames = insert(number)
+          one.say(wire.INSERT, *more, arrays=frames)
+        one.close()
+      turn.set()
+      until(lambda n=2 * (i + 1): server.counts['dropped'] == n)
+      assert server.counts['items'] == 120 * (i + 1)
+    assert not server.counts['malformed'] and len(server.peers) == 1
+
+
+BAD: list[tuple[str, dict[str, Any]]] = [
+  ('of spec 9', dict(chunks=[(9, 3, 0, 48)])),
+  ('expected 48', dict(chunks=[(0, 3, 0, 47)], data=b'x' * 47)),
+  ('differ from what is said', dict(data=b'x' * 49)),
+  ('not zstandard', dict(chunks=[(0, 3, 1, 48)])),
+  ('kind 7', dict(chunks=[(0, 3, 7, 48)])),
+  ('0 rows', dict(chunks=[(0, 0, 0, 48)])),
+  ('rows 0 to 4 of 3', dict(parts=[(1, 0, 4)])),
+  ('rows 3 to 4', dict(parts=[(1, 3, 1)])),
+  ('without the last chunk', dict(parts=[(2, 0, 3)], refs=[0, 0])),
+  ('rows 0 to 0', dict(parts=[(1, 0, 0)])),
+  ('which there is not', dict(refs=[5])),
+  ('chunks for parts of', dict(parts=[(2, 0, 3)])),
+  ('expected 1', dict(parts=[(1, 0, 3)] * 2, refs=[0, 0])),
+  ('was not declared', dict(item=[(1, 101, 1.0, 7, 0)])),
+  ('was not declared', dict(item=[(1, 101, 1.0, 0, 7)])),
+  ('without a key', dict(item=[(1, 0, 1.0, 0, 0)])),
+  ('released, which', dict(released=[77])),
+]
+
+
+def test_an_insert_that_is_none_inserts_nothing() -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    for text, changes in BAD:
+      raw = ready(server)
+      header, frames = insert(1, **changes)
+      raw.say(wire.INSERT, *header, arrays=frames)
+      assert text in raw.gone(), text
+      raw.close()
+    raw = ready(server)
+    header, frames = insert(1)
+    raw.say(wire.INSERT, 0, arrays=frames)
+    assert 'message 0' in raw.gone()
+    raw.close()
+    raw = ready(server)
+    for number in (1, 2, 2, 1, 3):  # what comes again is known
+      header, frames = insert(number, refs=[0])
+      raw.say(wire.INSERT, *header, arrays=frames)
+      assert np.frombuffer(raw.answer(wire.ACK)[1], '<u8').tolist() == [number]
+    assert table.info().inserts == 3 and server.counts['repeated'] == 2
+    header, frames = insert(4, item=[(4, 104, -1.0, 0, 0)], refs=[0])
+    raw.say(wire.INSERT, *header, arrays=frames)
+    assert 'priority -1' in (heard := raw.answer(wire.ACK))[0][1] and len(heard[3]) == 8
+    twice: dict[str, Any] = dict(parts=[(1, 0, 3)] * 2, refs=[0, 0])
+    header, frames = insert(5, item=[(4, 104, 1.0, 0, 0)] * 2, **twice)  # what was refused, mended
+    raw.say(wire.INSERT, *header, arrays=frames)
+    assert {*np.frombuffer(raw.answer(wire.ACK)[1], '<u8').tolist()} == {4}
+    assert table.info().inserts == 4 and server.counts['repeated'] == 3
+    raw.close()
+    assert len(table.sample(2, timeout=10).key) == 2 and server.failure is None
+
+
+def test_a_message_holds_up_others_for_so_long_only() -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    items = dict(item=[(i, i, 1.0, 0, 0) for i in range(1, 514)], parts=[(1, 0, 3)] * 513,
+                 refs=[0] * 513)  # fmt: skip
+    references = dict(parts=[(2**20 + 1, 0, 3)], refs=[0] * (2**20 + 1))
+    chunks = dict(chunks=[(0, 1, 0, 0)] * (2**20 + 1), data=b'')
+    for text, changes in (
+      ('513 items', items),
+      ('1048577 ref', references),
+      ('1048577 ch', chunks),
+    ):
+      raw = ready(server)
+      header, frames = insert(1, **changes)
+      raw.say(wire.INSERT, *header, arrays=frames)
+      assert text in raw.gone()
+      raw.close()
+    for kind, columns in ((wire.UPDATE, 2), (wire.DELETE, 1)):
+      raw = ready(server)
+      frames = [bytes(8 * 65_537)] * columns
+      raw.say(kind, 1, 'it', arrays=frames)
+      assert '65537 keys' in raw.gone()
+      raw.close()
+
+
+def test_what_waits_for_a_limiter_is_bounded_whoever_has_sent_it() -> None:
+  with ReplayServer(ANY, most_bytes=2**14) as server, service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'rate_limiter': tables.queue(1)})
+    refused, sent = '', 0
+    while not refused:
+      raw = ready(server)  # with a stream of its own
+      rows = 500
+      item = [(1, 100 + sent, 1.0, 0, 0)]
+      header, frames = insert(1, item=item, chunks=[(0, rows, 0, 16 * rows)], parts=[(1, 0, rows)],
+                              data=bytes(16 * rows))  # fmt: skip
+      raw.say(wire.INSERT, *header, arrays=frames)
+      sent += 1
+      heard = raw.hear()
+      assert heard is not None
+      if heard[0] is session.REFUSED:
+        refused = heard[1][0][0]
+      else:
+        raw.say(session.BYE, 'no more')
+      raw.close()
+      assert sent < 100
+    assert '65,536 are allowed' in refused and "wait for table 'it'" in refused
+    assert server.store.total.bytes <= 2**16 + 2 * 16 * rows
+    table = client.table('it')
+    for _ in range(sent):  # nothing of it is lost, and nothing is kept of what has been sampled
+      table.sample(1, timeout=10)
+    table.delete(list(server.tables['it'].contents.slots))
+    until(lambda: not server.store.total.bytes)
+
+
+def test_a_client_may_keep_no_more_of_items_that_wait() -> None:
+  with ReplayServer(ANY, most_bytes=2**14) as server, service.connect(server.address) as client:
+    client.table('it', **{**SIMPLE, 'rate_limiter': tables.queue(1)})
+    raw, number = ready(server), 0
+    while server.peers and (number := number + 1) < 100:
+      chunks = dict(chunks=[(0, 250, 0, 4000)], parts=[(1, 0, 250)], data=bytes(4000))
+      header, frames = insert(number, released=[number - 1], **chunks)
+      raw.say(wire.INSERT, *header, arrays=frames)
+      heard = raw.hear()
+      assert heard is not None
+      if heard[0] is session.REFUSED:
+        break
+    assert 'its writers keep' in heard[1][0][0] and 4 <= number <= 7
+    raw.close()
+
+
+def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
+  monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+  monkeypatch.setattr(inserting, 'STREAMS', 3)
+  monkeypatch.setattr(checkpoints, 'SAVES', 2)
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    first = ready(server, client=1)
+    for number in range(2, 9):
+      raw = ready(server, client=number)
+      header, frames = insert(1)
+      raw.say(wire.INSERT, *header, arrays=frames)
+      raw.answer(wire.ACK)
+      raw.close()
+    assert len(server.inserting.streams) <= 4 and ('', 1) in server.inserting.streams
+    monkeypatch.setattr(server.saving, '_save', lambda: None)
+    for number in range(3):
+      first.say(wire.SAVE, number)
+    assert 'wait for a checkpoint already' in first.answer(wire.ANSWER)[0][2]
+    for _ in range(33):
+      first.say(wire.DECLARE, {'tables': ['it'] * 2000})
+    assert 'more than 65536' in first.gone()
+    server.saving._wanted.clear()
+    monkeypatch.undo()
+    first.close()
+
+
+LEAF = ['leaf', [], []]
+NO_DECLARATION: list[tuple[str, dict[str, Any]]] = [
+  ('a shape 5', {'specs': [['<f4', 5]]}),
+  ('expected [dtype, shape]', {'specs': [['(,)f4,', []]]}),
+  ('expected [dtype, shape]', {'specs': [['O', []]]}),
+  ('at most 1073741824', {'specs': [['<f4', [0, 2**62, 2**62]]]}),
+  ('a shape', {'signatures': [[LEAF, [['x', '<f4', b'\1\2', True]]]]}),
+  ('without a list of leaves', {'signatures': [[LEAF, 'x']]}),
+  ('without lists of keys', {'signatures': [[['tuple', [], 'x'], [['x', '<f4', [], True]]]]}),
+  ('there twice', {'signatures': [[['dict', ['a', 'a'], [LEAF, LEAF]],
+                                   [['a', '<f4', [], True]] * 2]]}),
+]  # fmt: skip
+
+
+def test_a_declaration_that_is_none_ends_its_session_only() -> None:
+  with ReplayServer(ANY) as server:
+    for text, told in NO_DECLARATION:
+      raw = Raw(server.address)
+      raw.join()
+      raw.say(wire.DECLARE, told)
+      assert text in (said := raw.gone()), (text, said)
+      raw.close()
+    assert server.failure is None and not server.counts['unexpected']
+
+
+def limited(*numbers: Any, **more: Any) -> dict[str, Any]:
+  told = dict(sampler='fifo', remover='fifo', rate_limiter=['x', *numbers], max_size=9,
+              max_bytes=None, max_times_sampled=0)  # fmt: skip
+  return {**told, **more}
+
+
+INF, NAN = float('inf'), float('nan')
+NO_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+  ('min_size must be', limited(1.0, INF, 0.0, 0.0)),
+  ('min_size must be', limited(1.0, NAN, 0.0, 0.0)),
+  ('min_size must be', limited(1.0, 1.5, 0.0, 0.0)),
+  ('samples_per_insert must be', limited(1e-320, 1.0, 0.0, 0.0)),
+  ('samples_per_insert must be', limited(1e308, 9.0, INF, INF)),
+  ('min_diff must be', limited(1.0, 1.0, INF, INF)),
+  ('max_diff must be', limited(1.0, 1.0, -INF, -INF)),
+  ('expected four numbers', limited(1.0, 1.0, b'', 0.0)),
+  ('settings without', limited(1.0, 1.0, 0.0)),
+  ('which there are not', limited(1.0, 1.0, 0.0, 9.0, more=b'x')),
+  ('max_size=9223372036854775808 must be', limited(1.0, 1.0, -INF, INF, max_size=2**63)),
+  ('max_bytes=9223372036854775808 must be', limited(1.0, 1.0, -INF, INF, max_bytes=2**63)),
+  (
+    'max_times_sampled=18446744073709551615',
+    limited(1.0, 1.0, -INF, INF, max_times_sampled=2**64 - 1),
+  ),
+]
+
+
+def test_a_report_of_the_largest_table_can_be_read() -> None:
+  largest = dict(max_size=2**63 - 1, max_bytes=2**63 - 1, max_times_sampled=2**63 - 1)
+  with ReplayServer(ANY) as server, contextlib.closing(Asker(server.address, None, False)) as asker:
+    raw = Raw(server.address)
+    raw.join()
+    raw.say(wire.TABLE, 1, 'it', limited(1.0, 1.0, -INF, INF, **largest))
+    assert raw.answer(wire.ANSWER)[0][1] is True
+    assert asker.ask()['tables'][0]['max_size'] == 2**63 - 1
+    raw.close()
+
+
+def test_settings_that_are_none_are_refused() -> None:
+  with ReplayServer(ANY) as server:
+    raw = Raw(server.address)
+    raw.join()
+    for number, (text, told) in enumerate(NO_SETTINGS):
+      raw.say(wire.TABLE, number, 'it', told)
+      header = raw.answer(wire.ANSWER)[0]
+      assert header[1] is False and text in header[2], (text, header)
+    raw.say(wire.TABLE, 99, 'it', limited(1.0, 1.0, -INF, INF))
+    assert raw.answer(wire.ANSWER)[0][1] is True
+    assert server.failure is None and not server.counts['unexpected']
+    raw.close()
+
+
+def lost(raw: Raw) -> int:
+  raw.say(session.ASK)
+  return raw.answer(session.REPORT)[0][0]['counts'].get('lost', 0)
+
+
+def put(raw: Raw, number: int) -> None:
+  header, frames = insert(1, item=[(number, 1 + number % 1000, 1.0, 0, 0)])
+  raw.say(wire.INSERT, *header, arrays=frames)
+
+
+def test_a_client_cannot_say_how_many_items_are_lost(tmp_path: Path) -> None:
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    client.table('it', **SIMPLE)
+    raw = ready(server, client=7)
+    for number in (5, 2**62, 2**64 - 1):  # a stream that was in no checkpoint has lost nothing
+      put(raw, number)
+      raw.answer(wire.ACK)
+    raw.close()
+    known = ready(server, client=8), ready(server, client=9)
+    for one in known:
+      put(one, 3)
+      one.answer(wire.ACK)
+      one.close()
+    address = server.address
+  with ReplayServer(address, tmp_path) as server:
+    for client_number, number, expected in ((8, 10, 6), (8, 2**40, 6), (9, 2**62, None)):
+      raw = ready(server, client=client_number)
+      put(raw, number)
+      if expected is None:
+        assert str(2**62) in raw.gone()
+      else:
+        raw.answer(wire.ACK)
+        assert lost(raw) == expected
+      raw.close()
+    assert server.counts['lost'] == 6 and not server.counts['unexpected']
+
+
+def test_a_key_has_its_own_streams_whatever_number_another_one_gives(tmp_path: Path) -> None:
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  net_keys.new_keys(keys)
+  net_keys.new_client(keys, own)
+  kept = tmp_path / 'kept'
+  for go_on in (False, True):
+    with ReplayServer(ANY, kept, keys=keys) as server:
+      if not go_on:
+        with service.connect(server.address, keys=keys) as client:
+          client.table('it', **SIMPLE)
+      first, other = (Raw(server.address, k) for k in (keys, own))
+      der = ssl.PEM_cert_to_DER_cert((keys / 'client.pem').read_text())
+      first.join(client=7)
+      assert first.told['number'] == 2 * go_on
+      first.declare()
+      for number in (3, 4) if go_on else (1, 2):
+        header, frames = insert(number, refs=[0])
+        first.say(wire.INSERT, *header, arrays=frames)
+        first.answer(wire.ACK)
+      other.join(client=7)
+      assert other.told['number'] == 0
+      other.close()
+      first.say(session.PING, None)  # its session goes on
+      first.expect(session.PONG)
+      assert (net_keys.fingerprint_of(der), 7) in server.inserting.streams
+      first.close()
+      until(lambda server=server: not server.peers)
+    with ReplayServer(ANY, kept) as server, contextlib.closing(Raw(server.address)) as raw:
+      raw.join(client=7)  # without a key it is another one as well
+      assert raw.told['number'] == 0
+
+
+def test_no_key_has_another_ones_streams_forgotten(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(inserting, 'STREAMS', 3)
+  keys, own = tmp_path / 'keys', tmp_path / 'own'
+  net_keys.new_keys(keys)
+  net_keys.new_client(keys, own)
+  with ReplayServer(ANY, keys=keys) as server:
+    with service.connect(server.address, keys=keys) as client:
+      client.table('it', **SIMPLE)
+    for directory, numbers in ((keys, [7]), (own, range(10, 16))):
+      for number in numbers:
+        raw = Raw(server.address, directory)
+        raw.join(client=number)
+        raw.declare()
+        header, frames = insert(1, refs=[0])
+        raw.say(wire.INSERT, *header, arrays=frames)
+        raw.answer(wire.ACK)
+        raw.close()
+        until(lambda: not server.peers)
+    raw = Raw(server.address, keys)
+    raw.join(client=7)
+    assert raw.told['number'] == 1 and len(server.inserting.streams) <= 4
+    raw.close()
+
+
+def test_what_no_check_foresaw_ends_its_session_only(monkeypatch: pytest.MonkeyPatch) -> None:
+  def fail(*args: Any) -> None:
+    raise ZeroDivisionError('of the test')
+
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    monkeypatch.setattr(server.inserting, 'declare', fail)
+    raw = ready(server)
+    assert 'ZeroDivisionError' in raw.gone()
+    raw.close()
+    assert any('of the test' in line for line in server.listener.lines.events)
+    assert client.table('it', **SIMPLE).info().size == 0 and server.failure is None
+
+
+def test_a_stream_goes_on_over_another_connection() -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    raws = []
+    for i in range(4):  # the ones before are still there
+      raws.append(ready(server, client=77))
+      assert raws[-1].told['number'] == i
+      for number in range(1, i + 2):  # those that have come, and another one
+        header, frames = insert(number, refs=[0])
+        raws[-1].say(wire.INSERT, *header, arrays=frames)
+        assert np.frombuffer(raws[-1].answer(wire.ACK)[1], '<u8').tolist() == [number]
+    assert 'back over another connection' in raws[0].gone()
+    assert table.info().inserts == 4 and len(server.peers) == 2
+    for raw in raws:
+      raw.close()
+
+
+def test_who_keeps_too_many_bytes_is_refused_and_told_so() -> None:
+  with (
+    ReplayServer(ANY, most_bytes=2**16) as server,
+    service.connect(server.address) as greedy,
+    service.connect(server.address) as modest,
+  ):
+    table = greedy.table('it', **SIMPLE)
+    writer = greedy.writer(history=1000, rows_per_chunk=16)
+    rng = np.random.default_rng(0)
+    with pytest.raises(service.Refused, match=r'65,536 are allowed.*--client-bytes'):
+      for _ in range(1000):
+        writer.append({'x': rng.random(128)})
+        writer.create_item(table, 1.0, num_steps=1)
+      writer.flush(timeout=30)
+    until(lambda: len(server.peers) == 1)
+    fill(modest, modest.table('other', **SIMPLE), 5).close(timeout=30)
+    assert server.counts['sessions'] == 2  # it did not come back
+
+
+def flood(messages: int, seed: int) -> None:
+  """Through the network, from ever new connections, most of it after they are ignored; a good client goes on."""
+  rng = random.Random(seed)
+  with ReplayServer(ANY, most_bytes=2**20) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    fill(client, table, 5).close(timeout=30)
+    before = resident()
+    sent = 0
+    while sent < messages:
+      raw = ready(server)
+      try:
+        for _ in range(rng.randrange(1, 200)):
+          raw.send(wrong(rng))
+          sent += 1
+      except OSError:  # it has been cut off
+        pass
+      raw.close()
+      if rng.random() < 0.05:
+        assert len(table.sample(2, timeout=30).key) == 2
+    assert len(table.sample(2, timeout=60).key) == 2
+    fill(client, table, 5).close(timeout=60)
+    assert server.failure is None and server.counts['malformed'] > messages / 1000
+    until(lambda: len(server.peers) == 1)
+    assert server.store.total.bytes < 2**20 and len(server.inserting.streams) <= 65536
+    assert resident() < before + 2**27
+
+
+def fuzz(messages: int, seed: int) -> None:
+  """So many messages that are wrong in some way, each heard; a good client goes on."""
+  with ReplayServer(ANY, most_bytes=2**20) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    fill(client, table, 5).close(timeout=60)
+    told = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]}
+
+    def case(rng: random.Random) -> Any:
+      return [(wire.DECLARE, [told], [])], wrong(rng)
+
+    before = resident()
+    good = tell(server.listener, wire.OF_SERVICES, told_hello, case, messages, seed)
+    assert 0.02 * messages < good < 0.9 * messages, good
+    assert len(server.tables) < 100 and server.store.total.bytes < 2**24
+    assert resident() < before + 2**27
+    assert len(table.sample(2, timeout=60).key) == 2
+
+
+def told_hello(name: str = wire.SERVICE) -> dict[str, Any]:
+  return session.hello(name, session.new_client())
+
+
+def documents() -> list[Document]:
+  """What a client of replay may say, in an order in which it may say it."""
+  structure = ['dict', ['x', 'y'], [LEAF, ['named Point', ['a'], [LEAF]]]]
+  leaves = [['x', '<i8', [2], False], ['y/a', '<f4', [], True]]
+  more, frames = insert(1)
+  keys = [np.arange(1, 4, dtype='<i8').tobytes(), np.ones(3, '<f8').tobytes()]
+  settings = limited(2.0, 1.0, -5.0, 1e6, sampler='prioritized(0.6)')
+  told = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE, [structure, leaves]]}
+  return [
+    (session.PING, [0], []),
+    (wire.TABLE, [1, 'it', settings], []),
+    (wire.DECLARE, [told], []),
+    (wire.INSERT, more, frames),
+    (wire.SAMPLE, [2, 'it', 3, 1, True, 0.0, 0], []),
+    (wire.SAMPLE, [3, 'it', 60_000, 60_000, False, -1.0, 0], []),
+    (wire.CANCEL, [3], []),
+    (wire.UPDATE, [4, 'it'], keys),
+    (wire.DELETE, [5, 'it'], keys[:1]),
+    (wire.INFO, [6, 'it'], []),
+    (wire.SAVE, [7], []),
+    (session.ASK, [], []),
+    (session.BYE, ['enough'], []),
+  ]
+
+
+def fuzz_documents(count: int) -> None:
+  with ReplayServer(ANY, most_bytes=2**20) as server, service.connect(server.address) as client:
+    table = client.table('other', **SIMPLE)
+    before = resident()
+    case = spoiled(told_hello, documents)
+    good = tell(server.listener, wire.OF_SERVICES, told_hello, case, count)
+    assert count / 20 < good < count * 0.97, good
+    assert len(server.tables) <= 1024 and server.store.total.bytes < 2**24
+    assert resident() - before < 2**27
+    fill(client, table, 5).close(timeout=60)
+    assert len(table.sample(2, timeout=60).key) == 2
+  with service.Publisher(ANY) as publisher:
+    publisher.publish(1, [('x', np.ones(5))])
+    before = resident()
+    hello = lambda: told_hello(parameters.SERVICE)  # noqa: E731
+    every = lambda: [(session.PING, [None], []), (session.BYE, ['enough'], [])]  # noqa: E731
+    kinds = parameters.Parameters.kinds
+    good = tell(publisher.listener, kinds, hello, spoiled(hello, every), count // 3)
+    assert count / 60 < good < count / 3, good
+    assert resident() - before < 2**25
+    reader = service.Parameters(publisher.address)
+    assert reader.get(timeout=30).version == 1
+    reader.close()
+
+
+def test_documents_that_are_nearly_right() -> None:
+  fuzz_documents(3000)
+
+
+@pytest.mark.slow
+def test_many_documents_that_are_nearly_right() -> None:
+  fuzz_documents(200_000)
+
+
+def resident() -> int:
+  text = Path('/proc/self/status').read_text()
+  return int(text.partition('RssAnon:')[2].split()[0]) * 1024
+
+
+def wrong(rng: random.Random) -> bytes:
+  """A message that is not as it should be, or is, of a kind drawn at random."""
+  number = rng.randrange(1, 5)
+  kind = rng.choice([1, 4, 5, 6, *range(16, 26), 32, 66, 80, 200])
+  header: list[Any] = [number]
+  frames: list[Any] = []
+  if kind == wire.INSERT.number:
+    header, frames = insert(number)
+    if rng.random() < 0.7:
+      k = rng.randrange(6)
+      data = bytearray(frames[k])
+      if data:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+      frames[k] = bytes(data)
+    header.append([len(x) for x in frames])
+  elif kind == wire.SAMPLE.number:
+    n = rng.choice([0, 1, 3, 2**17])
+    header = [number, rng.choice(['it', 'none']), n, 1, number % 2 == 0, rng.choice([-1.0, 0.0, 1e9]), rng.randrange(2)]  # fmt: skip
+  elif kind == wire.DECLARE.number:
+    header = [rng.choice([{'tables': ['x']}, {'specs': [['<f4', [2**31, 2]]]}, {'specs': [['O', []]]}, {'signatures': [[['leaf', [], []], []]]}, {'signatures': [5]}, {'a': 1}])]  # fmt: skip
+  elif kind == wire.TABLE.number:
+    header = [number, 'it', rng.choice([{}, {'sampler': 'x'}, {'max_size': 1}])]
+  elif kind in (wire.UPDATE.number, wire.DELETE.number):
+    frames = [bytes(8 * rng.randrange(3)), bytes(8 * rng.randrange(3))][: rng.randrange(3)]
+    header = [number, 'it', [len(x) for x in frames]]
+  if rng.random() < 0.5:
+    place = rng.randrange(len(header))
+    header[place] = rng.choice([None, -1, 2**63, 'x' * rng.randrange(300), [], {}, 1.5, True, b'x'])
+  head = msgpack.packb(header)
+  if rng.random() < 0.05:
+    head = head[: rng.randrange(len(head) + 1)] + os.urandom(rng.randrange(4))
+  if rng.random() < 0.05:
+    frames.append(os.urandom(rng.randrange(2000)))
+  if rng.random() < 0.01:
+    return b'x' * 100_000
+  body = head + b''.join(frames)
+  return PREFIX.pack(len(body), kind | len(head) << 8) + body
+
+
+def test_messages_that_are_none() -> None:
+  fuzz(3000, 0)
+  flood(2000, 0)
+
+
+@pytest.mark.slow
+def test_a_million_messages_that_are_none() -> None:
+  fuzz(1_000_000, 1)
+  flood(100_000, 1)
+
+
+def weather(folder: Path, count: int) -> None:
+  """Over real connections to a process; what is nearly right first, then what is wrong."""
+  log = folder / 'log'
+  with Process(
+    log, '-m', 'podrace.cli', 'replay', '--listen', ANY, '--client-bytes', str(2**20)
+  ) as replay:
+    replay.says('listening at')
+    address = replay.output.partition('listening at ')[2].split()[0]
+    small = lambda: [d for d in documents() if 60_000 not in d[1]]  # noqa: E731  # they take seconds
+    nearly, number = spoiled(told_hello, small), 0
+
+    def messages(rng: random.Random) -> Iterator[bytes]:
+      before, mutant = nearly(rng)
+      yield from map(data_of, before)
+      yield mutant
+      for _ in range(rng.randrange(6)):
+        yield wrong(rng)
+
+    with service.connect(address) as client:
+      client.table('it', **SIMPLE)
+      table, writer = all_of(client, 'good'), client.writer(history=1, delay=0.0)
+
+      def go_on() -> None:
+        nonlocal number
+        writer.append({'x': np.int64(number)})
+        writer.create_item(table, 1.0, num_steps=1)
+        assert table.sample(1, timeout=30).data['x'].tolist() == [[number]]
+        number += 1
+
+      def memory() -> int:
+        text = Path(f'/proc/{replay.process.pid}/status').read_text()
+        return int(text.partition('RssAnon:')[2].split()[0]) * 1024
+
+      told = storm(address, wire.OF_SERVICES, count, told_hello, messages, go_on, memory)
+      asker = Asker(address, None, False)
+      until(lambda: len(asker.ask()['clients']) == 1)  # the others are silent
+      report = asker.ask()
+      asker.close()
+      counts = report['counts']
+      print(told, counts)
+      assert told.slowest < 10 and told.megabytes < 64, told
+      assert counts['malformed'] > told.connections / 2 and 'unexpected' not in counts
+      assert counts['sessions'] == counts['dropped'] + 1
+      (good,) = [t for t in report['tables'] if t['name'] == 'good']
+      assert good['inserts'] == good['samples'] == number
+      writer.close(timeout=30)
+    assert 'dropped, it sent' in replay.output
+    assert replay.process.poll() is None
+    replay.signal(signal.SIGTERM)
+    assert replay.wait() == 143
+
+
+def test_a_storm(tmp_path: Path) -> None:
+  weather(tmp_path, 2000)
+
+
+@pytest.mark.slow
+def test_a_long_storm(tmp_path: Path) -> None:
+  weather(tmp_path, MESSAGES)

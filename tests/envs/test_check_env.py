@@ -1,0 +1,123 @@
+"""What is said of wrong environments in JAX, from their types and a hundred steps at random."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from podrace.envs import check
+from podrace.envs.base import NextStepReset, restart, transition
+from podrace.envs.registry import UnknownName
+from podrace.errors import UsageError
+
+
+class State(NamedTuple):
+  v: Any  # [] f32
+  time: Any  # [] i32
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  observation_space = spaces.Box(-1.0, 1.0, (3,), 'float32')
+  action_space = spaces.Discrete(2)
+
+  def reset(self, key: Any) -> Any:
+    return State(jnp.float32(0), jnp.int32(0)), restart(jnp.ones(3))
+
+  def step(self, state: Any, action: Any, key: Any) -> Any:
+    state = state._replace(time=state.time + 1)
+    return state, transition(self.observe(state), 1.0, self.ends(state), False)
+
+  def observe(self, state: Any) -> Any:
+    return jnp.ones(3)
+
+  def ends(self, state: Any) -> Any:
+    return state.time >= 10
+
+
+class FloatEnd(Steps):
+  def ends(self, state: Any) -> Any:
+    return 0.1 * state.time
+
+
+class Far(Steps):
+  def observe(self, state: Any) -> Any:
+    return jnp.full(3, 100.0) * (state.time > 4)
+
+
+class FarAtOnce(Steps):
+  def reset(self, key: Any) -> Any:
+    state, timestep = super().reset(key)
+    return state, timestep._replace(observation=jnp.full(3, -2.0))
+
+
+class Rounded(Steps):
+  def observe(self, state: Any) -> Any:
+    return jnp.full(3, 1.00001)
+
+
+class Gym(Steps):
+  def step(self, state: Any, action: Any, key: Any) -> Any:
+    return jnp.ones(3), 1.0, False, False, {}
+
+
+class Swapped(Steps):
+  def step(self, state: Any, action: Any, key: Any) -> Any:
+    return super().step(state, action, key)[::-1]
+
+
+class PythonFloat(Steps):
+  def reset(self, key: Any) -> Any:
+    return State(0.0, jnp.int32(0)), restart(jnp.ones(3))
+
+
+WRONG = [
+  (FloatEnd, 'step', r'failed:[^$]*transition was given terminated of type float32\[\], expected bool'),
+  (Far, 'step', r'returned observation between 0 and 100, out of its space from step 5 on, expected'),
+  (FarAtOnce, 'reset', r'returned observation between -2 and 1, out of its space from step 0 on'),
+  (Gym, 'step', r'returned a tuple of 5: .*expected a pair \(state, TimeStep\)'),
+  (Swapped, 'step', r'returned a tuple of 2: \(TimeStep.*expected a pair \(state, TimeStep\)'),
+  (PythonFloat, 'reset', r"returned the state's v as a Python float.*: write jnp.float32\(0.0\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('cls', 'name', 'message'), WRONG, ids=[c.__name__ for c, *_ in WRONG])
+def test_wrong_dynamics_that_are_wrapped(cls: Any, name: str, message: str) -> None:
+  with pytest.raises(UsageError, match=message) as told:
+    check.check_environment(NextStepReset(cls()))
+  line = inspect.getsourcelines(getattr(cls, name))[1]
+  assert f'test_check_env.{cls.__name__}.{name} (' in str(told.value)
+  assert f'{Path(__file__).name}:{line})' in str(told.value)
+
+
+def test_what_floats_are_rounded_by_is_in_the_space() -> None:
+  check.check_environment(NextStepReset(Rounded()))
+
+
+def test_a_class_in_the_place_of_its_object() -> None:
+  with pytest.raises(UnknownName, match=r'got the class Steps; write NextStepReset\(Steps\(\)\)'):
+    NextStepReset(Steps)  # type: ignore[arg-type]
+
+
+class Frozen(Steps):
+  def reset(self, key: Any) -> Any:
+    v = jnp.float32(np.random.uniform() + random.random())
+    return State(v, jnp.int32(0)), restart(jnp.ones(3))
+
+
+def test_random_numbers_that_are_drawn_once(caplog: pytest.LogCaptureFixture) -> None:
+  with caplog.at_level(logging.WARNING, 'podrace'):
+    check.check_environment(NextStepReset(Steps()))
+    assert not caplog.records
+    check.check_environment(NextStepReset(Frozen()))
+  (said,) = (r.getMessage() for r in caplog.records)
+  assert 'Frozen.reset (' in said and 'draws from np.random or random: that happens once' in said

@@ -1,0 +1,251 @@
+"""Curves of runs: grouped, together, drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+from test_runs import called
+
+from podrace.errors import UsageError
+from podrace.experiments import curves, plot, scores
+from podrace.experiments.labels import labels
+
+
+def make(
+  path: Path,
+  points: list[tuple[int, Any]],
+  env: str = 'podrace:catch',
+  finished: bool = True,
+  **agent: Any,
+) -> Path:
+  """A run directory with these (step, return)s."""
+  path.mkdir(parents=True)
+  settings = {'name': 'ppo', 'learning_rate': 1e-3} | {
+    k: v for k, v in agent.items() if k != 'seed'
+  }
+  config = {
+    'version': 1, 'agent': settings, 'env': env, 'architecture': 'anakin', 'total_steps': 100,
+    'seed': agent.get('seed', 0), 'seeds': 1,
+  }  # fmt: skip
+  (path / 'config.json').write_text(json.dumps(config))
+  lines = [
+    {'step': s, 'wall_s': s / 10, 'steps_per_s': 10.0, 'gradient_steps': 3, 'episodes': 1}
+    | ({'episode_return': y} if not isinstance(y, list) else {'episode_return_by_seed': y})
+    for s, y in points
+  ]
+  (path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  if finished:
+    (path / 'summary.json').write_text('{}')
+  return path
+
+
+def test_runs_are_grouped_whatever_their_seeds(tmp_path: Path) -> None:
+  a = make(tmp_path / 'a', [(10, 1.0)], seed=1)
+  b = make(tmp_path / 'b', [(10, 2.0)], learning_rate=1e-4)
+  c = make(tmp_path / 'c', [(10, 3.0)], seed=7)
+  groups, wrong = curves.read([a, b, c], 'episode_return', 'steps')
+  assert not wrong and [[c.y.tolist() for c in g.curves] for g in groups] == [
+    [[1.0], [3.0]],
+    [[2.0]],
+  ]
+  assert labels(groups) == ['learning-rate 0.001', 'learning-rate 0.0001']
+  assert labels(groups[:1]) == ['ppo']
+
+
+def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
+  a = make(tmp_path / 'a', [(10, [1.0, None]), (20, [2.0, 5.0]), (30, [3.0, 6.0])])
+  ((group,), _) = curves.read([a], 'episode_return', 'steps')
+  assert [c.x.tolist() for c in group.curves] == [[10, 20, 30], [20, 30]]
+  assert [c.y.tolist() for c in group.curves] == [[1, 2, 3], [5, 6]]
+
+
+def test_runs_and_curves_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  make(tmp_path / 'a', [(10, [1.0, 2.0, 3.0]), (20, [2.0, 5.0, 1.0])])
+  make(tmp_path / 'b', [(10, 1.0), (20, 2.0)], name='dqn')
+  _, out, _ = called(capsys, 'plot', str(tmp_path), '--out', str(tmp_path / 'x.png'))
+  found = json.loads(out.splitlines()[-1])
+  assert (found['runs'], found['curves']) == (2, 4)
+
+
+def test_positions(tmp_path: Path) -> None:
+  a = make(tmp_path / 'a', [(10, 1.0), (20, 2.0)])
+  for x, expected in (('steps', [10, 20]), ('wall', [1, 2]), ('gradient-steps', [3, 6])):
+    ((group,), _) = curves.read([a], 'episode_return', x)  # type: ignore[arg-type]
+    assert group.curves[0].x.tolist() == expected
+
+
+def test_runs_that_have_nothing_to_show_are_named(tmp_path: Path) -> None:
+  empty = make(tmp_path / 'empty', [])
+  none = make(tmp_path / 'none', [(10, None)])
+  torn = make(tmp_path / 'torn', [(10, 1.0), (20, 2.0)])
+  (torn / 'metrics.jsonl').write_bytes((torn / 'metrics.jsonl').read_bytes() + b'\0\0')
+  broken = make(tmp_path / 'broken', [(10, 1.0)])
+  (broken / 'config.json').write_text('{')
+  groups, wrong = curves.read([empty, none, torn, broken], 'episode_return', 'steps')
+  assert [g.curves[0].y.tolist() for g in groups] == [[1.0, 2.0]]
+  assert [
+    str(tmp_path / n) in w for n, w in zip(('empty', 'none', 'broken'), wrong, strict=True)
+  ] == [True] * 3
+  _, wrong = curves.read([torn], 'entropy', 'steps')
+  assert 'no value of entropy; it has' in wrong[0] and 'episode_return' in wrong[0]
+
+
+def test_the_interquartile_mean_is_scipys() -> None:
+  for n in range(1, 30):
+    x = np.random.default_rng(n).normal(size=n)
+    np.testing.assert_allclose(curves.iqm(x), stats.trim_mean(x, 0.25))
+    np.testing.assert_allclose(
+      curves.iqm(np.stack([x, 2 * x]), axis=1), stats.trim_mean([x, 2 * x], 0.25, axis=1)
+    )
+
+
+def test_intervals_have_the_truth_as_often_as_they_say() -> None:
+  rng, hits = np.random.default_rng(0), 0
+  for _ in range(300):
+    tasks = [rng.normal(mean, 1.0, 20) for mean in (0.0, 10.0)]
+    low, high = curves.interval(tasks, curves.mean, resamples=500)
+    hits += low <= 5.0 <= high
+  assert 0.90 <= hits / 300 <= 0.98
+  # Not stratified it would be as wide as tasks differ.
+  assert high - low < 1.5
+
+
+def test_a_band_follows_each_curve_as_far_as_it_goes() -> None:
+  x = np.arange(0.0, 101.0)
+  found = curves.band([
+    curves.Curve(x, x, Path('a')), curves.Curve(x[:51], x[:51] + 2, Path('b')),
+  ])  # fmt: skip
+  both = found.x <= 50
+  np.testing.assert_allclose(found.center, np.where(both, found.x + 1, found.x))
+  assert found.count.tolist() == np.where(both, 2, 1).tolist()
+  np.testing.assert_allclose(
+    (found.low[both], found.high[both]), (found.x[both], found.x[both] + 2)
+  )
+  assert np.isnan(found.low[~both]).all()
+
+
+def test_the_end_of_a_curve_is_its_last_tenth() -> None:
+  x = np.arange(1.0, 101.0)
+  assert curves.final(curves.Curve(x, np.where(x >= 90, x, 0.0), Path())) == 95.0
+
+
+def test_profiles_and_probabilities_weigh_tasks_alike() -> None:
+  ours, theirs = (
+    [np.array([1.0, 3.0]), np.array([5.0])],
+    [np.array([2.0, 3.0]), np.array([5.0, 4.0])],
+  )
+  assert curves.probability_of_improvement(ours, theirs) == pytest.approx((1.5 / 4 + 1.5 / 2) / 2)
+  assert curves.probability_of_improvement(ours, ours) == 0.5
+  assert curves.profile(ours, np.array([0.0, 2.0, 4.0, 6.0])).tolist() == [1.0, 0.75, 0.5, 0.0]
+
+
+def test_human_normalised_scores() -> None:
+  assert len(scores.ATARI) == 57
+  assert scores.human_normalised('pong', -20.7) == 0 and scores.human_normalised('pong', 14.6) == 1
+  assert scores.game('ale:pong,sticky=0.25') == 'pong' and scores.game('ale:tetris') is None
+  assert scores.game('gymnax:pong') is None
+
+
+def test_five_games_predict_the_median_of_57(tmp_path: Path) -> None:
+  assert scores.atari5(dict.fromkeys(scores.ATARI5, 0.0)) == 0
+  # Rainbow's scores in them (Hessel et al. 2018, table 6); its median over 57 games is 2.23.
+  rainbow = {'battle_zone': 62010.0, 'double_dunk': -0.3, 'name_this_game': 13136.0}
+  rainbow |= {'phoenix': 108528.7, 'qbert': 33817.5}
+  found = scores.atari5({k: scores.human_normalised(k, x) for k, x in rainbow.items()})
+  assert found == pytest.approx(2.23, rel=0.15)
+  for name, score in rainbow.items():
+    make(tmp_path / name, [(50, 0.0), (100, score)], env=f'ale:{name}')
+  groups, _ = curves.read(sorted(tmp_path.iterdir()), 'episode_return', 'steps')
+  told = scores.aggregate(groups, '', tmp_path / 'x.png')
+  assert told['groups']['ppo']['atari5'] == pytest.approx(found)
+
+
+@pytest.mark.parametrize('suffix', ['png', 'svg', 'pdf'])
+def test_a_picture_of_curves(
+  tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+  for seed in range(3):
+    make(tmp_path / f'a{seed}', [(s, s + seed) for s in range(0, 101, 5)], seed=seed)
+  make(tmp_path / 'b', [(s, -s) for s in range(0, 51, 5)], env='gymnax:X', finished=False)
+  out = tmp_path / f'curves.{suffix}'
+  code, printed, err = called(capsys, 'plot', str(tmp_path), '--out', str(out), '--center', 'iqm')
+  assert code == 0 and f'{tmp_path / "b"} is not finished: it ends at 50 (of 100 steps)' in err
+  found = json.loads(printed.splitlines()[-1])
+  assert (found['runs'], found['curves']) == (4, 4)
+  assert [g['curves'] for g in found['groups']] == [3, 1]
+  assert found['groups'][0]['final'] == [95.0, 96.0, 97.0]
+  if suffix == 'png':
+    image = np.asarray(Image.open(out).convert('RGB')).reshape(-1, 3)
+    blue = np.all(image == (0, 0x72, 0xB2), axis=1)  # the line and its label, in both panels
+    assert 500 < blue.sum() < len(image) / 10
+  elif suffix == 'svg':
+    assert '<svg' in out.read_text()
+
+
+def test_a_picture_of_aggregates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  for seed in range(3):
+    for env, low, high in (('ale:pong', -20.7, 14.6), ('ale:breakout', 1.7, 30.5)):
+      for name, part in (('ppo', 0.5), ('dqn', 1.0)):
+        value = low + (high - low) * (part + 0.01 * seed)
+        make(
+          tmp_path / f'{env}-{name}-{seed}',
+          [(50, low), (100, value)],
+          env=env,
+          name=name,
+          seed=seed,
+        )
+  out = tmp_path / 'scores.png'
+  code, printed, _ = called(capsys, 'plot', str(tmp_path), '--aggregate', '--out', str(out))
+  assert code == 0 and out.exists()
+  found = json.loads(printed.splitlines()[-1])
+  assert found['normalised'].startswith('human') and sorted(found['tasks']) == [
+    'ale:breakout',
+    'ale:pong',
+  ]
+  assert found['groups']['ppo']['iqm'] == pytest.approx(0.51) and found['groups']['dqn'][
+    'mean'
+  ] == pytest.approx(1.01)
+  assert {'better': 'dqn', 'than': 'ppo', 'probability': 1.0} in found['probability_of_improvement']
+  low, high = found['groups']['ppo']['mean_interval']
+  assert 0.5 <= low < 0.51 < high <= 0.52
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    ((), 'plot needs runs'),
+    (('--out', 'a.gif'), 'must end with .png, .svg, .pdf'),
+    (('--x', 'frames'), '--x is steps or wall or gradient-steps'),
+    (('--center', 'mode'), '--center is mean or median or iqm'),
+    (('--metric', 'nothing'), 'there is nothing to plot'),
+    (('--aggregate', '--normalise', 'human'), 'no human score is known of podrace:catch'),
+    (('--aggregate', '--normalise', 'z'), '--normalise is human or minmax'),
+    (('--aggregate',), 'all runs have the same score'),
+  ],
+)
+def test_what_plot_refuses(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+) -> None:
+  make(tmp_path / 'a', [(10, 1.0)])
+  where = () if not args else (str(tmp_path), '--out', str(tmp_path / 'x.png'))
+  code, _, err = called(capsys, 'plot', *where, *args)
+  assert code == 2 and message in err
+
+
+def test_aggregates_need_the_same_tasks(tmp_path: Path) -> None:
+  make(tmp_path / 'a', [(10, 1.0)], env='ale:pong')
+  make(tmp_path / 'b', [(10, 1.0)], env='ale:breakout', name='dqn')
+  groups, _ = curves.read([tmp_path / 'a', tmp_path / 'b'], 'episode_return', 'steps')
+  with pytest.raises(UsageError, match='ppo has no run in ale:breakout'):
+    scores.aggregate(groups, '', tmp_path / 'x.png')
+
+
+def test_many_lines_are_all_different() -> None:
+  styles = [json.dumps(plot.style(i)) for i in range(28)]
+  assert len(set(styles)) == 28

@@ -1,0 +1,311 @@
+"""The report: what it gathers, and the page in a real browser."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import until
+
+import podrace
+from podrace import cli
+from podrace.errors import UsageError
+from podrace.experiments import report
+from podrace.experiments.plot import COLOURS
+
+HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>'
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """Two runs, one of them under Sebulba with evaluations and a video; a broken one; and one with a hostile record."""
+  folder = tmp_path_factory.mktemp('runs')
+  config = podrace.configure('catch', total_steps=20_480, log_every=2_048, devices=1)
+  podrace.train(config, folder / 'a', quiet=True)
+  sebulba = dataclasses.replace(
+    config, architecture='sebulba', eval_every=10_240, eval_episodes=4, eval_video=True
+  )
+  podrace.train(sebulba, folder / 'b', quiet=True)
+  (folder / 'broken').mkdir()
+  (folder / 'broken/config.json').write_text('{')
+  shutil.copytree(folder / 'a', folder / HOSTILE.replace('/', '-'))
+  theirs = folder / HOSTILE.replace('/', '-')
+  record = json.loads((theirs / 'config.json').read_text())
+  record['agent'][HOSTILE] = HOSTILE
+  record['agent']['name'] = HOSTILE
+  (theirs / 'config.json').write_text(json.dumps(record))
+  return folder
+
+
+@contextlib.contextmanager
+def opened(out: Path) -> Iterator[Any]:
+  """A page in Chromium, with what it said, and what it asked of a network."""
+  from playwright.sync_api import sync_playwright
+
+  path = shutil.which('chromium')
+  assert path, 'this test needs a browser: apt-get install chromium'
+  with sync_playwright() as p:
+    browser = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
+    found = browser.new_page(viewport={'width': 1200, 'height': 900})
+    found.said, found.asked = [], []
+    found.on('console', lambda m: found.said.append(m.text))
+    found.on('pageerror', lambda e: found.said.append(str(e)))
+    found.on('request', lambda r: found.asked.append(r.url))
+    found.goto(out.as_uri())
+    yield found
+    browser.close()
+
+
+@pytest.fixture(scope='module')
+def page(runs: Path) -> Iterator[Any]:
+  """The report in Chromium; nothing may be asked of a network."""
+  out = runs.parent / 'report.html'
+  report.write(sorted(p for p in runs.iterdir()), out)
+  with opened(out) as found:
+    yield found
+
+
+def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
+  """Catch and two others: nobody can compare their returns. Colours are a run's in all panels."""
+  envs = {'catch': 'podrace:catch', 'pong': 'ale:pong', 'own': 'python:m.f,x=<b>'}
+  for name, env in envs.items():
+    shutil.copytree(runs / 'a', tmp_path / name)
+    record = json.loads((tmp_path / name / 'config.json').read_text())
+    (tmp_path / name / 'config.json').write_text(json.dumps({**record, 'env': env}))
+  paths = [tmp_path / 'catch', runs / 'b', tmp_path / 'own']
+  report.write(paths, tmp_path / 'r.html')
+  with opened(tmp_path / 'r.html') as page:
+    assert page.said == []
+    panels = page.locator('.panel')
+    titles = page.locator('.panel h3').all_text_contents()
+    assert titles[:5] == [
+      'Return: podrace:catch', 'Return: python:m.f,x=<b>', 'Evaluations, greedy: podrace:catch',
+      'Any metric: podrace:catch', 'Any metric: python:m.f,x=<b>',
+    ]  # fmt: skip
+    assert [panels.nth(i).locator('path').count() for i in range(5)] == [2, 1, 1, 2, 1]
+    legends = [panels.nth(i).locator('.legend .entry').all_text_contents() for i in range(3)]
+    assert legends == [['catch', 'b'], ['own'], ['b']]
+    colours = [panels.nth(1).locator('path').get_attribute('stroke')]
+    colours += [p.get_attribute('stroke') for p in panels.nth(0).locator('path').all()]
+    assert len(set(colours)) == 3
+    page.get_by_label('metric', exact=True).select_option('entropy')
+    assert all('entropy' in panels.nth(i).locator('svg').inner_html() for i in (3, 4))
+    page.locator('.controls button').nth(2).click()
+    assert panels.nth(1).locator('.readout').inner_text() == 'its runs are hidden'
+    assert panels.nth(1).locator('path').count() == 0 and panels.nth(0).locator('path').count() == 2
+    page.locator('.controls button').nth(2).click()
+    assert panels.nth(1).locator('.readout').inner_text() == ''
+    head = page.locator('#scores th[scope=col]').all_text_contents()
+    assert head == ['run', 'return, last tenth', 'last evaluation']
+    page.set_viewport_size({'width': 360, 'height': 700})
+    assert page.evaluate('document.documentElement.scrollWidth <= innerWidth')
+  report.write([tmp_path / 'catch', tmp_path / 'pong'], tmp_path / 'r.html')
+  with opened(tmp_path / 'r.html') as page:
+    cells = page.locator('#scores tr').nth(2).locator('td').all_text_contents()
+    assert cells[-2] == 'random play -20.7, human 14.6' and float(cells[-1]) > 0.5
+    assert page.locator('#scores tr').nth(1).locator('td').nth(2).inner_text() == 'none known'
+
+
+def test_actor_threads_have_a_legend_in_colours_of_their_own(page: Any) -> None:
+  panel = page.locator('.panel').filter(has_text='Actor threads: b')
+  assert panel.locator('.legend .entry').all_text_contents() == [
+    'env', 'inference', 'transfer', 'waiting',
+  ]  # fmt: skip
+  assert panel.locator('.legend').is_visible()
+  strokes = [p.get_attribute('stroke') for p in panel.locator('path').all()]
+  assert len({x.lower() for x in strokes} - {x.lower() for x in COLOURS}) == 4
+
+
+def test_large_numbers_are_written_alike(page: Any, runs: Path) -> None:
+  """As `podrace runs` has them: 50,364 and 492,915; not 50360 and 492,915."""
+  rows = page.locator('#runs tbody tr')
+  cells = rows.nth(2).locator('td.number').all_text_contents()
+  summary = json.loads((runs / 'b/summary.json').read_text())
+  assert f'{summary["steps_per_s"]:,.0f}' in cells and '20,480' in cells
+  for half in (7742.5, 7743.5):
+    assert page.evaluate(f'number({half})') == f'{half:,.0f}'
+  for text in page.locator('td.number').all_text_contents():
+    assert re.fullmatch(r'-?(\d{1,3}(,\d{3})*|\d{1,3}\.\d+|\d\.\d+e-\d+)|–', text), text
+
+
+def test_the_page_has_its_charts_and_no_error(page: Any) -> None:
+  assert page.said == []
+  assert page.locator('section').count() == 7
+  titles = page.locator('.panel h3').all_text_contents()
+  assert titles[:3] == ['Return', 'Evaluations, greedy', 'Any metric'] and 'Speed' in titles
+  assert [t for t in titles if t.startswith('Actor threads')] == ['Actor threads: b']
+  assert page.locator('.panel').first.locator('path').count() == 3
+  d = page.locator('.panel').first.locator('path').first.get_attribute('d')
+  assert d.count('L') == 9 and 'NaN' not in d
+  assert page.locator('video').count() == 2
+
+
+def test_nothing_is_asked_of_a_network(page: Any) -> None:
+  assert all(url.startswith(('file:', 'data:')) for url in page.asked)
+
+
+def test_the_pointer_shows_values(page: Any, runs: Path) -> None:
+  panel = page.locator('.panel').first
+  box = panel.locator('svg').bounding_box()
+  page.mouse.move(box['x'] + box['width'] - 16, box['y'] + 50)
+  text = panel.locator('.readout').inner_text()
+  last = json.loads((runs / 'a/metrics.jsonl').read_text().splitlines()[-1])
+  assert 'environment steps 20,480' in text
+  assert 'a ' + f'{float(format(last["episode_return"], ".4g")):g}' in text
+  page.mouse.move(5, 5)
+  assert panel.locator('.readout').inner_text() == ''
+
+
+def test_the_keyboard_shows_values(page: Any) -> None:
+  panel = page.locator('.panel').first
+  panel.locator('svg').focus()
+  page.keyboard.press('Home')
+  assert 'environment steps 2,048' in panel.locator('.readout').inner_text()
+  page.keyboard.press('ArrowRight')
+  assert 'environment steps 4,096' in panel.locator('.readout').inner_text()
+  page.keyboard.press('End')
+  assert 'environment steps 20,480' in panel.locator('.readout').inner_text()
+  page.keyboard.press('Escape')
+  assert panel.locator('.readout').inner_text() == ''
+
+
+def test_other_axes_metrics_and_runs(page: Any) -> None:
+  panel = page.locator('.panel').first
+  page.get_by_label('horizontal axis').select_option('wall_s')
+  assert 'wall time (s)' in panel.locator('svg').inner_html()
+  page.get_by_label('horizontal axis').select_option('step')
+  page.get_by_label('metric', exact=True).select_option('entropy')
+  assert 'entropy' in page.locator('.panel').nth(2).locator('svg').inner_html()
+  button = page.locator('.controls button').first
+  button.click()
+  assert panel.locator('path').count() == 2 and button.get_attribute('aria-pressed') == 'false'
+  button.click()
+  assert panel.locator('path').count() == 3
+
+
+def test_hostile_names_are_text(page: Any) -> None:
+  assert page.evaluate('window.hurt') is None
+  assert page.locator('img').count() == 0
+  assert HOSTILE in page.locator('#configuration').inner_text()
+  assert 'broken: config.json is not JSON' in page.locator('#runs').inner_text()
+
+
+def test_a_phone_and_the_dark(page: Any) -> None:
+  page.set_viewport_size({'width': 360, 'height': 700})
+  narrow = (
+    'Array.from(document.querySelectorAll("svg")).every((s) => s.viewBox.baseVal.width < 340)'
+  )
+  until(lambda: page.evaluate(narrow))  # the page's policy forbids the eval of wait_for_function
+  assert page.evaluate('document.documentElement.scrollWidth <= innerWidth')
+  page.emulate_media(color_scheme='dark')
+  dark = page.evaluate('getComputedStyle(document.body).backgroundColor')
+  page.emulate_media(color_scheme='light')
+  assert page.evaluate('getComputedStyle(document.body).backgroundColor') != dark
+  page.set_viewport_size({'width': 1200, 'height': 900})
+
+
+def test_what_differs_comes_first(page: Any) -> None:
+  names = page.locator('#configuration tr.differs th').all_text_contents()
+  assert 'architecture' in names and 'eval_every' in names and 'env' not in names
+  assert page.locator('#configuration tbody tr').first.get_attribute('class') == 'differs'
+
+
+def test_the_data_of_a_run(runs: Path) -> None:
+  from podrace.experiments.runs import look
+
+  found = report.gathered(look(runs / 'b'))
+  assert found['state'] == 'finished' and found['faults'] == {
+    'env_restarts': 0,
+    'dropped_steps': 0,
+    'damaged': 0,
+  }
+  assert found['metrics']['step'] == list(range(2_048, 20_481, 2_048))
+  assert found['metrics']['gradient_steps_total'][-1] == 20
+  assert found['evaluations']['step'] == [10_240, 20_480]
+  assert [v['kind'] for v in found['videos']] == ['mp4', 'mp4']
+
+
+def test_scores_of_atari(tmp_path: Path, runs: Path) -> None:
+  from podrace.experiments.runs import look
+
+  shutil.copytree(runs / 'a', tmp_path / 'pong')
+  record = json.loads((tmp_path / 'pong/config.json').read_text())
+  (tmp_path / 'pong/config.json').write_text(json.dumps({**record, 'env': 'ale:pong'}))
+  summary = json.loads((tmp_path / 'pong/summary.json').read_text())
+  (tmp_path / 'pong/summary.json').write_text(json.dumps({**summary, 'episode_return': 14.6}))
+  found = report.gathered(look(tmp_path / 'pong'))
+  assert found['anchors'] == 'random play -20.7, human 14.6'
+  assert found['normalised'] == pytest.approx(1.0)
+
+
+def test_large_videos_and_links_are_left_out(runs: Path, tmp_path: Path) -> None:
+  folder = tmp_path / 'videos'
+  folder.mkdir()
+  (folder / 'long.mp4').write_bytes(bytes(report.VIDEO_BYTES + 1))
+  (folder / 'short.gif').write_bytes(b'GIF89a')
+  (folder / 'link.mp4').symlink_to('/etc/hostname')
+  found, left_out = report._videos(folder)
+  assert [v['name'] for v in found] == ['short']
+  assert len(left_out) == 1 and left_out[0].startswith('long.mp4: 8.0 MiB')
+  (tmp_path / 'other').symlink_to(folder)
+  assert report._videos(tmp_path / 'other') == ([], [])
+
+
+def test_long_curves_are_thinned_and_keep_their_end() -> None:
+  lines = [{'step': i, 'loss': float(i), 'gradient_steps': 2} for i in range(1, 2_502)]
+  found = report._columns(lines)
+  assert len(found['step']) <= report.POINTS + 1 and found['step'][-1] == 2_501
+  assert found['gradient_steps_total'][-1] == 5_002
+
+
+def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  out = tmp_path / 'r.html'
+  with pytest.raises(SystemExit) as end:
+    cli.main(['report', str(runs), '--out', str(out)])
+  said = capsys.readouterr()
+  assert end.value.code == 0 and json.loads(said.out.splitlines()[-1])['runs'] == 3
+  assert 'left out' in said.err and 'broken' in said.err
+  text = out.read_text()
+  assert not re.search(r'https?://(?!www\.w3\.org/2000/svg)', text)
+  assert text.count('</script>') == 2
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    ([], 'report needs runs'),
+    (['none'], 'none is no directory'),
+    (['.', '--out', 'x.pdf'], 'must end with .html'),
+  ],
+)
+def test_what_the_command_refuses(
+  args: list[str],
+  message: str,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit) as end:
+    cli.main(['report', *args])
+  assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_nothing_to_report(tmp_path: Path) -> None:
+  with pytest.raises(UsageError, match='there is nothing to report: no runs are there'):
+    report.write([], tmp_path / 'r.html')
+
+
+def test_it_imports_no_jax() -> None:
+  code = 'import sys, podrace.experiments.report; print("jax" in sys.modules, "matplotlib" in sys.modules)'
+  found = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+  assert found.stdout.split() == ['False', 'False']

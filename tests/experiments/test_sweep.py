@@ -1,0 +1,390 @@
+"""Sweeps: what they vary, one program for all settings, processes, Optuna, populations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from children import Process, until
+
+import podrace
+from podrace import cli
+from podrace.agents.population import Varied, with_values
+from podrace.agents.ppo import PPO
+from podrace.errors import UsageError
+from podrace.experiments.runs import is_running
+from podrace.experiments.sweep import processes, settings, together
+from podrace.experiments.sweep.settings import Choices, Range
+from podrace.policy.export import export
+from podrace.run.evaluate import evaluate
+from podrace.settings.config import from_json, to_json
+from podrace.types import TrainState
+
+SMALL: dict[str, Any] = dict(
+  num_envs=8, unroll_length=16, total_steps=6_400, log_every=1_280, devices=1
+)
+OPTIONS = [
+  '--num-envs',
+  '8',
+  '--unroll-length',
+  '16',
+  '--total-steps',
+  '6400',
+  '--log-every',
+  '1280',
+]
+
+
+@pytest.fixture
+def several_seeds() -> Iterator[None]:
+  """For programs of several seeds: JAX takes the transpositions of vmap for uses of a key."""
+  jax.config.update('jax_debug_key_reuse', False)
+  yield
+  jax.config.update('jax_debug_key_reuse', True)
+
+
+def sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> Any:
+  """The last line of a sweep's output, and what it said."""
+  with pytest.raises(SystemExit) as end:
+    cli.main(['sweep', *args, '--dir', str(tmp_path / 'sweep')])
+  out, err = capsys.readouterr()
+  assert end.value.code == code, err
+  return (json.loads(out.splitlines()[-1]), err) if code == 0 else (None, err)
+
+
+# --- what is varied -------------------------------------------------------------------------------
+
+
+def test_what_is_varied() -> None:
+  found = settings.parse(
+    ['agent.learning_rate=1e-4,3e-4', '--num-envs=8..64', 'agent.clip=log:0.1..1']
+  )
+  assert found == {
+    'agent.learning-rate': Choices(('1e-4', '3e-4')),
+    'num-envs': Range(8, 64, whole=True),
+    'agent.clip': Range(0.1, 1.0, log=True),
+  }
+
+
+@pytest.mark.parametrize(
+  'texts, message',
+  [
+    ([], 'a sweep needs --vary'),
+    (['x'], '--vary x: expected FIELD=VALUES'),
+    (['x=1', 'x=2'], '--vary x is given twice'),
+    (['seed=1,2'], 'give --seed'),
+    (['x=1..b'], 'expected two numbers'),
+    (['x=2..1'], 'the lower one first'),
+    (['x=log:0..1'], 'of more than 0, the lower one first'),
+  ],
+)
+def test_what_cannot_be_varied(texts: list[str], message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    settings.parse(texts)
+
+
+def test_a_grid_has_all_combinations() -> None:
+  found = settings.grid({'a': Choices(('1', 'x')), 'b': Choices(('1e-3', '2.5', '1e3'))})
+  assert found == [{'a': a, 'b': b} for a in (1, 'x') for b in (0.001, 2.5, 1000)]
+  with pytest.raises(UsageError, match='a is a range, of which there is no grid'):
+    settings.grid({'a': Range(0, 1)})
+
+
+def test_random_settings_fill_their_ranges() -> None:
+  spaces = {'a': Range(1e-4, 1.0, log=True), 'b': Range(1, 4, whole=True), 'c': Choices(('x', 'y'))}
+  found = settings.random(spaces, 4_000, seed=3)
+  assert found == settings.random(spaces, 4_000, seed=3) != settings.random(spaces, 4_000, seed=4)
+  logs = np.log10([s['a'] for s in found])
+  assert logs.min() >= -4 and logs.max() <= 0 and abs(logs.mean() + 2) < 0.1
+  assert {s['b'] for s in found} == {1, 2, 3, 4} and {s['c'] for s in found} == {'x', 'y'}
+
+
+# --- one program ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_each_setting_is_what_it_is_alone(tmp_path: Path, several_seeds: None) -> None:
+  """Two settings of two seeds: returns of all lines, and parameters up to rounding."""
+  config = podrace.configure('cartpole', **SMALL, seeds=2)
+  rates = (1e-3, 3e-2)
+  agent = Varied(config.agent, ('learning_rate', 'entropy_cost'), (rates[0], 0.0, rates[1], 0.05))
+  both = podrace.train(
+    dataclasses.replace(config, agent=agent, seeds=4), tmp_path / 'both', quiet=True
+  )
+  for i, (rate, cost) in enumerate(zip(rates, (0.0, 0.05), strict=True)):
+    alone = dataclasses.replace(
+      config, agent=dataclasses.replace(config.agent, learning_rate=rate, entropy_cost=cost)
+    )
+    found = podrace.train(alone, tmp_path / f'{i}', quiet=True)
+    for ours, theirs in zip(both.metrics, found.metrics, strict=True):
+      part = ours['episode_return_by_seed'][2 * i : 2 * i + 2]
+      np.testing.assert_allclose(
+        np.array(part, float), np.array(theirs['episode_return_by_seed'], float), rtol=1e-5
+      )
+    ours, theirs = (_params(r.run_dir, r.config) for r in (both, found))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+      np.testing.assert_allclose(a[2 * i : 2 * i + 2], b, rtol=2e-3, atol=2e-5)
+    assert not np.allclose(jax.tree.leaves(ours)[-1][0], jax.tree.leaves(ours)[-1][2])
+
+
+def _params(run_dir: Path, config: Any) -> Any:
+  from podrace.run.evaluate import evaluable, newest_params
+
+  agent, _ = evaluable(config)
+  return newest_params(config, agent, run_dir)[1]
+
+
+def test_the_record_of_settings_makes_them_again() -> None:
+  config = podrace.configure('catch', seeds=3)
+  agent = Varied(config.agent, ('learning_rate',), (0.1, 0.2, 0.3))
+  config = dataclasses.replace(config, agent=agent)
+  assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+@pytest.mark.parametrize(
+  'preset, names, why',
+  [
+    ('cartpole', ['agent.learning-rate', 'agent.lambda', 'agent.clip'], ''),
+    ('cartpole', ['agent.clip-value'], 'the agent needs agent.clip-value when it is compiled'),
+    ('cartpole', ['num-envs'], 'num-envs is no number with a fraction of the agent'),
+    ('cartpole', ['agent.epochs'], 'agent.epochs is no number with a fraction'),
+    ('d4pg-pendulum', ['agent.noise'], 'acting reads agent.noise'),
+    ('d4pg-pendulum', ['agent.critic-learning-rate'], ''),
+    ('dqn-cartpole', ['agent.discount'], ''),
+  ],
+)
+def test_which_settings_can_be_one_program(preset: str, names: list[str], why: str) -> None:
+  config = podrace.configure(preset, devices=1)
+  found = together.why_not(config, [dict.fromkeys(names, x) for x in (0.5, 0.25)])
+  assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_a_field_that_is_none_is_refused() -> None:
+  with pytest.raises(UsageError, match='PPO has no field learnin_rate'):
+    together.why_not(podrace.configure('cartpole'), [{'agent.learnin-rate': 1.0}])
+
+
+def test_values_that_the_agent_refuses_are_refused() -> None:
+  with pytest.raises(UsageError, match='discount must be within'):
+    together.varied(
+      podrace.configure('cartpole'), [{'agent.discount': 0.9}, {'agent.discount': 1.9}]
+    )
+
+
+def test_a_value_within_a_part_of_the_agent() -> None:
+  agent = PPO()
+  found = with_values(agent, {'network.hidden': 3, 'clip': 0.5})
+  assert (found.network.hidden, found.clip) == (3, 0.5)
+  assert agent == PPO()
+
+
+def test_a_sweep_in_one_program(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str], several_seeds: None
+) -> None:
+  args = [
+    'catch',
+    '--vary',
+    'agent.learning-rate=1e-4,1e-2',
+    '--seeds',
+    '2',
+    *OPTIONS,
+    '--devices',
+    '1',
+  ]
+  found, said = sweep(tmp_path, capsys, *args)
+  assert '2 settings in one program' in said and found['trials'] == 2
+  rows = json.loads((tmp_path / 'sweep/results.json').read_text())
+  assert [len(r['scores']) for r in rows] == [2, 2] and rows[0]['score'] >= rows[1]['score']
+  assert found['command'].startswith('podrace train catch')
+  best = rows[0]['settings']['agent.learning-rate']
+  assert found['command'].endswith(f'--agent.learning-rate {best}')
+  assert (tmp_path / 'sweep/sweep.png').stat().st_size > 5_000
+  run_dir = Path(rows[0]['run'])
+  assert evaluate(run_dir, 3)['episodes'] == 12
+  assert export(run_dir, tmp_path / 'policy', member=3)['agent'] == 'impala'
+  assert podrace.load_policy(tmp_path / 'policy') is not None
+  # Again: it is finished. With other values, it is another sweep.
+  again, _ = sweep(tmp_path, capsys, *args)
+  assert again == found
+  args[2] = 'agent.learning-rate=1e-4,1e-3'
+  _, said = sweep(tmp_path, capsys, *args, code=2)
+  assert 'holds another sweep' in said and 'vary.agent.learning-rate.values' in said
+
+
+def test_a_population(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str], several_seeds: None
+) -> None:
+  args = [
+    'catch',
+    '--vary',
+    'agent.learning-rate=log:1e-5..1e-1',
+    '--method',
+    'pbt',
+    '--trials',
+    '4',
+  ]
+  found, _ = sweep(tmp_path, capsys, *args, *OPTIONS, '--every', '1280', '--devices', '1')
+  history = json.loads((tmp_path / 'sweep/population.json').read_text())
+  assert [h['step'] for h in history] == [1_280, 2_560, 3_840, 5_120, 6_400]
+  values = [np.array(h['values']['learning_rate']) for h in history]
+  for before, after, h in zip(values, values[1:], history[1:], strict=False):
+    (to,), (source,) = h['to'], h['from']
+    allowed = [min(max(before[source] * f, 1e-5), 1e-1) for f in (0.8, 1.25)]
+    assert np.isclose(after[to], allowed, rtol=1e-3).any()
+    others = np.arange(4) != to
+    np.testing.assert_allclose(after[others], before[others])
+  last = {
+    r['settings']['agent.learning-rate']
+    for r in json.loads((tmp_path / 'sweep/results.json').read_text())
+  }
+  assert last == set(values[-1])
+  assert 'podrace export' in found['command'] and '--member' in found['command']
+
+
+def test_a_population_takes_over_from_the_best() -> None:
+  population = together.Population({'agent.learning-rate': Range(0.1, 10.0)}, seed=1)
+  rest = together_rest(np.array([1.0, 2.0, 3.0, 9.0], np.float32))
+  train = TrainState({'w': jax.numpy.arange(4.0)}, rest)
+  line = {'step': 5, 'episode_return_by_seed': [3.0, None, 1.0, 7.0]}
+  after = population.transform(train, line)
+  np.testing.assert_array_equal(
+    after.params['w'], [0, 3, 2, 3]
+  )  # the one without a return is the worst
+  new = np.asarray(after.rest.values['learning_rate'])
+  assert np.isclose(new[1], 9 * 0.8) or new[1] == 10.0
+  np.testing.assert_array_equal(new[[0, 2, 3]], [1, 3, 9])
+  np.testing.assert_array_equal(after.rest.rest, [0, 3, 2, 3])
+
+
+def together_rest(values: np.ndarray) -> Any:
+  from podrace.agents.population import Rest
+
+  return Rest({'learning_rate': jax.numpy.asarray(values)}, jax.numpy.arange(4))
+
+
+def test_a_population_of_what_is_no_program_is_refused(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  args = ['catch', '--vary', 'num-envs=8..16', '--method', 'pbt', *OPTIONS[2:]]
+  _, said = sweep(tmp_path, capsys, *args, code=2)
+  assert '--method pbt is one program, and these settings cannot be: num-envs is no number' in said
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_sweep_in_processes_goes_on_after_a_kill(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  args = [
+    'catch',
+    '--vary',
+    'agent.network.hidden=8 8,16',
+    *OPTIONS,
+    '--jobs',
+    '2',
+    '--devices',
+    '1',
+  ]
+  folder = tmp_path / 'sweep'
+  with Process(tmp_path / 'log', '-m', 'podrace', 'sweep', *args, '--dir', str(folder)) as process:
+    until(lambda: (folder / '0000/config.json').exists())
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 143
+    assert not any(is_running(p) for p in folder.glob('0*')), 'its trials have ended'
+  found, said = sweep(tmp_path, capsys, *args)
+  assert 'a process for each of 2 settings' in said and found['trials'] == 2
+  rows = json.loads((folder / 'results.json').read_text())
+  assert {r['settings']['agent.network.hidden'] for r in rows} == {'8 8', 16}
+  assert all(r['state'] == 'finished' for r in rows)
+  record = json.loads((folder / '0000/config.json').read_text())
+  assert record['agent']['network']['hidden'] == [8, 8]
+
+
+@pytest.mark.slow
+def test_trials_that_fail_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  args = ['catch', '--vary', 'env=podrace:catch,podrace:cach', *OPTIONS, '--devices', '1']
+  sweep(tmp_path, capsys, *args)
+  rows = json.loads((tmp_path / 'sweep/results.json').read_text())
+  assert [r['state'] for r in rows] == ['finished', 'failed, exit code 2']
+  assert "'cach'" in (Path(rows[1]['run']) / 'output.txt').read_text()
+
+
+@pytest.mark.slow
+def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  args = [
+    'catch',
+    '--vary',
+    'agent.learning-rate=log:1e-4..1e-1',
+    '--method',
+    'tpe',
+    '--trials',
+    '3',
+  ]
+  found, _ = sweep(tmp_path, capsys, *args, '--prune', '--jobs', '2', *OPTIONS, '--devices', '1')
+  assert found['trials'] == 3
+  rows = json.loads((tmp_path / 'sweep/results.json').read_text())
+  assert all(1e-4 <= r['settings']['agent.learning-rate'] <= 1e-1 for r in rows)
+  assert rows[0]['state'] == 'finished'
+  again, _ = sweep(tmp_path, capsys, *args, '--prune', '--jobs', '2', *OPTIONS, '--devices', '1')
+  assert again == found
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['catch'], 'a sweep needs --vary'),
+    (
+      ['catch', '--vary', 'x=1', '--method', 'best'],
+      "--method is grid, random, tpe, pbt, not 'best'",
+    ),
+    (['catch', '--vary', 'x=1', '--prune'], '--prune is for --method tpe'),
+    (['catch', '--vary', 'x=1', '--run-dir', 'y'], 'a sweep has --dir'),
+    (['catch', '--vary', 'agent.x=1'], '--agent.x'),
+    (['catch', '--vary', 'agent.learning-rate=1,a'], "'a'"),
+    (['catch', '--vary', 'agent.network.activation=tanh,tan'], "'tan'"),
+    (['catch', '--vary', 'agent.discount=0.9,2'], 'discount must be'),
+    (['catch', '--vary', 'agent.discount=0.9..0.99', '--method', 'grid'], 'is a range'),
+  ],
+)
+def test_what_a_sweep_refuses(
+  args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  _, said = sweep(tmp_path, capsys, *args, code=2)
+  assert message in said
+  assert not (tmp_path / 'sweep').exists(), 'what is refused leaves nothing'
+
+
+def test_a_sweep_waits_for_what_a_killed_one_left_behind(tmp_path: Path) -> None:
+  """An orphan trains on in a directory; when it has ended, the sweep goes on there."""
+  path = tmp_path / '0000'
+  path.mkdir()
+  orphan = subprocess.Popen(
+    [sys.executable, '-c', 'import sys\nfrom pathlib import Path\nfrom podrace.system.process import lock\n'
+     'f = lock(Path(sys.argv[1])); print("held", flush=True); sys.stdin.read()\n'
+     '(Path(sys.argv[1]) / "summary.json").write_text("{}")', str(path)],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+  )  # fmt: skip
+  assert orphan.stdin and orphan.stdout and orphan.stdout.readline() == 'held\n'
+  said: list[str] = []
+  codes: list[int] = []
+
+  def say(text: str) -> None:
+    said.append(text)
+    assert orphan.stdin
+    orphan.stdin.close()  # it ends now, and not before
+
+  processes.carry_out([(path, ['train'])], 1, lambda path, code: codes.append(code), say=say)
+  orphan.wait()
+  orphan.stdout.close()
+  assert codes == [0] and len(said) == 1 and 'is still training' in said[0]

@@ -1,0 +1,402 @@
+"""Exported policies act as the agents that they are of."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+from processes import as_users_have_it
+from test_runs import called
+
+import podrace
+from podrace.agents.d4pg import D4PG
+from podrace.agents.dqn import DQN
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
+from podrace.agents.r2d2 import R2D2
+from podrace.agents.sac import SAC
+from podrace.envs.spaces import over
+from podrace.networks import ActorCritic, QNetwork
+from podrace.policy import RUNTIMES, PolicyError, load_policy
+from podrace.policy.export import write
+from podrace.run.loop import train
+from podrace.settings.config import Config, bind
+from podrace.types import FIRST, MID, TimeStep
+
+VECTOR, BOX = spaces.Box(-2, 3, (5,), np.float32), spaces.Box(-1, 2, (2, 2), np.float32)
+PIXELS, STACK = spaces.Box(0, 255, (40, 40, 3), np.uint8), spaces.Box(0, 255, (4, 36, 36), np.uint8)
+MIXED = spaces.Dict(
+  b=spaces.Discrete(4, start=1),
+  a=VECTOR,
+  c=spaces.MultiDiscrete([2, 3]),
+  d=spaces.Box(-4, 9, (3,), np.int32),
+)
+ODD = spaces.Dict(  # encoded by logarithms, by each number's bound, and a grid of bytes with channels first
+  a=spaces.Box(0, 2**32 - 1, (), np.uint32),
+  b=spaces.Box(np.int32([0, -5, -(2**31)]), np.int32([9, 500, 2**31 - 1]), dtype=np.int32),
+  c=spaces.Box(0, 255, (3, 9, 9), np.uint8),
+)
+FAR = spaces.Box(np.float32([100, 3, 0]), np.float32([200, 3, np.inf]))
+MASKED = spaces.Dict(action_mask=spaces.MultiBinary(3), view=VECTOR)
+THREE = spaces.Discrete(3)
+STATED = {  # as `state=true` shows it: networks see `view` alone
+  'action_mask': spaces.MultiBinary(3),
+  'podrace_state': spaces.Tuple([spaces.Box(-9, 9, (3, 4, 2), np.float32), spaces.Box(0, 2**32 - 1, (2,), np.uint32)]),
+  'view': VECTOR,
+}  # fmt: skip
+CASES: dict[str, tuple[Any, Any, Any]] = {
+  'impala': (Impala(), VECTOR, THREE),
+  'impala, deep': (Impala(network=ActorCritic(torso='impala-deep')), PIXELS, THREE),
+  'impala, lstm': (Impala(network=ActorCritic(core='lstm', core_size=8)), VECTOR, THREE),
+  'ppo, gru, normalised': (
+    PPO(network=ActorCritic(core='gru', core_size=8, activation='relu'), normalize_observations=True), MIXED, THREE,
+  ),
+  'ppo, stacked frames': (PPO(), STACK, spaces.Discrete(6)),
+  'ppo, several choices': (PPO(), VECTOR, spaces.MultiDiscrete([2, 5, 3])),
+  'ppo, masked': (PPO(), MASKED, THREE),
+  'ppo, normalised, with a state': (
+    PPO(normalize_observations=True), spaces.Dict(STATED), THREE,
+  ),
+  'dqn, image, with a state': (
+    DQN(network=QNetwork(torso='grid', hidden=(8,))),
+    spaces.Dict(STATED | dict(view=spaces.Box(0, 1, (10, 10, 2), np.bool_))), THREE,
+  ),
+  'ppo, box': (PPO(), VECTOR, BOX),
+  'ppo, squashed box': (PPO(network=ActorCritic(squash=True)), VECTOR, BOX),
+  'ppo, odd spaces': (PPO(), ODD, FAR),
+  'ppo, empty part': (PPO(normalize_observations=True), spaces.Dict(a=VECTOR, b=spaces.Box(-1, 1, (0,))), THREE),
+  'ppo, plain': (PPO(network=ActorCritic(scaling='plain')), ODD, FAR),
+  'ppo, grid': (PPO(network=ActorCritic(torso='grid')), spaces.Box(-3, 3, (10, 10, 4), np.float32), THREE),
+  'dqn': (DQN(), VECTOR, THREE),
+  'dqn, rainbow': (
+    DQN(network=QNetwork(head='categorical', noisy=True, dueling=True, head_size=16, torso='impala')), STACK, THREE,
+  ),
+  'dqn, quantiles': (DQN(network=QNetwork(head='quantile', num_atoms=5, hidden=(8,))), VECTOR, THREE),
+  'r2d2': (R2D2(network=QNetwork(core='lstm', core_size=8, dueling=True)), VECTOR, THREE),
+  'sac': (SAC(), VECTOR, BOX),
+  'd4pg': (D4PG(), VECTOR, BOX),
+}  # fmt: skip
+# A core and what is normalised, a mask, a convolution, values, a continuous action.
+FAST = {
+  'ppo, gru, normalised',
+  'ppo, normalised, with a state',
+  'dqn, image, with a state',
+  'ppo, empty part',
+  'ppo, odd spaces',
+  'ppo, masked',
+  'ppo, grid',
+  'dqn',
+  'sac',
+}
+STEPS, BATCH = 6, 16
+
+
+def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
+  """A bound agent with random parameters, its environment's spaces; its policy is in the folder."""
+  agent, observation, action = CASES[name]
+  env = SimpleNamespace(observation_space=observation, action_space=action)
+  agent = dataclasses.replace(bind(agent, env), greedy=True)
+  params = agent.init(jax.random.key(0)).params
+  keys = iter(jax.random.split(jax.random.key(1), 1000))
+  # Fresh heads are close to 0, and biases 0: all would look alike.
+
+  def varied(path: Any, x: Any) -> Any:
+    inputs = np.prod(x.shape[:-1]) if len(x.shape) > 1 else 10
+    y = x + jax.random.normal(next(keys), x.shape).astype(x.dtype) / np.sqrt(inputs)
+    return jnp.abs(y) + 0.1 if '.var' in jax.tree_util.keystr(path) else y
+
+  params = jax.tree_util.tree_map_with_path(varied, params)
+  write(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
+  return agent, env, params
+
+
+def observations(space: Any, steps: int, batch: int) -> list[Any]:
+  """Some at random, [B, ...] each; at least one action is allowed."""
+  space.seed(0)
+
+  def one() -> Any:
+    x = space.sample()
+    if isinstance(x, dict) and 'action_mask' in x:
+      x['action_mask'][0] = 1
+    return x
+
+  return [
+    jax.tree.map(lambda *xs: np.stack(xs), *[one() for _ in range(batch)]) for _ in range(steps)
+  ]
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+@pytest.mark.parametrize(
+  'name', [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
+  agent, env, params = made(name, tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy', runtime)
+  act = jax.jit(agent.act)
+  ours = agent.initial_state(jnp.zeros(BATCH, jnp.int32))
+  state, seen = None, []
+  for t, observation in enumerate(observations(env.observation_space, STEPS, BATCH)):
+    typed = over(lambda s, x: jnp.asarray(x), env.observation_space, observation)
+    kind = jnp.full(BATCH, MID if t else FIRST, jnp.int8)
+    timestep = TimeStep(typed, jnp.zeros(BATCH), jnp.ones(BATCH), kind)
+    output, ours = act(params, ours, timestep, jax.random.key(t))
+    action, state = policy.act_many(observation, state)
+    expected = np.asarray(output.action)
+    assert action.shape == expected.shape and action.dtype == expected.dtype
+    if np.issubdtype(expected.dtype, np.integer):
+      np.testing.assert_array_equal(action, expected)
+    else:
+      np.testing.assert_allclose(action, expected, atol=1e-4, rtol=1e-4)
+    seen.append(expected)
+  assert len(np.unique(np.concatenate(seen).reshape(STEPS * BATCH, -1), axis=0)) > 1
+
+
+def test_a_policy_of_version_1_acts_as_it_did(tmp_path: Path) -> None:
+  _, env, _ = made('ppo, plain', tmp_path / 'policy')
+  seen = observations(env.observation_space, 1, BATCH)[0]
+  expected, _ = load_policy(tmp_path / 'policy').act_many(seen)
+  about = json.loads((tmp_path / 'policy' / 'policy.json').read_text())
+  about['version'] = 1
+  del about['action']['centre'], about['action']['scale']
+  for part in about['observation_space']['dict'].values():
+    assert part.pop('log') is False
+  (tmp_path / 'policy' / 'policy.json').write_text(json.dumps(about))
+  action, _ = load_policy(tmp_path / 'policy').act_many(seen)
+  np.testing.assert_array_equal(action, expected)
+  about['version'] = 3
+  (tmp_path / 'policy' / 'policy.json').write_text(json.dumps(about))
+  with pytest.raises(PolicyError, match='version 1 or 2'):
+    load_policy(tmp_path / 'policy')
+
+
+@pytest.mark.parametrize('runtime', RUNTIMES)
+def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
+  _, env, _ = made('r2d2', tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy', runtime)
+  state, many = None, None
+  for observation in observations(env.observation_space, STEPS, 1):
+    action, state = policy.act(observation[0], state)
+    expected, many = policy.act_many(observation, many)
+    assert action == expected[0]
+
+
+def test_loading_needs_numpy_alone(tmp_path: Path) -> None:
+  made('ppo, gru, normalised', tmp_path / 'policy')
+  code = (
+    'import sys, podrace, numpy as np\n'
+    f'policy = podrace.load_policy({str(tmp_path / "policy")!r})\n'
+    'x = dict(a=np.zeros(5), b=2, c=np.array([1, 2]), d=np.zeros(3, int))\n'
+    'action, state = policy.act(x); policy.act(x, state)\n'
+    'wrong = {m for m in sys.modules if m.split(".")[0] in ("jax", "flax", "optax", "gymnasium")}\n'
+    'ours = {m for m in sys.modules if m.startswith("podrace.")}\n'
+    'light = {"errors", "files", "files.reading", "files.schema", "imports", "policy", "policy_network", "version"}\n'
+    'names = {f"podrace.{name}" for name in light}\n'
+    'assert not wrong and ours == names, (wrong, ours)'
+  )
+  done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+  'name', ['params.safetensors', 'config.json', 'policy.jaxexport', 'policy.onnx']
+)
+def test_a_file_that_was_changed_is_refused(name: str, tmp_path: Path) -> None:
+  made('impala', tmp_path / 'policy')
+  file = tmp_path / 'policy' / name
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(data)
+  with pytest.raises(PolicyError, match='its hash differs'):
+    load_policy(tmp_path / 'policy')
+  file.unlink()
+  with pytest.raises(PolicyError, match='cannot be read'):
+    load_policy(tmp_path / 'policy')
+
+
+@pytest.mark.parametrize('runtime, name', [('jax', 'policy.jaxexport'), ('onnx', 'policy.onnx')])
+def test_a_file_without_a_hash_is_not_used(runtime: str, name: str, tmp_path: Path) -> None:
+  made('impala', tmp_path / 'policy')
+  about = tmp_path / 'policy' / 'policy.json'
+  found = json.loads(about.read_text())
+  del found['sha256'][name]
+  about.write_text(json.dumps(found))
+  with pytest.raises(PolicyError, match=f'was exported without {name}'):
+    load_policy(tmp_path / 'policy', runtime)
+  load_policy(tmp_path / 'policy')
+
+
+def test_the_onnx_graph_describes_itself(tmp_path: Path) -> None:
+  import onnx
+
+  made('ppo, gru, normalised', tmp_path / 'policy')
+  model = onnx.load(tmp_path / 'policy' / 'policy.onnx')
+  ends = {}
+  for x in [*model.graph.input, *model.graph.output]:
+    shape = [d.dim_param or d.dim_value for d in x.type.tensor_type.shape.dim]
+    ends[x.name] = (onnx.TensorProto.DataType.Name(x.type.tensor_type.elem_type), shape)
+  assert ends == {
+    'observation_0': ('FLOAT', ['batch', 5]),
+    'observation_1': ('INT32', ['batch']),
+    'observation_2': ('INT32', ['batch', 2]),
+    'observation_3': ('INT32', ['batch', 3]),
+    'state_0': ('FLOAT', ['batch', 8]),
+    'action': ('INT32', ['batch']),
+    'next_state_0': ('FLOAT', ['batch', 8]),
+  }
+  said = {p.key: p.value for p in model.metadata_props}
+  assert (said['agent'], said['env'], said['step']) == ('ppo', 'podrace:catch', '7')
+  assert {n.domain for n in model.graph.node} == {''}  # the standard's operations alone
+
+
+def test_without_the_packages_of_onnx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  made('impala', tmp_path / 'with')
+  with monkeypatch.context() as patch:
+    patch.setitem(sys.modules, 'onnxruntime', None)
+    with pytest.raises(PolicyError, match="runtime='onnx' needs onnxruntime: pip install"):
+      load_policy(tmp_path / 'with', 'onnx')
+  monkeypatch.setitem(sys.modules, 'onnx', None)
+  made('impala', tmp_path / 'without')
+  assert not (tmp_path / 'without' / 'policy.onnx').exists()
+  with pytest.raises(PolicyError, match=r"without policy.onnx: pip install 'podrace\[onnx\]'"):
+    load_policy(tmp_path / 'without', 'onnx')
+
+
+class Own(ActorCritic):
+  """A network of somebody's own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(PPO):
+  """An agent of somebody's own, with podrace's network, of which it takes the best action."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrary(PPO):
+  """As `Plain`, but not the best action."""
+
+  def act(self, params: Any, state: Any, timestep: Any, key: Any) -> Any:
+    output, state = super().act(params, state, timestep, key)
+    return output._replace(action=2 - output.action), state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('kind', 'core'),
+  [pytest.param(Plain, 'none', marks=pytest.mark.slow), (Plain, 'gru'), (Contrary, 'none')],
+)
+def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_path: Path) -> None:
+  CASES['own'] = (kind(network=ActorCritic(hidden=(8,), core=core, core_size=4)), VECTOR, THREE)
+  try:
+    made('own', tmp_path / 'policy')
+  finally:
+    del CASES['own']
+  if kind is Contrary:
+    with pytest.raises(PolicyError, match="does not take its network's best action"):
+      load_policy(tmp_path / 'policy')
+    return
+  seen = np.random.default_rng(0).normal(size=(20, 5)).astype(np.float32)
+  actions = [
+    load_policy(tmp_path / 'policy', r).act_many(seen)[0] for r in ('numpy', 'onnx', 'jax')
+  ]
+  np.testing.assert_array_equal(actions[0], actions[1])
+  np.testing.assert_array_equal(actions[0], actions[2])
+  assert len(set(actions[0].tolist())) > 1
+
+
+@pytest.mark.parametrize('network', [Own(), ActorCritic(torso='transformer')])
+def test_a_network_that_numpy_lacks_has_the_program_of_jax_alone(
+  network: Any, tmp_path: Path
+) -> None:
+  CASES['own'] = (PPO(network=network), VECTOR, THREE)
+  try:
+    made('own', tmp_path / 'policy')
+  finally:
+    del CASES['own']
+  assert not (tmp_path / 'policy' / 'policy.onnx').exists()
+  for runtime in ('numpy', 'onnx'):
+    with pytest.raises(PolicyError, match=r'a network of its own, or .* only JAX can run'):
+      load_policy(tmp_path / 'policy', runtime)
+  load_policy(tmp_path / 'policy', 'jax').act(np.zeros(5))
+
+
+def test_what_is_no_policy(tmp_path: Path) -> None:
+  with pytest.raises(PolicyError, match='holds no policy'):
+    load_policy(tmp_path)
+  made('impala', tmp_path / 'policy')
+  with pytest.raises(PolicyError, match="runtime is 'numpy', 'jax', 'onnx', not 'torch'"):
+    load_policy(tmp_path / 'policy', 'torch')
+  policy = podrace.load_policy(tmp_path / 'policy')
+  with pytest.raises(ValueError, match=r'shape \[4\] came, expected \[5\]'):
+    policy.act(np.zeros(4))
+  about = tmp_path / 'policy' / 'policy.json'
+  good = json.loads(about.read_text())
+  for hashes in ({'../policy/policy.json': '0'}, {'/etc/hostname': '0'}, 3):
+    about.write_text(json.dumps(good | {'sha256': hashes}))
+    with pytest.raises(PolicyError, match='names files that are of no policy'):
+      load_policy(tmp_path / 'policy')
+  about.write_text(json.dumps({k: v for k, v in good.items() if k != 'network'}))
+  with pytest.raises(PolicyError, match='lacks network'):
+    load_policy(tmp_path / 'policy')
+  about.write_text(json.dumps(good))
+  params = tmp_path / 'policy' / 'params.safetensors'
+  params.rename(tmp_path / 'elsewhere')
+  params.symlink_to(tmp_path / 'elsewhere')
+  with pytest.raises(PolicyError, match='no regular file'):
+    load_policy(tmp_path / 'policy')
+  params.unlink()
+  (tmp_path / 'elsewhere').rename(params)
+  about.write_text(json.dumps(good | {'version': 3}))
+  with pytest.raises(PolicyError, match='not a policy of version 1 or 2'):
+    load_policy(tmp_path / 'policy')
+
+
+def test_a_run_is_exported(
+  as_users_have_it: None,
+  tmp_path: Path,
+  capsys: pytest.CaptureFixture[str],
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  agent = PPO(network=ActorCritic(hidden=(8,)))
+  config = Config(agent=agent, num_envs=8, unroll_length=8, total_steps=640, seeds=2)
+  train(config, tmp_path / 'run', quiet=True)
+  code, out, _ = called(
+    capsys, 'export', str(tmp_path / 'run'), str(tmp_path / 'policy'), '--member', '1'
+  )
+  about = json.loads(out.splitlines()[-1])
+  assert code == 0 and (about['step'], about['agent'], about['env']) == (
+    640,
+    'ppo',
+    'podrace:catch',
+  )
+  assert load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))[0].shape == ()
+  monkeypatch.setitem(sys.modules, 'onnx', None)
+  code, _, err = called(capsys, 'export', str(tmp_path / 'run'), str(tmp_path / 'less'))
+  assert code == 0 and "policy.onnx is not written: it needs the extra 'onnx': pip install" in err
+  names = {p.name for p in (tmp_path / 'policy').iterdir()}
+  assert names == {
+    'config.json',
+    'params.safetensors',
+    'policy.jaxexport',
+    'policy.json',
+    'policy.onnx',
+  }
+  for args, message in (
+    (('run', 'policy'), 'exists already'),
+    (('run', 'other', '--member', '2'), 'the run has 2 seed(s)'),
+    (('nowhere', 'other'), 'is not a run directory'),
+    (('run',), 'export takes a run and a new directory'),
+  ):
+    paths = [x if x.startswith('-') or x.isdigit() else str(tmp_path / x) for x in args]
+    code, _, err = called(capsys, 'export', *paths)
+    assert code == 2 and message in err, err

@@ -1,0 +1,150 @@
+"""What is said of wrong parts of an agent: what it is bound by, what it remembers, what it learns nothing from."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from podrace.agents.impala import Impala
+from podrace.errors import RunError, UsageError
+from podrace.networks import ActorCritic
+from podrace.replay import Buffer, windows
+from podrace.run import build, loop
+from podrace.settings.config import Config
+from podrace.system import blame
+from podrace.types import Sample, TrainState
+
+NETWORK = ActorCritic(hidden=(8,), initializer='lecun')
+
+
+def config(agent: Any, total_steps: int = 2560) -> Config:
+  return Config(agent, num_envs=8, unroll_length=8, total_steps=total_steps, devices=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Good(Impala):
+  network: Any = NETWORK
+
+
+@dataclasses.dataclass(frozen=True)
+class Bindless(ActorCritic):
+  def bind(self, observation_space: Any, action_space: Any) -> Any:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Raises(ActorCritic):
+  def bind(self, observation_space: Any, action_space: Any) -> Any:
+    return action_space.low
+
+
+@dataclasses.dataclass(frozen=True)
+class Remembers(Good):
+  buffer: Buffer = Buffer(capacity=1000, min_size=100, batch_size=16)
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Any:
+    return windows(self.buffer, 8, num_envs, unroll_length, keep_state=True, stack=stack)
+
+
+class Forgets(Remembers):
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Any:
+    windows(self.buffer, 8, num_envs, unroll_length, stack=stack)
+
+
+class OtherArguments(Remembers):
+  def memory(self, num_envs: int) -> Any:  # type: ignore[override]
+    return None
+
+
+def line(cls: Any, name: str) -> str:
+  """Where a method is, as errors have it."""
+  return f'{Path(__file__).name}:{inspect.getsourcelines(getattr(cls, name))[1]})'
+
+
+WRONG = [
+  (Good(network=Bindless()), Bindless, 'bind', 'returned None, expected the network for these'),
+  (Good(network=Raises()), Raises, 'bind', "AttributeError: 'Discrete' object has no attribute 'l"),
+  (Forgets(), Forgets, 'memory', 'returned None, expected a Replay, as podrace.replay.windows'),
+  (OtherArguments(), OtherArguments, 'memory', 'num_envs 8, unroll_length 8, stack 0'),
+]
+
+
+@pytest.mark.parametrize(('agent', 'cls', 'name', 'message'), WRONG, ids=[c for _, c, *_ in WRONG])
+def test_bind_and_memory(agent: Any, cls: Any, name: str, message: str) -> None:
+  with pytest.raises(UsageError) as told:
+    build.build(config(agent))
+  said = str(told.value)
+  assert message in said and f'test_check_agent.{cls.__name__}.{name} (' in said
+  assert line(cls, name) in said
+  assert 'hooks.py' not in said and 'build.py' not in said
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMemory(Good):
+  buffer: Buffer = Buffer()
+
+
+def test_a_buffer_that_nothing_is_put_into() -> None:
+  with pytest.raises(UsageError, match=r'NoMemory has the Buffer `buffer` and no method memory\('):
+    build.build(config(NoMemory()))
+
+
+def test_what_is_lost_is_named_by_its_path() -> None:
+  before = TrainState({'w': jnp.ones(3)}, {'opt': jnp.ones(2), 'target': {'w': jnp.ones(3)}})
+  after = before._replace(rest={'opt': jnp.ones(2)})
+  expected = "in which rest['target'] is missing", 'one that has it'
+  assert blame.first_difference(after, before) == expected
+  assert blame.first_difference(before, after) == ("with rest['target']", 'one without it')
+  assert blame.first_difference(before._replace(rest=()), before) == (
+    'in which rest is missing',
+    'one that has it',
+  )
+
+
+class Idle(Good):
+  def learn(self, train: TrainState, sample: Sample, key: Any) -> Any:
+    after, priority, metrics = super().learn(train, sample, key)
+    return after._replace(params=train.params), priority, metrics
+
+
+def test_params_that_stay_are_told(caplog: pytest.LogCaptureFixture) -> None:
+  with caplog.at_level(logging.WARNING, 'podrace'):
+    build.build(config(Good()))
+    assert not caplog.records
+    build.build(config(Idle()))
+  said = caplog.records[0].getMessage()
+  assert line(Idle, 'learn') in said and 'nothing is learned' in said
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_before_it_learns(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  loop.train(config(Remembers(), total_steps=64), tmp_path / 'short', quiet=True)
+  said = capsys.readouterr().err
+  assert (
+    'this run learns nothing: with min_size 100 of the buffer it begins to learn at step 128'
+    in (said)
+  )
+  assert 'and ends at step 64' in said
+  loop.train(config(Remembers(), total_steps=128), tmp_path / 'enough', quiet=True)
+  assert 'learns nothing' not in capsys.readouterr().err
+
+
+class Diverges(Good):
+  def learn(self, train: TrainState, sample: Sample, key: Any) -> Any:
+    after, priority, metrics = super().learn(train, sample, key)
+    return after, priority, metrics | {'loss': metrics['loss'] + jnp.nan}
+
+
+def test_a_loss_that_is_nan_names_learn(tmp_path: Path) -> None:
+  with pytest.raises(RunError, match='the loss is NaN or infinite at step 64') as told:
+    loop.train(config(Diverges()), tmp_path / 'run', quiet=True)
+  assert line(Diverges, 'learn') in str(told.value)
+  assert 'A lower learning rate often helps' in str(told.value)

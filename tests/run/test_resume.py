@@ -1,0 +1,614 @@
+"""A run that is killed, stopped or damaged ends as one that never was."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import pytest
+import rule_files
+from children import until
+from processes import (
+  DEADLINE,
+  Podrace,
+  StopAt,
+  as_users_have_it,
+  assert_same_run,
+  cache,
+  checkpoints,
+  every_file,
+  podrace,
+  summary,
+)
+
+from podrace import cli
+from podrace.run import build, checkpointing, directory, loop, metrics
+from podrace.run.checkpoint import CheckpointError, Checkpoints
+from podrace.system.signals import Stop
+
+# 1,000 updates of 32 steps: 100 lines of metrics, 20 checkpoints.
+TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
+        '--total-steps', '32000', '--log-every', '320', '--checkpoint-every', '1600']  # fmt: skip
+PPO = ['--agent', 'ppo', '--agent.epochs', '2', '--agent.minibatches', '2',
+       '--agent.normalize-observations', 'True', '--agent.normalize-rewards', 'True']  # fmt: skip
+HALF = [*TINY[:6], '--total-steps', '16000', '--log-every', '320', '--checkpoint-every', '1600']
+SHORT = [*TINY[:6], '--total-steps', '8000', '--log-every', '160', '--checkpoint-every', '800']
+REPLAY = ['--agent.buffer.capacity', '2048', '--agent.buffer.priority-exponent', '0.6',
+          '--agent.buffer.min-size', '500', '--agent.buffer.samples-per-insert', '3.7',
+          '--agent.buffer.batch-size', '16']  # fmt: skip
+PLAN = ['--agent', 'muzero', '--agent.simulations', '3', '--agent.unroll', '2', '--agent.n-step', '2',
+        '--agent.network.latent', '8', '--agent.reanalyse', '0.5']  # fmt: skip
+MUESLI = ['--agent', 'muesli', '--agent.unroll', '2', '--agent.network.latent', '8', '--agent.capacity', '2048',
+          '--agent.min-size', '500', '--agent.batch-size', '16']  # fmt: skip
+RULE = ['--agent', 'disco', '--agent.rule', rule_files.small(), '--agent.lifetime', '6', '--agent.network.predictions', '12',
+        '--agent.network.core', 'gru', '--agent.network.core-size', '8', '--agent.capacity', '2048',
+        '--agent.min-size', '500', '--agent.batch-size', '16', '--agent.replay-ratio', '3.7']  # fmt: skip
+LPG = ['--agent', 'lpg', '--agent.rule', rule_files.small_lpg(), '--agent.network.predictions', '5',
+       '--agent.network.core', 'gru', '--agent.network.core-size', '8']  # fmt: skip
+DISCOVER = ['discover', 'lpg-catch', '--agents', '2', '--devices', '2', '--num-envs', '4', '--unroll-length', '8',
+            '--agent-updates', '2', '--lifetime', '7', '--agent.network.hidden', '8', '--agent.network.predictions', '3',
+            '--rule.predictions', '3', '--rule.trajectory', '4', '--value.network.hidden', '8',
+            '--total-steps', '96000', '--log-every', '1920', '--checkpoint-every', '9600']  # fmt: skip
+CASES = {
+  'ppo-normalised': (1, [*PPO, *TINY]),
+  'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
+  'self-tuning': (1, ['--agent.self-tuning', 'True', '--seeds', '2', *SHORT]),
+  'self-tuning-sebulba': (
+    2, ['--architecture', 'sebulba', '--lag', '1', '--agent.self-tuning', 'True', '--agent.network.core', 'gru',
+        '--agent.network.core-size', '8', *SHORT, '--actor-devices', '0', '--learner-devices', '0,1']
+  ),
+  'two-seeds': (1, ['--seeds', '2', *TINY]),
+  'two-devices': (2, [*PPO, *TINY, '--devices', '2']),
+  'sebulba-lag-0': (1, ['--architecture', 'sebulba', '--lag', '0', *PPO, *SHORT]),
+  'sebulba-lag-1': (
+    3, ['--architecture', 'sebulba', '--agent.network.core', 'gru', '--agent.network.core-size', '8',
+        *SHORT, '--actor-devices', '0,1', '--learner-devices', '2', '--actor-threads', '1']
+  ),
+  'replay': (
+    1, ['--agent', 'dqn', *HALF, *REPLAY]
+  ),
+  'replay-sebulba': (
+    1, ['--architecture', 'sebulba', '--lag', '1', '--agent', 'r2d2', '--agent.network.core', 'gru',
+        '--agent.network.core-size', '8', '--agent.sequence', '8', '--agent.burn-in', '8',
+        *SHORT, *REPLAY]
+  ),
+  'replay-sebulba-lag-0': (
+    1, ['--architecture', 'sebulba', '--lag', '0', '--agent', 'dqn', *SHORT, *REPLAY]
+  ),
+  'replay-continuous': (
+    1, ['--env', 'gymnax:Pendulum-v1', '--agent', 'sac', '--agent.actor.hidden', '16',
+        '--agent.critic.hidden', '16', *TINY[:4], *HALF[6:], *REPLAY]
+  ),
+  'replay-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '0', '--agent', 'dqn',
+        '--agent.n-step', '3', *SHORT, *REPLAY]
+  ),
+  'replay-on-the-host-lag-1': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', '--agent', 'r2d2',
+        '--agent.network.core', 'gru', '--agent.network.core-size', '8', '--agent.sequence', '8',
+        '--agent.burn-in', '8', *SHORT, *REPLAY]
+  ),
+  'one-checkpoint-and-replay-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '0', '--agent', 'dqn', '--keep', '1',
+        *TINY[:6], '--total-steps', '2560', '--log-every', '160', '--checkpoint-every', '640', *REPLAY]
+  ),
+  'planning': (1, [*PLAN, *SHORT, *REPLAY]),
+  'planning-sebulba-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *PLAN, *SHORT, *REPLAY]
+  ),
+  'muesli-gru': (
+    1, [*MUESLI, '--agent.network.core', 'gru', '--agent.network.core-size', '8', *SHORT]
+  ),
+  'muesli-sebulba-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *MUESLI, *SHORT]
+  ),
+  'a-rule': (1, [*RULE, *SHORT]),
+  'a-rule-sebulba-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', *RULE, *SHORT]
+  ),
+  'lpg-gru': (1, [*LPG, *TINY]),
+  'lpg-sebulba': (1, ['--architecture', 'sebulba', '--lag', '1', *LPG, *SHORT]),
+  'intrinsic': (
+    2, ['--agent', 'intrinsic', '--env', 'podrace:random_abc,episodes=3,steps=5', '--devices', '2',
+        *TINY[:4], *HALF[6:]]
+  ),
+  'lifetimes': (1, ['--env', 'podrace:nonstationary_abc,period=2,episodes=5', *TINY]),
+  'pooled-resets': (
+    1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
+  ),
+  'meta-training': (2, DISCOVER),
+}  # fmt: skip
+
+
+class Undisturbed:
+  """For each case the directory of a run that nothing happened to, made when first asked for."""
+
+  def __init__(self, folder: Path, cache: Path) -> None:
+    self.folder, self.cache = folder, cache
+
+  def __getitem__(self, case: str) -> Path:
+    run_dir = self.folder / case
+    if not run_dir.exists():
+      devices, args = CASES[case]
+      log = self.folder / f'{case}.txt'
+      code, output = podrace(train(run_dir, args), log, devices, self.cache)
+      assert code == 0, output
+    return run_dir
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Undisturbed:
+  return Undisturbed(tmp_path_factory.mktemp('undisturbed'), cache)
+
+
+def train(run_dir: Path, args: Sequence[str]) -> list[str]:
+  command = args if args[0] == 'discover' else ['train', 'catch', *args]
+  return [*command, '--run-dir', str(run_dir)]
+
+
+class Lives:
+  """One run in `tmp_path/run`, in as many processes as it takes."""
+
+  def __init__(self, tmp_path: Path, case: str, cache: Path | None) -> None:
+    self.run_dir, self.cache = tmp_path / 'run', cache
+    self.devices, self.args = CASES[case]
+    self.log = tmp_path / 'log.txt'
+
+  def start(self) -> Podrace:
+    return Podrace(train(self.run_dir, self.args), self.log, self.devices, self.cache)
+
+  def newest(self) -> int:
+    """The step of the newest checkpoint; 0 if there is none."""
+    return max(saved_in(self.run_dir), default=0)
+
+  def finish(self) -> str:
+    code, output = podrace(train(self.run_dir, self.args), self.log, self.devices, self.cache)
+    assert code == 0, output
+    return output
+
+
+# --- SIGKILL ------------------------------------------------------------------------------------
+
+
+def killed_at_random(lives: Lives, kills: int, seed: int, undisturbed: Path) -> None:
+  """Kills the run `kills` times: around its checkpoints, and from its first moment on."""
+  moments = random.Random(seed)
+  killed = resumed = 0
+  while killed < kills:
+    before = lives.newest()
+    one = lives.start()
+    if killed % 2 == 0:
+      until(lambda one=one, before=before: lives.newest() > before or not one.process.is_alive())
+    elif event := moments.choice(['', 'compiled in', '\nstep ']):
+      until(lambda one=one, event=event: event in one.output or not one.process.is_alive())
+    one.process.join(moments.uniform(0.0, 0.3))
+    if one.process.exitcode == 0:  # it was faster; another run then, for the rest of the kills
+      assert_same_run(lives.run_dir, undisturbed)
+      shutil.rmtree(lives.run_dir)
+      continue
+    one.kill()
+    killed += 1
+    resumed += 'resuming at step' in one.output
+  resumed += 'resuming at step' in lives.finish()
+  assert resumed >= kills // 3
+  assert_same_run(lives.run_dir, undisturbed)
+
+
+def test_killed_while_compiling(tmp_path: Path, cache: Path) -> None:
+  """It goes on as the run that it was, by its directory alone."""
+  run_dir = tmp_path / 'run'
+  one = Podrace(
+    ['train', '--env', 'podrace:memory,length=3', '--total-steps', '640', '--run-dir', str(run_dir)],
+    tmp_path / 'one.txt', 1, cache,
+  )  # fmt: skip
+  one.says('compiling podrace:memory')
+  one.kill()
+  code, output = podrace(['train', '--run-dir', str(run_dir)], tmp_path / 'two.txt', 1, cache)
+  assert code == 0 and 'compiling podrace:memory,length=3' in output
+  assert summary(run_dir)['step'] == 1024
+
+
+SLOW = {
+  'replay-continuous',
+  'impala-gru',
+  'self-tuning',
+  'self-tuning-sebulba',
+  'two-seeds',
+  'pooled-resets',
+  'planning',
+  'planning-sebulba-on-the-host',
+  'muesli-gru',
+  'muesli-sebulba-on-the-host',
+  'a-rule',
+  'intrinsic',
+  'lifetimes',
+  'lpg-gru',
+  'lpg-sebulba',
+  'meta-training',
+  'a-rule-sebulba-on-the-host',
+  'two-devices',
+  'sebulba-lag-0',
+  'sebulba-lag-1',
+  'replay',
+  'replay-sebulba',
+  'replay-sebulba-lag-0',
+  'replay-on-the-host',
+  'replay-on-the-host-lag-1',
+  'one-checkpoint-and-replay-on-the-host',  # killed below, while it writes them
+}
+
+
+@pytest.mark.parametrize(
+  'case', [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
+)
+def test_killed_three_times(
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  killed_at_random(Lives(tmp_path, case, cache), 3, len(case), undisturbed[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', CASES)
+def test_killed_twenty_times(
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  killed_at_random(Lives(tmp_path, case, cache), 20, 2026, undisturbed[case])
+
+
+@pytest.mark.slow
+def test_the_compilation_cache_of_these_tests_changes_nothing(
+  tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+  lives = Lives(tmp_path, 'ppo-normalised', cache=None)
+  lives.finish()
+  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', ['ppo-normalised', 'one-checkpoint-and-replay-on-the-host'])
+def test_killed_while_writing_checkpoints(
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  lives, told = Lives(tmp_path, case, cache), 0
+  folder = lives.run_dir / 'checkpoints'
+  for i in range(3):
+    before = set(folder.glob('*tmp*'))
+    one = lives.start()
+    until(lambda one=one, before=before: (lives.newest() and set(folder.glob('*tmp*')) - before)
+          or not one.process.is_alive())  # fmt: skip
+    one.process.join(0.02 * i)
+    one.kill()
+    told += 'half-written' in one.output
+  told += 'half-written' in lives.finish()
+  assert told > 0
+  assert_same_run(lives.run_dir, undisturbed[case])
+
+
+@pytest.mark.slow
+def test_killed_while_writing_metrics(
+  tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  lives = Lives(tmp_path, 'impala-gru', cache)
+  file = lives.run_dir / 'metrics.jsonl'
+  for _ in range(2):
+    before = lives.newest()
+    one = lives.start()
+    until(lambda before=before: lives.newest() > before)
+    size = file.stat().st_size
+    until(lambda size=size, one=one: file.stat().st_size > size or not one.process.is_alive())
+    one.kill()
+  with file.open('a') as f:
+    f.write('{"step": 999999, "epi')  # the line that a kill cuts off, if it comes at its worst
+  lives.finish()
+  assert_same_run(lives.run_dir, undisturbed['impala-gru'])
+
+
+# --- SIGTERM, SIGINT ----------------------------------------------------------------------------
+
+SOON = 60.0  # seconds; a matter of less than one on an idle machine
+TERM, INT, HUP = (signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)
+MOMENTS = ('compiling', 'compiled in', '\nstep ', 'checkpoint')
+
+
+@pytest.mark.parametrize(
+  ('signum', 'code', 'moment'),
+  [(*TERM, '\nstep '), (*INT, 'checkpoint')]
+  + [
+    pytest.param(*kind, moment, marks=pytest.mark.slow)
+    for kind, moment in [
+      *((kind, moment) for kind in (TERM, INT) for moment in MOMENTS),
+      (HUP, '\nstep '),
+    ]
+    if (kind, moment) not in ((TERM, '\nstep '), (INT, 'checkpoint'))
+  ],
+)
+def test_signals_save_first(
+  signum: int, code: int, moment: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  lives = Lives(tmp_path, 'ppo-normalised', cache)
+  if moment == 'compiling':
+    lives.cache = None  # it takes seconds then
+  one = lives.start()
+  if moment == 'checkpoint':
+    until(lambda: list((lives.run_dir / 'checkpoints').glob('*tmp*')))
+  else:
+    one.says(moment)
+  one.signal(signum)
+  assert one.wait(SOON) == code, one.output
+  assert 'start again with the same --run-dir' in one.output
+  assert 'Traceback' not in one.output
+  saved = checkpoints(lives.run_dir)
+  assert bool(saved) == (moment != 'compiling')
+  lives.cache = cache
+  output = lives.finish()
+  assert not saved or f'resuming at step {saved[-1]:,}' in output
+  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+  with Stop() as stop:
+    signal.raise_signal(signal.SIGTERM)
+    assert stop.signum == signal.SIGTERM
+    assert (
+      'SIGTERM: finishing what is under way, then saving; Ctrl-C now ends at once, without saving\n'
+    ) in capfd.readouterr().err
+    signal.raise_signal(signal.SIGTERM)
+    assert not capfd.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+      signal.raise_signal(signal.SIGINT)
+    assert 'ended at once, without saving' in capfd.readouterr().err
+
+
+# --- in this process ----------------------------------------------------------------------------
+
+
+class Here:
+  """Runs of one small case in this process: the exit code, and what was said."""
+
+  args = ('--devices', '1', '--agent', 'ppo', *TINY)
+
+  def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    self.folder, self.capfd = folder, capfd
+
+  def __call__(self, name: str, *more: str) -> tuple[int, str]:
+    self.capfd.readouterr()
+    with pytest.raises(SystemExit) as end, no_exit():
+      cli.main([*train(self.folder / name, self.args), *more])
+    return end.value.code, ''.join(self.capfd.readouterr())
+
+
+@contextlib.contextmanager
+def no_exit() -> Iterator[None]:
+  """os._exit as SystemExit, so that this process outlives a run that a signal stopped."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(os, '_exit', sys.exit)
+    yield
+
+
+@pytest.fixture
+def here(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Here:
+  return Here(tmp_path, capfd)
+
+
+@pytest.fixture(scope='module')
+def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A run that was stopped at step 16,000 with three checkpoints; beside it `whole`, finished."""
+  folder = tmp_path_factory.mktemp('half')
+  with pytest.MonkeyPatch.context() as patch, no_exit():
+    patch.setitem(metrics.SINKS, 'stop', StopAt(15_680))
+    for name, code, more in (('whole', 0, []), ('half', 143, ['--sinks', 'stop'])):
+      with pytest.raises(SystemExit) as end:
+        cli.main([*train(folder / name, Here.args), *more])
+      assert end.value.code == code
+  assert len(checkpoints(folder / 'half')) == 3
+  return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('seconds', [1e-9, 0.01, 5.0])
+def test_what_is_computed_does_not_depend_on_the_clock(
+  seconds: float, here: Here, half: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(loop, 'CALL_SECONDS', seconds)
+  monkeypatch.setattr(loop, 'CHECKPOINT_SECONDS', 0.2)
+  monkeypatch.setattr(loop, 'FIRST_CHECKPOINT_SECONDS', 0.0)
+  assert here('other', '--checkpoint-every', '0', '--override')[0] == 0
+  assert_same_run(here.folder / 'other', half / 'whole')
+
+
+def truncate(checkpoint: Path) -> None:
+  file = largest(checkpoint / 'rest')
+  os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(checkpoint: Path) -> None:
+  file = largest(checkpoint / 'params')
+  data = bytearray(file.read_bytes())
+  data[len(data) // 2] ^= 1
+  file.write_bytes(data)
+
+
+def flip_meta(checkpoint: Path) -> None:
+  file = checkpoint / 'meta' / 'metadata'
+  file.write_text(file.read_text().replace('"mesh": 1', '"mesh": 3'))
+
+
+def delete(checkpoint: Path) -> None:
+  largest(checkpoint / 'params').unlink()
+
+
+def empty_meta(checkpoint: Path) -> None:
+  (checkpoint / 'meta' / 'metadata').write_text('')
+
+
+def delete_types(checkpoint: Path) -> None:
+  (checkpoint / 'rest' / 'array_metadatas' / 'process_0').unlink()
+
+
+def largest(folder: Path) -> Path:
+  return max(every_file(folder), key=lambda p: p.stat().st_size)
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    truncate,
+    flip,
+    *(
+      pytest.param(damage, marks=pytest.mark.slow)
+      for damage in (flip_meta, delete, empty_meta, delete_types)
+    ),
+  ],
+)
+def test_the_one_before_a_damaged_checkpoint_is_used(damage, here: Here, half: Path) -> None:
+  run_dir = here.folder / 'half'
+  shutil.copytree(half / 'half', run_dir)
+  *_, before, newest = checkpoints(run_dir)
+  damage(run_dir / 'checkpoints' / str(newest))
+  damaged = contents(run_dir / 'checkpoints' / str(newest))
+  code, output = here('half')
+  assert code == 0, output
+  assert f'damaged: checkpoint {newest}' in output
+  assert f'resuming at step {before:,}' in output
+  assert contents(run_dir / 'damaged' / str(newest)) == damaged
+  assert_same_run(run_dir, half / 'whole')
+
+
+def test_a_checkpoint_without_any_one_of_its_files_is_whole_or_refused(
+  tmp_path: Path, half: Path
+) -> None:
+  newest = checkpoints(half / 'half')[-1]
+  shapes = build.build(directory.load_config(half / 'half')).shapes
+  params, rest = checkpointing._split(shapes)
+  refused = []
+  for i, file in enumerate(every_file(half / 'half' / 'checkpoints' / str(newest))):
+    folder = tmp_path / str(i)
+    shutil.copytree(half / 'half' / 'checkpoints', folder)
+    (folder / file.relative_to(half / 'half' / 'checkpoints')).unlink()
+    try:
+      found = Checkpoints(folder, writes=False).restore(newest, params, rest)
+    except CheckpointError:
+      refused.append(str(file))
+    else:
+      types = [(x.shape, x.dtype) for x in jax.tree.leaves((found.params, found.rest))]
+      assert types == [(x.shape, x.dtype) for x in jax.tree.leaves((params, rest))], file
+  # A random key is made of its numbers, as the program's shapes have it: no file says that it is one.
+  assert any('rest/d/' in name for name in refused), refused
+  assert not any('array_metadatas' in name for name in refused), refused
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+  return {str(p.relative_to(folder)): p.read_bytes() for p in every_file(folder)}
+
+
+def test_a_half_written_checkpoint_is_not_taken_for_one(here: Here, half: Path) -> None:
+  run_dir = here.folder / 'half'
+  shutil.copytree(half / 'half', run_dir)
+  *_, before, newest = checkpoints(run_dir)
+  draft = run_dir / 'checkpoints' / f'{newest}.orbax-checkpoint-tmp'
+  (run_dir / 'checkpoints' / str(newest)).rename(draft)
+  shutil.rmtree(draft / 'params')
+  code, output = here('half')
+  assert code == 0, output
+  assert f'half-written: {draft.name}' in output
+  assert not list((run_dir / 'checkpoints').glob('*tmp*'))
+  assert f'resuming at step {before:,}' in output
+  assert_same_run(run_dir, half / 'whole')
+
+
+def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
+  run_dir = here.folder / 'half'
+  shutil.copytree(half / 'half', run_dir)
+  for step in checkpoints(run_dir):
+    flip(run_dir / 'checkpoints' / str(step))
+
+  def kept() -> dict[str, bytes]:
+    return {k: x for k, x in contents(run_dir).items() if k != 'end.json'}
+
+  before = kept()
+  for _ in range(2):  # and it doesn't begin again by itself when it is started again
+    code, output = here('half')
+    assert code == 1
+    assert 'none of the 3 checkpoints in' in output
+    assert 'Traceback' not in output
+    assert 'none of the 3' in json.loads((run_dir / 'end.json').read_text())['why']
+    assert kept() == before
+
+
+def test_another_machine_is_told(here: Here, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  shutil.copytree(half / 'half', here.folder / 'half')
+  elsewhere = {**directory.machine(), 'jax': '9.9'}
+  monkeypatch.setattr(checkpointing, 'machine', lambda: elsewhere)
+  code, output = here('half')
+  assert code == 0
+  assert 'not bit for bit' in output and '-> 9.9' in output
+
+
+# --- full disk ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+  folder.mkdir()
+  size = f'size={kilobytes}k'
+  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', size, 'none', folder], check=False)
+  if mounted.returncode:
+    pytest.skip('mounting a small tmpfs needs root, or user namespaces')
+  try:
+    yield
+  finally:
+    subprocess.run(['umount', '-l', folder], check=True)
+
+
+@pytest.mark.slow
+def test_full_disk(
+  request: pytest.FixtureRequest, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  if os.geteuid() != 0 and 'INSIDE' not in os.environ:
+    if subprocess.run(['unshare', '-rm', 'true'], check=False).returncode:
+      pytest.skip('needs root, or user namespaces')
+    inside = ['unshare', '-rm', sys.executable, '-m', 'pytest', '-q', request.node.nodeid]
+    subprocess.run(inside, env={**os.environ, 'INSIDE': '1'}, timeout=DEADLINE, check=True)
+    return
+  case = 'ppo-normalised'
+  lives = Lives(tmp_path, case, cache)
+  lives.run_dir = tmp_path / 'disk' / 'run'
+  with small_disk(tmp_path / 'disk', 4096):
+    one = lives.start()
+    until(lambda: len(saved_in(lives.run_dir)) >= 2)
+    one.signal(signal.SIGSTOP)
+    filler = tmp_path / 'disk' / 'filler'
+    with contextlib.suppress(OSError), filler.open('wb', buffering=0) as f:
+      while True:
+        f.write(b'x' * 4096)
+    one.signal(signal.SIGCONT)
+    assert one.wait() == 1, one.output
+    assert last_word(one.output)
+    kept = saved_in(lives.run_dir)
+    assert kept
+    code, output = podrace(train(lives.run_dir, lives.args), lives.log, 1, cache)  # still full
+    assert code == 1 and last_word(output), output
+    assert saved_in(lives.run_dir)
+    filler.unlink()
+    assert 'resuming at step' in lives.finish()
+    assert_same_run(lives.run_dir, undisturbed[case])
+
+
+def last_word(output: str) -> bool:
+  """That the last line is for the user; tensorstore may print its own troubles before."""
+  line = output.splitlines()[-1]
+  return line.startswith('podrace: ') and 'No space left on device' in line
+
+
+def saved_in(run_dir: Path) -> list[int]:
+  return checkpoints(run_dir) if (run_dir / 'checkpoints').is_dir() else []

@@ -1,0 +1,347 @@
+"""Videos of policies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from gymnasium import spaces
+from PIL import Image
+from test_runs import called
+
+from podrace import envs
+from podrace.agents.impala import Impala
+from podrace.envs.host import base as host
+from podrace.errors import UsageError
+from podrace.run.loop import train
+from podrace.run.video import film as watch
+from podrace.run.video import pictures, stages
+from podrace.settings.config import Config
+
+
+def stage(name: str) -> tuple[stages.Stage, Any]:
+  library = name.partition(':')[0]
+  env: Any = host.make(name) if library in ('ale', 'gymnasium') else envs.make(name)
+  return stages.make(name, env), env
+
+
+def played(name: str, steps: int, seed: int = 3) -> tuple[list[np.ndarray], list[float]]:
+  """Frames and rewards of random play."""
+  found, env = stage(name)
+  env.action_space.seed(0)
+  found.reset(seed)
+  frames: list[Any] = [found.frame()]
+  rewards = []
+  for _ in range(steps):
+    _, reward, over = found.step(np.asarray(env.action_space.sample())[None])
+    frames.append(found.frame())
+    rewards.append(reward)
+    if over:
+      break
+  found.close()
+  if isinstance(frames[0], pictures.Numbers):
+    return list(pictures.numbers(frames)), rewards
+  return frames, rewards
+
+
+ECHO = """
+import gymnasium
+import numpy as np
+
+
+class Echo(gymnasium.Env):
+  observation_space = gymnasium.spaces.Box(0.0, 1.0, (3,), np.float32)
+  action_space = gymnasium.spaces.Discrete(3)
+
+  def observe(self):
+    self.word = int(self.np_random.integers(3))
+    return np.eye(3, dtype=np.float32)[self.word]
+
+  def reset(self, *, seed=None, options=None):
+    super().reset(seed=seed)
+    return self.observe(), {}
+
+  def step(self, action):
+    reward = float(action == self.word)
+    return self.observe(), reward, False, False, {}
+
+
+class Drawn(Echo):
+  metadata = {'render_modes': ['rgb_array'], 'render_fps': 5}
+
+  def __init__(self, render_mode=None):
+    self.render_mode = render_mode
+
+  def render(self):
+    return np.full((20, 30, 3), 40 * self.word, np.uint8)
+
+
+class Silent(Drawn):
+  def render(self):
+    return None
+
+
+for cls in (Echo, Drawn, Silent):
+  gymnasium.register(f'{cls.__name__}-v0', entry_point=cls, max_episode_steps=10)
+"""
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+  """The module of the environment of docs/own.md, and of two that have a `render_mode`."""
+  (tmp_path / 'echo_to_watch.py').write_text(ECHO)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  return 'echo_to_watch'
+
+
+@pytest.mark.filterwarnings('error')
+def test_environments_without_a_picture_show_their_observation(echo: str) -> None:
+  for name, why in (
+    ('Echo-v0', 'its class has no render_mode and render() for rgb_array:'),
+    ('Silent-v0', 'it renders no rgb_array (ValueError: render() returned object ()):'),
+  ):
+    found, _ = stage(f'gymnasium:{echo}:{name}')
+    assert found.note.startswith(why)
+    found.reset(0)
+    frame = found.frame()
+    assert isinstance(frame, pictures.Numbers) and frame.values.sum() == 1
+    found.step(np.zeros(1, np.int32))
+    found.close()
+  found, _ = stage(f'gymnasium:{echo}:Drawn-v0')
+  timestep = found.reset(0)
+  frame = found.frame()
+  assert found.note == '' and isinstance(frame, np.ndarray) and frame.shape == (20, 30, 3)
+  assert frame.max() == 40 * np.asarray(timestep.observation)[0].argmax()
+
+
+@pytest.mark.slow
+def test_a_run_in_an_environment_without_a_picture_is_filmed(
+  echo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  name = f'gymnasium:{echo}:Echo-v0'
+  config = Config(
+    agent=Impala(), env=name, architecture='sebulba', total_steps=2_048, num_envs=8, devices=1
+  )
+  train(config, tmp_path / 'run', quiet=True)
+  capsys.readouterr()
+  code, out, err = called(
+    capsys, 'watch', str(tmp_path / 'run'), '--episodes', '1', '--allow-code', echo
+  )
+  assert code == 0 and 'WARN' not in err and 'site-packages' not in err
+  said = f'podrace watch: {name}: its class has no render_mode and render() for rgb_array'
+  assert [x for x in err.splitlines() if said in x]
+  film = frames(Path(json.loads(out)['best']['mp4']))
+  assert len(film) == 11 and not np.array_equal(film[0][watch.BAR :], film[-1][watch.BAR :])
+
+
+DRAWN = ['ale:breakout', 'gymnasium:CartPole-v1', 'gymnax:Breakout-MinAtar', 'podrace:catch']
+SLOW = [
+  'ale:ms_pacman,episodic_life=true', 'gymnasium:FrozenLake-v1', 'gymnax:CartPole-v1', 'navix:Navix-Empty-8x8-v0',
+  'craftax:Craftax-Classic-Symbolic-v1', 'jumanji:Snake-v1', 'gymnax:Pendulum-v1', 'gymnax:Acrobot-v1',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('name', [*DRAWN, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW)])
+def test_environments_draw_themselves(name: str) -> None:
+  frames, _ = played(name, 6)
+  shapes = {(f.shape, f.dtype.name) for f in frames}
+  assert len(shapes) == 1 and max(frames[0].shape[:2]) >= pictures.SMALLEST
+  assert frames[0].shape[2] == 3 and frames[0].dtype == np.uint8
+  assert any(not np.array_equal(frames[0], f) for f in frames[1:])  # something moves
+  assert len(np.unique(frames[0].reshape(-1, 3), axis=0)) > 1
+  again, _ = played(name, 6)
+  assert all(np.array_equal(a, b) for a, b in zip(frames, again, strict=True))
+
+
+@pytest.mark.parametrize(
+  'name', ['ale:pong', 'ale:ms_pacman,episodic_life=true', 'ale:ms_pacman,sticky=0.25']
+)
+def test_the_coloured_twin_plays_the_same_game(name: str) -> None:
+  """A step asserts that both have the same reward; the newest grey frame is the coloured one in grey, smaller."""
+  found, env = stage(name)
+  env.action_space.seed(0)
+  timestep = found.reset(5)
+  total = 0.0
+  for _ in range(300):
+    timestep, reward, _ = found.step(np.asarray(env.action_space.sample())[None])
+    total += abs(reward)
+    frame = found.frame()
+    assert isinstance(frame, np.ndarray)
+    picture = Image.fromarray(frame).convert('L').resize((84, 84), Image.Resampling.BOX)
+    grey = np.asarray(timestep.observation)[0, -1].astype(float)
+    assert np.corrcoef(np.asarray(picture, float).ravel(), grey.ravel())[0, 1] > 0.9
+  assert total > 0
+  found.close()
+
+
+def test_what_is_drawn_of_observations() -> None:
+  image = np.zeros((4, 84, 84), np.uint8)
+  image[-1, 0, 0] = 200
+  shown = pictures.draw(spaces.Box(0, 255, image.shape, np.uint8), image)
+  assert isinstance(shown, np.ndarray) and shown.shape == (336, 336, 3)
+  assert shown[0, 0].tolist() == [200] * 3 and shown[4, 4].sum() == 0
+  grid = np.zeros((5, 5, 3), bool)
+  grid[1, 2, 1] = True
+  shown = pictures.draw(spaces.MultiBinary(grid.shape), grid)
+  assert isinstance(shown, np.ndarray)
+  factor = shown.shape[0] // 5
+  assert shown[factor, 2 * factor].tolist() == pictures.PALETTE[1].tolist()
+  found = pictures.draw(
+    spaces.Dict(a=spaces.Box(-9, 9, (2,)), b=spaces.Box(-9, 9, ())),
+    dict(a=np.array([5.0, -5.0]), b=np.nan),
+  )
+  assert isinstance(found, pictures.Numbers) and found.names == ('a[0]', 'a[1]', 'b')
+  np.testing.assert_array_equal(found.values, np.array([5, -5, np.nan], np.float32))
+  of_box = pictures.draw(spaces.Box(-9, 9, (2,)), np.array([5.0, -5.0]))
+  assert isinstance(of_box, pictures.Numbers) and of_box.names == ('0', '1')
+
+
+def episode_of(rows: np.ndarray) -> list[np.ndarray]:
+  names = tuple(map(str, range(rows.shape[1])))
+  return list(pictures.numbers([pictures.Numbers(names, row.astype(np.float32)) for row in rows]))
+
+
+def test_numbers_fill_the_range_that_they_have_in_the_episode() -> None:
+  """Small ones, as of CartPole, are as well to be seen as large ones; what never changes stays in the middle."""
+  x = np.linspace(-1, 1, 11)
+  rows = np.stack([0.02 * x, 500 * x, 3 + x, np.full(11, 0.25)], 1)
+  shown = episode_of(rows)
+  assert {p.shape for p in shown} == {(168, 320, 3)} and shown[0].dtype == np.uint8
+  lengths = [[(p[24 + 40 * i] == pictures.BAR).all(-1).sum() for i in range(4)] for p in shown]
+  assert lengths[0][0] == lengths[0][1] > 80 and lengths[-1][0] == lengths[-1][1] > 80
+  assert lengths[0][2] == 0 and lengths[5][:2] == [0, 0]
+  assert lengths[-1][2] > 170 and [n[3] for n in lengths] == [0] * 11
+  words = [p[:, pictures.NAME_WIDTH + pictures.BAR_WIDTH + 4 :] for p in shown]
+  assert not np.array_equal(words[0], words[1])  # the values
+
+
+def test_many_numbers_and_such_that_are_none() -> None:
+  rng = np.random.default_rng(0)
+  rows = rng.normal(size=(5, 100))
+  rows[0, 0], rows[1, 1], rows[:, 2] = np.nan, np.inf, -np.inf
+  shown = episode_of(rows)
+  assert {p.shape for p in shown} == {(128, 300, 3)}
+  lit = np.mean([(p == pictures.BAR).all(-1).mean() for p in shown])
+  assert 0.1 < lit < 0.6
+  assert len(episode_of(rows[:, :3])) == 5
+
+
+def test_the_cart_and_the_pendulum_stand_as_they_do_in_gymnasium() -> None:
+  from types import SimpleNamespace as State
+
+  from podrace.envs.adapters import drawings
+
+  def middle(picture: np.ndarray) -> tuple[float, float]:
+    rows, columns = np.nonzero((picture == drawings.ROD).all(-1))
+    return float(rows.mean()), float(columns.mean())
+
+  params = State(x_threshold=2.4, length=0.5)
+  row, column = middle(drawings.cart_pole(State(x=0.0, theta=0.0), params))
+  assert column == pytest.approx(180, abs=1)
+  right = middle(drawings.cart_pole(State(x=0.0, theta=0.2), params))
+  assert right[1] > column + 4 and right[0] > row
+  assert middle(drawings.cart_pole(State(x=1.0, theta=0.0), params))[1] > column + 50
+  up, left, down = (middle(drawings.pendulum(State(theta=t), None)) for t in (0, np.pi / 2, np.pi))
+  assert up[0] < 100 and down[0] > 156 and left[1] < 100
+
+
+def test_images_of_any_kind() -> None:
+  assert pictures.to_image(np.ones((2, 2))).tolist() == [[[255] * 3] * 2] * 2
+  assert pictures.to_image(np.full((1, 1, 3), 128.0)).tolist() == [[[128] * 3]]
+  assert pictures.to_image(np.full((1, 1, 4), 7, np.uint8)).tolist() == [[[7] * 3]]
+
+
+def test_what_cannot_be_drawn(tmp_path: Path) -> None:
+  with pytest.raises(UsageError, match=r'envpool:CartPole-v1 can.t be drawn'):
+    stages.make('envpool:CartPole-v1', host.make('envpool:CartPole-v1'))
+
+
+@pytest.fixture(scope='module')
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  path = tmp_path_factory.mktemp('watch') / 'run'
+  train(Config(agent=Impala(learning_rate=3e-3), total_steps=600_000), path, quiet=True)
+  return path
+
+
+def frames(path: Path) -> list[np.ndarray]:
+  with av.open(str(path)) as container:
+    return [f.to_ndarray(format='rgb24') for f in container.decode(video=0)]
+
+
+def test_the_best_and_the_median_episode(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  code, out, err = called(capsys, 'watch', str(run), '--episodes', '3', '--fps', '5')
+  assert code == 0 and 'best of 3: return 1 in 9 steps' in err
+  found = json.loads(out.splitlines()[-1])
+  assert found['step'] == 600_064 and found['returns'] == [1.0] * 3
+  for what in ('best', 'median'):
+    shown = frames(Path(found[what]['mp4']))
+    assert len(shown) == 10  # the first one, and one after each of 9 steps
+    assert shown[0].shape == (
+      watch.BAR + 260,
+      200 if shown[0].shape[1] == 200 else shown[0].shape[1],
+      3,
+    )
+    assert shown[0][: watch.BAR].max() > 200  # words
+    with Image.open(found[what]['gif']) as gif:
+      assert gif.n_frames == 10 and gif.info['duration'] == 200  # type: ignore[attr-defined]
+  assert sorted(p.name for p in (run / 'videos').iterdir()) == [
+    f'600064-{what}.{kind}' for what in ('best', 'median') for kind in ('gif', 'mp4')
+  ]
+
+
+def test_a_long_episode_is_cut_and_its_gif_is_small(
+  run: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+  monkeypatch.setattr(watch, 'GIF_FRAMES', 4)
+  found = watch.watch(run, tmp_path, episodes=1, max_steps=7)
+  assert found['best']['steps'] == 7 and len(frames(Path(found['best']['mp4']))) == 8
+  with Image.open(found['best']['gif']) as gif:
+    assert gif.n_frames == 4  # type: ignore[attr-defined]
+
+
+def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
+  shown: list[np.ndarray] = []
+  found = watch.watch(run, tmp_path / 'none', episodes=2, show=shown.append)
+  assert found == {'step': 600_064, 'episodes': 2} and len(shown) == 20
+  assert not (tmp_path / 'none').exists()
+
+
+def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
+  (tmp_path / 'elsewhere').mkdir()
+  copy = tmp_path / 'run'
+  shutil.copytree(run, copy, ignore=shutil.ignore_patterns('videos'))
+  (copy / 'videos').symlink_to(tmp_path / 'elsewhere')
+  with pytest.raises(UsageError, match='is a symbolic link'):
+    watch.watch(copy, episodes=1)
+  assert not list((tmp_path / 'elsewhere').iterdir())
+
+
+def test_what_watch_refuses(
+  run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.delenv('DISPLAY', raising=False)
+  monkeypatch.delenv('WAYLAND_DISPLAY', raising=False)
+  for args, message in (
+    ((str(tmp_path),), 'is not a run directory'),
+    ((str(run), '--episodes', '0'), '--episodes must be at least 1'),
+    ((str(run), '--live'), '--live needs a display'),
+  ):
+    code, _, err = called(capsys, 'watch', *args)
+    assert code == 2 and message in err
+
+
+@pytest.mark.parametrize('name', ['a:b', 'pipe:', 'file:x', 'a[1]%d'])
+def test_a_film_is_written_in_a_directory_of_any_name(
+  name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  Path(name).mkdir()
+  film = watch.Film(Path(name, 'x.mp4'), Path(name, 'x.gif'), 10)
+  film.add(np.zeros((64, 64, 3), np.uint8))
+  film.close()
+  assert sorted(p.name for p in (tmp_path / name).iterdir()) == ['x.gif', 'x.mp4']

@@ -1,0 +1,314 @@
+"""Configurations: their record, their differences, and that every field of them is used."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from podrace.agents import AGENTS, agents_for
+from podrace.agents.dqn import DQN
+from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
+from podrace.envs.own.catch import Catch
+from podrace.errors import UsageError
+from podrace.networks import ActorCritic, QNetwork
+from podrace.replay import Buffer
+from podrace.settings import config as configs
+from podrace.settings.config import (
+  Config,
+  bind,
+  bind_run,
+  completed,
+  differences,
+  from_json,
+  to_json,
+  unrecorded_options,
+  validate,
+  with_unrecorded,
+)
+from podrace.settings.presets import PRESETS
+
+SOURCE = Path(configs.__file__).parents[1]
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+def test_config_json_makes_the_config_again(preset: str) -> None:
+  config = PRESETS[preset]()
+  record = json.loads(json.dumps(to_json(config)))
+  assert from_json(record) == config
+  assert hash(from_json(record).agent)  # tuples are tuples again
+  assert differences(record, to_json(config)) == []
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+def test_presets_are_valid_and_say_what_they_are(preset: str) -> None:
+  validate(PRESETS[preset]())
+  assert PRESETS[preset].__doc__
+
+
+def test_differences() -> None:
+  old = to_json(PRESETS['catch']())
+  config = PRESETS['catch']()
+  network = dataclasses.replace(config.agent.network, hidden=(32,), core='gru')
+  new = to_json(
+    dataclasses.replace(config, agent=dataclasses.replace(config.agent, network=network), seed=3)
+  )
+  assert sorted(differences(old, new)) == [
+    'agent.network.core: "none" -> "gru"',
+    'agent.network.hidden: [64, 64] -> [32]',
+    'seed: 0 -> 3',
+  ]
+
+
+def test_any_field_of_a_config_shows_in_its_record() -> None:
+  config = PRESETS['catch']()
+  for field in dataclasses.fields(Config):
+    if field.name == 'agent':
+      continue
+    value = getattr(config, field.name)
+    other = dataclasses.replace(config, **{field.name: 'x' if isinstance(value, str) else 77})
+    assert len(differences(to_json(config), to_json(other))) == 1, field.name
+
+
+def test_a_record_of_another_version_or_with_other_fields_is_refused() -> None:
+  record = to_json(PRESETS['catch']())
+  with pytest.raises(UsageError, match='version 0, expected 1'):
+    from_json({**record, 'version': 0})
+  with pytest.raises(UsageError, match="unknown field of Config 'num_env': did you mean num_envs"):
+    from_json({**record, 'num_env': 3})
+  agent = {**record['agent'], 'learning_rat': 1.0}
+  with pytest.raises(UsageError, match=r'unknown field of Impala.*learning_rate'):
+    from_json({**record, 'agent': agent})
+  with pytest.raises(UsageError, match="unknown agent 'impalla': did you mean impala"):
+    from_json({**record, 'agent': {'name': 'impalla'}})
+  with pytest.raises(UsageError, match='no agent'):
+    from_json({**record, 'agent': {'name': 'nowhere:Agent'}})
+  for garbled in ({}, [], {'version': 1}, {'version': 1, 'agent': 3}):
+    with pytest.raises(UsageError, match=r'config\.json'):
+      from_json(garbled)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnAgent:
+  """Somebody's own, with a field that JSON can't hold."""
+
+  network: ActorCritic = ActorCritic()
+  temperature: float = 1.0
+  layers: tuple[int, ...] = (1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnNetwork:
+  """Likewise, where ours would be."""
+
+  width: int = 3
+
+
+def test_somebody_elses_network_is_made_again() -> None:
+  config = Config(agent=OwnAgent(network=OwnNetwork(5)))
+  record = json.loads(json.dumps(to_json(config)))
+  assert from_json(record) == config
+  record['agent']['network']['class'] = 'nowhere:Network'
+  with pytest.raises(UsageError, match='nowhere'):
+    from_json(record)
+
+
+def test_a_network_that_json_cannot_hold_is_told() -> None:
+  record = to_json(Config(agent=OwnAgent(network=open)))
+  with pytest.raises(UsageError, match='was made in Python'):
+    from_json(record)
+
+
+def test_a_record_from_before_a_field_was_there_is_the_same_run() -> None:
+  config = PRESETS['catch']()
+  old = to_json(config)
+  del old['replay'], old['agent']['network']['squash']
+  assert differences(old, to_json(config))
+  assert not differences(completed(old), to_json(config))
+
+
+def test_a_network_recorded_before_its_scaling_was_has_the_older_one() -> None:
+  config = PRESETS['catch']()
+  old = to_json(config)
+  assert from_json(old).agent.network.scaling == 'space'
+  del old['agent']['network']['scaling']
+  begun = from_json(old)
+  assert begun.agent.network.scaling == 'plain'
+  assert to_json(begun) == old  # so a run that goes on stays as it began
+  assert (
+    with_unrecorded(config, old) == begun and with_unrecorded(config, to_json(config)) is config
+  )
+  assert unrecorded_options(config, old) == ['--agent.network.scaling', 'plain']
+  assert unrecorded_options(config, to_json(config)) == []
+  assert to_json(begun, whole=True)['agent']['network']['scaling'] == 'plain'
+
+
+def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:
+  config = Config(agent=OwnAgent(temperature=0.5))
+  record = json.loads(json.dumps(to_json(config)))
+  assert record['agent']['name'] == f'{__name__}:OwnAgent'
+  assert from_json(record) == config
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'num_envs': 0}, '--num-envs must be at least 1, not 0'),
+    ({'unroll_length': -4}, '--unroll-length must be at least 1, not -4'),
+    ({'total_steps': 0}, '--total-steps must be at least 1, not 0'),
+    ({'seeds': 0}, '--seeds must be at least 1, not 0'),
+    ({'keep': 0}, '--keep must be at least 1, not 0'),
+    ({'log_every': -1}, '--log-every must not be negative, not -1'),
+    ({'checkpoint_every': -1}, '--checkpoint-every must not be negative, not -1'),
+    ({'seed': -1}, '--seed must not be negative, not -1'),
+    ({'seed': 2**40}, '--seed'),
+    ({'env': 'ale:pong'}, 'ale:pong runs on the host: give --architecture sebulba'),
+    ({'lag': '0'}, '--lag is for --architecture sebulba'),
+    ({'actor_devices': '0'}, '--actor-devices is for --architecture sebulba'),
+    ({'architecture': 'sebulba', 'seeds': 2}, '--seeds 2: sebulba trains one agent'),
+    ({'architecture': 'sebulba', 'actor_threads': 0}, '--actor-threads must be at least 1, not 0'),
+    ({'architecture': 'sebulba', 'max_lag': 0}, '--max-lag must be at least 1, not 0'),
+    (
+      {'architecture': 'sebulba', 'max_lag': 3},
+      '--max-lag 3 is for --lag async; the lag is 1 here',
+    ),
+    ({'architecture': 'sebulba', 'max_wait_ms': 2.0}, '--max-wait-ms 2 is for --envs remote'),
+    ({'architecture': 'sebulba', 'env_batch_size': -1}, '--env-batch-size must not be negative'),
+    ({'architecture': 'sebulba', 'env_threads': -1}, '--env-threads must not be negative'),
+    ({'architecture': 'sebulba', 'env_deadline': -1.0}, '--env-deadline must be more than 0'),
+  ],
+)
+def test_numbers_that_cannot_be_right(change: dict, message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    validate(dataclasses.replace(PRESETS['catch'](), **change))
+
+
+def attributes_read(of: str) -> set[str]:
+  """The names after a dot in podrace, where something is read; `of`: only config.NAME."""
+  names = set()
+  for file in SOURCE.rglob('*.py'):
+    for node in ast.walk(ast.parse(file.read_text())):
+      if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+        owner = getattr(node.value, 'attr', getattr(node.value, 'id', None))
+        if not of or owner == of or (owner == 'self' and file.stem == of):
+          names.add(node.attr)
+  return names
+
+
+@pytest.mark.parametrize('cls', ['config', 'network', *AGENTS])
+def test_every_field_is_read(cls: str) -> None:
+  known = {'config': Config, 'network': ActorCritic}
+  fields = dataclasses.fields(known.get(cls) or configs.agent_class(cls))
+  read = attributes_read('config' if cls == 'config' else '')
+  assert [f.name for f in fields if f.name not in read] == []
+
+
+@pytest.mark.parametrize(
+  ('agent', 'message'),
+  [
+    (type('Half', (), {'init': 0, 'act': 0})(), 'Half is no agent: it has no initial_state and no learn'),
+    (
+      type('Plain', (), dict.fromkeys(('init', 'initial_state', 'act', 'learn'), 0))(),
+      'Plain is no agent: it is no dataclass',
+    ),
+  ],
+)  # fmt: skip
+def test_what_is_no_agent(agent: Any, message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    bind(agent, None)
+
+
+@pytest.mark.parametrize(
+  'space',
+  [spaces.Discrete(3), spaces.MultiDiscrete([2, 3]), spaces.MultiBinary(3), spaces.Box(-1, 1, (2,)),
+   spaces.Box(-np.inf, np.inf, (2,))],
+  ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize('name', AGENTS)
+def test_agents_that_fit_a_space_are_those_that_can_be_bound(name: str, space: Any) -> None:
+  env = SimpleNamespace(observation_space=spaces.Box(-1, 1, (4,)), action_space=space)
+  agent = configs.agent_class(name)()
+  if name in agents_for(space):
+    assert bind_run(Config(agent), env)
+    return
+  with pytest.raises(ValueError, match='action space'):
+    bind(agent, env)
+  with pytest.raises(UsageError, match=f'{name} cannot act in podrace:catch, whose action space'):
+    bind_run(Config(agent), env)
+
+
+@pytest.mark.parametrize(
+  ('agent', 'changes', 'message'),
+  [
+    ('dqn', {'epsilon_steps': 3 * 10**9}, '--agent.epsilon-steps must be less than 2^31, not 3000000000'),
+    ('dqn', {'target_period': 10**12}, '--agent.target-period must be less than 2^31'),
+    ('ppo', {'epochs': 10**10}, '--agent.epochs must be less than 2^31'),
+    ('sac', {'target_entropy': math.nan}, '--agent.target-entropy must be a finite number, not nan'),
+    ('impala', {'value_cost': math.inf}, '--agent.value-cost must be a finite number, not inf'),
+    ('dqn', {'network': QNetwork(v_min=math.nan)}, '--agent.network.v-min must be a finite number'),
+    ('sac', {'initial_temperature': math.inf}, '--agent.initial-temperature must be a finite number'),
+    ('d4pg', {'noise': math.inf}, '--agent.noise must be a finite number'),
+  ],
+)  # fmt: skip
+def test_numbers_that_no_agent_can_have(agent: str, changes: dict[str, Any], message: str) -> None:
+  config = Config(configs.agent_class(agent)(**changes))
+  with pytest.raises(UsageError, match=re.escape(message)):
+    configs.validate(config)
+
+
+def test_infinity_may_be_no_limit() -> None:
+  configs.validate(Config(configs.agent_class('impala')(max_grad_norm=math.inf, clip_rho=math.inf)))
+
+
+@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize('field', ['discount', 'learning_rate', 'target_rate', 'lambda_'])
+@pytest.mark.parametrize('value', [-0.5, 99.0, float('nan')])
+def test_settings_that_make_no_sense(name: str, field: str, value: float) -> None:
+  cls = configs.agent_class(name)
+  names = [
+    f.name for f in dataclasses.fields(cls) if f.name.endswith(field) and 'anneal' not in f.name
+  ]
+  if value == 99 and field == 'learning_rate':
+    return
+  if name == 'muzero' and field == 'discount' and value < 0:
+    value = -1.5  # of two players that take turns it is between -1 and 0
+  for each in names:
+    with pytest.raises(ValueError, match=f'{each.rstrip("_")} must be .*, not {value}'):
+      cls(**{each: value})
+
+
+@pytest.mark.parametrize(
+  ('make', 'message'),
+  [
+    (lambda: PPO(learning_rate='1e-3'), "learning_rate of PPO must be a number, not '1e-3'"),
+    (lambda: PPO(epochs=2.5), 'epochs of PPO must be a whole number, not 2.5'),
+    (lambda: PPO(epochs=True), 'epochs of PPO must be a whole number, not True'),
+    (lambda: Impala(normalize_rewards='no'), "normalize_rewards of Impala must be True or False"),
+    (lambda: Buffer(capacity='many'), "capacity of Buffer must be a whole number, not 'many'"),
+    (lambda: configs.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), 'batch-size 200 is more than --a'),
+    (lambda: ActorCritic(core_size='64'), "core_size of ActorCritic must be a whole number"),
+    (lambda: configs.agent_class('sac')(discount=None), 'discount of SAC must be a number, not None'),
+    (lambda: configs.validate(Config(PPO)), r'agent is the class PPO, expected .*, as PPO\(\)'),
+    (lambda: configs.validate(Config(PPO(), env=Catch())), 'env is an object of Catch, expected a na'),
+    (lambda: configs.validate(Config(PPO(), num_envs='64')), "num_envs of Config must be a whole n"),
+  ],
+)  # fmt: skip
+def test_settings_of_another_type(make: Any, message: str) -> None:
+  with pytest.raises(ValueError, match=message):
+    make()
+
+
+def test_numbers_of_numpy_and_jax_are_numbers() -> None:
+  PPO(learning_rate=np.float32(1e-3), epochs=np.int64(4))
+  PPO(learning_rate=jnp.float32(1e-3), discount=1)
