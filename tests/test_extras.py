@@ -39,14 +39,14 @@ ENVS = {
 }
 # What an extra is for, as a program.
 PROGRAMS = {
-  'remote': 'from podrace import net; net.require(); from podrace import cli; cli.main(["keys", "new", "keys"])',
+  'remote': 'from podrace.distributed import net; net.require(); from podrace import cli; cli.main(["keys", "new", "keys"])',
   'ray': 'import ray\nfrom ray.util import placement_group, remove_placement_group',
-  'plot': 'from pathlib import Path\nfrom podrace import plot\nplot.check_out(Path("a.png")); plot._figure(1, 1, 4, 3)',
+  'plot': 'from pathlib import Path\nfrom podrace.experiments import plot\nplot.check_out(Path("a.png")); plot._figure(1, 1, 4, 3)',
   'sweep': 'from podrace.experiments.sweep import plan; import optuna; plan._check_optuna(); optuna.create_study()',
-  'onnx': 'from podrace import onnx; assert not onnx.why_not({"network": {}}); import onnx.helper',
-  'video': 'from podrace import watch; watch.check_libraries()',
-  'tensorboard': 'from podrace import metrics; metrics.check_sinks(["tensorboard"])',
-  'wandb': 'from podrace import metrics; metrics.check_sinks(["wandb"])',
+  'onnx': 'from podrace.policy import onnx; assert not onnx.why_not({"network": {}}); import onnx.helper',
+  'video': 'from podrace.run.video import film; film.check_libraries()',
+  'tensorboard': 'from podrace.run import metrics; metrics.check_sinks(["tensorboard"])',
+  'wandb': 'from podrace.run import metrics; metrics.check_sinks(["wandb"])',
 } | {
   extra: 'from podrace.envs.host import base\n' + '\n'.join(f'base.make({name!r})' for name in names)
   for extra, names in ENVS.items()

@@ -123,7 +123,7 @@ def test_a_process_that_waits_elsewhere_than_the_first_one_ends(tmp_path: Path) 
   """JAX would try the old address for minutes, and the others would wait for it."""
   file = tmp_path / 'first'
   code = (
-    'import sys\nfrom podrace import coordinator\n'
+    'import sys\nfrom podrace.run import processes as coordinator\n'
     'def initialize(*_, **__):\n  print("joins", flush=True); sys.stdin.read()\n'
     'coordinator.jax.distributed.initialize = initialize\n'
     f'coordinator.join_processes(coordinator.Place("announced:{file}#coordinator", 2, 1))'

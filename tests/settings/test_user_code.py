@@ -138,8 +138,8 @@ def test_an_empty_entry_of_pythonpath_does_not_reach_children(tmp_path: Path) ->
   (tmp_path / 'here').mkdir()
   (tmp_path / 'here' / 'late.py').write_text(FLAG)
   code = (
-    'import importlib.util, os, subprocess; from podrace import own_code; from podrace.system.process import python\n'
-    'assert importlib.util.find_spec("late"); own_code.leave_here()\n'
+    'import importlib.util, os, subprocess; from podrace.settings import user_code; from podrace.system.process import python\n'
+    'assert importlib.util.find_spec("late"); user_code.leave_here()\n'
     'find = "import importlib.util; print(importlib.util.find_spec(\'late\'))"; exec(find)\n'
     'subprocess.run(python("-c", find), check=True)\n'
     'print(os.environ["PYTHONPATH"])'
