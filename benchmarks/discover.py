@@ -42,7 +42,7 @@ from learned_rewards import interval
 from podrace.agents.impala import Impala
 from podrace.agents.lpg import LPG
 from podrace.agents.population import with_values
-from podrace.agents.rules import files
+from podrace.agents.rules import storage
 from podrace.architectures.discovery.members import Kind
 from podrace.architectures.discovery.program import flat
 from podrace.networks import ActorCritic
@@ -96,7 +96,7 @@ class A2C(Impala):
 def trained_rule(config: Any, run_dir: Path) -> Any:
   """Where it has come to."""
   path = str(run_dir / 'rule.npz')
-  return dict(files.load(path, files.sha256(path), settings.rules_of(config.agent).Sizes))
+  return dict(storage.load(path, storage.sha256(path), settings.rules_of(config.agent).Sizes))
 
 
 def untrained_rule(config: Any) -> Any:

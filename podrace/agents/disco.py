@@ -27,7 +27,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents.rules import disco as rules
-from podrace.agents.rules import files
+from podrace.agents.rules import storage
 from podrace.agents.rules.layers import divergence, entropy
 from podrace.agents.search import masked
 from podrace.errors import UsageError
@@ -110,7 +110,7 @@ class Disco:
 
   def __post_init__(self) -> None:
     check_fields(self)
-    files.pin(self)
+    storage.pin(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: the unrolls of the past, all alike."""
@@ -130,8 +130,8 @@ class Disco:
         'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released one, is at '
         f'{rules.SOURCE}'
       )
-    params = files.load(self.rule, self.rule_sha256, rules.Sizes)
-    files.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
+    params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
+    storage.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
     return params
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
@@ -143,7 +143,7 @@ class Disco:
 
   def opening(self) -> str:
     """What a run says of the rule when it begins."""
-    return files.opening(self.rule, self.rule_sha256)
+    return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)

@@ -19,8 +19,8 @@ import numpy as np
 import optax
 from jax import lax
 
-from podrace.agents.rules import files
 from podrace.agents.rules import lpg as rules
+from podrace.agents.rules import storage
 from podrace.agents.rules.layers import Params, divergence, entropy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
@@ -47,7 +47,7 @@ class LPG:
 
   def __post_init__(self) -> None:
     check_fields(self)
-    files.pin(self)
+    storage.pin(self)
 
   def params(self) -> dict[str, np.ndarray]:
     """The arrays of the rule.
@@ -59,8 +59,8 @@ class LPG:
       raise UsageError(
         'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how one is made'
       )
-    params = files.load(self.rule, self.rule_sha256, rules.Sizes)
-    files.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
+    params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
+    storage.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
     return params
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
@@ -69,7 +69,7 @@ class LPG:
 
   def opening(self) -> str:
     """What a run says of the rule when it begins."""
-    return files.opening(self.rule, self.rule_sha256)
+    return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 
-from podrace.agents.rules import files
+from podrace.agents.rules import storage
 from podrace.architectures.discovery.objective import ValueFunction
 from podrace.envs.registry import LIBRARIES
 from podrace.errors import UsageError
@@ -99,7 +99,7 @@ def validate(config: Discovery) -> None:
   for name in ('agent', 'rule', 'value'):
     check_numbers(getattr(config, name), name)
   at_least(config.rule, 1, *(f.name for f in dataclasses.fields(config.rule)))
-  files.check_fits('that is to be learned', config.agent.fits(config.rule))
+  storage.check_fits('that is to be learned', config.agent.fits(config.rule))
   if not config.env.split():
     raise UsageError('--env needs the name of an environment, LIB:NAME')
   check_basics(config)

@@ -22,7 +22,7 @@ from test_value_agents import anakin
 from podrace import distributions, topology
 from podrace.agents.disco import Disco, Extras, divergence, inputs_of
 from podrace.agents.rules import disco as rules
-from podrace.agents.rules import files as rule_formats
+from podrace.agents.rules import storage as rule_formats
 from podrace.envs import make
 from podrace.errors import UsageError
 from podrace.learner import sample_learner

@@ -18,8 +18,8 @@ from gymnasium import spaces
 
 from podrace import topology
 from podrace.agents.lpg import LPG
-from podrace.agents.rules import files
 from podrace.agents.rules import lpg as rules
+from podrace.agents.rules import storage
 from podrace.agents.rules.layers import entropy
 from podrace.envs import make
 from podrace.errors import UsageError
@@ -306,8 +306,8 @@ def test_the_gradient_through_updates_against_differences() -> None:
 
 def test_a_rule_is_written_as_it_is_read(tmp_path: Path) -> None:
   path, expected = tmp_path / 'rule.npz', rules.init(jax.random.key(7), SIZES)
-  files.save(path, expected)
-  found = files.load(str(path), files.sha256(str(path)), rules.Sizes)
+  storage.save(path, expected)
+  found = storage.load(str(path), storage.sha256(str(path)), rules.Sizes)
   assert rules.Sizes.of(found) == SIZES and found.keys() == expected.keys()
   jax.tree.map(np.testing.assert_array_equal, dict(expected), found)
   sizes = rules.Sizes()
@@ -318,7 +318,7 @@ def test_files_of_another_kind_or_content_are_refused(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match='is a rule of disco; give --agent disco'):
     LPG(rule_files.small()).params()
   other = tmp_path / 'other.npz'
-  files.save(other, {'lstm/w': np.ones((3, 1), np.float32)})
+  storage.save(other, {'lstm/w': np.ones((3, 1), np.float32)})
   with pytest.raises(UsageError, match=r'10 arrays are expected; it lacks .* and it has lstm/'):
     LPG(str(other)).params()
   with pytest.raises(UsageError, match=r'needs --agent.network.predictions 5, not 30'):
@@ -326,7 +326,7 @@ def test_files_of_another_kind_or_content_are_refused(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match=r'expected 00$'):
     dataclasses.replace(agent(), rule_sha256='00').params()
   path = tmp_path / 'rule.npz'
-  files.save(path, params() | {'policy/linear/w': np.ones((3, 1), np.float32)})
+  storage.save(path, params() | {'policy/linear/w': np.ones((3, 1), np.float32)})
   with pytest.raises(UsageError, match=r'policy/linear/w is float32\[3, 1\], expected float32\[8'):
     dataclasses.replace(agent(), rule=str(path), rule_sha256='').params()
   assert 'not a released one' in agent().opening()
@@ -334,7 +334,7 @@ def test_files_of_another_kind_or_content_are_refused(tmp_path: Path) -> None:
 
 def test_acting_needs_no_file(tmp_path: Path) -> None:
   path = tmp_path / 'rule.npz'
-  files.save(path, params())
+  storage.save(path, params())
   learning = LPG(str(path), network=PolicyPredictor(predictions=SIZES.predictions))
   path.unlink()
   found = bind(dataclasses.replace(learning, greedy=True), make('podrace:catch'))

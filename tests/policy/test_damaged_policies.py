@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from damages import make
+from podrace.system.files.reading import read_npz
 from safetensors.numpy import save
 from test_damaged_directories import ends
 
-from podrace.agents.rules import disco, files
+from podrace.agents.rules import disco, storage
 from podrace.errors import UsageError
 from podrace.policy import PolicyError, load_policy
 from podrace.run import opponents
-from podrace.system.files.reading import read_npz
 
 ABOUT: dict[str, Any] = {
   'version': 1, 'agent': 'ppo', 'env': 'podrace:catch', 'step': 10, 'state': [],
@@ -253,16 +253,16 @@ def test_a_rule_that_is_no_rule_is_refused_before_it_is_unpacked(
   path = tmp_path / 'rule.npz'
   path.write_bytes(data)
   with ends(), pytest.raises(UsageError):
-    files.load(str(path), hashlib.sha256(data).hexdigest(), disco.Sizes)
+    storage.load(str(path), hashlib.sha256(data).hexdigest(), disco.Sizes)
   with ends(), pytest.raises(ValueError):
-    read_npz(data, files.UNPACKED_BYTES)
+    read_npz(data, storage.UNPACKED_BYTES)
 
 
 @pytest.mark.parametrize('node', [os.mkfifo, Path.mkdir, lambda path: path.symlink_to('/dev/zero')])
 def test_a_rule_is_a_regular_file(node: Callable[[Path], None], tmp_path: Path) -> None:
   node(tmp_path / 'rule.npz')
   with ends(), pytest.raises(UsageError):
-    files.sha256(str(tmp_path / 'rule.npz'))
+    storage.sha256(str(tmp_path / 'rule.npz'))
 
 
 def test_arrays_are_read_as_numpy_writes_them(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from podrace.agents.rules import disco as rules
-from podrace.agents.rules import files, lpg
+from podrace.agents.rules import lpg, storage
 
 SIZES = rules.Sizes(
   predictions=12, trajectory=8, lifetime=6, embedding=4, channels=5, pooled=2, policy=4, lifetime_embedding=3,
@@ -32,7 +32,7 @@ def small() -> str:
 def small_lpg() -> str:
   """As `small`, of LPG's kind and of the sizes `LPG`."""
   path = _temporary('lpg')
-  files.save(path, lpg.init(jax.random.key(0), LPG))
+  storage.save(path, lpg.init(jax.random.key(0), LPG))
   return str(path)
 
 
@@ -45,7 +45,7 @@ def _temporary(name: str) -> Path:
 
 def write(path: Path, sizes: rules.Sizes = SIZES, seed: int = 0) -> Path:
   """Writes an untrained rule."""
-  files.save(path, rules.init(jax.random.key(seed), sizes))
+  storage.save(path, rules.init(jax.random.key(seed), sizes))
   return path
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.agents.rules import files
+from podrace.agents.rules import storage
 from podrace.agents.rules.layers import Params
 from podrace.architectures.discovery.members import Kind, Member
 from podrace.architectures.faults import check_faults, count_faults
@@ -310,4 +310,4 @@ RULE = 'rule.npz'  # in the run directory
 def write_rule(run_dir: Path, state: Any) -> None:
   """Writes the rule as it is at a checkpoint; of several processes the first one does."""
   if jax.process_index() == 0:
-    files.save(run_dir / RULE, jax.device_get(state.train.params))
+    storage.save(run_dir / RULE, jax.device_get(state.train.params))

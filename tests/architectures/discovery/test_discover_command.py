@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from podrace import cli
-from podrace.agents.rules import files, lpg
+from podrace.agents.rules import lpg, storage
 
 SMALL = [
   'lpg-catch', '--agents', '2', '--num-envs', '2', '--unroll-length', '4', '--agent-updates', '2', '--lifetime', '6',
@@ -50,7 +50,7 @@ def test_a_rule_is_trained_and_the_command_that_is_printed_uses_it(
   summary = json.loads(Path('rule/summary.json').read_text())
   assert summary['step'] == 480
   path = 'rule/rule.npz'
-  params = files.load(path, files.sha256(path), lpg.Sizes)
+  params = storage.load(path, storage.sha256(path), lpg.Sizes)
   assert lpg.Sizes.of(params).predictions == 3
   found = re.search(r'next: podrace (.*)', out)
   assert found
