@@ -32,7 +32,8 @@ from podrace.agents.disco import Disco
 from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.run.build import build
-from podrace.settings.config import Config, bind
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 
 SEEDS = 5

@@ -49,7 +49,7 @@ from podrace.networks import ActorCritic
 from podrace.run import build
 from podrace.run.directory import load_any
 from podrace.settings import discovery as settings
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.settings.discovery_presets import PRESETS
 from podrace.types import Sample
 

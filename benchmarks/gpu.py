@@ -80,7 +80,7 @@ def muzero(num_envs: int, repeats: int, seconds: float) -> dict[str, Any]:
   """Steps/s of MuZero's training on MinAtar Breakout, once replay is full enough to learn from."""
   import podrace
   from podrace import envs
-  from podrace.settings.config import bind
+  from podrace.settings.agents import bind
 
   config = podrace.configure(env='gymnax:Breakout-MinAtar', agent='muzero')
   env, length = envs.make(config.env), config.unroll_length

@@ -42,7 +42,7 @@ from podrace.envs import make
 from podrace.envs.base import batch
 from podrace.networks import ActorCritic, LifetimeNetwork
 from podrace.replay import on_policy
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.types import FIRST, LAST, Sample
 
 LIVES, ENVS, A2C_UNROLL = 64, 64, 8

@@ -30,7 +30,7 @@ from podrace.agents.impala import Impala
 from podrace.architectures.anakin import Anakin
 from podrace.networks import ActorCritic
 from podrace.networks.transformer import Transformer
-from podrace.settings import config
+from podrace.settings import agents
 
 DEVICES, SPARE, SECONDS = 8, 2 * 2**30, 3000  # bytes that are left to others; of a case
 SMALL = dict(layers=6, width=512)
@@ -50,7 +50,7 @@ def program(model: int, layers: int, width: int) -> Anakin:
   env = envs.make('podrace:catch')
   num_envs = DEVICES // model
   # RMSProp without momentum keeps one number for each parameter, Adam two.
-  agent = config.bind(Impala(network, optimizer='rmsprop'), env, 100, num_envs)
+  agent = agents.bind(Impala(network, optimizer='rmsprop'), env, 100, num_envs)
   replay = hooks.memory(agent, env, num_envs, 1)
   return Anakin(agent, env, replay, topology.learner_mesh(DEVICES, model), num_envs, 1)
 

@@ -42,7 +42,7 @@ from podrace.experiments.bench import acting_of
 from podrace.networks import outside_loops
 from podrace.networks.planning import decode
 from podrace.run import build
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.settings.presets import muzero_catch
 
 NUM_ENVS, LENGTH = 64, 16

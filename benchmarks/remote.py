@@ -85,7 +85,7 @@ class Network:
 
     from podrace.agents.impala import Impala
     from podrace.networks import ActorCritic
-    from podrace.settings.config import bind
+    from podrace.settings.agents import bind
 
     self._shape, self._dtype = OBSERVATIONS[observation]
     torso = dict(torso='impala', hidden=(256,)) if observation == '28KB' else dict(hidden=(64, 64))

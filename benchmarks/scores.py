@@ -135,7 +135,7 @@ GROUND, CURVE, GOAL = '#f7f7f5', '#1f5fa8', '#77808a'
 
 def agents_curves() -> dict[str, dict[str, dict]]:
   """The recorded curves of each agent's presets: points of (steps, return), and the stated score."""
-  from podrace.settings.config import agent_name
+  from podrace.settings.agents import agent_name
 
   recorded: dict[str, Any] = {}
   for file in ('acting', 'pong', 'scores'):

@@ -14,7 +14,8 @@ from podrace import hooks, topology
 from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.run.build import agreement
-from podrace.settings.config import Config, bind
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
 
 POINTS = 20
 

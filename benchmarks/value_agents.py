@@ -88,13 +88,13 @@ def work() -> None:
 
   from podrace import envs
   from podrace.run import evaluate
-  from podrace.settings import config
+  from podrace.settings import agents
 
   for request in common.requests():
     if request['do'] == 'setup':
       s = request['setting']
       env = envs.make(f'gymnax:{ENVS[s["algorithm"]]}')
-      bound = config.bind(agent(s), env, 0, s['num_envs'])
+      bound = agents.bind(agent(s), env, 0, s['num_envs'])
       run = common.start(bound, env, s['num_envs'], 1)
       common.answer(compile_s=sum(run.compile_s.values()))
     else:

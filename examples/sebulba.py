@@ -23,7 +23,7 @@ from podrace.architectures.sebulba import (
 )
 from podrace.envs.host import base as host
 from podrace.replay import on_policy
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.topology import split_devices
 
 NUM_ENVS, UNROLL_LENGTH, UPDATES = 64, 18, 400

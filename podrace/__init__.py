@@ -11,13 +11,13 @@ if TYPE_CHECKING:
   from podrace.api import Result as Result
   from podrace.api import configure as configure
   from podrace.api import train as train
+  from podrace.errors import EndTraining as EndTraining
   from podrace.policy import load_policy as load_policy
-  from podrace.run.callbacks import EndTraining as EndTraining
   from podrace.settings.config import Config as Config
 
 # Imported when they are used: the command line is to start quickly.
 _FROM = {
-  'train': 'api', 'configure': 'api', 'Result': 'api', 'EndTraining': 'callbacks', 'Config': 'config',
+  'train': 'api', 'configure': 'api', 'Result': 'api', 'EndTraining': 'errors', 'Config': 'settings.config',
   'load_policy': 'policy',
 }  # fmt: skip
 

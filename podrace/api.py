@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace.errors import UsageError
-from podrace.experiments import runs
-from podrace.run import loop, metrics
+from podrace.errors import UsageError, unknown
+from podrace.run import directory, loop, metrics
 from podrace.run.callbacks import Callback
 from podrace.settings import user_code
-from podrace.settings.config import Config, default_agent, needs_sebulba, to_json, unknown
+from podrace.settings.agents import default_agent
+from podrace.settings.config import Config
 from podrace.settings.defaults import meaningless, with_defaults
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import to_json
+from podrace.settings.validation import needs_sebulba
 from podrace.system.importing import why_not
 
 if TYPE_CHECKING:
@@ -141,10 +143,10 @@ def train(
   Raises:
     UsageError: if the configuration is wrong, or not that of the run in `run_dir`.
     RunError: if the run can't go on; it is saved as far as that is possible.
-    podrace.system.signals.Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
+    podrace.errors.Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
   """
   name = config if isinstance(config, str) else config.env.partition(',')[0]
   made = configure(config) if isinstance(config, str) else config
-  with runs.run_directory(run_dir, name) as path:
+  with directory.run_directory(run_dir, name) as path:
     summary = loop.train(made, path, override, sinks, quiet, callbacks=callbacks)
   return Result(path, made, summary)

@@ -36,9 +36,8 @@ from podrace.commands import (
   train,
   watch,
 )
-from podrace.errors import RunError
+from podrace.errors import RunError, Stopped, unknown
 from podrace.settings import user_code
-from podrace.settings.config import unknown
 from podrace.system.output import flush_standard, open_standard, print_text, tell, tell_exception
 from podrace.system.process import (
   check_jax,
@@ -49,7 +48,6 @@ from podrace.system.process import (
   on_signals,
   tell_of_faults,
 )
-from podrace.system.signals import Stopped
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX

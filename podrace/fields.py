@@ -187,7 +187,7 @@ def range_of(settings: Any, name: str) -> Range | None:
 def check_fields(settings: Any) -> None:
   """Check the types and the ranges of all fields.
 
-  Infinity, and NaN where any number is allowed, are left to `podrace.settings.config.check_numbers`, which knows the option.
+  Infinity, and NaN where any number is allowed, are left to `podrace.settings.validation.check_numbers`, which knows the option.
 
   Raises:
     ValueError: for the first field that is of another type, or outside of its range.
@@ -216,3 +216,8 @@ def whole_number(text: str) -> str:
     if value == int(value) and not text.lstrip('-').isdigit():
       return str(int(value))
   return text
+
+
+def flag(field: str) -> str:
+  """A field's name on the command line."""
+  return field.rstrip('_').replace('_', '-')

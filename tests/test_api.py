@@ -19,8 +19,7 @@ import pytest
 import podrace
 from podrace.agents.dqn import DQN
 from podrace.agents.ppo import PPO
-from podrace.envs.registry import UnknownName
-from podrace.errors import RunError, UsageError
+from podrace.errors import RunError, UnknownName, UsageError
 from podrace.experiments import runs
 from podrace.run import loop as run
 from podrace.run import metrics

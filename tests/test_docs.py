@@ -21,7 +21,7 @@ from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
 from podrace.commands import configure, launch
 from podrace.commands.help import train_help
-from podrace.commands.shared_options import Options
+from podrace.system.options import Options
 
 ROOT = Path(__file__).parent.parent
 ALL = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]

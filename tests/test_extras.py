@@ -21,7 +21,7 @@ from podrace.experiments import plot
 from podrace.experiments.sweep import plan
 from podrace.launch.engines import ray
 from podrace.policy import onnx
-from podrace.run import metrics
+from podrace.run import sinks
 from podrace.run.video import film
 from podrace.system.importing import LIBRARIES
 
@@ -45,8 +45,8 @@ PROGRAMS = {
   'sweep': 'from podrace.experiments.sweep import plan; import optuna; plan._check_optuna(); optuna.create_study()',
   'onnx': 'from podrace.policy import onnx; assert not onnx.why_not({"network": {}}); import onnx.helper',
   'video': 'from podrace.run.video import film; film.check_libraries()',
-  'tensorboard': 'from podrace.run import metrics; metrics.check_sinks(["tensorboard"])',
-  'wandb': 'from podrace.run import metrics; metrics.check_sinks(["wandb"])',
+  'tensorboard': 'from podrace.run import metrics; sinks.check_sinks(["tensorboard"])',
+  'wandb': 'from podrace.run import metrics; sinks.check_sinks(["wandb"])',
 } | {
   extra: 'from podrace.envs.host import base\n' + '\n'.join(f'base.make({name!r})' for name in names)
   for extra, names in ENVS.items()
@@ -70,8 +70,8 @@ USES: dict[str, Callable[[], Any]] = {
   'sweep': plan._check_optuna,
   'onnx': of_onnx,
   'video': film.check_libraries,
-  'tensorboard': lambda: metrics.check_sinks(['tensorboard']),
-  'wandb': lambda: metrics.check_sinks(['wandb']),
+  'tensorboard': lambda: sinks.check_sinks(['tensorboard']),
+  'wandb': lambda: sinks.check_sinks(['wandb']),
 } | {extra: lambda name=names[0]: host.make(name) for extra, names in ENVS.items()}
 
 

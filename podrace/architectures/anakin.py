@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec as P
 from podrace import topology
 from podrace.architectures.agreement import Agreement, AllReduce
 from podrace.architectures.faults import check_faults, count_faults, faults, first_outside
+from podrace.architectures.protocol import Extra
 from podrace.architectures.sharding import train_specs
 from podrace.architectures.unroll import ActorState, actor_on_mesh, pooled
 from podrace.envs.base import batch
 from podrace.hooks import gradient_steps, init_members
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory
-from podrace.run.checkpoint import Extra
 from podrace.types import Agent, Array, Environment, Replay, TrainState
 
 
@@ -239,7 +239,7 @@ class Program(Protocol):
     ...
 
   def presented(self, summary: dict[str, Any]) -> dict[str, Any]:
-    """What `read_log` said, for `podrace.run.directory.described`."""
+    """What `read_log` said, for `podrace.run.summary.described`."""
     ...
 
   def check(self, counts: np.ndarray, state: Any) -> None:

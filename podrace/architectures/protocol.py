@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from podrace.replay.windows import Windows
-from podrace.run.checkpoint import Extra
 from podrace.types import Array
+
+Extra = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
 
 
 class Architecture(Protocol):

@@ -6,10 +6,10 @@ import logging
 
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.commands.train import AGENT
 from podrace.errors import UsageError
 from podrace.run import compile_cache
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import results_alone
 from podrace.system.process import log_to_stderr
 

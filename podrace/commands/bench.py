@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from podrace.commands import configure, train
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone
 
 COMMAND = Command(

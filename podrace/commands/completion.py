@@ -7,11 +7,11 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.commands import help, init, train
-from podrace.commands.shared_options import Command
 from podrace.envs import registry
 from podrace.errors import UsageError
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
+from podrace.system.options import Command
 from podrace.system.output import print_text
 
 SHELLS = {

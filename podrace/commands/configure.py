@@ -12,22 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.commands.shared_options import Options
-from podrace.errors import UsageError
-from podrace.fields import whole_number
+from podrace.errors import UsageError, unknown
+from podrace.fields import flag, whole_number
 from podrace.settings import defaults, user_code
-from podrace.settings.config import (
-  Basics,
-  Config,
-  agent_name,
-  check_agent_options,
-  default_agent,
-  flag,
-  needs_sebulba,
-  unknown,
-  unknown_agent,
-)
+from podrace.settings.agents import agent_name, default_agent, unknown_agent
+from podrace.settings.config import Basics, Config
 from podrace.settings.presets import PRESETS
+from podrace.settings.validation import check_agent_options, needs_sebulba
+from podrace.system.options import Options, value_of
 from podrace.system.output import printable, tell
 
 C = typing.TypeVar('C', bound=Basics)
@@ -223,13 +215,3 @@ def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
     if '=' not in arg and rest and not rest[0].startswith('--'):
       found.append(rest.pop(0))
   return found, others
-
-
-def value_of(flag: str, args: Sequence[str]) -> str | None:
-  """The last value of a flag."""
-  found = None
-  for i, arg in enumerate(args):
-    name, equals, value = arg.partition('=')
-    if name == flag:
-      found = value if equals else next(iter(args[i + 1 : i + 2]), None)
-  return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from podrace.commands.shared_options import Command, Option, Options
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
 
 COMMAND = Command(

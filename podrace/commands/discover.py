@@ -11,12 +11,12 @@ from typing import Any
 
 from podrace.commands import configure, help
 from podrace.commands import shared_options as shared
-from podrace.commands.shared_options import Command, Option, Options
-from podrace.errors import UsageError
-from podrace.experiments.runs import check_directory, run_directory
+from podrace.errors import UsageError, unknown
 from podrace.run import compile_cache
-from podrace.settings.config import agent_name, default_agent, unknown
+from podrace.run.directory import check_directory, run_directory
+from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.discovery_presets import PRESETS
+from podrace.system.options import Command, Option, Options, value_of
 from podrace.system.output import Lasting, print_text, results, results_alone
 from podrace.system.process import log_to_stderr
 
@@ -28,7 +28,7 @@ class Discover(Command):
 
   def help(self, args: list[str]) -> str:
     preset = take_preset(args)
-    return help.discover_help(self.options, preset, configure.value_of('--agent', args))
+    return help.discover_help(self.options, preset, value_of('--agent', args))
 
 
 COMMAND = Discover(

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 from podrace.commands.configure import agent_settings, parse
-from podrace.commands.shared_options import ALLOW_CODE, NO_COMPILE_CACHE, Command, Option, Options
+from podrace.commands.shared_options import ALLOW_CODE, NO_COMPILE_CACHE
 from podrace.errors import UsageError
 from podrace.run import compile_cache
 from podrace.settings import user_code
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text, results_alone, tell
 
 COMMAND = Command(

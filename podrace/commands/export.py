@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.shared_options import ALLOW_CODE, Command, Option, Options
+from podrace.commands.shared_options import ALLOW_CODE
 from podrace.errors import UsageError
 from podrace.settings import user_code
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
 COMMAND = Command(

@@ -14,7 +14,6 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.commands import configure
-from podrace.commands.shared_options import Option, row
 from podrace.commands.sources import (
   FIXED,
   NO_OPTIONS,
@@ -27,19 +26,16 @@ from podrace.commands.sources import (
   shown,
 )  # fmt: skip
 from podrace.errors import UsageError
+from podrace.fields import flag
 from podrace.hooks import BOUND
 from podrace.settings import defaults, user_code
-from podrace.settings.config import (
-  Config,
-  agent_name,
-  default_agent,
-  flag,
-  needs_sebulba,
-  to_json,
-  unknown_agent,
-)
+from podrace.settings.agents import agent_name, default_agent, unknown_agent
+from podrace.settings.config import Config
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import to_json
+from podrace.settings.validation import needs_sebulba
+from podrace.system.options import Option, row, value_of
 
 MOST_USED = (  # of the options of a run; the others come after them
   '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env', '--agent', '--architecture',
@@ -121,7 +117,7 @@ def settings_of(preset: str | None, args: Sequence[str]) -> Settings:
 
 def _value(name: str, args: Sequence[str]) -> str | None:
   """The value of an option, if it has one."""
-  value = configure.value_of(name, args)
+  value = value_of(name, args)
   return None if not value or value.startswith('--') else value
 
 

@@ -8,9 +8,9 @@ import os
 import re
 from pathlib import Path
 
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
 from podrace.system.files import UTF8, create
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
 
 TEMPLATES = Path(__file__).parent / 'templates'

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.shared_options import Command, Options
 from podrace.errors import UsageError
+from podrace.system.options import Command, Options
 from podrace.system.output import print_text
 
 COMMAND = Command(

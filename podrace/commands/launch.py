@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from podrace.commands import configure
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.commands.train import AGENT, metrics_address
 from podrace.commands.train import COMMAND as TRAIN
-from podrace.errors import UsageError
-from podrace.experiments.runs import check_directory, name_of, read_run_record, run_directory
+from podrace.errors import UsageError, unknown
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.engines import kubernetes, ray, skypilot, slurm
 from podrace.launch.program import Program
 from podrace.launch.supervisor import local
 from podrace.launch.supervisor.addresses import Addresses
-from podrace.settings.config import unknown, unrecorded_options
+from podrace.run.directory import check_directory, name_of, read_run_record, run_directory
+from podrace.settings.record import unrecorded_options
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text, results_alone
 
 ENGINES: dict[str, Any] = {

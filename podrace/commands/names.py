@@ -6,11 +6,11 @@ import ast
 import textwrap
 
 from podrace.agents import AGENTS
-from podrace.commands.shared_options import Command
 from podrace.commands.sources import PACKAGE
 from podrace.envs.registry import HOST_LIBRARIES
 from podrace.errors import UsageError
 from podrace.settings.presets import PRESETS
+from podrace.system.options import Command
 from podrace.system.output import print_text
 
 COMMAND = Command('list', '', 'presets, agents and environments')

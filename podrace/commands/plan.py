@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import Command, Option, Options
-from podrace.errors import UnreadableFile, UsageError
+from podrace.errors import UnreadableFile, UsageError, unknown
 from podrace.launch.capacity import ESTIMATES, Estimate, Machines, Rates
-from podrace.settings.config import unknown
 from podrace.system.files.reading import RECORD_BYTES, parse_json, read_bytes
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text
 
 COMMAND = Command(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from podrace.commands import shared_options as shared
-from podrace.commands.shared_options import Command, Option, Options
+from podrace.system.options import Command, Option, Options
 from podrace.system.process import log_to_stderr
 
 COMMAND = Command(

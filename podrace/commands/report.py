@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
 from podrace.experiments.runs import find
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, tell
 
 COMMAND = Command(

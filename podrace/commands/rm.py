@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from podrace.commands.runs import size
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
 from podrace.experiments.runs import check_stopped, remove, size_of
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
 
 COMMAND = Command(

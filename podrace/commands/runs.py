@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
-from podrace.experiments.runs import STATES, Run, find, look
+from podrace.experiments.runs import Run, find, look
+from podrace.run.directory import STATES
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text
 
 COMMAND = Command(

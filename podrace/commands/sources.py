@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.fields import TEXTS
-from podrace.settings.config import flag
+from podrace.fields import TEXTS, flag
 
 PACKAGE = Path(__file__).parents[1]
 

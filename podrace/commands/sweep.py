@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from podrace.commands import configure
-from podrace.commands.shared_options import ALLOW_CODE, Command, Option, Options
+from podrace.commands.shared_options import ALLOW_CODE
 from podrace.commands.train import AGENT
 from podrace.errors import UsageError
-from podrace.experiments.runs import check_directory
+from podrace.run.directory import check_directory
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
 METHODS = ('grid', 'random', 'tpe', 'pbt')

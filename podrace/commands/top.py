@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from podrace.commands.shared_options import CLIENT_INSECURE, CLIENT_KEYS, Command, Option, Options
+from podrace.commands.shared_options import CLIENT_INSECURE, CLIENT_KEYS
+from podrace.system.options import Command, Option, Options
 
 COMMAND = Command(
   'top',

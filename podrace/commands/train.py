@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from podrace.agents import AGENTS
 from podrace.commands import configure, help
 from podrace.commands import shared_options as shared
-from podrace.commands.shared_options import Command, Option, Options
 from podrace.errors import UsageError
-from podrace.experiments.runs import check_directory, name_of, new_run_dir, run_directory
 from podrace.run import compile_cache
+from podrace.run.directory import check_directory, name_of, new_run_dir, run_directory
 from podrace.settings import user_code
-from podrace.settings.config import Config, to_json
+from podrace.settings.config import Config
+from podrace.settings.record import to_json
+from podrace.system.options import Command, Option, Options, value_of
 from podrace.system.output import Lasting, print_text, results, results_alone
 from podrace.system.process import log_to_stderr
 
@@ -82,7 +83,7 @@ def run(args: list[str]) -> int:
   if run_dir is not None:
     check_directory(run_dir)
   base = configure.base_config(preset, run_dir, agent, rest, allowed)
-  if configure.value_of('--envs', rest) == 'remote':  # its default of --lag is another
+  if value_of('--envs', rest) == 'remote':  # its default of --lag is another
     base = dataclasses.replace(base, envs='remote', lag='async')
   base = configure.implied(base, rest)
   config = configure.parse(base, rest)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import ALLOW_CODE, Command, Option, Options
+from podrace.commands.shared_options import ALLOW_CODE
 from podrace.errors import UsageError
 from podrace.settings import user_code
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
 COMMAND = Command(

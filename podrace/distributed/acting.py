@@ -35,7 +35,9 @@ from podrace.errors import RunError, UsageError
 from podrace.hooks import learns_from_replay, memory
 from podrace.replay.layout import Layout, named
 from podrace.replay.streams import Streams
-from podrace.settings.config import Config, agent_name, bind_run, validate
+from podrace.settings.agents import agent_name, bind_run
+from podrace.settings.config import Config
+from podrace.settings.validation import validate
 from podrace.system.threads import Worker
 from podrace.topology import split_devices
 

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from podrace import tables
 from podrace.distributed.run_tables import timed
 from podrace.envs.host.base import Totals
-from podrace.errors import RunError
-from podrace.replay.host import Draw, ReplayFailed, weighted
+from podrace.errors import ReplayFailed, RunError
+from podrace.replay.host import Draw, weighted
 from podrace.replay.layout import Columns, unnamed
 from podrace.replay.windows import Windows
 from podrace.system.threads import Worker

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from podrace.architectures.protocol import Extra
 from podrace.architectures.sebulba import (
   Batch,
   LearningProgram,
@@ -25,7 +26,6 @@ from podrace.distributed.run_identity import Addresses, check, run_name
 from podrace.distributed.run_tables import episodes_table, replay_table, unrolls_table
 from podrace.envs.host.base import HostSpec, Totals
 from podrace.replay.layout import Layout
-from podrace.run.checkpoint import Extra
 from podrace.settings.config import (
   Config,
 )

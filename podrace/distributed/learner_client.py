@@ -25,7 +25,8 @@ from podrace.distributed.run_identity import (
   record,
 )
 from podrace.errors import UsageError
-from podrace.settings.config import Config, flag
+from podrace.fields import flag
+from podrace.settings.config import Config
 from podrace.system.process import on_signals
 
 log = logging.getLogger('podrace.distributed')

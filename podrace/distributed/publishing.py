@@ -27,7 +27,7 @@ from podrace.distributed.run_identity import (
   record,
   to_leaves,
 )
-from podrace.replay.host import ReplayFailed
+from podrace.errors import ReplayFailed
 from podrace.settings.config import Config
 
 GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete

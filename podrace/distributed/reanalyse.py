@@ -33,7 +33,9 @@ from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_refresh, memory, searches
 from podrace.replay.layout import Columns, Layout, named
-from podrace.settings.config import Config, agent_name, bind_run, validate
+from podrace.settings.agents import agent_name, bind_run
+from podrace.settings.config import Config
+from podrace.settings.validation import validate
 from podrace.system.process import give_way
 from podrace.system.threads import Worker
 from podrace.types import Array

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from podrace import errors
 from podrace.distributed.net import keys
 from podrace.distributed.net.address import check_address
 from podrace.distributed.net.announce import Announcement
@@ -19,16 +20,11 @@ from podrace.distributed.net.listener import Listen
 from podrace.distributed.net.messages import SILENCE
 from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
-from podrace.run.directory import write_json
-from podrace.settings.config import (
-  Config,
-  agent_name,
-  argument,
-  changes,
-  option,
-  to_json,
-)
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import argument, changes, option, to_json
+from podrace.system.files import write_json
 from podrace.system.files.reading import read_json
 from podrace.topology import on_host
 
@@ -62,8 +58,8 @@ def check(addresses: Addresses, listens: bool = True) -> None:
       keys.Allowed(a.keys / keys.ALLOWED)
     try:
       keys.client_context(a.keys)
-    except keys.SecurityError as e:
-      raise keys.SecurityError(f'{e}; a learner is a client of its replay service') from e
+    except errors.SecurityError as e:
+      raise errors.SecurityError(f'{e}; a learner is a client of its replay service') from e
 
 
 def run_name(run_dir: Path) -> str:

@@ -3,6 +3,7 @@
 Importing this imports neither jax nor any of the libraries.
 """
 
-from podrace.envs.registry import MissingExtra, UnknownName, make, names
+from podrace.envs.registry import make, names
+from podrace.errors import MissingExtra, UnknownName
 
 __all__ = ['MissingExtra', 'UnknownName', 'make', 'names']

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from podrace.envs.registry import UnknownName
+from podrace.errors import UnknownName
 from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
 
 

@@ -14,18 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from podrace.envs import options as values
 from podrace.envs.options import Value
+from podrace.errors import MissingExtra, UnknownName
 from podrace.system.importing import why_not
 
 if TYPE_CHECKING:
   from podrace.types import Environment
-
-
-class UnknownName(ValueError):
-  """The name of an environment, or an option of it, that nothing answers to."""
-
-
-class MissingExtra(ValueError):
-  """An environment whose library is not installed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box
 from podrace.envs.base import Dynamics, NextStepReset, infos
-from podrace.envs.registry import UnknownName
 from podrace.envs.spaces import STATE
+from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 
 

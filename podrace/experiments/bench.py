@@ -19,7 +19,8 @@ from podrace.architectures.sebulba import ActingProgram, Actors, ActorSource, Ba
 from podrace.architectures.sebulba.device_programs import pack
 from podrace.errors import RunError, UsageError
 from podrace.run.build import build_sebulba
-from podrace.settings.config import Config, validate
+from podrace.settings.config import Config
+from podrace.settings.validation import validate
 from podrace.system.output import print_text
 from podrace.system.process import cores
 from podrace.system.threads import Worker

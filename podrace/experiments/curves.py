@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from podrace.errors import UnreadableFile, UsageError
-from podrace.experiments.runs import read_run_record
-from podrace.run import metrics
+from podrace.run import metrics, sinks
+from podrace.run.directory import read_run_record
 from podrace.system.files.schema import is_number
 
 Floats = np.ndarray
@@ -81,7 +81,7 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   if record is None:
     raise UsageError(f'{path}: config.json cannot be read: it is not there')
   try:
-    config = {k: v for k, v in metrics.flat(record).items() if k not in NOT_OF_GROUP}
+    config = {k: v for k, v in sinks.flat(record).items() if k not in NOT_OF_GROUP}
   except UsageError as e:
     raise UsageError(f'{path}: {e}') from e
   lines = metrics.read(path / 'metrics.jsonl', shown=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from podrace.experiments.curves import Group
 from podrace.experiments.runs import agent_of
-from podrace.settings.config import option
+from podrace.settings.record import option
 from podrace.settings.user_code import CLASS
 from podrace.system.output import printable
 

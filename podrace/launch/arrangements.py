@@ -14,11 +14,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from podrace.commands.configure import value_of
 from podrace.errors import UsageError
 from podrace.hooks import learns_from_replay
 from podrace.launch.program import Node, Program, literal
-from podrace.settings.config import Config, agent_name
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Config
+from podrace.system.options import value_of
 
 # The same for all processes.
 SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')

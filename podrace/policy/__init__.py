@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.errors import UnreadableFile
+from podrace.errors import PolicyError, UnreadableFile
 from podrace.policy.network import STATES, Network, Numpy, Params, leaves
 from podrace.system.files.reading import read_bytes, read_json
 from podrace.system.files.schema import (
@@ -64,10 +64,6 @@ NETWORK = {
 }
 
 Step = Callable[[list[np.ndarray], Any, int], tuple[np.ndarray, Any]]  # arrays, state, batch
-
-
-class PolicyError(ValueError):
-  """The directory holds no policy, or a damaged one; the message is for the user."""
 
 
 def load_policy(folder: Path | str, runtime: str = 'numpy') -> Policy:

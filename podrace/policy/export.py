@@ -25,7 +25,9 @@ from podrace.networks.observations import channels_first, is_pixels
 from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION, Policy, numpy_step, onnx
 from podrace.run.directory import load_config
 from podrace.run.evaluate import evaluable, newest_params
-from podrace.settings.config import Config, agent_name, to_json
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Config
+from podrace.settings.record import to_json
 from podrace.system.files import make_user_folder, move, new_folder, write_whole
 from podrace.system.files import remove as remove_files
 from podrace.system.process import undone_by_signals

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import tables
-from podrace.errors import UnreadableFile
+from podrace.errors import ReplayFailed, UnreadableFile
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
@@ -40,10 +40,6 @@ POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 CACHE_BYTES = 2**26  # of unpacked chunks
 CLOSE_SECONDS = 5.0
 TABLE = 'windows'
-
-
-class ReplayFailed(Exception):
-  """The replay's thread ended with an exception; the message has its traceback."""
 
 
 # --- the learner's table ------------------------------------------------------------------------------

@@ -28,7 +28,9 @@ from podrace.hooks import memory
 from podrace.replay import Buffer, windows
 from podrace.replay.layout import Layout
 from podrace.run.check_agent import check_run
-from podrace.settings.config import Config, bind_run, validate
+from podrace.settings.agents import bind_run
+from podrace.settings.config import Config
+from podrace.settings.validation import validate
 from podrace.topology import Topology, learner_mesh, share, split_devices
 from podrace.types import Replay
 

@@ -7,21 +7,11 @@ import types
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
-from podrace.errors import UsageError
+from podrace.errors import EndTraining, UsageError
 from podrace.learner import is_reserved
-from podrace.run.metrics import Line, number
+from podrace.run.metrics import Line
+from podrace.system.files import number
 from podrace.types import TrainState
-
-
-class EndTraining(Exception):
-  """Raised by a callback: the run saves, and is finished. Its text is the reason, in summary.json.
-
-  `metrics` are what the callback would have returned for this line.
-  """
-
-  def __init__(self, reason: str = '', metrics: Mapping[str, float] | None = None) -> None:
-    super().__init__(reason)
-    self.metrics = metrics or {}
 
 
 class Callback(Protocol):

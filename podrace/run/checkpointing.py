@@ -12,13 +12,11 @@ import jax
 
 from podrace.architectures.protocol import Architecture
 from podrace.architectures.sebulba import ActorFailed
-from podrace.errors import RunError, UsageError
-from podrace.replay.host import ReplayFailed
-from podrace.run.checkpoint import CheckpointError, Checkpoints
+from podrace.errors import CheckpointError, ReplayFailed, RunError, Stopped, UsageError
+from podrace.run.checkpoint import Checkpoints
 from podrace.run.compatibility import Fit
 from podrace.run.directory import machine
 from podrace.settings.config import Config
-from podrace.system.signals import Stopped
 
 if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery

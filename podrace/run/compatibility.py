@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
-from podrace.errors import UsageError
-from podrace.run.checkpoint import CheckpointError, Checkpoints
-from podrace.run.directory import completed_record, read_record, shapes_sha256
-from podrace.settings.config import Config, differences, option, to_json
+from podrace.errors import CheckpointError, UsageError
+from podrace.run.checkpoint import Checkpoints
+from podrace.run.directory import completed_record, read_record
+from podrace.settings.config import Config
+from podrace.settings.record import differences, option, to_json
 from podrace.topology import data_size, model_size
 
 if TYPE_CHECKING:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import fcntl
 import functools
-import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
-from podrace.errors import UnreadableFile, UsageError
-from podrace.experiments.runs import read_run_record
-from podrace.run import metrics
+from podrace.errors import RunError, Stopped, UnreadableFile, UsageError
 from podrace.settings import user_code
-from podrace.settings.config import (
-  Config,
-  agent_name,
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Config
+from podrace.settings.record import (
   changes,
   check_code,
   completed,
@@ -28,37 +28,49 @@ from podrace.settings.config import (
   to_json,
   with_unrecorded,
 )
-from podrace.system.files import check_folder, write_whole
-from podrace.system.files.reading import read_json
-from podrace.system.files.schema import SUMMARY, check_members
-from podrace.system.process import cores, is_locked, lock
-from podrace.topology import on_host
+from podrace.settings.user_code import KIND, update_paths
+from podrace.system.files import check_folder, create_folder, make_user_folder, write_whole
+from podrace.system.files.reading import open_regular, parse_json, read_json, read_object
+from podrace.system.files.schema import (
+  COUNT,
+  LINE,
+  POSITIVE,
+  SUMMARY,
+  TEXT,
+  Member,
+  check_members,
+  is_step,
+  needed,
+)
+from podrace.system.process import NO_LOCKS, cores, is_locked, lock
 from podrace.version import __version__
+
+RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
+KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
+BROKEN = 'broken'  # one of its files can't be read
+UNKNOWN = 'unknown'  # not finished, and its file system has no locks that say whether it is running
+STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN, UNKNOWN)
+END = 'end.json'  # how the run's last life ended, where it did not finish
+TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
+RECORD = {
+  'env': needed(TEXT),
+  'agent': Member('an object', needed=True),
+  'total_steps': needed(POSITIVE),
+  'num_envs': POSITIVE,
+  'unroll_length': POSITIVE,
+  'architecture': TEXT,
+  KIND: TEXT,
+}  # of config.json
+DISCOVER_RECORD = {
+  'widths': Member('a list', needed=True),
+  'agents': needed(POSITIVE),
+  'agent_updates': needed(COUNT),
+}
 
 if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery
 
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
-
-
-def params_sha256(params: Any) -> str:
-  """A hash over the parameter leaves' paths, dtypes, shapes and bytes, in path order."""
-  leaves = {
-    jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)
-  }
-  digest = hashlib.sha256()
-  for path, leaf in sorted(leaves.items()):
-    array = on_host(leaf)
-    digest.update(f'{path} {array.dtype} {array.shape}\n'.encode())
-    digest.update(np.ascontiguousarray(array).tobytes())
-  return digest.hexdigest()
-
-
-def shapes_sha256(state: Any) -> str:
-  """A hash over the paths, dtypes and shapes of a state."""
-  leaves = jax.tree_util.tree_leaves_with_path(state)
-  text = '\n'.join(f'{jax.tree_util.keystr(p)} {x.dtype} {x.shape}' for p, x in leaves)
-  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def machine() -> dict[str, Any]:
@@ -108,11 +120,6 @@ def changes_of(config: Config | Discovery, run_dir: Path) -> list[str]:
       + '\ngive another --run-dir'
     )
   return changed
-
-
-def write_json(path: Path, value: Any) -> None:
-  """Writes a JSON file whole or not at all, also if the power is cut."""
-  write_whole(path, json.dumps(value, indent=2) + '\n')
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
@@ -182,91 +189,230 @@ def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Config | Discover
   return config
 
 
-def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
-  """The return of all episodes together, from each seed's sums, and its standard deviation.
+def saved_steps(path: Path) -> list[int]:
+  """The steps of a run's checkpoints."""
+  with contextlib.suppress(OSError):
+    return [int(name) for name in os.listdir(path / 'checkpoints') if is_step(name)]
+  return []
 
-  None where no episode ended, and for what is not finite.
+
+def read_run_record(path: Path) -> dict[str, Any] | None:
+  """Return what config.json in a run directory records, None if there is none.
+
+  Raises:
+    UnreadableFile: if it is not the record of a run.
   """
-  n, sums, deviations = (
-    np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation)
+  file = path / 'config.json'
+  record = read_object(file, RECORD)
+  if record is None:
+    return None
+  try:
+    check_members(record, DISCOVER_RECORD if record.get(KIND) == 'discover' else {})
+    check_members(record, {} if KIND in record else {'architecture': needed(TEXT)})
+    check_members(record['agent'], {'name': needed(TEXT)})
+  except ValueError as e:
+    raise UnreadableFile(file, f'is not the record of a run: it {e}') from e
+  return update_paths(record)
+
+
+def last_line(path: Path) -> tuple[dict[str, Any], float]:
+  """The last line of a metrics.jsonl, and when it was written.
+
+  If no episode ended in it, it has the return of the newest line that has one.
+
+  Raises:
+    UnreadableFile: if it is no regular file, or cannot be read.
+  """
+  last: dict[str, Any] = {}
+  try:
+    with open_regular(path) as file:
+      end = file.seek(0, os.SEEK_END)
+      file.seek(max(0, end - TAIL))
+      *lines, _ = file.read(TAIL).split(b'\n')
+      written = os.fstat(file.fileno()).st_mtime
+  except FileNotFoundError:
+    return last, 0.0
+  except OSError as e:
+    raise UnreadableFile(path, f'cannot be read: {e.strerror}') from e
+  for text in reversed(lines):
+    with contextlib.suppress(ValueError):
+      line = parse_json(text, finite=True)
+      check_members(line, LINE)
+      last = last or line
+      if line.get('episode_return') is not None:
+        return last | {'episode_return': line['episode_return']}, written
+  return last, written
+
+
+def is_running(path: Path) -> bool | None:
+  """Whether a process has the run's lock, or `podrace launch` that of its logs, as between two starts of a learner.
+
+  None if the file system has no locks.
+
+  Raises:
+    UnreadableFile: if a lock is no regular file.
+  """
+  states = [has_lock(path), has_lock(path / 'logs')]
+  return True if True in states else None if None in states else False
+
+
+def has_lock(path: Path) -> bool | None:
+  """Whether a process has the lock of a directory; None if the file system has no locks."""
+  try:
+    with open_regular(path / 'lock') as file:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+  except FileNotFoundError:
+    return False
+  except BlockingIOError:
+    return True
+  except OSError as e:
+    if e.errno in NO_LOCKS:
+      return None
+    raise UnreadableFile(path / 'lock', f'cannot be locked: {e.strerror}') from e
+  return False
+
+
+@contextlib.contextmanager
+def noting_end(
+  path: Path, stopped: type[Exception], is_ours: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises.
+
+  A refusal (UsageError) changes nothing. Nothing is written where the directory is not the run's any more, as `is_ours` says.
+  """
+  try:
+    before = read_end(path)
+  except UnreadableFile:  # it is replaced below
+    before = {}
+  (path / END).unlink(missing_ok=True)
+
+  def note(state: str, why: str) -> None:
+    with contextlib.suppress(
+      OSError
+    ):  # the disk is full, or the directory is gone: what failed is what counts
+      if is_ours():
+        write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')
+
+  try:
+    yield
+  except stopped as e:
+    note(STOPPED, str(e))
+    raise
+  except UsageError:
+    if before:
+      note(before.get('state', FAILED), before.get('why', ''))
+    raise
+  except KeyboardInterrupt:
+    note(STOPPED, 'SIGINT: ended at once')
+    raise
+  except Exception as e:
+    note(FAILED, reason(e))
+    raise
+
+
+def reason(error: Exception) -> str:
+  """In a line why a run failed: the first cause, where one error led to another."""
+  while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+    error = error.__cause__
+  lines = [x for x in str(error).splitlines() if x.strip()]
+  if not lines:
+    return repr(error)
+  text, kind = lines[-1].strip(), type(error).__name__
+  return (
+    text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
   )
-  n, sums, deviations = n[n > 0], sums[n > 0], deviations[n > 0]
-  if not len(n):
-    return {'episode_return': None, 'episode_return_std': None}
-  with np.errstate(all='ignore'):
-    mean = sums.sum() / n.sum()
-    variance = (deviations + n * np.square(sums / n - mean)).sum() / n.sum()
-    std = np.sqrt(np.maximum(variance, 0.0))
-  return {'episode_return': metrics.number(mean), 'episode_return_std': metrics.number(std)}
 
 
-def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
-  """What a line of metrics has of a summary (see `Anakin.read_log`)."""
-  episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
-  total = int(episodes.sum())
-  length = np.sum(summary['length_sum'], dtype=np.float64)
-  line: metrics.Line = {
-    **mean_and_std(episodes, summary['return_sum'], summary['return_deviation']),
-    'episode_length': metrics.number(length / total) if total else None,
-    'episodes': total,
-    'gradient_steps': int(np.max(summary['gradient_steps'])),
-  }
-  if seeds > 1:
-    sums = np.asarray(summary['return_sum'], np.float64)
-    line['episode_return_by_seed'] = [
-      metrics.number(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
-    ]
-    line['episodes_by_seed'] = episodes.tolist()
-  line |= {name: metrics.number(np.mean(x)) for name, x in summary['metrics'].items()}
-  if total:
-    infos = summary.get('info_sums', {})
-    line |= {
-      f'info_{k}': metrics.number(np.sum(x, dtype=np.float64) / total) for k, x in infos.items()
-    }
-  return line | summary.get('host', {})
+def name_of(preset: str | None, env: str) -> str:
+  """What a new run's directory is named after: a preset, or an environment without its options."""
+  return preset or env.partition(',')[0].replace(':', '-').replace('/', '-')
 
 
-def final_return(path: Path) -> dict[str, Any]:
-  """The mean return of the episodes that ended in the last tenth of the run."""
-  lines = metrics.read(path)
-  start = 0.9 * lines[-1]['step'] if lines else 0
-  lines = [
-    line for line in lines if line.get('episode_return') is not None and line.get('episodes')
-  ]  # null: not finite, or none
-  tail = [line for line in lines if line['step'] > start] or lines[-1:]
-  episodes = sum(line['episodes'] for line in tail)
-  if not episodes:
-    return {'episode_return': None, 'episodes': 0}
-  total = sum(line['episode_return'] * line['episodes'] for line in tail)
-  result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
-  if seeds := _seeds(tail[-1]):
-    tail, lines = ([x for x in some if _seeds(x) == seeds] for some in (tail, lines))
-    result['episode_return_by_seed'] = [_final_of_seed(i, tail, lines) for i in range(seeds)]
-  return result
+def new_run_dir(name: str) -> Path:
+  """A directory for a new run: runs/NAME-DATE-TIME."""
+  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
+  path = Path('runs') / f'{name}-{now}'
+  n = 1
+  while path.exists():
+    n += 1
+    path = Path('runs') / f'{name}-{now}-{n}'
+  return path
 
 
-def _seeds(line: metrics.Line) -> int:
-  """The number of seeds that a line has returns of; 0 if it is of one run, or contradicts itself."""
-  counts = {len(line.get(name, ())) for name in ('episode_return_by_seed', 'episodes_by_seed')}
-  return counts.pop() if len(counts) == 1 else 0
+@contextlib.contextmanager
+def reserved(name: str) -> Iterator[Path]:
+  """Makes a new run's directory, so that no other run takes it; removes it if no step of the run is in it."""
+  with contextlib.ExitStack() as stack:
+    runs = Path('runs')
+    try:
+      if not runs.exists():
+        make_user_folder(runs)
+        stack.callback(_remove_empty, runs)
+      while True:
+        path = new_run_dir(name)
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+          create_folder(path)
+          break
+    except OSError as e:
+      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
+    stack.callback(_remove_empty, path)
+    try:
+      yield path
+    except Stopped as e:
+      e.kept = not _remove_unbegun(path)
+      raise
 
 
-def _final_of_seed(i: int, tail: list[metrics.Line], lines: list[metrics.Line]) -> float | None:
-  """The mean of a seed's episodes in `tail`, or else that of the newest line with any."""
-
-  def mean(those: list[metrics.Line]) -> float | None:
-    return _mean(
-      [(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in those]
-    )
-
-  found = mean(tail)
-  if found is None:
-    found = next((x for line in reversed(lines) if (x := mean([line])) is not None), None)
-  return found
+@contextlib.contextmanager
+def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
+  """The directory of a run: the one that is given, or else a new one, named after a preset or an environment."""
+  if given is not None:
+    yield Path(given)
+    return
+  with reserved(name.replace(':', '-').replace('/', '-')) as path:
+    yield path
 
 
-def _mean(means: list[tuple[float | None, int]]) -> float | None:
-  """The mean of (mean, count)s; None if nothing was counted."""
-  known = [(mean, count) for mean, count in means if mean is not None]
-  total = sum(count for _, count in known)
-  return sum(mean * count for mean, count in known) / total if total else None
+def _remove_unbegun(path: Path) -> bool:
+  """Removes the files of a run that was stopped before its first step; whether it was."""
+  unbegun = {'config.json', END, 'lock', 'checkpoints'}
+  with contextlib.suppress(OSError):
+    if {p.name for p in path.iterdir()} <= unbegun and not saved_steps(path):
+      shutil.rmtree(path)
+      return True
+  return False
+
+
+def check_directory(path: Path, option: str = '--run-dir') -> None:
+  """Checks that a run can be kept in a directory, which need not be there yet.
+
+  Raises:
+    UsageError: if it can't.
+  """
+  lacks = f'{option} {path} cannot be a directory'
+  there = path
+  while not os.path.lexists(there) and there != there.parent:
+    there = there.parent
+  try:
+    if not there.is_dir():
+      raise UsageError(f'{lacks}: {there} is none')
+    writable = os.access(there, os.W_OK | os.X_OK)
+  except OSError as e:
+    raise UsageError(f'{lacks}: {e.strerror}') from e
+  if not writable and there == path:
+    raise UsageError(f'{option} {path} cannot be written to')
+  if not writable:
+    raise UsageError(f'{lacks}: {there} cannot be written to')
+
+
+def _remove_empty(path: Path) -> None:
+  with contextlib.suppress(OSError):  # it isn't
+    path.rmdir()
+
+
+def read_end(path: Path) -> dict[str, Any]:
+  """Return how the run's last life ended, {} if that is not known."""
+  end = read_object(path / END, {'state': TEXT, 'why': TEXT}) or {}
+  if end.get('state', KILLED) not in (STOPPED, FAILED, KILLED):
+    raise UnreadableFile(path / END, f'has a state other than {STOPPED}, {FAILED} or {KILLED}')
+  return end

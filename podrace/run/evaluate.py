@@ -22,15 +22,16 @@ from podrace.envs.base import batch
 from podrace.envs.check import check_environment
 from podrace.envs.host import base as host
 from podrace.envs.host.answer_timer import AnswerTimer
-from podrace.envs.host.base import Checker, Deadline, HostError, HostSpec, PoolArgs
+from podrace.envs.host.base import Checker, Deadline, HostSpec, PoolArgs
 from podrace.envs.spaces import STATE
-from podrace.errors import RunError, UsageError
+from podrace.errors import CheckpointError, HostError, RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.networks import outside_loops
-from podrace.run.checkpoint import CheckpointError, Checkpoints
+from podrace.run.checkpoint import Checkpoints
 from podrace.run.directory import load_config
-from podrace.run.metrics import number
-from podrace.settings.config import Config, bind_run
+from podrace.settings.agents import bind_run
+from podrace.settings.config import Config
+from podrace.system.files import number
 from podrace.system.process import cores, undone_by_signals
 from podrace.system.threads import Worker
 from podrace.types import Agent, Array, Arrival, Environment, HostEnvironment

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from podrace import hooks
-from podrace.run import metrics
+from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
-from podrace.run.directory import described
+from podrace.run.summary import described
 from podrace.settings.config import Config
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Log:
     run_dir: Path,
     callbacks: Callbacks,
     sinks: tuple[str | metrics.Sink, ...],  # which somebody else closes, if they are no names
-    terminal: metrics.Progress | None,  # None: no progress is shown
+    terminal: progress.Progress | None,  # None: no progress is shown
     warn: Callable[[str], None],
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
@@ -69,7 +69,7 @@ class Log:
     self.check_lines('metrics.jsonl', self.lines)
     for given in self.given_sinks:
       if isinstance(given, str):
-        sink = metrics.SINKS[given](self.run_dir)
+        sink = sinks.SINKS[given](self.run_dir)
         stack.callback(sink.close)
         self.sinks.append(sink)
       else:

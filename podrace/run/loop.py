@@ -14,33 +14,38 @@ import jax
 import numpy as np
 
 from podrace import hooks
+from podrace.architectures.hashes import params_sha256
 from podrace.architectures.protocol import Architecture
-from podrace.errors import RunError, UnreadableFile, UsageError
-from podrace.experiments.runs import check_directory, has_lock, last_line, noting_end, saved_steps
-from podrace.run import metrics
+from podrace.errors import CheckpointError, RunError, Stopped, UnreadableFile, UsageError
+from podrace.run import metrics, progress
 from podrace.run.build import build, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
-from podrace.run.checkpoint import CheckpointError
 from podrace.run.checkpointing import Saves
 from podrace.run.directory import (
   changes_of,
+  check_directory,
   continued,
-  final_return,
+  has_lock,
+  last_line,
   locked,
   machine,
-  params_sha256,
+  noting_end,
   read_record,
   read_summary,
-  write_json,
+  saved_steps,
 )
 from podrace.run.evaluate import evaluated
 from podrace.run.log import Log
 from podrace.run.periodic_evaluation import Evaluations
+from podrace.run.sinks import check_sinks
+from podrace.run.summary import final_return
 from podrace.run.warm_start import check_start, warm_started
-from podrace.settings.config import Config, to_json, validate
+from podrace.settings.config import Config
+from podrace.settings.record import to_json
+from podrace.settings.validation import validate
 from podrace.system.blame import label
-from podrace.system.files import check_folder, make_user_folder
-from podrace.system.signals import GRACE_SECONDS, Stop, Stopped
+from podrace.system.files import check_folder, make_user_folder, write_json
+from podrace.system.signals import GRACE_SECONDS, Stop
 from podrace.topology import everyones
 
 if TYPE_CHECKING:
@@ -147,7 +152,7 @@ def carry_out(
     assemble: the program, and the server that remote environments come to. It is given what warns.
     opening: says what there is to say once the run begins.
   """
-  metrics.check_sinks(sinks, Path(run_dir))
+  check_sinks(sinks, Path(run_dir))
   called, run_dir = Callbacks(callbacks, override), Path(run_dir)
   if called.transforms and jax.process_count() > 1:
     raise UsageError('a callback with transform is for runs of one process')
@@ -156,7 +161,7 @@ def carry_out(
       'a callback with transform changes one TrainState, and each device of --agree gossip has its own'
     )
   leader = jax.process_index() == 0
-  terminal = metrics.progress(config.total_updates * config.steps_per_update, config.seeds)
+  terminal = progress.progress(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing
   say = _nothing if quiet else warn
   with _as_run_errors(run_dir), contextlib.ExitStack() as stack:
@@ -263,7 +268,7 @@ class _Run:
     program: Architecture,
     run_dir: Path,
     stop: Stop,
-    terminal: metrics.Progress,
+    terminal: progress.Progress,
     warn: Callable[[str], None],
     sinks: tuple[str | metrics.Sink, ...],
     quiet: bool,

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.registry import parse
 from podrace.errors import UnreadableFile, UsageError
-from podrace.experiments.runs import read_run_record
-from podrace.run.directory import load_config
+from podrace.run.directory import load_config, read_run_record
 from podrace.run.evaluate import evaluable, newest_params
 from podrace.types import MID, Array, TimeStep
 

@@ -12,7 +12,8 @@ from podrace.errors import UsageError
 from podrace.run.directory import load_config
 from podrace.run.evaluate import evaluable, newest_params
 from podrace.settings import user_code
-from podrace.settings.config import Config, changes, option, to_json
+from podrace.settings.config import Config
+from podrace.settings.record import changes, option, to_json
 
 
 def check_start(config: Config) -> Any:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
-from podrace.settings.config import Common, Config, agent_name
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Common, Config
 
 Kind = Literal['vector', 'grid', 'pixels', 'continuous']
 

@@ -17,14 +17,9 @@ from podrace.envs.registry import LIBRARIES
 from podrace.errors import UsageError
 from podrace.fields import EnvName, check_types
 from podrace.hooks import learns_from_replay
-from podrace.settings.config import (
-  Basics,
-  agent_name,
-  at_least,
-  check_basics,
-  check_numbers,
-  library_of,
-)
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Basics
+from podrace.settings.validation import at_least, check_basics, check_numbers, library_of
 
 RULES = {
   'disco': 'podrace.agents.rules.disco',

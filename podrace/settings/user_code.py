@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES, UnknownName, parse
+from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES, parse
+from podrace.errors import UnknownName
 from podrace.fields import ClassName, item_types, role_of
 
 CLASS = 'class'  # where a record names a dataclass of somebody's own, in the place of ours

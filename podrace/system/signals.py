@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from podrace.errors import Stopped
 from podrace.system.importing import is_the_users
 from podrace.system.process import on_signals
 from podrace.system.threads import Worker
@@ -22,16 +23,6 @@ from podrace.system.threads import Worker
 GRACE_SECONDS = 20.0  # after a signal: what a call has to end, before the run ends without it
 PACKAGE = Path(__file__).parents[1]
 SLOW_SECONDS = 60.0  # of one call: a warning says where it stands, and again after twice the time
-
-
-class Stopped(Exception):
-  """A signal ended the run; all that there was to save is saved, but for what `unsaved` names."""
-
-  def __init__(self, signum: int, unsaved: str = '') -> None:
-    name = signal.Signals(signum).name
-    super().__init__(f'{name}: {unsaved}' if unsaved else name)
-    self.signum, self.unsaved = signum, unsaved
-    self.kept = True  # whether there is a run directory to go on with
 
 
 class Stop:

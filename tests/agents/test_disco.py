@@ -28,7 +28,7 @@ from podrace.errors import UsageError
 from podrace.learner import sample_learner
 from podrace.networks import Predictions, Predictor
 from podrace.networks.planning import decode
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow

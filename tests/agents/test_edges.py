@@ -45,7 +45,8 @@ from podrace.networks import (
   QNetwork,
 )
 from podrace.replay import on_policy
-from podrace.settings.config import bind, check_numbers, default_agent
+from podrace.settings.agents import bind, default_agent
+from podrace.settings.validation import check_numbers
 from podrace.types import FIRST, LAST, MID, TimeStep, Trajectory
 
 EDGES = (0, 1, -1, math.inf, -math.inf, math.nan, 1e39, 1e-39)

@@ -23,7 +23,7 @@ from podrace.errors import UsageError
 from podrace.learner import learner
 from podrace.networks import LifetimeNetwork, Policy
 from podrace.replay import on_policy
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.types import FIRST, LAST, Trajectory
 
 B, T = 3, 30

@@ -26,7 +26,7 @@ from podrace.errors import UsageError
 from podrace.learner import learner
 from podrace.networks import PolicyPredictor
 from podrace.replay import on_policy
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.types import LAST, TrainState, Trajectory
 
 T, B, A = 7, 6, 3

@@ -21,12 +21,13 @@ from podrace.distributed.net.frame import WireError
 from podrace.envs import contract
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.check import check_environment
-from podrace.envs.host.base import Checker, HostError, HostSpec
+from podrace.envs.host.base import Checker, HostSpec
 from podrace.envs.spaces import without_choice
-from podrace.errors import RunError, UsageError
+from podrace.errors import HostError, RunError, UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.run.loop import train
-from podrace.settings.config import Config, bind
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
 from podrace.types import FIRST, LAST, MID, Arrival, TimeStep
 
 SPACE = spaces.Dict(

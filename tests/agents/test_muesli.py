@@ -27,7 +27,7 @@ from podrace.agents.muesli import Extras, Muesli, cmpo, sampled_cmpo
 from podrace.envs import make
 from podrace.learner import sample_learner
 from podrace.networks import LearnedModel
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.types import LAST, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow

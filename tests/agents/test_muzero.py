@@ -34,7 +34,8 @@ from podrace.networks.planning import decode, encode, features, scale_hidden
 from podrace.networks.protocol import unroll_merged
 from podrace.replay import Buffer
 from podrace.run.loop import train
-from podrace.settings.config import Config, from_json, to_json
+from podrace.settings.config import Config
+from podrace.settings.record import from_json, to_json
 from podrace.types import LAST, Sample, TimeStep, TrainState, Trajectory
 
 SLOW = pytest.mark.slow

@@ -24,7 +24,7 @@ from podrace.envs.states import rules, with_state
 from podrace.hooks import greedily
 from podrace.networks import ActorCritic, LearnedModel
 from podrace.run.evaluate import evaluator
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.types import LAST, TimeStep
 
 SELF = 'pgx:tic_tac_toe,opponent=self,state=true'

@@ -39,7 +39,7 @@ from podrace.envs.host import base as host
 from podrace.experiments.bench import combined_rate, learner_rate, memory
 from podrace.networks import Actor, Critic, LearnedModel, Predictor, QNetwork
 from podrace.replay import Buffer
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.topology import split_devices
 
 SLOW = pytest.mark.slow

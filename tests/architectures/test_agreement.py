@@ -40,8 +40,9 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer, on_policy
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.metrics import read
-from podrace.settings import config as settings
-from podrace.settings.config import Config, bind
+from podrace.settings import validation
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.types import TimeStep, TrainState, Trajectory, map_batch
 
@@ -428,7 +429,7 @@ def test_a_gossip_run_begins_from_another_run(whole: Path) -> None:
 def test_options_that_do_not_fit(given: Any, said: str) -> None:
   config: Config = podrace.configure('catch')
   with pytest.raises(UsageError, match=re.escape(said)):
-    settings.validate(dataclasses.replace(config, **given))
+    validation.validate(dataclasses.replace(config, **given))
 
 
 def test_one_device_has_no_neighbour(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from podrace.envs import make
 from podrace.envs.base import NextStepReset, batch, restart, transition
 from podrace.networks import ActorCritic
 from podrace.replay import on_policy
-from podrace.run import directory
+from podrace.run import summary
 from podrace.types import FIRST, LAST, MID, TimeStep
 
 SMALL = ActorCritic(hidden=(32,), initializer='lecun', activation='relu', core_size=32)
@@ -317,7 +317,7 @@ def test_the_spread_of_returns_is_exact(returns: Any) -> None:
   for found, values in zip(counted(returns), ([returns, -returns], [returns]), strict=True):
     exact = np.concatenate(values).astype(np.float64)
     assert found['episodes'] == exact.size
-    told = directory.mean_and_std(found['episodes'], found['return_sum'], found['return_deviation'])
+    told = summary.mean_and_std(found['episodes'], found['return_sum'], found['return_deviation'])
     if np.abs(exact).max() > 1e20:  # its square is beyond float32
       assert told['episode_return_std'] is None
       continue
@@ -327,13 +327,13 @@ def test_the_spread_of_returns_is_exact(returns: Any) -> None:
 
 def test_the_spread_over_seeds() -> None:
   """Seed 1 has finished none."""
-  told = directory.mean_and_std([2, 0, 3], [4.0, 0.0, 9.0], [2.0, 0.0, 8.0])
+  told = summary.mean_and_std([2, 0, 3], [4.0, 0.0, 9.0], [2.0, 0.0, 8.0])
   values = np.array([1.0, 3.0, 1.0, 3.0, 5.0])
   assert told == {
     'episode_return': pytest.approx(values.mean()),
     'episode_return_std': pytest.approx(values.std()),
   }
-  assert set(directory.mean_and_std([0, 0], [0, 0], [0, 0]).values()) == {None}
+  assert set(summary.mean_and_std([0, 0], [0, 0], [0, 0]).values()) == {None}
 
 
 # --- errors -----------------------------------------------------------------------------------

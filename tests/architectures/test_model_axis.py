@@ -24,6 +24,7 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.architectures.agreement import Gossip
 from podrace.architectures.anakin import Anakin
+from podrace.architectures.hashes import params_sha256
 from podrace.architectures.sebulba.actors import _on_one_device
 from podrace.architectures.sharding import train_specs
 from podrace.architectures.unroll import actor_on_mesh
@@ -38,9 +39,9 @@ from podrace.run import directory
 from podrace.run.build import build
 from podrace.run.check_agent import check_run
 from podrace.run.checkpoint import snapshot
-from podrace.run.directory import params_sha256
-from podrace.settings.config import bind, from_json, to_json
+from podrace.settings.agents import bind
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import from_json, to_json
 from podrace.types import TrainState
 
 SIZES = Transformer(layers=1, width=16, heads=8)

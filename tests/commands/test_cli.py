@@ -56,14 +56,17 @@ from podrace.commands import (
   watch,
 )
 from podrace.commands.shared_options import PEER_TIMEOUT
-from podrace.commands.shared_options import Command as Declared
 from podrace.distributed.net.messages import SILENCE
 from podrace.experiments import runs as directories
 from podrace.experiments.bench import allowed
+from podrace.fields import flag
 from podrace.hooks import BOUND
 from podrace.networks import ActorCritic
-from podrace.settings.config import Config, agent_name, flag
+from podrace.run import directory
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
+from podrace.system.options import Command as Declared
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '640', '--devices', '1']  # fmt: skip
@@ -367,7 +370,7 @@ def test_runs_of_one_second_have_directories_of_their_own(
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(directories, 'datetime', SimpleNamespace(datetime=Noon))
   with contextlib.ExitStack() as stack:
-    found = [stack.enter_context(directories.reserved('catch')) for _ in range(3)]
+    found = [stack.enter_context(directory.reserved('catch')) for _ in range(3)]
     names = [f'catch-20200101-120000{x}' for x in ('', '-2', '-3')]
     assert found == [Path('runs') / n for n in names] and all(p.is_dir() for p in found)
     (found[1] / 'config.json').touch()
@@ -379,9 +382,9 @@ def test_a_directory_that_another_run_was_quicker_to_take(
 ) -> None:
   monkeypatch.chdir(tmp_path)
   names = iter(['one', 'two'])
-  monkeypatch.setattr(directories, 'new_run_dir', lambda name: Path('runs') / next(names))
+  monkeypatch.setattr(directory, 'new_run_dir', lambda name: Path('runs') / next(names))
   (tmp_path / 'runs' / 'one').mkdir(parents=True)
-  with directories.reserved('catch') as path:
+  with directory.reserved('catch') as path:
     assert path == Path('runs') / 'two'
 
 

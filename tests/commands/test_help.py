@@ -17,10 +17,11 @@ from test_defaults import ENVS, settings
 from podrace.agents import AGENTS
 from podrace.commands import discover, train
 from podrace.envs.registry import LIBRARIES
+from podrace.fields import flag
 from podrace.settings import defaults
-from podrace.settings.config import flag, to_json
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import to_json
 
 BOUND_BY_AGENTS = {  # settings of networks that an agent chooses, and that are no options
   '--agent.actor.deterministic', '--agent.critic.atoms', '--agent.critic.critics', '--agent.actor.core',

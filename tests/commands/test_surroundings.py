@@ -18,9 +18,11 @@ from podrace.cli import COMMANDS
 from podrace.commands import configure
 from podrace.errors import UsageError
 from podrace.experiments import runs
+from podrace.fields import flag
 from podrace.run import loop as run
-from podrace.settings.config import flag, to_json, validate
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import to_json
+from podrace.settings.validation import validate
 
 OF_JAX = sorted(name for name, module in COMMANDS.items() if module.COMMAND.jax)
 

@@ -33,7 +33,6 @@ from podrace.agents import value_based
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.commands import act, configure
-from podrace.commands.shared_options import Options
 from podrace.distributed import acting as acting_process
 from podrace.distributed import (
   batches as feed,
@@ -59,9 +58,12 @@ from podrace.networks import ActorCritic
 from podrace.replay.layout import named
 from podrace.replay.streams import Streams
 from podrace.run import build, loop
-from podrace.settings.config import Config, bind_run, with_unrecorded
+from podrace.settings.agents import bind_run
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import with_unrecorded
 from podrace.system import signals
+from podrace.system.options import Options
 from podrace.types import ActorOutput, TimeStep, Trajectory
 
 CATCH = [
@@ -351,7 +353,7 @@ def test_tables_are_waited_for_where_a_signal_ends_the_wait(
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(server, '_request', asked)
-    with pytest.raises(signals.Stopped):
+    with pytest.raises(errors.Stopped):
       loop.train(
         config,
         tmp_path / 'run',
@@ -538,7 +540,7 @@ def test_a_learner_needs_all_keys_before_it_is_compiled(
     'allowed_clients',
   ):
     (keys / name).rename(tmp_path / 'kept')
-    with pytest.raises(net_keys.SecurityError, match=name):
+    with pytest.raises(errors.SecurityError, match=name):
       loop.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
     (tmp_path / 'kept').rename(keys / name)
   assert not (tmp_path / 'other').exists()

@@ -27,7 +27,7 @@ from podrace.distributed.replay.remote_table import RemoteTable
 from podrace.distributed.replay.server import ReplayServer
 from podrace.envs.host import base as host
 from podrace.errors import RunError, UsageError
-from podrace.settings.config import bind_run
+from podrace.settings.agents import bind_run
 from podrace.types import LARGEST_OBSERVATION, LARGEST_OUTPUT, LARGEST_REWARD
 
 ENV = 'gymnasium:CartPole-v1'

@@ -36,7 +36,8 @@ from podrace.hooks import memory
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.replay import Buffer
 from podrace.replay.layout import Layout
-from podrace.settings.config import Config, bind_run
+from podrace.settings.agents import bind_run
+from podrace.settings.config import Config
 from podrace.types import Trajectory
 
 TINY = [

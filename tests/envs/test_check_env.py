@@ -16,8 +16,7 @@ from gymnasium import spaces
 
 from podrace.envs import check
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.registry import UnknownName
-from podrace.errors import UsageError
+from podrace.errors import UnknownName, UsageError
 
 
 class State(NamedTuple):

@@ -16,10 +16,9 @@ from gymnasium import spaces
 
 from podrace import cli
 from podrace.envs.host import base as host
-from podrace.envs.host.base import HostError, PoolArgs
+from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.gymnasium import _some_action
-from podrace.envs.registry import UnknownName
-from podrace.errors import UsageError
+from podrace.errors import HostError, UnknownName, UsageError
 
 DOCK = """\
 import gymnasium, numpy as np

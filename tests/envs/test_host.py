@@ -19,10 +19,10 @@ from children import SUPPORT, alive, environment, until
 from gymnasium import spaces
 
 from podrace.envs.host import base as host
-from podrace.envs.host.base import EpisodeCounter, HostError, PoolArgs
+from podrace.envs.host.base import EpisodeCounter, PoolArgs
 from podrace.envs.host.gymnasium import RESTARTS, Restarts
 from podrace.envs.host.jax import JaxPool, JaxSteps
-from podrace.envs.registry import MissingExtra, UnknownName
+from podrace.errors import HostError, MissingExtra, UnknownName
 from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Arrival
 
 

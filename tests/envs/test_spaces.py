@@ -17,10 +17,9 @@ from podrace.envs import UnknownName
 from podrace.envs.host import base as host
 from podrace.envs.host import envpool as envpool_
 from podrace.envs.host import gymnasium as gymnasium_
-from podrace.envs.host.base import HostError
 from podrace.envs.host.worker import actions_for
 from podrace.envs.spaces import convert, leaves, over, tree, values
-from podrace.errors import UsageError
+from podrace.errors import HostError, UsageError
 
 SPACE = Dict(b=Tuple([Discrete(3), Dict(x=Box(0, 1, (2,)))]), a=Discrete(2))
 VALUE = {'a': 1, 'b': (2, {'x': 3}), 'more': 4}  # what is not declared is left out

@@ -21,12 +21,12 @@ from podrace import cli
 from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
 from podrace.errors import UsageError
-from podrace.experiments.runs import is_running
 from podrace.experiments.sweep import processes, settings, together
 from podrace.experiments.sweep.settings import Choices, Range
 from podrace.policy.export import export
+from podrace.run.directory import is_running
 from podrace.run.evaluate import evaluate
-from podrace.settings.config import from_json, to_json
+from podrace.settings.record import from_json, to_json
 from podrace.types import TrainState
 
 SMALL: dict[str, Any] = dict(

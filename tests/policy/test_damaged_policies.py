@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 from damages import make
-from podrace.system.files.reading import read_npz
 from safetensors.numpy import save
 from test_damaged_directories import ends
 
 from podrace.agents.rules import disco, storage
-from podrace.errors import UsageError
-from podrace.policy import PolicyError, load_policy
+from podrace.errors import PolicyError, UsageError
+from podrace.policy import load_policy
 from podrace.run import opponents
+from podrace.system.files.reading import read_npz
 
 ABOUT: dict[str, Any] = {
   'version': 1, 'agent': 'ppo', 'env': 'podrace:catch', 'step': 10, 'state': [],

@@ -27,11 +27,13 @@ from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.envs.spaces import over
+from podrace.errors import PolicyError
 from podrace.networks import ActorCritic, QNetwork
-from podrace.policy import RUNTIMES, PolicyError, load_policy
+from podrace.policy import RUNTIMES, load_policy
 from podrace.policy.export import write
 from podrace.run.loop import train
-from podrace.settings.config import Config, bind
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
 from podrace.types import FIRST, MID, TimeStep
 
 VECTOR, BOX = spaces.Box(-2, 3, (5,), np.float32), spaces.Box(-1, 2, (2, 2), np.float32)

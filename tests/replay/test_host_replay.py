@@ -15,8 +15,9 @@ import pytest
 from test_windows import B, T, World, settings
 
 from podrace import tables, topology
+from podrace.errors import ReplayFailed
 from podrace.replay import host, windows
-from podrace.replay.host import HostReplay, ReplayFailed
+from podrace.replay.host import HostReplay
 from podrace.replay.layout import Layout
 from podrace.types import Trajectory
 

@@ -23,12 +23,12 @@ from test_value_agents import AGENTS, CATCH, env_of, sebulba
 from podrace import cli
 from podrace.agents.r2d2 import R2D2
 from podrace.envs.host import base as host
+from podrace.errors import ReplayFailed
 from podrace.networks import QNetwork
 from podrace.replay import Buffer
 from podrace.replay import host as host_replay
-from podrace.replay.host import ReplayFailed
-from podrace.run import metrics
-from podrace.settings.config import bind
+from podrace.run import metrics, sinks
+from podrace.settings.agents import bind
 from podrace.topology import split_devices
 
 SLOW = pytest.mark.slow
@@ -243,7 +243,7 @@ def test_learning_goes_on_while_replay_is_written(
     assert learned.wait(60), 'nothing was learned while the first checkpoint was written'
     write(*args)
 
-  monkeypatch.setitem(metrics.SINKS, 'learned', lambda *args: Learned())
+  monkeypatch.setitem(sinks.SINKS, 'learned', lambda *args: Learned())
   monkeypatch.setattr(host_replay, '_write', slow)
   with pytest.raises(SystemExit) as end:
     cli.main(['train', 'catch', *DQN, '--replay', 'host', '--devices', '1', '--total-steps', '3200',

@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import every_file
 
-from podrace.errors import UsageError
+from podrace.errors import CheckpointError, UsageError
 from podrace.run import checkpoint
-from podrace.run.checkpoint import CheckpointError, Checkpoints, fingerprint
+from podrace.run.checkpoint import Checkpoints, fingerprint
 from podrace.system.files.reading import read_json
 
 # No read of the checkpoint library goes on after it was closed, not even of a damaged checkpoint.

@@ -27,10 +27,10 @@ from processes import (  # noqa: F401 (two fixtures)
 )
 
 from podrace.agents.impala import Impala
-from podrace.errors import RunError, UsageError
+from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.networks import ActorCritic
 from podrace.run import checkpoint, loop
-from podrace.run.checkpoint import CheckpointError, Checkpoints, arrays, fingerprint, library
+from podrace.run.checkpoint import Checkpoints, arrays, fingerprint, library
 from podrace.settings.config import Config
 
 NAMES = [

@@ -17,10 +17,10 @@ import pytest
 from children import Process
 from processes import summary
 
+from podrace.errors import Stopped
 from podrace.networks.initializers import orthogonal
 from podrace.run import build, compile_cache, processes
 from podrace.settings.presets import PRESETS
-from podrace.system.signals import Stopped
 
 LAPACK = re.compile(r'custom_call @(lapack_\w+|\w*[Qq]r\w*|\w*[Hh]ouseholder\w*)\((.*)')
 

@@ -36,7 +36,10 @@ from podrace.run.evaluate import (
   spread,
   summarised,
 )
-from podrace.settings.config import Config, bind, to_json
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
+from podrace.settings.record import to_json
+from podrace.system import files
 from podrace.types import ActorOutput
 
 
@@ -144,7 +147,7 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
 ) -> None:
   """An epsilon each: four episodes of a run of eight environments have those of every other one."""
   config = Config(agent=Recorded(QNetwork(hidden=(4,))), num_envs=8)
-  directory.write_json(tmp_path / 'config.json', to_json(config))
+  files.write_json(tmp_path / 'config.json', to_json(config))
 
   def params(config: Config, agent: Any, run_dir: Path) -> Any:
     return 0, agent.init(jax.random.key(0)).params, []
@@ -340,7 +343,7 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
   }
 
   def fail(*args: Any) -> None:
-    raise host.HostError('failed in its worker:\nZeroDivisionError: the game broke')
+    raise errors.HostError('failed in its worker:\nZeroDivisionError: the game broke')
 
   monkeypatch.setattr('podrace.run.evaluate._host_round', fail)
   with pytest.raises(SystemExit) as end:

@@ -35,18 +35,22 @@ from podrace import envs, errors
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
+from podrace.architectures import hashes
 from podrace.architectures.anakin import AnakinDriver
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
-from podrace.run import checkpointing, loop, metrics
+from podrace.run import checkpointing, loop, metrics, sinks
 from podrace.run import directory as record
 from podrace.run.build import build
 from podrace.run.compatibility import Fit
 from podrace.run.evaluate import evaluate
-from podrace.settings.config import Config, bind, from_json, to_json
+from podrace.run.summary import final_return
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
-from podrace.system import signals
+from podrace.settings.record import from_json, to_json
+from podrace.system import files, signals
 
 SMALL = ActorCritic(hidden=(16,), initializer='lecun')
 CONFIG = Config(
@@ -100,7 +104,7 @@ def test_what_a_run_writes_whole_outlives_a_power_cut(
     synced.append(f'{path.relative_to(tmp_path)} {there}')
 
   monkeypatch.setattr(os, 'fsync', fsync)
-  record.write_json(tmp_path / 'x.json', {'a': 1})
+  files.write_json(tmp_path / 'x.json', {'a': 1})
   assert synced == ['x.json.new False', '. True']
 
 
@@ -143,12 +147,12 @@ def test_the_final_return_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
   told = [(10, 7.0, 1), (95, None, 3), (98, 2.0, 1), (100, 5.0, 2)]
   text = [dict(step=s, episode_return=r, episodes=n) for s, r, n in told]
   path.write_text(''.join(json.dumps(line) + '\n' for line in text))
-  assert record.final_return(path) == {'episode_return': 4.0, 'episodes': 3}
+  assert final_return(path) == {'episode_return': 4.0, 'episodes': 3}
   seeds = dict(episode_return_by_seed=[2.0, None], episodes_by_seed=[4, 0])
   path.write_text(json.dumps({**text[0], **seeds}) + '\n')
-  assert record.final_return(path)['episode_return_by_seed'] == [2.0, None]
+  assert final_return(path)['episode_return_by_seed'] == [2.0, None]
   path.write_text(json.dumps(text[1]) + '\n')
-  assert record.final_return(path) == {'episode_return': None, 'episodes': 0}
+  assert final_return(path) == {'episode_return': None, 'episodes': 0}
 
 
 def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -244,7 +248,7 @@ def test_a_directory_that_is_removed_or_replaced_ends_the_run(
       shutil.copytree(finished, run_dir)  # another run's, with a lock of its own
       (run_dir / 'replay' / '7').mkdir(parents=True)  # which that is just writing
 
-  monkeypatch.setitem(metrics.SINKS, 'replace', At(step, replace))
+  monkeypatch.setitem(sinks.SINKS, 'replace', At(step, replace))
   with pytest.raises(
     errors.RunError, match='was removed, moved or replaced while this run was in it'
   ):
@@ -264,14 +268,14 @@ def test_params_sha256_is_what_the_contract_says() -> None:
     + b"['a']['z'] float32 (2, 2)\n" + np.ones([2, 2], np.float32).tobytes()
     + b"['b'] int32 (3,)\n" + np.arange(3, dtype=np.int32).tobytes()
   )  # fmt: skip
-  assert record.params_sha256(params) == expected.hexdigest()
+  assert hashes.params_sha256(params) == expected.hexdigest()
   for other in (
     {**params, 'b': params['b'].at[0].set(1)},
     {**params, 'b': params['b'].astype(jnp.uint32)},
     {**params, 'b': params['b'][None]},
     {'a': params['a'], 'c': params['b']},
   ):
-    assert record.params_sha256(other) != expected.hexdigest()
+    assert hashes.params_sha256(other) != expected.hexdigest()
 
 
 def test_two_seeds(two_seeds: Path, finished: Path) -> None:
@@ -358,8 +362,8 @@ def test_override_may_change_all_of_a_run_without_a_checkpoint(tmp_path: Path) -
 def test_override_cannot_change_the_state(
   changed: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setitem(metrics.SINKS, 'stop', StopAt(320))
-  with pytest.raises(signals.Stopped):
+  monkeypatch.setitem(sinks.SINKS, 'stop', StopAt(320))
+  with pytest.raises(errors.Stopped):
     loop.train(CONFIG, tmp_path, sinks=('stop',), quiet=True)
   record, saved = (tmp_path / 'config.json').read_bytes(), checkpoints(tmp_path)
   monkeypatch.setattr(AnakinDriver, 'compile', lambda self: pytest.fail('it is too late to refuse'))
@@ -452,7 +456,7 @@ class Away:
 
 
 def test_a_sink_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setitem(metrics.SINKS, 'away', Away)
+  monkeypatch.setitem(sinks.SINKS, 'away', Away)
   config = change(log_every=160)
   with pytest.raises(errors.RunError, match=r'the service is away(.|\n)*saved at step 320'):
     loop.train(config, tmp_path / 'half', sinks=('away',), quiet=True)
@@ -602,7 +606,7 @@ class Failing(Impala):
 def test_what_failed_first_is_told_where_it_cannot_be_saved_either(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setitem(metrics.SINKS, 'away', Away)
+  monkeypatch.setitem(sinks.SINKS, 'away', Away)
   save = checkpointing.Saves.save
 
   def fails(self: Any, update: int, state: Any) -> None:

@@ -17,7 +17,8 @@ import pytest
 from children import until
 
 from podrace.errors import UsageError
-from podrace.run import metrics
+from podrace.run import metrics, progress, sinks
+from podrace.system import files
 
 
 def line(step: int, **more: object) -> dict:
@@ -78,15 +79,15 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_number_that_json_has_no_word_for() -> None:
-  assert metrics.number(float('nan')) is None
-  assert metrics.number(float('-inf')) is None
-  assert metrics.number(1) == 1.0
+  assert files.number(float('nan')) is None
+  assert files.number(float('-inf')) is None
+  assert files.number(1) == 1.0
   given = line(1, episode_return=None, loss=0.25)
-  assert set(metrics.numbers(given)) == {'wall_s', 'steps_per_s', 'episode_length', 'loss'}
+  assert set(sinks.numbers(given)) == {'wall_s', 'steps_per_s', 'episode_length', 'loss'}
 
 
 def test_sinks_have_each_seeds_return() -> None:
-  found = metrics.numbers(line(1, episode_return_by_seed=[0.5, None, 2.0]))
+  found = sinks.numbers(line(1, episode_return_by_seed=[0.5, None, 2.0]))
   names = {k: x for k, x in found.items() if '/' in k}
   assert names == {'episode_return_by_seed/0': 0.5, 'episode_return_by_seed/2': 2.0}
 
@@ -104,7 +105,7 @@ def test_tensorboard_has_the_configuration(tmp_path: Path) -> None:
   from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
   (tmp_path / 'config.json').write_text(json.dumps(CONFIG))
-  metrics.TensorBoard(tmp_path).close()
+  sinks.TensorBoard(tmp_path).close()
   events = event_accumulator.EventAccumulator(str(tmp_path / 'tensorboard'))
   events.Reload()
   (text,) = events.Tensors('config/text_summary')
@@ -122,14 +123,14 @@ def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
   event_accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
   pytest.importorskip('tensorboardX')
   lines = metrics.JsonLines(tmp_path / 'metrics.jsonl', 0)
-  first = metrics.TensorBoard(tmp_path)
+  first = sinks.TensorBoard(tmp_path)
   for step in (10, 20, 30):
     for sink in (lines, first):
       sink.write(line(step, loss=1.0))
   second = int(time.time())  # which is in a file's name
   until(lambda: int(time.time()) > second)
   lines = metrics.JsonLines(tmp_path / 'metrics.jsonl', 20)  # it was killed, `first` not closed
-  resumed = metrics.TensorBoard(tmp_path)
+  resumed = sinks.TensorBoard(tmp_path)
   for step in (30, 40):
     for sink in (lines, resumed):
       sink.write(line(step, loss=2.0))
@@ -147,14 +148,14 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setenv('WANDB_MODE', 'offline')
   monkeypatch.setenv('WANDB_SILENT', 'true')
   (tmp_path / 'config.json').write_text(json.dumps(CONFIG))
-  sink = metrics.WandB(tmp_path)
+  sink = sinks.WandB(tmp_path)
   assert sink._run.config['agent']['learning_rate'] == 0.25
   sink.write(line(10, loss=1.0, nothing=None))
   sink.close()
   (found,) = tmp_path.glob('wandb/offline-run-*/run-*.wandb')
   name = (tmp_path / 'wandb-id').read_text().strip()
   assert len(name) == 16 and found.name == f'run-{name}.wandb'
-  metrics.WandB(tmp_path).close()  # a resumed run is the same one
+  sinks.WandB(tmp_path).close()  # a resumed run is the same one
   assert (tmp_path / 'wandb-id').read_text().strip() == name
 
 
@@ -164,7 +165,7 @@ def test_a_sink_that_is_not_installed_says_what_to_install(
 ) -> None:
   monkeypatch.setitem(sys.modules, module, None)
   with pytest.raises(UsageError, match=rf"pip install 'podrace\[{name}\]'"):
-    metrics.check_sinks([name])
+    sinks.check_sinks([name])
 
 
 # --- the terminal -------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ def test_a_sink_that_is_not_installed_says_what_to_install(
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
   file = io.StringIO()
-  terminal = metrics.Terminal(100, file=file)
+  terminal = progress.Terminal(100, file=file)
   terminal.say('compiling')
   terminal.progress(5, 10.0)  # only where it can be overwritten
   for step in range(10, 110, 10):
@@ -218,7 +219,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
 
 
 def test_live_progress_on_a_terminal(screen: Screen) -> None:
-  terminal = metrics.Terminal(100, file=screen.file)
+  terminal = progress.Terminal(100, file=screen.file)
   terminal.say('compiling [bold]')
   assert 'compiling [bold]' in screen.shown()
   terminal.progress(5, 10.0)
@@ -233,14 +234,14 @@ def test_live_progress_on_a_terminal(screen: Screen) -> None:
 
 
 def test_nothing_to_tell_shows_nothing(screen: Screen) -> None:
-  metrics.Terminal(100, file=screen.file).close()
+  progress.Terminal(100, file=screen.file).close()
   assert screen.shown() == ''
 
 
 def test_durations() -> None:
-  assert metrics.duration(0) == '0:00:00'
-  assert metrics.duration(3725.4) == '1:02:05'
-  assert metrics.duration(-3) == '0:00:00'
+  assert progress.duration(0) == '0:00:00'
+  assert progress.duration(3725.4) == '1:02:05'
+  assert progress.duration(-3) == '0:00:00'
 
 
 def test_lines_survive_without_close(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 from children import Process, until
 from processes import lines
 
-from podrace.distributed.net.keys import SecurityError
-from podrace.errors import UsageError
+from podrace.errors import SecurityError, UsageError
 from podrace.run import prometheus
 from podrace.run.prometheus import Endpoint, checked
 from podrace.run.prometheus import exposition as exposed

@@ -32,8 +32,9 @@ from processes import (
 )
 
 from podrace import cli
-from podrace.run import build, checkpointing, directory, loop, metrics
-from podrace.run.checkpoint import CheckpointError, Checkpoints
+from podrace.errors import CheckpointError
+from podrace.run import build, checkpointing, directory, loop, metrics, sinks
+from podrace.run.checkpoint import Checkpoints
 from podrace.system.signals import Stop
 
 # 1,000 updates of 32 steps: 100 lines of metrics, 20 checkpoints.
@@ -405,7 +406,7 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
   """A run that was stopped at step 16,000 with three checkpoints; beside it `whole`, finished."""
   folder = tmp_path_factory.mktemp('half')
   with pytest.MonkeyPatch.context() as patch, no_exit():
-    patch.setitem(metrics.SINKS, 'stop', StopAt(15_680))
+    patch.setitem(sinks.SINKS, 'stop', StopAt(15_680))
     for name, code, more in (('whole', 0, []), ('half', 143, ['--sinks', 'stop'])):
       with pytest.raises(SystemExit) as end:
         cli.main([*train(folder / name, Here.args), *more])

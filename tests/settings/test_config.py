@@ -24,20 +24,20 @@ from podrace.envs.own.catch import Catch
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
+from podrace.settings import agents, validation
 from podrace.settings import config as configs
-from podrace.settings.config import (
-  Config,
-  bind,
-  bind_run,
+from podrace.settings.agents import bind, bind_run
+from podrace.settings.config import Config
+from podrace.settings.presets import PRESETS
+from podrace.settings.record import (
   completed,
   differences,
   from_json,
   to_json,
   unrecorded_options,
-  validate,
   with_unrecorded,
 )
-from podrace.settings.presets import PRESETS
+from podrace.settings.validation import validate
 
 SOURCE = Path(configs.__file__).parents[1]
 
@@ -209,7 +209,7 @@ def attributes_read(of: str) -> set[str]:
 @pytest.mark.parametrize('cls', ['config', 'network', *AGENTS])
 def test_every_field_is_read(cls: str) -> None:
   known = {'config': Config, 'network': ActorCritic}
-  fields = dataclasses.fields(known.get(cls) or configs.agent_class(cls))
+  fields = dataclasses.fields(known.get(cls) or agents.agent_class(cls))
   read = attributes_read('config' if cls == 'config' else '')
   assert [f.name for f in fields if f.name not in read] == []
 
@@ -238,7 +238,7 @@ def test_what_is_no_agent(agent: Any, message: str) -> None:
 @pytest.mark.parametrize('name', AGENTS)
 def test_agents_that_fit_a_space_are_those_that_can_be_bound(name: str, space: Any) -> None:
   env = SimpleNamespace(observation_space=spaces.Box(-1, 1, (4,)), action_space=space)
-  agent = configs.agent_class(name)()
+  agent = agents.agent_class(name)()
   if name in agents_for(space):
     assert bind_run(Config(agent), env)
     return
@@ -262,20 +262,22 @@ def test_agents_that_fit_a_space_are_those_that_can_be_bound(name: str, space: A
   ],
 )  # fmt: skip
 def test_numbers_that_no_agent_can_have(agent: str, changes: dict[str, Any], message: str) -> None:
-  config = Config(configs.agent_class(agent)(**changes))
+  config = Config(agents.agent_class(agent)(**changes))
   with pytest.raises(UsageError, match=re.escape(message)):
-    configs.validate(config)
+    validation.validate(config)
 
 
 def test_infinity_may_be_no_limit() -> None:
-  configs.validate(Config(configs.agent_class('impala')(max_grad_norm=math.inf, clip_rho=math.inf)))
+  validation.validate(
+    Config(agents.agent_class('impala')(max_grad_norm=math.inf, clip_rho=math.inf))
+  )
 
 
 @pytest.mark.parametrize('name', AGENTS)
 @pytest.mark.parametrize('field', ['discount', 'learning_rate', 'target_rate', 'lambda_'])
 @pytest.mark.parametrize('value', [-0.5, 99.0, float('nan')])
 def test_settings_that_make_no_sense(name: str, field: str, value: float) -> None:
-  cls = configs.agent_class(name)
+  cls = agents.agent_class(name)
   names = [
     f.name for f in dataclasses.fields(cls) if f.name.endswith(field) and 'anneal' not in f.name
   ]
@@ -296,12 +298,12 @@ def test_settings_that_make_no_sense(name: str, field: str, value: float) -> Non
     (lambda: PPO(epochs=True), 'epochs of PPO must be a whole number, not True'),
     (lambda: Impala(normalize_rewards='no'), "normalize_rewards of Impala must be True or False"),
     (lambda: Buffer(capacity='many'), "capacity of Buffer must be a whole number, not 'many'"),
-    (lambda: configs.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), 'batch-size 200 is more than --a'),
+    (lambda: validation.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), 'batch-size 200 is more than --a'),
     (lambda: ActorCritic(core_size='64'), "core_size of ActorCritic must be a whole number"),
-    (lambda: configs.agent_class('sac')(discount=None), 'discount of SAC must be a number, not None'),
-    (lambda: configs.validate(Config(PPO)), r'agent is the class PPO, expected .*, as PPO\(\)'),
-    (lambda: configs.validate(Config(PPO(), env=Catch())), 'env is an object of Catch, expected a na'),
-    (lambda: configs.validate(Config(PPO(), num_envs='64')), "num_envs of Config must be a whole n"),
+    (lambda: agents.agent_class('sac')(discount=None), 'discount of SAC must be a number, not None'),
+    (lambda: validation.validate(Config(PPO)), r'agent is the class PPO, expected .*, as PPO\(\)'),
+    (lambda: validation.validate(Config(PPO(), env=Catch())), 'env is an object of Catch, expected a na'),
+    (lambda: validation.validate(Config(PPO(), num_envs='64')), "num_envs of Config must be a whole n"),
   ],
 )  # fmt: skip
 def test_settings_of_another_type(make: Any, message: str) -> None:

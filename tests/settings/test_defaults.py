@@ -18,8 +18,10 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.commands import configure
+from podrace.fields import flag
 from podrace.settings import defaults
-from podrace.settings.config import Config, bind, default_agent, flag
+from podrace.settings.agents import bind, default_agent
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 
 BOARD = spaces.Box(0, 1, (10, 10, 4), np.float32)

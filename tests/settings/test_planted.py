@@ -38,7 +38,7 @@ from podrace.launch.engines import slurm
 from podrace.launch.program import Node, Program
 from podrace.launch.supervisor import remote_child
 from podrace.launch.supervisor.addresses import Announcements
-from podrace.run import loop, metrics
+from podrace.run import loop, sinks
 from podrace.run.checkpoint import Checkpoints
 from podrace.settings.config import Config
 from podrace.system.files import NotOwn
@@ -187,7 +187,7 @@ def test_an_id_of_weights_and_biases_is_no_path(text: bytes, tmp_path: Path) -> 
   pytest.importorskip('wandb')
   (tmp_path / 'wandb-id').write_bytes(text)
   with pytest.raises(UsageError, match='wandb-id has'):
-    metrics.WandB(tmp_path)
+    sinks.WandB(tmp_path)
   assert not (tmp_path / 'wandb').exists()
 
 

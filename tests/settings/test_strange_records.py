@@ -23,9 +23,11 @@ from podrace.fields import role_of
 from podrace.networks.transformer import Transformer
 from podrace.replay.buffer import Buffer
 from podrace.settings import user_code
-from podrace.settings.config import Config, agent_class, default_agent, to_json
+from podrace.settings.agents import agent_class, default_agent
+from podrace.settings.config import Config
 from podrace.settings.discovery import RULES, Discovery
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
+from podrace.settings.record import to_json
 
 NAMES = ('python:stranger.make,a=b', 'gymnasium:stranger:Env-v0', 'stranger:Agent', 'c:/stranger')
 SMALL: dict[str, Any] = dict(total_steps=64, num_envs=4, unroll_length=4, devices=1, eval_every=32)
@@ -140,7 +142,7 @@ def test_no_spelling_of_an_environment_imports(
 
 CLASSES = (
   'stranger:Agent', 'stranger', 'stranger.py:Agent', '.stranger:Agent', 'podrace..stranger:Agent', 'podrace/../stranger:Agent',
-  'podrace.cli:os', 'podrace.settings.config:agent_class', 'podrace.launch.supervisor.replica:Here', 'podrace.launch.supervisor.guard:Guard', ':Agent',
+  'podrace.cli:os', 'podrace.settings.agents:agent_class', 'podrace.launch.supervisor.replica:Here', 'podrace.launch.supervisor.guard:Guard', ':Agent',
   None, 3, [], {'class': 'stranger:Agent'},
 )  # fmt: skip
 

@@ -16,11 +16,13 @@ from processes import environment
 
 from podrace.errors import UsageError
 from podrace.run import loop, metrics
-from podrace.run.directory import load_config, write_json
+from podrace.run.directory import load_config
 from podrace.run.evaluate import evaluate
 from podrace.settings import user_code
-from podrace.settings.config import Config, completed, from_json, to_json
+from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
+from podrace.settings.record import completed, from_json, to_json
+from podrace.system.files import write_json
 from podrace.system.process import lock, python
 
 PROGRAM = Path(sys.executable).parent / 'podrace'
@@ -77,7 +79,7 @@ def test_code_of_its_own_is_refused_and_not_run(name: str, tmp_path: Path) -> No
 
 def test_functions_of_installed_modules_are_refused_as_well() -> None:
   """`python:` calls any function with any options."""
-  for name in ('python:os.system,command=true', 'python:podrace.run.metrics.check_sinks,names=a'):
+  for name in ('python:os.system,command=true', 'python:podrace.run.sinks.check_sinks,names=a'):
     assert user_code.refused(record(as_env(name)), ['mine'])
   assert not user_code.refused(record(as_env('gymnasium:CartPole-v1')), [])
   for preset in PRESETS.values():

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from podrace.commands.configure import agent_of, parse
-from podrace.commands.shared_options import Options
 from podrace.commands.train import COMMAND
 from podrace.envs import make
 from podrace.envs.host.base import make as make_on_host
-from podrace.envs.registry import UnknownName
-from podrace.errors import UsageError
-from podrace.settings.config import Config, agent_class, bind
+from podrace.errors import UnknownName, UsageError
+from podrace.settings.agents import agent_class, bind
+from podrace.settings.config import Config
 from podrace.system import importing
+from podrace.system.options import Options
 
 BROKEN = {
   'broken_import': (

@@ -26,7 +26,7 @@ from podrace.architectures.discovery.members import Kind, Member
 from podrace.architectures.faults import check_faults, count_faults
 from podrace.architectures.unroll import Episodes, pooled
 from podrace.learner import Log, add_to_log, all_finite, clip_each, empty_log
-from podrace.run import metrics
+from podrace.system import files
 from podrace.types import Array, Metrics, TrainState
 
 POPULATION = 'population'  # the mesh's axis; to an agent's `learn_by` its own is one device
@@ -301,7 +301,7 @@ def curve_of(kind: Kind, before: Member, after: Member) -> Curve:
 
 def means_of(pairs: Any) -> list[float | None]:
   """From (sum, count)s; None where there is nothing, or it is not finite."""
-  return [metrics.number(float(x) / float(n)) if n else None for x, n in pairs]
+  return [files.number(float(x) / float(n)) if n else None for x, n in pairs]
 
 
 RULE = 'rule.npz'  # in the run directory

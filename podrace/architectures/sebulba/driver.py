@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
+from podrace.architectures.protocol import Extra
 from podrace.architectures.sebulba.learning import LearningProgram, State
 from podrace.architectures.sebulba.pipe import ActorFailed
 from podrace.architectures.sebulba.sources import Source
-from podrace.replay.host import ReplayFailed
-from podrace.run.checkpoint import Extra
+from podrace.errors import ReplayFailed
 from podrace.types import Array
 
 

@@ -11,18 +11,17 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from podrace import tables
+from podrace.architectures.protocol import Extra
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
 from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.base import Totals
-from podrace.errors import UsageError
-from podrace.replay.host import Draw, HostReplay, ReplayFailed
+from podrace.errors import CheckpointError, ReplayFailed, UsageError
+from podrace.replay.host import Draw, HostReplay
 from podrace.replay.layout import Layout
-from podrace.run.checkpoint import CheckpointError, Extra
-from podrace.run.directory import write_json
-from podrace.system.files import make_folder, sync
+from podrace.system.files import make_folder, sync, write_json
 from podrace.system.files.reading import read_json
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from podrace import errors
 from podrace.distributed.environments import messages
 from podrace.distributed.environments.messages import WireError
 from podrace.distributed.net.address import check_address
@@ -230,7 +231,7 @@ class Client(Handler):
     now = time.monotonic()
     for group in self._groups:
       if group.worker is not None and group.worker.failed:
-        raise Failed(f'{self._spec.name} failed:\n{group.worker.message(host.HostError)}')
+        raise Failed(f'{self._spec.name} failed:\n{group.worker.message(errors.HostError)}')
       since = group.busy_since
       if since is not None and not group.watches_itself and now - since > self._options.deadline:
         raise Failed(f'{self._spec.name}: no answer for {now - since:.0f} s')

@@ -7,7 +7,7 @@ over the wire (docs/protocol.md), `keys` who may connect, `top` what a listener 
 
 from __future__ import annotations
 
-from podrace.envs.registry import MissingExtra
+from podrace.errors import MissingExtra
 from podrace.system.importing import why_not
 
 

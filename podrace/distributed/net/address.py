@@ -14,7 +14,7 @@ import stat
 import sys
 from pathlib import Path
 
-from podrace.distributed.net.keys import SecurityError
+from podrace.errors import SecurityError
 
 SEND_BYTES = 2**21  # that the kernel keeps of a Unix socket, at most
 BACKLOG = 1024  # connections that the kernel holds until they are accepted

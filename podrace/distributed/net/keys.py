@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from podrace.errors import SecurityError
 from podrace.system import files
 
 AUTHORITY, SERVER, CLIENT = 'authority', 'server', 'client'  # NAME.pem and NAME.key
@@ -23,10 +24,6 @@ CLIENT_FILES = ('authority.pem', 'client.pem', 'client.key')  # what a client's 
 ALLOWED = 'allowed_clients'
 DAYS = 36500  # that certificates are valid: the list ends them, not a date
 _FINGERPRINT = re.compile(r'[0-9a-f]{64}')
-
-
-class SecurityError(ValueError):
-  """Keys or addresses that can't be right; the message is for the user."""
 
 
 # --- making keys ------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import Dynamics, infos
-from podrace.envs.registry import UnknownName
 from podrace.envs.spaces import over
+from podrace.errors import UnknownName
 from podrace.types import LAST, Array, TimeStep
 
 

@@ -25,7 +25,8 @@ from pgx.core import Env
 from podrace.distributions import MASKED
 from podrace.envs.adapters.adapt import box, discrete, foreign, raw, strong, to_space
 from podrace.envs.base import NextStepReset, restart, select, transition
-from podrace.envs.registry import UnknownName, Value, at_least, nearest, read_options
+from podrace.envs.registry import Value, at_least, nearest, read_options
+from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 
 AGENT = 0  # pgx's number of the player that learns

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import gymnasium
 
-from podrace.envs.registry import MissingExtra, UnknownName, Value, check_options
-from podrace.errors import UsageError
+from podrace.envs.registry import Value, check_options
+from podrace.errors import MissingExtra, UnknownName, UsageError
 from podrace.system.importing import attribute, explain
 from podrace.types import Environment
 

@@ -18,14 +18,8 @@ from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
 from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
-from podrace.envs.registry import (
-  UnknownName,
-  Value,
-  at_least,
-  full_name,
-  nearest,
-  read_options,
-)
+from podrace.envs.registry import Value, at_least, full_name, nearest, read_options
+from podrace.errors import UnknownName
 from podrace.types import Arrival
 
 DEFAULTS: dict[str, Value] = dict(

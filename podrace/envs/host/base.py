@@ -13,7 +13,6 @@ import numpy as np
 
 from podrace.envs import registry
 from podrace.envs.host.spaces import action_bounds, i32, wide_bounds
-from podrace.envs.registry import UnknownName
 from podrace.envs.spaces import (
   ALLOWS_NOTHING,
   ALLOWS_SOME,
@@ -22,14 +21,10 @@ from podrace.envs.spaces import (
   values,
   without_choice,
 )
-from podrace.errors import RunError
+from podrace.errors import HostError, RunError, UnknownName
 from podrace.types import FIRST, LARGEST_REWARD, MID, Arrival, HostEnvironment, TimeStep
 
 log = logging.getLogger('podrace.envs')
-
-
-class HostError(Exception):
-  """An environment on the host did what none may do; the message names it and the field."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,15 +22,9 @@ from podrace.envs.host.base import (
   rows_of,
 )
 from podrace.envs.host.spaces import in_jax, narrow
-from podrace.envs.registry import (
-  UnknownName,
-  Value,
-  at_least,
-  full_name,
-  nearest,
-  read_options,
-)
+from podrace.envs.registry import Value, at_least, full_name, nearest, read_options
 from podrace.envs.spaces import convert
+from podrace.errors import UnknownName
 from podrace.types import Arrival
 
 _OURS = (

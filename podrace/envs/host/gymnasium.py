@@ -37,7 +37,6 @@ from podrace.envs.host.base import (
   START_SECONDS,
   Checker,
   Clock,
-  HostError,
   HostSpec,
   PoolArgs,
   Stepper,
@@ -47,9 +46,9 @@ from podrace.envs.host.base import (
 from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.host.spaces import WRAPPER, action_bounds
 from podrace.envs.host.spaces import in_jax as _space
-from podrace.envs.registry import UnknownName, Value, full_name
+from podrace.envs.registry import Value, full_name
 from podrace.envs.spaces import convert, leaves, tree
-from podrace.errors import UsageError
+from podrace.errors import HostError, UnknownName, UsageError
 from podrace.system.blame import label as label_of
 from podrace.system.process import python
 from podrace.types import Arrival

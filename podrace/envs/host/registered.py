@@ -9,8 +9,8 @@ from typing import Any
 import gymnasium
 from gymnasium.envs import registration
 
-from podrace.envs.registry import UnknownName, Value, atari, check_options, nearest, refused
-from podrace.errors import UsageError
+from podrace.envs.registry import Value, atari, check_options, nearest, refused
+from podrace.errors import UnknownName, UsageError
 from podrace.system.blame import not_made
 from podrace.system.importing import imported
 

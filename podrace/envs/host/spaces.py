@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from podrace.envs.registry import UnknownName
 from podrace.envs.spaces import bounds, inward
+from podrace.errors import UnknownName
 
 WRAPPER = 'a wrapper such as gymnasium.wrappers.TransformAction can'
 

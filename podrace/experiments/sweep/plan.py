@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from podrace.errors import RunError, UnreadableFile, UsageError
-from podrace.experiments.runs import reason
 from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.settings import Choices, Range, Setting, Spaces
+from podrace.run.directory import reason
 from podrace.run.metrics import Line
 from podrace.settings import user_code
-from podrace.settings.config import (
-  Config,
+from podrace.settings.config import Config
+from podrace.settings.record import (
   completed,
   differences,
   to_json,

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import UnreadableFile
-from podrace.experiments.runs import is_running
+from podrace.errors import Stopped, UnreadableFile
 from podrace.experiments.sweep.settings import Setting
+from podrace.run.directory import is_running
 from podrace.run.metrics import Line
 from podrace.system.files import make_folder, open_append
 from podrace.system.files.reading import open_regular, parse_json, read_object
 from podrace.system.files.schema import LINE, SUMMARY, check_members
 from podrace.system.output import tell
 from podrace.system.process import python
-from podrace.system.signals import Stop, Stopped
+from podrace.system.signals import Stop
 
 POLL = 0.2  # seconds between looks at the trials that go on
 GRACE = 60.0  # seconds that a trial has to save and end

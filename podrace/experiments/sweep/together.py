@@ -17,7 +17,8 @@ from podrace.experiments.sweep.settings import Range, Setting, Spaces
 from podrace.run import loop
 from podrace.run.build import build
 from podrace.run.metrics import Line
-from podrace.settings.config import Config, bind_run
+from podrace.settings.agents import bind_run
+from podrace.settings.config import Config
 from podrace.types import TrainState
 
 SHARE = 0.25  # of a population: the worst that take over, from the best

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import Option, Options
 from podrace.errors import UsageError
 from podrace.launch.engines import manifests
 from podrace.launch.engines.manifests import GRACE, PORT, Make
 from podrace.launch.program import Announced, Node, Program, Reference, command, references
 from podrace.launch.supervisor.local import BAD_USAGE
+from podrace.system.options import Option, Options
 from podrace.system.output import print_text
 
 OPTIONS = (

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import Option, Options
 from podrace.distributed.net import keys
 from podrace.errors import UsageError
 from podrace.launch.program import (
@@ -23,6 +22,7 @@ from podrace.launch.program import (
   needs,
   references,
 )
+from podrace.system.options import Option, Options
 from podrace.system.output import print_text
 from podrace.system.process import scratch_directory
 

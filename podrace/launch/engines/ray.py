@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import Options
 from podrace.errors import RunError, UsageError
 from podrace.launch.engines.manifests import (
   CPUS,
@@ -36,6 +35,7 @@ from podrace.launch.supervisor.remote_child import Asked
 from podrace.launch.supervisor.replica import settings
 from podrace.system import process
 from podrace.system.importing import why_not
+from podrace.system.options import Options
 from podrace.system.output import print_text
 
 OPTIONS = (CPUS, GPUS, LEARNERS_INSECURE)

@@ -12,13 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import Option, Options
-from podrace.errors import UsageError
+from podrace.errors import UsageError, unknown
 from podrace.launch.engines import manifests
 from podrace.launch.engines.manifests import GRACE, PORT, Make
 from podrace.launch.program import Announced, Node, Program, Reference, pieces, resolve
-from podrace.settings.config import unknown
 from podrace.system.files import write_whole
+from podrace.system.options import Option, Options
 from podrace.system.output import print_text
 from podrace.system.process import scratch_directory
 

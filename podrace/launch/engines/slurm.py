@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from podrace.commands.shared_options import Option, Options
 from podrace.errors import UsageError
 from podrace.launch import program as programs
 from podrace.launch.engines.manifests import (
@@ -39,6 +38,7 @@ from podrace.launch.supervisor.addresses import Announcements
 from podrace.launch.supervisor.local import Local, locked
 from podrace.launch.supervisor.replica import Child, Here, runnable
 from podrace.system.files import UTF8, move, remove, write_whole
+from podrace.system.options import Option, Options
 from podrace.system.output import print_text
 from podrace.system.process import python
 

@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from podrace.errors import UsageError
+from podrace.architectures.protocol import Extra
+from podrace.errors import CheckpointError, UsageError
 from podrace.run.checkpoint.arrays import (
   PART,
   Arrays,
@@ -40,11 +41,6 @@ DRAFT = '.orbax-checkpoint-tmp'  # in the name of a checkpoint that is not whole
 log = logging.getLogger('podrace.run.checkpoint')
 
 Trees = dict[str, Any]  # by item
-Extra = Callable[[], dict[str, Any]]  # writes what belongs to a checkpoint; how to restore it
-
-
-class CheckpointError(Exception):
-  """A checkpoint could not be written or read; the message says which and why."""
 
 
 @dataclasses.dataclass(frozen=True)

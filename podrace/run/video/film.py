@@ -21,7 +21,8 @@ from podrace.run.evaluate import evaluable, newest_params, spread
 from podrace.run.video import stages
 from podrace.run.video.pictures import Numbers, numbers
 from podrace.run.video.stages import Stage
-from podrace.settings.config import Config, bind_run
+from podrace.settings.agents import bind_run
+from podrace.settings.config import Config
 from podrace.system.files import make_folder, make_user_folder, write_whole
 from podrace.system.importing import why_not
 from podrace.system.output import tell

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import math
 import os
 import shutil
 import stat
@@ -249,3 +251,13 @@ def _strange(directory: Path, links: bool) -> Iterator[str]:
               yield f'{name} there is a symbolic link to a directory elsewhere'
           elif not (stat.S_ISREG(kind) or stat.S_ISSOCK(kind)):
             yield f'{name} there is {describe(kind)}'
+
+
+def number(x: Any) -> float | None:
+  """`x`, or None where it is not finite, which JSON has no word for."""
+  return float(x) if math.isfinite(x) else None
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Writes a JSON file whole or not at all, also if the power is cut."""
+  write_whole(path, json.dumps(value, indent=2) + '\n')

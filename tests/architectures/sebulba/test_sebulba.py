@@ -34,13 +34,12 @@ from podrace.architectures.sebulba import (
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.envs.host.jax import JaxPool, JaxSteps
-from podrace.envs.registry import UnknownName
-from podrace.errors import RunError, UsageError
+from podrace.errors import RunError, UnknownName, UsageError
 from podrace.experiments.bench import advice, inference_rate, together
 from podrace.networks import ActorCritic, LifetimeNetwork, PolicyPredictor
 from podrace.replay import on_policy
 from podrace.run import build
-from podrace.settings.config import bind
+from podrace.settings.agents import bind
 from podrace.topology import split_devices
 
 SMALL = ActorCritic(hidden=(16,))

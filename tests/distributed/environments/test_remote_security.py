@@ -13,8 +13,8 @@ from peers import Envs, Learner, Raw
 
 from podrace import cli
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net.keys import SecurityError
 from podrace.distributed.net.listener import Listen
+from podrace.errors import SecurityError
 
 
 def command(*args: str) -> int:

@@ -17,9 +17,8 @@ from podrace.distributed.net import address as net_address
 from podrace.distributed.net import announce, keys
 from podrace.distributed.net.address import host_and_port
 from podrace.distributed.net.announce import Announcement
-from podrace.distributed.net.keys import SecurityError
 from podrace.distributed.net.link import Link
-from podrace.errors import UsageError
+from podrace.errors import SecurityError, UsageError
 
 
 def test_a_service_announces_the_port_that_it_has(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 from bare import Service
 from children import until
 
+from podrace import errors
 from podrace.distributed.net import connections, descriptors, keys, listener, messages, sessions
 from podrace.distributed.net.frame import PREFIX, WireError, fixed, packed
 
@@ -53,7 +54,7 @@ def test_nothing_stays_open_where_somebody_listens_already() -> None:
   with Service(SAY).listen() as service:
     other = Service(SAY)
     before = len(os.listdir('/dev/fd'))
-    with pytest.raises(keys.SecurityError):
+    with pytest.raises(errors.SecurityError):
       other.listen(service.address)
     assert len(os.listdir('/dev/fd')) <= before
 

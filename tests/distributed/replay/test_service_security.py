@@ -24,7 +24,7 @@ from services import ANY, all_of
 from storm import MESSAGES, storm
 from test_service_tables import SIMPLE, fill
 
-from podrace import cli, tables
+from podrace import cli, errors, tables
 from podrace.distributed import replay as service
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import messages as session
@@ -162,7 +162,7 @@ def test_a_key_that_is_missing_is_told_at_once(lacks: str, tmp_path: Path) -> No
     lambda: service.Parameters('tcp://127.0.0.1:9', keys=tmp_path / 'keys').get(),
   ):
     error = ended(connect)
-    assert isinstance(error, net_keys.SecurityError) and f'no {lacks}' in str(error)
+    assert isinstance(error, errors.SecurityError) and f'no {lacks}' in str(error)
 
 
 def test_keys_are_read_once(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Hashes of parameters and shapes, and the machine of a run."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from podrace.topology import on_host
+
+
+def params_sha256(params: Any) -> str:
+  """A hash over the parameter leaves' paths, dtypes, shapes and bytes, in path order."""
+  leaves = {
+    jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)
+  }
+  digest = hashlib.sha256()
+  for path, leaf in sorted(leaves.items()):
+    array = on_host(leaf)
+    digest.update(f'{path} {array.dtype} {array.shape}\n'.encode())
+    digest.update(np.ascontiguousarray(array).tobytes())
+  return digest.hexdigest()
+
+
+def shapes_sha256(state: Any) -> str:
+  """A hash over the paths, dtypes and shapes of a state."""
+  leaves = jax.tree_util.tree_leaves_with_path(state)
+  text = '\n'.join(f'{jax.tree_util.keystr(p)} {x.dtype} {x.shape}' for p, x in leaves)
+  return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,101 @@
+"""The summary of a run: final returns, their mean and deviation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podrace.run import metrics
+from podrace.system import files
+
+
+def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
+  """The return of all episodes together, from each seed's sums, and its standard deviation.
+
+  None where no episode ended, and for what is not finite.
+  """
+  n, sums, deviations = (
+    np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation)
+  )
+  n, sums, deviations = n[n > 0], sums[n > 0], deviations[n > 0]
+  if not len(n):
+    return {'episode_return': None, 'episode_return_std': None}
+  with np.errstate(all='ignore'):
+    mean = sums.sum() / n.sum()
+    variance = (deviations + n * np.square(sums / n - mean)).sum() / n.sum()
+    std = np.sqrt(np.maximum(variance, 0.0))
+  return {'episode_return': files.number(mean), 'episode_return_std': files.number(std)}
+
+
+def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
+  """What a line of metrics has of a summary (see `Anakin.read_log`)."""
+  episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
+  total = int(episodes.sum())
+  length = np.sum(summary['length_sum'], dtype=np.float64)
+  line: metrics.Line = {
+    **mean_and_std(episodes, summary['return_sum'], summary['return_deviation']),
+    'episode_length': files.number(length / total) if total else None,
+    'episodes': total,
+    'gradient_steps': int(np.max(summary['gradient_steps'])),
+  }
+  if seeds > 1:
+    sums = np.asarray(summary['return_sum'], np.float64)
+    line['episode_return_by_seed'] = [
+      files.number(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
+    ]
+    line['episodes_by_seed'] = episodes.tolist()
+  line |= {name: files.number(np.mean(x)) for name, x in summary['metrics'].items()}
+  if total:
+    infos = summary.get('info_sums', {})
+    line |= {
+      f'info_{k}': files.number(np.sum(x, dtype=np.float64) / total) for k, x in infos.items()
+    }
+  return line | summary.get('host', {})
+
+
+def final_return(path: Path) -> dict[str, Any]:
+  """The mean return of the episodes that ended in the last tenth of the run."""
+  lines = metrics.read(path)
+  start = 0.9 * lines[-1]['step'] if lines else 0
+  lines = [
+    line for line in lines if line.get('episode_return') is not None and line.get('episodes')
+  ]  # null: not finite, or none
+  tail = [line for line in lines if line['step'] > start] or lines[-1:]
+  episodes = sum(line['episodes'] for line in tail)
+  if not episodes:
+    return {'episode_return': None, 'episodes': 0}
+  total = sum(line['episode_return'] * line['episodes'] for line in tail)
+  result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
+  if seeds := _seeds(tail[-1]):
+    tail, lines = ([x for x in some if _seeds(x) == seeds] for some in (tail, lines))
+    result['episode_return_by_seed'] = [_final_of_seed(i, tail, lines) for i in range(seeds)]
+  return result
+
+
+def _seeds(line: metrics.Line) -> int:
+  """The number of seeds that a line has returns of; 0 if it is of one run, or contradicts itself."""
+  counts = {len(line.get(name, ())) for name in ('episode_return_by_seed', 'episodes_by_seed')}
+  return counts.pop() if len(counts) == 1 else 0
+
+
+def _final_of_seed(i: int, tail: list[metrics.Line], lines: list[metrics.Line]) -> float | None:
+  """The mean of a seed's episodes in `tail`, or else that of the newest line with any."""
+
+  def mean(those: list[metrics.Line]) -> float | None:
+    return _mean(
+      [(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in those]
+    )
+
+  found = mean(tail)
+  if found is None:
+    found = next((x for line in reversed(lines) if (x := mean([line])) is not None), None)
+  return found
+
+
+def _mean(means: list[tuple[float | None, int]]) -> float | None:
+  """The mean of (mean, count)s; None if nothing was counted."""
+  known = [(mean, count) for mean, count in means if mean is not None]
+  total = sum(count for _, count in known)
+  return sum(mean * count for mean, count in known) / total if total else None
