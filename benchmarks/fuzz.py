@@ -49,9 +49,9 @@ from storm import REPLAYED, storm
 from podrace import tables
 from podrace.distributed import replay
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net import messages as session
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.listener import Listener
-from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.parameters import parameter_messages, reader
 
 PARTS = ('seed', 'replay', 'parameters', 'tls', 'training')
 ANY = 'tcp://127.0.0.1:*'
@@ -119,11 +119,12 @@ def of_learner(address: str, env: Any = None) -> Sent:
   from peers import Raw
   from test_server import documents
 
-  from podrace.distributed.environments import messages as wire
+  from podrace.distributed.environments import environment_messages
 
   template = Raw(address, env)
-  hello = lambda: template.told(client=session.new_client())  # noqa: E731
-  return wire.OF_LEARNERS, hello, spoiled(hello, documents(template)), lambda: None
+
+  hello = lambda: template.told(client=session_messages.new_client())  # noqa: E731
+  return environment_messages.OF_LEARNERS, hello, spoiled(hello, documents(template)), lambda: None
 
 
 def of_seed(address: str) -> Sent:
@@ -144,7 +145,7 @@ def of_seed(address: str) -> Sent:
 def of_replay(address: str) -> Sent:
   from test_service_security import documents, told_hello
 
-  from podrace.distributed.replay import messages as wire
+  from podrace.distributed.replay import replay_messages
 
   client = replay.connect(address)
   settings = dict(sampler=tables.uniform(), remover=tables.fifo(), max_size=10)
@@ -159,7 +160,7 @@ def of_replay(address: str) -> Sent:
     assert table.sample(1, timeout=30).data['x'].tolist() == [[1]]
 
   small = lambda: [d for d in documents() if 60_000 not in d[1]]  # noqa: E731  # they take seconds
-  return wire.OF_SERVICES, told_hello, spoiled(told_hello, small), go_on
+  return replay_messages.OF_SERVICES, told_hello, spoiled(told_hello, small), go_on
 
 
 def of_parameters(address: str, keys: Path | None = None) -> Sent:
@@ -168,9 +169,13 @@ def of_parameters(address: str, keys: Path | None = None) -> Sent:
     assert reader.get(timeout=30).version == 1
     reader.close()
 
-  hello = lambda: session.hello(parameters.SERVICE, session.new_client())  # noqa: E731
-  every = lambda: [(session.PING, [None], []), (session.ASK, [], []), (session.BYE, ['x'], [])]  # noqa: E731
-  return parameters.Parameters.kinds, hello, spoiled(hello, every), go_on
+  hello = lambda: session_messages.hello(parameter_messages.SERVICE, session_messages.new_client())  # noqa: E731
+  every = lambda: [  # noqa: E731
+    (session_messages.PING, [None], []),
+    (session_messages.ASK, [], []),
+    (session_messages.BYE, ['x'], []),
+  ]
+  return reader.Parameters.kinds, hello, spoiled(hello, every), go_on
 
 
 def messages_of(nearly: Any, rng: random.Random) -> Iterator[bytes]:
@@ -199,10 +204,10 @@ def storm_of_training(address: str, name: str, pace: float) -> None:
     try:
       kinds, hello, *_ = of_learner(address, env)
       with bare.connect(address, kinds) as end:
-        end.say(session.HELLO, hello())
-        end.expect(session.WELCOME)
-        end.say(session.ASK)
-        (report,), _ = end.expect(session.REPORT)
+        end.say(session_messages.HELLO, hello())
+        end.expect(session_messages.WELCOME)
+        end.say(session_messages.ASK)
+        (report,), _ = end.expect(session_messages.REPORT)
       return not name or not report['free']
     except (OSError, AssertionError):  # it is not ready
       return False
@@ -224,7 +229,7 @@ def storm_of_training(address: str, name: str, pace: float) -> None:
 
   begun = time.monotonic()
   try:
-    storm(address, kinds, 2**62, hello, messages, go_on, lambda: 0)
+    storm(address, kinds, 2**62, hello, parameter_messages, go_on, lambda: 0)
   except (Enough, OSError, AssertionError):
     seconds = time.monotonic() - begun
     if not over.wait(60):  # else the learner has ended with its run
@@ -241,8 +246,8 @@ def messages_against(
   makers = dict(seed=of_seed, replay=of_replay, parameters=of_parameters)
   kinds, hello, nearly, go_on = makers[part](address)
 
-  messages = functools.partial(messages_of, nearly)
-  told = storm(address, kinds, count, hello, messages, go_on, memory)
+  parameter_messages = functools.partial(messages_of, nearly)
+  told = storm(address, kinds, count, hello, parameter_messages, go_on, memory)
   return told._asdict()
 
 

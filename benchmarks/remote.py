@@ -348,10 +348,10 @@ def told(latencies: list[float], seconds: float) -> dict[str, float]:
 
 
 def payload(environments: int, observation: str) -> list[bytes]:
-  from podrace.distributed.environments import messages as wire
+  from podrace.distributed.environments import environment_messages
 
   shape, dtype = OBSERVATIONS[observation]
-  records = np.zeros(environments, wire.RECORD)
+  records = np.zeros(environments, environment_messages.RECORD)
   records['discount'] = 1
   return [records.tobytes(), bytes(np.zeros((environments, *shape), dtype))]
 
@@ -394,15 +394,18 @@ class StreamClients:
   def __init__(
     self, address: str, clients: int, environments: int, observation: str, keys: str | None = None
   ) -> None:
-    from podrace.distributed.environments import messages as wire
+    from podrace.distributed.environments import environment_messages
     from podrace.distributed.net import frame
     from podrace.distributed.net import keys as net_keys
 
     self._context = None if keys is None else net_keys.client_context(pathlib.Path(keys))
-    self._prefix, self._step = frame.PREFIX, wire.STEP
-    self._hello = {'env': 'bench:stub', 'schema': wire.schema(*_spaces(observation))}
+    self._prefix, self._step = frame.PREFIX, environment_messages.STEP
+    self._hello = {
+      'env': 'bench:stub',
+      'schema': environment_messages.schema(*_spaces(observation)),
+    }
     self._arrays = payload(environments, observation)
-    records = np.frombuffer(self._arrays[0], wire.RECORD).copy()
+    records = np.frombuffer(self._arrays[0], environment_messages.RECORD).copy()
     records['step_type'] = 1
     self._later = [records.tobytes(), *self._arrays[1:]]
     self._answer = self._prefix.size + 8 + 4 * environments  # bytes of an ACTION
@@ -411,17 +414,21 @@ class StreamClients:
     self._seqs, self._come = [0] * clients, [0] * clients
 
   def _join(self, address: str, i: int, environments: int) -> sockets.socket:
-    from podrace.distributed.environments import messages as wire
-    from podrace.distributed.net import messages as session
+    from podrace.distributed.environments import environment_messages
+    from podrace.distributed.net import session_messages
 
     socket = self._connect(address)
-    hello = b''.join(session.HELLO.pack([session.hello(wire.SERVICE, i + 1, **self._hello)]))
+    hello = b''.join(
+      session_messages.HELLO.pack(
+        [session_messages.hello(environment_messages.SERVICE, i + 1, **self._hello)]
+      )
+    )
     socket.sendall(hello)
-    while self._hear(socket) == session.WAIT.number:
+    while self._hear(socket) == session_messages.WAIT.number:
       time.sleep(0.1)
       socket.sendall(hello)
-    socket.sendall(b''.join(wire.ENTER.pack([0, environments])))
-    if (number := self._hear(socket)) != wire.START.number:
+    socket.sendall(b''.join(environment_messages.ENTER.pack([0, environments])))
+    if (number := self._hear(socket)) != environment_messages.START.number:
       raise RuntimeError(f'a frame of kind {number} where a START was expected')
     self._selector.register(socket, selectors.EVENT_READ, i)
     return socket

@@ -21,10 +21,10 @@ from typing import Any
 
 import common
 
-from podrace.distributed.net import descriptors, messages
+from podrace.distributed.net import descriptors, session_messages
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net.frame import PREFIX
-from podrace.distributed.parameters import publisher
+from podrace.distributed.parameters import parameter_messages
 
 CONNECTIONS = 1000
 LARGEST_HELLO = 131_396  # bytes, of OpenSSL 3
@@ -70,7 +70,9 @@ class Server:
     socket = sockets.create_connection(self.where)
     if self.keys is not None:
       socket = net_keys.client_context(self.keys).wrap_socket(socket)
-    socket.sendall(b''.join(messages.HELLO.pack([messages.hello(publisher.SERVICE, 7)])))
+    socket.sendall(
+      b''.join(session_messages.HELLO.pack([session_messages.hello(parameter_messages.SERVICE, 7)]))
+    )
     hear(socket)
     return socket
 
@@ -120,7 +122,7 @@ def pings(server: Server, seconds: float) -> dict[str, float]:
   """How long a client's PINGs took, in ms, and the listener's share of a core."""
   took = []
   with server.known() as end:
-    ping = b''.join(messages.PING.pack([None]))
+    ping = b''.join(session_messages.PING.pack([None]))
     begun, cpu = time.perf_counter(), server.cpu()
     while (at := time.perf_counter()) < begun + seconds:
       end.sendall(ping)
@@ -178,7 +180,7 @@ def main() -> None:
     cases = {
       'without keys, says nothing': (None, b''),
       'without keys, all but a byte of the largest frame': (
-        None, PREFIX.pack(messages.GUEST_BYTES - 1, 1 | 100 << 8) + bytes(messages.GUEST_BYTES - 2),
+        None, PREFIX.pack(session_messages.GUEST_BYTES - 1, 1 | 100 << 8) + bytes(session_messages.GUEST_BYTES - 2),
       ),
       'with keys, says nothing': (keys, b''),
       'with keys, half a ClientHello': (keys, hello[: len(hello) // 2]),

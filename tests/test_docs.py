@@ -19,7 +19,7 @@ import rule_files
 import podrace.hooks
 from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
-from podrace.commands import configure, launch
+from podrace.commands import configure
 from podrace.commands.help import train_help
 from podrace.system.options import Options
 
@@ -144,9 +144,8 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
   for door in DOORS.values():
     module, _, name = door.rpartition('.')
     monkeypatch.setattr(importlib.import_module(module), name, begun)
-  for door in ('coordinator.join_processes', 'coordinator.detected_place', 'compile_cache.enable'):
-    monkeypatch.setattr(f'podrace.{door}', lambda *_: None)
-  monkeypatch.setattr('podrace.commands.launch.Warm', lambda _, args: launch.made(args))
+  for door in ('processes.join_processes', 'processes.detected_place', 'compile_cache.enable'):
+    monkeypatch.setattr(f'podrace.run.{door}', lambda *_: None)
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
   monkeypatch.setattr(
     configure,

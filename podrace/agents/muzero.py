@@ -23,9 +23,18 @@ import optax
 import tyro
 from jax import lax
 
-from podrace import distributions, returns
+from podrace import distributions
 from podrace.agents import value_based
-from podrace.agents.model_unroll import ends, imagine, spread
+from podrace.agents.model_unroll import imagine
+from podrace.agents.muzero_targets import (
+  Goals,
+  goals_of,
+  outside,
+  spread_all,
+  streams,
+  unfit,
+  value_targets,
+)
 from podrace.agents.search import Params, Plan, by_chance, plan, predict
 from podrace.envs.states import rules, takes_turns
 from podrace.fields import check_fields
@@ -60,17 +69,6 @@ class Extras(NamedTuple):
 
   sample: Any  # the action before it was squashed into the space
   plan: Plan
-
-
-class Goals(NamedTuple):
-  """What the model should say, after 0 to U actions from each of N states: [U + 1, N, ...]."""
-
-  plan: Plan
-  value: Array  # f32
-  reward: Array  # f32 of the action before; unused where there is none
-  policy_mask: Array  # f32
-  value_mask: Array
-  reward_mask: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,67 +329,9 @@ def means(each: dict[str, Array], entropy: Array, plans: Plan) -> dict[str, Arra
   return {name: jnp.mean(x) for name, x in found.items()}
 
 
-def streams(window: Trajectory, rows: Array) -> Trajectory:
-  """Some of a batch."""
-  return Trajectory(
-    *jax.tree.map(lambda x: x[:, rows], (window.timesteps, window.outputs)),
-    *jax.tree.map(lambda x: x[rows], (window.agent_state, window.env_id)),
-  )
-
-
-def spread_all(agent: MuZero, tree: Any) -> Any:
-  """Of positions [P, B, ...], those after 0 to U actions from each state: [U + 1, sequence * B, ...]."""
-  return jax.tree.map(lambda x: spread(x, agent.sequence, agent.ahead), tree)
-
-
-def goals_of(agent: MuZero, timesteps: TimeStep, plans: Plan) -> Goals:
-  """What the model should say; timesteps are those behind the burn-in."""
-  value = value_targets(agent, timesteps, plans.value)
-  plan, value, reward = spread_all(agent, (plans, value, timesteps.reward))
-  end = ends(timesteps, agent.sequence, agent.ahead)
-  return Goals(
-    plan,
-    jnp.where(end.within, value, 0.0),
-    jnp.where(end.passed, 0.0, reward),
-    end.policy_mask,
-    end.value_mask,
-    end.reward_mask,
-  )
-
-
-def unfit(share: float, support: Array | None) -> str:
-  """What to tell the user if a share of 1% and more of the targets is outside of the support; else ''."""
-  if share < 0.01 or support is None:
-    return ''
-  low, high = (float(returns.unscale(x)) for x in (support[0], support[-1]))
-  return (
-    f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the atoms end, and are cut '
-    'off there: widen --agent.network.v-min or --agent.network.v-max'
-  )
-
-
-def outside(value: Array, support: Array) -> Array:
-  """Where targets [N] are more or less than the support can hold: 1, else 0."""
-  x = returns.rescale(value)
-  return ((x < support[0] - 1e-4) | (x > support[-1] + 1e-4)).astype(jnp.float32)
-
-
 def number_losses(outputs: Array, x: Array, support: Array | None) -> Array:
   """Of outputs [U, N, ...] and numbers [U, N]."""
   return split_time(number_loss(merge_time(outputs), x.reshape(-1), support), x.shape[0])
-
-
-def value_targets(agent: Any, timesteps: TimeStep, value: Array) -> Array:
-  """n-step targets [positions - 1, B] from timesteps and searches' values [positions, B]; these, if n is 0.
-
-  With 0 a target does not depend on what was done (Wang et al. 2024, EfficientZero V2, arXiv 2403.00564, has both).
-  """
-  if not agent.n_step:
-    return value
-  t = jax.tree.map(lambda x: x[1 : agent.positions], timesteps._replace(observation=()))
-  one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
-  going = 1.0 - t.last.astype(jnp.float32)
-  return one(t.reward, agent.discount * t.discount, going, value[1:], agent.n_step)
 
 
 def policy_losses(agent: Any, policy: Array, plans: Plan) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.commands import help, init, train
-from podrace.envs import registry
+from podrace.envs import libraries, registry
 from podrace.errors import UsageError
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
@@ -118,7 +118,7 @@ def _values(before: list[str], commands: Mapping[str, Any]) -> list[str]:
 
 def _environments(on_host_only: bool) -> list[str]:
   """Names of environments; of libraries whose environments have no list here, the library."""
-  found = [f'{library}:' for library in registry.HOST_LIBRARIES]
+  found = [f'{library}:' for library in libraries.HOST_LIBRARIES]
   if on_host_only:
     return found
   inside = registry.names().items()

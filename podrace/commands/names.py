@@ -7,7 +7,7 @@ import textwrap
 
 from podrace.agents import AGENTS
 from podrace.commands.sources import PACKAGE
-from podrace.envs.registry import HOST_LIBRARIES
+from podrace.envs.libraries import HOST_LIBRARIES
 from podrace.errors import UsageError
 from podrace.settings.presets import PRESETS
 from podrace.system.options import Command

@@ -30,7 +30,8 @@ from podrace.distributed.parameters.publisher import ACTING
 from podrace.distributed.run_identity import COMMON, Addresses
 from podrace.distributed.run_tables import episodes_table, replay_table, timed, unrolls_table
 from podrace.envs.host import base as host
-from podrace.envs.host.base import HostSpec, Totals
+from podrace.envs.host.base import HostSpec
+from podrace.envs.host.episodes import Totals
 from podrace.errors import RunError, UsageError
 from podrace.hooks import learns_from_replay, memory
 from podrace.replay.layout import Layout, named

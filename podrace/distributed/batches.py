@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import tables
 from podrace.distributed.run_tables import timed
-from podrace.envs.host.base import Totals
+from podrace.envs.host.episodes import Totals
 from podrace.errors import ReplayFailed, RunError
 from podrace.replay.host import Draw, weighted
 from podrace.replay.layout import Columns, unnamed

@@ -24,7 +24,8 @@ from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.publishing import Publishing
 from podrace.distributed.run_identity import Addresses, check, run_name
 from podrace.distributed.run_tables import episodes_table, replay_table, unrolls_table
-from podrace.envs.host.base import HostSpec, Totals
+from podrace.envs.host.base import HostSpec
+from podrace.envs.host.episodes import Totals
 from podrace.replay.layout import Layout
 from podrace.settings.config import (
   Config,

@@ -26,7 +26,7 @@ from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Newest, Patience
 from podrace.distributed.net.process_metrics import Meter
 from podrace.distributed.parameters.publisher import REANALYSING
-from podrace.distributed.replay.messages import MOST_ITEMS
+from podrace.distributed.replay.replay_messages import MOST_ITEMS
 from podrace.distributed.run_identity import COMMON, Addresses
 from podrace.distributed.run_tables import replay_table
 from podrace.envs.host import base as host

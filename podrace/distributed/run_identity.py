@@ -17,8 +17,8 @@ from podrace.distributed.net import keys
 from podrace.distributed.net.address import check_address
 from podrace.distributed.net.announce import Announcement
 from podrace.distributed.net.listener import Listen
-from podrace.distributed.net.messages import SILENCE
 from podrace.distributed.net.safe_text import plain
+from podrace.distributed.net.session_messages import SILENCE
 from podrace.errors import UsageError
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config

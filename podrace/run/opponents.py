@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from podrace.envs.adapters.pgx import OPPONENTS
-from podrace.envs.registry import parse
+from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.directory import load_config, read_run_record
 from podrace.run.evaluate import evaluable, newest_params

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
+from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Common, Config
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from podrace.agents.rules import storage
 from podrace.architectures.discovery.objective import ValueFunction
-from podrace.envs.registry import LIBRARIES
+from podrace.envs.libraries import LIBRARIES
 from podrace.errors import UsageError
 from podrace.fields import EnvName, check_types
 from podrace.hooks import learns_from_replay

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES, parse
+from podrace.envs.env_names import parse
+from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UnknownName
 from podrace.fields import ClassName, item_types, role_of
 

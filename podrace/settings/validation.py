@@ -9,7 +9,7 @@ from typing import Any
 
 from podrace import hooks
 from podrace.agents import AGENTS
-from podrace.envs.registry import HOST_LIBRARIES, LIBRARIES
+from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError, unknown
 from podrace.fields import check_types, flag, range_of
 from podrace.settings.agents import _untyped, agent_class, agent_name, no_field

@@ -16,12 +16,13 @@ from test_runs import called
 
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
-from podrace.distributed.environments import messages
+from podrace.distributed.environments import environment_messages
 from podrace.distributed.net.frame import WireError
 from podrace.envs import contract
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.check import check_environment
-from podrace.envs.host.base import Checker, HostSpec
+from podrace.envs.host.base import HostSpec
+from podrace.envs.host.checker import Checker
 from podrace.envs.spaces import without_choice
 from podrace.errors import HostError, RunError, UsageError
 from podrace.networks import ActorCritic, QNetwork
@@ -176,7 +177,7 @@ def test_on_the_host_and_from_remote_environments(
   spec = HostSpec('mine', SPACE, spaces.Discrete(3), make=lambda args: None)  # type: ignore[arg-type, return-value]
   check = Checker(spec, 3)
   arrival = Arrival(np.arange(3, dtype=np.int32), t, reward, reward > 0, np.zeros(3, np.int32))
-  layout = messages.Layout(messages.schema(SPACE, spaces.Discrete(3)))
+  layout = environment_messages.Layout(environment_messages.schema(SPACE, spaces.Discrete(3)))
   words = np.zeros((3, 5), np.uint32)
   words[:, 4] = kind
   words[:, 2] = np.full(3, discount, np.float32).view(np.uint32)

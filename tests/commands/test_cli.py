@@ -56,7 +56,7 @@ from podrace.commands import (
   watch,
 )
 from podrace.commands.shared_options import PEER_TIMEOUT
-from podrace.distributed.net.messages import SILENCE
+from podrace.distributed.net.session_messages import SILENCE
 from podrace.experiments import runs as directories
 from podrace.experiments.bench import allowed
 from podrace.fields import flag
@@ -368,7 +368,7 @@ def test_runs_of_one_second_have_directories_of_their_own(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(directories, 'datetime', SimpleNamespace(datetime=Noon))
+  monkeypatch.setattr(directory, 'datetime', SimpleNamespace(datetime=Noon))
   with contextlib.ExitStack() as stack:
     found = [stack.enter_context(directory.reserved('catch')) for _ in range(3)]
     names = [f'catch-20200101-120000{x}' for x in ('', '-2', '-3')]

@@ -16,7 +16,7 @@ from test_defaults import ENVS, settings
 
 from podrace.agents import AGENTS
 from podrace.commands import discover, train
-from podrace.envs.registry import LIBRARIES
+from podrace.envs.libraries import LIBRARIES
 from podrace.fields import flag
 from podrace.settings import defaults
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES

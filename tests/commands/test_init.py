@@ -16,7 +16,7 @@ from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
 from podrace.commands import completion
 from podrace.commands.init import names
-from podrace.envs.registry import LIBRARIES
+from podrace.envs.libraries import LIBRARIES
 from podrace.settings.presets import PRESETS
 
 

@@ -52,7 +52,7 @@ from podrace.distributed.parameters import publisher as parameters
 from podrace.distributed.replay.server import ReplayServer
 from podrace.distributed.run_identity import from_leaves, to_leaves
 from podrace.envs.host import base as host
-from podrace.envs.host.base import Totals
+from podrace.envs.host.episodes import Totals
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic
 from podrace.replay.layout import named

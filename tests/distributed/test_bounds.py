@@ -19,10 +19,10 @@ from test_service_tables import SIMPLE
 from podrace import configure, tables
 from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import replay, run_identity, run_tables
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
+from podrace.distributed.parameters import parameter_messages
 from podrace.distributed.parameters import publisher as parameters
-from podrace.distributed.replay import item_schema
-from podrace.distributed.replay import messages as wire
+from podrace.distributed.replay import item_schema, replay_messages
 from podrace.distributed.replay.remote_table import RemoteTable
 from podrace.distributed.replay.server import ReplayServer
 from podrace.envs.host import base as host
@@ -108,11 +108,11 @@ def answering(end: bare.Accepting, answers: list[Any]) -> Callable[[], None]:
   def serve() -> None:
     for value in answers:
       one = end.accept(30)
-      one.expect(messages.HELLO)
+      one.expect(session_messages.HELLO)
       welcome = dict(silence=5.0, number=0, sizes={}, largest=2**24, waiting=b'', missing=b'')
-      one.say(messages.WELCOME, welcome)
-      (number, *_), _ = one.expect(wire.TABLE)
-      one.say(wire.ANSWER, number, True, value)
+      one.say(session_messages.WELCOME, welcome)
+      (number, *_), _ = one.expect(replay_messages.TABLE)
+      one.say(replay_messages.ANSWER, number, True, value)
       if value is not answers[-1]:
         assert one.is_closed(30)
 
@@ -134,7 +134,7 @@ def test_a_service_that_answers_in_other_shapes_is_left_and_tried_again(
     {'settings': {}, 'most': 'x'},
     good,
   ]
-  end = bare.Accepting(wire.OF_CLIENTS)
+  end = bare.Accepting(replay_messages.OF_CLIENTS)
   worker = threading.Thread(target=answering(end, answers), daemon=True)
   worker.start()
   with replay.connect(end.address) as client:
@@ -148,18 +148,18 @@ def test_values_of_answers_are_checked_by_their_question() -> None:
   with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
     info = server.registry.info('it')
-    wire.check_answer(wire.INFO, info)
+    replay_messages.check_answer(replay_messages.INFO, info)
     assert table.info().size == 0
   for kind, values in {
-    wire.INFO: [None, {}, {**info, 'size': 'x'}, {**info, 'seconds': {'a': 'x'}}, {**info, 'max_bytes': 'x'}],
-    wire.UPDATE: [None, -1, 1.5, 'x', True],
-    wire.DELETE: [None, -1, 1.5, 'x'],
-    wire.SAVE: [None, 7, ['x']],
-    wire.SAMPLE: [None, 7, {}],
+    replay_messages.INFO: [None, {}, {**info, 'size': 'x'}, {**info, 'seconds': {'a': 'x'}}, {**info, 'max_bytes': 'x'}],
+    replay_messages.UPDATE: [None, -1, 1.5, 'x', True],
+    replay_messages.DELETE: [None, -1, 1.5, 'x'],
+    replay_messages.SAVE: [None, 7, ['x']],
+    replay_messages.SAMPLE: [None, 7, {}],
   }.items():  # fmt: skip
     for value in values:
-      with pytest.raises(wire.WireError):
-        wire.check_answer(kind, value)
+      with pytest.raises(replay_messages.WireError):
+        replay_messages.check_answer(kind, value)
 
 
 def test_samples_of_other_columns_or_lengths_are_refused_with_the_service_named() -> None:
@@ -187,12 +187,12 @@ def test_parameters_of_shapes_that_cannot_be_end_a_session_only(
   shape: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))
-  end = bare.Accepting(messages.of_clients())
+  end = bare.Accepting(session_messages.of_clients())
   with contextlib.closing(replay.Parameters(end.address)) as reader:
     for newest in ([['x', '<f8', shape]], [['x', '<f8', []]]):
       one = end.welcome()
       size = 8 if newest[0][2] == [] else 0
-      one.say(parameters.NEWEST, 1, 'x' * 64, newest, arrays=(bytes(size),))
+      one.say(parameter_messages.NEWEST, 1, 'x' * 64, newest, arrays=(bytes(size),))
       if size:
         assert reader.get(timeout=30).version == 1
       else:

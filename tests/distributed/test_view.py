@@ -16,11 +16,11 @@ from services import ANY, all_of
 from podrace import cli
 from podrace.distributed import acting, replay
 from podrace.distributed.learner import replay_metrics, replay_reports
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.dashboard import Asker, counted, table
 from podrace.distributed.net.frame import WireError
-from podrace.distributed.parameters import publisher as parameters
-from podrace.distributed.replay import messages as wire
+from podrace.distributed.parameters import parameter_messages, reader
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer
 
 
@@ -61,10 +61,13 @@ def test_a_report_that_is_none(change: dict[str, Any]) -> None:
   with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     all_of(client)
     report = dict(server.report(), clients=[])
-    kept = wire.read_report(report)
-    assert kept.keys() == wire.OF_REPORT.keys() and kept['tables'][0].keys() == wire.OF_TABLE.keys()
+    kept = replay_messages.read_report(report)
+    assert (
+      kept.keys() == replay_messages.OF_REPORT.keys()
+      and kept['tables'][0].keys() == replay_messages.OF_TABLE.keys()
+    )
     with pytest.raises(WireError):
-      wire.read_report(report | change)
+      replay_messages.read_report(report | change)
 
 
 def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:
@@ -77,11 +80,11 @@ def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:
 
     with replay.Publisher(ANY, environments=32, program=program) as publisher:
       publisher.publish(5, [('w', np.zeros(2))])
-      one, two = (bare.connect(publisher.address, parameters.Parameters.kinds) for _ in range(2))
-      one.hello(parameters.SERVICE, role='act', environments=16)
-      one.say(messages.METRICS, {'steps_per_s': 2345.6, 'resident_mb': 512.25})
-      two.hello(parameters.SERVICE, role='[red]reanalyse')
-      two.say(messages.METRICS, {'windows_per_s': 7.5})
+      one, two = (bare.connect(publisher.address, reader.Parameters.kinds) for _ in range(2))
+      one.hello(parameter_messages.SERVICE, role='act', environments=16)
+      one.say(session_messages.METRICS, {'steps_per_s': 2345.6, 'resident_mb': 512.25})
+      two.hello(parameter_messages.SERVICE, role='[red]reanalyse')
+      two.say(session_messages.METRICS, {'windows_per_s': 7.5})
       asker = Asker(publisher.address, None, False)
       until(lambda: asker.ask()['program']['replay'] and asker.ask()['clients'][1]['metrics'])
       with pytest.raises(SystemExit) as end:

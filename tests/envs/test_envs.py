@@ -17,7 +17,7 @@ from children import hide_library
 from gymnasium import spaces
 
 import podrace.envs
-from podrace.envs import MissingExtra, UnknownName, base, registry
+from podrace.envs import MissingExtra, UnknownName, base, env_names
 from podrace.envs.base import NextStepReset, batch, restart, transition
 from podrace.envs.own.catch import Catch
 from podrace.envs.own.memory import Memory
@@ -228,7 +228,7 @@ def test_craftax_death_terminates_and_the_limit_truncates(name: str) -> None:
 
 def test_listing_imports_neither_jax_nor_libraries() -> None:
   code = (
-    'import sys, podrace.envs; podrace.envs.names(); '
+    'import sys, podrace.envs; podrace.envs.env_names(); '
     "print([m for m in ('jax', 'numpy', 'gymnasium', 'gymnax', 'brax') if m in sys.modules])"
   )
   out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
@@ -241,15 +241,15 @@ def test_names_are_the_libraries() -> None:
   import jumanji
   import navix
 
-  names = podrace.envs.names()
+  env_names = podrace.envs.env_names()
   downloads = {'MNISTBandit-bsuite'}
-  assert set(names['gymnax']) == set(gymnax.registered_envs) - downloads
-  assert set(names['brax']) == set(brax.envs._envs) - {'swimmer'}
-  assert set(names['navix']) <= set(navix.registry())  # 4.0 has more, for Python >= 3.12 only
+  assert set(env_names['gymnax']) == set(gymnax.registered_envs) - downloads
+  assert set(env_names['brax']) == set(brax.envs._envs) - {'swimmer'}
+  assert set(env_names['navix']) <= set(navix.registry())  # 4.0 has more, for Python >= 3.12 only
   per_agent = {'Connector-v3', 'LevelBasedForaging-v0', 'SearchAndRescue-v0'}
   registered = set(jumanji.registered_environments())
-  assert set(names['jumanji']) == registered - per_agent - {'Sokoban-v0'}
-  assert all(len(set(n)) == len(n) for n in names.values())
+  assert set(env_names['jumanji']) == registered - per_agent - {'Sokoban-v0'}
+  assert all(len(set(n)) == len(n) for n in env_names.values())
 
 
 @pytest.mark.parametrize('fraction', ['0', '-0.5', '1.5', 'nan'])
@@ -260,7 +260,7 @@ def test_a_share_of_resets_is_one(fraction: str) -> None:
 
 
 def test_a_name_reads_its_options() -> None:
-  assert registry.parse('a:b,i=3,f=0.5,e=1e-3,t=true,u=false,s=xy') == (
+  assert env_names.parse('a:b,i=3,f=0.5,e=1e-3,t=true,u=false,s=xy') == (
     'a',
     'b',
     {'i': 3, 'f': 0.5, 'e': 1e-3, 't': True, 'u': False, 's': 'xy'},

@@ -16,6 +16,7 @@ from gymnasium import spaces
 
 from podrace import cli
 from podrace.envs.host import base as host
+from podrace.envs.host import checker
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.gymnasium import _some_action
 from podrace.errors import HostError, UnknownName, UsageError
@@ -77,7 +78,7 @@ def tried(deadline: float = 30.0) -> str:
 def played(steps: int = 20, deadline: float = 30.0, threads: int = 1) -> list[Any]:
   """What a pool without a trial gives."""
   spec = host.make(NAME)
-  check, found = host.Checker(spec, 2), []
+  check, found = checker.Checker(spec, 2), []
   pool: Any = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), threads, deadline))
   try:
     pool.reset()
@@ -315,7 +316,7 @@ def test_observations_outside_of_their_box_are_told_once(
   assert spec.try_out is not None
   with caplog.at_level(logging.WARNING, 'podrace'):
     spec.try_out(30)
-    check = host.Checker(spec, 2)
+    check = checker.Checker(spec, 2)
     pool = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 1, 30.0))
     try:
       pool.reset()

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import pytest
 from children import SUPPORT, alive, environment, until
 from gymnasium import spaces
 
+from podrace.envs.host import answer_timer, checker, timesteps
 from podrace.envs.host import base as host
-from podrace.envs.host.base import EpisodeCounter, PoolArgs
-from podrace.envs.host.gymnasium import RESTARTS, Restarts
+from podrace.envs.host.base import PoolArgs
+from podrace.envs.host.episodes import EpisodeCounter
 from podrace.envs.host.jax import JaxPool, JaxSteps
+from podrace.envs.host.worker_pool import RESTARTS, Restarts
 from podrace.errors import HostError, MissingExtra, UnknownName
 from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Arrival
 
@@ -55,7 +58,7 @@ def arrivals(
   spec, rng = host.make(name), np.random.default_rng(0)
   other = np.random.default_rng(1)
   envs = pool(name, seed=seed, **args)
-  check = host.Checker(spec, envs.num_envs)
+  check = checker.Checker(spec, envs.num_envs)
   try:
     envs.reset()
     for _ in range(steps):
@@ -245,7 +248,7 @@ def test_every_restart_counts() -> None:
   counter, n = EpisodeCounter(2), 2
   zeros: Any = np.zeros(n, np.float32)
   none = np.zeros(n, bool)
-  timestep = host.Stepper(n).timestep(np.arange(n), zeros, zeros, none, none)
+  timestep = timesteps.Stepper(n).timestep(np.arange(n), zeros, zeros, none, none)
   found = [
     counter.add(Arrival(np.arange(n), timestep, zeros, none, np.array([0, lives]))).tolist()
     for lives in (0, 5, 5, 6)
@@ -418,28 +421,28 @@ def test_integers_that_do_not_fit_are_told() -> None:
   space = host.make('gymnasium:host_envs:Counts-v0').observation_space
   assert (int(space.low), int(space.high)) == (0, 2**31 - 1)
   with pytest.raises(HostError, match=r'x: observation has \[1099511627776\], which int32 has not'):
-    host.narrowed('x', np.array([3, 2**40]), np.int32)
+    checker.narrowed('x', np.array([3, 2**40]), np.int32)
 
 
 def test_rewards_that_are_clipped_are_checked_as_they_were() -> None:
   spec, n = host.make('envpool:CartPole-v1'), 2
   zeros: Any = np.zeros(n, np.float32)
   observation = np.zeros((n, 4), np.float32)
-  timestep = host.Stepper(n).timestep(
+  timestep = timesteps.Stepper(n).timestep(
     np.arange(n), observation, zeros, zeros.astype(bool), zeros.astype(bool)
   )
   arrival = Arrival(np.arange(n), timestep, np.array([0, np.inf]), zeros.astype(bool), zeros)
   with pytest.raises(HostError, match=r'reward of environment \[1\] is NaN or infinite'):
-    host.Checker(spec, n)(arrival)
+    checker.Checker(spec, n)(arrival)
   for value in (3e38, -1.01 * LARGEST_REWARD):
     with pytest.raises(HostError, match=r'reward of environment \[1\] is .*1e\+12'):
-      host.Checker(spec, n)(arrival._replace(score=np.array([0, value])))
+      checker.Checker(spec, n)(arrival._replace(score=np.array([0, value])))
     reward: Any = np.array([0, value], np.float32)
     with pytest.raises(HostError, match=r'reward of environment \[1\] is .*1e\+12'):
-      host.Checker(spec, n)(
+      checker.Checker(spec, n)(
         arrival._replace(timestep=timestep._replace(reward=reward), score=zeros)
       )
-  host.Checker(spec, n)(arrival._replace(score=np.array([LARGEST_REWARD, -LARGEST_REWARD])))
+  checker.Checker(spec, n)(arrival._replace(score=np.array([LARGEST_REWARD, -LARGEST_REWARD])))
 
 
 def test_a_segmentation_fault_of_a_worker_says_where(
@@ -479,7 +482,7 @@ def test_a_worker_that_does_not_answer_is_replaced(
 def test_time_that_workers_were_waited_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
   """Ten that hang for a minute each take up the whole window."""
   now = 0.0
-  monkeypatch.setattr(host.time, 'monotonic', lambda: now)
+  monkeypatch.setattr(time, 'monotonic', lambda: now)
 
   def restarts(every: float, waited: float) -> list[int]:
     nonlocal now
@@ -511,8 +514,8 @@ def test_descriptors_beyond_those_of_select() -> None:
 def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatch) -> None:
   """Who was stopped and goes on looks twice at who seems to be late."""
   now = 0.0
-  monkeypatch.setattr(host.time, 'monotonic', lambda: now)
-  asked, deadline = 0.0, host.Deadline(60.0)
+  monkeypatch.setattr(time, 'monotonic', lambda: now)
+  asked, deadline = 0.0, answer_timer.Deadline(60.0)
   for now in range(50):
     assert not deadline.passed(0, now - asked)
   now = 1000.0  # it was stopped
@@ -529,7 +532,7 @@ def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatc
 def test_workers_are_not_late_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
   envs = pool('gymnasium:host_envs:Sequence-v0,slow=0.2', n=2, deadline=60.0)
   monotonic, stopped = host.time.monotonic, 0.0
-  monkeypatch.setattr(host.time, 'monotonic', lambda: monotonic() + stopped)
+  monkeypatch.setattr(time, 'monotonic', lambda: monotonic() + stopped)
   try:
     envs.reset()
     pids = envs.pids

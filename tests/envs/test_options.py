@@ -14,7 +14,7 @@ import gymnasium
 import pytest
 
 import podrace.envs
-from podrace.envs import UnknownName, registry
+from podrace.envs import UnknownName, env_names
 from podrace.envs.host import base as host
 
 READ: dict[str, Any] = {
@@ -57,19 +57,19 @@ READ: dict[str, Any] = {
 
 @pytest.mark.parametrize('text', READ)
 def test_a_value_is_a_literal_of_python(text: str) -> None:
-  key, env, options = registry.parse(f'a:b,x={text},y=1')
+  key, env, options = env_names.parse(f'a:b,x={text},y=1')
   assert (key, env) == ('a', 'b')
   assert repr(options) == repr({'x': READ[text], 'y': 1})
-  again = registry.full_name(key, env, options, {})
-  assert repr(registry.parse(again)[2]) == repr(options)
-  assert repr(registry.parse(json.loads(json.dumps(again)))[2]) == repr(options)
+  again = env_names.full_name(key, env, options, {})
+  assert repr(env_names.parse(again)[2]) == repr(options)
+  assert repr(env_names.parse(json.loads(json.dumps(again)))[2]) == repr(options)
 
 
 def test_texts_come_back_from_a_name() -> None:
   for letters in itertools.product('\',"=([ ]\\0Fn\n', repeat=3):
     for text in (''.join(letters), f'false{letters[0]}', f'{letters[0]}7{letters[1]}'):
       options = {'x': text, 'y': (text,), 'z': 1}
-      assert registry.parse(registry.full_name('a', 'b', options, {}))[2] == options, text
+      assert env_names.parse(env_names.full_name('a', 'b', options, {}))[2] == options, text
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_texts_come_back_from_a_name() -> None:
 )  # fmt: skip
 def test_an_ambiguous_value_is_refused(text: str) -> None:
   with pytest.raises(UnknownName):
-    registry.parse(f'a:b,x={text}')
-  quoted = registry.full_name('a', 'b', {'x': text}, {})
-  assert registry.parse(quoted)[2] == {'x': text}
+    env_names.parse(f'a:b,x={text}')
+  quoted = env_names.full_name('a', 'b', {'x': text}, {})
+  assert env_names.parse(quoted)[2] == {'x': text}
 
 
 class Made(gymnasium.Env[Any, Any]):
@@ -149,7 +149,7 @@ TAKEN: dict[str, Any] = {
 def test_the_maker_gets_the_value(env: str, text: str) -> None:
   spec = host.make(f'gymnasium:{env},{text}')
   assert repr(Made.options[text.partition('=')[0]]) == repr(TAKEN[text])
-  assert registry.parse(spec.name)[2] == registry.parse(f'a:b,{text}')[2]
+  assert env_names.parse(spec.name)[2] == env_names.parse(f'a:b,{text}')[2]
 
 
 NOT_TAKEN = {
@@ -287,7 +287,7 @@ def test_options_of_enums_dicts_and_callables(
   function: Any, option: str, value: Any, is_taken: bool
 ) -> None:
   if is_taken:
-    registry.check_options('a:b', function, {option: value})
+    env_names.check_options('a:b', function, {option: value})
   else:
     with pytest.raises(UnknownName, match=option):
-      registry.check_options('a:b', function, {option: value})
+      env_names.check_options('a:b', function, {option: value})

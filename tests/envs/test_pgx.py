@@ -11,7 +11,7 @@ import pytest
 
 import podrace.envs
 from podrace.envs import UnknownName
-from podrace.envs.registry import LIBRARIES
+from podrace.envs.libraries import LIBRARIES
 from podrace.types import FIRST, LAST, TimeStep
 
 GAMES = 64

@@ -133,7 +133,7 @@ def test_environments_in_any_order() -> None:
 
 def test_no_window_is_of_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
   """Workers are killed while they act, in lockstep; their environments number their steps."""
-  monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
+  monkeypatch.setattr('podrace.envs.host.worker_pool.RESTARTS', 1000)
   spec = host.make('gymnasium:host_envs:Sequence-v0')
   agent = bind(dataclasses.replace(AGENTS['dqn'], n_step=3), spec, 100, 4)
   program = Sebulba(

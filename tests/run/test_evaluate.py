@@ -27,15 +27,8 @@ from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import directory, loop
-from podrace.run.evaluate import (
-  evaluate,
-  evaluator,
-  host_evaluator,
-  newest_params,
-  returns_of,
-  spread,
-  summarised,
-)
+from podrace.run.evaluate import evaluate, evaluator, newest_params, returns_of, summarised
+from podrace.run.evaluate_host import host_evaluator, spread
 from podrace.settings.agents import bind
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -305,7 +298,7 @@ def test_games_on_the_host_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, 'recv', lambda: forever.wait(60))
     return pool
 
-  monkeypatch.setattr('podrace.run.evaluate.CLOSE_SECONDS', 0.1)
+  monkeypatch.setattr('podrace.run.evaluate_host.CLOSE_SECONDS', 0.1)
   told = 'envpool:CartPole-v1: environments have not answered for'
   with pytest.raises(errors.RunError, match=told):
     host_evaluator(Idle(), dataclasses.replace(spec, make=make), 2, deadline=0.2)((), 0)
@@ -345,7 +338,7 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
   def fail(*args: Any) -> None:
     raise errors.HostError('failed in its worker:\nZeroDivisionError: the game broke')
 
-  monkeypatch.setattr('podrace.run.evaluate._host_round', fail)
+  monkeypatch.setattr('podrace.run.evaluate_host._host_round', fail)
   with pytest.raises(SystemExit) as end:
     cli.main(['eval', str(tmp_path / 'run'), '--episodes', '2', '--allow-code', 'host_envs'])
   assert end.value.code == 1

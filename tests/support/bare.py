@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.address import unix_path
 from podrace.distributed.net.frame import PREFIX, Kind, split
 from podrace.distributed.net.listener import Listen, Listener, Peer, Serving
@@ -71,7 +71,11 @@ class Bare:
     while (heard := self.hear(max(end - time.monotonic(), 0.001))) is not None:
       if heard[0] is kind:
         return heard[1], heard[2]
-      assert heard[0] not in (messages.GONE, messages.REFUSED, messages.END), heard
+      assert heard[0] not in (
+        session_messages.GONE,
+        session_messages.REFUSED,
+        session_messages.END,
+      ), heard
     raise AssertionError(f'no {kind.name} in {seconds} s')
 
   def is_closed(self, seconds: float = 10.0) -> bool:
@@ -90,8 +94,8 @@ class Bare:
 
   def hello(self, service: str, client: int = 0, **more: Any) -> dict[str, Any]:
     """Begins a session; what WELCOME tells."""
-    self.say(messages.HELLO, {**messages.hello(service, client), **more})
-    (told,), _ = self.expect(messages.WELCOME)
+    self.say(session_messages.HELLO, {**session_messages.hello(service, client), **more})
+    (told,), _ = self.expect(session_messages.WELCOME)
     return told
 
 
@@ -126,8 +130,8 @@ class Accepting:
   def welcome(self, **more: Any) -> Bare:
     """Accepts a client, and begins its session."""
     end = self.accept()
-    end.expect(messages.HELLO)
-    end.say(messages.WELCOME, {'silence': 5.0, **more})
+    end.expect(session_messages.HELLO)
+    end.say(session_messages.WELCOME, {'silence': 5.0, **more})
     return end
 
   def close(self) -> None:
@@ -142,7 +146,7 @@ class Service:
   def __init__(
     self, *kinds: Kind, largest: int = 2**20, on: Callable[..., None] | None = None
   ) -> None:
-    self.kinds, self.largest, self._on = messages.of_clients(*kinds), largest, on
+    self.kinds, self.largest, self._on = session_messages.of_clients(*kinds), largest, on
     self.happened: list[tuple[Any, ...]] = []
     self.said: list[str] = []
     self.refuse: list[str] = []

@@ -11,7 +11,7 @@ from typing import Any
 import bare
 import msgpack
 
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import PREFIX, Kind
 from podrace.distributed.net.listener import Listener
 
@@ -114,7 +114,7 @@ def spoiled(hello: Hello, documents: Callable[[], Sequence[Document]]) -> Case:
     sizes = [len(data_of(x)) for x in every]
     chosen = rng.choices(range(len(every) + 1), [*sizes, 50])[0]  # where there is more to spoil
     if chosen == len(every):
-      return [], mutant(rng, (messages.HELLO, [hello()], []))
+      return [], mutant(rng, (session_messages.HELLO, [hello()], []))
     return every[:chosen], mutant(rng, every[chosen])
 
   return case
@@ -131,14 +131,17 @@ def tell(
   rng, good = random.Random(seed), 0
   for _ in range(count):
     with bare.connect(listener.address, kinds) as end:
-      end.say(messages.HELLO, hello())
-      end.expect(messages.WELCOME, 30)
+      end.say(session_messages.HELLO, hello())
+      end.expect(session_messages.WELCOME, 30)
       before, data = case(rng)
-      ping = data_of((messages.PING, [None], []))
+      ping = data_of((session_messages.PING, [None], []))
       end.send(b''.join([*map(data_of, before), data, ping]))
       end.socket.shutdown(sockets.SHUT_WR)  # a frame that has become longer is not waited for
-      while (heard := end.hear()) is not None and heard[0] not in (messages.PONG, messages.GONE):
+      while (heard := end.hear()) is not None and heard[0] not in (
+        session_messages.PONG,
+        session_messages.GONE,
+      ):
         pass
-      good += heard is not None and heard[0] is messages.PONG
+      good += heard is not None and heard[0] is session_messages.PONG
     assert not listener.counts['unexpected'], next(e for e in listener.lines.events if 'Trace' in e)
   return good

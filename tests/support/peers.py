@@ -14,11 +14,12 @@ import numpy as np
 from children import DEADLINE, Process, until
 from gymnasium import spaces
 
-from podrace.distributed.environments import messages as wire
+from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.server import Server
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.listener import Listen
-from podrace.envs.host.base import Checker, HostSpec, PoolArgs
+from podrace.envs.host.base import HostSpec, PoolArgs
+from podrace.envs.host.checker import Checker
 from podrace.types import FIRST, LAST, MID, Arrival
 
 ANY = 'tcp://127.0.0.1:*'
@@ -159,12 +160,14 @@ class Raw(bare.Bare):
   def __init__(
     self, address: str, kind: HostSpec | None = None, keys: Path | None = None, source: str = ''
   ) -> None:
-    super().__init__(bare.connect(address, {}, keys, source).socket, wire.OF_LEARNERS)
+    super().__init__(
+      bare.connect(address, {}, keys, source).socket, environment_messages.OF_LEARNERS
+    )
     kind = kind or spec()
     self.env = kind.name
-    self.schema = wire.schema(kind.observation_space, kind.action_space)
-    self.layout = wire.Layout(self.schema)
-    self.client = messages.new_client()
+    self.schema = environment_messages.schema(kind.observation_space, kind.action_space)
+    self.layout = environment_messages.Layout(self.schema)
+    self.client = session_messages.new_client()
     self.count = 0
     self.out = 0  # bytes that it has sent since it was answered last
 
@@ -176,32 +179,39 @@ class Raw(bare.Bare):
     return self
 
   def told(self, **changes: Any) -> dict[str, Any]:
-    told = messages.hello(wire.SERVICE, self.client, env=self.env, schema=self.schema)
+    told = session_messages.hello(
+      environment_messages.SERVICE, self.client, env=self.env, schema=self.schema
+    )
     return {**told, 'host': 'raw', **changes}
 
   def join_as(self, **changes: Any) -> dict[str, Any]:
     """Says hello; what WELCOME tells."""
-    self.say(messages.HELLO, self.told(**changes))
-    return self.expect(messages.WELCOME)[0][0]
+    self.say(session_messages.HELLO, self.told(**changes))
+    return self.expect(session_messages.WELCOME)[0][0]
 
   def enter(self, size: int, group: int = 0) -> None:
-    self.say(wire.ENTER, group, size)
-    assert list(self.expect(wire.START)[0]) == [group]
+    self.say(environment_messages.ENTER, group, size)
+    assert list(self.expect(environment_messages.START)[0]) == [group]
     self.out = 0
 
   def body(self, size: int, kind: int = MID, life: int = 0) -> list[bytes]:
     """The bytes of records, and of each array of observations."""
-    records = np.zeros(size, wire.RECORD)
+    records = np.zeros(size, environment_messages.RECORD)
     records['step_type'], records['discount'], records['life'] = kind, 1, life
     arrays = [np.full((size, *s), self.count, d) for d, s in self.layout.leaves]
     self.count += 1
     return [x.tobytes() for x in (records, *arrays)]
 
   def step(self, size: int, seq: int, kind: int = MID, group: int = 0, body: Any = None) -> None:
-    self.say(wire.STEP, group, seq, arrays=body if body is not None else self.body(size, kind))
+    self.say(
+      environment_messages.STEP,
+      group,
+      seq,
+      arrays=body if body is not None else self.body(size, kind),
+    )
 
   def act(self, size: int, seq: int, group: int = 0) -> np.ndarray:
-    fields, (data,) = self.expect(wire.ACTION)
+    fields, (data,) = self.expect(environment_messages.ACTION)
     assert list(fields) == [group, seq]
     self.out = 0
     return self.layout.actions(data, size)
@@ -209,14 +219,14 @@ class Raw(bare.Bare):
   def refused(self) -> list[str]:
     """Why it is refused."""
     while (heard := self.hear()) is not None:
-      if heard[0] is messages.REFUSED:
+      if heard[0] is session_messages.REFUSED:
         return heard[1][0]
     raise AssertionError('the connection ended without a word')
 
   def gone(self) -> str:
     """Why the session is over."""
     while (heard := self.hear()) is not None:
-      if heard[0] is messages.GONE:
+      if heard[0] is session_messages.GONE:
         return heard[1][0]
     raise AssertionError('the connection ended without a word')
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import bare
 
-from podrace.distributed.net import messages as session
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import Kind
 
 MESSAGES = int(os.environ.get('PODRACE_FUZZ', 200_000))  # that a slow test sends
@@ -57,7 +57,7 @@ def storm(
   while sent < count:
     with bare.connect(address, kinds) as end:
       if rng.random() < 0.8:
-        end.say(session.HELLO, hello())
+        end.say(session_messages.HELLO, hello())
         assert end.hear(30.0) is not None, 'no answer to a hello'
       try:
         for data in messages(rng):

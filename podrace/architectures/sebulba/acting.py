@@ -16,7 +16,8 @@ from podrace import topology as topology_
 from podrace.architectures.sebulba.device_programs import Acting, Programs, pack
 from podrace.architectures.sebulba.pipe import Lag, Snapshot
 from podrace.envs.base import batch
-from podrace.envs.host.base import EpisodeCounter, HostSpec, batch_sizes
+from podrace.envs.host.base import HostSpec, batch_sizes
+from podrace.envs.host.episodes import EpisodeCounter
 from podrace.envs.spaces import over
 from podrace.types import Agent, Array, TimeStep, Trajectory
 

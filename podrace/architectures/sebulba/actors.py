@@ -14,7 +14,8 @@ from podrace import topology as topology_
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
 from podrace.architectures.sebulba.thread import ActorThread
-from podrace.envs.host.base import Deadline, PoolArgs
+from podrace.envs.host.answer_timer import Deadline
+from podrace.envs.host.base import PoolArgs
 from podrace.system.process import cores
 from podrace.types import Array, HostEnvironment
 

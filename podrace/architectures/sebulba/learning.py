@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from podrace import topology as topology_
 from podrace.architectures.sebulba.pipe import Snapshot
 from podrace.architectures.sharding import train_specs
-from podrace.envs.host.base import Totals
+from podrace.envs.host.episodes import Totals
 from podrace.hooks import gradient_steps
 from podrace.learner import (
   Log,

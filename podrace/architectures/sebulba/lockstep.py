@@ -9,7 +9,7 @@ import numpy as np
 
 from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.unrolls import Shipping
-from podrace.envs.host.base import EVERY, everyone, rows_of
+from podrace.envs.host.timesteps import EVERY, everyone, rows_of
 from podrace.errors import HostError
 from podrace.types import TimeStep
 

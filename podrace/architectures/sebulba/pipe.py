@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from podrace.envs.host.base import Totals
+from podrace.envs.host.episodes import Totals
 from podrace.types import TimeStep, Trajectory
 
 Lag = Literal['0', '1', 'async']

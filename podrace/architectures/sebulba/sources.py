@@ -17,7 +17,7 @@ from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
 from podrace.architectures.sebulba.statistics import Statistics
-from podrace.envs.host.base import Totals
+from podrace.envs.host.episodes import Totals
 from podrace.errors import CheckpointError, ReplayFailed, UsageError
 from podrace.replay.host import Draw, HostReplay
 from podrace.replay.layout import Layout

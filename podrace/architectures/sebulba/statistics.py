@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from podrace.architectures.sebulba.pipe import Unroll
-from podrace.envs.host.base import Totals
+from podrace.envs.host.episodes import Totals
 from podrace.topology import everyones
 
 

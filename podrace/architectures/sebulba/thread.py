@@ -15,7 +15,8 @@ from podrace.architectures.sebulba.lockstep import Lockstep
 from podrace.architectures.sebulba.pipe import ActorFailed, Closed, Pipe, Snapshot
 from podrace.architectures.sebulba.unrolls import Shipping
 from podrace.envs.host.answer_timer import AnswerTimer
-from podrace.envs.host.base import Checker, everyone
+from podrace.envs.host.checker import Checker
+from podrace.envs.host.timesteps import everyone
 from podrace.errors import HostError, RunError, UsageError
 from podrace.system.threads import Worker
 from podrace.types import Array, Arrival, HostEnvironment

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from podrace.architectures.sebulba.pipe import Pipe, Snapshot, Unroll
-from podrace.envs.host.base import EpisodeCounter
+from podrace.envs.host.episodes import EpisodeCounter
 from podrace.topology import host_device
 from podrace.types import HostEnvironment
 

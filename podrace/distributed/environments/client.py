@@ -21,13 +21,14 @@ from typing import Any
 import numpy as np
 
 from podrace import errors
-from podrace.distributed.environments import messages
-from podrace.distributed.environments.messages import WireError
+from podrace.distributed.environments import environment_messages
+from podrace.distributed.environments.environment_messages import WireError
 from podrace.distributed.net.address import check_address
 from podrace.distributed.net.frame import Kind, flat
 from podrace.distributed.net.link import Handler, Link, Refused
 from podrace.distributed.net.process_metrics import Measures, Meter, resident_mb
 from podrace.distributed.net.safe_text import STRING, plain
+from podrace.envs.host import answer_timer
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
@@ -174,7 +175,7 @@ class Group:
     if not np.array_equal(arrival.env_id, ids):
       raise Failed(f'{self._spec.name} returned {arrival.env_id}, expected all in order')
     timestep = arrival.timestep
-    records = np.zeros(self.size, messages.RECORD)
+    records = np.zeros(self.size, environment_messages.RECORD)
     records['life'] = arrival.run_id
     records['reward'], records['discount'] = timestep.reward, timestep.discount
     records['score'], records['ended'] = arrival.score, arrival.ended
@@ -193,13 +194,13 @@ class Client(Handler):
     clients: that this process has.
   """
 
-  service, kinds = messages.SERVICE, messages.OF_LEARNERS
+  service, kinds = environment_messages.SERVICE, environment_messages.OF_LEARNERS
 
   def __init__(self, options: Options, spec: HostSpec, clients: int = 1) -> None:
     self._options, self._spec, self._clients = options, spec, clients
     self._env = spec.name[:STRING]
-    self._schema = messages.schema(spec.observation_space, spec.action_space)
-    self._layout = messages.Layout(self._schema)
+    self._schema = environment_messages.schema(spec.observation_space, spec.action_space)
+    self._layout = environment_messages.Layout(self._schema)
     o = options
     self._link = Link(
       o.connect, o.keys, o.insecure, self, give_up=o.give_up, flag='--connect', what='learner'
@@ -250,7 +251,9 @@ class Client(Handler):
   def _say(self, group: Group, arrays: list[Any]) -> None:
     group.busy_since = None
     self._meter.add(steps_per_s=group.size)
-    self._link.send(messages.STEP, group.index, group.seq, arrays=arrays, within=group.session)
+    self._link.send(
+      environment_messages.STEP, group.index, group.seq, arrays=arrays, within=group.session
+    )
 
   def _group_ended(self) -> None:
     with self._link.changed:
@@ -289,7 +292,7 @@ class Client(Handler):
         'give --env %s if that is not what you want', self._env, *[plain(env)] * 2,
       )  # fmt: skip
     for group in self._groups:
-      self._link.send(messages.ENTER, group.index, group.size)
+      self._link.send(environment_messages.ENTER, group.index, group.size)
 
   def metrics(self) -> Measures:
     return {**self._meter.read(), 'resident_mb': resident_mb() / self._clients}
@@ -297,7 +300,7 @@ class Client(Handler):
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     index = fields[0]
     group = self._groups[index] if index < len(self._groups) else None
-    if kind is messages.START:
+    if kind is environment_messages.START:
       if group is None or group.worker is not None:
         raise WireError(f'a start of group {index}, which there is not or has begun')
       group.start()
@@ -323,7 +326,7 @@ class Client(Handler):
     for group in groups:
       group.stop()
     # Those that watch themselves may have just begun to replace one that hangs.
-    allowed = seconds + host.START_SECONDS * any(g.watches_itself for g in groups)
+    allowed = seconds + answer_timer.START_SECONDS * any(g.watches_itself for g in groups)
     end = time.monotonic() + allowed
     for group in groups:
       while not group.join(0.1) and not self.signum and time.monotonic() < end:
@@ -347,10 +350,10 @@ def group_sizes(num_envs: int, groups: int, largest: int, best: int) -> list[int
       f'--groups {groups}: an actor thread of the learner takes groups of at most {largest} '
       f'environments, which makes {least} of {num_envs}'
     )
-  count = min(groups or max(best, least), num_envs, messages.GROUPS)
+  count = min(groups or max(best, least), num_envs, environment_messages.GROUPS)
   if -(-num_envs // count) > largest:
     raise ValueError(
-      f'--num-envs {num_envs}: a client has at most {messages.GROUPS} groups of {largest} environments'
+      f'--num-envs {num_envs}: a client has at most {environment_messages.GROUPS} groups of {largest} environments'
     )
   return [num_envs // count + (i < num_envs % count) for i in range(count)]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from podrace.distributed.environments import messages
-from podrace.distributed.environments.messages import WireError
+from podrace.distributed.environments import environment_messages
+from podrace.distributed.environments.environment_messages import WireError
 from podrace.distributed.net.frame import Buffer
 from podrace.distributed.net.listener import Listener, Peer
 from podrace.distributed.net.safe_text import label
@@ -94,7 +94,7 @@ class Group:
       self._buffers.append(np.empty(size, np.uint8))
     return self._buffers[self.seq % 2]
 
-  def accept(self, records: messages.Records) -> np.ndarray | None:
+  def accept(self, records: environment_messages.Records) -> np.ndarray | None:
     """Takes what the environments say; how often each [n] was restarted, None if none was.
 
     Raises:
@@ -134,7 +134,7 @@ class Item(NamedTuple):
   at: float  # when they came
 
 
-def within_episodes(items: list[Item], records: messages.Records) -> list[bool]:
+def within_episodes(items: list[Item], records: environment_messages.Records) -> list[bool]:
   """Of each whether nothing begins, ends or was restarted in it, as is so most of the time."""
   groups = [item.group for item in items]
   one = len(groups) == 1
@@ -157,7 +157,7 @@ class Incoming:
     listener: ends sessions of clients whose timesteps are wrong.
   """
 
-  def __init__(self, layout: messages.Layout, listener: Listener) -> None:
+  def __init__(self, layout: environment_messages.Layout, listener: Listener) -> None:
     self._layout, self._listener = layout, listener
     self._items: list[Item] = []
     self._bytes = 0
@@ -187,7 +187,9 @@ class Incoming:
     try:
       records = self._layout.records(steps)
       if not (np.abs(records.numbers) <= LARGEST_REWARD).all():  # as NaN is not
-        raise messages.not_bounded('a reward, score or discount', records.numbers, LARGEST_REWARD)
+        raise environment_messages.not_bounded(
+          'a reward, score or discount', records.numbers, LARGEST_REWARD
+        )
       self._layout.check_observations(steps)
       self._layout.check_masks(steps, records)
       within = within_episodes(items, records)
@@ -201,7 +203,7 @@ class Incoming:
       if is_within:
         group.kind = group.mids
       elif group.state == 'come':  # else dropped for another one's
-        self._accept_ends(group, messages.Records(records.words[start:stop]))
+        self._accept_ends(group, environment_messages.Records(records.words[start:stop]))
       start = stop
     self._pass_on([item for item in items if item.group.state == 'come'])
 
@@ -215,7 +217,7 @@ class Incoming:
     for item in items:
       self._accept([item])
 
-  def _accept_ends(self, group: Group, records: messages.Records) -> None:
+  def _accept_ends(self, group: Group, records: environment_messages.Records) -> None:
     try:
       restarts = group.accept(records)
     except Exception as e:

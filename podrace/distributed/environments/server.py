@@ -19,19 +19,21 @@ from typing import Any
 
 import numpy as np
 
-from podrace.distributed.environments import messages
+from podrace.distributed.environments import environment_messages
+from podrace.distributed.environments.environment_messages import WireError
 from podrace.distributed.environments.groups import STEPPING, Client, Group, Incoming, Item
-from podrace.distributed.environments.messages import WireError
-from podrace.distributed.environments.pool import WAITING, RemotePool, Slots
+from podrace.distributed.environments.pool import RemotePool
 from podrace.distributed.environments.shared_listener import SharedNetwork
+from podrace.distributed.environments.slots import WAITING, Slots
 from podrace.distributed.net.connections import Peer
 from podrace.distributed.net.frame import Kind
 from podrace.distributed.net.listener import Listen, Listener
-from podrace.distributed.net.messages import GUEST_BYTES
 from podrace.distributed.net.process_metrics import LOGGED, logged, resident_mb
 from podrace.distributed.net.safe_text import STRING, Say, plain
+from podrace.distributed.net.session_messages import GUEST_BYTES
 from podrace.distributed.net.sessions import Handler
-from podrace.envs.host.base import START_SECONDS, HostSpec
+from podrace.envs.host.answer_timer import START_SECONDS
+from podrace.envs.host.base import HostSpec
 from podrace.envs.spaces import tree
 from podrace.topology import everyones
 from podrace.types import Arrival, TimeStep
@@ -52,7 +54,7 @@ class Server(Handler):
     on_cores: this machine's cores compute the actions, not an accelerator.
   """
 
-  service, kinds = messages.SERVICE, messages.OF_CLIENTS
+  service, kinds = environment_messages.SERVICE, environment_messages.OF_CLIENTS
 
   def __init__(
     self,
@@ -66,7 +68,9 @@ class Server(Handler):
     self.listener = listener = Listener(listen, self, say)
     self.log, self.counts, self.peers = listener.log, listener.counts, listener.peers
     self.max_wait, self._deadline, self._most, self._on_cores = max_wait, deadline, slots, on_cores
-    self.slots = Slots(slots, lambda group: listener.send(group.peer, messages.START, group.index))
+    self.slots = Slots(
+      slots, lambda group: listener.send(group.peer, environment_messages.START, group.index)
+    )
     self.network = network = SharedNetwork(listener, self.slots.pools)
     self.call, self.turn, self.finished = network.call, network.turn, network.finish
     self.wake, self.pass_on = listener.wake, network.pass_on
@@ -76,8 +80,8 @@ class Server(Handler):
   def spec(self, spec: HostSpec) -> HostSpec:
     """The same kind of environment, of which others have the pools."""
     self.observation_space = spec.observation_space
-    self.schema = messages.schema(spec.observation_space, spec.action_space)
-    self.layout = messages.Layout(self.schema)
+    self.schema = environment_messages.schema(spec.observation_space, spec.action_space)
+    self.layout = environment_messages.Layout(self.schema)
     self.env = spec.name
     self._incoming = Incoming(self.layout, self.listener)
     none = [np.zeros((0, *shape), dtype) for dtype, shape in self.layout.leaves]
@@ -129,7 +133,7 @@ class Server(Handler):
     env = details.get('env')
     if type(env) is not str or len(env) > STRING:
       raise WireError(f'a hello without an env that is a string of at most {STRING} characters')
-    return messages.differences(self.schema, details.get('schema'))
+    return environment_messages.differences(self.schema, details.get('schema'))
 
   def why_wait(self, details: dict[str, Any]) -> str:
     return '' if self.slots.pools else 'the learner is getting ready'
@@ -175,7 +179,7 @@ class Server(Handler):
     return group
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    if kind is messages.STEP:
+    if kind is environment_messages.STEP:
       group = self._stepping(peer, *fields)
       if group is not None:
         self._incoming.add(group, arrays[0])
@@ -185,8 +189,10 @@ class Server(Handler):
   def _enter(self, peer: Peer, index: int, size: int) -> None:
     client: Client = peer.state
     largest = self.slots.largest_group
-    if index >= messages.GROUPS or index in client.groups:
-      raise WireError(f'group {index}, which is there already or more than {messages.GROUPS - 1}')
+    if index >= environment_messages.GROUPS or index in client.groups:
+      raise WireError(
+        f'group {index}, which is there already or more than {environment_messages.GROUPS - 1}'
+      )
     if not 1 <= size <= largest or client.environments + size > ENVIRONMENTS:
       raise WireError(f'a group of {size} environments, expected 1 to {largest}')
     if self.slots.crowded:
@@ -228,7 +234,7 @@ class Server(Handler):
       group.seq += 1
       asked += group.size
       group.client.answering.add(now - item.at)
-      self.listener.send(group.peer, messages.ACTION, group.index, seq, arrays=(data,))
+      self.listener.send(group.peer, environment_messages.ACTION, group.index, seq, arrays=(data,))
     pool.expect(asked)
 
   # --- time --------------------------------------------------------------------------------------

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.distributed.net import address as addresses
-from podrace.distributed.net import descriptors, process_metrics
+from podrace.distributed.net import descriptors, process_metrics, session_messages
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net import messages as session
 from podrace.distributed.net.frame import Kind
 from podrace.distributed.net.loop import READ, WRITE, Loop
 from podrace.distributed.net.safe_text import Lines, TokenBucket, plain
@@ -216,7 +215,7 @@ class Connections:
       return
     peer.stream = Stream(
       socket, self._kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer),
-      session.GUEST_BYTES, GUEST_BACKLOG, self._scratch, self._context, True,
+      session_messages.GUEST_BYTES, GUEST_BACKLOG, self._scratch, self._context, True,
     )  # fmt: skip
     self._loop.add(socket, READ, peer)
     self.guests[peer] = None
@@ -234,7 +233,7 @@ class Connections:
       except Ended as e:
         self._turned_away(peer, str(e))
         if 'WRONG_VERSION' in str(e):  # no TLS
-          peer.stream.say_plain(session.GONE, WANTS_KEYS)
+          peer.stream.say_plain(session_messages.GONE, WANTS_KEYS)
         self._hush(peer)  # what TLS has said of it is on its way
         return
     self.look_for_room(peer, wants == 'write')
@@ -310,7 +309,7 @@ class Connections:
     if peer.ending or peer.stream.closed:
       return
     try:
-      if not peer.stream.send(session.GONE, plain(reason)):
+      if not peer.stream.send(session_messages.GONE, plain(reason)):
         self.look_for_room(peer, True)
     except Full:
       self.remove(peer)
@@ -353,7 +352,7 @@ class Connections:
     """A session is over, and its connection, if it is open still, a guest's."""
     if not peer.stream.closed:
       peer.until = time.monotonic() + SILENT_SECONDS
-      peer.stream.largest = session.GUEST_BYTES
+      peer.stream.largest = session_messages.GUEST_BYTES
       self.guests[peer] = None
 
   def talks(self, peer: Peer) -> None:

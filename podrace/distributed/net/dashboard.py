@@ -10,7 +10,7 @@ from typing import Any
 
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net import messages, reports
+from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.connecting import Outage, Outgoing, why_not
 from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.loop import Loop
@@ -19,7 +19,7 @@ from podrace.distributed.net.stream import Ended, Full, new_scratch, no_memory
 from podrace.system.output import print_json, print_text
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
-KINDS = messages.of_listeners()
+KINDS = session_messages.of_listeners()
 HEAD = (
   'client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'MB', 'seen',
 )  # fmt: skip
@@ -74,16 +74,16 @@ class Asker:
     ask = stream.shaken
     while self._report is None and (left := end - time.monotonic()) > 0:
       if ask:
-        stream.send(messages.ASK)
+        stream.send(session_messages.ASK)
       connection.look_for_room()
       ask = False
       for _, events in self._loop.wait(left):
         ask = connection.serve(events)
 
   def _hear(self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Any) -> None:
-    if kind is messages.REPORT:
+    if kind is session_messages.REPORT:
       self._report = reports.read(fields[0])
-    elif kind is messages.GONE:
+    elif kind is session_messages.GONE:
       raise Ended(plain(fields[0]))
 
   def _hang_up(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.connecting import CONNECT_SECONDS, NEAR, Outage, Outgoing, why_not
 from podrace.distributed.net.frame import PREFIX, Buffer, Kind, WireError, split
 from podrace.distributed.net.loop import Loop
@@ -125,8 +125,8 @@ class Link:
     self.session: int | None = None
     self.number = 0
     self.closed = self.over = self.waits = False
-    self.silence, self.ping_every, self.patience = messages.SILENCE, math.inf, 0.5
-    self._client = messages.new_client()
+    self.silence, self.ping_every, self.patience = session_messages.SILENCE, math.inf, 0.5
+    self._client = session_messages.new_client()
     self._outage = Outage(what or handler.service, address, give_up)
     self._again = NEAR if addresses.unix_path(address) else HELLO_SECONDS
     self._connection: Outgoing | None = None
@@ -236,7 +236,7 @@ class Link:
   def _leave(self) -> None:
     """Ends the session as its service knows it."""
     if self._open is not None:
-      self._open.leave(messages.BYE, self._bye)
+      self._open.leave(session_messages.BYE, self._bye)
 
   def _lose(self, reason: str, connection: Outgoing | None = None) -> None:
     """Ends the connection, if it is this one still; another one begins."""
@@ -275,10 +275,10 @@ class Link:
     """Asks for a session."""
     if self._connection is not None:
       self._asked = math.inf
-      details = messages.hello(self.handler.service, self._client, **self.handler.hello())
+      details = session_messages.hello(self.handler.service, self._client, **self.handler.hello())
       _check_hello(details, self.address)
       try:
-        self._connection.stream.send(messages.HELLO, details)
+        self._connection.stream.send(session_messages.HELLO, details)
       except (Ended, Full) as e:
         self._lose(str(e))
 
@@ -326,20 +326,20 @@ class Link:
       return
     if now - self._pinged > min(self.silence / 4, self.ping_every):
       self._pinged = now
-      self.send(messages.PING, self.handler.ping())
+      self.send(session_messages.PING, self.handler.ping())
     if now - self._measured > METRICS_SECONDS:
       self._measured = now
       if found := self.handler.metrics():
-        self.send(messages.METRICS, found)
+        self.send(session_messages.METRICS, found)
     if silent > 2 * self.silence:
       self._lose(f'it has been silent for {silent:.1f} s')
 
 
 def _check_hello(details: dict[str, Any], address: str) -> None:
-  size = sum(map(len, messages.HELLO.pack([details]))) - PREFIX.size
-  if size > messages.GUEST_BYTES:
+  size = sum(map(len, session_messages.HELLO.pack([details]))) - PREFIX.size
+  if size > session_messages.GUEST_BYTES:
     raise Refused(
-      f'HELLO to {address} would have {size:,} bytes, and a service takes at most {messages.GUEST_BYTES:,}: '
+      f'HELLO to {address} would have {size:,} bytes, and a service takes at most {session_messages.GUEST_BYTES:,}: '
       'what this client tells of itself, as its spaces, is too large'
     )
 
@@ -350,10 +350,10 @@ def _refused(link: Link, reasons: list[Any]) -> None:
 
 
 _COMMON: dict[int, Callable[..., None]] = {
-  messages.WAIT.number: Link._wait,
-  messages.WELCOME.number: Link._join,
-  messages.PONG.number: lambda link, details: link.handler.pong(details),
-  messages.REFUSED.number: _refused,
-  messages.GONE.number: lambda link, reason: link._lose(plain(reason)),
-  messages.END.number: Link._end,
+  session_messages.WAIT.number: Link._wait,
+  session_messages.WELCOME.number: Link._join,
+  session_messages.PONG.number: lambda link, details: link.handler.pong(details),
+  session_messages.REFUSED.number: _refused,
+  session_messages.GONE.number: lambda link, reason: link._lose(plain(reason)),
+  session_messages.END.number: Link._end,
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.distributed.net import address as addresses
-from podrace.distributed.net import descriptors, messages, process_metrics
+from podrace.distributed.net import descriptors, process_metrics, session_messages
 from podrace.distributed.net.announce import Announcement
 from podrace.distributed.net.connections import ENDING_SECONDS, Peer
 from podrace.distributed.net.loop import READ, Loop
@@ -39,7 +39,7 @@ class Listen:
   address: str
   keys: Path | None = None
   insecure: bool = False
-  peer_timeout: float = messages.SILENCE  # of silence after which a client is dropped
+  peer_timeout: float = session_messages.SILENCE  # of silence after which a client is dropped
   announce: Announcement | None = None  # of the address, once it listens
 
   def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from podrace.distributed.net import messages, process_metrics
+from podrace.distributed.net import process_metrics, session_messages
 from podrace.distributed.net.connections import Connections, Peer
 from podrace.distributed.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.distributed.net.loop import Loop
@@ -21,7 +21,7 @@ from podrace.version import __version__
 PEERS = 16384  # with a session, at most
 BACKLOG = 256  # frames that one client has not read
 REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
-_COMMON = frozenset(kind.number for kind in messages.OF_CLIENTS)
+_COMMON = frozenset(kind.number for kind in session_messages.OF_CLIENTS)
 
 
 class Handler(Protocol):
@@ -132,19 +132,19 @@ class Sessions:
       return
     if peer in self.peers and kind.number not in _COMMON:
       self._handler.handle(peer, kind, fields, split(body, sizes) if kind.arrays else [])
-    elif kind is messages.PING and peer in self.peers:
-      self.send(peer, messages.PONG, self._handler.ping(peer, fields[0]))
-    elif kind is messages.METRICS and peer in self.peers:
+    elif kind is session_messages.PING and peer in self.peers:
+      self.send(peer, session_messages.PONG, self._handler.ping(peer, fields[0]))
+    elif kind is session_messages.METRICS and peer in self.peers:
       peer.metrics = process_metrics.check(fields[0])
-    elif kind is messages.HELLO:
+    elif kind is session_messages.HELLO:
       self._hello(peer, fields[0])
-    elif kind is messages.ASK:
+    elif kind is session_messages.ASK:
       self._counts['asked'] += 1
       self.connections.talks(peer)
       peer.asked = True
       if not peer.stream.waiting:
         self._answer(peer)
-    elif kind is messages.BYE and peer in self.peers:
+    elif kind is session_messages.BYE and peer in self.peers:
       peer.finished = True
       self.drop(peer, f'left: {plain(fields[0])}', logging.INFO)
     else:
@@ -155,14 +155,14 @@ class Sessions:
     peer.asked = False
     report, until = self._report
     if time.monotonic() > until:
-      report = messages.REPORT.pack([self._handler.report()])
+      report = session_messages.REPORT.pack([self._handler.report()])
       self._report = report, time.monotonic() + REPORT_SECONDS
     self._send(peer, report)
 
   # --- how a session begins ----------------------------------------------------------------------
 
   def _hello(self, peer: Peer, details: dict[str, Any]) -> None:
-    messages.check_hello(details)
+    session_messages.check_hello(details)
     if peer in self.peers:
       raise WireError('a second HELLO in a session')
     if reasons := self._reasons_against(details):
@@ -170,17 +170,17 @@ class Sessions:
       reasons = plain_reasons(reasons)
       who = plain(f'{details["host"]}:{details["pid"]}')
       self._lines.log('\n  '.join([f'refused {who}:', *reasons]), logging.WARNING)
-      self.send(peer, messages.REFUSED, reasons)
+      self.send(peer, session_messages.REFUSED, reasons)
       return
     if self._over is not None:
-      self.send(peer, messages.END, *self._over)
+      self.send(peer, session_messages.END, *self._over)
       return
     self._end_before(peer, details)
     if wait := self._why_wait(details):
       self._counts['made to wait'] += not peer.waits
       peer.waits = True
       self.connections.talks(peer)
-      self.send(peer, messages.WAIT, wait)
+      self.send(peer, session_messages.WAIT, wait)
       return
     self._join(peer, details)
 
@@ -222,7 +222,7 @@ class Sessions:
       self._clients[peer.key, peer.client] = peer
     peer.stream.largest, peer.stream.most_out = self._handler.largest, BACKLOG
     self._counts['sessions'] += 1
-    if self.send(peer, messages.WELCOME, dict(silence=self._silence, **answer)):
+    if self.send(peer, session_messages.WELCOME, dict(silence=self._silence, **answer)):
       self._handler.welcomed(peer)
 
   # --- what goes ---------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Sessions:
     """Says to all that the service ends, and to those that come from now on."""
     self._over = complete, reason
     for peer in (*self.peers, *(g for g in self.connections.guests if g.waits)):
-      self.send(peer, messages.END, complete, reason)
+      self.send(peer, session_messages.END, complete, reason)
 
   def blame(self, peer: Peer, e: Exception) -> None:
     """Ends a connection that has sent what led to this, and tells why."""

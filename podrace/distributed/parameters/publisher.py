@@ -12,48 +12,27 @@ same memory. Versions with the same SHA-256 are not sent again.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import math
-import re
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from podrace.distributed.net import link, listener, messages, process_metrics
+from podrace.distributed.net import listener, process_metrics, session_messages
 from podrace.distributed.net.announce import Announcement
-from podrace.distributed.net.frame import Kind, WireError, packed, short, split
-from podrace.distributed.net.link import Link
+from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.listener import Listen, Listener, Peer, Serving
 from podrace.distributed.net.safe_text import label
 from podrace.distributed.parameters import leases
-from podrace.tables.blocking import Closed
+from podrace.distributed.parameters.parameter_messages import NEWEST, SERVICE, digest
 
-SERVICE = 'podrace parameters'
 ACTING, REANALYSING = 'act', 'reanalyse'  # roles of clients
-NEWEST = packed(96, 'NEWEST', int, str, list, arrays=1)  # version, SHA-256, leaves; their bytes
 MOST_LEAVES, MOST_BYTES = 4096, 2**32 - 2**21
 MOST_ENVIRONMENTS = 2**31  # of a run: they have numbers of 32 bits
-_PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')  # numpy's own types; it takes other text for Python
 KEPT = 4  # versions besides the newest two, for clients that are still being sent them
 
 log = logging.getLogger('podrace.distributed.replay')
-
-
-class Stale(TimeoutError):
-  """The parameters are older than allowed, and no newer ones came in time."""
-
-
-class Published(NamedTuple):
-  """One version."""
-
-  version: int
-  leaves: list[tuple[str, np.ndarray]]  # read-only
-  sha256: str  # over paths, dtypes, shapes and bytes, in their order
 
 
 class Version:
@@ -69,15 +48,6 @@ class Version:
                    for path, x in arrays]  # fmt: skip
     self.data = b''.join([np.ascontiguousarray(x).tobytes() for _, x in arrays])
     self.sha256 = digest(self.leaves, self.data)
-
-
-def digest(leaves: list[Any], data: Any) -> str:
-  """SHA-256 of leaves and of their bytes, in hexadecimal."""
-  found = hashlib.sha256()
-  for path, dtype, shape in leaves:
-    found.update(f'{path}\0{dtype}\0{",".join(map(str, shape))}\0'.encode())
-  found.update(data)
-  return found.hexdigest()
 
 
 # --- the learner's end ------------------------------------------------------------------------------
@@ -108,15 +78,15 @@ class Publisher(listener.Handler):
     SecurityError: see podrace.distributed.net.keys.
   """
 
-  service, largest = SERVICE, messages.GUEST_BYTES
-  kinds = messages.of_clients()
+  service, largest = SERVICE, session_messages.GUEST_BYTES
+  kinds = session_messages.of_clients()
 
   def __init__(
     self,
     address: str,
     keys: Path | None = None,
     insecure: bool = False,
-    peer_timeout: float = messages.SILENCE,
+    peer_timeout: float = session_messages.SILENCE,
     announce: Announcement | None = None,
     environments: int = 0,
     program: Callable[[], dict[str, Any]] = dict,
@@ -278,209 +248,3 @@ class Publisher(listener.Handler):
 
 
 # --- the acting end ---------------------------------------------------------------------------------
-
-
-class Parameters(link.Handler):
-  """The newest parameters of a publisher, kept up to date by a thread of its own.
-
-  Staleness is the time for which the version that is held has not been known to be the newest: since it was
-  begun to be sent, or since the publisher last said so.
-
-  Args:
-    max_staleness: seconds; `get` waits while it is more. None for no bound.
-    role: of this client, as the publisher counts its clients.
-    environments: in which it acts; it waits for its session until so many of the run's are free.
-    first: the number that the first of them should have.
-    measure: the numbers that this process sends of itself; is called by a thread.
-
-  Attributes:
-    first: the number that the first of them has in this session, or had in the last one.
-    changed: is notified when there is another version, or a session begins or ends.
-    fetched: versions whose bytes were sent.
-
-  Raises:
-    SecurityError: see podrace.distributed.net.keys.
-  """
-
-  service, kinds = SERVICE, messages.of_listeners(NEWEST)
-
-  def __init__(
-    self,
-    address: str,
-    keys: Path | None = None,
-    insecure: bool = False,
-    max_staleness: float | None = None,
-    role: str = ACTING,
-    environments: int = 0,
-    first: int = 0,
-    measure: Callable[[], process_metrics.Measures] = dict,
-  ) -> None:
-    if max_staleness is not None and not max_staleness > 0:
-      raise ValueError(f'{max_staleness=} must be positive')
-    self.address, self.changed = address, threading.Condition()
-    self._max_staleness = math.inf if max_staleness is None else max_staleness
-    self._role = role
-    self._environments, self.first, self._measure = environments, first, measure
-    self._held: Published | None = None
-    self._known = -1  # the newest version of which it knows
-    self._begun_at = 0.0  # when a message began that is coming
-    self._fresh_at = time.monotonic()  # when what is held was last known to be the newest
-    self.fetched = 0
-    keys = None if keys is None else Path(keys)
-    self._link = Link(address, keys, insecure, self, self.changed)
-    self._link.ping_every = self._max_staleness / 3
-    self._link.start()
-
-  @property
-  def version(self) -> int:
-    """The version that is held, -1 if there is none."""
-    held = self._held
-    return -1 if held is None else held.version
-
-  @property
-  def staleness(self) -> float:
-    """In seconds."""
-    return time.monotonic() - self._fresh_at
-
-  @property
-  def connected(self) -> bool:
-    """Whether there is a session."""
-    return self._link.session is not None
-
-  def get(self, timeout: float | None = None) -> Published:
-    """The newest version that is whole. Waits for the first one, and while it is too stale.
-
-    Raises:
-      Stale: if that took longer than `timeout` seconds; it says what is held, and what is known of.
-      Closed: if this is.
-      Refused: if the publisher does not take this client.
-    """
-    begun = time.monotonic()
-    deadline = math.inf if timeout is None else begun + timeout
-    said = False
-    with self.changed:
-      while (held := self._usable()) is None:
-        now = time.monotonic()
-        if self._link.waits and timeout is not None:
-          deadline = now + timeout  # the publisher is there, and says what for
-        if now >= deadline:
-          raise Stale(f'{self._why()} and {timeout:g} s were not enough to get newer ones')
-        if not (said or self._link.waits) and (self._held is not None or now - begun > 2.0):
-          said = True
-          log.warning('%s; waiting for newer ones', self._why())
-        self.changed.wait(min(deadline - now, 1.0))
-    if said:
-      log.info('parameters of %s are fresh again: version %d', self.address, held.version)
-    return held
-
-  def _usable(self) -> Published | None:
-    """What is held, if it may be used."""
-    if self._link.closed:
-      raise Closed(f'the parameters of {self.address} are closed')
-    self._link.check()
-    return None if self.is_stale else self._held
-
-  @property
-  def is_stale(self) -> bool:
-    """Whether what is held must not be used: it is too old, or another process has this one's environments."""
-    return self.staleness > self._max_staleness or self._link.waits
-
-  def _why(self) -> str:
-    if self._held is None:
-      what = f'there are no parameters of {self.address} yet'
-    else:
-      what = (
-        f'parameters of {self.address} are stale: version {self.version} is held, the newest known is '
-        f'{self._known}, {self.staleness:.1f} s of {self._max_staleness:g} s allowed'
-      )
-    return f'{what} ({"connected" if self.connected else self._link.why})'
-
-  def close(self) -> None:
-    """Ends it; whatever waits raises Closed."""
-    self._link.close()
-
-  # --- as a link's handler
-
-  def hello(self) -> dict[str, Any]:
-    lent = dict(environments=self._environments, first=self.first) if self._environments else {}
-    return {'role': self._role, **lent}
-
-  def joined(self, details: dict[str, Any]) -> None:
-    if not self._environments:
-      return
-    first = details.get('first')
-    if type(first) is not int or not 0 <= first <= MOST_ENVIRONMENTS - self._environments:
-      raise WireError(f'a welcome whose first environment is {short(first)}')
-    self.first = first
-
-  def metrics(self) -> process_metrics.Measures:
-    return self._measure()
-
-  def pong(self, details: Any) -> None:
-    if type(details) is not int:
-      raise WireError('a pong without a version')
-    self._known = details
-    if details == self.version:
-      self._hold(self._held, time.monotonic())
-
-  def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """For a version's bytes, which are kept; they may be the same as those that are held."""
-    self._begun_at = time.monotonic()
-    version, sha256, leaves = fields
-    self._known = version
-    held = self._held is not None and self._held.sha256 == sha256
-    expected = sum(d.itemsize * math.prod(shape) for _, d, shape in _specs(leaves))
-    if size != expected and not (held and not size):
-      raise WireError(f'version {version} in {size} bytes, expected {expected}')
-    return np.empty(size, np.uint8)
-
-  def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    version, sha256, leaves = fields
-    if self._held is not None and self._held.sha256 == sha256:
-      new = self._held._replace(version=version)
-    else:
-      new = Published(version, _arrays(leaves, arrays[0]), sha256)
-      self.fetched += 1
-    self._hold(new, self._begun_at)
-
-  def _hold(self, new: Published | None, fresh_at: float) -> None:
-    with self.changed:
-      self._held, self._fresh_at = new, fresh_at
-      self.changed.notify_all()
-
-
-def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
-  """Read-only arrays over a version's bytes."""
-  specs = _specs(leaves)
-  parts = split(data.toreadonly(), [d.itemsize * math.prod(shape) for _, d, shape in specs])
-  try:
-    return [(p, np.frombuffer(x, d).reshape(s)) for (p, d, s), x in zip(specs, parts, strict=True)]
-  except (
-    ValueError
-  ) as e:  # more dimensions than numpy has, or a length beyond its numbers next to a 0
-    raise WireError(f'leaves of shapes that cannot be ({e})') from None
-
-
-def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
-  """Paths, types and shapes of leaves; raises WireError if they are none."""
-  found = []
-  try:
-    for path, name, shape in leaves:
-      if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f'a shape {str(shape)[:60]}')
-      found.append((str(path), _dtype(name), shape))
-  except (ValueError, TypeError) as e:
-    raise WireError(f'leaves that are none ({e})') from None
-  return found
-
-
-def _dtype(name: Any) -> np.dtype:
-  """Of its name; those that numpy lacks, such as bfloat16, are ml_dtypes'. Raises ValueError or TypeError for no name."""
-  if type(name) is str and _PLAIN.fullmatch(name):
-    return np.dtype(name)
-  import ml_dtypes
-
-  found = getattr(ml_dtypes, str(name), None)
-  if not (isinstance(found, type) and issubclass(found, np.generic)):
-    raise ValueError(f'{short(name)} is not made of numbers')
-  return np.dtype(found)

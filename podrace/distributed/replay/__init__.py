@@ -11,9 +11,12 @@ from podrace.distributed import net
 net.require()
 
 from podrace.distributed.net.link import Refused  # noqa: E402
-from podrace.distributed.parameters.publisher import Parameters, Published, Publisher, Stale  # noqa: E402
+from podrace.distributed.parameters.parameter_messages import Published  # noqa: E402
+from podrace.distributed.parameters.publisher import Publisher  # noqa: E402
+from podrace.distributed.parameters.reader import Parameters, StaleParameters  # noqa: E402
 from podrace.distributed.replay.client import Client, connect  # noqa: E402
-from podrace.distributed.replay.remote_table import RemoteTable, Sampler  # noqa: E402
+from podrace.distributed.replay.drawing import Sampler  # noqa: E402
+from podrace.distributed.replay.remote_table import RemoteTable  # noqa: E402
 
 __all__ = [
   'Client',
@@ -23,6 +26,6 @@ __all__ = [
   'Refused',
   'RemoteTable',
   'Sampler',
-  'Stale',
+  'StaleParameters',
   'connect',
 ]

@@ -12,7 +12,7 @@ from typing import IO, Any
 from podrace.distributed.net.connections import Peer
 from podrace.distributed.net.listener import Listener
 from podrace.distributed.net.safe_text import TokenBucket
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.system import files
 from podrace.system.process import lock
 from podrace.system.threads import Worker
@@ -138,7 +138,7 @@ class Saving:
         files.remove(self.saved.pop(0))
     for peer, number in wanted:
       if peer in self._listener.peers:
-        self._listener.send(peer, messages.ANSWER, number, good, str(path) if good else line)
+        self._listener.send(peer, replay_messages.ANSWER, number, good, str(path) if good else line)
     self._wait()  # it has nothing more to do
 
   def _wait(self) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.distributed.net.link import Refused
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.connection import Connection
 from podrace.distributed.replay.item_schema import Contents
 from podrace.distributed.replay.remote_table import RemoteTable
@@ -76,10 +76,10 @@ class Client:
       if None in given.values():
         raise ValueError(f'table {name!r}: {", ".join(given)} belong together')
       given.update(max_bytes=max_bytes, max_times_sampled=max_times_sampled)
-      details = messages.packed_settings(**given, run=run, contents=contents)
+      details = replay_messages.packed_settings(**given, run=run, contents=contents)
     most = math.inf
     for connection in self.connections:
-      asked = connection.ask(messages.TABLE, name, details)
+      asked = connection.ask(replay_messages.TABLE, name, details)
       try:
         answer = asked.wait(math.inf, f'table {name!r}')
       except ValueError as e:
@@ -116,7 +116,7 @@ class Client:
   def checkpoint(self, timeout: float | None = None) -> list[str]:
     """Has each server write a checkpoint; their paths there, when they are written."""
     deadline = deadline_of(timeout)
-    asked = [c.ask(messages.SAVE) for c in self.connections]
+    asked = [c.ask(replay_messages.SAVE) for c in self.connections]
     return [one.wait(deadline, 'a checkpoint') for one in asked]
 
   def wait(self, timeout: float | None) -> None:
@@ -129,7 +129,7 @@ class Client:
     for connection in self.connections:
       if not connection.wait_until(lambda: not connection.away, deadline):
         raise TimeoutError(
-          f'no {messages.SERVICE} at {connection.address} in {timeout:.0f} s: {connection.link.why}. '
+          f'no {replay_messages.SERVICE} at {connection.address} in {timeout:.0f} s: {connection.link.why}. '
           f'Is `podrace replay --listen {connection.address}` running, with the same keys?'
         )
 

@@ -16,10 +16,10 @@ import numpy as np
 
 from podrace.distributed.net.frame import Kind, WireError, short
 from podrace.distributed.net.link import Handler, Link, Refused
-from podrace.distributed.net.messages import ASK, PING, REPORT
 from podrace.distributed.net.safe_text import plain_lines
-from podrace.distributed.replay import messages
-from podrace.distributed.replay.writer_store import Outbox
+from podrace.distributed.net.session_messages import ASK, PING, REPORT
+from podrace.distributed.replay import replay_messages
+from podrace.distributed.replay.outbox import Outbox
 from podrace.tables.blocking import Closed, RateLimited
 from podrace.tables.items import Signature
 
@@ -76,7 +76,7 @@ class Connection(Handler):
     report: the server's newest, of those that were asked for; None if there is none.
   """
 
-  service, kinds = messages.SERVICE, messages.OF_SERVICES
+  service, kinds = replay_messages.SERVICE, replay_messages.OF_SERVICES
 
   def __init__(
     self, address: str, keys: Path | None, insecure: bool, changed: threading.Condition
@@ -148,7 +148,7 @@ class Connection(Handler):
       if self._asked.pop(asked.number, None) is None:
         return
       self._to_ask = deque(a for a in self._to_ask if a is not asked)
-      if asked.kind is messages.SAMPLE and asked.sent and not self.away:
+      if asked.kind is replay_messages.SAMPLE and asked.sent and not self.away:
         self.cancel(asked)
 
   def cancel(self, asked: Asked) -> None:
@@ -162,13 +162,13 @@ class Connection(Handler):
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     """For samples, which are unpacked in another thread."""
-    return np.empty(size, np.uint8) if kind is messages.SAMPLES else None
+    return np.empty(size, np.uint8) if kind is replay_messages.SAMPLES else None
 
   def joined(self, details: dict[str, Any]) -> None:
     expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
-    messages.read_map('welcome', details, expected)
+    replay_messages.read_map('welcome', details, expected)
     waiting, missing = (
-      set(messages.records(details[name], '<u8').tolist()) for name in ('waiting', 'missing')
+      set(replay_messages.records(details[name], '<u8').tolist()) for name in ('waiting', 'missing')
     )
     self._begin()
     self.sizes = _sizes(details.get('sizes'))
@@ -178,7 +178,9 @@ class Connection(Handler):
         asked.sent = False
       self._to_ask = deque(a for a in self._asked.values() for _ in range(1 + a.cancelled))
       for name, settings in self.tables.items():  # it may be a new process
-        table = Asked(self, next(self._numbers), messages.TABLE, (name, settings), again=True)
+        table = Asked(
+          self, next(self._numbers), replay_messages.TABLE, (name, settings), again=True
+        )
         self._asked[table.number] = table
         self._to_ask.appendleft(table)
 
@@ -205,7 +207,10 @@ class Connection(Handler):
       pass
     while self.outbox.send():
       pass
-    if self._unsaid > messages.MOST_BYTES // 4 or self._unsaid_samples >= messages.MOST_UNREAD // 4:
+    if (
+      self._unsaid > replay_messages.MOST_BYTES // 4
+      or self._unsaid_samples >= replay_messages.MOST_UNREAD // 4
+    ):
       self.link.send(PING, self.ping())
 
   def _ask_next(self) -> bool:
@@ -217,29 +222,29 @@ class Connection(Handler):
       was_sent, asked.sent = asked.sent, True
     kind, args = asked.kind, asked.args
     if was_sent:
-      kind, args = messages.CANCEL, ()
-    elif kind is messages.SAMPLE:
+      kind, args = replay_messages.CANCEL, ()
+    elif kind is replay_messages.SAMPLE:
       left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
       args = *args, left, self.ping()
     self.link.send(kind, asked.number, *args, arrays=() if was_sent else asked.arrays)
     return True
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    if kind is messages.ACK:
+    if kind is replay_messages.ACK:
       self.outbox.acknowledged(*fields, *arrays)
-    elif kind is messages.SAMPLES:
+    elif kind is replay_messages.SAMPLES:
       self._sampled(arrays, *fields)
-    elif kind is messages.SIGNATURE:
+    elif kind is replay_messages.SIGNATURE:
       number, signature = fields
-      self._signatures[number] = messages.read_signature(signature)
+      self._signatures[number] = replay_messages.read_signature(signature)
     elif kind is REPORT:
-      self.report = messages.read_report(fields[0])
+      self.report = replay_messages.read_report(fields[0])
     else:
       number, good, value = fields
       if not good:
         value = plain_lines(value)
       elif (question := self._asked.get(number)) is not None:
-        messages.check_answer(question.kind, value)
+        replay_messages.check_answer(question.kind, value)
       asked = self._answered(number, good, value)
       if asked is not None and asked.again and not good:
         raise Refused(str(value))
@@ -254,7 +259,7 @@ class Connection(Handler):
       raise WireError(f'samples with a signature {signature}, which was not sent')
     with self.changed:
       if (asked := self._asked.get(number)) is not None:
-        if asked.kind is not messages.SAMPLE:
+        if asked.kind is not replay_messages.SAMPLE:
           raise WireError(f'samples as an answer to {asked.kind.name}')
         self.sizes[asked.args[0]] = size
         self._answered(number, True, (self._signatures.get(signature), arrays, reason))

@@ -11,8 +11,8 @@ import numpy as np
 
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Listener, Peer
-from podrace.distributed.net.messages import REFUSED
-from podrace.distributed.replay import messages
+from podrace.distributed.net.session_messages import REFUSED
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.served_tables import Entry, Registry
 from podrace.distributed.replay.streams import PART_BYTES, Stream
 from podrace.tables.blocking import InFlight, Pending
@@ -118,7 +118,7 @@ class Inserting:
       if not isinstance(name, str) or name not in self._registry.entries:
         raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
       stream.tables.append(self._registry.entries[name])
-    stream.specs += map(messages.read_spec, details.get('specs', []))
+    stream.specs += map(replay_messages.read_spec, details.get('specs', []))
     for one in details.get('signatures', []):
       signature, size = self._signature(one)
       stream.signatures.append(signature)
@@ -132,8 +132,8 @@ class Inserting:
 
   def _signature(self, details: Any) -> tuple[Signature, int]:
     """One object for each signature, whoever tells it: tables compare by identity first; and its bytes as JSON."""
-    signature = messages.read_signature(details)
-    text = json.dumps(messages.packed_signature(signature))
+    signature = replay_messages.read_signature(details)
+    text = json.dumps(replay_messages.packed_signature(signature))
     if (known := self._signatures.pop(text, None)) is None:
       self._signature_bytes += len(text)
     self._signatures[text] = signature = known or signature
@@ -146,7 +146,9 @@ class Inserting:
     if not message:
       raise WireError('an insert with message 0, which is that of ACKs of items that waited')
     stream, counts = peer.state.stream, self._listener.counts
-    chunks, details, parts, refs, released = map(messages.records, arrays, messages.INSERTED)
+    chunks, details, parts, refs, released = map(
+      replay_messages.records, arrays, replay_messages.INSERTED
+    )
     stream.take_chunks(self._store, chunks, arrays[5])
     counts['pieces'] += len(chunks)
     if stream.kept_bytes > self._most_bytes:
@@ -162,8 +164,8 @@ class Inserting:
     outcome = Outcome(done, waiting, {})
     for entry, items in groups:
       self._put(peer, entry, items, outcome)
-    if len(stream.waiting) > messages.MOST_ITEMS:
-      raise WireError(f'items beyond the {messages.MOST_ITEMS} that may wait')
+    if len(stream.waiting) > replay_messages.MOST_ITEMS:
+      raise WireError(f'items beyond the {replay_messages.MOST_ITEMS} that may wait')
     stream.release(self._store, released)
     stream.inserted += len(done) + len(waiting)
     counts['items'] += len(done) + len(waiting)
@@ -234,7 +236,7 @@ class Inserting:
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
     """Items that are in, that wait, and that are refused; `why` is the first refusal's or wait's."""
     arrays = [np.array(x, '<u8') for x in numbers]
-    self._listener.send(peer, messages.ACK, message, why[:1000], arrays=arrays)
+    self._listener.send(peer, replay_messages.ACK, message, why[:1000], arrays=arrays)
 
   def _tell_refused(self, entry: Entry, peer: Peer, reason: ValueError) -> None:
     """Of each client and table the first time: the others are counted, and their writers get them."""

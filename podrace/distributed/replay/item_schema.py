@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 
 from podrace.distributed.net.frame import WireError
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, unpack, unpack_into
 from podrace.tables.items import Item, Leaf, Samples, Signature
@@ -86,9 +86,9 @@ class Contents:
       self._columns = tuple(_column(*one) for one in columns)
       leaves = tuple(c.leaf for c in self._columns)
       names = tuple(leaf.name for leaf in leaves)
-      if not 1 <= len(set(names)) == len(names) <= messages.LEAVES:
+      if not 1 <= len(set(names)) == len(names) <= replay_messages.LEAVES:
         raise ValueError(
-          f'{len(names)} columns, expected 1 to {messages.LEAVES} with different names'
+          f'{len(names)} columns, expected 1 to {replay_messages.LEAVES} with different names'
         )
     except (TypeError, WireError) as e:
       raise ValueError(f'contents that are no columns: {e}') from None
@@ -133,7 +133,7 @@ class Contents:
         )
 
   def _check_chunk(self, column: Column, chunk: Chunk) -> None:
-    size = chunk.length * messages.row_bytes(chunk.dtype, chunk.shape)
+    size = chunk.length * replay_messages.row_bytes(chunk.dtype, chunk.shape)
     if size > CHUNK_BYTES and chunk.length > 1:
       raise ValueError(
         f'a chunk of {chunk.length} rows of {column.leaf} takes {size:,} bytes unpacked, at most '
@@ -180,7 +180,7 @@ def _column(
   """What `column` makes, read; raises ValueError, TypeError or WireError for anything else."""
   if type(name) is not str or type(single) is not bool or type(rows) is not int or rows < 1:
     raise ValueError('a column without a name, single or not, and a number of rows')
-  kind, row = messages.read_spec([dtype, shape])
+  kind, row = replay_messages.read_spec([dtype, shape])
   if (low is None) != (high is None):
     raise ValueError(f'column {name!r} with one bound')
   limits = [None if x is None else np.array(x, np.float64) for x in (low, high)]

@@ -10,8 +10,8 @@ import numpy as np
 import zstandard
 
 from podrace.distributed.net.frame import WireError
-from podrace.distributed.replay import messages as wire
-from podrace.distributed.replay.messages import AS_IS, CHUNK, DRAWN, PART, records
+from podrace.distributed.replay import replay_messages
+from podrace.distributed.replay.replay_messages import AS_IS, CHUNK, DRAWN, PART, records
 from podrace.tables import trees
 from podrace.tables.chunks import Account, Chunk, ChunkStore, Part, gather
 from podrace.tables.items import Draws, Leaf, Samples, Signature
@@ -50,23 +50,23 @@ def sample_frames(draws: Draws) -> list[Any]:
           number = numbers.get(chunk.key)
           if number is None:
             number = numbers[chunk.key] = len(chunks)
-            how, kept = wire.kept(chunk)
+            how, kept = replay_messages.kept(chunk)
             data.append(kept)
             chunks.append((0, chunk.length, how, chunk.nbytes))
             size += chunk.nbytes
           refs.append(number)
       if (
-        size > wire.FRAME_BYTES or len(refs) > wire.MESSAGE_PARTS
+        size > replay_messages.FRAME_BYTES or len(refs) > replay_messages.MESSAGE_PARTS
       ):  # now: all of it may be far more
         raise ValueError(_too_large(len(items), size, len(refs)))
   return [drawn, *(np.array(x, '<u4') for x in (parts, refs, chunks)), b''.join(data)]
 
 
 def _too_large(items: int, size: int, references: int) -> str:
-  if size > wire.FRAME_BYTES:
-    what, most = f'{size:,} bytes or more', wire.FRAME_BYTES
+  if size > replay_messages.FRAME_BYTES:
+    what, most = f'{size:,} bytes or more', replay_messages.FRAME_BYTES
   else:
-    what, most = f'{references:,} chunks or more', wire.MESSAGE_PARTS
+    what, most = f'{references:,} chunks or more', replay_messages.MESSAGE_PARTS
   return f'{items} items of {what}, of which a sample has at most {most:,}: ask for fewer at a time'
 
 
@@ -110,14 +110,14 @@ class _Room:
   """Refuses what a few bytes would be unpacked to, if that is more than anybody samples."""
 
   def __init__(self) -> None:
-    self._left = wire.UNPACKED_SAMPLE_BYTES
+    self._left = replay_messages.UNPACKED_SAMPLE_BYTES
     self.store = ChunkStore(cache_bytes=self._left)
     self._account = Account()
 
   def take(self, rows: int, leaf: Leaf) -> None:
-    self._left -= rows * max(wire.row_bytes(leaf.dtype, leaf.shape), 1)
+    self._left -= rows * max(replay_messages.row_bytes(leaf.dtype, leaf.shape), 1)
     if self._left < 0:
-      most = wire.UNPACKED_SAMPLE_BYTES
+      most = replay_messages.UNPACKED_SAMPLE_BYTES
       raise WireError(f'samples of more than {most:,} bytes unpacked, in {leaf}')
 
   def keep(self, chunk: Chunk, leaf: Leaf) -> None:
@@ -163,7 +163,7 @@ class _Reader:
       else:
         needed = [next(numbers) for _ in range(count)]
         chunks = tuple([made.get(number) or self._chunk(number, leaf) for number in needed])
-      if rows < wire.check_part(leaf, chunks, offset, rows):  # some are of no use
+      if rows < replay_messages.check_part(leaf, chunks, offset, rows):  # some are of no use
         self._room.keep(chunks[0], leaf)
         self._room.keep(chunks[-1], leaf)
       yield chunks, offset, rows
@@ -172,7 +172,7 @@ class _Reader:
     """For the first part that needs it."""
     _, rows, how, size, end, times = self._listed[number]
     own = self._data[end - size : end]
-    chunk = wire.make_chunk(self._room.store, own, how, rows, leaf.dtype, leaf.shape)
+    chunk = replay_messages.make_chunk(self._room.store, own, how, rows, leaf.dtype, leaf.shape)
     if times > 1:
       self._room.keep(chunk, leaf)
     self._made[number] = chunk
@@ -194,7 +194,7 @@ class _Reader:
       or (refs != np.arange(first, first + n)).any()
     ):
       return None
-    size = rows * wire.row_bytes(leaf.dtype, leaf.shape)
+    size = rows * replay_messages.row_bytes(leaf.dtype, leaf.shape)
     if (own['bytes'] != size).any() or not rows:
       raise WireError(f'chunks that have not {rows} rows of {leaf}')
     end = int(self._ends[first + n - 1])

@@ -12,7 +12,7 @@ from typing import Any
 
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Listener, Peer
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.sample_frames import sample_frames
 from podrace.distributed.replay.served_tables import Entry, Registry
 from podrace.distributed.replay.waiting import RequestQueue
@@ -39,7 +39,9 @@ class Reading:
   @property
   def full(self) -> bool:
     """Whether it is sent no more before it says what it has."""
-    return self.bytes > messages.MOST_BYTES or len(self.unread) >= messages.MOST_UNREAD
+    return (
+      self.bytes > replay_messages.MOST_BYTES or len(self.unread) >= replay_messages.MOST_UNREAD
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -88,7 +90,7 @@ class Sampling:
     number, name, n, least, peek, seconds, received = fields
     reading: Reading = peer.state.reading
     entry = self._registry.entries.get(name)
-    if not 1 <= least <= n <= messages.MOST_ITEMS or entry is None or math.isnan(seconds):
+    if not 1 <= least <= n <= replay_messages.MOST_ITEMS or entry is None or math.isnan(seconds):
       raise WireError(f'a wish for {least} to {n} samples of {name[:60]!r} within {seconds} s')
     if number in reading.waiting or len(reading.waiting) >= REQUESTS:
       raise WireError(f'sample {number}, which waits, or is one too many')
@@ -190,18 +192,18 @@ class Sampling:
     """Why a sample would be larger than a message may be; looked at before anything is drawn."""
     signature = request.entry.table.contents.signature
     leaves = 1 if signature is None else len(signature.leaves)
-    if (parts := request.n * leaves) <= messages.MESSAGE_PARTS:
+    if (parts := request.n * leaves) <= replay_messages.MESSAGE_PARTS:
       return ''
     return (
       f'{request.n} items of {leaves} columns each have {parts:,} parts, of which a sample has at most '
-      f'{messages.MESSAGE_PARTS:,}: ask for fewer at a time'
+      f'{replay_messages.MESSAGE_PARTS:,}: ask for fewer at a time'
     )
 
   def _refuse(self, request: Request, why: str) -> None:
     self._forget(request)
     table = request.entry.table.name
     why = f'sample from table {table!r}: {why}'
-    self._listener.send(request.peer, messages.ANSWER, request.number, False, why)
+    self._listener.send(request.peer, replay_messages.ANSWER, request.number, False, why)
 
   def _forget(self, request: Request) -> None:
     if request.over:
@@ -234,7 +236,7 @@ class Sampling:
     reading.sampled += len(items)
     self._listener.counts['samples'] += len(items)
     fields = request.number, signature, reason, len(table)
-    if self._listener.send(peer, messages.SAMPLES, *fields, arrays=frames):
+    if self._listener.send(peer, replay_messages.SAMPLES, *fields, arrays=frames):
       self._bound_unread()
 
   def _bound_unread(self) -> None:
@@ -256,6 +258,6 @@ class Sampling:
         known.clear()
       reading.newest_signature += 1
       known[id(signature)] = reading.newest_signature, signature
-      packed = messages.packed_signature(signature)
-      self._listener.send(peer, messages.SIGNATURE, reading.newest_signature, packed)
+      packed = replay_messages.packed_signature(signature)
+      self._listener.send(peer, replay_messages.SIGNATURE, reading.newest_signature, packed)
     return known[id(signature)][0]

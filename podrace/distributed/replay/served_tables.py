@@ -15,7 +15,7 @@ import numpy as np
 from podrace import tables
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Listener
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.item_schema import Contents, difference
 from podrace.distributed.replay.waiting import RequestQueue
 from podrace.tables.blocking import Pending
@@ -43,25 +43,25 @@ class Entry:
 
   def expect(self) -> None:
     """Has the table take such items only as its settings say, if they do."""
-    if messages.CONTENTS in self.settings:
-      self.contents = Contents(self.settings[messages.CONTENTS])
+    if replay_messages.CONTENTS in self.settings:
+      self.contents = Contents(self.settings[replay_messages.CONTENTS])
       table = self.table.contents
       table.signature = table.signature or self.contents.signature
 
   def differences(self, asked: dict[str, Any]) -> list[str]:
     """A line for each setting that is another one; contents are taken over where there were none."""
-    there, columns = self.settings, asked.get(messages.CONTENTS)
-    reasons = messages.settings_differences(self.name, there, asked)
-    if columns is None or reasons or columns == there.get(messages.CONTENTS):
+    there, columns = self.settings, asked.get(replay_messages.CONTENTS)
+    reasons = replay_messages.settings_differences(self.name, there, asked)
+    if columns is None or reasons or columns == there.get(replay_messages.CONTENTS):
       return reasons
     signature, wanted = self.table.contents.signature, Contents(columns).signature
-    if messages.CONTENTS in there:
-      return [f'table {self.name!r}: {difference(there[messages.CONTENTS], columns)}']
+    if replay_messages.CONTENTS in there:
+      return [f'table {self.name!r}: {difference(there[replay_messages.CONTENTS], columns)}']
     if signature is not None and signature.leaves != wanted.leaves:
       return [
         f'table {self.name!r} has items of other columns than the contents that are asked for'
       ]
-    self.settings = {**there, messages.CONTENTS: columns}
+    self.settings = {**there, replay_messages.CONTENTS: columns}
     self.expect()
     return []
 
@@ -81,9 +81,9 @@ class Registry:
     Raises:
       ValueError: if there can't be such a table.
     """
-    if messages.CONTENTS in settings:
-      Contents(settings[messages.CONTENTS])  # which can raise, before anything is made
-    self.entries[name] = Entry(messages.make_table(name, self.store, settings), settings)
+    if replay_messages.CONTENTS in settings:
+      Contents(settings[replay_messages.CONTENTS])  # which can raise, before anything is made
+    self.entries[name] = Entry(replay_messages.make_table(name, self.store, settings), settings)
     self.entries[name].expect()
 
   def restore(self, path: Path, settings: dict[str, dict[str, Any]]) -> None:
@@ -95,7 +95,9 @@ class Registry:
     for name, details in settings.items():
       if name not in self.entries:
         self.make(name, details)
-      elif reasons := messages.settings_differences(name, details, self.entries[name].settings):
+      elif reasons := replay_messages.settings_differences(
+        name, details, self.entries[name].settings
+      ):
         raise tables.CheckpointError(
           f'checkpoint {path} has other settings than --table: ' + '; '.join(reasons)
         )
@@ -126,7 +128,7 @@ class Registry:
       self._settings_bytes += len(text)
       self._listener.log(f'made table {name!r}: {text}')
     entry = self._named(name, '. Give settings, with which it would be made')
-    if messages.CONTENTS in settings and messages.CONTENTS not in entry.settings:
+    if replay_messages.CONTENTS in settings and replay_messages.CONTENTS not in entry.settings:
       text, before = self._read_settings(name, settings), entry.settings
       reasons = entry.differences(settings)
       self._settings_bytes += len(text) * (entry.settings is not before)
@@ -160,7 +162,7 @@ class Registry:
     """Sets priorities by key; how many keys were there."""
     found = _keys(keys)
     self._listener.counts['updated'] += len(found)
-    values = messages.records(priorities, '<f8')
+    values = replay_messages.records(priorities, '<f8')
     return self._named(name).table.update_priorities(found, values)
 
   def delete(self, name: str, keys: memoryview) -> int:
@@ -180,7 +182,7 @@ class Registry:
 
 
 def _keys(array: memoryview) -> np.ndarray:
-  keys = messages.records(array, '<i8')
-  if len(keys) > messages.MESSAGE_KEYS:
-    raise WireError(f'{len(keys)} keys in a message, at most {messages.MESSAGE_KEYS}')
+  keys = replay_messages.records(array, '<i8')
+  if len(keys) > replay_messages.MESSAGE_KEYS:
+    raise WireError(f'{len(keys)} keys in a message, at most {replay_messages.MESSAGE_KEYS}')
   return keys

@@ -21,9 +21,9 @@ from podrace import tables
 from podrace.distributed.net.announce import Announcement
 from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.listener import Handler, Listen, Listener, Peer, Serving
-from podrace.distributed.net.messages import SILENCE
 from podrace.distributed.net.safe_text import Say, plain_lines
-from podrace.distributed.replay import messages
+from podrace.distributed.net.session_messages import SILENCE
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.checkpoints import Saving
 from podrace.distributed.replay.inserting import Inserting
 from podrace.distributed.replay.sampling import Reading, Sampling
@@ -70,7 +70,7 @@ class ReplayServer(Handler):
     SecurityError: see podrace.distributed.net.keys.
   """
 
-  service, kinds = messages.SERVICE, messages.OF_CLIENTS
+  service, kinds = replay_messages.SERVICE, replay_messages.OF_CLIENTS
 
   def __init__(
     self,
@@ -165,8 +165,8 @@ class ReplayServer(Handler):
   def largest(self) -> int:
     """Bytes of a frame: the steps that a client may keep, or the chunks of one message; and a little more."""
     return min(
-      messages.FRAME_BYTES,
-      self._most_bytes + messages.MESSAGE_CHUNKS * messages.CHUNK.itemsize + SLACK,
+      replay_messages.FRAME_BYTES,
+      self._most_bytes + replay_messages.MESSAGE_CHUNKS * replay_messages.CHUNK.itemsize + SLACK,
     )
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
@@ -179,13 +179,13 @@ class ReplayServer(Handler):
     peer.state = Client(stream, Reading())
     self.listener.log(f'{peer.name} joins')
     return dict(
-      most_items=messages.MOST_ITEMS,
+      most_items=replay_messages.MOST_ITEMS,
       most_bytes=self._most_bytes,
       largest=self.largest,
       number=stream.number,
       sizes=self.registry.sizes(),
-      waiting=messages.numbers(stream.waiting),
-      missing=messages.numbers(stream.missing),
+      waiting=replay_messages.numbers(stream.waiting),
+      missing=replay_messages.numbers(stream.missing),
     )
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
@@ -193,13 +193,13 @@ class ReplayServer(Handler):
     self.inserting.left(peer)
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    if kind is messages.INSERT:
+    if kind is replay_messages.INSERT:
       self.inserting.insert(peer, fields[0], arrays)
-    elif kind is messages.SAMPLE:
+    elif kind is replay_messages.SAMPLE:
       self.sampling.sample(peer, fields)
-    elif kind is messages.DECLARE:
+    elif kind is replay_messages.DECLARE:
       self.inserting.declare(peer.state.stream, fields[0])
-    elif kind is messages.CANCEL:
+    elif kind is replay_messages.CANCEL:
       self.sampling.cancel(peer, fields[0])
     else:
       self._request(peer, kind, fields[0], fields[1:], arrays)
@@ -209,19 +209,19 @@ class ReplayServer(Handler):
   ) -> None:
     """What is answered at once, or by an error that is the client's to raise; a SAVE when it is written."""
     does: dict[Kind, Any] = {
-      messages.TABLE: self.registry.table,
-      messages.UPDATE: self.registry.update,
-      messages.DELETE: self.registry.delete,
-      messages.INFO: self.registry.info,
+      replay_messages.TABLE: self.registry.table,
+      replay_messages.UPDATE: self.registry.update,
+      replay_messages.DELETE: self.registry.delete,
+      replay_messages.INFO: self.registry.info,
     }
     try:
-      if kind is messages.SAVE:
+      if kind is replay_messages.SAVE:
         self.saving.want(peer, number)
         return
       good, answer = True, does[kind](*args, *arrays)
     except ValueError as e:
       good, answer = False, plain_lines(e)
-    self.listener.send(peer, messages.ANSWER, number, good, answer)
+    self.listener.send(peer, replay_messages.ANSWER, number, good, answer)
 
   def ping(self, peer: Peer, said: Any) -> dict[str, int]:
     if said is not None:  # a client that never samples need not tell
@@ -297,9 +297,12 @@ def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
     given[key] = value
   if lacking := [k for k in needed if k not in given]:
     raise ValueError(f'needs {", ".join(lacking)}')
-  sampler, remover = messages.selector(given['sampler']), messages.selector(given['remover'])
+  sampler, remover = (
+    replay_messages.selector(given['sampler']),
+    replay_messages.selector(given['remover']),
+  )
   limiter = _limiter(given['rate'])
-  settings = messages.packed_settings(
+  settings = replay_messages.packed_settings(
     sampler=sampler, remover=remover, rate_limiter=limiter, **sizes
   )
   return given['name'], settings

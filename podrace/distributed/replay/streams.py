@@ -8,7 +8,7 @@ import numpy as np
 
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Peer
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.served_tables import Entry
 from podrace.tables.blocking import Pending
 from podrace.tables.chunks import Account, Chunk, ChunkStore, Part
@@ -74,8 +74,10 @@ class Stream:
 
   def take_chunks(self, store: ChunkStore, details: np.ndarray, data: memoryview) -> None:
     """New chunks; each is held until the client says otherwise."""
-    if len(details) > messages.MESSAGE_CHUNKS:
-      raise WireError(f'{len(details)} chunks in a message, at most {messages.MESSAGE_CHUNKS}')
+    if len(details) > replay_messages.MESSAGE_CHUNKS:
+      raise WireError(
+        f'{len(details)} chunks in a message, at most {replay_messages.MESSAGE_CHUNKS}'
+      )
     if int(details['bytes'].astype(np.int64).sum()) != len(data):
       raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
     start, made = 0, []
@@ -83,7 +85,7 @@ class Stream:
       if spec >= len(self.specs) or not rows:
         raise WireError(f'a chunk of {rows} rows of spec {spec}')
       own = bytes(data[start : start + size])
-      made.append(messages.make_chunk(store, own, how, rows, *self.specs[spec]))
+      made.append(replay_messages.make_chunk(store, own, how, rows, *self.specs[spec]))
       start += size
     with store.lock:
       for chunk in made:
@@ -149,10 +151,10 @@ class Stream:
     return between
 
   def _check_items(self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray) -> None:
-    if len(details) > messages.MESSAGE_ITEMS:
-      raise WireError(f'{len(details)} items in a message, at most {messages.MESSAGE_ITEMS}')
-    if len(refs) > messages.MESSAGE_CHUNKS:
-      raise WireError(f'{len(refs)} references to chunks, at most {messages.MESSAGE_CHUNKS}')
+    if len(details) > replay_messages.MESSAGE_ITEMS:
+      raise WireError(f'{len(details)} items in a message, at most {replay_messages.MESSAGE_ITEMS}')
+    if len(refs) > replay_messages.MESSAGE_CHUNKS:
+      raise WireError(f'{len(refs)} references to chunks, at most {replay_messages.MESSAGE_CHUNKS}')
     if int(parts['chunks'].sum()) != len(refs):
       raise WireError(f'{len(refs)} chunks for parts of {int(parts["chunks"].sum())}')
     if len(details) and (int(details['table'].max()) >= len(self.tables)
@@ -170,5 +172,5 @@ class Stream:
       chunks = tuple([self.pieces[next(numbers)] for _ in range(count)])
     except KeyError as e:
       raise WireError(f'a part over chunk {e}, which there is not') from None
-    messages.check_part(leaf, chunks, offset, rows)
+    replay_messages.check_part(leaf, chunks, offset, rows)
     return chunks, offset, rows

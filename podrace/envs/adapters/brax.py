@@ -20,7 +20,8 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import TimeLimit, box, foreign, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.registry import Value, read_options
+from podrace.envs.env_names import read_options
+from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 

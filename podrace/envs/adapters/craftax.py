@@ -19,7 +19,8 @@ from craftax.craftax_env import make_craftax_env_from_name
 
 from podrace.envs.adapters.adapt import TimeLimit, box, discrete, foreign, raw, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.registry import Value, read_options
+from podrace.envs.env_names import read_options
+from podrace.envs.options import Value
 from podrace.types import Array, Environment, TimeStep
 
 _NEVER = 2**31 - 1

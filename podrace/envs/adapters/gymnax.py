@@ -23,7 +23,8 @@ from gymnax.environments.spaces import Discrete
 from podrace.envs.adapters import drawings
 from podrace.envs.adapters.adapt import box, discrete, foreign, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.registry import Value, at_least, read_options, refused
+from podrace.envs.env_names import at_least, read_options, refused
+from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 

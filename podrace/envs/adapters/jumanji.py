@@ -22,7 +22,8 @@ from jumanji import specs
 
 from podrace.envs.adapters.adapt import TimeLimit, box, discrete, foreign, raw, strong, to_space
 from podrace.envs.base import Dynamics, NextStepReset, restart, transition
-from podrace.envs.registry import Value, read_options
+from podrace.envs.env_names import read_options
+from podrace.envs.options import Value
 from podrace.types import Array, Environment, TimeStep
 
 # Episodes of fewer than four steps (one wrong move ends them) would use a pool's states twice. All

@@ -17,7 +17,8 @@ from navix.rendering.cache import RenderingCache
 
 from podrace.envs.adapters.adapt import box, discrete, foreign, raw, strong, to_space
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.registry import Value, read_options
+from podrace.envs.env_names import read_options
+from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 

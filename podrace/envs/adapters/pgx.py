@@ -25,7 +25,9 @@ from pgx.core import Env
 from podrace.distributions import MASKED
 from podrace.envs.adapters.adapt import box, discrete, foreign, raw, strong, to_space
 from podrace.envs.base import NextStepReset, restart, select, transition
-from podrace.envs.registry import Value, at_least, nearest, read_options
+from podrace.envs.env_names import at_least, nearest, read_options
+from podrace.envs.libraries import OPPONENT_LOADERS
+from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 
@@ -59,9 +61,9 @@ def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
       f'pgx:{name} has no opponent {opponent!r}{nearest(opponent, OPPONENTS)}; there is '
       f'{", ".join(OPPONENTS)}, or the directory of a run of this game'
     )
-  from podrace.run.opponents import from_run
-
-  return from_run(Path(opponent), name)
+  (load,) = OPPONENT_LOADERS
+  move: Move = load(Path(opponent), name)
+  return move
 
 
 def random_move(state: Any, observation: Any, key: Array) -> Array:

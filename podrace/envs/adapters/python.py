@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import gymnasium
 
-from podrace.envs.registry import Value, check_options
+from podrace.envs.env_names import check_options
+from podrace.envs.options import Value
 from podrace.errors import MissingExtra, UnknownName, UsageError
 from podrace.system.importing import attribute, explain
 from podrace.types import Environment

@@ -17,8 +17,10 @@ import numpy as np
 from ale_py import roms
 from ale_py.vector_env import AtariVectorEnv
 
-from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
-from podrace.envs.registry import Value, at_least, full_name, nearest, read_options
+from podrace.envs.env_names import at_least, full_name, nearest, read_options
+from podrace.envs.host.base import HostSpec, PoolArgs
+from podrace.envs.host.timesteps import Stepper, everyone
+from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Arrival
 

@@ -12,17 +12,12 @@ import envpool
 import numpy as np
 from gymnasium import spaces
 
-from podrace.envs.host.base import (
-  EVERY,
-  HostSpec,
-  PoolArgs,
-  Stepper,
-  everyone,
-  narrowed,
-  rows_of,
-)
+from podrace.envs.env_names import at_least, full_name, nearest, read_options
+from podrace.envs.host.base import HostSpec, PoolArgs
+from podrace.envs.host.checker import narrowed
 from podrace.envs.host.spaces import in_jax, narrow
-from podrace.envs.registry import Value, at_least, full_name, nearest, read_options
+from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
+from podrace.envs.options import Value
 from podrace.envs.spaces import convert
 from podrace.errors import UnknownName
 from podrace.types import Arrival

@@ -10,8 +10,8 @@ import numpy as np
 
 from podrace.envs.base import batch
 from podrace.envs.contract import out_of_order
-from podrace.envs.host.base import everyone
 from podrace.envs.host.infos import Adder, Infos, no_rows
+from podrace.envs.host.timesteps import everyone
 from podrace.errors import HostError
 from podrace.topology import host_device
 from podrace.types import FIRST, LAST, Array, Arrival, Environment, TimeStep

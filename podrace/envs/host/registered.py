@@ -9,7 +9,8 @@ from typing import Any
 import gymnasium
 from gymnasium.envs import registration
 
-from podrace.envs.registry import Value, atari, check_options, nearest, refused
+from podrace.envs.env_names import atari, check_options, nearest, refused
+from podrace.envs.options import Value
 from podrace.errors import UnknownName, UsageError
 from podrace.system.blame import not_made
 from podrace.system.importing import imported

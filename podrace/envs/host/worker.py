@@ -21,7 +21,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from podrace.envs import registry
+from podrace.envs import env_names
 from podrace.envs.host.infos import Adder
 from podrace.envs.host.trial import fault, owner, tried
 from podrace.envs.spaces import leaves, values
@@ -108,7 +108,7 @@ class Environments:
     trial: bool = False,
   ) -> None:
     self._start = start
-    _, env_id, options = registry.parse(name)
+    _, env_id, options = env_names.parse(name)
     envs = [gymnasium.make(env_id, **options) for _ in seeds]
     self._owners = [owner(e) for e in envs]
     if trial:

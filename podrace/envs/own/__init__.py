@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrace.envs.base import NextStepReset
+from podrace.envs.env_names import at_least, read_options
+from podrace.envs.options import Value
 from podrace.envs.own.catch import Catch
 from podrace.envs.own.empty_rooms import EmptyRooms
 from podrace.envs.own.grid_worlds import GridWorlds
@@ -13,7 +15,6 @@ from podrace.envs.own.lifetimes import Lifetimes
 from podrace.envs.own.maze import Maze
 from podrace.envs.own.memory import Memory
 from podrace.envs.own.objects import Objects
-from podrace.envs.registry import Value, at_least, read_options
 from podrace.types import Environment
 
 _DYNAMICS = {'catch': Catch, 'maze': Maze, 'memory': Memory}

@@ -17,7 +17,8 @@ from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
-from podrace.run.evaluate import evaluable, newest_params, spread
+from podrace.run.evaluate import evaluable, newest_params
+from podrace.run.evaluate_host import spread
 from podrace.run.video import stages
 from podrace.run.video.pictures import Numbers, numbers
 from podrace.run.video.stages import Stage

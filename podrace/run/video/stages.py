@@ -13,10 +13,11 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from podrace.envs import registry
+from podrace.envs import env_names
 from podrace.envs.adapters.adapt import LimitedState
 from podrace.envs.base import PooledState, ResetState, batch
-from podrace.envs.host.base import HostSpec, PoolArgs, Stepper, everyone
+from podrace.envs.host.base import HostSpec, PoolArgs
+from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.spaces import over
 from podrace.errors import RunError, UsageError
 from podrace.run.video.pictures import Numbers, draw, enlarged, to_image
@@ -49,7 +50,7 @@ def make(name: str, env: Any) -> Stage:
   Raises:
     UsageError: if it can't be drawn.
   """
-  library, inner, options = registry.parse(name)
+  library, inner, options = env_names.parse(name)
   if isinstance(env, HostSpec):
     if library == 'ale':
       return AtariStage(inner, options, env)

@@ -16,7 +16,7 @@ import pytest
 import rule_files
 from gymnasium import spaces
 
-from podrace import group, topology
+from podrace import topology
 from podrace.agents.impala import Impala
 from podrace.agents.intrinsic import Intrinsic
 from podrace.agents.lpg import LPG
@@ -356,7 +356,7 @@ def test_statistics_of_several_processes_are_doubles(monkeypatch: pytest.MonkeyP
     return np.stack([np.asarray(jnp.asarray(x))] * 2)  # what JAX does to it
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(group.multihost_utils, 'process_allgather', gather)
+  monkeypatch.setattr(topology.multihost_utils, 'process_allgather', gather)
   both = told.over_processes()
   assert both.episodes == {k: 2 * x for k, x in totals.items()}
   assert (both.unrolls, both.lag_max, both.restarts) == (4, 1, 10)
@@ -449,8 +449,8 @@ class Moves:
     monkeypatch.setattr(jax, 'device_put', self.device_put)
     monkeypatch.setattr(jax, 'device_get', self.device_get)
     for module in (
-      sebulba_.shipping, sebulba_.lockstep, sebulba_.inference, sebulba_.thread, sebulba_.actors,
-      sebulba_.learning_program,
+      sebulba_.unrolls, sebulba_.lockstep, sebulba_.inference, sebulba_.thread, sebulba_.actors,
+      sebulba_.learning,
     ):  # fmt: skip
       monkeypatch.setattr(module, 'np', self)
 

@@ -35,10 +35,10 @@ from test_sebulba import SMALL, Learning, Running, over_in, sebulba
 from podrace import cli
 from podrace.agents.impala import Impala
 from podrace.architectures.sebulba import ActorFailed
-from podrace.envs.host import ale, envpool
+from podrace.envs.host import ale, envpool, timesteps
 from podrace.envs.host import base as host
 from podrace.run.processes import SILENCE_SECONDS
-from podrace.types import FIRST, LAST
+from podrace.types import FIRST, LAST, Arrival
 
 TINY = ['--architecture', 'sebulba', '--num-envs', '4', '--unroll-length', '8',
         '--agent.network.hidden', '16', '--actor-threads', '2', '--env-threads', '2']  # fmt: skip
@@ -86,7 +86,7 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
   The environments number their steps, so pieces of the same life must follow each other; and the
   actor numbers the unrolls of each environment, of which a restart may cost one, and nothing else.
   """
-  monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
+  monkeypatch.setattr('podrace.envs.host.worker_pool.RESTARTS', 1000)
   spec = host.make('gymnasium:host_envs:Sequence-v0')
   program = sebulba(
     Impala(network=SMALL), spec=spec, num_envs=4, unroll_length=4, lag='1', env_threads=4
@@ -157,7 +157,7 @@ class Shuffled:
     self._steps = np.full(num_envs, -1)
     self._action = np.zeros(num_envs, np.float32)
     self._ready: list[int] = []
-    self._stepper = host.Stepper(num_envs)
+    self._stepper = timesteps.Stepper(num_envs)
 
   def reset(self) -> None:
     self._ready = list(range(self.num_envs))
@@ -181,7 +181,7 @@ class Shuffled:
     timestep: Any = self._stepper.timestep(
       ids, observation, self._steps[ids].astype(np.float32), over, none
     )
-    return host.Arrival(ids, timestep, timestep.reward, over, np.zeros(len(ids), np.int32))
+    return Arrival(ids, timestep, timestep.reward, over, np.zeros(len(ids), np.int32))
 
   def close(self) -> None: ...
 
@@ -323,7 +323,7 @@ def test_killed_workers_lose_and_duplicate_nothing_in_any_order(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   """Whoever comes back first: each unroll is a piece of one life, and pieces follow each other."""
-  monkeypatch.setattr('podrace.envs.host.gymnasium.RESTARTS', 1000)
+  monkeypatch.setattr('podrace.envs.host.worker_pool.RESTARTS', 1000)
   spec = host.make('gymnasium:host_envs:Sequence-v0')
   program = sebulba(
     Impala(network=SMALL), spec=spec, num_envs=4, unroll_length=4, lag='async', env_threads=4,

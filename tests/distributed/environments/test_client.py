@@ -18,9 +18,9 @@ import pytest
 from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
-from podrace.distributed.environments import messages as wire
+from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.client import Client, Group, Options, group_sizes, run_all
-from podrace.distributed.net import connecting, messages
+from podrace.distributed.net import connecting, session_messages
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net.dashboard import Asker
 from podrace.envs.host import base as host
@@ -150,15 +150,15 @@ def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> No
 
 
 def test_the_end_and_the_cut_may_come_at_once(tmp_path: Path) -> None:
-  learner = bare.Accepting(wire.OF_CLIENTS)
+  learner = bare.Accepting(environment_messages.OF_CLIENTS)
   args = ['--num-envs', '2', '--groups', '1']
   with Envs(learner.address, tmp_path / 'log', *args) as envs:
     end = learner.accept(60)
-    told = end.expect(messages.HELLO, 60)[0][0]
-    end.say(messages.WELCOME, dict(largest_group=2, silence=60.0, env=told['env']))
-    end.expect(wire.ENTER)  # and it has no more to say
+    told = end.expect(session_messages.HELLO, 60)[0][0]
+    end.say(session_messages.WELCOME, dict(largest_group=2, silence=60.0, env=told['env']))
+    end.expect(environment_messages.ENTER)  # and it has no more to say
     envs.signal(signal.SIGSTOP)
-    end.say(messages.END, True, 'the run is complete')
+    end.say(session_messages.END, True, 'the run is complete')
     end.close()
     learner.close()
     envs.signal(signal.SIGCONT)
@@ -249,15 +249,15 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
 
 def test_a_learner_that_is_getting_ready_is_there() -> None:
   """To give up is for where nobody is: not while it says that it is to be waited for."""
-  learner = bare.Accepting(wire.OF_CLIENTS)
+  learner = bare.Accepting(environment_messages.OF_CLIENTS)
   client = Client(Options(learner.address, 'test:spec', give_up=2.5), spec())
   thread = threading.Thread(target=lambda: raised.append(ended(client)), daemon=True)
   raised: list[Any] = []
   thread.start()
   with learner.accept() as end:
     for _ in range(4):
-      end.expect(messages.HELLO)
-      end.say(messages.WAIT, 'the learner is getting ready')
+      end.expect(session_messages.HELLO)
+      end.say(session_messages.WAIT, 'the learner is getting ready')
     assert thread.is_alive()
   learner.close()
   thread.join(20)
@@ -322,8 +322,8 @@ def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
   begun.worker = Worker('begun', int)
   client._groups = [begun]
   for index in (0, 1):
-    with pytest.raises(wire.WireError, match=f'a start of group {index}'):
-      client.handle(wire.START, [index], [])
+    with pytest.raises(environment_messages.WireError, match=f'a start of group {index}'):
+      client.handle(environment_messages.START, [index], [])
 
 
 def test_actions_that_nobody_has_asked_for_are_none() -> None:
@@ -333,12 +333,12 @@ def test_actions_that_nobody_has_asked_for_are_none() -> None:
   client._groups = [group]
   action = memoryview(bytes(4))
   for fields, data in (((1, 0), action), ((0, 1), action), ((0, 0), action[:3])):
-    with pytest.raises(wire.WireError, match='actions'):
-      client.handle(wire.ACTION, fields, [data])
-  client.handle(wire.ACTION, (0, 0), [action])
+    with pytest.raises(environment_messages.WireError, match='actions'):
+      client.handle(environment_messages.ACTION, fields, [data])
+  client.handle(environment_messages.ACTION, (0, 0), [action])
   assert group.seq == 1
-  with pytest.raises(wire.WireError, match='which has not asked'):  # it steps
-    client.handle(wire.ACTION, (0, 1), [action])
+  with pytest.raises(environment_messages.WireError, match='which has not asked'):  # it steps
+    client.handle(environment_messages.ACTION, (0, 1), [action])
 
 
 def test_it_imports_no_jax() -> None:
@@ -365,7 +365,7 @@ def test_it_imports_no_jax() -> None:
 def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
   """A learner that says nonsense is lost; it ends no environments' process."""
   client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
-  with pytest.raises(wire.WireError, match='a welcome with'):
+  with pytest.raises(environment_messages.WireError, match='a welcome with'):
     client.joined({'largest_group': 4, 'silence': 1.0, 'env': 'x', **wrong})
   assert not client._groups
 
@@ -388,7 +388,7 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
   with contextlib.ExitStack() as stack:
     address = 'tcp://127.0.0.1:9'
     if case == 'silent':
-      silent = bare.Accepting(wire.OF_CLIENTS)
+      silent = bare.Accepting(environment_messages.OF_CLIENTS)
       stack.callback(silent.close)
       address = silent.address
     elif case != 'nobody':

@@ -11,13 +11,15 @@ import peers
 import pytest
 from children import until
 
-from podrace.distributed.environments import messages, shared_listener
+from podrace.distributed.environments import environment_messages, shared_listener
 from podrace.distributed.environments.groups import Client, Group, Incoming
 from podrace.distributed.environments.shared_listener import SharedNetwork
 from podrace.types import FIRST, LAST, MID
 
 KIND = peers.spec()
-LAYOUT = messages.Layout(messages.schema(KIND.observation_space, KIND.action_space))
+LAYOUT = environment_messages.Layout(
+  environment_messages.schema(KIND.observation_space, KIND.action_space)
+)
 
 
 class Pool:
@@ -74,7 +76,7 @@ def groups(pool: Any, count: int) -> list[Any]:
 
 
 def body(kind: int = MID, value: float = 0.0, **fields: Any) -> bytes:
-  records = np.zeros(2, messages.RECORD)
+  records = np.zeros(2, environment_messages.RECORD)
   records['step_type'], records['discount'] = kind, 1.0
   for name, x in fields.items():
     records[name] = x

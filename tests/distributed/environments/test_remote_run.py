@@ -22,9 +22,9 @@ from peers import ANY, Envs, Learner, Raw, spec
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 
 from podrace import cli
-from podrace.distributed.environments import messages as wire
+from podrace.distributed.environments import environment_messages
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.envs.host import base as host
 from podrace.types import FIRST, MID
 
@@ -91,13 +91,13 @@ def test_clients_are_told_of_the_end_before_the_run_is_finished(
       raw.enter(4, group)
     for group in (0, 1):
       raw.step(4, 0, FIRST, group)
-    while (heard := raw.hear(60))[0] is wire.ACTION:
+    while (heard := raw.hear(60))[0] is environment_messages.ACTION:
       group = heard[1][0]
       numbers[group] += 1
       raw.step(4, numbers[group], MID, group)
-    assert heard[0] is messages.END and heard[1][0] is True
+    assert heard[0] is session_messages.END and heard[1][0] is True
     assert not (tmp_path / 'run' / 'summary.json').exists()
-    raw.say(messages.BYE, 'the learner has ended')
+    raw.say(session_messages.BYE, 'the learner has ended')
     assert one.wait() == 0, one.output
   assert summary(tmp_path / 'run')['step'] >= 640
 

@@ -25,18 +25,15 @@ from mutants import Document, data_of, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
-from podrace.distributed.environments import groups, server, shared_listener
-from podrace.distributed.environments import messages as wire
+from podrace.distributed.environments import environment_messages, groups, server, shared_listener
 from podrace.distributed.environments import pool as remote_pool
 from podrace.distributed.environments.groups import Client, Latencies
 from podrace.distributed.net import (
   connections,
   loop,
   process_metrics,
+  session_messages,
   sessions,
-)
-from podrace.distributed.net import (
-  messages as session,
 )
 from podrace.distributed.net.dashboard import Asker, table
 from podrace.distributed.net.frame import PREFIX
@@ -56,9 +53,9 @@ def test_a_client_joins_steps_and_is_counted() -> None:
       raw.step(3, seq, FIRST if seq == 0 else MID)
       action = raw.act(3, seq)
       assert action.shape == (3,) and action.dtype == np.int32
-    raw.say(session.METRICS, {'steps_per_s': 12.5, 'resident_mb': 100})
-    raw.say(session.ASK)
-    report = raw.expect(session.REPORT)[0][0]
+    raw.say(session_messages.METRICS, {'steps_per_s': 12.5, 'resident_mb': 100})
+    raw.say(session_messages.ASK)
+    report = raw.expect(session_messages.REPORT)[0][0]
     (client,) = report['clients']
     assert client['metrics'] == {'steps_per_s': 12.5, 'resident_mb': 100}
     found = learner.spec.metrics()
@@ -111,7 +108,7 @@ def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
     with Raw(learner.address) as raw:
       raw.join(2)
       learner.says('environments are here, going on')
-      raw.say(session.BYE, 'test')
+      raw.say(session_messages.BYE, 'test')
       learner.says('left: test')
     until(lambda: sum('no environments' in x for x in learner.said) == 2)
 
@@ -126,7 +123,7 @@ def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
 )  # fmt: skip
 def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> None:
   with Learner() as learner, Raw(learner.address, theirs) as raw:
-    raw.say(session.HELLO, raw.told())
+    raw.say(session_messages.HELLO, raw.told())
     (reason,) = raw.refused()
     import re
 
@@ -136,7 +133,7 @@ def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> No
 
 def test_another_version_is_refused_with_both_sides() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
-    raw.say(session.HELLO, raw.told(version=1))
+    raw.say(session_messages.HELLO, raw.told(version=1))
     (reason,) = raw.refused()
     assert "this is 'podrace' version 2" in reason and "wants 'podrace' version 1" in reason
     learner.says(reason)
@@ -146,7 +143,7 @@ def test_a_refusal_is_short_however_much_the_client_has_said() -> None:
   with Learner() as learner, Raw(learner.address) as raw:
     leaf = ['\x1b[2J' + 'x' * 400, '<f4', [], 'y\n' * 200, []]
     schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(60)], 'action': leaf}
-    raw.say(session.HELLO, raw.told(schema=schema, host='h\nforged'))
+    raw.say(session_messages.HELLO, raw.told(schema=schema, host='h\nforged'))
     reasons = raw.refused()
     assert sum(map(len, reasons)) < 2**14 and reasons[-1].startswith('and ')
     learner.says(r'refused h\nforged:')
@@ -159,7 +156,7 @@ def test_only_what_is_wrong_is_a_warning() -> None:
     with Raw(learner.address) as raw:
       raw.join(2)
       learner.says('going on')
-      raw.say(session.BYE, 'test')
+      raw.say(session_messages.BYE, 'test')
       learner.says('left: test')
     with Raw(learner.address) as raw:
       raw.join_as()
@@ -206,12 +203,15 @@ def test_a_client_that_waits_at_the_end_is_told_of_it() -> None:
     one.join_as()
     for pool in learner.pools:
       pool.close()
-    late.say(session.HELLO, late.told())
+    late.say(session_messages.HELLO, late.told())
     heard = late.hear()
-    assert heard is not None and heard[0] is session.WAIT
+    assert heard is not None and heard[0] is session_messages.WAIT
     learner.server.finished()
     learner.server.__exit__()
-    assert one.expect(session.END)[0][0] is True and late.expect(session.END)[0][0] is True
+    assert (
+      one.expect(session_messages.END)[0][0] is True
+      and late.expect(session_messages.END)[0][0] is True
+    )
     assert learner.server.failure is None
 
 
@@ -222,16 +222,16 @@ def test_slots_are_waited_for_and_taken_over_as_another_life() -> None:
   with Learner(slots=4) as learner, Raw(learner.address) as one, Raw(learner.address) as other:
     one.join(3)
     other.join_as()
-    other.say(wire.ENTER, 0, 2)
-    other.say(session.PING, None)
-    assert other.hear()[0] is session.PONG  # no START: one slot is left
-    other.say(wire.ENTER, 1, 2)
-    other.say(session.PING, None)
-    assert other.hear()[0] is session.PONG
+    other.say(environment_messages.ENTER, 0, 2)
+    other.say(session_messages.PING, None)
+    assert other.hear()[0] is session_messages.PONG  # no START: one slot is left
+    other.say(environment_messages.ENTER, 1, 2)
+    other.say(session_messages.PING, None)
+    assert other.hear()[0] is session_messages.PONG
     (told,) = [x for x in learner.said if 'wait until others leave' in x]  # once, of both groups
     assert 'all 4 slots' in told, told
-    one.say(session.BYE, 'enough')
-    other.expect(wire.START)
+    one.say(session_messages.BYE, 'enough')
+    other.expect(environment_messages.START)
     other.step(2, 0, FIRST)
     other.act(2, 0)
     found = lives(learner.arrivals)
@@ -270,25 +270,25 @@ def test_slots_of_who_is_gone_before_it_starts_go_to_the_next_once() -> None:
     gone = Raw(learner.address)
     for raw in (gone, last):
       raw.join_as()
-      raw.say(wire.ENTER, 0, 2)
-      raw.say(session.PING, None)
-      raw.expect(session.PONG)
+      raw.say(environment_messages.ENTER, 0, 2)
+      raw.say(session_messages.PING, None)
+      raw.expect(session_messages.PONG)
     send = learner.server.listener.send
 
     def to_those_who_are_there(peer: Any, kind: Any, *fields: Any, **more: Any) -> bool:
-      if kind is wire.START and peer.client == gone.client:
+      if kind is environment_messages.START and peer.client == gone.client:
         learner.server.listener.drop(peer, 'is gone')  # as where it fails
         return False
       return send(peer, kind, *fields, **more)
 
     learner.server.listener.send = to_those_who_are_there  # type: ignore[method-assign]
-    one.say(session.BYE, 'enough')
-    last.expect(wire.START)
-    last.say(session.PING, None)
-    assert last.hear()[0] is session.PONG  # and no further START
+    one.say(session_messages.BYE, 'enough')
+    last.expect(environment_messages.START)
+    last.say(session_messages.PING, None)
+    assert last.hear()[0] is session_messages.PONG  # and no further START
     last.step(2, 0, FIRST)
     last.act(2, 0)
-    last.say(session.BYE, 'enough')
+    last.say(session_messages.BYE, 'enough')
     until(lambda: len(learner.pools[0].free) == 4)
     assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
     gone.close()
@@ -302,30 +302,30 @@ def test_small_groups_keep_no_large_one_waiting_for_ever() -> None:
     def come(size: int) -> Raw:
       raw = stack.enter_context(Raw(learner.address))
       raw.join_as()
-      raw.say(wire.ENTER, 0, size)
+      raw.say(environment_messages.ENTER, 0, size)
       return raw
 
     def go(raw: Raw) -> None:
-      raw.say(session.BYE, 'enough')
+      raw.say(session_messages.BYE, 'enough')
 
     here = [come(2), come(2)]
     for raw in here:
-      raw.expect(wire.START)
+      raw.expect(environment_messages.START)
     large = come(4)
-    large.say(session.PING, None)
-    assert large.hear()[0] is session.PONG  # it has entered, and waits
+    large.say(session_messages.PING, None)
+    assert large.hear()[0] is session_messages.PONG  # it has entered, and waits
     for _ in range(4):
       here.append(come(2))
       go(here.pop(0))
-      here[-1].expect(wire.START)
+      here[-1].expect(environment_messages.START)
     late = come(2)
     for raw in here:
       go(raw)
-    large.expect(wire.START)
-    late.say(session.PING, None)
-    assert late.hear()[0] is session.PONG
+    large.expect(environment_messages.START)
+    late.say(session_messages.PING, None)
+    assert late.hear()[0] is session_messages.PONG
     go(large)
-    late.expect(wire.START)
+    late.expect(environment_messages.START)
 
 
 def test_a_restarted_environment_is_another_life() -> None:
@@ -341,15 +341,15 @@ def test_a_restarted_environment_is_another_life() -> None:
     ]
     for seq, (lives, run_ids) in enumerate(steps, 1):
       body = raw.body(2)
-      records = np.frombuffer(body[0], wire.RECORD).copy()
+      records = np.frombuffer(body[0], environment_messages.RECORD).copy()
       records['life'], records['step_type'] = lives, np.where(np.equal(lives, life), MID, FIRST)
       body[0] = records.tobytes()
       raw.step(2, seq, body=body)
       raw.act(2, seq)
       life, run_id = list(lives), list(run_ids)
       assert learner.arrivals[-1][1].run_id.tolist() == run_id
-    raw.say(session.ASK)
-    assert raw.expect(session.REPORT)[0][0]['clients'][0]['restarts'] == 13
+    raw.say(session_messages.ASK)
+    assert raw.expect(session_messages.REPORT)[0][0]['clients'][0]['restarts'] == 13
 
 
 # --- batches ----------------------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_environments_that_hang_while_their_client_lives_are_dropped(
   monkeypatch.setattr(server, 'START_SECONDS', 0.2)
   with Learner(deadline=0.4) as learner, Raw(learner.address) as raw:
     raw.join(2)
-    raw.say(session.PING, None)
+    raw.say(session_messages.PING, None)
     learner.says('group 0 has not answered for 1 s')
     assert 'has not answered' in raw.gone()
 
@@ -482,8 +482,8 @@ def test_a_learner_that_is_behind_holds_clients_back() -> None:
     learner.pause.clear()
     raw.step(8, 1)
     assert raw.hear(0.3) is None
-    raw.say(session.PING, None)
-    raw.expect(session.PONG)  # it is alive
+    raw.say(session_messages.PING, None)
+    raw.expect(session_messages.PONG)  # it is alive
     learner.pause.set()
     raw.act(8, 1)
 
@@ -494,14 +494,14 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
     learner.pause.clear()
     one.step(2, 1)
     until(lambda: learner.pools[0]._inferring)
-    one.say(session.BYE, 'test')
+    one.say(session_messages.BYE, 'test')
     learner.says('left: test')
     with Raw(learner.address) as other:
       other.join_as()
-      other.say(wire.ENTER, 0, 2)
+      other.say(environment_messages.ENTER, 0, 2)
       assert other.hear(0.2) is None
       learner.pause.set()
-      other.expect(wire.START)
+      other.expect(environment_messages.START)
       other.step(2, 0, FIRST)
       other.act(2, 0)
     assert learner.arrivals[-1][1].run_id.tolist() == [1, 1]
@@ -558,7 +558,7 @@ def torn(raw: Raw) -> None:
 def changed(field: str, value: Any) -> Any:
   def wrong(raw: Raw) -> None:
     body = raw.body(2)
-    records = np.frombuffer(body[0], wire.RECORD).copy()
+    records = np.frombuffer(body[0], environment_messages.RECORD).copy()
     records[field] = value
     raw.step(2, 1, body=[records.tobytes(), *body[1:]])
 
@@ -567,7 +567,7 @@ def changed(field: str, value: Any) -> Any:
 
 def rewarded_first(raw: Raw) -> None:
   body = raw.body(2, FIRST)
-  records = np.frombuffer(body[0], wire.RECORD).copy()
+  records = np.frombuffer(body[0], environment_messages.RECORD).copy()
   records['reward'] = [0, 1]
   raw.step(2, 1, body=[records.tobytes(), *body[1:]])
 
@@ -614,16 +614,16 @@ def observed(value: float) -> Any:
     (changed('zero', 1), 'a zero that is none'),
     (changed('ended', 1), 'a game that is over within an episode'),
     (rewarded_first, 'a reward with the first timestep'),
-    (lambda raw: raw.say(wire.ENTER, 0, 2), 'is there already'),
-    (lambda raw: raw.say(wire.ENTER, 1, 9), '9 environments, expected 1 to 8'),
-    (lambda raw: raw.say(wire.ENTER, 300, 1), 'group 300'),
-    (lambda raw: raw.say(wire.ENTER, 0, -1), '-1 in a ENTER'),
+    (lambda raw: raw.say(environment_messages.ENTER, 0, 2), 'is there already'),
+    (lambda raw: raw.say(environment_messages.ENTER, 1, 9), '9 environments, expected 1 to 8'),
+    (lambda raw: raw.say(environment_messages.ENTER, 300, 1), 'group 300'),
+    (lambda raw: raw.say(environment_messages.ENTER, 0, -1), '-1 in a ENTER'),
     (lambda raw: raw.send(PREFIX.pack(4, 3 | 4 << 8) + bytes(4)), 'a STEP with a header of 4 bytes'),
     (lambda raw: raw.send(PREFIX.pack(0, 99)), 'a frame of kind 99'),
     (lambda raw: raw.send(PREFIX.pack(3, 4 | 2 << 8) + b'\x91\xc0x'), '1 bytes after its header, expected none'),
     (lambda raw: raw.send(b'x' * 70_000), 'a frame of kind 120'),
     (lambda raw: raw.send(PREFIX.pack(2021161080, 3 | 8 << 8)), 'a frame of 2021161080 bytes'),
-    (lambda raw: raw.say(session.HELLO, raw.told()), 'a second HELLO'),
+    (lambda raw: raw.say(session_messages.HELLO, raw.told()), 'a second HELLO'),
   ],
 )  # fmt: skip
 def test_what_is_wrong_ends_the_session_and_reaches_nobody(wrong: Any, reason: str) -> None:
@@ -688,7 +688,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
 
   def frames(raw: Raw, size: int, **fields: Any) -> list[bytes]:
     body = raw.body(size)
-    records = np.frombuffer(body[0], wire.RECORD).copy()
+    records = np.frombuffer(body[0], environment_messages.RECORD).copy()
     for name, values in fields.items():
       records[name] = values
     return [records.tobytes(), *body[1:]]
@@ -719,7 +719,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       for group in (0, 1):
         both.step(2, 2 - group, group=group, body=frames(both, 2, discount=[1, 2]))
       leaves.step(2, 2)
-      leaves.say(session.BYE, 'enough')
+      leaves.say(session_messages.BYE, 'enough')
       together(learner, raws, 10)
       infinite.step(2, 2, body=frames(infinite, 2, reward=[0, np.inf]))
       nan.step(2, 2, body=[raw.body(2)[0], np.full((2, 4), np.nan, np.float32).tobytes()])
@@ -789,7 +789,7 @@ def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
     server, one, send = learner.server, learner.server.listener, learner.server.listener.send
 
     def fails(peer: Any, kind: Any, *fields: Any, **more: Any) -> bool:
-      if kind is wire.ACTION:
+      if kind is environment_messages.ACTION:
         one.drop(peer, 'does not read')
         return False
       return send(peer, kind, *fields, **more)
@@ -849,8 +849,8 @@ def test_names_are_shown_as_they_are() -> None:
   from rich.console import Console
 
   with Learner() as learner, Raw(learner.address) as raw:
-    raw.say(session.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
-    raw.expect(session.WELCOME)
+    raw.say(session_messages.HELLO, raw.told(host='[/x]\x1b[2J', env='[/y]'))
+    raw.expect(session_messages.WELCOME)
     learner.server.env = '[/z]'
     report = learner.server.report()
     clients = [{'name': c['name'], 'last_seen_s': 0.0, 'metrics': {}} for c in report['clients']]
@@ -883,14 +883,14 @@ def test_reports_cost_little_however_often_they_are_asked_for(
     monkeypatch.setattr(learner.server, 'report', large)
     before = memory()
     for _ in range(300):
-      deaf.say(session.ASK)
+      deaf.say(session_messages.ASK)
     until(lambda: counts['asked'] == 300)
     assert memory() - before < 50 * 2**20  # else 300 of them wait there
     for _ in range(2):  # some that fitted on the way, and the answer to all those after
-      deaf.expect(session.REPORT)
+      deaf.expect(session_messages.REPORT)
     for _ in range(30):
-      raw.say(session.ASK)
-      raw.expect(session.REPORT)
+      raw.say(session_messages.ASK)
+      raw.expect(session_messages.REPORT)
     assert all(y - x >= seconds for x, y in itertools.pairwise(made))
 
 
@@ -926,7 +926,7 @@ def test_a_stranger_that_does_not_read_is_cut_off() -> None:
     schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(30)], 'action': leaf}
     with contextlib.suppress(OSError):
       for _ in range(20_000):  # until all that there is to hold the answers is full
-        deaf.say(session.HELLO, good.told(schema=schema))
+        deaf.say(session_messages.HELLO, good.told(schema=schema))
     assert not learner.server.counts['malformed'] and learner.server.counts['refused'] < 20_000
     good.join(2)
 
@@ -948,7 +948,7 @@ def garbage(random: random.Random, raw: Raw) -> bytes:
     head = msgpack.packb(fields)
     body = head + random.randbytes(random.choice([0, random.randrange(200)]))
     return PREFIX.pack(len(body), random.choice(kinds) | len(head) << 8) + body
-  document = (wire.STEP, [random.randrange(2), random.randrange(3)], raw.body(2))
+  document = (environment_messages.STEP, [random.randrange(2), random.randrange(3)], raw.body(2))
   data = bytearray(data_of(document))
   if way == 2:
     data[random.randrange(len(data))] ^= 1 << random.randrange(8)
@@ -968,10 +968,10 @@ def fuzz(count: int) -> None:
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
 
     def case(rng: random.Random) -> Any:
-      return [(wire.ENTER, [0, 2], [])], garbage(rng, raw)
+      return [(environment_messages.ENTER, [0, 2], [])], garbage(rng, raw)
 
-    hello = lambda: raw.told(client=session.new_client())  # noqa: E731
-    good = tell(learner.server.listener, wire.OF_LEARNERS, hello, case, count)
+    hello = lambda: raw.told(client=session_messages.new_client())  # noqa: E731
+    good = tell(learner.server.listener, environment_messages.OF_LEARNERS, hello, case, count)
     assert 0 < good < 0.6 * count, good
     until(lambda: len(learner.pools[0].free) == 64)
     with Raw(learner.address) as last:  # the first has said nothing for too long
@@ -982,20 +982,20 @@ def documents(raw: Raw) -> Callable[[], list[Document]]:
   """What a client of a session may say, in an order in which it may say it."""
   body = raw.body(2, FIRST)
   return lambda: [
-    (session.PING, [None], []),
-    (wire.ENTER, [0, 2], []),
-    (wire.STEP, [0, 0], body),
-    (session.ASK, [], []),
-    (session.BYE, ['enough'], []),
+    (session_messages.PING, [None], []),
+    (environment_messages.ENTER, [0, 2], []),
+    (environment_messages.STEP, [0, 0], body),
+    (session_messages.ASK, [], []),
+    (session_messages.BYE, ['enough'], []),
   ]
 
 
 def fuzz_documents(count: int) -> None:
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
     before = memory()
-    hello = lambda: raw.told(client=session.new_client())  # noqa: E731
+    hello = lambda: raw.told(client=session_messages.new_client())  # noqa: E731
     one = learner.server.listener
-    good = tell(one, wire.OF_LEARNERS, hello, spoiled(hello, documents(raw)), count)
+    good = tell(one, environment_messages.OF_LEARNERS, hello, spoiled(hello, documents(raw)), count)
     assert count / 20 < good < count * 0.9, good
     until(lambda: len(learner.pools[0].free) == 64)
     until(lambda: not learner.server.peers)
@@ -1027,7 +1027,7 @@ def weather(count: int) -> None:
   with Learner(keep=False, slots=64) as learner, Raw(learner.address) as good:
     good.join(2)
     template, seq = Raw(learner.address), 0
-    hello = lambda: template.told(client=session.new_client())  # noqa: E731
+    hello = lambda: template.told(client=session_messages.new_client())  # noqa: E731
     nearly = spoiled(hello, documents(template))
 
     def messages(rng: random.Random) -> Iterator[bytes]:
@@ -1043,7 +1043,9 @@ def weather(count: int) -> None:
       good.step(2, seq)
       assert good.act(2, seq).shape == (2,)
 
-    told = storm(learner.address, wire.OF_LEARNERS, count, hello, messages, go_on, memory)
+    told = storm(
+      learner.address, environment_messages.OF_LEARNERS, count, hello, messages, go_on, memory
+    )
     counts = learner.server.counts
     print(told, dict(counts))
     assert learner.server.failure is None and not counts['unexpected']
@@ -1072,7 +1074,7 @@ def test_a_huge_frame_ends_the_connection_before_it_is_read() -> None:
     raw.join_as()
     before = memory()
     with contextlib.suppress(OSError):  # it is cut off, perhaps while it sends
-      raw.send(data_of((wire.STEP, [0, 0], [b'x' * 2**26])))
+      raw.send(data_of((environment_messages.STEP, [0, 0], [b'x' * 2**26])))
     for seq in range(1, 100):
       good.step(2, seq)
       good.act(2, seq)
@@ -1090,12 +1092,12 @@ def test_a_thousand_light_clients() -> None:
     before = memory()
     raws = [stack.enter_context(Raw(learner.address)) for _ in range(count)]
     for raw in raws:
-      raw.say(session.HELLO, raw.told())
+      raw.say(session_messages.HELLO, raw.told())
     for raw in raws:
-      raw.expect(session.WELCOME, 20)
-      raw.say(wire.ENTER, 0, 1)
+      raw.expect(session_messages.WELCOME, 20)
+      raw.say(environment_messages.ENTER, 0, 1)
     for raw in raws:
-      raw.expect(wire.START, 20)
+      raw.expect(environment_messages.START, 20)
       raw.step(1, 0, FIRST)
     for raw in raws:
       raw.act(1, 0)

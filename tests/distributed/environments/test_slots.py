@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from podrace.distributed.environments.groups import Client, Group
-from podrace.distributed.environments.pool import Slots
+from podrace.distributed.environments.slots import Slots
 
 
 class Pool:
@@ -155,7 +155,7 @@ def test_groups_of_a_pool_that_is_gone_are_gone(monkeypatch: pytest.MonkeyPatch)
   assert sorted(one.state for one in groups) == ['asked', 'gone'] and found.total == 2
   found.leave(groups)
   assert found.free == 2
-  monkeypatch.setattr('podrace.distributed.environments.pool.WAITING', 1)
+  monkeypatch.setattr('podrace.distributed.environments.slots.WAITING', 1)
   assert not found.crowded
   found.enter(group(2))
   found.enter(group(2))

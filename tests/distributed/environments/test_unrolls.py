@@ -15,12 +15,13 @@ from peers import ANY, Raw
 from test_sebulba import AGENTS, RECURRENT, SMALL, Running, never, sebulba
 
 from podrace.agents.impala import Impala
-from podrace.distributed.environments import messages as wire
+from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.server import Server
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.listener import Listen
 from podrace.envs.host import base as host
-from podrace.types import FIRST, LAST, MID
+from podrace.envs.host import timesteps
+from podrace.types import FIRST, LAST, MID, Arrival
 
 
 class Coming:
@@ -40,7 +41,7 @@ class Coming:
     self._steps = np.full(args.num_envs, -1)
     self._life = np.zeros(args.num_envs, np.int64)
     self._action = np.zeros(args.num_envs, np.float32)
-    self._stepper = host.Stepper(args.num_envs)
+    self._stepper = timesteps.Stepper(args.num_envs)
 
   def reset(self) -> None:
     self._asked[:] = True
@@ -65,7 +66,7 @@ class Coming:
     timestep: Any = self._stepper.timestep(
       ids, observation.astype(np.float32), steps.astype(np.float32), steps % 6 == 5, none
     )
-    return host.Arrival(ids, timestep, timestep.reward, timestep.last, self._life[ids])
+    return Arrival(ids, timestep, timestep.reward, timestep.last, self._life[ids])
 
   def close(self) -> None: ...
 
@@ -177,8 +178,8 @@ def come_and_go(address: str, stop: threading.Event) -> None:
         while (heard := raw.hear(0.2)) is None:
           if stop.is_set():
             return
-        assert heard[0] is wire.ACTION and list(heard[1]) == [0, seq]
-      raw.say(messages.BYE, 'enough')
+        assert heard[0] is environment_messages.ACTION and list(heard[1]) == [0, seq]
+      raw.say(session_messages.BYE, 'enough')
 
 
 def test_whatever_comes_together_nothing_is_compiled_in_the_run() -> None:

@@ -9,15 +9,15 @@ import pytest
 from gymnasium import spaces
 from peers import spec
 
-from podrace.distributed.environments import messages
-from podrace.distributed.environments.messages import WireError
+from podrace.distributed.environments import environment_messages
+from podrace.distributed.environments.environment_messages import WireError
 from podrace.distributed.net import safe_text
 from podrace.distributed.net.frame import unpack
-from podrace.distributed.net.messages import GUEST_BYTES, HELLO, REFUSED
+from podrace.distributed.net.session_messages import GUEST_BYTES, HELLO, REFUSED
 
 
 def schema() -> dict[str, Any]:
-  return messages.schema(spec().observation_space, spec().action_space)
+  return environment_messages.schema(spec().observation_space, spec().action_space)
 
 
 def test_the_example_schema_is_ours() -> None:
@@ -32,31 +32,34 @@ def test_schemas_of_trees_survive_the_wire() -> None:
     b=spaces.Tuple([spaces.Discrete(4, dtype=np.int32), spaces.MultiBinary(3)]),
     a=spaces.Box(0, 255, (6, 6), np.uint8),
   )
-  one = messages.schema(tree, spaces.MultiDiscrete([3, 4], dtype=np.int32))
+  one = environment_messages.schema(tree, spaces.MultiDiscrete([3, 4], dtype=np.int32))
   assert unpack(HELLO.pack([one])[0][8:]) == [one]
   paths = [x[0] for x in one['observation']]
   assert paths == ['observation/b/0', 'observation/b/1', 'observation/a']  # as the space has them
-  assert messages.differences(one, one) == []
+  assert environment_messages.differences(one, one) == []
 
 
 @pytest.mark.parametrize(
   'theirs', [None, 1, [], {}, {'observation': 3, 'action': 4}, {'observation': [], 'action': []}]
 )
 def test_what_is_no_schema_differs(theirs: Any) -> None:
-  (line,) = messages.differences(schema(), theirs)
+  (line,) = environment_messages.differences(schema(), theirs)
   assert 'sent no schema' in line
 
 
 def test_missing_and_further_arrays_differ() -> None:
   one = schema()
   further = {**one, 'observation': [*one['observation'], ['observation/x', '<f4', [], 'Box', []]]}
-  (line,) = messages.differences(one, further)
+  (line,) = environment_messages.differences(one, further)
   assert line.startswith('observation/x: the learner has none')
 
 
 def test_arrays_go_there_and_back_without_a_copy() -> None:
-  layout = messages.Layout(schema())
-  records, x = np.zeros(3, messages.RECORD), np.arange(12, dtype=np.float32).reshape(3, 4)
+  layout = environment_messages.Layout(schema())
+  records, x = (
+    np.zeros(3, environment_messages.RECORD),
+    np.arange(12, dtype=np.float32).reshape(3, 4),
+  )
   body = records.tobytes() + x.tobytes()
   assert len(body) == 3 * layout.environment_bytes
   arrays = layout.arrays(body, 3)

@@ -21,7 +21,7 @@ from children import SUPPORT, environment, until
 from peers import Envs
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines
 
-from podrace.distributed.net import descriptors, messages
+from podrace.distributed.net import descriptors, session_messages
 from podrace.distributed.net.address import host_and_port
 
 STRANGERS = 1300
@@ -87,12 +87,14 @@ def test_connections_of_all_listeners_leave_a_quarter_of_the_descriptors(limit: 
     assert asked['guests'] == [begun['guests']] * 2 and asked['free'] >= reserve
     welcome = 0
     for i in range(begun['sessions'] + 2):  # each listener has room for new clients all the while
-      end = stack.enter_context(bare.connect(addresses[i % 2], messages.of_listeners()))
-      end.say(messages.HELLO, messages.hello('test', 0))
+      end = stack.enter_context(bare.connect(addresses[i % 2], session_messages.of_listeners()))
+      end.say(session_messages.HELLO, session_messages.hello('test', 0))
       heard = end.hear()
       assert heard is not None
-      welcome += heard[0] is messages.WELCOME
-      assert heard[0] is messages.WELCOME or (heard[0] is messages.WAIT and 'ulimit' in heard[1][0])
+      welcome += heard[0] is session_messages.WELCOME
+      assert heard[0] is session_messages.WELCOME or (
+        heard[0] is session_messages.WAIT and 'ulimit' in heard[1][0]
+      )
     asked = few.ask('look')
     assert welcome == sum(asked['peers']) == begun['sessions'] and asked['free'] >= reserve
 
@@ -106,7 +108,7 @@ def test_a_listener_without_descriptors_rests_and_goes_on() -> None:
     asked = few.ask('tick')
     assert 1 <= asked['errors'] <= asked['ticks'] - before['ticks'] + 2  # it does not spin
     few.ask('release')
-    with bare.connect(address, messages.of_listeners()) as end:
+    with bare.connect(address, session_messages.of_listeners()) as end:
       end.hello('test')
 
 

@@ -16,11 +16,11 @@ from peers import spec
 from podrace import tables
 from podrace.distributed import replay
 from podrace.distributed.environments import client as remote_client
-from podrace.distributed.environments import messages as remote_wire
-from podrace.distributed.net import messages
+from podrace.distributed.environments import environment_messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.link import Link
-from podrace.distributed.parameters import publisher
-from podrace.distributed.replay import messages as service_wire
+from podrace.distributed.parameters import parameter_messages, publisher
+from podrace.distributed.replay import replay_messages
 
 WELCOME = {'silence': 5.0}
 
@@ -46,11 +46,11 @@ def parameters_say() -> list[Document]:
   data = np.ones(5).tobytes()
   version = publisher.Version(1, [('x', np.ones(5))])
   return [
-    (messages.WELCOME, [WELCOME], []),
-    (messages.PONG, [1], []),
-    (publisher.NEWEST, [1, version.sha256, [['x', '<f8', [5]]]], [data]),
-    (publisher.NEWEST, [2, version.sha256, [['x', '<f8', [5]]]], [b'']),
-    (messages.END, [False, 'enough'], []),
+    (session_messages.WELCOME, [WELCOME], []),
+    (session_messages.PONG, [1], []),
+    (parameter_messages.NEWEST, [1, version.sha256, [['x', '<f8', [5]]]], [data]),
+    (parameter_messages.NEWEST, [2, version.sha256, [['x', '<f8', [5]]]], [b'']),
+    (session_messages.END, [False, 'enough'], []),
   ]
 
 
@@ -58,22 +58,22 @@ def replay_says() -> list[Document]:
   leaf = ['leaf', [], []]
   welcome = dict(WELCOME, number=0, sizes={'it': 3}, largest=2**24, waiting=b'', missing=b'')
   return [
-    (messages.WELCOME, [welcome], []),
-    (messages.PONG, [{'it': 4}], []),
-    (service_wire.SIGNATURE, [1, [leaf, [['', '<f4', [], True]]]], []),
-    (service_wire.ACK, [0, '', ], [np.arange(1, 3, dtype='<u8').tobytes(), b'', b'']),
-    (service_wire.SAMPLES, [1, 0, 'why', 3], [b''] * 5),
-    (service_wire.ANSWER, [1, True, {'a': 1}], []),
-    (messages.GONE, ['enough'], []),
+    (session_messages.WELCOME, [welcome], []),
+    (session_messages.PONG, [{'it': 4}], []),
+    (replay_messages.SIGNATURE, [1, [leaf, [['', '<f4', [], True]]]], []),
+    (replay_messages.ACK, [0, '', ], [np.arange(1, 3, dtype='<u8').tobytes(), b'', b'']),
+    (replay_messages.SAMPLES, [1, 0, 'why', 3], [b''] * 5),
+    (replay_messages.ANSWER, [1, True, {'a': 1}], []),
+    (session_messages.GONE, ['enough'], []),
   ]  # fmt: skip
 
 
 def learner_says() -> list[Document]:
   return [
-    (messages.WELCOME, [dict(WELCOME, largest_group=8, env='test:spec')], []),
-    (messages.PONG, [None], []),
-    (remote_wire.ACTION, [0, 0], [bytes(4)]),
-    (messages.GONE, ['enough'], []),
+    (session_messages.WELCOME, [dict(WELCOME, largest_group=8, env='test:spec')], []),
+    (session_messages.PONG, [None], []),
+    (environment_messages.ACTION, [0, 0], [bytes(4)]),
+    (session_messages.GONE, ['enough'], []),
   ]
 
 
@@ -90,14 +90,14 @@ def test_a_service_that_is_nearly_right_is_left_and_tried_again(
 ) -> None:
   monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))
   make, says = CASES[name]
-  end, rng = bare.Accepting(messages.of_clients()), random.Random(0)
+  end, rng = bare.Accepting(session_messages.of_clients()), random.Random(0)
   link, close = make(end.address)
   seen = 0
   for _ in range(300):
     documents = says()
     last = rng.randrange(len(documents))
     with end.accept(30) as one:
-      one.expect(messages.HELLO)
+      one.expect(session_messages.HELLO)
       data = b''.join(map(data_of, documents[:last])) + mutant(rng, documents[last])
       one.send(data)
       one.end()  # a frame that has become longer is not waited for
@@ -113,18 +113,18 @@ def test_samples_do_not_answer_another_question() -> None:
   settings: Any = dict(
     sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=9
   )
-  end = bare.Accepting(service_wire.OF_CLIENTS)
+  end = bare.Accepting(replay_messages.OF_CLIENTS)
   client = replay.Client([end.address], None, False)
   welcome = replay_says()[0][1][0]
   with ThreadPoolExecutor(1) as pool:
     made = pool.submit(lambda: client.table('it', **settings))
     with end.welcome(**welcome) as one:
-      (number, _, details), _ = one.expect(service_wire.TABLE)
-      one.say(service_wire.SAMPLES, number, 0, '', 3, arrays=[b''] * 5)
+      (number, _, details), _ = one.expect(replay_messages.TABLE)
+      one.say(replay_messages.SAMPLES, number, 0, '', 3, arrays=[b''] * 5)
       assert one.is_closed()
     with end.welcome(**welcome) as one:
-      (number, _, _), _ = one.expect(service_wire.TABLE)
-      one.say(service_wire.ANSWER, number, True, dict(settings=details, most=1.0))
+      (number, _, _), _ = one.expect(replay_messages.TABLE)
+      one.say(replay_messages.ANSWER, number, True, dict(settings=details, most=1.0))
       assert made.result().name == 'it'
   client.close()
   end.close()

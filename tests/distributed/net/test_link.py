@@ -14,7 +14,7 @@ from children import until
 from proxy import Proxy
 from test_net_keys import Nobody
 
-from podrace.distributed.net import connecting, messages
+from podrace.distributed.net import connecting, session_messages
 from podrace.distributed.net.frame import PREFIX, WireError, packed
 from podrace.distributed.net.link import Link, Refused
 
@@ -25,7 +25,7 @@ HEAR = packed(90, 'HEAR', str, arrays=1)
 class Client(Nobody):
   """Keeps what it hears."""
 
-  kinds = messages.of_listeners(HEAR)
+  kinds = session_messages.of_listeners(HEAR)
 
   def __init__(self) -> None:
     super().__init__()
@@ -64,7 +64,7 @@ def test_it_joins_says_and_hears() -> None:
 
 
 def test_it_waits_for_a_service_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-  free = bare.Accepting(messages.of_clients())
+  free = bare.Accepting(session_messages.of_clients())
   free.close()
   with caplog.at_level(logging.INFO):
     link = to(free.address)
@@ -158,7 +158,7 @@ def test_it_waits_when_it_is_told_to() -> None:
 
 
 def test_it_gives_up_when_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-  free = bare.Accepting(messages.of_clients())
+  free = bare.Accepting(session_messages.of_clients())
   free.close()
   link = to(free.address, give_up=0.3)
   with pytest.raises(TimeoutError, match=r'no test at tcp://.* nobody listens there'):
@@ -167,15 +167,15 @@ def test_it_gives_up_when_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_end_that_is_complete_ends_it() -> None:
-  end = bare.Accepting(messages.of_clients())
+  end = bare.Accepting(session_messages.of_clients())
   client = Client()
   link = to(end.address, client)
   with end.welcome() as one:
-    one.say(messages.END, False, 'later')
-    one.expect(messages.BYE)
+    one.say(session_messages.END, False, 'later')
+    one.expect(session_messages.BYE)
   with end.welcome() as two:
-    two.say(messages.END, True, 'all done')
-    two.expect(messages.BYE)
+    two.say(session_messages.END, True, 'all done')
+    two.expect(session_messages.BYE)
   until(lambda: link.closed)
   assert link.over and client.over
   link.close()
@@ -184,15 +184,15 @@ def test_an_end_that_is_complete_ends_it() -> None:
 
 @pytest.mark.parametrize('lie', ['kind', 'length', 'message', 'early', 'welcome'])
 def test_a_service_that_lies_is_left_and_tried_again(lie: str) -> None:
-  end, client = bare.Accepting(messages.of_clients()), Client()
+  end, client = bare.Accepting(session_messages.of_clients()), Client()
   link = to(end.address, client)
   if lie in ('early', 'welcome'):
     with end.accept() as one:
-      one.expect(messages.HELLO)
+      one.expect(session_messages.HELLO)
       if lie == 'early':
         one.say(HEAR, 'x', arrays=(b'',))
       else:
-        one.say(messages.WELCOME, {'silence': -1.0})
+        one.say(session_messages.WELCOME, {'silence': -1.0})
       assert one.is_closed()
   else:
     with end.welcome() as one:
@@ -223,7 +223,7 @@ def test_a_service_that_lies_is_left_and_tried_again(lie: str) -> None:
 def test_another_program_at_the_port_is_said_to_be_one(
   greeting: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-  end = bare.Accepting(messages.of_clients())
+  end = bare.Accepting(session_messages.of_clients())
   link = to(end.address)
   with end.accept() as one:
     one.send(greeting)
@@ -246,7 +246,7 @@ def test_a_failure_of_its_handler_is_raised_at_its_owner() -> None:
 
 
 def test_a_link_that_waits_for_its_session_can_be_closed() -> None:
-  free = bare.Accepting(messages.of_clients())  # it accepts, and says nothing
+  free = bare.Accepting(session_messages.of_clients())  # it accepts, and says nothing
   link = to(free.address)
   begun = time.monotonic()
   link.close()

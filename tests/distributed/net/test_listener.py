@@ -19,12 +19,19 @@ from bare import Service
 from children import until
 
 from podrace import errors
-from podrace.distributed.net import connections, descriptors, keys, listener, messages, sessions
+from podrace.distributed.net import (
+  connections,
+  descriptors,
+  keys,
+  listener,
+  session_messages,
+  sessions,
+)
 from podrace.distributed.net.frame import PREFIX, WireError, fixed, packed
 
 SAY = packed(20, 'SAY', str, arrays=1)
 ASK_BACK = fixed(90, 'ASK_BACK', '<I', arrays=1)
-KINDS = messages.of_listeners(ASK_BACK)
+KINDS = session_messages.of_listeners(ASK_BACK)
 
 
 def connect(service: Service, **more: Any) -> bare.Bare:
@@ -39,12 +46,12 @@ def client(service: Service, number: int = 0) -> bare.Bare:
 
 def test_a_session_begins_speaks_and_ends() -> None:
   with Service(SAY).listen() as service, connect(service) as end:
-    assert end.hello('test')['silence'] == messages.SILENCE
+    assert end.hello('test')['silence'] == session_messages.SILENCE
     end.say(SAY, 'hello', arrays=(b'bytes',))
-    end.say(messages.PING, 7)
-    assert end.expect(messages.PONG)[0] == [7]
+    end.say(session_messages.PING, 7)
+    assert end.expect(session_messages.PONG)[0] == [7]
     assert service.of('handle') == [('SAY', ['hello'], [b'bytes'])]
-    end.say(messages.BYE, 'test')
+    end.say(session_messages.BYE, 'test')
     until(lambda: service.of('left'))
     assert service.of('left')[0][1] == 'left: test' and not service.listener.peers
     assert service.listener.counts['sessions'] == 1
@@ -91,9 +98,9 @@ def test_another_service_or_version_is_refused(change: dict[str, Any], reason: s
   import re
 
   with Service().listen() as service, connect(service) as end:
-    end.say(messages.HELLO, {**messages.hello('test', 0), **change})
+    end.say(session_messages.HELLO, {**session_messages.hello('test', 0), **change})
     heard = end.hear()
-    assert heard is not None and heard[0] is messages.REFUSED
+    assert heard is not None and heard[0] is session_messages.REFUSED
     assert re.search(reason, heard[1][0][0])
     until(lambda: any('refused' in x for x in service.said))
     assert not service.listener.peers
@@ -103,8 +110,8 @@ def test_a_client_is_told_to_wait_and_joins_later() -> None:
   service = Service()
   service.wait = 'getting ready'
   with service.listen(), connect(service) as end:
-    end.say(messages.HELLO, messages.hello('test', 0))
-    assert end.expect(messages.WAIT)[0] == ['getting ready']
+    end.say(session_messages.HELLO, session_messages.hello('test', 0))
+    assert end.expect(session_messages.WAIT)[0] == ['getting ready']
     service.wait = ''
     end.hello('test')
     assert len(service.listener.peers) == 1
@@ -113,20 +120,20 @@ def test_a_client_is_told_to_wait_and_joins_later() -> None:
 @pytest.mark.parametrize(
   ('said', 'reason'),
   [
-    ([(messages.HELLO, [{}])], 'a hello without a name'),
-    ([(messages.HELLO, [{**messages.hello('test', 0), 'pid': -1}])], 'a hello without a pid'),
-    ([(messages.HELLO, [{**messages.hello('test', 0), 'host': 'x' * 201}])], 'without a host'),
-    ([(messages.PING, [None])], 'a PING without a session'),
-    ([(messages.BYE, ['x'])], 'a BYE without a session'),
+    ([(session_messages.HELLO, [{}])], 'a hello without a name'),
+    ([(session_messages.HELLO, [{**session_messages.hello('test', 0), 'pid': -1}])], 'a hello without a pid'),
+    ([(session_messages.HELLO, [{**session_messages.hello('test', 0), 'host': 'x' * 201}])], 'without a host'),
+    ([(session_messages.PING, [None])], 'a PING without a session'),
+    ([(session_messages.BYE, ['x'])], 'a BYE without a session'),
     ([(SAY, ['x'])], 'a SAY without a session'),
-    ([(messages.HELLO, [messages.hello('test', 0)])] * 2, 'a second HELLO'),
+    ([(session_messages.HELLO, [session_messages.hello('test', 0)])] * 2, 'a second HELLO'),
   ],
 )  # fmt: skip
 def test_what_is_not_as_it_must_be_ends_the_connection(said: Any, reason: str) -> None:
   with Service(SAY).listen() as service, connect(service) as end:
     for kind, fields in said:
       end.say(kind, *fields, arrays=(b'x',) if kind.arrays else ())
-    while (heard := end.hear()) is not None and heard[0] is not messages.GONE:
+    while (heard := end.hear()) is not None and heard[0] is not session_messages.GONE:
       pass
     assert heard is not None and reason in heard[1][0]
     assert end.is_closed()
@@ -141,8 +148,8 @@ def test_an_error_of_the_handler_ends_that_session_only() -> None:
     bad.say(SAY, 'x', arrays=(b'',))
     assert bad.is_closed()
     assert any('ZeroDivisionError' in x for x in service.said)
-    good.say(messages.PING, 1)
-    assert good.expect(messages.PONG)[0] == [1]
+    good.say(session_messages.PING, 1)
+    assert good.expect(session_messages.PONG)[0] == [1]
     assert service.listener.counts['unexpected'] == 1
 
 
@@ -173,8 +180,8 @@ def test_a_stop_of_the_listener_is_nobodys_silence(monkeypatch: pytest.MonkeyPat
     until(lambda: service.listener.peers)
     stopped = 3.5
     until(lambda: service.of('forgive'))
-    end.say(messages.PING, 2)
-    assert end.expect(messages.PONG)[0] == [2] and not service.of('left')
+    end.say(session_messages.PING, 2)
+    assert end.expect(session_messages.PONG)[0] == [2] and not service.of('left')
 
 
 def test_connections_that_say_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,15 +215,15 @@ def test_connections_without_a_session_are_bounded(monkeypatch: pytest.MonkeyPat
     assert len(service.listener.guests) == 20
     assert all(end.is_closed() for end in ends[:40])
     with client(service) as good:  # whoever says hello at once is let in
-      good.say(messages.PING, 3)
-      assert good.expect(messages.PONG)[0] == [3]
+      good.say(session_messages.PING, 3)
+      assert good.expect(session_messages.PONG)[0] == [3]
     for end in ends:
       end.close()
 
 
 def test_a_guest_may_send_no_large_frame() -> None:
   with Service(SAY, largest=2**24).listen() as service, connect(service) as end:
-    end.send(PREFIX.pack(messages.GUEST_BYTES + 1, 1 | 10 << 8))
+    end.send(PREFIX.pack(session_messages.GUEST_BYTES + 1, 1 | 10 << 8))
     heard = end.hear()
     assert heard is not None and 'at most 65536' in heard[1][0]
     with client(service) as known:
@@ -261,8 +268,8 @@ def test_half_open_handshakes_hold_nobody_up(tmp_path: Path) -> None:
       end.send(hello[: 1 + i * len(hello) // len(ends)])
     with bare.connect(service.address, KINDS, tmp_path / 'keys') as good:
       good.hello('test')
-      good.say(messages.PING, 1)
-      assert good.expect(messages.PONG)[0] == [1]
+      good.say(session_messages.PING, 1)
+      assert good.expect(session_messages.PONG)[0] == [1]
     for end in ends:
       end.close()
 
@@ -303,8 +310,8 @@ def test_whoever_has_read_is_told_about() -> None:
 def test_reports_are_for_anybody_and_one_at_a_time() -> None:
   with Service().listen() as service, client(service), connect(service) as guest:
     for _ in range(50):
-      guest.say(messages.ASK)
-    ((report,), _) = guest.expect(messages.REPORT)
+      guest.say(session_messages.ASK)
+    ((report,), _) = guest.expect(session_messages.REPORT)
     assert report['service'] == 'test' and len(report['clients']) == 1
     assert service.listener.counts['asked'] >= 1
 
@@ -320,7 +327,7 @@ def test_the_end_is_told() -> None:
 
 def end_of(end: bare.Bare) -> Any:
   while (heard := end.hear()) is not None:
-    if heard[0] is messages.END:
+    if heard[0] is session_messages.END:
       return heard[1], heard[2]
   raise AssertionError('no END')
 
@@ -343,8 +350,8 @@ def test_hostile_bytes_do_no_harm(known: bool) -> None:
     if fields[0] != 'good':
       raise WireError('no')
 
-  good = [(messages.HELLO, [messages.hello('test', 1)], ()), (SAY, ['good'], (b'abc',)),
-          (messages.PING, [1], ()), (messages.ASK, [], ()), (messages.BYE, ['x'], ())]  # fmt: skip
+  good = [(session_messages.HELLO, [session_messages.hello('test', 1)], ()), (SAY, ['good'], (b'abc',)),
+          (session_messages.PING, [1], ()), (session_messages.ASK, [], ()), (session_messages.BYE, ['x'], ())]  # fmt: skip
   with Service(SAY, on=refuse).listen() as service:
     for _ in range(300):
       with client(service) if known else connect(service) as end:
@@ -357,5 +364,5 @@ def test_hostile_bytes_do_no_harm(known: bool) -> None:
     until(lambda: not [g for g in service.listener.guests if not g.ending])
     assert not service.listener.counts['unexpected'], service.said
     with client(service) as end:
-      end.say(messages.PING, 1)
-      assert end.expect(messages.PONG)[0] == [1]
+      end.say(session_messages.PING, 1)
+      assert end.expect(session_messages.PONG)[0] == [1]

@@ -10,7 +10,7 @@ import bare
 import pytest
 from children import ROOT, until
 
-from podrace.distributed.net import link, messages, process_metrics
+from podrace.distributed.net import link, process_metrics, session_messages
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.link import Link
 from podrace.distributed.net.process_metrics import LOGGED, Meter, check, logged, resident_mb
@@ -75,7 +75,7 @@ def test_memory_is_that_of_this_process() -> None:
 
 
 class Measured(link.Handler):
-  service, kinds = 'test', messages.of_listeners()
+  service, kinds = 'test', session_messages.of_listeners()
 
   def __init__(self) -> None:
     self.times = 0
@@ -102,14 +102,14 @@ def test_a_client_sends_its_numbers_now_and_then(monkeypatch: pytest.MonkeyPatch
 def test_who_sends_other_numbers_loses_its_session(said: dict[str, Any]) -> None:
   with bare.Service().listen() as service, bare.connect(service.address, Measured.kinds) as end:
     end.hello('test')
-    end.say(messages.METRICS, {'a': 1})
-    end.say(messages.METRICS, said)
+    end.say(session_messages.METRICS, {'a': 1})
+    end.say(session_messages.METRICS, said)
     heard = end.hear()
-    assert heard is not None and heard[0] is messages.GONE and 'measure' in heard[1][0]
+    assert heard is not None and heard[0] is session_messages.GONE and 'measure' in heard[1][0]
 
 
 def test_numbers_need_a_session() -> None:
   with bare.Service().listen() as service, bare.connect(service.address, Measured.kinds) as end:
-    end.say(messages.METRICS, {'a': 1})
+    end.say(session_messages.METRICS, {'a': 1})
     heard = end.hear()
-    assert heard is not None and heard[0] is messages.GONE
+    assert heard is not None and heard[0] is session_messages.GONE

@@ -13,13 +13,13 @@ import pytest
 from children import until
 
 from podrace.distributed.net import address as addresses
-from podrace.distributed.net import keys, messages
+from podrace.distributed.net import keys, session_messages
 from podrace.distributed.net.address import check_address, is_local, listen
 from podrace.distributed.net.link import Link
 from podrace.distributed.net.listener import Listen
 from podrace.errors import SecurityError
 
-OTHERS = messages.of_listeners()
+OTHERS = session_messages.of_listeners()
 
 
 class Nobody:

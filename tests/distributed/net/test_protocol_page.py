@@ -17,8 +17,7 @@ from children import ROOT
 from peers import Learner, Raw, spec
 
 from podrace import tables, types
-from podrace.distributed.environments import messages as remote_wire
-from podrace.distributed.environments import pool
+from podrace.distributed.environments import environment_messages, slots
 from podrace.distributed.environments import server as remote_server
 from podrace.distributed.net import (
   connecting,
@@ -27,16 +26,23 @@ from podrace.distributed.net import (
   frame,
   link,
   listener,
-  messages,
   process_metrics,
+  session_messages,
   sessions,
   stream,
 )
 from podrace.distributed.net.frame import PREFIX, Kind, WireError, split
+from podrace.distributed.parameters import parameter_messages, reader
 from podrace.distributed.parameters import publisher as parameters
-from podrace.distributed.replay import inserting, sampling, served_tables, server, streams
-from podrace.distributed.replay import messages as service_wire
-from podrace.envs.host import base as host
+from podrace.distributed.replay import (
+  inserting,
+  replay_messages,
+  sampling,
+  served_tables,
+  server,
+  streams,
+)
+from podrace.envs.host import answer_timer
 from podrace.tables.items import TableInfo
 
 PAGE = (ROOT / 'docs' / 'protocol.md').read_text()
@@ -50,12 +56,12 @@ ROWS = {
 DECLARED: dict[str, Kind] = {
   kind.name: kind
   for kinds in (
-    remote_wire.OF_CLIENTS,
-    remote_wire.OF_LEARNERS,
-    service_wire.OF_CLIENTS,
-    service_wire.OF_SERVICES,
+    environment_messages.OF_CLIENTS,
+    environment_messages.OF_LEARNERS,
+    replay_messages.OF_CLIENTS,
+    replay_messages.OF_SERVICES,
     parameters.Publisher.kinds,
-    parameters.Parameters.kinds,
+    reader.Parameters.kinds,
   )
   for kind in kinds.values()
 }
@@ -105,7 +111,7 @@ def test_a_kind_is_as_the_page_has_it(name: str) -> None:
 def test_numbers_mean_one_thing_in_each_direction() -> None:
   numbers = [kind.number for kind in DECLARED.values()]
   assert len(set(numbers)) == len(numbers)
-  of_clients = [*remote_wire.OF_CLIENTS.values(), *service_wire.OF_CLIENTS.values()]
+  of_clients = [*environment_messages.OF_CLIENTS.values(), *replay_messages.OF_CLIENTS.values()]
   assert all((kind.number < 64) == (kind in of_clients) for kind in DECLARED.values())
 
 
@@ -156,8 +162,8 @@ def test_an_example_with_other_fields_is_none(at: int) -> None:
 
 
 def test_offsets_are_those_of_records_and_steps() -> None:
-  for name in remote_wire.RECORD.names:
-    dtype, offset = remote_wire.RECORD.fields[name][:2]
+  for name in environment_messages.RECORD.names:
+    dtype, offset = environment_messages.RECORD.fields[name][:2]
     shown = '' if name == 'zero' else rf'`{name}`'
     kind = {'f': 'f', 'u': 'u'}[dtype.kind] + str(8 * dtype.itemsize)
     assert re.search(
@@ -205,7 +211,7 @@ def test_a_learner_answers_the_examples_as_the_page_does() -> None:
       hear(raw.socket, example('ACTION')[:12] + bytes([1, 0, 0, 0]))
       assert len(raw.socket.recv(4, sockets.MSG_WAITALL)) == 4
       say(raw.socket, 'ASK')
-      (report,), _ = raw.expect(messages.REPORT)
+      (report,), _ = raw.expect(session_messages.REPORT)
       say(raw.socket, 'STEP')  # an old one
       assert raw.gone().startswith('you sent ')
     with Raw(one.address) as raw:
@@ -239,14 +245,14 @@ SETTINGS: dict[str, Any] = dict(
 
 
 def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
-  told = service_wire.packed_settings(**SETTINGS)
+  told = replay_messages.packed_settings(**SETTINGS)
   with server.ReplayServer(bare.ANY, tables={'t': told}) as service:
-    one = bare.connect(service.address, service_wire.OF_SERVICES)
-    welcome = one.hello(service_wire.SERVICE, 7)
+    one = bare.connect(service.address, replay_messages.OF_SERVICES)
+    welcome = one.hello(replay_messages.SERVICE, 7)
     keys = named(PAGE.partition('| HELLO and WELCOME have')[2].partition('\n\n')[0])
     assert set(welcome) == keys | {'silence', 'number'}
     say(one.socket, 'TABLE')
-    assert one.expect(service_wire.ANSWER)[0][:2] == [1, True]
+    assert one.expect(replay_messages.ANSWER)[0][:2] == [1, True]
     say(one.socket, 'DECLARE', 'INSERT')
     hear(one.socket, 'ACK')
     say(one.socket, 'SAMPLE')
@@ -255,15 +261,15 @@ def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
     say(one.socket, 'UPDATE')
     hear(one.socket, 'ANSWER')
     say(one.socket, 'CANCEL', 'INFO')
-    (_, good, info), _ = one.expect(service_wire.ANSWER)
+    (_, good, info), _ = one.expect(replay_messages.ANSWER)
     shown = named(PAGE.partition('**INFO** is a map')[2].partition('\n## ')[0])
     assert good and set(info) == shown
     assert shown - {'why_no_sample', 'why_no_insert'} == set(TableInfo.__dataclass_fields__)
     say(one.socket, 'ASK')
-    (report,), _ = one.expect(messages.REPORT)
+    (report,), _ = one.expect(session_messages.REPORT)
     say(one.socket, 'DELETE', 'SAVE')
-    assert one.expect(service_wire.ANSWER)[0] == [4, True, 1]
-    assert one.expect(service_wire.ANSWER)[0][:2] == [6, False]  # without --dir
+    assert one.expect(replay_messages.ANSWER)[0] == [4, True, 1]
+    assert one.expect(replay_messages.ANSWER)[0][:2] == [6, False]  # without --dir
     one.close()
   shown_text = PAGE.partition('## The report of a replay service')[2].partition('\n# ')[0]
   assert set(report) == named(shown_text)
@@ -277,26 +283,26 @@ def test_the_settings_of_the_page_make_a_table() -> None:
   assert text is not None
   settings = json.loads(text[0])
   shown = named(PAGE.partition('| setting | type |')[2].partition('\n\n')[0])
-  assert set(settings) | {service_wire.RUN, service_wire.CONTENTS} == shown
+  assert set(settings) | {replay_messages.RUN, replay_messages.CONTENTS} == shown
   with server.ReplayServer(bare.ANY) as service:
-    one = bare.connect(service.address, service_wire.OF_SERVICES)
-    one.hello(service_wire.SERVICE, 7)
-    one.say(service_wire.TABLE, 1, 't', settings)
-    assert one.expect(service_wire.ANSWER)[0][2]['settings'] == settings
+    one = bare.connect(service.address, replay_messages.OF_SERVICES)
+    one.hello(replay_messages.SERVICE, 7)
+    one.say(replay_messages.TABLE, 1, 't', settings)
+    assert one.expect(replay_messages.ANSWER)[0][2]['settings'] == settings
     one.close()
 
 
 def test_parameters_are_published_as_the_page_has_it() -> None:
   with parameters.Publisher(bare.ANY, environments=32) as publisher:
     publisher.publish(3, [('w', np.array([1, 2], '<f4'))])
-    other = bare.connect(publisher.address, parameters.Parameters.kinds)
-    assert other.hello(parameters.SERVICE, environments=16)['first'] == 0
-    one = bare.connect(publisher.address, parameters.Parameters.kinds)
+    other = bare.connect(publisher.address, reader.Parameters.kinds)
+    assert other.hello(parameter_messages.SERVICE, environments=16)['first'] == 0
+    one = bare.connect(publisher.address, reader.Parameters.kinds)
     say(one.socket, example('HELLO', 1))
     hear(one.socket, example('WELCOME', 1))
     hear(one.socket, 'NEWEST')
     say(one.socket, 'METRICS', 'ASK')
-    (report,), _ = one.expect(messages.REPORT)
+    (report,), _ = one.expect(session_messages.REPORT)
     assert report['clients'][-1]['metrics'] == {'steps_per_s': 1234.5, 'env_restarts': 0}
     one.close()
     other.close()
@@ -305,16 +311,16 @@ def test_parameters_are_published_as_the_page_has_it() -> None:
   assert {*report, *report['clients'][0]} == shown
   assert {x['first'] for x in report['clients']} == {0, 16}
   assert {x['environments'] for x in report['clients']} == {16}
-  mine = {'program', 'steps', 'replay', *service_wire.OF_REPORT}
+  mine = {'program', 'steps', 'replay', *replay_messages.OF_REPORT}
   assert set(re.findall(r'`(\w+)`', of_program)) == mine
 
 
 def test_the_hello_of_the_page_is_one() -> None:
   (hello,) = next(fields for name, fields, _ in SHOWN if name == 'HELLO')
-  messages.check_hello(hello)
+  session_messages.check_hello(hello)
   assert hello['version'] == frame.VERSION
   kind = spec((2,), 3, np.uint8)
-  assert hello['schema'] == remote_wire.schema(kind.observation_space, kind.action_space)
+  assert hello['schema'] == environment_messages.schema(kind.observation_space, kind.action_space)
   assert msgpack.unpackb(msgpack.packb([hello])) == [hello]
   keys = named(PAGE.partition('**HELLO** asks')[2].partition('\n\n**WELCOME')[0])
   assert keys == {*hello, 'role', 'environments', 'first'}
@@ -326,14 +332,14 @@ def test_the_hello_of_the_page_is_one() -> None:
 @pytest.mark.parametrize(
   'text',
   [
-    f'| `size`, to a listener, without a session | {messages.GUEST_BYTES:,} |',
+    f'| `size`, to a listener, without a session | {session_messages.GUEST_BYTES:,} |',
     f'| `size`, to the listener of parameters | {parameters.Publisher.largest:,} |',
     f'| `head` | {frame.HEADER_BYTES:,} |',
     f'| arrays and maps within each other, in a header | {frame.DEPTH} |',
-    f'at most {messages.STRING} characters. Other keys',
+    f'at most {session_messages.STRING} characters. Other keys',
     f'| after it was connected, for TLS and HELLO or ASK | {connections.SILENT_SECONDS:.0f} |',
     f'to WAIT, or has asked | {connections.TALKING_SECONDS:.0f} |',
-    f'`silence`, {messages.SILENCE:.0f} by default',
+    f'`silence`, {session_messages.SILENCE:.0f} by default',
     f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f}; {connecting.NEAR} over a Unix socket |',
     f"| between METRICS, of podrace's own clients | {link.METRICS_SECONDS:.0f} |",
     f'a map of at most {process_metrics.MOST} numbers',
@@ -346,24 +352,24 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'has not read, with a session | {sessions.BACKLOG}, and 2^24 bytes',
     f'| {connections.MESSAGES}, or {connections.MESSAGE_SECONDS * 1000:.0f} ms; without a session {connections.GUEST_MESSAGES} |',
     f'| the same, without a session | {connections.GUEST_BACKLOG} |',
-    f'group is 0 to {remote_wire.GROUPS - 1};',
+    f'group is 0 to {environment_messages.GROUPS - 1};',
     f'| environments of a client | {remote_server.ENVIRONMENTS:,} |',
-    f'of all clients | {pool.WAITING:,};',
+    f'of all clients | {slots.WAITING:,};',
     f'| array of maps | at most {listener.REPORTED:,} |',
-    f'at most {messages.STRING + 20} and {messages.STRING} characters, in ASCII',
+    f'at most {session_messages.STRING + 20} and {session_messages.STRING} characters, in ASCII',
     f'| array of maps, integer | at most {listener.REPORTED:,},',
-    f'{service_wire.MESSAGE_ITEMS} items, 2^20 new chunks and 2^20 references',
-    f'n is at most {service_wire.MESSAGE_KEYS:,} |',
+    f'{replay_messages.MESSAGE_ITEMS} items, 2^20 new chunks and 2^20 references',
+    f'n is at most {replay_messages.MESSAGE_KEYS:,} |',
     f"a stream's newest {streams.REFUSED_ITEMS:,} refused items",
     f'at most {sampling.REQUESTS:,} that are not answered',
-    f'`n` <= {service_wire.MOST_ITEMS:,} items',
-    f'or {service_wire.MOST_UNREAD} answers',
+    f'`n` <= {replay_messages.MOST_ITEMS:,} items',
+    f'or {replay_messages.MOST_UNREAD} answers',
     f'at most {inserting.DECLARATIONS:,} together in a session',
     f'There are at most {served_tables.TABLES:,} tables',
     f'of each, at most {parameters.MOST_LEAVES:,}.',
-    f'| {service_wire.DEPTH} within each other;',
-    f'| 1 to {service_wire.LEAVES:,}; a name has at most {service_wire.NAME_CHARACTERS:,} characters |',
-    f'{service_wire.NODES:,} of them together; `named NAME` and a key have at most {service_wire.KEY_CHARACTERS} ',
+    f'| {replay_messages.DEPTH} within each other;',
+    f'| 1 to {replay_messages.LEAVES:,}; a name has at most {replay_messages.NAME_CHARACTERS:,} characters |',
+    f'{replay_messages.NODES:,} of them together; `named NAME` and a key have at most {replay_messages.KEY_CHARACTERS} ',
   ],
 )
 def test_limits_are_those_of_the_page(text: str) -> None:
@@ -371,14 +377,16 @@ def test_limits_are_those_of_the_page(text: str) -> None:
 
 
 def test_powers_of_two_are_those_of_the_page() -> None:
-  assert service_wire.MESSAGE_CHUNKS == 2**20 == service_wire.MESSAGE_BYTES == service_wire.ROWS
-  assert service_wire.MESSAGE_PARTS == 2**19 and sampling.UNREAD_BYTES == 2**32
+  assert (
+    replay_messages.MESSAGE_CHUNKS == 2**20 == replay_messages.MESSAGE_BYTES == replay_messages.ROWS
+  )
+  assert replay_messages.MESSAGE_PARTS == 2**19 and sampling.UNREAD_BYTES == 2**32
   assert stream.ANSWER_BYTES == 2**24 == inserting.DECLARED_BYTES
   assert served_tables.SETTINGS_BYTES == 2**26
   assert types.LARGEST_OBSERVATION == 1e9 and types.LARGEST_REWARD == 1e12
-  assert parameters.MOST_BYTES == 2**32 - 2**21 and service_wire.FRAME_BYTES == 2**30
-  assert service_wire.UNPACKED_CHUNK_BYTES == 2**26 and service_wire.MOST_BYTES == 2**28
+  assert parameters.MOST_BYTES == 2**32 - 2**21 and replay_messages.FRAME_BYTES == 2**30
+  assert replay_messages.UNPACKED_CHUNK_BYTES == 2**26 and replay_messages.MOST_BYTES == 2**28
   assert parameters.KEPT == 4 and connecting.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
-  assert service_wire.CHUNK.itemsize * service_wire.MESSAGE_CHUNKS == 2**24
-  assert server.SLACK == 2**20 and service_wire.MOST_NUMBER == 10**15
-  assert host.START_SECONDS == 120 and stream.PREFIX_BYTES == 8
+  assert replay_messages.CHUNK.itemsize * replay_messages.MESSAGE_CHUNKS == 2**24
+  assert server.SLACK == 2**20 and replay_messages.MOST_NUMBER == 10**15
+  assert answer_timer.START_SECONDS == 120 and stream.PREFIX_BYTES == 8

@@ -19,7 +19,7 @@ from rich.console import Console
 from podrace import cli
 from podrace.distributed import replay
 from podrace.distributed.learner import replay_reports
-from podrace.distributed.net import messages, reports, top
+from podrace.distributed.net import dashboard, reports, session_messages
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.replay.server import ReplayServer
 
@@ -33,8 +33,8 @@ WRONG: list[Any] = [
 def of_learner() -> dict[str, Any]:
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
-    raw.say(messages.METRICS, {'steps_per_s': 1.5, 'resident_mb': 7})
-    asker = top.Asker(learner.address, None, False)
+    raw.say(session_messages.METRICS, {'steps_per_s': 1.5, 'resident_mb': 7})
+    asker = dashboard.Asker(learner.address, None, False)
     try:
       until(lambda: asker.ask()['clients'][0]['metrics'])
       return asker.ask()
@@ -51,7 +51,7 @@ def of_program() -> dict[str, Any]:
     with replay.Publisher(bare.ANY, environments=2, program=program) as publisher:
       publisher.publish(1, [('x', np.ones(2))])
       reader = replay.Parameters(publisher.address)
-      asker = top.Asker(publisher.address, None, False)
+      asker = dashboard.Asker(publisher.address, None, False)
       try:
         until(lambda: (r := asker.ask())['program']['replay'] and r['clients'])
         return asker.ask()
@@ -65,7 +65,7 @@ def of_replay() -> dict[str, Any]:
     from services import all_of
 
     all_of(client)
-    asker = top.Asker(server.address, None, False)
+    asker = dashboard.Asker(server.address, None, False)
     try:
       return asker.ask()
     finally:
@@ -112,7 +112,7 @@ def test_a_report_is_refused_or_shown_as_text(make: Any) -> None:
         continue
       shown += 1
       console = Console(width=200, record=True, file=io.StringIO())
-      console.print(top.table(report, top.counted(report), 1.0))
+      console.print(dashboard.table(report, dashboard.counted(report), 1.0))
       assert not {'\x1b', '\x07'} & set(console.export_text())
       json.dumps(report, allow_nan=False)
   assert refused > 100 and shown > 10
@@ -124,13 +124,13 @@ def test_clients_that_name_many_metrics_make_no_endless_table() -> None:
   report['clients'] = [
     {**one, 'metrics': {f'm{i}_{j}': 1.0 for j in range(16)}} for i in range(300)
   ]
-  assert len(top._clients(reports.read(report), 'title').columns) == top.COLUMNS + 2
+  assert len(dashboard._clients(reports.read(report), 'title').columns) == dashboard.COLUMNS + 2
 
 
 def test_top_ends_with_a_line_where_a_service_reports_something_else(
   monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-  monkeypatch.setattr(top, 'ANSWER_SECONDS', 1.0)
+  monkeypatch.setattr(dashboard, 'ANSWER_SECONDS', 1.0)
 
   class Odd(bare.Service):
     def report(self) -> Any:

@@ -13,12 +13,12 @@ import pytest
 from bare import Service
 from children import until
 
-from podrace.distributed.net import connections, keys, messages, stream
+from podrace.distributed.net import connections, keys, session_messages, stream
 from podrace.distributed.net.frame import Kind, packed
 
 SAY = packed(20, 'SAY', str)
 ANSWER = packed(90, 'ANSWER', str)
-KINDS = messages.of_listeners(ANSWER)
+KINDS = session_messages.of_listeners(ANSWER)
 FLOODERS, MESSAGES = 5, 3000
 
 
@@ -52,7 +52,7 @@ class Counting(Service):
     return said
 
 
-@pytest.mark.parametrize('kind', [SAY, messages.PING, messages.ASK])
+@pytest.mark.parametrize('kind', [SAY, session_messages.PING, session_messages.ASK])
 @pytest.mark.parametrize('with_keys', [False, True])
 def test_others_wait_for_a_few_messages_of_each_client_only(
   kind: Kind, with_keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -62,7 +62,7 @@ def test_others_wait_for_a_few_messages_of_each_client_only(
     keys.new_keys(tmp_path / 'keys')
     directory = tmp_path / 'keys'
   monkeypatch.setattr(connections, 'MESSAGE_SECONDS', 60.0)  # the number of messages decides here
-  fields = {SAY: ['x'], messages.PING: ['more'], messages.ASK: []}[kind]
+  fields = {SAY: ['x'], session_messages.PING: ['more'], session_messages.ASK: []}[kind]
   flood = b''.join(kind.pack(fields)) * MESSAGES
   with Counting().listen(keys=directory) as service, contextlib.ExitStack() as stack:
     ends = [
@@ -75,9 +75,9 @@ def test_others_wait_for_a_few_messages_of_each_client_only(
     with stopped(service) as go_on:
       for end in ends:
         end.send(flood)
-      good.say(messages.PING, 'good')
+      good.say(session_messages.PING, 'good')
       go_on()
-      assert good.expect(messages.PONG)[0] == ['good']
+      assert good.expect(session_messages.PONG)[0] == ['good']
     assert 0 <= service.before <= 2 * FLOODERS * connections.MESSAGES
     if kind is SAY:  # nothing of the flood is lost
       until(lambda: service.handled == FLOODERS * MESSAGES)
@@ -93,10 +93,10 @@ def test_one_that_has_no_session_is_heard_less(monkeypatch: pytest.MonkeyPatch) 
   ):
     good.hello('test')
     with stopped(service) as go_on:
-      guest.send(b''.join(messages.ASK.pack([])) * MESSAGES)
-      good.say(messages.PING, 'good')
+      guest.send(b''.join(session_messages.ASK.pack([])) * MESSAGES)
+      good.say(session_messages.PING, 'good')
       go_on()
-      good.expect(messages.PONG)
+      good.expect(session_messages.PONG)
     assert 0 <= service.before <= 2 * connections.GUEST_MESSAGES
 
 

@@ -17,7 +17,7 @@ from test_service_tables import SIMPLE
 from podrace.distributed import replay
 from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.net.frame import WireError
-from podrace.distributed.replay import item_schema, messages, sample_frames
+from podrace.distributed.replay import item_schema, replay_messages, sample_frames
 from podrace.distributed.replay.item_schema import FINITE, Contents, column
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables.items import Leaf, Signature
@@ -156,15 +156,15 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
     raw = Raw(server.address)
     raw.join()
     for number in range(3):
-      raw.say(messages.SAVE, number)
-      assert list(raw.answer(messages.ANSWER)[0][:2]) == [number, True]
+      raw.say(replay_messages.SAVE, number)
+      assert list(raw.answer(replay_messages.ANSWER)[0][:2]) == [number, True]
     for number in range(3, 13):
-      raw.say(messages.SAVE, number)
+      raw.say(replay_messages.SAVE, number)
     until(lambda: len(server.saving._wanted) == 10)
     assert server.counts['checkpoints'] == 3
     server.saving._saves._at -= 3600.0  # an hour later
     server.listener.wake()
-    answers = [raw.answer(messages.ANSWER)[0] for _ in range(10)]
+    answers = [raw.answer(replay_messages.ANSWER)[0] for _ in range(10)]
     assert [x[0] for x in answers] == list(range(3, 13)) and len({x[2] for x in answers}) == 1
     assert server.counts['checkpoints'] == 4
     raw.close()
@@ -183,8 +183,8 @@ X = column('x', np.int64, (2,), 3)
 def declared(server: ReplayServer) -> Raw:
   raw = Raw(server.address)
   raw.join()
-  signature = messages.packed_signature(Contents([X]).signature)
-  raw.say(messages.DECLARE,           {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
+  signature = replay_messages.packed_signature(Contents([X]).signature)
+  raw.say(replay_messages.DECLARE,           {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
   return raw
 
 
@@ -193,14 +193,14 @@ def test_chunks_that_take_much_more_unpacked_are_refused(server: ReplayServer) -
   with replay.connect(server.address) as client:
     client.table('it', **{**SIMPLE, 'contents': [X]})
     for rows, data, kind, text in (
-      (2**17, packed(2**21), messages.ACK, 'unpacked, at most 1,048,576'),
+      (2**17, packed(2**21), replay_messages.ACK, 'unpacked, at most 1,048,576'),
       (2**23, packed(2**27), None, 'with more than 67,108,864 bytes'),
-      (3, packed(48)[:-4] + b'\xff' * 4, messages.ACK, 'is damaged'),
+      (3, packed(48)[:-4] + b'\xff' * 4, replay_messages.ACK, 'is damaged'),
     ):
       raw = declared(server)
       assert len(data) < 2**14
       header, frames = insert(1, chunks=[(0, rows, 1, len(data))], data=data)
-      raw.say(messages.INSERT, *header, arrays=frames)
+      raw.say(replay_messages.INSERT, *header, arrays=frames)
       assert text in str(raw.gone() if kind is None else raw.answer(kind)[0])
       raw.close()
     assert not client.table('it').info().inserts
@@ -218,8 +218,8 @@ def test_what_one_message_makes_the_service_unpack_is_bounded(
       1, item=[(1, 1, 1.0, 0, 0), (2, 2, 1.0, 0, 0)], parts=[(1, 0, 3)] * 2, refs=[0, 1],
       chunks=[(0, 3, 1, len(data))] * 2, data=2 * data,
     )  # fmt: skip
-    raw.say(messages.INSERT, *header, arrays=frames)
-    ack, *numbers = raw.answer(messages.ACK)
+    raw.say(replay_messages.INSERT, *header, arrays=frames)
+    ack, *numbers = raw.answer(replay_messages.ACK)
     assert 'a message of more than 40 bytes unpacked' in ack[1]
     assert [np.frombuffer(x, '<u8').tolist() for x in numbers] == [[1], [], [2]]
     raw.close()
@@ -232,11 +232,11 @@ def samples_of(
   leaf = Leaf('x', np.dtype('<i8'), (64,), False)
   every = np.arange(chunks * rows * 64).reshape(chunks, rows, 64)
   data = [zstandard.ZstdCompressor().compress(x.tobytes()) for x in every]
-  drawn = np.zeros(len(parts), messages.DRAWN)
+  drawn = np.zeros(len(parts), replay_messages.DRAWN)
   drawn['key'] = range(1, len(parts) + 1)
   return Signature(('dict', ('x',), (('leaf', (), ()),)), (leaf,)), [
-    drawn.tobytes(), np.array(parts, messages.PART).tobytes(), np.array(refs, '<u4').tobytes(),
-    np.array([(0, rows, 1, len(x)) for x in data], messages.CHUNK).tobytes(), b''.join(data),
+    drawn.tobytes(), np.array(parts, replay_messages.PART).tobytes(), np.array(refs, '<u4').tobytes(),
+    np.array([(0, rows, 1, len(x)) for x in data], replay_messages.CHUNK).tobytes(), b''.join(data),
   ]  # fmt: skip
 
 
@@ -259,9 +259,9 @@ def test_a_shared_chunk_counts_once_to_what_may_be_unpacked(
   monkeypatch: pytest.MonkeyPatch,
 ) -> None:
   many = samples_of(8, [(1, 0, 1)] * 100, [0] * 100)
-  monkeypatch.setattr(messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512)
+  monkeypatch.setattr(replay_messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512)
   assert len(sample_frames.read_samples([many]).key) == 100
-  monkeypatch.setattr(messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512 - 1)
+  monkeypatch.setattr(replay_messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512 - 1)
   with pytest.raises(WireError, match='bytes unpacked'):
     sample_frames.read_samples([many])
 
@@ -292,10 +292,10 @@ def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
 
   def frames(n: int, count: int) -> list[Any]:
     return [
-      np.zeros(n, messages.DRAWN).tobytes(),
-      np.array([(count, 0, count * rows)] * n, messages.PART).tobytes(),
+      np.zeros(n, replay_messages.DRAWN).tobytes(),
+      np.array([(count, 0, count * rows)] * n, replay_messages.PART).tobytes(),
       np.zeros(n * count, '<u4').tobytes(),
-      np.array([(0, rows, 1, len(data))], messages.CHUNK).tobytes(),
+      np.array([(0, rows, 1, len(data))], replay_messages.CHUNK).tobytes(),
       data,
     ]
 
@@ -303,4 +303,8 @@ def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
     with pytest.raises(WireError, match='samples of more than 4,294,967,296 bytes unpacked'):
       sample_frames.read_samples([(signature, frames(n, count))])
   assert sample_frames.read_samples([(signature, frames(1, 1))]).data['x'].shape == (1, rows, 2)
-  assert item_schema.CHUNK_BYTES < messages.UNPACKED_CHUNK_BYTES < messages.UNPACKED_SAMPLE_BYTES
+  assert (
+    item_schema.CHUNK_BYTES
+    < replay_messages.UNPACKED_CHUNK_BYTES
+    < replay_messages.UNPACKED_SAMPLE_BYTES
+  )

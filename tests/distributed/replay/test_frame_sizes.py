@@ -12,10 +12,11 @@ from services import ANY
 from test_service_tables import SIMPLE, fill
 
 from podrace.distributed import replay
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import PREFIX
-from podrace.distributed.parameters.publisher import SERVICE, Publisher
-from podrace.distributed.replay import messages as wire
+from podrace.distributed.parameters.parameter_messages import SERVICE
+from podrace.distributed.parameters.publisher import Publisher
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer
 
 
@@ -25,19 +26,24 @@ from podrace.distributed.replay.server import ReplayServer
     (
       lambda: Publisher(ANY),
       SERVICE,
-      messages.PING,
-      messages.GUEST_BYTES,
+      session_messages.PING,
+      session_messages.GUEST_BYTES,
     ),  # its clients send no arrays
-    (lambda: ReplayServer(ANY, most_bytes=2**16), wire.SERVICE, wire.INSERT, 2**16 + 2**24 + 2**20),
+    (
+      lambda: ReplayServer(ANY, most_bytes=2**16),
+      replay_messages.SERVICE,
+      replay_messages.INSERT,
+      2**16 + 2**24 + 2**20,
+    ),
   ],
   ids=['parameters', 'replay'],
 )
 def test_larger_frames_end_their_connection(make: Any, name: str, kind: Any, most: int) -> None:
-  with make() as made, bare.connect(made.address, wire.OF_SERVICES) as end:
+  with make() as made, bare.connect(made.address, replay_messages.OF_SERVICES) as end:
     end.hello(name, 5)
     end.send(PREFIX.pack(most, kind.number | 2 << 8))
     assert end.hear(0.3) is None and made.listener.peers  # it waits for the rest
-  with make() as made, bare.connect(made.address, wire.OF_SERVICES) as end:
+  with make() as made, bare.connect(made.address, replay_messages.OF_SERVICES) as end:
     end.hello(name, 5)
     end.send(PREFIX.pack(most + 1, kind.number | 2 << 8))
     heard = end.hear()

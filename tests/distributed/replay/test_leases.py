@@ -12,9 +12,9 @@ from services import ANY
 from test_parameters import leaves
 
 from podrace.distributed import replay
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import WireError
-from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.parameters import parameter_messages
 from podrace.distributed.parameters.leases import Leases, asked
 
 
@@ -77,7 +77,7 @@ def test_a_spare_takes_the_place_that_is_free() -> None:
 def test_a_process_that_is_cut_off_comes_back_to_its_place() -> None:
   """At once, though the learner has not heard of the cut, and others wait."""
   with replay.Publisher(ANY, environments=32, peer_timeout=3600.0) as publisher:
-    kinds = parameters.Parameters.kinds
+    kinds = replay.Parameters.kinds
     with (
       bare.connect(publisher.address, kinds) as one,
       bare.connect(publisher.address, kinds) as before,
@@ -85,21 +85,21 @@ def test_a_process_that_is_cut_off_comes_back_to_its_place() -> None:
       bare.connect(publisher.address, kinds) as again,
       bare.connect(publisher.address, kinds) as other,
     ):
-      assert one.hello(parameters.SERVICE, 1, environments=16)['first'] == 0
-      assert before.hello(parameters.SERVICE, 2, environments=16)['first'] == 16
-      spare.say(messages.HELLO, hello(16, 3))
-      spare.expect(messages.WAIT)
-      assert again.hello(parameters.SERVICE, 2, environments=16, first=16)['first'] == 16
+      assert one.hello(parameter_messages.SERVICE, 1, environments=16)['first'] == 0
+      assert before.hello(parameter_messages.SERVICE, 2, environments=16)['first'] == 16
+      spare.say(session_messages.HELLO, hello(16, 3))
+      spare.expect(session_messages.WAIT)
+      assert again.hello(parameter_messages.SERVICE, 2, environments=16, first=16)['first'] == 16
       heard = before.hear()
-      assert heard and heard[0] is messages.GONE
-      spare.say(messages.HELLO, hello(16, 3))
-      spare.expect(messages.WAIT)
-      other.say(messages.HELLO, hello(32, 1))  # which ends its own session, and has to wait
-      other.expect(messages.WAIT)
+      assert heard and heard[0] is session_messages.GONE
+      spare.say(session_messages.HELLO, hello(16, 3))
+      spare.expect(session_messages.WAIT)
+      other.say(session_messages.HELLO, hello(32, 1))  # which ends its own session, and has to wait
+      other.expect(session_messages.WAIT)
       heard = one.hear()
-      assert heard and heard[0] is messages.GONE
-      spare.say(messages.HELLO, hello(16, 3))
-      assert spare.expect(messages.WELCOME)[0][0]['first'] == 0
+      assert heard and heard[0] is session_messages.GONE
+      spare.say(session_messages.HELLO, hello(16, 3))
+      assert spare.expect(session_messages.WELCOME)[0][0]['first'] == 0
 
 
 def test_whose_place_is_taken_meanwhile_does_not_act() -> None:
@@ -119,14 +119,16 @@ def test_whose_place_is_taken_meanwhile_does_not_act() -> None:
 
 
 def hello(environments: int, client: int = 7) -> dict[str, Any]:
-  return messages.hello(parameters.SERVICE, client, role='act', environments=environments)
+  return session_messages.hello(
+    parameter_messages.SERVICE, client, role='act', environments=environments
+  )
 
 
 def test_who_is_silent_loses_its_place() -> None:
   with replay.Publisher(ANY, environments=4, peer_timeout=0.5) as publisher:
     publisher.publish(1, leaves(1))
-    with bare.connect(publisher.address, parameters.Parameters.kinds) as silent:
-      assert silent.hello(parameters.SERVICE, 7, environments=4)['first'] == 0
+    with bare.connect(publisher.address, replay.Parameters.kinds) as silent:
+      assert silent.hello(parameter_messages.SERVICE, 7, environments=4)['first'] == 0
       spare = reader(publisher.address, 4)
       spare.get(timeout=30)
       assert spare.first == 0
@@ -160,7 +162,7 @@ def test_spares_hear_that_the_run_is_over() -> None:
 
 
 def test_a_welcome_without_a_place_is_none() -> None:
-  publisher = bare.Accepting(messages.of_clients())
+  publisher = bare.Accepting(session_messages.of_clients())
   one = reader(publisher.address, 4)
   for first in (None, -1, '0'):
     with publisher.welcome(first=first) as end:
@@ -178,7 +180,7 @@ def test_a_spare_whose_learner_goes_gives_up_as_others_do() -> None:
     until(lambda: one.connected)
     spare = reader(publisher.address, 4)
     until(lambda: spare.is_stale)
-  with pytest.raises(replay.Stale, match=r'0\.3 s were not enough'):
+  with pytest.raises(replay.StaleParameters, match=r'0\.3 s were not enough'):
     spare.get(timeout=0.3)
   one.close()
   spare.close()

@@ -18,7 +18,8 @@ from services import ANY, Program
 
 from podrace import tables
 from podrace.distributed import replay
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
+from podrace.distributed.parameters import parameter_messages, reader
 from podrace.distributed.parameters import publisher as parameters
 
 
@@ -29,7 +30,7 @@ def leaves(value: float, size: int = 1000) -> list[tuple[str, np.ndarray]]:
 def test_versions_come_whole_and_only_when_they_have_changed() -> None:
   with replay.Publisher(ANY) as publisher:
     reader = replay.Parameters(publisher.address)
-    with pytest.raises(replay.Stale, match=r'there are no parameters of .* yet'):
+    with pytest.raises(replay.StaleParameters, match=r'there are no parameters of .* yet'):
       reader.get(timeout=0.3)
     assert reader.version == -1
     array = np.arange(6, dtype=np.float64).reshape(2, 3)
@@ -98,15 +99,15 @@ def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
     ends = []
     for version in range(8):  # each is being sent to a client of its own, that does not read
       publisher.publish(version, leaves(version, 3_000_000))  # more than a kernel holds
-      ends.append(bare.connect(publisher.address, parameters.Parameters.kinds))
-      ends[-1].hello(parameters.SERVICE)
+      ends.append(bare.connect(publisher.address, reader.Parameters.kinds))
+      ends[-1].hello(parameter_messages.SERVICE)
       until(lambda n=version: publisher.listener.counts['bytes'] >= (n + 1) * 24_000_000)
     until(lambda: len(publisher.peers) == 6)
     assert sorted(p.state.has.number for p in publisher.peers) == [0, 1, 2, 3, 6, 7]
     for version, end in enumerate(ends):
       with end:
         if version not in (4, 5):
-          (number, *_), (data,) = end.expect(parameters.NEWEST, 60)
+          (number, *_), (data,) = end.expect(parameter_messages.NEWEST, 60)
           assert number == version and len(data) == 24_000_008
 
 
@@ -143,7 +144,10 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     assert reader.get(timeout=0).version == 1  # nothing newer: it is fresh
     proxy.up = proxy.down = False
     until(lambda: reader.staleness > 1.5)
-    with caplog.at_level(logging.WARNING), pytest.raises(replay.Stale, match='version 1 is held'):
+    with (
+      caplog.at_level(logging.WARNING),
+      pytest.raises(replay.StaleParameters, match='version 1 is held'),
+    ):
       reader.get(timeout=0.2)
     assert any('are stale' in r.getMessage() for r in caplog.records)
     found: list[Any] = []
@@ -196,16 +200,16 @@ def _lie(lie: str, version: parameters.Version) -> tuple[list[Any], bytes]:
 @pytest.mark.parametrize('lie', ['bytes', 'none', 'shape', 'type', 'leaf'])
 def test_what_is_not_as_announced_is_never_seen(lie: str) -> None:
   """A publisher that lies once, and then tells the truth over a new connection."""
-  publisher = bare.Accepting(messages.of_clients())
+  publisher = bare.Accepting(session_messages.of_clients())
   reader = replay.Parameters(publisher.address)
   version = parameters.Version(1, leaves(1, 10))
   with publisher.welcome() as end:
     fields, data = _lie(lie, version)
-    end.say(parameters.NEWEST, *fields, arrays=(data,))
+    end.say(parameter_messages.NEWEST, *fields, arrays=(data,))
     assert end.is_closed()
   assert reader.version == -1
   with publisher.welcome() as end:
-    end.say(parameters.NEWEST, 1, version.sha256, version.leaves, arrays=(version.data,))
+    end.say(parameter_messages.NEWEST, 1, version.sha256, version.leaves, arrays=(version.data,))
     assert (reader.get(timeout=20).leaves[0][1] == 1).all()
     reader.close()
   publisher.close()
@@ -213,9 +217,9 @@ def test_what_is_not_as_announced_is_never_seen(lie: str) -> None:
 
 def test_a_client_that_sends_arrays_is_dropped() -> None:
   with replay.Publisher(ANY) as publisher:
-    with bare.connect(publisher.address, parameters.Parameters.kinds) as end:
-      end.hello(parameters.SERVICE)
+    with bare.connect(publisher.address, reader.Parameters.kinds) as end:
+      end.hello(parameter_messages.SERVICE)
       until(lambda: bool(publisher.peers))
-      end.say(parameters.NEWEST, 1, '', [], arrays=(b'x',))
+      end.say(parameter_messages.NEWEST, 1, '', [], arrays=(b'x',))
       assert end.is_closed() and not publisher.peers
     assert publisher.listener.counts['malformed'] == 1

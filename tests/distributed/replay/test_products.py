@@ -15,9 +15,8 @@ from test_service_tables import SIMPLE, fill
 
 from podrace import tables
 from podrace.distributed import replay
-from podrace.distributed.net import messages
-from podrace.distributed.replay import inserting, sampling, served_tables
-from podrace.distributed.replay import messages as wire
+from podrace.distributed.net import session_messages
+from podrace.distributed.replay import inserting, replay_messages, sampling, served_tables
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import trees
 
@@ -44,38 +43,42 @@ def filled(server: ReplayServer, chunks: int = 1, columns: int = COLUMNS, **sett
   raw = Raw(server.address)
   raw.join()
   raw.say(
-    wire.DECLARE,
+    replay_messages.DECLARE,
     {'tables': ['it'], 'specs': [['|u1', []]], 'signatures': [many_columns(columns)]},
   )
   arrays = [
     np.array([(0, 1, 0, 1)], '<u4'),
-    np.array([(1, 77, 1.0, 0, 0)], wire.ITEM),
+    np.array([(1, 77, 1.0, 0, 0)], replay_messages.ITEM),
     np.array([(chunks, 0, chunks)] * columns, '<u4'),
     np.zeros(columns * chunks, '<u8'),
     np.zeros(0, '<u8'),
     b'x',
   ]
-  raw.say(wire.INSERT, 1, arrays=arrays)
-  raw.expect(wire.ACK)
+  raw.say(replay_messages.INSERT, 1, arrays=arrays)
+  raw.expect(replay_messages.ACK)
   return raw
 
 
 def sample(raw: Raw, number: int, n: int, peek: bool = False, table: str = 'it') -> None:
-  raw.say(wire.SAMPLE, number, table, n, 1, peek, -1.0, 0)
+  raw.say(replay_messages.SAMPLE, number, table, n, 1, peek, -1.0, 0)
 
 
 def heard(raw: Raw) -> tuple[Any, Any]:
   """The next answer to a SAMPLE: its kind and its fields."""
   while (message := raw.hear()) is not None:
-    if message[0] in (wire.SAMPLES, wire.ANSWER):
+    if message[0] in (replay_messages.SAMPLES, replay_messages.ANSWER):
       return message[0], message[1]
   raise AssertionError('no answer')
 
 
 def test_items_times_columns_of_a_sample_are_bounded(server: ReplayServer) -> None:
   raw = filled(server)
-  most = wire.MESSAGE_PARTS // COLUMNS
-  for n, kind in ((most + 1, wire.ANSWER), (wire.MOST_ITEMS, wire.ANSWER), (most, wire.SAMPLES)):
+  most = replay_messages.MESSAGE_PARTS // COLUMNS
+  for n, kind in (
+    (most + 1, replay_messages.ANSWER),
+    (replay_messages.MOST_ITEMS, replay_messages.ANSWER),
+    (most, replay_messages.SAMPLES),
+  ):
     sample(raw, n, n)
     assert heard(raw)[0] is kind
   assert server.tables['it'].info().samples == most  # what is refused is not drawn
@@ -87,11 +90,11 @@ def test_items_times_chunks_of_a_sample_are_bounded(
 ) -> None:
   chunks = 2048
   raw = filled(server, chunks=chunks)
-  sample(raw, 1, wire.MESSAGE_PARTS // COLUMNS)
+  sample(raw, 1, replay_messages.MESSAGE_PARTS // COLUMNS)
   kind, fields = heard(raw)
-  assert kind is wire.ANSWER and not fields[1]
-  monkeypatch.setattr(wire, 'MESSAGE_PARTS', 2 * chunks * COLUMNS)
-  for n, expected in ((2, wire.SAMPLES), (3, wire.ANSWER)):
+  assert kind is replay_messages.ANSWER and not fields[1]
+  monkeypatch.setattr(replay_messages, 'MESSAGE_PARTS', 2 * chunks * COLUMNS)
+  for n, expected in ((2, replay_messages.SAMPLES), (3, replay_messages.ANSWER)):
     sample(raw, n, n, peek=True)
     assert heard(raw)[0] is expected
   raw.close()
@@ -114,7 +117,7 @@ def test_a_client_that_asks_for_many_samples_has_others_wait_for_one(server: Rep
     for raw in (greedy, modest):
       for number in (1, 2):
         kind, fields = heard(raw)
-        assert kind is wire.SAMPLES and fields[0] == number
+        assert kind is replay_messages.SAMPLES and fields[0] == number
       raw.close()
     until(lambda: not readers)
 
@@ -122,21 +125,24 @@ def test_a_client_that_asks_for_many_samples_has_others_wait_for_one(server: Rep
 def test_rows_without_bytes_are_bounded(server: ReplayServer) -> None:
   with replay.connect(server.address) as client:
     client.table('it', **SIMPLE)
-  for rows, good in ((2**32 - 1, False), (wire.ROWS + 1, False), (5, True)):
+  for rows, good in ((2**32 - 1, False), (replay_messages.ROWS + 1, False), (5, True)):
     raw = Raw(server.address)
     raw.join()
     signature = [LEAF, [['x', '|u1', [0], False]]]
-    raw.say(wire.DECLARE, {'tables': ['it'], 'specs': [['|u1', [0]]], 'signatures': [signature]})
+    raw.say(
+      replay_messages.DECLARE,
+      {'tables': ['it'], 'specs': [['|u1', [0]]], 'signatures': [signature]},
+    )
     arrays = [
       np.array([(0, rows, 0, 0)], '<u4'),
-      np.array([(1, 77, 1.0, 0, 0)], wire.ITEM),
+      np.array([(1, 77, 1.0, 0, 0)], replay_messages.ITEM),
       np.array([(1, 0, rows)], '<u4'),
       *(np.zeros(n, '<u8') for n in (1, 0)),
       b'',
     ]
-    raw.say(wire.INSERT, 1, arrays=arrays)
+    raw.say(replay_messages.INSERT, 1, arrays=arrays)
     if good:
-      raw.expect(wire.ACK)
+      raw.expect(replay_messages.ACK)
     else:
       assert str(rows) in raw.gone()
     raw.close()
@@ -145,8 +151,8 @@ def test_rows_without_bytes_are_bounded(server: ReplayServer) -> None:
 def test_names_of_declarations_are_bounded_each_and_together(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  long = 'x' * (wire.NAME_CHARACTERS + 1)
-  deep: list[Any] = ['tuple', [], [LEAF] + [['tuple', [], []]] * wire.NODES]
+  long = 'x' * (replay_messages.NAME_CHARACTERS + 1)
+  deep: list[Any] = ['tuple', [], [LEAF] + [['tuple', [], []]] * replay_messages.NODES]
   monkeypatch.setattr(inserting, 'DECLARED_BYTES', 2**16)
   for signature in (
     [LEAF, [[long, '|u1', [], False]]],
@@ -157,13 +163,15 @@ def test_names_of_declarations_are_bounded_each_and_together(
   ):
     raw = Raw(server.address)
     raw.join()
-    raw.say(wire.DECLARE, {'signatures': [signature]})
+    raw.say(replay_messages.DECLARE, {'signatures': [signature]})
     assert 'you sent' in raw.gone()
     raw.close()
   raw = Raw(server.address)
   raw.join()
   for i in range(100):
-    raw.say(wire.DECLARE, {'signatures': [[LEAF, [[f'{i}' + 'x' * 900, '|u1', [], False]]]]})
+    raw.say(
+      replay_messages.DECLARE, {'signatures': [[LEAF, [[f'{i}' + 'x' * 900, '|u1', [], False]]]]}
+    )
   assert '65,536' in raw.gone()
   raw.close()
   assert server.inserting._signature_bytes <= 2**17
@@ -182,18 +190,18 @@ def test_settings_of_all_tables_together_are_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(served_tables, 'SETTINGS_BYTES', 4000)
-  settings = wire.packed_settings(
+  settings = replay_messages.packed_settings(
     sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=5
   )
   raw = Raw(server.address)
   raw.join()
   good = 0
   for number in range(1, 101):
-    raw.say(wire.TABLE, number, f'table{number}', settings)
-    good += raw.answer(wire.ANSWER)[0][1]
+    raw.say(replay_messages.TABLE, number, f'table{number}', settings)
+    good += raw.answer(replay_messages.ANSWER)[0][1]
   assert 0 < good == len(server.tables) < 50
-  raw.say(wire.TABLE, 101, 'table1', settings)  # those that there are can be used
-  assert raw.answer(wire.ANSWER)[0][1]
+  raw.say(replay_messages.TABLE, 101, 'table1', settings)  # those that there are can be used
+  assert raw.answer(replay_messages.ANSWER)[0][1]
   raw.close()
 
 
@@ -206,16 +214,16 @@ def test_parts_of_items_that_wait_count_as_bytes(monkeypatch: pytest.MonkeyPatch
       number += 1
       arrays = [
         np.zeros((0, 4), '<u4'),
-        np.array([(number, 77 + number, 1.0, 0, 0)], wire.ITEM),
+        np.array([(number, 77 + number, 1.0, 0, 0)], replay_messages.ITEM),
         np.array([(1, 0, 1)] * columns, '<u4'),
         np.zeros(columns, '<u8'),
         np.zeros(0, '<u8'),
         b'',
       ]
-      raw.say(wire.INSERT, number, arrays=arrays)
+      raw.say(replay_messages.INSERT, number, arrays=arrays)
       message = raw.hear()
       assert message is not None
-      if message[0] is messages.REFUSED:
+      if message[0] is session_messages.REFUSED:
         break
     assert 10 < number < 40
     raw.close()
@@ -283,17 +291,19 @@ def test_requests_of_clients_that_do_not_read_are_not_looked_at_again(
   server: ReplayServer,
 ) -> None:
   raw = filled(server)
-  for number in range(1, wire.MOST_UNREAD + 301):
+  for number in range(1, replay_messages.MOST_UNREAD + 301):
     sample(raw, number, 1)
-  until(lambda: server.counts['samples'] == wire.MOST_UNREAD)
+  until(lambda: server.counts['samples'] == replay_messages.MOST_UNREAD)
   until(lambda: server.tables['it'].info().waiting_samplers == 300)
   entry = server.registry.entries['it']
   assert not entry.readers
   with replay.connect(server.address) as good:
     assert len(good.table('it').sample(3).key) == 3
-  raw.say(messages.PING, wire.MOST_UNREAD)
-  until(lambda: server.counts['samples'] >= 2 * wire.MOST_UNREAD + 3)
-  raw.say(wire.CANCEL, wire.MOST_UNREAD + 300)
-  until(lambda: server.tables['it'].info().waiting_samplers <= 300 - wire.MOST_UNREAD - 1)
+  raw.say(session_messages.PING, replay_messages.MOST_UNREAD)
+  until(lambda: server.counts['samples'] >= 2 * replay_messages.MOST_UNREAD + 3)
+  raw.say(replay_messages.CANCEL, replay_messages.MOST_UNREAD + 300)
+  until(
+    lambda: server.tables['it'].info().waiting_samplers <= 300 - replay_messages.MOST_UNREAD - 1
+  )
   raw.close()
   until(lambda: server.tables['it'].info().waiting_samplers == 0)

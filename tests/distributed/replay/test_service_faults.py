@@ -21,7 +21,7 @@ from test_service_tables import SIMPLE, fill
 from podrace import cli, tables
 from podrace.distributed import replay as service
 from podrace.distributed.net import sessions
-from podrace.distributed.replay import messages, streams
+from podrace.distributed.replay import replay_messages, streams
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import checkpoint
 
@@ -113,13 +113,13 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> N
     connection = client.connections[0]
     ping, connection.ping = connection.ping, lambda: 0  # type: ignore[method-assign]
     asked = [
-      connection.ask(messages.SAMPLE, 'it', 1, 1, False) for _ in range(400)
+      connection.ask(replay_messages.SAMPLE, 'it', 1, 1, False) for _ in range(400)
     ]  # none says what it has
-    most = min(messages.MOST_UNREAD, messages.MOST_BYTES // (8 * numbers))
+    most = min(replay_messages.MOST_UNREAD, replay_messages.MOST_BYTES // (8 * numbers))
     until(lambda: sum(a.done for a in asked) >= most)
     peer = next(iter(server.peers))
-    assert peer.state.reading.bytes <= messages.MOST_BYTES + 9 * numbers
-    assert len(peer.state.reading.unread) <= messages.MOST_UNREAD
+    assert peer.state.reading.bytes <= replay_messages.MOST_BYTES + 9 * numbers
+    assert len(peer.state.reading.unread) <= replay_messages.MOST_UNREAD
     assert not all(a.done for a in asked)
     connection.ping = ping  # type: ignore[method-assign]
     until(lambda: all(a.done for a in asked))  # it says what has come without asking for more
@@ -298,7 +298,7 @@ def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_l
 
 
 def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(messages, 'MOST_ITEMS', 8)
+  monkeypatch.setattr(replay_messages, 'MOST_ITEMS', 8)
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
     queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(1))
     table = client.table('queue', **queue, max_size=9, max_times_sampled=1)  # type: ignore[arg-type]

@@ -27,12 +27,11 @@ from test_service_tables import SIMPLE, fill
 from podrace import cli, errors, tables
 from podrace.distributed import replay as service
 from podrace.distributed.net import keys as net_keys
-from podrace.distributed.net import messages as session
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.net.frame import PREFIX
-from podrace.distributed.parameters import publisher as parameters
-from podrace.distributed.replay import checkpoints, inserting
-from podrace.distributed.replay import messages as wire
+from podrace.distributed.parameters import parameter_messages
+from podrace.distributed.replay import checkpoints, inserting, replay_messages
 from podrace.distributed.replay.server import ReplayServer, parse_tables
 from podrace.tables.items import Leaf, Signature
 
@@ -98,7 +97,7 @@ def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError, match='with the same keys'):
           service.connect(server.address, keys=other, timeout=1.0)
         late = service.Parameters(publisher.address, keys=other)
-        with pytest.raises(service.Stale):
+        with pytest.raises(service.StaleParameters):
           late.get(timeout=0.5)
         late.close()
       assert counts['turned away'] and others['turned away']
@@ -193,7 +192,7 @@ class Raw(bare.Bare):
   """A client of a few lines, that can be made to say anything."""
 
   def __init__(self, address: str, keys: Path | None = None) -> None:
-    super().__init__(bare.connect(address, {}, keys).socket, wire.OF_SERVICES)
+    super().__init__(bare.connect(address, {}, keys).socket, replay_messages.OF_SERVICES)
 
   def answer(self, kind: Any, seconds: float = 10.0) -> list[Any]:
     """The next message of a kind: its fields, and its arrays."""
@@ -201,28 +200,30 @@ class Raw(bare.Bare):
     return [fields, *arrays]
 
   def join(self, **changes: Any) -> None:
-    self.told = self.hello(wire.SERVICE, changes.pop('client', session.new_client()), **changes)
+    self.told = self.hello(
+      replay_messages.SERVICE, changes.pop('client', session_messages.new_client()), **changes
+    )
 
   def declare(self) -> None:
     """What `insert` needs."""
     declared = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]}
-    self.say(wire.DECLARE, declared)
+    self.say(replay_messages.DECLARE, declared)
 
   def gone(self) -> str:
     """Why the session is over."""
     while (heard := self.hear()) is not None:
-      if heard[0] is session.GONE:
+      if heard[0] is session_messages.GONE:
         return heard[1][0]
     raise AssertionError('the connection ended without a word')
 
   def refused(self) -> str:
     while (heard := self.hear()) is not None:
-      if heard[0] is session.REFUSED:
+      if heard[0] is session_messages.REFUSED:
         return heard[1][0][0]
     raise AssertionError('the connection ended without a word')
 
 
-SIGNATURE = wire.packed_signature(
+SIGNATURE = replay_messages.packed_signature(
   Signature(('dict', ('x',), (('leaf', (), ()),)), (Leaf('x', np.dtype('<i8'), (2,), False),))
 )
 
@@ -240,7 +241,7 @@ def insert(number: int, **changes: Any) -> tuple[list[Any], list[Any]]:
   parts.update(changes)
   frames = [
     np.array(parts['chunks'], '<u4').tobytes(),
-    np.array(parts['item'], wire.ITEM).tobytes(),
+    np.array(parts['item'], replay_messages.ITEM).tobytes(),
     np.array(parts['parts'], '<u4').tobytes(),
     np.array(parts['refs'], '<u8').tobytes(),
     np.array(parts['released'], '<u8').tobytes(),
@@ -269,7 +270,7 @@ def test_what_came_before_a_connection_was_closed_is_in() -> None:
       for one in clients:
         for number in range(1, 61):
           more, frames = insert(number)
-          one.say(wire.INSERT, *more, arrays=frames)
+          one.say(replay_messages.INSERT, *more, arrays=frames)
         one.close()
       turn.set()
       until(lambda n=2 * (i + 1): server.counts['dropped'] == n)
@@ -304,27 +305,27 @@ def test_an_insert_that_is_none_inserts_nothing() -> None:
     for text, changes in BAD:
       raw = ready(server)
       header, frames = insert(1, **changes)
-      raw.say(wire.INSERT, *header, arrays=frames)
+      raw.say(replay_messages.INSERT, *header, arrays=frames)
       assert text in raw.gone(), text
       raw.close()
     raw = ready(server)
     header, frames = insert(1)
-    raw.say(wire.INSERT, 0, arrays=frames)
+    raw.say(replay_messages.INSERT, 0, arrays=frames)
     assert 'message 0' in raw.gone()
     raw.close()
     raw = ready(server)
     for number in (1, 2, 2, 1, 3):  # what comes again is known
       header, frames = insert(number, refs=[0])
-      raw.say(wire.INSERT, *header, arrays=frames)
-      assert np.frombuffer(raw.answer(wire.ACK)[1], '<u8').tolist() == [number]
+      raw.say(replay_messages.INSERT, *header, arrays=frames)
+      assert np.frombuffer(raw.answer(replay_messages.ACK)[1], '<u8').tolist() == [number]
     assert table.info().inserts == 3 and server.counts['repeated'] == 2
     header, frames = insert(4, item=[(4, 104, -1.0, 0, 0)], refs=[0])
-    raw.say(wire.INSERT, *header, arrays=frames)
-    assert 'priority -1' in (heard := raw.answer(wire.ACK))[0][1] and len(heard[3]) == 8
+    raw.say(replay_messages.INSERT, *header, arrays=frames)
+    assert 'priority -1' in (heard := raw.answer(replay_messages.ACK))[0][1] and len(heard[3]) == 8
     twice: dict[str, Any] = dict(parts=[(1, 0, 3)] * 2, refs=[0, 0])
     header, frames = insert(5, item=[(4, 104, 1.0, 0, 0)] * 2, **twice)  # what was refused, mended
-    raw.say(wire.INSERT, *header, arrays=frames)
-    assert {*np.frombuffer(raw.answer(wire.ACK)[1], '<u8').tolist()} == {4}
+    raw.say(replay_messages.INSERT, *header, arrays=frames)
+    assert {*np.frombuffer(raw.answer(replay_messages.ACK)[1], '<u8').tolist()} == {4}
     assert table.info().inserts == 4 and server.counts['repeated'] == 3
     raw.close()
     assert len(table.sample(2, timeout=10).key) == 2 and server.failure is None
@@ -344,10 +345,10 @@ def test_a_message_holds_up_others_for_so_long_only() -> None:
     ):
       raw = ready(server)
       header, frames = insert(1, **changes)
-      raw.say(wire.INSERT, *header, arrays=frames)
+      raw.say(replay_messages.INSERT, *header, arrays=frames)
       assert text in raw.gone()
       raw.close()
-    for kind, columns in ((wire.UPDATE, 2), (wire.DELETE, 1)):
+    for kind, columns in ((replay_messages.UPDATE, 2), (replay_messages.DELETE, 1)):
       raw = ready(server)
       frames = [bytes(8 * 65_537)] * columns
       raw.say(kind, 1, 'it', arrays=frames)
@@ -365,14 +366,14 @@ def test_what_waits_for_a_limiter_is_bounded_whoever_has_sent_it() -> None:
       item = [(1, 100 + sent, 1.0, 0, 0)]
       header, frames = insert(1, item=item, chunks=[(0, rows, 0, 16 * rows)], parts=[(1, 0, rows)],
                               data=bytes(16 * rows))  # fmt: skip
-      raw.say(wire.INSERT, *header, arrays=frames)
+      raw.say(replay_messages.INSERT, *header, arrays=frames)
       sent += 1
       heard = raw.hear()
       assert heard is not None
-      if heard[0] is session.REFUSED:
+      if heard[0] is session_messages.REFUSED:
         refused = heard[1][0][0]
       else:
-        raw.say(session.BYE, 'no more')
+        raw.say(session_messages.BYE, 'no more')
       raw.close()
       assert sent < 100
     assert '65,536 are allowed' in refused and "wait for table 'it'" in refused
@@ -391,10 +392,10 @@ def test_a_client_may_keep_no_more_of_items_that_wait() -> None:
     while server.peers and (number := number + 1) < 100:
       chunks = dict(chunks=[(0, 250, 0, 4000)], parts=[(1, 0, 250)], data=bytes(4000))
       header, frames = insert(number, released=[number - 1], **chunks)
-      raw.say(wire.INSERT, *header, arrays=frames)
+      raw.say(replay_messages.INSERT, *header, arrays=frames)
       heard = raw.hear()
       assert heard is not None
-      if heard[0] is session.REFUSED:
+      if heard[0] is session_messages.REFUSED:
         break
     assert 'its writers keep' in heard[1][0][0] and 4 <= number <= 7
     raw.close()
@@ -411,16 +412,16 @@ def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
     for number in range(2, 9):
       raw = ready(server, client=number)
       header, frames = insert(1)
-      raw.say(wire.INSERT, *header, arrays=frames)
-      raw.answer(wire.ACK)
+      raw.say(replay_messages.INSERT, *header, arrays=frames)
+      raw.answer(replay_messages.ACK)
       raw.close()
     assert len(server.inserting.streams) <= 4 and ('', 1) in server.inserting.streams
     monkeypatch.setattr(server.saving, '_save', lambda: None)
     for number in range(3):
-      first.say(wire.SAVE, number)
-    assert 'wait for a checkpoint already' in first.answer(wire.ANSWER)[0][2]
+      first.say(replay_messages.SAVE, number)
+    assert 'wait for a checkpoint already' in first.answer(replay_messages.ANSWER)[0][2]
     for _ in range(33):
-      first.say(wire.DECLARE, {'tables': ['it'] * 2000})
+      first.say(replay_messages.DECLARE, {'tables': ['it'] * 2000})
     assert 'more than 65536' in first.gone()
     server.saving._wanted.clear()
     monkeypatch.undo()
@@ -446,7 +447,7 @@ def test_a_declaration_that_is_none_ends_its_session_only() -> None:
     for text, told in NO_DECLARATION:
       raw = Raw(server.address)
       raw.join()
-      raw.say(wire.DECLARE, told)
+      raw.say(replay_messages.DECLARE, told)
       assert text in (said := raw.gone()), (text, said)
       raw.close()
     assert server.failure is None and not server.counts['unexpected']
@@ -484,8 +485,8 @@ def test_a_report_of_the_largest_table_can_be_read() -> None:
   with ReplayServer(ANY) as server, contextlib.closing(Asker(server.address, None, False)) as asker:
     raw = Raw(server.address)
     raw.join()
-    raw.say(wire.TABLE, 1, 'it', limited(1.0, 1.0, -INF, INF, **largest))
-    assert raw.answer(wire.ANSWER)[0][1] is True
+    raw.say(replay_messages.TABLE, 1, 'it', limited(1.0, 1.0, -INF, INF, **largest))
+    assert raw.answer(replay_messages.ANSWER)[0][1] is True
     assert asker.ask()['tables'][0]['max_size'] == 2**63 - 1
     raw.close()
 
@@ -495,23 +496,23 @@ def test_settings_that_are_none_are_refused() -> None:
     raw = Raw(server.address)
     raw.join()
     for number, (text, told) in enumerate(NO_SETTINGS):
-      raw.say(wire.TABLE, number, 'it', told)
-      header = raw.answer(wire.ANSWER)[0]
+      raw.say(replay_messages.TABLE, number, 'it', told)
+      header = raw.answer(replay_messages.ANSWER)[0]
       assert header[1] is False and text in header[2], (text, header)
-    raw.say(wire.TABLE, 99, 'it', limited(1.0, 1.0, -INF, INF))
-    assert raw.answer(wire.ANSWER)[0][1] is True
+    raw.say(replay_messages.TABLE, 99, 'it', limited(1.0, 1.0, -INF, INF))
+    assert raw.answer(replay_messages.ANSWER)[0][1] is True
     assert server.failure is None and not server.counts['unexpected']
     raw.close()
 
 
 def lost(raw: Raw) -> int:
-  raw.say(session.ASK)
-  return raw.answer(session.REPORT)[0][0]['counts'].get('lost', 0)
+  raw.say(session_messages.ASK)
+  return raw.answer(session_messages.REPORT)[0][0]['counts'].get('lost', 0)
 
 
 def put(raw: Raw, number: int) -> None:
   header, frames = insert(1, item=[(number, 1 + number % 1000, 1.0, 0, 0)])
-  raw.say(wire.INSERT, *header, arrays=frames)
+  raw.say(replay_messages.INSERT, *header, arrays=frames)
 
 
 def test_a_client_cannot_say_how_many_items_are_lost(tmp_path: Path) -> None:
@@ -520,12 +521,12 @@ def test_a_client_cannot_say_how_many_items_are_lost(tmp_path: Path) -> None:
     raw = ready(server, client=7)
     for number in (5, 2**62, 2**64 - 1):  # a stream that was in no checkpoint has lost nothing
       put(raw, number)
-      raw.answer(wire.ACK)
+      raw.answer(replay_messages.ACK)
     raw.close()
     known = ready(server, client=8), ready(server, client=9)
     for one in known:
       put(one, 3)
-      one.answer(wire.ACK)
+      one.answer(replay_messages.ACK)
       one.close()
     address = server.address
   with ReplayServer(address, tmp_path) as server:
@@ -535,7 +536,7 @@ def test_a_client_cannot_say_how_many_items_are_lost(tmp_path: Path) -> None:
       if expected is None:
         assert str(2**62) in raw.gone()
       else:
-        raw.answer(wire.ACK)
+        raw.answer(replay_messages.ACK)
         assert lost(raw) == expected
       raw.close()
     assert server.counts['lost'] == 6 and not server.counts['unexpected']
@@ -558,13 +559,13 @@ def test_a_key_has_its_own_streams_whatever_number_another_one_gives(tmp_path: P
       first.declare()
       for number in (3, 4) if go_on else (1, 2):
         header, frames = insert(number, refs=[0])
-        first.say(wire.INSERT, *header, arrays=frames)
-        first.answer(wire.ACK)
+        first.say(replay_messages.INSERT, *header, arrays=frames)
+        first.answer(replay_messages.ACK)
       other.join(client=7)
       assert other.told['number'] == 0
       other.close()
-      first.say(session.PING, None)  # its session goes on
-      first.expect(session.PONG)
+      first.say(session_messages.PING, None)  # its session goes on
+      first.expect(session_messages.PONG)
       assert (net_keys.fingerprint_of(der), 7) in server.inserting.streams
       first.close()
       until(lambda server=server: not server.peers)
@@ -589,8 +590,8 @@ def test_no_key_has_another_ones_streams_forgotten(
         raw.join(client=number)
         raw.declare()
         header, frames = insert(1, refs=[0])
-        raw.say(wire.INSERT, *header, arrays=frames)
-        raw.answer(wire.ACK)
+        raw.say(replay_messages.INSERT, *header, arrays=frames)
+        raw.answer(replay_messages.ACK)
         raw.close()
         until(lambda: not server.peers)
     raw = Raw(server.address, keys)
@@ -621,8 +622,8 @@ def test_a_stream_goes_on_over_another_connection() -> None:
       assert raws[-1].told['number'] == i
       for number in range(1, i + 2):  # those that have come, and another one
         header, frames = insert(number, refs=[0])
-        raws[-1].say(wire.INSERT, *header, arrays=frames)
-        assert np.frombuffer(raws[-1].answer(wire.ACK)[1], '<u8').tolist() == [number]
+        raws[-1].say(replay_messages.INSERT, *header, arrays=frames)
+        assert np.frombuffer(raws[-1].answer(replay_messages.ACK)[1], '<u8').tolist() == [number]
     assert 'back over another connection' in raws[0].gone()
     assert table.info().inserts == 4 and len(server.peers) == 2
     for raw in raws:
@@ -656,7 +657,7 @@ def flood(messages: int, seed: int) -> None:
     fill(client, table, 5).close(timeout=30)
     before = resident()
     sent = 0
-    while sent < messages:
+    while sent < parameter_messages:
       raw = ready(server)
       try:
         for _ in range(rng.randrange(1, 200)):
@@ -669,7 +670,7 @@ def flood(messages: int, seed: int) -> None:
         assert len(table.sample(2, timeout=30).key) == 2
     assert len(table.sample(2, timeout=60).key) == 2
     fill(client, table, 5).close(timeout=60)
-    assert server.failure is None and server.counts['malformed'] > messages / 1000
+    assert server.failure is None and server.counts['malformed'] > parameter_messages / 1000
     until(lambda: len(server.peers) == 1)
     assert server.store.total.bytes < 2**20 and len(server.inserting.streams) <= 65536
     assert resident() < before + 2**27
@@ -683,18 +684,20 @@ def fuzz(messages: int, seed: int) -> None:
     told = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE]}
 
     def case(rng: random.Random) -> Any:
-      return [(wire.DECLARE, [told], [])], wrong(rng)
+      return [(replay_messages.DECLARE, [told], [])], wrong(rng)
 
     before = resident()
-    good = tell(server.listener, wire.OF_SERVICES, told_hello, case, messages, seed)
-    assert 0.02 * messages < good < 0.9 * messages, good
+    good = tell(
+      server.listener, replay_messages.OF_SERVICES, told_hello, case, parameter_messages, seed
+    )
+    assert 0.02 * parameter_messages < good < 0.9 * parameter_messages, good
     assert len(server.tables) < 100 and server.store.total.bytes < 2**24
     assert resident() < before + 2**27
     assert len(table.sample(2, timeout=60).key) == 2
 
 
-def told_hello(name: str = wire.SERVICE) -> dict[str, Any]:
-  return session.hello(name, session.new_client())
+def told_hello(name: str = replay_messages.SERVICE) -> dict[str, Any]:
+  return session_messages.hello(name, session_messages.new_client())
 
 
 def documents() -> list[Document]:
@@ -706,19 +709,19 @@ def documents() -> list[Document]:
   settings = limited(2.0, 1.0, -5.0, 1e6, sampler='prioritized(0.6)')
   told = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [SIGNATURE, [structure, leaves]]}
   return [
-    (session.PING, [0], []),
-    (wire.TABLE, [1, 'it', settings], []),
-    (wire.DECLARE, [told], []),
-    (wire.INSERT, more, frames),
-    (wire.SAMPLE, [2, 'it', 3, 1, True, 0.0, 0], []),
-    (wire.SAMPLE, [3, 'it', 60_000, 60_000, False, -1.0, 0], []),
-    (wire.CANCEL, [3], []),
-    (wire.UPDATE, [4, 'it'], keys),
-    (wire.DELETE, [5, 'it'], keys[:1]),
-    (wire.INFO, [6, 'it'], []),
-    (wire.SAVE, [7], []),
-    (session.ASK, [], []),
-    (session.BYE, ['enough'], []),
+    (session_messages.PING, [0], []),
+    (replay_messages.TABLE, [1, 'it', settings], []),
+    (replay_messages.DECLARE, [told], []),
+    (replay_messages.INSERT, more, frames),
+    (replay_messages.SAMPLE, [2, 'it', 3, 1, True, 0.0, 0], []),
+    (replay_messages.SAMPLE, [3, 'it', 60_000, 60_000, False, -1.0, 0], []),
+    (replay_messages.CANCEL, [3], []),
+    (replay_messages.UPDATE, [4, 'it'], keys),
+    (replay_messages.DELETE, [5, 'it'], keys[:1]),
+    (replay_messages.INFO, [6, 'it'], []),
+    (replay_messages.SAVE, [7], []),
+    (session_messages.ASK, [], []),
+    (session_messages.BYE, ['enough'], []),
   ]
 
 
@@ -727,7 +730,7 @@ def fuzz_documents(count: int) -> None:
     table = client.table('other', **SIMPLE)
     before = resident()
     case = spoiled(told_hello, documents)
-    good = tell(server.listener, wire.OF_SERVICES, told_hello, case, count)
+    good = tell(server.listener, replay_messages.OF_SERVICES, told_hello, case, count)
     assert count / 20 < good < count * 0.97, good
     assert len(server.tables) <= 1024 and server.store.total.bytes < 2**24
     assert resident() - before < 2**27
@@ -736,9 +739,9 @@ def fuzz_documents(count: int) -> None:
   with service.Publisher(ANY) as publisher:
     publisher.publish(1, [('x', np.ones(5))])
     before = resident()
-    hello = lambda: told_hello(parameters.SERVICE)  # noqa: E731
-    every = lambda: [(session.PING, [None], []), (session.BYE, ['enough'], [])]  # noqa: E731
-    kinds = parameters.Parameters.kinds
+    hello = lambda: told_hello(parameter_messages.SERVICE)  # noqa: E731
+    every = lambda: [(session_messages.PING, [None], []), (session_messages.BYE, ['enough'], [])]  # noqa: E731
+    kinds = service.Parameters.kinds
     good = tell(publisher.listener, kinds, hello, spoiled(hello, every), count // 3)
     assert count / 60 < good < count / 3, good
     assert resident() - before < 2**25
@@ -767,7 +770,7 @@ def wrong(rng: random.Random) -> bytes:
   kind = rng.choice([1, 4, 5, 6, *range(16, 26), 32, 66, 80, 200])
   header: list[Any] = [number]
   frames: list[Any] = []
-  if kind == wire.INSERT.number:
+  if kind == replay_messages.INSERT.number:
     header, frames = insert(number)
     if rng.random() < 0.7:
       k = rng.randrange(6)
@@ -776,14 +779,14 @@ def wrong(rng: random.Random) -> bytes:
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
       frames[k] = bytes(data)
     header.append([len(x) for x in frames])
-  elif kind == wire.SAMPLE.number:
+  elif kind == replay_messages.SAMPLE.number:
     n = rng.choice([0, 1, 3, 2**17])
     header = [number, rng.choice(['it', 'none']), n, 1, number % 2 == 0, rng.choice([-1.0, 0.0, 1e9]), rng.randrange(2)]  # fmt: skip
-  elif kind == wire.DECLARE.number:
+  elif kind == replay_messages.DECLARE.number:
     header = [rng.choice([{'tables': ['x']}, {'specs': [['<f4', [2**31, 2]]]}, {'specs': [['O', []]]}, {'signatures': [[['leaf', [], []], []]]}, {'signatures': [5]}, {'a': 1}])]  # fmt: skip
-  elif kind == wire.TABLE.number:
+  elif kind == replay_messages.TABLE.number:
     header = [number, 'it', rng.choice([{}, {'sampler': 'x'}, {'max_size': 1}])]
-  elif kind in (wire.UPDATE.number, wire.DELETE.number):
+  elif kind in (replay_messages.UPDATE.number, replay_messages.DELETE.number):
     frames = [bytes(8 * rng.randrange(3)), bytes(8 * rng.randrange(3))][: rng.randrange(3)]
     header = [number, 'it', [len(x) for x in frames]]
   if rng.random() < 0.5:
@@ -844,7 +847,9 @@ def weather(folder: Path, count: int) -> None:
         text = Path(f'/proc/{replay.process.pid}/status').read_text()
         return int(text.partition('RssAnon:')[2].split()[0]) * 1024
 
-      told = storm(address, wire.OF_SERVICES, count, told_hello, messages, go_on, memory)
+      told = storm(
+        address, replay_messages.OF_SERVICES, count, told_hello, parameter_messages, go_on, memory
+      )
       asker = Asker(address, None, False)
       until(lambda: len(asker.ask()['clients']) == 1)  # the others are silent
       report = asker.ask()

@@ -26,7 +26,7 @@ from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 from podrace import tables
 from podrace.distributed import replay
 from podrace.distributed.net import connecting
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer, parse_tables
 
 SIMPLE: dict[str, Any] = dict(
@@ -259,7 +259,7 @@ def test_a_sample_that_is_too_large_is_an_error(
   writer.append({'x': np.random.default_rng(1).integers(0, 2**63, 1000)})
   writer.create_item(table, 1.0, num_steps=1)
   writer.close(timeout=30)
-  monkeypatch.setattr(messages, 'FRAME_BYTES', 15_000)
+  monkeypatch.setattr(replay_messages, 'FRAME_BYTES', 15_000)
   with pytest.raises(ValueError, match='of which a sample has at most 15,000: ask for fewer'):
     for _ in range(20):  # until both are in it
       table.sample(2, timeout=30)
@@ -318,7 +318,7 @@ def test_a_limiter_is_compared_by_its_numbers(client: replay.Client) -> None:
   (typed,) = parse_tables([
     'name=ratio,sampler=uniform,remover=fifo,rate=sample_to_insert:8:10:80,max_size=1000'
   ]).values()  # fmt: skip
-  assert client.connections[0].ask(messages.TABLE, 'ratio', typed).wait(1e9, '')['most']
+  assert client.connections[0].ask(replay_messages.TABLE, 'ratio', typed).wait(1e9, '')['most']
   with pytest.raises(replay.Refused, match=r'error=80\).*is asked for'):
     client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=81)})
 
@@ -566,9 +566,9 @@ def test_a_million_keys_differ(client: replay.Client) -> None:
   keys = {store._new_key() for store in stores for _ in range(300_000)}
   assert len(keys) == 1_200_000 and min(keys) > 0 and max(keys) < 2**63
   store = stores[0]
-  store._key = (store._key | (2**messages.KEY_BITS - 1)) - 1
+  store._key = (store._key | (2**replay_messages.KEY_BITS - 1)) - 1
   last = [store._new_key() for _ in range(3)]
-  assert len({k >> messages.KEY_BITS for k in last}) == 2
+  assert len({k >> replay_messages.KEY_BITS for k in last}) == 2
 
 
 def test_neither_jax_nor_tensorflow_is_imported() -> None:

@@ -17,7 +17,7 @@ from test_service_tables import SIMPLE, fill
 
 from podrace import tables
 from podrace.distributed import replay as service
-from podrace.distributed.replay import messages
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer
 
 
@@ -77,7 +77,9 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     writers = [fill(client, other, 50) for _ in range(2)]
     for writer in writers:
       writer.flush(timeout=30)
-    client.connections[1].ask(messages.SAVE).wait(1e9, '')  # a checkpoint of the one that will die
+    client.connections[1].ask(replay_messages.SAVE).wait(
+      1e9, ''
+    )  # a checkpoint of the one that will die
     replay.kill()
     until(lambda: client.connections[1].away)
     for _ in range(10):

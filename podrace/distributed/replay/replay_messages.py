@@ -15,7 +15,7 @@ import numpy as np
 import zstandard
 
 from podrace import tables
-from podrace.distributed.net import messages, reports
+from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.frame import NUMBER, Kind, WireError, check_fields, packed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore
@@ -41,8 +41,10 @@ ACK = packed(80, 'ACK', int, str, arrays=3)  # INSERT, why; items that are in, w
 SAMPLES = packed(81, 'SAMPLES', int, int, str, int, arrays=5)
 SIGNATURE = packed(82, 'SIGNATURE', int, list)
 ANSWER = packed(83, 'ANSWER', int, bool, object)
-OF_CLIENTS = messages.of_clients(TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE)
-OF_SERVICES = messages.of_listeners(ACK, SAMPLES, SIGNATURE, ANSWER)
+OF_CLIENTS = session_messages.of_clients(
+  TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE
+)
+OF_SERVICES = session_messages.of_listeners(ACK, SAMPLES, SIGNATURE, ANSWER)
 
 KEY_BITS = 20  # of a key, below what the writer has drawn
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample

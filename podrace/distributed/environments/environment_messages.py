@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.distributed.net import messages
+from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import Buffer, WireError, fixed, packed, short
 from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, MASK, leaves, without_choice
 from podrace.types import LARGEST_OBSERVATION, TimeStep
@@ -23,7 +23,10 @@ STEP = fixed(3, 'STEP', '<II', arrays=1)  # group, turn; records, then observati
 # Of the learner.
 START = packed(67, 'START', int)  # group
 ACTION = fixed(68, 'ACTION', '<II', arrays=1)  # group, turn; actions
-OF_CLIENTS, OF_LEARNERS = messages.of_clients(ENTER, STEP), messages.of_listeners(START, ACTION)
+OF_CLIENTS, OF_LEARNERS = (
+  session_messages.of_clients(ENTER, STEP),
+  session_messages.of_listeners(START, ACTION),
+)
 
 GROUPS = 256  # of one client
 RECORD = np.dtype(

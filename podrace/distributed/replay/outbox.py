@@ -1,0 +1,242 @@
+"""Items on their way to a replay service."""
+
+from __future__ import annotations
+
+import collections
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from podrace.distributed.net.link import Link
+from podrace.distributed.replay import replay_messages
+from podrace.distributed.replay.sent_chunks import Sending, SentChunk, pieces_of
+from podrace.tables.items import Signature
+
+if TYPE_CHECKING:
+  from podrace.distributed.replay.connection import Connection
+from podrace.distributed.replay.writer_store import WriterStore
+
+TURN = 0.05  # seconds between looks at the clock
+OUTSTANDING = 4  # INSERTs that are not yet acknowledged
+FRAME_SLACK = 2**16  # bytes of an INSERT besides the chunks of one item
+FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, or for
+SPACING = 0.02  # seconds since the last one
+RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
+
+
+class Declarations:
+  """What numbers mean in one session, and what of it has still to be said."""
+
+  def __init__(self) -> None:
+    self._numbers: dict[str, dict[Any, int]] = collections.defaultdict(dict)
+    self._known: dict[int, tuple[int, Signature]] = {}  # signatures by id
+    self._new: dict[str, list[Any]] = {}
+    self.take_new()
+
+  def number(self, what: str, key: Any, details: Any = None) -> int:
+    """Of a table, spec or signature; `details` are declared if it is new, of a spec the (dtype, shape) itself."""
+    numbers = self._numbers[what]
+    if (number := numbers.get(key)) is None:
+      number = numbers[key] = len(numbers)
+      self._new[what].append(details or [key[0].str, list(key[1])])
+    return number
+
+  def signature(self, signature: Signature) -> int:
+    """Writers have signatures of their own, most of them equal; looked up by identity first."""
+    known = self._known.get(id(signature))
+    if known is None:
+      number = self.number('signatures', signature, replay_messages.packed_signature(signature))
+      if len(self._known) > 1000:
+        self._known.clear()
+      known = self._known[id(signature)] = number, signature
+    return known[0]
+
+  def take_new(self) -> dict[str, list[Any]]:
+    """What a DECLARE has to say before the next INSERT."""
+    new, self._new = self._new, {'tables': [], 'specs': [], 'signatures': []}
+    return new
+
+
+class Outbox:
+  """One connection's. Of its thread, but for `store` and `idle`."""
+
+  def __init__(self, connection: Connection, link: Link) -> None:
+    self._connection, self._link = connection, link
+    self.released: deque[SentChunk] = deque()  # which writers need no longer
+    self.why_held = ''  # what keeps the newest items out of their tables, as the service says
+    self.messages = 0
+    self.sent: dict[int, Sending] = {}  # items that are not yet known to be in, by number
+    self._stores: list[weakref.ref[WriterStore]] = []
+    self._number = 0  # of the newest item
+    self._again: deque[Sending] = deque()
+    self._inserted_at = 0.0
+    self._begin(replay_messages.FRAME_BYTES)
+
+  def _begin(self, largest: int) -> None:
+    """What is of one session only."""
+    self._largest = largest
+    self._declared = Declarations()
+    self._next_piece = self._outstanding = self.messages = 0
+    self.released.clear()  # with the session in which they were sent
+
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+    return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
+
+  def store(self, delay: float) -> WriterStore:
+    """A new writer's."""
+    store = WriterStore(self._connection, self, delay)
+    with self._link.changed:
+      self._stores = [*(r for r in self._stores if r() is not None), weakref.ref(store)]
+    return store
+
+  def _live_stores(self) -> list[WriterStore]:
+    return [store for ref in self._stores if (store := ref()) is not None]
+
+  def joined(
+    self, newest: int, largest: int, waiting: Collection[int], missing: Collection[int]
+  ) -> None:
+    """A session begins: what the service has not got is sent again, before anything new."""
+    self._begin(largest)
+    again = [i for i in sorted(self.sent) if i > newest or i in missing]
+    done = [i for i in sorted(self.sent) if i <= newest and i not in missing and i not in waiting]
+    self._again = deque(self.sent[i] for i in again)
+    self._finish(done)
+
+  def lost(self) -> None:
+    """A session is over: who waits looks why."""
+    for store in self._live_stores():
+      store.finish([])
+
+  # --- what is acknowledged
+
+  def acknowledged(self, message: int, why: str, *numbers: memoryview) -> None:
+    """What ACK says: items that are in, that wait, and that are refused."""
+    done, waiting, refused = (replay_messages.records(x, '<u8').tolist() for x in numbers)
+    if message:
+      self._outstanding -= 1
+    if waiting:
+      self.why_held = why
+    self._finish(done)
+    self._finish(refused, why)
+
+  def _finish(self, numbers: list[int], refusal: str | None = None) -> None:
+    by_store: dict[WriterStore, list[Sending]] = {}
+    for number in numbers:
+      sending = self.sent.pop(number, None)
+      if sending is not None:
+        by_store.setdefault(sending.store, []).append(sending)
+    for store, sendings in by_store.items():
+      store.finish(sendings, refusal)
+
+  # --- what is sent
+
+  def send(self) -> bool:
+    """Sends one INSERT, if it is time; whether it was."""
+    if self._outstanding >= OUTSTANDING:
+      return False
+    stores = self._live_stores()
+    queued = sum(len(store.queue) for store in stores)
+    now = time.monotonic()
+    early = bool(self._outstanding) or now < self._inserted_at + SPACING
+    is_urgent = bool(self._again) or queued >= FEW or any(store.forced for store in stores)
+    if early and not is_urgent:
+      self._link.patience = SPACING if queued else TURN
+      return False
+    self._link.patience = TURN
+    batch = self._batch(stores, now)
+    if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
+      return False
+    self._inserted_at = now
+    self._insert(self._fitting(batch))
+    return True
+
+  def _batch(self, stores: list[WriterStore], now: float) -> list[Sending]:
+    """Items for one message."""
+    batch: list[Sending] = []
+    size = 0
+    while (
+      self._again
+      and len(batch) < replay_messages.MESSAGE_ITEMS
+      and size < replay_messages.MESSAGE_BYTES
+    ):
+      batch.append(self._again.popleft())
+      size += batch[-1].bytes
+    room = min(
+      replay_messages.MESSAGE_ITEMS, len(batch) + replay_messages.MOST_ITEMS - len(self.sent)
+    )
+    for store in stores:
+      if store.queue and len(batch) < room and size < replay_messages.MESSAGE_BYTES:
+        taken = store.take(room - len(batch), replay_messages.MESSAGE_BYTES - size, now)
+        batch += taken
+        size += sum(sending.bytes for sending in taken)
+    return batch
+
+  def _fitting(self, batch: list[Sending]) -> list[Sending]:
+    """The items that a frame of the service has room for; the others are refused, here already."""
+    if sum(sending.bytes for sending in batch) < self._largest // 2:
+      return batch
+    found = []
+    for sending in batch:
+      if (size := sending.bytes) > self._largest - FRAME_SLACK:
+        why = (
+          f'an item of {size:,} bytes for table {sending.table.name!r} at {self._link.address}, which takes '
+          f'frames of {self._largest:,}: make it shorter, or start the service with more --client-bytes'
+        )
+        self.sent.pop(sending.number, None)
+        sending.store.finish([sending], why)
+      else:
+        found.append(sending)
+    return found
+
+  def _insert(self, batch: list[Sending]) -> None:
+    declared, items, parts, refs, pieces = self._declared, [], [], list[int](), list[Any]()
+    data: list[bytes] = []
+    for sending in batch:
+      item = sending.item
+      if not sending.number:
+        self._number += 1
+        sending.number = self._number
+        self.sent[sending.number] = sending
+      table = declared.number('tables', sending.table.name, sending.table.name)
+      signature = declared.signature(item.signature)
+      key = -item.key if item.amends else item.key
+      items.append((sending.number, key, item.priority, table, signature))
+      sending.store.complete(item)
+      for leaf, part in zip(item.signature.leaves, item.parts, strict=True):
+        needed, offset = pieces_of(part)
+        parts.append((len(needed), offset, part[2]))
+        for piece in needed:
+          if piece.session != self._link.number:
+            piece.session, piece.number = self._link.number, self._next_piece
+            self._next_piece += 1
+            number = declared.number('specs', (leaf.dtype, leaf.shape))
+            pieces.append((number, piece.rows, piece.how, len(piece.data)))
+            data.append(piece.data)
+          refs.append(piece.number)
+    new = declared.take_new()
+    if any(new.values()) and not self._link.send(replay_messages.DECLARE, new):
+      return
+    arrays = [
+      np.array(pieces, '<u4').reshape(-1, 4),
+      np.array(items, replay_messages.ITEM),
+      np.array(parts, '<u4').reshape(-1, 3),
+      np.array(refs, '<u8'),
+      np.array(self._released_numbers(), '<u8'),
+      b''.join(data),
+    ]
+    self.messages += 1
+    self._outstanding += 1
+    self._link.send(replay_messages.INSERT, self.messages, arrays=arrays)
+
+  def _released_numbers(self) -> list[int]:
+    found = []
+    while self.released:
+      chunk = self.released.popleft()
+      found += [p.number for p in chunk.pieces if p.session == self._link.number]
+    return found

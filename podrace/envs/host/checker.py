@@ -1,0 +1,104 @@
+"""Checks of what host environments return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from podrace.envs.host.base import HostSpec, log
+from podrace.envs.host.spaces import action_bounds, wide_bounds
+from podrace.envs.host.timesteps import EVERY, rows_of
+from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, leaves, values, without_choice
+from podrace.errors import HostError, RunError
+from podrace.types import LARGEST_REWARD, Arrival
+
+BOUNDED = 1000  # arrivals, of which is looked whether they are within their Boxes
+
+
+class Checker:
+  """Compares what arrives, and is sent, with what was declared; says what of which is wrong.
+
+  Observations outside of their Box are learned from as they are. It is said once of each part, of
+  all pools of a HostSpec together.
+  """
+
+  def __init__(self, spec: HostSpec, num_envs: int, agent: Any = None) -> None:
+    self._name, self._num_envs, self._action_space = spec.name, num_envs, spec.action_space
+    self._agent = agent
+    self._space, self._leaves = spec.observation_space, list(leaves(spec.observation_space))
+    self._low, self._high = action_bounds(spec.action_space)
+    self._limits = {field: limits for field, x in self._leaves if (limits := wide_bounds(x))}
+    self._outside, self._count = spec.outside, 0
+
+  def __call__(self, arrival: Arrival) -> None:
+    ids = arrival.env_id
+    n = len(ids)
+    known = not n or rows_of(ids, self._num_envs) is EVERY
+    if not known and not (ids.min() >= 0 and ids.max() < self._num_envs):
+      raise HostError(f'{self._name}: env_id {ids} is out of range({self._num_envs})')
+    arrays = values(self._space, arrival.timestep.observation)
+    for (field, space), x in zip(self._leaves, map(np.asarray, arrays), strict=True):
+      if x.shape != (n, *space.shape):
+        raise HostError(f'{self._name}: {field} has shape {x.shape[1:]}, declared {space.shape}')
+      if x.dtype != space.dtype:
+        raise HostError(f'{self._name}: {field} is {x.dtype}, declared {space.dtype}')
+      if x.dtype.kind == 'f':
+        self._finite(field, x, ids)
+      if self._count < BOUNDED and field in self._limits:
+        self._within(field, space, x, ids)
+    self._count += 1
+    if (stuck := without_choice(arrival.timestep)) is not None and np.count_nonzero(stuck):
+      kind = ('FIRST', 'MID', 'LAST')[arrival.timestep.step_type[stuck][0]]
+      raise HostError(
+        f'{self._name}: environment {ids[stuck].tolist()} has {ALLOWS_NOTHING} with a {kind} timestep, '
+        f'expected {ALLOWS_SOME}'
+      )
+    self._bounded('reward', arrival.timestep.reward, ids)
+    if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
+      self._bounded('reward', arrival.score, ids)
+
+  def _bounded(self, field: str, x: Any, ids: np.ndarray) -> None:
+    bounded = np.abs(x) <= LARGEST_REWARD  # NaN isn't
+    if np.count_nonzero(bounded) != len(x):
+      self._finite(field, x, ids)
+      raise HostError(
+        f'{self._name}: {field} of environment {ids[~bounded].tolist()} is {x[~bounded][0]:g}, '
+        f'expected at most {LARGEST_REWARD:g} in size'
+      )
+
+  def _finite(self, field: str, x: Any, ids: np.ndarray) -> None:
+    finite = np.isfinite(x)
+    if np.count_nonzero(finite) != x.size:
+      rows = ~finite.reshape(len(x), -1).all(axis=1)
+      raise HostError(
+        f'{self._name}: {field} of environment {ids[rows].tolist()} is NaN or infinite'
+      )
+
+  def _within(self, field: str, space: Any, x: np.ndarray, ids: np.ndarray) -> None:
+    low, high = self._limits[field]
+    outside = (x < low) | (x > high)
+    if np.count_nonzero(outside) and field not in self._outside:
+      self._outside.add(field)
+      where = tuple(np.argwhere(outside)[0].tolist())
+      log.warning(
+        '%s: %s of environment %d has %g, outside of %s; it is learned from as it is',
+        self._name, field, ids[where[0]], x[where], space,
+      )  # fmt: skip
+
+  def action(self, x: np.ndarray) -> None:
+    """Raises RunError where an agent's actions [b, ...] are not in the action space."""
+    fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
+    if np.count_nonzero(fits) != x.size:
+      from podrace.system.blame import out_of_space
+
+      row = x[np.argwhere(~fits)[0, 0]]
+      raise RunError(out_of_space(self._agent, self._action_space, row.tolist()))
+
+
+def narrowed(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
+  """An array in the type that was declared for it; raises HostError if integers don't fit."""
+  y = x.astype(dtype, copy=False)
+  if x.dtype.kind in 'iu' and x.dtype.itemsize > y.dtype.itemsize and np.count_nonzero(x != y):
+    raise HostError(f'{name}: observation has {x[x != y][:3].tolist()}, which {y.dtype} has not')
+  return y
