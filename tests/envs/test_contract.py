@@ -58,7 +58,7 @@ def has_limit(name: str) -> bool:
 
 REST = tuple(
   name
-  for library, all_names in podrace.envs.env_names().items()
+  for library, all_names in podrace.envs.names().items()
   for name in (limited(library, n) for n in all_names)
   if name not in FAST
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from children import until
 from processes import DEADLINE, Podrace, tell_parameters
-from test_distributed import free_port
+from test_many_processes import free_port
 
 
 class Learners:
