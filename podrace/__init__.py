@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace.envs.libraries import OPPONENT_LOADERS
 from podrace.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -28,12 +26,3 @@ def __getattr__(name: str) -> Any:
   if name not in _FROM:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
   return getattr(importlib.import_module(f'podrace.{_FROM[name]}'), name)
-
-
-def _load_opponent(run_dir: Path, game: str) -> Any:
-  from podrace.run.opponents import from_run
-
-  return from_run(run_dir, game)
-
-
-OPPONENT_LOADERS[:] = [_load_opponent]

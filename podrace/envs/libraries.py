@@ -246,6 +246,6 @@ HOST_LIBRARIES: Mapping[str, Library] = {
   ),
 }
 
-# Loads a trained opponent: the directory of its run and the game -> its move. Set by podrace/__init__.py, since runs are
-# above environments in the order of imports.
+# Loads a trained opponent: the directory of its run and the game -> its move. Filled by podrace/run/__init__.py,
+# since a run is above environments in the order of imports.
 OPPONENT_LOADERS: list[Callable[[Path, str], Any]] = []

@@ -1,1 +1,17 @@
 """One run: its directory, loop, checkpoints, metrics and evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from podrace.envs.libraries import OPPONENT_LOADERS
+
+
+def _load_opponent(run_dir: Path, game: str) -> Any:
+  from podrace.run.opponents import from_run
+
+  return from_run(run_dir, game)
+
+
+OPPONENT_LOADERS[:] = [_load_opponent]

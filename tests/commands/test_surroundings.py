@@ -243,7 +243,8 @@ def test_a_bad_run_directory_is_refused_before_anything_is_set_up(
 
 HANGS = """
 import os, signal, sys
-from podrace import anakin, cli
+from podrace import cli
+from podrace.architectures import anakin
 def compile(self):
   os.kill(os.getpid(), signal.SIGTERM)
   signal.pause()

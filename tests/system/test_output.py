@@ -94,7 +94,7 @@ def test_a_stream_that_fails_is_left_alone() -> None:
 LATE = """
 import atexit, os, sys
 atexit.register(lambda: (print('printed'), os.write(1, b'written'), os.system('echo child')))
-from podrace import output
+from podrace.system import output
 from podrace.system.process import leave
 with output.results_alone():
   sys.__stdout__.write('waiting')

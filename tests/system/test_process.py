@@ -159,6 +159,6 @@ def test_a_wait_names_no_function_of_python(of_user: bool, monkeypatch: pytest.M
   monkeypatch.setattr(signals, 'SLOW_SECONDS', 0.01)
   with signals.Stop() as stopping:
     stopping.during(waits_here if of_user else warned.wait, 'waiting', warn)
-  file = 'test_process' if of_user else 'worker'
+  file = 'test_process' if of_user else 'threads'
   name = 'waits_here' if of_user else 'podrace'
   assert re.search(rf' in {name} \(.*{file}\.py:\d+\)', told[0]), told

@@ -28,7 +28,7 @@ from podrace.envs.base import NextStepReset, restart, select, transition
 from podrace.envs.env_names import at_least, nearest, read_options
 from podrace.envs.libraries import OPPONENT_LOADERS
 from podrace.envs.options import Value
-from podrace.errors import UnknownName
+from podrace.errors import UnknownName, UsageError
 from podrace.types import Array, Environment, TimeStep
 
 AGENT = 0  # pgx's number of the player that learns
@@ -61,6 +61,8 @@ def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
       f'pgx:{name} has no opponent {opponent!r}{nearest(opponent, OPPONENTS)}; there is '
       f'{", ".join(OPPONENTS)}, or the directory of a run of this game'
     )
+  if not OPPONENT_LOADERS:
+    raise UsageError(f'opponent {opponent} is the directory of a run: `import podrace.run` first')
   (load,) = OPPONENT_LOADERS
   move: Move = load(Path(opponent), name)
   return move

@@ -1,6 +1,6 @@
 """podrace on an accelerator: PPO and the Podracer setting 4,096 to 65,536 wide, MuZero, meta-training, Sebulba, environments.
 
-    .venv/bin/python benchmarks/gpu.py [PART ...] [--repeats 3] [--seconds 1]
+    .venv/bin/python benchmarks/gpu/rates.py [PART ...] [--repeats 3] [--seconds 1]
 
 The podrace side of ppo_cartpole.py, catch_podracer.py and environments.py, on all devices there are. MuZero trains on
 MinAtar Breakout under Anakin, with its default settings, and acts on Pong under Sebulba, as in planning_speed.py. LPG is
