@@ -1,9 +1,9 @@
 """What `podrace launch` gives to Kubernetes and SkyPilot, by their own schemas; and its pods, as processes here.
 
-    python benchmarks/manifests.py schemas --python VENV/bin/python --crd jobset.x-k8s.io_jobsets.yaml
-    python benchmarks/manifests.py pods
+    python tests/endurance/manifests.py schemas --python VENV/bin/python --crd jobset.x-k8s.io_jobsets.yaml
+    python tests/endurance/manifests.py pods
 
-`schemas` checks the manifests of every arrangement with the Python of another environment (peers/peer_manifests.py says what
+`schemas` checks the manifests of every arrangement with the Python of another environment (peer_manifests.py says what
 that needs). The CRD is config/components/crd/bases/... of github.com/kubernetes-sigs/jobset. Unknown fields are errors.
 Manifests that are spoiled in one place each must be refused, else the check is none. Not evaluated: rules in CEL and
 the webhooks of JobSet; that SkyPilot knows the accelerator, for which it asks the network.
@@ -31,6 +31,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 
 import common
 import yaml
@@ -107,7 +109,7 @@ def checked(python: str, crd: str, documents: Any) -> Any:
     environ = {**os.environ, 'HOME': home, 'SKYPILOT_DISABLE_USAGE_COLLECTION': '1'}
     environ.pop('PYTHONPATH', None)
     said = subprocess.run(
-      (python, str(common.ROOT / 'benchmarks' / 'peers' / 'peer_manifests.py')), check=True, stdout=subprocess.PIPE,
+      (python, str(Path(__file__).with_name('peer_manifests.py'))), check=True, stdout=subprocess.PIPE,
       input=json.dumps(dict(crd=crd, documents=documents)).encode(), env=environ,
     )  # fmt: skip
   return json.loads(said.stdout.splitlines()[-1])
@@ -239,7 +241,7 @@ def main() -> None:
     description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument('case', choices=('schemas', 'pods'))
-  parser.add_argument('--python', help='of an environment with what peers/peer_manifests.py needs')
+  parser.add_argument('--python', help='of an environment with what peer_manifests.py needs')
   parser.add_argument('--crd', help="JobSet's")
   args = parser.parse_args()
   path = common.RESULTS / 'manifests.json'

@@ -19,6 +19,8 @@ import tempfile
 import time
 from typing import Any
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / 'benchmarks'))
+
 import common
 
 from podrace.distributed.net import descriptors, session_messages

@@ -36,11 +36,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / 'benchmarks'))
+
 import common
 import remote
 import tables_load
 
-sys.path.extend(str(common.ROOT / 'tests' / x) for x in ('support', 'remote', 'service'))
+sys.path.extend(
+  str(common.ROOT / 'tests' / x)
+  for x in ('support', 'distributed/environments', 'distributed/replay')
+)
 
 import numpy as np
 from mutants import data_of, spoiled

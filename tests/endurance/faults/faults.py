@@ -1,8 +1,8 @@
 """Training while machines, services and networks fail: what each kind of fault does to a run that goes on.
 
-    sudo .venv/bin/python benchmarks/faults/faults.py [--kills 100] [--restores 10] [--seconds 30] [--only NAME ...]
+    sudo .venv/bin/python tests/endurance/faults/faults.py [--kills 100] [--restores 10] [--seconds 30] [--only NAME ...]
 
-Learners train on Catch (benchmarks/faults/faults_env.py), one after the other: IMPALA with environments elsewhere (`podrace
+Learners train on Catch (tests/endurance/faults/faults_env.py), one after the other: IMPALA with environments elsewhere (`podrace
 envs`), IMPALA with acting elsewhere (`podrace act`, `podrace replay`), and DQN with prioritised windows in the same
 arrangement. What is elsewhere is in a network namespace of its own, behind a pair of virtual Ethernet devices with
 real addresses, with keys; cuts are made there (a device that is down; neighbours with a wrong address for one
@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 
 from faults_numbers import read
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-sys.path.append(str(Path(__file__).resolve().parents[2] / 'tests' / 'support'))
+sys.path.append(str(Path(__file__).resolve().parents[3] / 'benchmarks'))
+sys.path.append(str(Path(__file__).resolve().parents[2] / 'support'))
 
 from common import RESULTS, ROOT, free_port, origin, record
 from proxy import Proxy
@@ -127,7 +127,7 @@ class Podrace:
   def __init__(self, folder: Path, *args: str, far: bool = False) -> None:
     self.log = folder / f'{len(EVERY)}-{args[0]}.txt'
     inside = ['ip', 'netns', 'exec', NAMESPACE] if far else []
-    path = os.pathsep.join([str(ROOT), str(ROOT / 'benchmarks' / 'faults')])
+    path = os.pathsep.join([str(ROOT), str(ROOT / 'tests' / 'endurance' / 'faults')])
     self.process = subprocess.Popen(
       [*inside, sys.executable, '-m', 'podrace.cli', *args],
       cwd=folder, stdout=self.log.open('w'), stderr=subprocess.STDOUT,

@@ -1,7 +1,7 @@
 """`podrace launch --on slurm` on SLURM itself: one controller and three `slurmd` on this machine.
 
     apt-get install slurmctld slurmd slurm-client      # or unpack the packages into DIRECTORY
-    python benchmarks/slurm.py [--root DIRECTORY]
+    python tests/endurance/slurm.py [--root DIRECTORY]
 
 Cases, with IMPALA on Catch in four processes (learner, queue, two acting ones):
 
@@ -32,6 +32,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 
 import common
 

@@ -1,4 +1,4 @@
-"""Checks manifests by the engines' own schemas; run by benchmarks/manifests.py with another Python.
+"""Checks manifests by the engines' own schemas; run by tests/endurance/manifests.py with another Python.
 
 Needs `pip install kubernetes-validate jsonschema skypilot`. Reads JSON: the path of JobSet's CRD, and documents by name
 ({"kind": "jobset", "secret" or "task", "document": ...}). Prints JSON: versions, and the errors of each document.
