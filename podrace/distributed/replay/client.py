@@ -107,11 +107,11 @@ class Client:
       raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')
     live = [c for c in self.connections if not c.away] or self.connections
     connection = live[next(self._writers) % len(live)]
-    return Writer(connection.outbox.store(delay), history, rows_per_chunk, max_in_flight)
+    return Writer(connection.writer_store(delay), history, rows_per_chunk, max_in_flight)
 
   def writers(self, history: int) -> list[Writer]:
     """A writer for each server, in the order of `RemoteTable.shard_of`; to amend items that were sampled."""
-    return [Writer(c.outbox.store(DELAY), history, None, IN_FLIGHT) for c in self.connections]
+    return [Writer(c.writer_store(DELAY), history, None, IN_FLIGHT) for c in self.connections]
 
   def checkpoint(self, timeout: float | None = None) -> list[str]:
     """Has each server write a checkpoint; their paths there, when they are written."""

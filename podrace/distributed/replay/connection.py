@@ -20,6 +20,7 @@ from podrace.distributed.net.safe_text import plain_lines
 from podrace.distributed.net.session_messages import ASK, PING, REPORT
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.outbox import Outbox
+from podrace.distributed.replay.writer_store import WriterStore
 from podrace.tables.blocking import Closed, RateLimited
 from podrace.tables.items import Signature
 
@@ -85,7 +86,8 @@ class Connection(Handler):
     link = self.link = Link(address, keys, insecure, self, changed)
     link.ping_every = PING_SECONDS
     self.wake, self.close = link.wake, link.close
-    self.outbox = Outbox(self, link)
+    self.outbox = Outbox(link)
+    self.released = self.outbox.released
     self.tables: dict[str, dict[str, Any]] = {}
     self.sizes: dict[str, int] = {}
     self._asked: dict[int, Asked] = {}
@@ -111,6 +113,22 @@ class Connection(Handler):
   def state(self) -> str:
     """For messages: whether there is a connection."""
     return f'there is no connection: {self.link.why}' if self.away else 'it is connected'
+
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+    return self.outbox.idle
+
+  def why_not_inserted(self) -> str:
+    """Returns the reason why the newest items are not in their tables."""
+    why = self.outbox.why_held or 'it has not been acknowledged yet'
+    return f'at {self.address} {self.state() if self.away else why}'
+
+  def writer_store(self, delay: float) -> WriterStore:
+    """Makes the store of a new writer; items are sent after at most `delay` seconds."""
+    store = WriterStore(self, delay)
+    self.outbox.add(store)
+    return store
 
   def ask_report(self) -> None:
     """Has a newer report come, in a while."""

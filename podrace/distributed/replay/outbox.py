@@ -7,18 +7,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from podrace.distributed.net.link import Link
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.sent_chunks import Sending, SentChunk, pieces_of
+from podrace.distributed.replay.writer_store import Sending, SentChunk, WriterStore, pieces_of
 from podrace.tables.items import Signature
-
-if TYPE_CHECKING:
-  from podrace.distributed.replay.connection import Connection
-from podrace.distributed.replay.writer_store import WriterStore
 
 TURN = 0.05  # seconds between looks at the clock
 OUTSTANDING = 4  # INSERTs that are not yet acknowledged
@@ -62,10 +58,10 @@ class Declarations:
 
 
 class Outbox:
-  """One connection's. Of its thread, but for `store` and `idle`."""
+  """One connection's. Of its thread, but for `add` and `idle`."""
 
-  def __init__(self, connection: Connection, link: Link) -> None:
-    self._connection, self._link = connection, link
+  def __init__(self, link: Link) -> None:
+    self._link = link
     self.released: deque[SentChunk] = deque()  # which writers need no longer
     self.why_held = ''  # what keeps the newest items out of their tables, as the service says
     self.messages = 0
@@ -88,12 +84,10 @@ class Outbox:
     """Whether an item would be sent at once."""
     return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
 
-  def store(self, delay: float) -> WriterStore:
-    """A new writer's."""
-    store = WriterStore(self._connection, self, delay)
+  def add(self, store: WriterStore) -> None:
+    """Sends the items of this store until it is garbage-collected. For any thread."""
     with self._link.changed:
       self._stores = [*(r for r in self._stores if r() is not None), weakref.ref(store)]
-    return store
 
   def _live_stores(self) -> list[WriterStore]:
     return [store for ref in self._stores if (store := ref()) is not None]

@@ -17,8 +17,7 @@ from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.connection import Asked, Connection
 from podrace.distributed.replay.drawing import Drawing, Sampler
 from podrace.distributed.replay.item_schema import Contents
-from podrace.distributed.replay.sent_chunks import Sending
-from podrace.distributed.replay.writer_store import WriterStore
+from podrace.distributed.replay.writer_store import Sending, WriterStore
 from podrace.tables.blocking import (
   InFlight,
   Pending,
@@ -69,7 +68,7 @@ class RemoteTable:
 
   def takes_from(self, store: ChunkStore) -> bool:
     """Whether items over chunks of this store can be inserted."""
-    return isinstance(store, WriterStore) and store.connection in self._connections
+    return isinstance(store, WriterStore) and store.session in self._connections
 
   def check_priority(self, priority: float) -> float:
     """A priority that the selectors can bear; raises ValueError for any other."""

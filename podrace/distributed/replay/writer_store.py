@@ -1,8 +1,8 @@
-"""What podrace.tables.Writer writes to, where the tables are elsewhere.
+"""The chunks and items of one writer whose tables are at a replay service.
 
-Each writer has a store of its own; each connection an outbox, over which their items go. Rows are cut into pieces, packed by the writer, which go to the service with
-the first item that needs them. A chunk that is full is one piece; one that is not yet is cut early if an item
-has waited long enough for it, or is flushed.
+Each writer has a store, and each connection an outbox that sends the items of its stores. The writer cuts its
+rows into pieces and packs them. A piece is sent with the first item that needs it. A full chunk is one
+piece. A chunk that is still being filled is cut early if an item has waited `delay` seconds for it or is flushed.
 """
 
 from __future__ import annotations
@@ -12,30 +12,101 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.outbox import Outbox
-from podrace.distributed.replay.sent_chunks import Piece, Sending, SentChunk
-from podrace.tables.blocking import REPORT_AFTER, Desk, InFlight, Wait
+from podrace.tables.blocking import REPORT_AFTER, Desk, InFlight, Pending, Wait
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
 from podrace.tables.items import NEW, Item
 
-if TYPE_CHECKING:
-  from podrace.distributed.replay.connection import Connection
-  from podrace.distributed.replay.remote_table import RemoteTable
+COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
+REFERENCE = 16  # bytes that any chunk counts for
+
+
+class Session(Protocol):
+  """The connection that sends the items of a store.
+
+  Attributes:
+    address: of the service.
+    idle: whether an item would be sent at once.
+    released: chunks that writers no longer need, for the connection to announce.
+  """
+
+  address: str
+  released: deque[SentChunk]
+
+  @property
+  def idle(self) -> bool: ...
+
+  def wake(self) -> None:
+    """Wakes the connection's thread."""
+
+  def check_open(self) -> None:
+    """Raises Closed, or the error that ended the connection."""
+
+  def why_not_inserted(self) -> str:
+    """Returns the reason why the newest items are not in their tables."""
+
+
+class WriterTarget(Protocol):
+  """The table of an item; `report` gets a line if an insert waits long."""
+
+  name: str
+  report: Callable[[str], None]
+
+
+class Piece:
+  """Rows of a chunk as they are sent, and their number in the session in which they were."""
+
+  __slots__ = ('data', 'how', 'number', 'rows', 'session')
+
+  def __init__(self, rows: int, how: int, data: bytes) -> None:
+    self.rows, self.how, self.data = rows, how, data
+    self.number, self.session = 0, -1
+
+
+class SentChunk(Chunk):
+  """A chunk and its pieces, which are its rows up to `through`."""
+
+  __slots__ = ('pieces', 'store', 'through')
+
+  def __init__(self, key: int, array: np.ndarray, length: int, store: WriterStore) -> None:
+    super().__init__(key, array, length)
+    self.pieces: list[Piece] = []
+    self.store, self.through = store, 0
+
+
+class Sending(Pending):
+  """An item that is not yet known to be in its table."""
+
+  __slots__ = ('due', 'number', 'store')
+
+  def __init__(
+    self, item: Item, writer: InFlight, table: WriterTarget, store: WriterStore, due: float
+  ) -> None:
+    super().__init__(item, table, writer)
+    self.store, self.due = store, due
+    self.number = 0  # in the client's stream, once it has been sent
+
+  @property
+  def bytes(self) -> int:
+    """Of its chunks, if they are worth counting; some of them may have been sent already."""
+    parts = self.item.parts
+    few = REFERENCE * sum([len(part[0]) for part in parts])
+    return few + sum([c.nbytes for part in parts for c in part[0] if c.nbytes > COUNTED])
 
 
 class WriterStore(ChunkStore):
   """One writer's chunks, and its items that are not yet in their tables."""
 
-  def __init__(self, connection: Connection, outbox: Outbox, delay: float) -> None:
+  def __init__(self, session: Session, delay: float) -> None:
     super().__init__(cache_bytes=0)
     if not 0 <= delay < math.inf:
       raise ValueError(f'{delay=} must be at least 0, in seconds')
-    self.connection, self._outbox, self.delay = connection, outbox, delay
+    self.session, self.delay = session, delay
     self.queue: deque[Sending] = deque()  # not yet sent
     self.forced = False  # all of them are to be sent
     self.unacknowledged = Account()
@@ -58,7 +129,7 @@ class WriterStore(ChunkStore):
     super().drop(chunk, account)
     if not chunk.holders:
       assert isinstance(chunk, SentChunk)
-      self._outbox.released.append(chunk)
+      self.session.released.append(chunk)
 
   def read(self, chunk: Chunk) -> np.ndarray:
     array = chunk.array
@@ -77,9 +148,9 @@ class WriterStore(ChunkStore):
     ]
     return np.concatenate(pieces)
 
-  def submit(self, table: RemoteTable, item: Item, writer: InFlight) -> Sending:
+  def submit(self, table: WriterTarget, item: Item, writer: InFlight) -> Sending:
     """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
-    self.connection.check_open()
+    self.session.check_open()
     if item.key == NEW:
       item.key = self._new_key()
     with self.lock:
@@ -88,10 +159,10 @@ class WriterStore(ChunkStore):
         for chunk in part[0]:
           self.hold(chunk, self.unacknowledged)
     self.queue.append(sending)
-    if (self._outbox.idle and self.is_ready(item)) or len(
+    if (self.session.idle and self.is_ready(item)) or len(
       self.queue
     ) == replay_messages.MESSAGE_ITEMS:
-      self.connection.wake()
+      self.session.wake()
     return sending
 
   def _new_key(self) -> int:
@@ -105,17 +176,13 @@ class WriterStore(ChunkStore):
     """Returns when an item is in its table, or at most so many wait, or one has been refused."""
     if not pending.number:
       self.forced = True
-      self.connection.wake()
+      self.session.wake()
     writer, table = pending.writer, pending.table
     desk = Desk(table.name, self.lock, REPORT_AFTER, table.report)
     with self.lock:
       while not pending.done and len(writer.waiting) > most and not writer.refusals:
-        self.connection.check_open()
-        wait.on(desk, self._done, 'insert into', self._why_not)
-
-  def _why_not(self) -> str:
-    connection, why = self.connection, self._outbox.why_held or 'it has not been acknowledged yet'
-    return f'at {connection.address} {connection.state() if connection.away else why}'
+        self.session.check_open()
+        wait.on(desk, self._done, 'insert into', self.session.why_not_inserted)
 
   # --- for the connection's thread -----------------------------------------------------------------
 
@@ -183,4 +250,19 @@ class WriterStore(ChunkStore):
       self._done.notify_all()
 
 
-# --- over a connection ------------------------------------------------------------------------------
+def pieces_of(part: Any) -> tuple[list[Piece], int]:
+  """The pieces that a part needs, and where in the first of them it begins."""
+  chunks, offset, rows = part
+  if len(chunks) == 1 and len(chunks[0].pieces) == 1:
+    return chunks[0].pieces, offset
+  found: list[Piece] = []
+  first, start, end = offset, 0, offset + rows
+  for chunk in chunks:
+    for piece in chunk.pieces:
+      stop = start + piece.rows
+      if stop > offset and start < end:
+        if not found:
+          first = offset - start
+        found.append(piece)
+      start = stop
+  return found, first

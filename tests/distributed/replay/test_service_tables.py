@@ -562,7 +562,7 @@ def test_top_shows_tables_and_clients(
 
 
 def test_a_million_keys_differ(client: replay.Client) -> None:
-  stores = [client.connections[0].outbox.store(0.5) for _ in range(4)]
+  stores = [client.connections[0].writer_store(0.5) for _ in range(4)]
   keys = {store._new_key() for store in stores for _ in range(300_000)}
   assert len(keys) == 1_200_000 and min(keys) > 0 and max(keys) < 2**63
   store = stores[0]

@@ -88,7 +88,7 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     assert any(replay.address in r.getMessage() for r in caplog.records)
     lonely = fill(client, table, 5)  # to the one that is there
     lonely.close(timeout=30)
-    waiting = writers[[w._store.connection for w in writers].index(client.connections[1])]  # type: ignore[attr-defined]
+    waiting = writers[[w._store.session for w in writers].index(client.connections[1])]  # type: ignore[attr-defined]
     waiting.append({'x': np.int64(7)})
     waiting.create_item(other, 1.0, num_steps=1)
     with pytest.raises(tables.RateLimited, match=f'at {replay.address} .*there is no connection'):
