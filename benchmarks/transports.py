@@ -50,10 +50,10 @@ def write_and_read(address: str, kind: str, frames: str) -> None:
 
 
 def publish() -> None:
-  from podrace.distributed import replay as service
+  from podrace.distributed import parameters
 
   array = np.random.default_rng(0).integers(0, 255, VERSION_BYTES, np.uint8)
-  with service.Publisher(ANY) as publisher:
+  with parameters.Publisher(ANY) as publisher:
     common.answer(address=publisher.address)
     for request in common.requests():
       if 'version' in request:
@@ -63,9 +63,9 @@ def publish() -> None:
 
 
 def hold(address: str, clients: str) -> None:
-  from podrace.distributed import replay as service
+  from podrace.distributed import parameters
 
-  readers = [service.Parameters(address) for _ in range(int(clients))]
+  readers = [parameters.Parameters(address) for _ in range(int(clients))]
   common.answer(ready=True)
   for request in common.requests():
     for reader in readers:

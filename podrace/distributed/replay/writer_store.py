@@ -22,8 +22,8 @@ from podrace.tables.blocking import REPORT_AFTER, Desk, InFlight, Pending, Wait
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
 from podrace.tables.items import NEW, Item
 
-COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
-REFERENCE = 16  # bytes that any chunk counts for
+COUNTED = 4096  # bytes above which a chunk counts in the size of a message
+REFERENCE = 16  # bytes that a reference to a chunk counts for
 
 
 class Session(Protocol):
@@ -58,8 +58,8 @@ class WriterTarget(Protocol):
   report: Callable[[str], None]
 
 
-class Piece:
-  """Rows of a chunk as they are sent, and their number in the session in which they were."""
+class ChunkPiece:
+  """Packed rows of a chunk, and their number in the session that sent them."""
 
   __slots__ = ('data', 'how', 'number', 'rows', 'session')
 
@@ -69,18 +69,18 @@ class Piece:
 
 
 class SentChunk(Chunk):
-  """A chunk and its pieces, which are its rows up to `through`."""
+  """A chunk, and the pieces of its rows before `through`."""
 
   __slots__ = ('pieces', 'store', 'through')
 
   def __init__(self, key: int, array: np.ndarray, length: int, store: WriterStore) -> None:
     super().__init__(key, array, length)
-    self.pieces: list[Piece] = []
+    self.pieces: list[ChunkPiece] = []
     self.store, self.through = store, 0
 
 
 class Sending(Pending):
-  """An item that is not yet known to be in its table."""
+  """An item that is not yet acknowledged; it must be sent at the time `due`."""
 
   __slots__ = ('due', 'number', 'store')
 
@@ -89,49 +89,62 @@ class Sending(Pending):
   ) -> None:
     super().__init__(item, table, writer)
     self.store, self.due = store, due
-    self.number = 0  # in the client's stream, once it has been sent
+    self.number = 0  # in the client's stream, once the item has been sent
 
   @property
   def bytes(self) -> int:
-    """Of its chunks, if they are worth counting; some of them may have been sent already."""
+    """About the bytes of its chunks, including those that an earlier item has sent."""
     parts = self.item.parts
-    few = REFERENCE * sum([len(part[0]) for part in parts])
-    return few + sum([c.nbytes for part in parts for c in part[0] if c.nbytes > COUNTED])
+    references = REFERENCE * sum([len(part[0]) for part in parts])
+    return references + sum([c.nbytes for part in parts for c in part[0] if c.nbytes > COUNTED])
 
 
 class WriterStore(ChunkStore):
-  """One writer's chunks, and its items that are not yet in their tables."""
+  """The chunks of one writer, and its items that have not been sent.
+
+  Args:
+    delay: seconds that an item waits for its last chunks to fill up.
+
+  Attributes:
+    queue: items that have not been sent.
+    flushing: all of them are to be sent at once.
+    unacknowledged: account of the chunks of items that are not yet in their tables.
+  """
 
   def __init__(self, session: Session, delay: float) -> None:
     super().__init__(cache_bytes=0)
     if not 0 <= delay < math.inf:
       raise ValueError(f'{delay=} must be at least 0, in seconds')
     self.session, self.delay = session, delay
-    self.queue: deque[Sending] = deque()  # not yet sent
-    self.forced = False  # all of them are to be sent
+    self.queue: deque[Sending] = deque()
+    self.flushing = False
     self.unacknowledged = Account()
     self._done = threading.Condition(self.lock)  # type: ignore[arg-type]
     self._cutting = threading.Lock()
     self._key = -1
 
-  # --- for the writer ------------------------------------------------------------------------------
+  # --- for the writer
 
   def chunk(self, array: np.ndarray, length: int) -> Chunk:
+    """Makes a chunk."""
     return SentChunk(next(self._chunk_keys), array, length, self)
 
   def seal(self, chunk: Chunk, differences: bool) -> None:
+    """Cuts and packs the rest of a full chunk."""
     assert isinstance(chunk, SentChunk)
     self.cut(chunk, differences)
     with self.lock:
       self._resize(chunk, sum(len(piece.data) for piece in chunk.pieces))
 
   def drop(self, chunk: Chunk, account: Account) -> None:
+    """Drops a chunk, and releases it at the service if no account holds it."""
     super().drop(chunk, account)
     if not chunk.holders:
       assert isinstance(chunk, SentChunk)
       self.session.released.append(chunk)
 
   def read(self, chunk: Chunk) -> np.ndarray:
+    """Returns the rows of a chunk."""
     array = chunk.array
     if array is not None:
       return array
@@ -149,7 +162,7 @@ class WriterStore(ChunkStore):
     return np.concatenate(pieces)
 
   def submit(self, table: WriterTarget, item: Item, writer: InFlight) -> Sending:
-    """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
+    """Queues an item, which is sent when its chunks are full, or after `delay` seconds."""
     self.session.check_open()
     if item.key == NEW:
       item.key = self._new_key()
@@ -166,16 +179,16 @@ class WriterStore(ChunkStore):
     return sending
 
   def _new_key(self) -> int:
-    """A key that nobody else draws: 42 random bits, which last for a million items."""
+    """Returns a key that no other writer draws: 42 random bits, new after 2^KEY_BITS items."""
     if (self._key + 1) % 2**replay_messages.KEY_BITS == 0:
       self._key = int.from_bytes(os.urandom(8), 'little') >> 22 << replay_messages.KEY_BITS
     self._key += 1
     return self._key
 
   def wait_for(self, pending: Sending, most: int, wait: Wait) -> None:
-    """Returns when an item is in its table, or at most so many wait, or one has been refused."""
+    """Waits until an item is in its table, at most `most` wait, or one has been refused."""
     if not pending.number:
-      self.forced = True
+      self.flushing = True
       self.session.wake()
     writer, table = pending.writer, pending.table
     desk = Desk(table.name, self.lock, REPORT_AFTER, table.report)
@@ -184,10 +197,10 @@ class WriterStore(ChunkStore):
         self.session.check_open()
         wait.on(desk, self._done, 'insert into', self.session.why_not_inserted)
 
-  # --- for the connection's thread -----------------------------------------------------------------
+  # --- for the connection's thread
 
   def cut(self, chunk: SentChunk, differences: bool = False) -> None:
-    """Makes a piece of the rows that are in none yet."""
+    """Makes a piece of the rows that are in no piece yet."""
     with self._cutting:
       upto = chunk.length
       if upto > chunk.through:
@@ -195,9 +208,9 @@ class WriterStore(ChunkStore):
         rows = chunk.array[chunk.through : upto]
         packed = pack(rows, differences)
         if packed is None:
-          piece = Piece(len(rows), replay_messages.AS_IS, rows.tobytes())
+          piece = ChunkPiece(len(rows), replay_messages.AS_IS, rows.tobytes())
         else:
-          piece = Piece(
+          piece = ChunkPiece(
             len(rows),
             replay_messages.DIFFERENCES if packed[1] else replay_messages.PACKED,
             packed[0],
@@ -208,7 +221,7 @@ class WriterStore(ChunkStore):
         chunk.array = None
 
   def is_ready(self, item: Item) -> bool:
-    """Whether all its rows are in pieces."""
+    """Returns whether all rows of an item are in pieces."""
     for chunks, offset, rows in item.parts:
       if len(chunks) > 1:
         offset -= sum([chunk.length for chunk in chunks[:-1]])
@@ -217,26 +230,26 @@ class WriterStore(ChunkStore):
     return True
 
   def complete(self, item: Item) -> None:
-    """Makes pieces of all its rows."""
+    """Makes pieces of all rows of an item."""
     if not self.is_ready(item):
       for part in item.parts:
         self.cut(part[0][-1])  # type: ignore[arg-type]
 
   def take(self, most: int, size: int, now: float) -> list[Sending]:
-    """Items to send next: so many at most, of about so many bytes, and at least one."""
+    """Takes at most `most` items to send next, and stops after about `size` bytes."""
     queue, taken = self.queue, list[Sending]()
     while queue and len(taken) < most and size > 0:
       head = queue[0]
       size -= head.bytes
-      if not (self.is_ready(head.item) or self.forced or head.due <= now):
+      if not (self.is_ready(head.item) or self.flushing or head.due <= now):
         break
       taken.append(queue.popleft())
     if not queue:
-      self.forced = False
+      self.flushing = False
     return taken
 
   def finish(self, done: list[Sending], refusal: str | None = None) -> None:
-    """Items are in, or refused; whoever waits looks around."""
+    """Finishes items that were inserted or refused, and wakes the calls that wait."""
     with self.lock:
       for sending in done:
         if sending.done:
@@ -250,19 +263,19 @@ class WriterStore(ChunkStore):
       self._done.notify_all()
 
 
-def pieces_of(part: Any) -> tuple[list[Piece], int]:
-  """The pieces that a part needs, and where in the first of them it begins."""
+def pieces_of(part: Any) -> tuple[list[ChunkPiece], int]:
+  """Returns the pieces that a part of an item needs, and its first row in the first of them."""
   chunks, offset, rows = part
   if len(chunks) == 1 and len(chunks[0].pieces) == 1:
     return chunks[0].pieces, offset
-  found: list[Piece] = []
+  needed: list[ChunkPiece] = []
   first, start, end = offset, 0, offset + rows
   for chunk in chunks:
     for piece in chunk.pieces:
       stop = start + piece.rows
       if stop > offset and start < end:
-        if not found:
+        if not needed:
           first = offset - start
-        found.append(piece)
+        needed.append(piece)
       start = stop
-  return found, first
+  return needed, first
