@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.distributed.net.link import Refused
-from podrace.distributed.replay import replay_messages
+from podrace.distributed.replay import replay_messages, table_settings
 from podrace.distributed.replay.connection import ReplayConnection
 from podrace.distributed.replay.item_schema import ItemSchema
 from podrace.distributed.replay.remote_table import RemoteTable
@@ -89,7 +89,7 @@ class ReplayClient:
       if None in settings.values():
         raise ValueError(f'table {name!r}: {", ".join(settings)} belong together')
       settings.update(max_bytes=max_bytes, max_times_sampled=max_times_sampled)
-      details = replay_messages.packed_settings(**settings, run=run, contents=contents)
+      details = table_settings.pack_settings(**settings, run=run, contents=contents)
     most = math.inf
     for connection in self.connections:
       call = connection.ask(replay_messages.TABLE, name, details)

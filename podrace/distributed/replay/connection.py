@@ -203,7 +203,8 @@ class ReplayConnection(Handler):
     expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
     replay_messages.read_map('welcome', details, expected)
     waiting, missing = (
-      set(replay_messages.records(details[name], '<u8').tolist()) for name in ('waiting', 'missing')
+      set(replay_messages.read_records(details[name], '<u8').tolist())
+      for name in ('waiting', 'missing')
     )
     self._begin_session()
     self.sizes = _read_sizes(details.get('sizes'))

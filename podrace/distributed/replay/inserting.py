@@ -159,7 +159,7 @@ class Inserting:
       bytes of its JSON.
     """
     signature = replay_messages.read_signature(details)
-    text = json.dumps(replay_messages.packed_signature(signature))
+    text = json.dumps(replay_messages.pack_signature(signature))
     if (known := self._signatures.pop(text, None)) is None:
       self.signature_bytes += len(text)
     self._signatures[text] = signature = known or signature
@@ -173,7 +173,7 @@ class Inserting:
       raise WireError('an insert with message 0, which is that of ACKs of items that waited')
     stream, counts = peer.state.stream, self._listener.counts
     chunks, details, parts, refs, released = map(
-      replay_messages.records, arrays, replay_messages.INSERTED
+      replay_messages.read_records, arrays, replay_messages.INSERTED
     )
     stream.take_chunks(self._store, chunks, arrays[5])
     counts['pieces'] += len(chunks)

@@ -52,7 +52,7 @@ class Declarations:
     """Returns the number of a signature. Looks it up by identity, because comparing is slow."""
     known = self._known.get(id(signature))
     if known is None:
-      number = self.number('signatures', signature, replay_messages.packed_signature(signature))
+      number = self.number('signatures', signature, replay_messages.pack_signature(signature))
       if len(self._known) > 1000:
         self._known.clear()
       known = self._known[id(signature)] = number, signature
@@ -131,7 +131,7 @@ class Outbox:
 
   def acknowledge(self, message: int, why: str, *numbers: memoryview) -> None:
     """Takes an ACK: numbers of inserted, waiting and refused items."""
-    done, waiting, refused = (replay_messages.records(x, '<u8').tolist() for x in numbers)
+    done, waiting, refused = (replay_messages.read_records(x, '<u8').tolist() for x in numbers)
     if message:
       self._outstanding -= 1
     if waiting:

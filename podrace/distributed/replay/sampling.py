@@ -219,6 +219,6 @@ class Sampling:
         known.clear()
       window.newest_signature += 1
       known[id(signature)] = window.newest_signature, signature
-      packed = replay_messages.packed_signature(signature)
+      packed = replay_messages.pack_signature(signature)
       self._listener.send(peer, replay_messages.SIGNATURE, window.newest_signature, packed)
     return known[id(signature)][0]

@@ -14,9 +14,9 @@ import numpy as np
 from podrace import tables
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Listener
-from podrace.distributed.replay import replay_messages
+from podrace.distributed.replay import replay_messages, table_settings
 from podrace.distributed.replay.item_schema import ItemSchema, describe_difference
-from podrace.distributed.replay.replay_messages import CONTENTS, settings_differences
+from podrace.distributed.replay.table_settings import CONTENTS, describe_differences
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.table import Table
 
@@ -46,7 +46,7 @@ class ServedTable:
       A line for each setting that differs.
     """
     current, columns = self.settings, requested.get(CONTENTS)
-    reasons = settings_differences(self.name, current, requested)
+    reasons = describe_differences(self.name, current, requested)
     if columns is None or reasons or columns == current.get(CONTENTS):
       return reasons
     signature, expected = self.table.contents.signature, ItemSchema(columns).signature
@@ -81,7 +81,7 @@ class ServedTables:
     if CONTENTS in settings:
       ItemSchema(settings[CONTENTS])  # raises before anything is made
     self.by_name[name] = ServedTable(
-      replay_messages.make_table(name, self.store, settings), settings
+      table_settings.make_table(name, self.store, settings), settings
     )
     self.by_name[name].apply_schema()
 
@@ -94,7 +94,7 @@ class ServedTables:
     for name, details in settings.items():
       if name not in self.by_name:
         self.make(name, details)
-      elif reasons := settings_differences(name, details, self.by_name[name].settings):
+      elif reasons := describe_differences(name, details, self.by_name[name].settings):
         raise tables.CheckpointError(
           f'checkpoint {path} has other settings than --table: ' + '; '.join(reasons)
         )
@@ -158,7 +158,7 @@ class ServedTables:
     """Sets priorities by key; returns how many keys were in the table."""
     known = _read_keys(keys)
     self._listener.counts['updated'] += len(known)
-    values = replay_messages.records(priorities, '<f8')
+    values = replay_messages.read_records(priorities, '<f8')
     return self._find(name).table.update_priorities(known, values)
 
   def delete(self, name: str, keys: memoryview) -> int:
@@ -178,7 +178,7 @@ class ServedTables:
 
 
 def _read_keys(array: memoryview) -> np.ndarray:
-  keys = replay_messages.records(array, '<i8')
+  keys = replay_messages.read_records(array, '<i8')
   if len(keys) > replay_messages.MESSAGE_KEYS:
     raise WireError(f'{len(keys)} keys in a message, at most {replay_messages.MESSAGE_KEYS}')
   return keys

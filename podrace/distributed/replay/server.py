@@ -23,7 +23,7 @@ from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.listener import Handler, Listen, Listener, Peer, Serving
 from podrace.distributed.net.safe_text import Say, plain_lines
 from podrace.distributed.net.session_messages import SILENCE
-from podrace.distributed.replay import replay_messages
+from podrace.distributed.replay import replay_messages, table_settings
 from podrace.distributed.replay.checkpoints import ReplayCheckpoints
 from podrace.distributed.replay.insert_streams import InsertStream
 from podrace.distributed.replay.inserting import Inserting
@@ -63,7 +63,7 @@ class ReplayServer(Handler):
       service may use the directory at the same time.
     keys: a directory with the service's keys, needed beyond this machine.
     insecure: no keys, beyond this machine.
-    tables: settings by name (`replay_messages.packed_settings`) of tables to make at the start. Clients
+    tables: settings by name (`table_settings.pack_settings`) of tables to make at the start. Clients
       can make more.
     checkpoint_every: seconds; 0 for checkpoints on demand and at the end only.
     most_bytes: of the steps that one client's writers keep.
@@ -197,8 +197,8 @@ class ReplayServer(Handler):
       largest=self.largest,
       number=stream.number,
       sizes=self.served.sizes(),
-      waiting=replay_messages.numbers(stream.waiting),
-      missing=replay_messages.numbers(stream.missing),
+      waiting=replay_messages.pack_numbers(stream.waiting),
+      missing=replay_messages.pack_numbers(stream.missing),
     )
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
@@ -316,9 +316,9 @@ def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
     values[key] = value
   if missing := [k for k in needed if k not in values]:
     raise ValueError(f'needs {", ".join(missing)}')
-  settings = replay_messages.packed_settings(
-    sampler=replay_messages.selector(values['sampler']),
-    remover=replay_messages.selector(values['remover']),
+  settings = table_settings.pack_settings(
+    sampler=table_settings.parse_selector(values['sampler']),
+    remover=table_settings.parse_selector(values['remover']),
     rate_limiter=_parse_limiter(values['rate']),
     **sizes,
   )

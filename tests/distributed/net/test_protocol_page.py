@@ -42,6 +42,7 @@ from podrace.distributed.replay import (
   sampling,
   served_tables,
   server,
+  table_settings,
 )
 from podrace.envs.host import answer_timer
 from podrace.tables.items import TableInfo
@@ -246,7 +247,7 @@ SETTINGS: dict[str, Any] = dict(
 
 
 def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
-  told = replay_messages.packed_settings(**SETTINGS)
+  told = table_settings.pack_settings(**SETTINGS)
   with server.ReplayServer(bare.ANY, tables={'t': told}) as service:
     one = bare.connect(service.address, replay_messages.OF_SERVICES)
     welcome = one.hello(replay_messages.SERVICE, 7)
@@ -284,7 +285,7 @@ def test_the_settings_of_the_page_make_a_table() -> None:
   assert text is not None
   settings = json.loads(text[0])
   shown = named(PAGE.partition('| setting | type |')[2].partition('\n\n')[0])
-  assert set(settings) | {replay_messages.RUN, replay_messages.CONTENTS} == shown
+  assert set(settings) | {table_settings.RUN, table_settings.CONTENTS} == shown
   with server.ReplayServer(bare.ANY) as service:
     one = bare.connect(service.address, replay_messages.OF_SERVICES)
     one.hello(replay_messages.SERVICE, 7)
@@ -389,5 +390,5 @@ def test_powers_of_two_are_those_of_the_page() -> None:
   assert replay_messages.UNPACKED_CHUNK_BYTES == 2**26 and replay_messages.MOST_BYTES == 2**28
   assert KEPT == 4 and connecting.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
   assert replay_messages.CHUNK.itemsize * replay_messages.MESSAGE_CHUNKS == 2**24
-  assert server.SLACK == 2**20 and replay_messages.MOST_NUMBER == 10**15
+  assert server.SLACK == 2**20 and table_settings.MOST_NUMBER == 10**15
   assert answer_timer.START_SECONDS == 120 and stream.PREFIX_BYTES == 8

@@ -183,7 +183,7 @@ X = pack_column('x', np.int64, (2,), 3)
 def declared(server: ReplayServer) -> Raw:
   raw = Raw(server.address)
   raw.join()
-  signature = replay_messages.packed_signature(ItemSchema([X]).signature)
+  signature = replay_messages.pack_signature(ItemSchema([X]).signature)
   raw.say(replay_messages.DECLARE,           {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
   return raw
 

@@ -16,7 +16,13 @@ from test_service_tables import SIMPLE, fill
 from podrace import tables
 from podrace.distributed import replay
 from podrace.distributed.net import session_messages
-from podrace.distributed.replay import inserting, replay_messages, sampling, served_tables
+from podrace.distributed.replay import (
+  inserting,
+  replay_messages,
+  sampling,
+  served_tables,
+  table_settings,
+)
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import trees
 
@@ -190,7 +196,7 @@ def test_settings_of_all_tables_together_are_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(served_tables, 'SETTINGS_BYTES', 4000)
-  settings = replay_messages.packed_settings(
+  settings = table_settings.pack_settings(
     sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=5
   )
   raw = Raw(server.address)

@@ -224,7 +224,7 @@ class Raw(bare.Bare):
     raise AssertionError('the connection ended without a word')
 
 
-SIGNATURE = replay_messages.packed_signature(
+SIGNATURE = replay_messages.pack_signature(
   Signature(('dict', ('x',), (('leaf', (), ()),)), (Leaf('x', np.dtype('<i8'), (2,), False),))
 )
 
