@@ -22,7 +22,7 @@ class Leases:
     self.held: dict[Any, range] = {}
 
   def find(self, size: int, wish: int) -> range | None:
-    """Returns `size` free environments in a row, from number `wish` on if they are free, or None."""
+    """Returns `size` free environments in a row, at `wish` if they are free, or None."""
     taken = sorted(self.held.values(), key=lambda r: r.start)
     starts, stops = [0, *(r.stop for r in taken)], [*(r.start for r in taken), self.total]
     free = [(a, b - size) for a, b in zip(starts, stops, strict=True) if b - a >= size]

@@ -1,8 +1,9 @@
 """Publishes a learner's parameters to acting processes, version by version.
 
-A version is one message, so a reader has all of it or nothing. A reader that has taken its last message is sent the
-newest version. So a slow reader delays no other one, and skips versions. All readers are sent the same memory.
-The bytes of a version with the SHA-256 of the last one are not sent again.
+A version is one message, so a reader has all of it or nothing. A reader that has taken its last
+message is sent the newest version. So a slow reader delays no other one, and skips versions. All
+readers are sent the same memory. The bytes of a version are not sent again if its SHA-256 is that
+of the last one.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ class ReaderState:
 class Publisher(listener.Handler):
   """Sends versions to readers. `publish` may be called from any thread.
 
-  *Owner*: the caller, by `with` or `close`; a thread serves from construction on. *Ends when*: closed, or the
-  thread fails. *Raises*: `publish` raises RuntimeError if the thread has failed.
+  *Owner*: the caller, by `with` or `close`. A thread serves from construction on.
+  *Ends when*: closed, or the thread fails.
+  *Raises*: `publish` raises RuntimeError if the thread has failed.
 
   Example:
     with Publisher('tcp://127.0.0.1:5561') as publisher:  # in the learner's process

@@ -40,8 +40,9 @@ class Parameters(link.Handler):
   Staleness is the time since the held version was last known to be the newest: since its message
   began, or since the publisher last confirmed it.
 
-  *Owner*: the caller, by `close`. *Ends when*: closed, or refused by the publisher. *Raises*: `get` raises Closed
-  or Refused.
+  *Owner*: the caller, by `close`.
+  *Ends when*: closed, or refused by the publisher.
+  *Raises*: `get` raises Closed or Refused.
 
   Example:
     reader = Parameters('tcp://127.0.0.1:5561', max_staleness=30.0)
@@ -60,7 +61,7 @@ class Parameters(link.Handler):
   Attributes:
     first: the number of the first environment in this session, or in the last one.
     changed: notified when a version comes, or a session begins or ends.
-    fetched: versions whose bytes were sent.
+    fetched: versions that came with bytes.
 
   Raises:
     SecurityError: see podrace.distributed.net.keys.
@@ -196,7 +197,7 @@ class Parameters(link.Handler):
       self._hold(self._held, time.monotonic())
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """Makes memory for a version's bytes, unless they are those of the held version."""
+    """Makes memory for a version's bytes, unless the held version has the same ones."""
     self._begun_at = time.monotonic()
     version, sha256, leaves = fields
     self._known = version
@@ -246,7 +247,7 @@ def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
 
 
 def _dtype(name: Any) -> np.dtype:
-  """Returns the dtype of a name, also of ml_dtypes, such as bfloat16. Raises ValueError or TypeError."""
+  """Returns a dtype of NumPy or ml_dtypes by name. Raises ValueError or TypeError."""
   if type(name) is str and _PLAIN.fullmatch(name):
     return np.dtype(name)
   import ml_dtypes

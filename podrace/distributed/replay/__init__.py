@@ -1,7 +1,7 @@
 """Replay as a service: acting, learning and remembering in different processes.
 
-`podrace replay` serves podrace.tables over a socket (`server`). `connect` opens its tables and writers, which are used
-like those of podrace.tables (`client`). docs/tables.md is the manual, docs/protocol.md the wire format. Imports no
+`podrace replay` serves podrace.tables over a socket (`server`). `connect` opens its tables and
+makes writers (`client`). docs/tables.md is the manual, docs/protocol.md the wire format. Imports no
 JAX. The extra `remote` installs the libraries that it needs.
 """
 

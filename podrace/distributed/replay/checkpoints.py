@@ -26,7 +26,9 @@ KEEP = 2  # checkpoints
 class ReplayCheckpoints:
   """The checkpoints of a replay service in a directory that it locks.
 
-  *Owner*: the server, which calls `leave` and `unlock`. Another thread writes, one checkpoint at a time.
+  *Owner*: the server. A thread writes one checkpoint at a time.
+  *Ends when*: the server calls `leave`, then `unlock`.
+  *Raises*: `leave` raises CheckpointError if the last checkpoint failed.
 
   Args:
     dir: None for no checkpoints.
@@ -127,18 +129,14 @@ class ReplayCheckpoints:
   ) -> None:
     try:
       details = checkpoint.write(snapshot, path)
-    except (
-      BaseException
-    ) as e:  # any failure, also MemoryError, only means that there is no checkpoint
+    except BaseException as e:  # even a MemoryError must not end the service
       line, written = _describe_failure(path, e), False
     else:
-      line, written = (
-        (
-          f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which held '
-          f'up traffic for {details["blocked_s"] * 1e3:.1f} ms'
-        ),
-        True,
+      line = (
+        f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which '
+        f'held up traffic for {details["blocked_s"] * 1e3:.1f} ms'
       )
+      written = True
     self._listener.call(lambda: self._finish(path, requests, line, written))
 
   def _finish(self, path: Path, requests: list[tuple[Peer, int]], line: str, written: bool) -> None:

@@ -26,8 +26,9 @@ IN_FLIGHT, DELAY = 1024, 0.5  # defaults of ReplayClient.writer
 class ReplayClient:
   """Connections to one replay service, or to its shards; made by `connect`.
 
-  *Owner*: the caller, by `with` or `close`. *Ends when*: closed. *Raises*: calls that wait raise Closed,
-  or the error that ended a connection.
+  *Owner*: the caller, by `with` or `close`.
+  *Ends when*: closed.
+  *Raises*: calls that wait raise Closed, or the error that ended a connection.
 
   Example:
     with connect('tcp://127.0.0.1:5560') as client:
@@ -114,8 +115,8 @@ class ReplayClient:
       history: see podrace.tables.Writer.
       rows_per_chunk: see podrace.tables.Writer.
       max_in_flight: items without acknowledgement above which `create_item` waits; at least 1.
-      delay: seconds that an item waits for its last chunks to fill up. Chunks that are sent earlier are
-        packed in smaller pieces.
+      delay: seconds that an item waits for its last chunks to fill up. Chunks that are sent
+        earlier are packed in smaller pieces.
     """
     if max_in_flight < 1:
       raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')

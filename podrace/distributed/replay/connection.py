@@ -1,4 +1,4 @@
-"""A client's connection to one replay service: calls, their answers, and the items of its writers."""
+"""A client's connection to one replay service: calls and their answers, and items to insert."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from podrace.distributed.replay.writer_store import WriterStore
 from podrace.tables.blocking import Closed, RateLimited
 from podrace.tables.items import Signature
 
-PING_SECONDS = 1.0  # at most, between PINGs, whose answers have the sizes of tables
+PING_SECONDS = 1.0  # at most, between PINGs; their answers have the sizes of tables
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +78,8 @@ def _read_sizes(details: Any) -> dict[str, int]:
 class ReplayConnection(Handler):
   """A connection to one replay service, kept by a thread that connects again whenever it breaks.
 
-  *Owner*: the `ReplayClient`, which calls `close`. *Ends when*: closed, or refused by the service.
+  *Owner*: the `ReplayClient`, which calls `close`.
+  *Ends when*: closed, or refused by the service.
   *Raises*: every call that waits raises Closed or the error that ended the link.
 
   Attributes:
@@ -139,7 +140,7 @@ class ReplayConnection(Handler):
     return f'at {self.address} {self.state() if self.away else why}'
 
   def writer_store(self, delay: float) -> WriterStore:
-    """Makes the store of a new writer, whose items are sent after at most `delay` seconds."""
+    """Makes the store of a new writer. Its items wait for at most `delay` seconds."""
     store = WriterStore(self, delay)
     self.outbox.add(store)
     return store

@@ -1,4 +1,4 @@
-"""The chunks and numbered items that one client of a replay service writes, over all its connections."""
+"""The chunks and numbered items of each client of a replay service, over all its connections."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class TakenItems(NamedTuple):
 class InsertStream:
   """The items of one client, over all its connections.
 
-  Items are numbered. The numbers that have come are remembered, and saved in the checkpoint at the same
-  moment as the tables. So an item that is sent again is recognized.
+  Items are numbered. The numbers that have come are remembered, and saved in the checkpoint at the
+  same moment as the tables. So an item that is sent again is recognized.
 
   Args:
     number: of the newest item that has come.
-    missing: older items that are not in their tables: a restart has lost them, or they were refused and
-      the client may not know.
-    unheard: the items of `missing` that waited in the checkpoint. The client sends them again before any
-      newer item, or it knows that they were inserted, and then they are lost.
+    missing: older items that are not in their tables: a restart has lost them, or they were refused
+      and the client may not know.
+    unheard: the items of `missing` that waited in the checkpoint. The client sends them again
+      before any newer item, or it knows that they were inserted, and then they are lost.
     most_lost: items that may have come after the checkpoint from which the stream was restored; 0
       once their number is known.
   """
@@ -63,10 +63,10 @@ class InsertStream:
     self.most_lost = most_lost
     self.missing = missing or set()
     self.unheard = unheard or set()
-    # Those of `missing` that were refused, the newest last. A list: an empty deque takes 760 bytes.
+    # The refused items of `missing`, the newest last. A list: an empty deque takes 760 bytes.
     self.refused: list[int] = []
     self.waiting: dict[int, Pending] = {}  # for a limiter, by number
-    self.waiting_parts = 0  # of those: rows of a column, and references to chunks
+    self.waiting_parts = 0  # of waiting items: rows of a column, and references to chunks
     self.account = Account()
     self.peer: Peer | None = None
     self.begin_session()
@@ -167,7 +167,7 @@ class InsertStream:
   def _count_lost(self, number: int) -> int:
     """Counts the items before `number` that an earlier process took after its last checkpoint.
 
-    Only a restored stream can have lost any. Of all others the service knows every item.
+    Only a restored stream can have lost any. Of any other one the service knows every item.
     """
     between, most = number - self.number - 1, self.most_lost
     self.most_lost = 0

@@ -1,4 +1,4 @@
-"""Inserts the items of a replay service's clients into its tables, and acknowledges or refuses them."""
+"""Inserts the items of clients into the tables of a replay service, and acknowledges them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Inserting:
     return signature, len(text)
 
   def insert(self, peer: Peer, message: int, arrays: list[memoryview]) -> None:
-    """Takes an INSERT: chunks, and items over them and over earlier ones. Acknowledges the items."""
+    """Takes an INSERT: chunks, and items over new and earlier chunks. Acknowledges the items."""
     if not message:
       raise WireError('an insert with message 0, which is that of ACKs of items that waited')
     stream, counts = peer.state.stream, self._listener.counts

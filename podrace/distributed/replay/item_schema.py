@@ -1,4 +1,4 @@
-"""Schemas: the columns that the items of a table must have, checked by the service before an insert.
+"""Schemas: the columns that the items of a table must have. The service checks each insert.
 
 Without a schema one client could end a learner with a NaN, or with windows of another length.
 """
@@ -38,8 +38,8 @@ def pack_column(
     dtype: of its values.
     shape: of one row.
     rows: number of rows over time, or None for a single row without a time axis.
-    bounds: inclusive lower and upper limit: numbers, or arrays that broadcast to a row. NaN is out of
-      bounds. By default floats may be anything but NaN.
+    bounds: inclusive lower and upper limit: numbers, or arrays that broadcast to a row. NaN is out
+      of bounds. By default floats may be anything but NaN.
   """
   dtype = np.dtype(dtype)
   if bounds is None and dtype.kind == 'f':
@@ -101,7 +101,7 @@ class ItemSchema:
     self.unpacked = 0
 
   def check(self, item: Item) -> None:
-    """Raises ValueError for an item whose rows or values do not fit its columns.
+    """Raises ValueError if the rows or values of an item do not fit its columns.
 
     An item of other columns passes: the table refuses it.
     """
@@ -122,7 +122,7 @@ class ItemSchema:
           self._check_chunk(column, chunk)
 
   def check_samples(self, samples: Samples, signature: Signature) -> None:
-    """Raises WireError for samples whose columns or numbers of rows differ from the schema's."""
+    """Raises WireError if the columns or numbers of rows of samples differ from the schema."""
     if signature.leaves != self.signature.leaves or not isinstance(samples.data, dict):
       raise WireError(
         f'samples of ({", ".join(str(leaf)[:100] for leaf in signature.leaves[:8])}), expected '
@@ -181,7 +181,7 @@ def _describe_bounds(column: SchemaColumn) -> str:
 def _read_column(
   name: Any, dtype: Any, shape: Any, single: Any, rows: Any, low: Any, high: Any
 ) -> SchemaColumn:
-  """Reads a description by `pack_column`; raises ValueError, TypeError or WireError if it is none."""
+  """Reads a column of `pack_column`; raises ValueError, TypeError or WireError."""
   if type(name) is not str or type(single) is not bool or type(rows) is not int or rows < 1:
     raise ValueError('a column without a name, single or not, and a number of rows')
   kind, row = replay_messages.read_spec([dtype, shape])

@@ -69,7 +69,7 @@ class Outbox:
 
   Attributes:
     released: chunks that writers no longer need.
-    why_held: what keeps the newest items out of their tables, as the service reports.
+    why_held: the reason why the newest items wait, as the service reports.
     messages: INSERTs sent in this session.
     sent: items that are not yet acknowledged, by number.
   """

@@ -1,4 +1,4 @@
-"""A table whose items are at one replay service, or at shards."""
+"""A table of a replay service, or its shards at several services."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ INFO_SECONDS = 60.0  # for a service to answer INFO
 class RemoteTable:
   """A table at one server, or its shards at several servers. It is used like podrace.tables.Table.
 
-  Each sample is drawn from the live servers in proportion to their sizes. Priorities and deletes go to the
-  shard that a key was sampled from, or to all if it is not known. Keys of a shard that is away are skipped
-  like keys that have been removed.
+  Each sample is drawn from the live servers in proportion to their sizes. Priorities and deletes go
+  to the shard that a key was sampled from, or to all if it is not known. Keys of a shard that is
+  away are skipped like keys that have been removed.
 
   Example:
     table = client.table('replay')
@@ -69,8 +69,8 @@ class RemoteTable:
     """Returns the priority, or raises ValueError if the selectors do not allow it."""
     if not 0 <= priority <= self._max_priority:
       raise ValueError(
-        f'table {self.name!r}: priority {priority} is not in [0, {self._max_priority:g}], which its '
-        'selectors need'
+        f'table {self.name!r}: priority {priority} is not in [0, {self._max_priority:g}], which '
+        'its selectors need'
       )
     return float(priority)
 
@@ -181,5 +181,5 @@ class RemoteTable:
     return TableInfo(**total)
 
   def why_no_sample(self) -> str:
-    """Returns what keeps a sampler waiting, as each server answers within a second."""
+    """Returns why a sampler waits, as each server answers within a second."""
     return self._shards.why_no_sample()

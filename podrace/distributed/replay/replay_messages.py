@@ -1,7 +1,7 @@
 """The messages between a replay service and its clients, as in docs/protocol.md.
 
-Here are the kinds of messages and the layout of their arrays. Input is not trusted: anything that is
-not exactly as expected raises WireError.
+Here are the kinds of messages and the layout of their arrays. Input is not trusted: anything that
+is not exactly as expected raises WireError.
 """
 
 from __future__ import annotations
@@ -174,9 +174,6 @@ def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
   return dtype.itemsize * math.prod(shape)
 
 
-# --- tables' settings -------------------------------------------------------------------------------
-
-
 # --- chunks
 
 
@@ -258,11 +255,11 @@ def read_report(details: dict[str, Any]) -> dict[str, Any]:
   return report | {'tables': [read_map('table of a report', t, OF_TABLE) for t in report['tables']]}
 
 
-def read_map(what: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
+def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
   """Returns the expected fields of a map.
 
   Args:
-    what: name of the map, for the error.
+    kind: of map, for the error.
     details: the map.
     expected: types by field.
 
@@ -270,9 +267,9 @@ def read_map(what: str, details: Any, expected: dict[str, type]) -> dict[str, An
     WireError: a field is missing or has another type.
   """
   if type(details) is not dict:
-    raise WireError(f'a {what} that is no map')
+    raise WireError(f'a {kind} that is no map')
   fields = {name: details.get(name) for name in expected}
-  check_fields(what, list(fields.values()), tuple(expected.values()))
+  check_fields(kind, list(fields.values()), tuple(expected.values()))
   return fields
 
 

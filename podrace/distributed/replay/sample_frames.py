@@ -20,8 +20,8 @@ from podrace.tables.items import Draws, Leaf, Samples, Signature
 def sample_frames(draws: Draws) -> list[Any]:
   """Returns the five arrays: records of DRAWN, of PART, numbers of chunks, records of CHUNK, bytes.
 
-  Chunks are sent as they are stored, without unpacking. Of an unpacked chunk only the needed rows are
-  sent, if they are at most half of it.
+  Chunks are sent as they are stored, without unpacking. Of an unpacked chunk only the needed rows
+  are sent, if they are at most half of it.
 
   Raises:
     ValueError: the arrays are too large for a message.

@@ -16,7 +16,7 @@ class SampleWindow:
   """Flow control: the samples that were sent to a client and that it has not acknowledged.
 
   Attributes:
-    signatures: (number, signature) of those that the client knows, by id.
+    signatures: (number, signature) of each signature that the client knows, by id.
     newest_signature: the largest such number.
     unread: bytes of each answer that is not acknowledged.
     bytes: their sum.
@@ -72,7 +72,7 @@ class SampleRequest:
 class RequestQueue:
   """The requests for one table: of each client in their order, and the clients in turn.
 
-  So a client that requests thousands of large samples delays another client by one of them, not by all.
+  So a client with thousands of requests for large samples delays another client by one of them.
   """
 
   def __init__(self) -> None:
@@ -90,7 +90,7 @@ class RequestQueue:
     return next(iter(next(iter(self._by_peer.values()))))
 
   def add(self, request: SampleRequest) -> None:
-    """Adds a request behind the others of its client."""
+    """Adds a request as the last one of its client."""
     self._by_peer.setdefault(request.peer, collections.OrderedDict())[request] = None
     self._count += 1
 
@@ -104,6 +104,6 @@ class RequestQueue:
         del self._by_peer[request.peer]
 
   def end_turn(self, peer: Peer) -> None:
-    """Moves a client behind all others."""
+    """Makes a client the last one to be served."""
     if peer in self._by_peer:
       self._by_peer.move_to_end(peer)

@@ -23,7 +23,7 @@ UNREAD_BYTES = 2**32  # of samples that all clients together have not acknowledg
 
 
 class Sampling:
-  """Serves sample requests. A request that must wait is queued, so it never blocks the network thread."""
+  """Serves sample requests. A request that must wait is queued, so it never blocks the thread."""
 
   def __init__(self, served: ServedTables, listener: Listener) -> None:
     self._served, self._listener = served, listener
@@ -34,7 +34,7 @@ class Sampling:
     self._unfinished: set[ServedTable] = set()  # tables of which more can be served
 
   def queue(self, served: ServedTable, peek: bool) -> RequestQueue:
-    """Returns the requests that wait for a table, either peeks or all others."""
+    """Returns the requests that wait for a table, either peeks or all except peeks."""
     return self._queues.setdefault((served, peek), RequestQueue())
 
   # --- messages of clients
@@ -86,7 +86,7 @@ class Sampling:
       self._answer(request, f'cancelled by {peer.name}')
 
   def left(self, peer: Peer) -> None:
-    """Drops the requests and unread samples of a client whose session is over."""
+    """Drops the requests and unread samples of a client at the end of its session."""
     window: SampleWindow = peer.state.window
     for request in [*window.waiting.values()]:
       self._forget(request)
@@ -103,7 +103,7 @@ class Sampling:
     return self._deadlines[0].end - time.monotonic() if self._deadlines else 1.0
 
   def expire(self) -> None:
-    """Answers the requests whose deadline has passed."""
+    """Answers the requests that are past their deadline."""
     now = time.monotonic()
     while self._deadlines and (self._deadlines[0].end <= now or self._deadlines[0].over):
       request = heapq.heappop(self._deadlines)
@@ -154,8 +154,8 @@ class Sampling:
     if (parts := request.n * leaves) <= replay_messages.MESSAGE_PARTS:
       return ''
     return (
-      f'{request.n} items of {leaves} columns each have {parts:,} parts, of which a sample has at most '
-      f'{replay_messages.MESSAGE_PARTS:,}: ask for fewer at a time'
+      f'{request.n} items of {leaves} columns each have {parts:,} parts, of which a sample has at '
+      f'most {replay_messages.MESSAGE_PARTS:,}: ask for fewer at a time'
     )
 
   def _refuse(self, request: SampleRequest, why: str) -> None:

@@ -1,4 +1,4 @@
-"""The tables of a replay service by name, their settings, and the requests that concern one table."""
+"""The tables of a replay service by name, their settings, and requests for one table."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from podrace.tables.table import Table
 
 TABLES = 1024
 SETTINGS_BYTES = 2**26  # of all tables' settings, as JSON
-SIZES = 256  # tables whose size is sent to clients
+SIZES = 256  # tables of which the size is sent to clients
 
 
 class ServedTable:
-  """A table, its settings, and the schema of its items, or None if the settings have none."""
+  """A table, its settings, and the schema of its items if the settings have one."""
 
   def __init__(self, table: Table, settings: dict[str, Any]) -> None:
     self.table, self.name, self.settings = table, table.name, settings
@@ -40,7 +40,7 @@ class ServedTable:
       contents.signature = contents.signature or self.schema.signature
 
   def merge_settings(self, requested: dict[str, Any]) -> list[str]:
-    """Compares settings with those of a client, and takes over its schema if there was none.
+    """Compares settings with a client's, and takes over its schema if there was none.
 
     Returns:
       A line for each setting that differs.
@@ -168,7 +168,7 @@ class ServedTables:
     return served.table.delete(_read_keys(keys))
 
   def info(self, name: str) -> dict[str, Any]:
-    """Returns the statistics of a table, and what keeps samples and inserts waiting."""
+    """Returns the statistics of a table, and why its samples and inserts wait."""
     table = self._find(name).table
     return dict(
       dataclasses.asdict(table.info()),

@@ -1,8 +1,8 @@
 """`podrace replay`: podrace.tables behind a socket. Imports no JAX.
 
-One thread serves the network and the tables. Items come with the chunks that no earlier item needed. Their writer
-has packed the chunks, and the service keeps and sends them as they came. `inserting`, `sampling` and
-`checkpoints` are its parts, over `served_tables`.
+One thread serves the network and the tables. Items come with the chunks that no earlier item
+needed. Their writer has packed the chunks, and the service keeps and sends them as they came.
+`inserting`, `sampling` and `checkpoints` are its parts, over `served_tables`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class ClientState(NamedTuple):
 class ReplayServer(Handler):
   """Tables behind a socket, served by a thread while the server is entered.
 
-  *Owner*: the caller, by `with` or `start` and `stop`. *Ends when*: stopped, or its thread fails.
-  *Raises*: `failure` has the traceback of the thread.
+  *Owner*: the caller, by `with` or `start` and `stop`.
+  *Ends when*: stopped, or its thread fails.
+  *Raises*: nothing while it serves; `failure` has the traceback of the thread.
 
   Example:
     with ReplayServer('tcp://127.0.0.1:5560', tables=parse_tables([...])) as server:
@@ -59,12 +60,12 @@ class ReplayServer(Handler):
 
   Args:
     address: to listen at.
-    dir: where checkpoints are kept, or None for no checkpoints. The newest one is restored. No other
-      service may use the directory at the same time.
+    dir: where checkpoints are kept, or None for no checkpoints. The newest one is restored. No
+      other service may use the directory at the same time.
     keys: a directory with the service's keys, needed beyond this machine.
     insecure: no keys, beyond this machine.
-    tables: settings by name (`table_settings.pack_settings`) of tables to make at the start. Clients
-      can make more.
+    tables: settings by name (`table_settings.pack_settings`) of tables to make at the start.
+      Clients can make more.
     checkpoint_every: seconds; 0 for checkpoints on demand and at the end only.
     most_bytes: of the steps that one client's writers keep.
     peer_timeout: seconds of silence after which a client's session ends.
@@ -284,7 +285,7 @@ def _client_report(peer: Peer) -> dict[str, Any]:
   )
 
 
-# --- the command ------------------------------------------------------------------------------------
+# --- the command
 
 
 def parse_tables(texts: Sequence[str]) -> dict[str, dict[str, Any]]:

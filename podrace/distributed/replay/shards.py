@@ -1,4 +1,4 @@
-"""The servers of a table: the shards that are there, their sizes, and the shard of each sampled key."""
+"""The shards of a table: the live servers, their sizes, and the shard of each sampled key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.connection import ReplayConnection, ServiceCall
 from podrace.tables.blocking import RateLimited
 
-REMEMBERED = 2**18  # sampled keys whose shard is remembered
+REMEMBERED = 2**18  # sampled keys of which the shard is remembered
 
 log = logging.getLogger('podrace.distributed.replay')
 
@@ -59,7 +59,7 @@ class Shards:
     return [part for part in parts if part[1]]
 
   def remember(self, keys: np.ndarray, home: ReplayConnection) -> None:
-    """Records the server of keys, and forgets those sampled long ago."""
+    """Records the server of keys, and forgets keys that were sampled long ago."""
     if len(self._homes) > REMEMBERED:
       self._older, self._homes = self._homes, {}
     self._homes.update(zip(keys.tolist(), itertools.repeat(home)))
@@ -104,7 +104,7 @@ class Shards:
     return values
 
   def why_no_sample(self) -> str:
-    """Returns what keeps a sampler waiting, as each server answers within a second."""
+    """Returns why a sampler waits, as each server answers within a second."""
     reasons = []
     for connection in self.connections:
       if connection.away:

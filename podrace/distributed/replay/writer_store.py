@@ -1,8 +1,9 @@
-"""The chunks and items of one writer whose tables are at a replay service.
+"""The chunks and items of one writer to tables of a replay service.
 
-Each writer has a store, and each connection an outbox that sends the items of its stores. The writer cuts its
-rows into pieces and packs them. A piece is sent with the first item that needs it. A full chunk is one
-piece. A chunk that is still being filled is cut early if an item has waited `delay` seconds for it or is flushed.
+Each writer has a store, and each connection an outbox that sends the items of its stores. The
+writer cuts its rows into pieces and packs them. A piece is sent with the first item that needs it.
+A full chunk is one piece. A chunk that is not full is cut early if an item has waited for `delay`
+seconds or is flushed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class Session(Protocol):
 
   Attributes:
     address: of the service.
-    idle: whether an item would be sent at once.
     released: chunks that writers no longer need, for the connection to announce.
   """
 
@@ -39,7 +39,8 @@ class Session(Protocol):
   released: deque[SentChunk]
 
   @property
-  def idle(self) -> bool: ...
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
 
   def wake(self) -> None:
     """Wakes the connection's thread."""
@@ -93,7 +94,7 @@ class Sending(Pending):
 
   @property
   def bytes(self) -> int:
-    """About the bytes of its chunks, including those that an earlier item has sent."""
+    """About the bytes of its chunks, also if an earlier item has sent them."""
     parts = self.item.parts
     references = REFERENCE * sum([len(part[0]) for part in parts])
     return references + sum([c.nbytes for part in parts for c in part[0] if c.nbytes > COUNTED])
