@@ -22,7 +22,7 @@ class Leases:
     self.held: dict[Any, range] = {}
 
   def find(self, size: int, wish: int) -> range | None:
-    """Returns `size` free environments in a row, at `wish` if they are free, or None."""
+    """Return `size` free environments in a row, at `wish` if they are free, or None."""
     taken = sorted(self.held.values(), key=lambda r: r.start)
     starts, stops = [0, *(r.stop for r in taken)], [*(r.start for r in taken), self.total]
     free = [(a, b - size) for a, b in zip(starts, stops, strict=True) if b - a >= size]
@@ -32,19 +32,19 @@ class Leases:
     return range(first, first + size)
 
   def lend(self, holder: Any, size: int, wish: int) -> range:
-    """Leases the environments that `find` returns. Raises WireError if there are none."""
+    """Lease the environments that `find` returns. Raise WireError if there are none."""
     if (lease := self.find(size, wish)) is None:
       raise WireError(f'a hello of {size} environments, of which there are none')
     self.held[holder] = lease
     return lease
 
   def give_back(self, holder: Any) -> None:
-    """Ends the lease of a holder, if it has one."""
+    """End the lease of a holder, if it has one."""
     self.held.pop(holder, None)
 
 
 def read_request(details: dict[str, Any]) -> tuple[int, int]:
-  """Returns the number of environments that a HELLO requests (0: none), and its preferred first."""
+  """Return the number of environments that a HELLO requests (0: none), and its preferred first."""
   size, wish = details.get('environments', 0), details.get('first', 0)
   for name, x in (('environments', size), ('first', wish)):
     if type(x) is not int or not 0 <= x < NUMBER:

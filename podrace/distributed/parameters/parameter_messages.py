@@ -25,7 +25,7 @@ class Published(NamedTuple):
 
 
 def digest(leaves: list[Any], data: Any) -> str:
-  """Returns the SHA-256 of leaves [path, dtype, shape] and of their bytes, in hexadecimal."""
+  """Return the SHA-256 of leaves [path, dtype, shape] and of their bytes, in hexadecimal."""
   sha256 = hashlib.sha256()
   for path, dtype, shape in leaves:
     sha256.update(f'{path}\0{dtype}\0{",".join(map(str, shape))}\0'.encode())

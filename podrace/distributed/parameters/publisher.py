@@ -132,7 +132,7 @@ class Publisher(listener.Handler):
     return self._serving.failure
 
   def publish(self, version: int, leaves: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Publishes a new version.
+    """Publish a new version.
 
     Args:
       version: a number above all published ones.
@@ -161,7 +161,7 @@ class Publisher(listener.Handler):
     return self._newest.number
 
   def clients(self, role: str) -> list[process_metrics.Measures]:
-    """Returns the metrics of each reader with this role; readers act by default."""
+    """Return the metrics of each reader with this role; readers act by default."""
     peers = list(self.peers)
     return [p.metrics for p in peers if p.state is not None and p.state.role == role]
 
@@ -171,11 +171,11 @@ class Publisher(listener.Handler):
     return bool(self.peers) or any(guest.waits for guest in list(self.listener.guests))
 
   def finish(self) -> None:
-    """Ends the run: processes that wait for environments get sessions, in which they hear of it."""
+    """End the run: processes that wait for environments get sessions, in which they hear of it."""
     self._over = True
 
   def close(self) -> None:
-    """Stops serving. Readers wait for another publisher at its address."""
+    """Stop serving. Readers wait for another publisher at its address."""
     self._serving.stop()
 
   def _send_newest(self) -> None:
@@ -184,7 +184,7 @@ class Publisher(listener.Handler):
       self._send_newest_to(peer)
 
   def _drop_slow_readers(self) -> None:
-    """Ends sessions of slow readers, so that at most KEPT old versions are in memory."""
+    """End sessions of slow readers, so that at most KEPT old versions are in memory."""
     reading = [p for p in self.peers if p.state.sending]
     old = {p.state.last for p in reading} - {self._before, self._newest}
     unwanted = sorted(old, key=lambda version: version.number)[KEPT:]
@@ -193,7 +193,7 @@ class Publisher(listener.Handler):
         self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
 
   def _send_newest_to(self, peer: Peer) -> None:
-    """Sends the newest version, unless the reader was sent it, or has not read the last one."""
+    """Send the newest version, unless the reader was sent it, or has not read the last one."""
     reader, newest = peer.state, self._newest
     if newest.number < 0 or reader.sending or reader.last is newest:
       return
@@ -208,14 +208,14 @@ class Publisher(listener.Handler):
   # --- the listener's handler
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
-    """Refuses a process that requests more environments than the run has."""
+    """Refuse a process that requests more environments than the run has."""
     size, total = leases.read_request(details)[0], self._leases.total
     if size <= total:
       return []
     return [f'this process wants to act in {size} environments, the run has {total} (--num-envs)']
 
   def why_wait(self, details: dict[str, Any]) -> str:
-    """Returns why a process must wait for a session, or ''."""
+    """Return why a process must wait for a session, or ''."""
     size, wish = leases.read_request(details)
     if not size or self._over or self._leases.find(size, wish):
       return ''
@@ -225,7 +225,7 @@ class Publisher(listener.Handler):
     )
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
-    """Begins a session, with a lease of environments if it was requested."""
+    """Begin a session, with a lease of environments if it was requested."""
     peer.state = ReaderState(details.get('role', ACTING))
     size, wish = leases.read_request(details)
     if not size or self._over:
@@ -236,29 +236,29 @@ class Publisher(listener.Handler):
     return dict(first=lent.start)
 
   def welcomed(self, peer: Peer) -> None:
-    """Sends the newest version to a new reader."""
+    """Send the newest version to a new reader."""
     self._send_newest_to(peer)
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    """Refuses any message."""
+    """Refuse any message."""
     raise WireError(f'a {kind.name}, which clients of parameters do not send')
 
   def ping(self, peer: Peer, said: Any) -> int:
-    """Returns the newest version, for PONG."""
+    """Return the newest version, for PONG."""
     return self.number
 
   def drained(self, peer: Peer) -> None:
-    """Sends the next version to a reader that has read the last one."""
+    """Send the next version to a reader that has read the last one."""
     peer.state.sending = False
     self._send_newest_to(peer)
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
-    """Ends a session and its lease."""
+    """End a session and its lease."""
     peer.state.sending = False
     self._leases.give_back(peer)
 
   def report(self) -> dict[str, Any]:
-    """Returns the details of REPORT."""
+    """Return the details of REPORT."""
     return dict(
       self.listener.report(self._reader_report),
       version=self.number,

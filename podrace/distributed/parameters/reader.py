@@ -113,7 +113,7 @@ class Parameters(link.Handler):
     return self._link.session is not None
 
   def get(self, timeout: float | None = None) -> Published:
-    """Returns the newest complete version. Waits for the first one, and while it is too stale.
+    """Return the newest complete version. Wait for the first one, and while it is too stale.
 
     Raises:
       StaleParameters: it took longer than `timeout` seconds. Does not count the time in which this
@@ -143,7 +143,7 @@ class Parameters(link.Handler):
     return held
 
   def _usable(self) -> Published | None:
-    """Returns the held version, if it may be used."""
+    """Return the held version, if it may be used."""
     if self._link.closed:
       raise Closed(f'the parameters of {self.address} are closed')
     self._link.check()
@@ -165,18 +165,18 @@ class Parameters(link.Handler):
     return f'{state} ({"connected" if self.connected else self._link.why})'
 
   def close(self) -> None:
-    """Ends the thread. Waiting calls raise Closed."""
+    """End the thread. Waiting calls raise Closed."""
     self._link.close()
 
   # --- the link's handler
 
   def hello(self) -> dict[str, Any]:
-    """Returns this process's role and request for environments, for HELLO."""
+    """Return this process's role and request for environments, for HELLO."""
     lease = dict(environments=self._environments, first=self.first) if self._environments else {}
     return {'role': self._role, **lease}
 
   def joined(self, details: dict[str, Any]) -> None:
-    """Takes the leased environments from WELCOME."""
+    """Take the leased environments from WELCOME."""
     if not self._environments:
       return
     first = details.get('first')
@@ -185,11 +185,11 @@ class Parameters(link.Handler):
     self.first = first
 
   def metrics(self) -> process_metrics.Measures:
-    """Returns this process's metrics, for METRICS."""
+    """Return this process's metrics, for METRICS."""
     return self._measure()
 
   def pong(self, details: Any) -> None:
-    """Takes the newest version from PONG, which may confirm the held one."""
+    """Take the newest version from PONG, which may confirm the held one."""
     if type(details) is not int:
       raise WireError('a pong without a version')
     self._known = details
@@ -197,7 +197,7 @@ class Parameters(link.Handler):
       self._hold(self._held, time.monotonic())
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """Makes memory for a version's bytes, unless the held version has the same ones."""
+    """Make memory for a version's bytes, unless the held version has the same ones."""
     self._begun_at = time.monotonic()
     version, sha256, leaves = fields
     self._known = version
@@ -208,7 +208,7 @@ class Parameters(link.Handler):
     return np.empty(size, np.uint8)
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    """Takes a version."""
+    """Take a version."""
     version, sha256, leaves = fields
     if self._held is not None and self._held.sha256 == sha256:
       new = self._held._replace(version=version)
@@ -224,7 +224,7 @@ class Parameters(link.Handler):
 
 
 def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
-  """Returns (path, read-only array) of the leaves over a version's bytes."""
+  """Return (path, read-only array) of the leaves over a version's bytes."""
   specs = _specs(leaves)
   parts = split(data.toreadonly(), [d.itemsize * math.prod(shape) for _, d, shape in specs])
   try:
@@ -234,7 +234,7 @@ def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]
 
 
 def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
-  """Returns (path, dtype, shape) of leaves; raises WireError if they are malformed."""
+  """Return (path, dtype, shape) of leaves; raise WireError if they are malformed."""
   specs = []
   try:
     for path, name, shape in leaves:
@@ -247,7 +247,7 @@ def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
 
 
 def _dtype(name: Any) -> np.dtype:
-  """Returns a dtype of NumPy or ml_dtypes by name. Raises ValueError or TypeError."""
+  """Return a dtype of NumPy or ml_dtypes by name. Raise ValueError or TypeError."""
   if type(name) is str and _PLAIN.fullmatch(name):
     return np.dtype(name)
   import ml_dtypes

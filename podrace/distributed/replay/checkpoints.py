@@ -67,12 +67,12 @@ class ReplayCheckpoints:
     self._failure = ''  # why the last checkpoint was not written
 
   def unlock(self) -> None:
-    """Unlocks the directory."""
+    """Unlock the directory."""
     if self._lock is not None:
       self._lock.close()
 
   def newest(self) -> tuple[Path, dict[str, Any]] | None:
-    """Returns the newest checkpoint, if there is one, and its data besides the tables.
+    """Return the newest checkpoint, if there is one, and its data besides the tables.
 
     Raises:
       CheckpointError: it is damaged.
@@ -90,7 +90,7 @@ class ReplayCheckpoints:
     return newest, extra
 
   def request(self, peer: Peer, number: int) -> None:
-    """Queues a client's request. Raises ValueError without a directory, or if too many wait."""
+    """Queue a client's request. Raise ValueError without a directory, or if too many wait."""
     if self._dir is None:
       raise ValueError(f'{self._listener.address} has no --dir, so it keeps no checkpoints')
     if len(self.requests) >= SAVES:
@@ -98,7 +98,7 @@ class ReplayCheckpoints:
     self.requests.append((peer, number))
 
   def turned(self) -> None:
-    """Begins a checkpoint if one is due, or was requested and the rate of requests allows it."""
+    """Begin a checkpoint if one is due, or was requested and the rate of requests allows it."""
     if self._every and time.monotonic() - self._saved_at > self._every:
       self._save()
     if self.requests and not self._is_writing and self._saves.left >= 1:
@@ -110,7 +110,7 @@ class ReplayCheckpoints:
     return self._writer is not None and self._writer.alive
 
   def _save(self) -> None:
-    """Begins to write a checkpoint of this moment, unless one is being written."""
+    """Begin to write a checkpoint of this moment, unless one is being written."""
     if self._dir is None or self._is_writing:
       return
     self._saved_at = time.monotonic()
@@ -140,7 +140,7 @@ class ReplayCheckpoints:
     self._listener.call(lambda: self._finish(path, requests, line, written))
 
   def _finish(self, path: Path, requests: list[tuple[Peer, int]], line: str, written: bool) -> None:
-    """Logs the outcome, removes old checkpoints and answers the clients."""
+    """Log the outcome, remove old checkpoints and answer the clients."""
     self._listener.log(line, logging.INFO if written else logging.ERROR, always=True)
     self._failure = '' if written else line
     if written:
@@ -159,7 +159,7 @@ class ReplayCheckpoints:
       self._writer.wait()
 
   def leave(self) -> None:
-    """Writes the last checkpoint, also after a failure of the server's thread.
+    """Write the last checkpoint, also after a failure of the server's thread.
 
     Raises:
       CheckpointError: it could not be written.
@@ -173,7 +173,7 @@ class ReplayCheckpoints:
 
 
 def _lock_directory(dir: Path) -> IO[str]:
-  """Makes a directory if it is missing, and locks it for as long as the returned file is open.
+  """Make a directory if it is missing, and lock it for as long as the returned file is open.
 
   Raises:
     CheckpointError: another service has locked it, or it cannot be written to.
@@ -191,7 +191,7 @@ def _lock_directory(dir: Path) -> IO[str]:
 
 
 def _describe_failure(path: Path, error: BaseException) -> str:
-  """Returns why there is no checkpoint, with the traceback of an unexpected error."""
+  """Return why there is no checkpoint, with the traceback of an unexpected error."""
   if isinstance(error, CheckpointError | ValueError | OSError):
     return str(error)
   trace = ''.join(traceback.format_exception(error))

@@ -64,7 +64,7 @@ class ReplayClient:
     run: str = '',
     contents: list[Any] | None = None,
   ) -> RemoteTable:
-    """Opens a table. Creates it with these settings if it does not exist.
+    """Open a table. Create it with these settings if it does not exist.
 
     Args:
       name: of the table.
@@ -109,7 +109,7 @@ class ReplayClient:
     max_in_flight: int = IN_FLIGHT,
     delay: float = DELAY,
   ) -> Writer:
-    """Makes a podrace.tables.Writer to one server. Writers go to the live servers in turn.
+    """Make a podrace.tables.Writer to one server. Writers go to the live servers in turn.
 
     Args:
       history: see podrace.tables.Writer.
@@ -125,17 +125,17 @@ class ReplayClient:
     return Writer(connection.writer_store(delay), history, rows_per_chunk, max_in_flight)
 
   def writers(self, history: int) -> list[Writer]:
-    """Makes a writer for each server, in the order of `RemoteTable.shard_of`, to amend items."""
+    """Make a writer for each server, in the order of `RemoteTable.shard_of`, to amend items."""
     return [Writer(c.writer_store(DELAY), history, None, IN_FLIGHT) for c in self.connections]
 
   def checkpoint(self, timeout: float | None = None) -> list[str]:
-    """Makes each server write a checkpoint, and returns their paths at the servers."""
+    """Make each server write a checkpoint, and return their paths at the servers."""
     deadline = deadline_of(timeout)
     calls = [c.ask(replay_messages.SAVE) for c in self.connections]
     return [call.wait(deadline, 'a checkpoint') for call in calls]
 
   def wait(self, timeout: float | None) -> None:
-    """Waits until all connections have a session; raises TimeoutError naming one that has not."""
+    """Wait until all connections have a session; raise TimeoutError naming one that has not."""
     deadline = deadline_of(timeout)
     for connection in self.connections:
       if not connection.wait_until(lambda: not connection.away, deadline):
@@ -146,7 +146,7 @@ class ReplayClient:
         )
 
   def close(self) -> None:
-    """Ends all connections. Waiting calls raise Closed. Flush the writers first."""
+    """End all connections. Waiting calls raise Closed. Flush the writers first."""
     for connection in self.connections:
       connection.close()
 
@@ -163,7 +163,7 @@ def connect(
   insecure: bool = False,
   timeout: float | None = 60.0,
 ) -> ReplayClient:
-  """Connects to the replay service at an address, or to its shards at a list of addresses.
+  """Connect to the replay service at an address, or to its shards at a list of addresses.
 
   Example:
     with connect(['tcp://10.0.0.1:5560', 'tcp://10.0.0.2:5560'], keys=Path('keys')) as client:

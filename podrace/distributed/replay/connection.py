@@ -45,7 +45,7 @@ class ServiceCall:
   value: Any = None
 
   def result(self) -> Any:
-    """Returns the value of the answer, which must be there.
+    """Return the value of the answer, which must be there.
 
     Raises:
       ValueError: the answer is a refusal.
@@ -55,7 +55,7 @@ class ServiceCall:
     return self.value
 
   def wait(self, deadline: float, what: str) -> Any:
-    """Waits for the answer and returns its value.
+    """Wait for the answer and return its value.
 
     Raises:
       ValueError: the answer is a refusal.
@@ -69,7 +69,7 @@ class ServiceCall:
 
 
 def _read_sizes(details: Any) -> dict[str, int]:
-  """Checks and returns the sizes of tables in WELCOME and PONG."""
+  """Check and return the sizes of tables in WELCOME and PONG."""
   if type(details) is not dict or any(type(n) is not int or n < 0 for n in details.values()):
     raise WireError(f'{short(details)}, expected sizes of tables')
   return details
@@ -126,7 +126,7 @@ class ReplayConnection(Handler):
     return self.link.session is None
 
   def state(self) -> str:
-    """Returns the state of the connection, for messages."""
+    """Return the state of the connection, for messages."""
     return f'there is no connection: {self.link.why}' if self.away else 'it is connected'
 
   @property
@@ -135,28 +135,28 @@ class ReplayConnection(Handler):
     return self.outbox.idle
 
   def why_not_inserted(self) -> str:
-    """Returns the reason why the newest items are not in their tables."""
+    """Return the reason why the newest items are not in their tables."""
     why = self.outbox.why_held or 'it has not been acknowledged yet'
     return f'at {self.address} {self.state() if self.away else why}'
 
   def writer_store(self, delay: float) -> WriterStore:
-    """Makes the store of a new writer. Its items wait for at most `delay` seconds."""
+    """Make the store of a new writer. Its items wait for at most `delay` seconds."""
     store = WriterStore(self, delay)
     self.outbox.add(store)
     return store
 
   def ask_report(self) -> None:
-    """Requests a newer `report`."""
+    """Request a newer `report`."""
     self.link.send(ASK)
 
   def check_open(self) -> None:
-    """Raises Closed, or the error that has ended the link."""
+    """Raise Closed, or the error that has ended the link."""
     if self.link.closed:
       raise Closed(f'the client of {self.address} is closed')
     self.link.check()
 
   def wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
-    """Waits until `ready()`; returns False after the deadline. Raises as `check_open`."""
+    """Wait until `ready()`; return False after the deadline. Raise as `check_open`."""
     with self.changed:
       while not ready():
         self.check_open()
@@ -168,7 +168,7 @@ class ReplayConnection(Handler):
   def ask(
     self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf
   ) -> ServiceCall:
-    """Sends a request, and sends it again in each new session until it is answered."""
+    """Send a request, and send it again in each new session until it is answered."""
     with self.changed:
       self.check_open()
       call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)
@@ -178,7 +178,7 @@ class ReplayConnection(Handler):
     return call
 
   def forget(self, call: ServiceCall) -> None:
-    """Drops a call without waiting for its answer."""
+    """Drop a call without waiting for its answer."""
     with self.changed:
       if self.calls.pop(call.number, None) is None:
         return
@@ -187,7 +187,7 @@ class ReplayConnection(Handler):
         self.cancel(call)
 
   def cancel(self, call: ServiceCall) -> None:
-    """Asks the service to answer a SAMPLE with the items drawn so far."""
+    """Ask the service to answer a SAMPLE with the items drawn so far."""
     with self.changed:
       call.cancelled = True
       self._unsent.append(call)
@@ -196,11 +196,11 @@ class ReplayConnection(Handler):
   # --- the link's handler
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """Gives samples memory of their own, because another thread unpacks them."""
+    """Give samples memory of their own, because another thread unpacks them."""
     return np.empty(size, np.uint8) if kind is replay_messages.SAMPLES else None
 
   def joined(self, details: dict[str, Any]) -> None:
-    """Begins a session: sends again the calls without an answer and the settings of tables."""
+    """Begin a session: send again the calls without an answer and the settings of tables."""
     expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
     replay_messages.read_map('welcome', details, expected)
     waiting, missing = (
@@ -223,18 +223,18 @@ class ReplayConnection(Handler):
         self._unsent.appendleft(table)
 
   def lost(self, reason: str) -> None:
-    """Ends a session."""
+    """End a session."""
     if not self.link.closed:  # a closed connection keeps its last report
       self.report = None
     self.outbox.lost()
 
   def ping(self) -> int:
-    """Returns the number of samples received, for PING and SAMPLE."""
+    """Return the number of samples received, for PING and SAMPLE."""
     self._unreported_bytes = self._unreported_samples = 0
     return self._received
 
   def pong(self, details: Any) -> None:
-    """Takes the sizes of tables from PONG."""
+    """Take the sizes of tables from PONG."""
     sizes = _read_sizes(details)
     with self.changed:
       if sizes != self.sizes:  # a waiting sample may be drawn elsewhere now
@@ -242,7 +242,7 @@ class ReplayConnection(Handler):
         self.changed.notify_all()
 
   def turned(self) -> None:
-    """Sends calls, items and the number of samples received."""
+    """Send calls, items and the number of samples received."""
     if self.away:
       return
     while self._send_call():
@@ -256,7 +256,7 @@ class ReplayConnection(Handler):
       self.link.send(PING, self.ping())
 
   def _send_call(self) -> bool:
-    """Sends the next call, or cancels it if it was sent before; returns False if there is none."""
+    """Send the next call, or cancel it if it was sent before; return False if there is none."""
     with self.changed:
       if not self._unsent:
         return False
@@ -272,7 +272,7 @@ class ReplayConnection(Handler):
     return True
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    """Takes a message of the service."""
+    """Take a message of the service."""
     if kind is replay_messages.ACK:
       self.outbox.acknowledge(*fields, *arrays)
     elif kind is replay_messages.SAMPLES:

@@ -72,7 +72,7 @@ class InsertStream:
     self.begin_session()
 
   def begin_session(self) -> None:
-    """Forgets the declarations and chunks of the last connection."""
+    """Forget the declarations and chunks of the last connection."""
     self.tables: list[ServedTable] = []
     self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
     self.signatures: list[Signature] = []
@@ -87,7 +87,7 @@ class InsertStream:
     return self.account.bytes + CHUNK_BYTES * len(self.pieces) + PART_BYTES * self.waiting_parts
 
   def refuse(self, number: int) -> None:
-    """Records a refused item: if the client did not hear it, it sends the item again."""
+    """Record a refused item: if the client did not hear it, it sends the item again."""
     self.missing.add(number)
     self.refused.append(number)
     if len(self.refused) > REFUSED_ITEMS:
@@ -96,7 +96,7 @@ class InsertStream:
   # --- chunks
 
   def take_chunks(self, store: ChunkStore, details: np.ndarray, data: memoryview) -> None:
-    """Makes new chunks and holds them until the client releases them.
+    """Make new chunks and hold them until the client releases them.
 
     Args:
       store: of the chunks.
@@ -123,7 +123,7 @@ class InsertStream:
         self.next_piece += 1
 
   def release(self, store: ChunkStore, numbers: np.ndarray) -> None:
-    """Drops the chunks that the client no longer needs."""
+    """Drop the chunks that the client no longer needs."""
     with store.lock:
       for number in numbers.tolist():
         chunk = self.pieces.pop(number, None)
@@ -134,7 +134,7 @@ class InsertStream:
   # --- items
 
   def take_items(self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray) -> TakenItems:
-    """Reads the items of an INSERT from its records of ITEM, PART and numbers of chunks."""
+    """Read the items of an INSERT from its records of ITEM, PART and numbers of chunks."""
     self._check_items(details, parts, refs)
     rows, numbers = iter(parts.tolist()), iter(refs.tolist())
     parts_of_items = [
@@ -165,7 +165,7 @@ class InsertStream:
     return TakenItems(done, waiting, groups, lost)
 
   def _count_lost(self, number: int) -> int:
-    """Counts the items before `number` that an earlier process took after its last checkpoint.
+    """Count the items before `number` that an earlier process took after its last checkpoint.
 
     Only a restored stream can have lost any. Of any other one the service knows every item.
     """

@@ -82,7 +82,7 @@ class Inserting:
   # --- streams
 
   def join(self, peer: Peer) -> InsertStream:
-    """Returns the stream of a client, which continues over its new connection."""
+    """Return the stream of a client, which continues over its new connection."""
     client = peer.key, peer.client
     known = self.streams.get(client)
     if known is not None and known.peer is not None:
@@ -100,7 +100,7 @@ class Inserting:
     return stream
 
   def left(self, peer: Peer) -> None:
-    """Forgets the declarations and chunks of a session that is over."""
+    """Forget the declarations and chunks of a session that is over."""
     stream: InsertStream = peer.state.stream
     if stream.peer is peer:
       stream.peer = None
@@ -112,7 +112,7 @@ class Inserting:
       self.streams.pop((peer.key, peer.client), None)
 
   def snapshot(self) -> dict[str, Any]:
-    """Returns all streams as JSON, for a checkpoint."""
+    """Return all streams as JSON, for a checkpoint."""
     numbers = [
       [i, s.number, sorted({*s.waiting, *s.missing}), key] for (key, i), s in self.streams.items()
     ]
@@ -120,7 +120,7 @@ class Inserting:
     return dict(streams=numbers, waited=[w for w in waited if w[1]])
 
   def restore(self, saved: dict[str, Any], seconds: float) -> None:
-    """Restores streams from a `snapshot` of `seconds` ago. Older checkpoints have no keys."""
+    """Restore streams from a `snapshot` of `seconds` ago. Older checkpoints have no keys."""
     most = int(LOST_A_SECOND * max(seconds, 1.0))
     waited = {((*key, '')[0], client): numbers for client, numbers, *key in saved.get('waited', ())}
     for client, number, missing, *key in saved['streams']:
@@ -130,7 +130,7 @@ class Inserting:
   # --- messages of clients
 
   def declare(self, stream: InsertStream, details: dict[str, Any]) -> None:
-    """Takes a DECLARE: the tables, specs and signatures that INSERTs name by number."""
+    """Take a DECLARE: the tables, specs and signatures that INSERTs name by number."""
     if details.keys() - {'tables', 'specs', 'signatures'} or not all(
       isinstance(x, list) for x in details.values()
     ):
@@ -152,7 +152,7 @@ class Inserting:
       raise WireError(f'more than {DECLARATIONS} tables, specs and leaves of signatures')
 
   def _share_signature(self, details: Any) -> tuple[Signature, int]:
-    """Reads a signature.
+    """Read a signature.
 
     Returns:
       The one object for all equal signatures, because tables compare by identity first, and the
@@ -168,7 +168,7 @@ class Inserting:
     return signature, len(text)
 
   def insert(self, peer: Peer, message: int, arrays: list[memoryview]) -> None:
-    """Takes an INSERT: chunks, and items over new and earlier chunks. Acknowledges the items."""
+    """Take an INSERT: chunks, and items over new and earlier chunks. Acknowledge the items."""
     if not message:
       raise WireError('an insert with message 0, which is that of ACKs of items that waited')
     stream, counts = peer.state.stream, self._listener.counts
@@ -203,7 +203,7 @@ class Inserting:
   def _put(
     self, peer: Peer, served: ServedTable, items: list[tuple[int, Item]], outcome: InsertOutcome
   ) -> None:
-    """Submits items to their table, and adds their numbers to `outcome`."""
+    """Submit items to their table, and add their numbers to `outcome`."""
     stream, held = peer.state.stream, self.held[served]
     self._served.touched.add(served)
     for number, result in self._submit(served, items):
@@ -227,7 +227,7 @@ class Inserting:
   def _submit(
     self, served: ServedTable, items: list[tuple[int, Item]]
   ) -> list[tuple[int, Pending | ValueError | None]]:
-    """Submits the items that the schema allows.
+    """Submit the items that the schema allows.
 
     Returns:
       (number, result) of each item, refused ones first. The result is None for an inserted item, or
@@ -248,7 +248,7 @@ class Inserting:
     return results + [(number, x) for (number, _), x in zip(valid, submitted, strict=True)]
 
   def admit(self, served: ServedTable) -> None:
-    """Acknowledges the waiting items that a table has inserted since."""
+    """Acknowledge the waiting items that a table has inserted since."""
     held = self.held[served]
     admitted: dict[InsertStream, list[int]] = {}
     while held.items and held.items[0][0].done:
@@ -268,12 +268,12 @@ class Inserting:
   # --- messages to clients
 
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
-    """Sends the numbers of inserted, waiting and refused items. `why` is the first reason."""
+    """Send the numbers of inserted, waiting and refused items. `why` is the first reason."""
     arrays = [np.array(x, '<u8') for x in numbers]
     self._listener.send(peer, replay_messages.ACK, message, why[:1000], arrays=arrays)
 
   def _log_refusal(self, served: ServedTable, peer: Peer, reason: ValueError) -> None:
-    """Counts a refused item, and logs the first one of each table and client."""
+    """Count a refused item, and log the first one of each table and client."""
     peer.state.stream.refusals += 1
     self._listener.counts['refused items'] += 1
     if (served.name, peer.name) not in self._logged and len(self._logged) < STREAMS:
@@ -283,7 +283,7 @@ class Inserting:
       )
 
   def _refuse_excess(self, peer: Peer, groups: list[tuple[ServedTable, list[Any]]]) -> bool:
-    """Refuses a client if too much waits for a table of its items; returns whether it did."""
+    """Refuse a client if too much waits for a table of its items; return whether it did."""
     for served, _ in groups:
       held = self.held[served]
       count, size = len(held.items), held.account.bytes + PART_BYTES * held.parts
@@ -294,7 +294,7 @@ class Inserting:
     return False
 
   def _refuse_client(self, peer: Peer, excess: str, allowed: int) -> None:
-    """Ends the session of a client and tells it not to begin another one."""
+    """End the session of a client and tell it not to begin another one."""
     details = (
       f'{excess}, of which {allowed:,} are allowed: shorten history or max_in_flight, or start the '
       'service with more --client-bytes'
@@ -304,5 +304,5 @@ class Inserting:
 
 
 def _count_parts(item: Item) -> int:
-  """Counts the parts of an item and their references to chunks."""
+  """Count the parts of an item and their references to chunks."""
   return sum([1 + len(part[0]) for part in item.parts])

@@ -31,7 +31,7 @@ def pack_column(
   rows: int | None = None,
   bounds: tuple[Any, Any] | None = None,
 ) -> list[Any]:
-  """Describes one column of an item as JSON, for the setting `contents` of a table.
+  """Describe one column of an item as JSON, for the setting `contents` of a table.
 
   Args:
     name: of the column.
@@ -57,7 +57,7 @@ class SchemaColumn(NamedTuple):
   high: np.ndarray | None
 
   def is_violated(self, x: np.ndarray) -> bool:
-    """Returns whether a value of rows [n, ...] is out of bounds."""
+    """Return whether a value of rows [n, ...] is out of bounds."""
     if self.low is None or self.high is None:
       return False
     if x.dtype.kind == 'f' and self.low.ndim == self.high.ndim == 0:
@@ -101,7 +101,7 @@ class ItemSchema:
     self.unpacked = 0
 
   def check(self, item: Item) -> None:
-    """Raises ValueError if the rows or values of an item do not fit its columns.
+    """Raise ValueError if the rows or values of an item do not fit its columns.
 
     An item of other columns passes: the table refuses it.
     """
@@ -122,7 +122,7 @@ class ItemSchema:
           self._check_chunk(column, chunk)
 
   def check_samples(self, samples: Samples, signature: Signature) -> None:
-    """Raises WireError if the columns or numbers of rows of samples differ from the schema."""
+    """Raise WireError if the columns or numbers of rows of samples differ from the schema."""
     if signature.leaves != self.signature.leaves or not isinstance(samples.data, dict):
       raise WireError(
         f'samples of ({", ".join(str(leaf)[:100] for leaf in signature.leaves[:8])}), expected '
@@ -151,7 +151,7 @@ class ItemSchema:
     chunk.passed = column
 
   def _unpack(self, column: SchemaColumn, chunk: Chunk) -> np.ndarray:
-    """Unpacks a chunk. Without bounds the values do not matter, so they may be anything."""
+    """Unpack a chunk. Without bounds the values do not matter, so they may be anything."""
     assert chunk.packed is not None
     shape = chunk.length, *chunk.shape
     rows = np.empty(shape, chunk.dtype)
@@ -181,7 +181,7 @@ def _describe_bounds(column: SchemaColumn) -> str:
 def _read_column(
   name: Any, dtype: Any, shape: Any, single: Any, rows: Any, low: Any, high: Any
 ) -> SchemaColumn:
-  """Reads a column of `pack_column`; raises ValueError, TypeError or WireError."""
+  """Read a column of `pack_column`; raise ValueError, TypeError or WireError."""
   if type(name) is not str or type(single) is not bool or type(rows) is not int or rows < 1:
     raise ValueError('a column without a name, single or not, and a number of rows')
   kind, row = replay_messages.read_spec([dtype, shape])
@@ -195,7 +195,7 @@ def _read_column(
 
 
 def describe_difference(current: Any, requested: Any) -> str:
-  """Returns in one line how two tables' descriptions of columns differ."""
+  """Return in one line how two tables' descriptions of columns differ."""
   for a, b in zip(current or [], requested or [], strict=False):
     if a != b:
       return f'the server expects {str(a)[:200]}, {str(b)[:200]} is asked for'

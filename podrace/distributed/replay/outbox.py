@@ -35,7 +35,7 @@ class Declarations:
     self.take_new()
 
   def number(self, kind: str, key: Any, details: Any = None) -> int:
-    """Returns the number of a key, and declares it if it is new.
+    """Return the number of a key, and declare it if it is new.
 
     Args:
       kind: 'tables', 'specs' or 'signatures'.
@@ -49,7 +49,7 @@ class Declarations:
     return number
 
   def signature(self, signature: Signature) -> int:
-    """Returns the number of a signature. Looks it up by identity, because comparing is slow."""
+    """Return the number of a signature. Look it up by identity, because comparing is slow."""
     known = self._known.get(id(signature))
     if known is None:
       number = self.number('signatures', signature, replay_messages.pack_signature(signature))
@@ -59,7 +59,7 @@ class Declarations:
     return known[0]
 
   def take_new(self) -> dict[str, list[Any]]:
-    """Returns, and forgets, the details of the DECLARE that the next INSERT needs."""
+    """Return, and forget, the details of the DECLARE that the next INSERT needs."""
     new, self._new = self._new, {'tables': [], 'specs': [], 'signatures': []}
     return new
 
@@ -98,7 +98,7 @@ class Outbox:
     return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
 
   def add(self, store: WriterStore) -> None:
-    """Sends the items of this store until it is garbage-collected. For any thread."""
+    """Send the items of this store until it is garbage-collected. For any thread."""
     with self._link.changed:
       self._stores = [*(r for r in self._stores if r() is not None), weakref.ref(store)]
 
@@ -108,7 +108,7 @@ class Outbox:
   def joined(
     self, newest: int, largest: int, waiting: Collection[int], missing: Collection[int]
   ) -> None:
-    """Begins a session, in which the items that the service lacks are sent before any new one.
+    """Begin a session, in which the items that the service lacks are sent before any new one.
 
     Args:
       newest: the largest number that has come.
@@ -123,14 +123,14 @@ class Outbox:
     self._finish(done)
 
   def lost(self) -> None:
-    """Ends a session: wakes the calls that wait, so that they check the connection."""
+    """End a session: wake the calls that wait, so that they check the connection."""
     for store in self._live_stores():
       store.finish([])
 
   # --- acknowledgements
 
   def acknowledge(self, message: int, why: str, *numbers: memoryview) -> None:
-    """Takes an ACK: numbers of inserted, waiting and refused items."""
+    """Take an ACK: numbers of inserted, waiting and refused items."""
     done, waiting, refused = (replay_messages.read_records(x, '<u8').tolist() for x in numbers)
     if message:
       self._outstanding -= 1
@@ -151,7 +151,7 @@ class Outbox:
   # --- messages
 
   def send(self) -> bool:
-    """Sends one INSERT if it is due; returns whether it was."""
+    """Send one INSERT if it is due; return whether it was."""
     if self._outstanding >= OUTSTANDING:
       return False
     stores = self._live_stores()
@@ -171,7 +171,7 @@ class Outbox:
     return True
 
   def _batch(self, stores: list[WriterStore], now: float) -> list[Sending]:
-    """Takes the items of the next message."""
+    """Take the items of the next message."""
     batch: list[Sending] = []
     size = 0
     while (
@@ -192,7 +192,7 @@ class Outbox:
     return batch
 
   def _refuse_large(self, batch: list[Sending]) -> list[Sending]:
-    """Refuses items that are larger than a frame of the service, and returns the rest."""
+    """Refuse items that are larger than a frame of the service, and return the rest."""
     if sum(sending.bytes for sending in batch) < self._largest // 2:
       return batch
     fitting = []

@@ -62,11 +62,11 @@ class RemoteTable:
   # --- for writers
 
   def takes_from(self, store: ChunkStore) -> bool:
-    """Returns whether items over chunks of this store can be inserted."""
+    """Return whether items over chunks of this store can be inserted."""
     return isinstance(store, WriterStore) and store.session in self._shards.connections
 
   def check_priority(self, priority: float) -> float:
-    """Returns the priority, or raises ValueError if the selectors do not allow it."""
+    """Return the priority, or raise ValueError if the selectors do not allow it."""
     if not 0 <= priority <= self._max_priority:
       raise ValueError(
         f'table {self.name!r}: priority {priority} is not in [0, {self._max_priority:g}], which '
@@ -75,11 +75,11 @@ class RemoteTable:
     return float(priority)
 
   def submit(self, item: Item, writer: InFlight) -> Pending:
-    """Queues an item for the server of its writer."""
+    """Queue an item for the server of its writer."""
     return item.parts[0][0][0].store.submit(self, item, writer)  # type: ignore[attr-defined]
 
   def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:
-    """Waits as podrace.tables.Table.wait_for. Raises Closed if the client is closed."""
+    """Wait as podrace.tables.Table.wait_for. Raise Closed if the client is closed."""
     assert isinstance(pending, Sending)
     pending.store.wait_for(pending, most, wait)
 
@@ -88,7 +88,7 @@ class RemoteTable:
   def sample(
     self, n: int, at_least: int | None = None, timeout: float | None = None, peek: bool = False
   ) -> Samples:
-    """Samples as podrace.tables.Table.sample. While no server is live it waits for one.
+    """Sample as podrace.tables.Table.sample. While no server is live, wait for one.
 
     Raises:
       RateLimited: fewer than `at_least` items could be sampled in `timeout` seconds.
@@ -106,7 +106,7 @@ class RemoteTable:
     timeout: float | None = None,
     peek: bool = False,
   ) -> Sampler:
-    """Makes an iterator over batches of n items that keeps `prefetch` requests on their way.
+    """Make an iterator over batches of n items that keeps `prefetch` requests on their way.
 
     Batches that were drawn and not taken before it is closed count as sampled, unless `peek`.
     """
@@ -126,7 +126,7 @@ class RemoteTable:
   # --- by key
 
   def shard_of(self, key: int) -> int:
-    """Returns the number of the server from which a key was sampled lately.
+    """Return the number of the server from which a key was sampled lately.
 
     Raises:
       KeyError: there are several servers, and the key was sampled too long ago.
@@ -136,7 +136,7 @@ class RemoteTable:
   def update_priorities(
     self, keys: Sequence[int] | np.ndarray, priorities: Sequence[float] | np.ndarray
   ) -> int:
-    """Sets priorities [n] of keys [n]; returns how many keys were in the table."""
+    """Set priorities [n] of keys [n]; return how many keys were in the table."""
     names, values = np.asarray(keys), np.asarray(priorities, np.float64)
     if names.shape != values.shape or names.ndim != 1:
       raise ValueError(f'expected keys [n] and priorities [n], got {names.shape}, {values.shape}')
@@ -146,7 +146,7 @@ class RemoteTable:
     return self._send_keys(replay_messages.UPDATE, names, values)
 
   def delete(self, keys: Sequence[int] | np.ndarray) -> int:
-    """Removes the items of keys [n]; returns how many keys were in the table."""
+    """Remove the items of keys [n]; return how many keys were in the table."""
     return self._send_keys(replay_messages.DELETE, np.asarray(keys), None)
 
   def _send_keys(self, kind: Kind, keys: np.ndarray, values: np.ndarray | None) -> int:
@@ -161,7 +161,7 @@ class RemoteTable:
     return sum(self._shards.wait_for(calls))
 
   def info(self, timeout: float = INFO_SECONDS) -> TableInfo:
-    """Returns statistics of the table, summed over the live shards.
+    """Return statistics of the table, summed over the live shards.
 
     Raises:
       RateLimited: no server has answered in `timeout` seconds.
@@ -181,5 +181,5 @@ class RemoteTable:
     return TableInfo(**total)
 
   def why_no_sample(self) -> str:
-    """Returns why a sampler waits, as each server answers within a second."""
+    """Return why a sampler waits, as each server answers within a second."""
     return self._shards.why_no_sample()

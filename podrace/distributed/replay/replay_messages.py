@@ -74,7 +74,7 @@ assert (CHUNK.itemsize, ITEM.itemsize, PART.itemsize, DRAWN.itemsize) == (16, 32
 
 
 def read_records(frame: Any, dtype: Any) -> np.ndarray:
-  """Returns the records in a frame; raises WireError if its size does not fit."""
+  """Return the records in a frame; raise WireError if its size does not fit."""
   dtype = np.dtype(dtype)
   if len(frame) % dtype.itemsize:
     raise WireError(f'a frame of {len(frame)} bytes, expected records of {dtype.itemsize}')
@@ -82,7 +82,7 @@ def read_records(frame: Any, dtype: Any) -> np.ndarray:
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
-  """Returns numbers of items in ascending order, as `read_records` reads them."""
+  """Return numbers of items in ascending order, as `read_records` reads them."""
   return np.array(sorted(numbers), '<u8').tobytes()
 
 
@@ -90,7 +90,7 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 
 def pack_signature(signature: Signature) -> list[Any]:
-  """Returns a signature as msgpack has it."""
+  """Return a signature as msgpack has it."""
   leaves = [[x.name, x.dtype.str, list(x.shape), x.single] for x in signature.leaves]
   return [trees.to_json(signature.structure), leaves]
 
@@ -99,7 +99,7 @@ _DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')
 
 
 def read_signature(details: Any) -> Signature:
-  """Reads a signature of `pack_signature`; raises WireError if it is malformed."""
+  """Read a signature of `pack_signature`; raise WireError if it is malformed."""
   try:
     document, descriptions = details
     count, nodes = _check_structure(document, DEPTH)
@@ -123,7 +123,7 @@ def read_signature(details: Any) -> Signature:
 
 
 def _check_structure(document: Any, depth: int) -> tuple[int, int]:
-  """Checks a structure and returns its number of leaves and of nodes."""
+  """Check a structure and return its number of leaves and of nodes."""
   label, keys, children = document
   if depth == 0 or type(label) is not str or len(label) > 200:
     raise WireError('a structure that is too deep, or without a label')
@@ -152,7 +152,7 @@ def _check_structure(document: Any, depth: int) -> tuple[int, int]:
 
 
 def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
-  """Reads the dtype and shape of a row; raises WireError if they are malformed."""
+  """Read the dtype and shape of a row; raise WireError if they are malformed."""
   try:
     name, shape = details
     dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
@@ -170,7 +170,7 @@ def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
 
 
 def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
-  """Returns the bytes of one row."""
+  """Return the bytes of one row."""
   return dtype.itemsize * math.prod(shape)
 
 
@@ -180,7 +180,7 @@ def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
 def make_chunk(
   store: ChunkStore, data: Any, how: int, rows: int, dtype: np.dtype, shape: tuple[int, ...]
 ) -> Chunk:
-  """Makes a chunk over the bytes of a message, without unpacking them.
+  """Make a chunk over the bytes of a message, without unpacking them.
 
   Args:
     store: of the chunk.
@@ -232,7 +232,7 @@ OF_ANSWER: dict[Kind, Any] = {
 
 
 def check_answer(kind: Kind, value: Any) -> None:
-  """Raises WireError if an accepted request's ANSWER has a value of the wrong form."""
+  """Raise WireError if an accepted request's ANSWER has a value of the wrong form."""
   expected = OF_ANSWER.get(kind)
   what = f'good answer to {kind.name}'
   if isinstance(expected, dict):
@@ -248,7 +248,7 @@ def check_answer(kind: Kind, value: Any) -> None:
 
 
 def read_report(details: dict[str, Any]) -> dict[str, Any]:
-  """Returns the known fields of a REPORT; raises WireError if one is missing or malformed."""
+  """Return the known fields of a REPORT; raise WireError if one is missing or malformed."""
   report = read_map('report', details, OF_REPORT)
   if not math.isfinite(report['resident_mb']):
     raise WireError('a report with a memory that is not finite')
@@ -256,7 +256,7 @@ def read_report(details: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
-  """Returns the expected fields of a map.
+  """Return the expected fields of a map.
 
   Args:
     kind: of map, for the error.
@@ -274,7 +274,7 @@ def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, An
 
 
 def stored_form(chunk: Chunk) -> tuple[int, Any]:
-  """Returns how the bytes of a full chunk are stored, and the bytes."""
+  """Return how the bytes of a full chunk are stored, and the bytes."""
   if chunk.packed is None:
     return AS_IS, chunk.array
   data, differences = chunk.packed
@@ -282,7 +282,7 @@ def stored_form(chunk: Chunk) -> tuple[int, Any]:
 
 
 def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:
-  """Checks the rows of a part and returns the number of rows of its chunks.
+  """Check the rows of a part and return the number of rows of its chunks.
 
   Args:
     leaf: of the part.

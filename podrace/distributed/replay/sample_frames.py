@@ -18,7 +18,7 @@ from podrace.tables.items import Draws, Leaf, Samples, Signature
 
 
 def sample_frames(draws: Draws) -> list[Any]:
-  """Returns the five arrays: records of DRAWN, of PART, numbers of chunks, records of CHUNK, bytes.
+  """Return the five arrays: records of DRAWN, of PART, numbers of chunks, records of CHUNK, bytes.
 
   Chunks are sent as they are stored, without unpacking. Of an unpacked chunk only the needed rows
   are sent, if they are at most half of it.
@@ -72,7 +72,7 @@ def _too_large(items: int, size: int, references: int) -> str:
 
 
 def read_samples(messages: Sequence[tuple[Signature, Sequence[Any]]]) -> Samples:
-  """Unpacks and stacks the items of SAMPLES as podrace.tables.Table.sample does.
+  """Unpack and stack the items of SAMPLES as podrace.tables.Table.sample does.
 
   Args:
     messages: (signature, arrays) of each message, one for each shard.
@@ -99,7 +99,7 @@ def read_samples(messages: Sequence[tuple[Signature, Sequence[Any]]]) -> Samples
 
 
 def _gather_column(readers: Sequence[_SampleReader], i: int, budget: _UnpackBudget) -> Any:
-  """Returns rows [n, L, ...] and lengths [n] of leaf i."""
+  """Return rows [n, L, ...] and lengths [n] of leaf i."""
   leaf, store = readers[0].leaves[i], budget.store
   longest = max(int(reader.parts[i]['rows'].max()) for reader in readers)
   budget.take(sum(len(reader.drawn) for reader in readers) * longest, leaf)
@@ -119,14 +119,14 @@ class _UnpackBudget:
     self._account = Account()
 
   def take(self, rows: int, leaf: Leaf) -> None:
-    """Takes the bytes of rows from the budget; raises WireError if it is exceeded."""
+    """Take the bytes of rows from the budget; raise WireError if it is exceeded."""
     self._left -= rows * max(replay_messages.row_bytes(leaf.dtype, leaf.shape), 1)
     if self._left < 0:
       most = replay_messages.UNPACKED_SAMPLE_BYTES
       raise WireError(f'samples of more than {most:,} bytes unpacked, in {leaf}')
 
   def keep(self, chunk: Chunk, leaf: Leaf) -> None:
-    """Keeps a chunk, so that it is unpacked once for all its parts."""
+    """Keep a chunk, so that it is unpacked once for all its parts."""
     if chunk.packed is not None and not chunk.holders:
       self.take(chunk.length, leaf)
       self.store.hold(chunk, self._account)
@@ -166,7 +166,7 @@ class _SampleReader:
     return list(zip(*(x.tolist() for x in (*columns, self._ends, times)), strict=True))
 
   def read(self, i: int) -> Iterator[Part]:
-    """Yields the parts of leaf i."""
+    """Yield the parts of leaf i."""
     leaf, numbers, known = self.leaves[i], iter(self._refs[i].tolist()), self._known
     for count, offset, rows in self.parts[i].tolist():
       if count == 1:  # the common case
@@ -182,7 +182,7 @@ class _SampleReader:
       yield chunks, offset, rows
 
   def _make_chunk(self, number: int, leaf: Leaf) -> Chunk:
-    """Makes a chunk when its first part needs it."""
+    """Make a chunk when its first part needs it."""
     _, rows, how, size, end, times = self._chunk_details[number]
     data = self._data[end - size : end]
     chunk = replay_messages.make_chunk(self._budget.store, data, how, rows, leaf.dtype, leaf.shape)
@@ -192,7 +192,7 @@ class _SampleReader:
     return chunk
 
   def stack_unpacked(self, i: int) -> Any:
-    """Returns rows [n, L, ...] and lengths [n] of leaf i without a loop, or None if it needs one.
+    """Return rows [n, L, ...] and lengths [n] of leaf i without a loop, or None if it needs one.
 
     It needs none if each part is exactly one unpacked chunk, and all chunks have the same length.
     """

@@ -62,7 +62,7 @@ class SampleRequest:
     return self.end < other.end
 
   def timeout_message(self) -> str:
-    """Returns the reason why the request was not answered before its deadline."""
+    """Return the reason why the request was not answered before its deadline."""
     table = self.served.table
     seconds = time.monotonic() - self.since
     why = table.reads.why_not(self.peek)
@@ -90,12 +90,12 @@ class RequestQueue:
     return next(iter(next(iter(self._by_peer.values()))))
 
   def add(self, request: SampleRequest) -> None:
-    """Adds a request as the last one of its client."""
+    """Add a request as the last one of its client."""
     self._by_peer.setdefault(request.peer, collections.OrderedDict())[request] = None
     self._count += 1
 
   def discard(self, request: SampleRequest) -> None:
-    """Removes a request, if it is in the queue."""
+    """Remove a request, if it is in the queue."""
     requests = self._by_peer.get(request.peer)
     if requests is not None and request in requests:
       del requests[request]
@@ -104,6 +104,6 @@ class RequestQueue:
         del self._by_peer[request.peer]
 
   def end_turn(self, peer: Peer) -> None:
-    """Makes a client the last one to be served."""
+    """Make a client the last one to be served."""
     if peer in self._by_peer:
       self._by_peer.move_to_end(peer)

@@ -69,7 +69,7 @@ class ShardedSample:
     self._parts = self._request(n, at_least)
 
   def _request(self, n: int, at_least: int) -> list[ShardRequest]:
-    """Requests n items of the live servers, in proportion to their sizes."""
+    """Request n items of the live servers, in proportion to their sizes."""
     parts = []
     for connection, k, share in self._shards.divide(n):
       least = math.ceil(at_least * k / n)
@@ -79,12 +79,12 @@ class ShardedSample:
     return parts
 
   def cancel(self) -> None:
-    """Drops the requests."""
+    """Drop the requests."""
     for part in self._parts:
       part.call.connection.forget(part.call)
 
   def wait(self) -> None:
-    """Waits until all parts have been answered or the time is over.
+    """Wait until all parts have been answered or the time is over.
 
     Raises:
       Closed: the client is closed.
@@ -96,7 +96,7 @@ class ShardedSample:
       raise
 
   def read(self) -> Samples:
-    """Unpacks the items that have come.
+    """Unpack the items that have come.
 
     Raises:
       RateLimited: there are fewer than `at_least`; its `taken` has them.
@@ -127,7 +127,7 @@ class ShardedSample:
     return samples
 
   def _merge_statistics(self, samples: Samples, parts: list[ShardRequest]) -> Samples:
-    """Returns the samples with probabilities and sizes as if the shards were one table."""
+    """Return the samples with probabilities and sizes as if the shards were one table."""
     shards, counts = self._shards, [part.count for part in parts]
     for part, keys in zip(parts, np.split(samples.key, np.cumsum(counts)[:-1]), strict=True):
       shards.remember(keys, part.call.connection)
@@ -167,12 +167,12 @@ class ShardedSample:
     )
 
   def _limit(self) -> float:
-    """Returns the time to give up at. A live server answers at the deadline by itself."""
+    """Return the time to give up at. A live server answers at the deadline by itself."""
     away = any(not p.call.done and p.call.connection.away for p in self._parts)
     return self._deadline + (0 if away else GRACE)
 
   def _update_parts(self) -> bool:
-    """Moves requests between servers; returns whether all of them have been answered.
+    """Move requests between servers; return whether all of them have been answered.
 
     A request to a server that is away, or that is empty while another has items, goes to the rest.
     Requests are cancelled once enough items have come.
@@ -198,7 +198,7 @@ class ShardedSample:
     return sum(part.count for part in self._parts) >= self._at_least
 
   def _is_elsewhere(self, connection: ReplayConnection, live: list[ReplayConnection]) -> bool:
-    """Returns whether this server is empty and another one is not."""
+    """Return whether this server is empty and another one is not."""
     sizes = {c: self._shards.size_at(c) for c in live}
     return not sizes.get(connection, 0) and any(sizes.values())
 
@@ -229,7 +229,7 @@ class Sampler:
     return sample.read()
 
   def close(self) -> None:
-    """Cancels the requests that have been made ahead."""
+    """Cancel the requests that have been made ahead."""
     self._closed = True
     for sample in self._pending:
       sample.cancel()

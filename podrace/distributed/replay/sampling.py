@@ -34,13 +34,13 @@ class Sampling:
     self._unfinished: set[ServedTable] = set()  # tables of which more can be served
 
   def queue(self, served: ServedTable, peek: bool) -> RequestQueue:
-    """Returns the requests that wait for a table, either peeks or all except peeks."""
+    """Return the requests that wait for a table, either peeks or all except peeks."""
     return self._queues.setdefault((served, peek), RequestQueue())
 
   # --- messages of clients
 
   def sample(self, peer: Peer, fields: Sequence[Any]) -> None:
-    """Takes a SAMPLE, and answers it if it need not wait."""
+    """Take a SAMPLE, and answer it if it need not wait."""
     number, name, n, least, peek, seconds, received = fields
     window: SampleWindow = peer.state.window
     served = self._served.by_name.get(name)
@@ -67,7 +67,7 @@ class Sampling:
       heapq.heapify(self._deadlines)
 
   def acknowledge(self, window: SampleWindow, count: int) -> None:
-    """Takes note that a client has received `count` samples in this session."""
+    """Take note that a client has received `count` samples in this session."""
     if count > window.answered:
       raise WireError(f'{count} samples that have come, of {window.answered}')
     while window.answered - len(window.unread) < count:
@@ -81,12 +81,12 @@ class Sampling:
         self._served.touched.add(request.served)
 
   def cancel(self, peer: Peer, number: int) -> None:
-    """Answers a request with the items drawn so far."""
+    """Answer a request with the items drawn so far."""
     if request := peer.state.window.waiting.get(number):
       self._answer(request, f'cancelled by {peer.name}')
 
   def left(self, peer: Peer) -> None:
-    """Drops the requests and unread samples of a client at the end of its session."""
+    """Drop the requests and unread samples of a client at the end of its session."""
     window: SampleWindow = peer.state.window
     for request in [*window.waiting.values()]:
       self._forget(request)
@@ -97,13 +97,13 @@ class Sampling:
   # --- answers
 
   def seconds(self) -> float:
-    """Returns the seconds until a request times out, or 0 if more can be served."""
+    """Return the seconds until a request times out, or 0 if more can be served."""
     if self._unfinished:
       return 0.0
     return self._deadlines[0].end - time.monotonic() if self._deadlines else 1.0
 
   def expire(self) -> None:
-    """Answers the requests that are past their deadline."""
+    """Answer the requests that are past their deadline."""
     now = time.monotonic()
     while self._deadlines and (self._deadlines[0].end <= now or self._deadlines[0].over):
       request = heapq.heappop(self._deadlines)
@@ -111,18 +111,18 @@ class Sampling:
         self._answer(request, request.timeout_message())
 
   def take_unfinished(self) -> set[ServedTable]:
-    """Returns, and forgets, the tables at which SERVE_SECONDS were not enough."""
+    """Return, and forget, the tables at which SERVE_SECONDS were not enough."""
     unfinished, self._unfinished = self._unfinished, set()
     return unfinished
 
   def serve(self, served: ServedTable) -> None:
-    """Answers the requests that a table can serve now."""
+    """Answer the requests that a table can serve now."""
     for peek in (False, True):
       if queue := self._queues.get((served, peek)):
         self._serve(queue)
 
   def _serve(self, queue: RequestQueue) -> None:
-    """Answers requests, one of each client in turn, until one must wait, or for SERVE_SECONDS.
+    """Answer requests, one of each client in turn, until one must wait, or for SERVE_SECONDS.
 
     Requests of clients that do not read leave the queue until they do.
     """
@@ -148,7 +148,7 @@ class Sampling:
         break
 
   def _too_many_parts(self, request: SampleRequest) -> str:
-    """Returns why a sample would be too large for a message, before anything is drawn, or ''."""
+    """Return why a sample would be too large for a message, before anything is drawn, or ''."""
     signature = request.served.table.contents.signature
     leaves = 1 if signature is None else len(signature.leaves)
     if (parts := request.n * leaves) <= replay_messages.MESSAGE_PARTS:
@@ -177,7 +177,7 @@ class Sampling:
     del window.waiting[request.number]
 
   def _answer(self, request: SampleRequest, reason: str) -> None:
-    """Sends the items that were drawn, and the reason why there are not more."""
+    """Send the items that were drawn, and the reason why there are not more."""
     peer, items, table = request.peer, request.draws.items, request.served.table
     window: SampleWindow = peer.state.window
     signature, frames = 0, [b''] * 5
@@ -201,7 +201,7 @@ class Sampling:
       self._bound_unread()
 
   def _bound_unread(self) -> None:
-    """Ends the session of the slowest reader if all clients together read too little."""
+    """End the session of the slowest reader if all clients together read too little."""
     if self.unread_bytes <= UNREAD_BYTES:
       return
     peer = max(self._listener.peers, key=lambda peer: peer.state.window.bytes)
@@ -211,7 +211,7 @@ class Sampling:
     )
 
   def _signature_number(self, peer: Peer, signature: Signature) -> int:
-    """Returns the number by which a client knows a signature, which is sent first if it is new."""
+    """Return the number by which a client knows a signature, which is sent first if it is new."""
     window: SampleWindow = peer.state.window
     known = window.signatures
     if id(signature) not in known:

@@ -33,14 +33,14 @@ class ServedTable:
     self.schema: ItemSchema | None = None
 
   def apply_schema(self) -> None:
-    """Makes the table take only the items that its settings describe, if they do."""
+    """Make the table take only the items that its settings describe, if they do."""
     if CONTENTS in self.settings:
       self.schema = ItemSchema(self.settings[CONTENTS])
       contents = self.table.contents
       contents.signature = contents.signature or self.schema.signature
 
   def merge_settings(self, requested: dict[str, Any]) -> list[str]:
-    """Compares settings with a client's, and takes over its schema if there was none.
+    """Compare settings with a client's, and take over its schema if there was none.
 
     Returns:
       A line for each setting that differs.
@@ -77,7 +77,7 @@ class ServedTables:
     self._settings_bytes = 0  # that clients have sent
 
   def make(self, name: str, settings: dict[str, Any]) -> None:
-    """Makes a new table. Raises ValueError for settings that are not valid."""
+    """Make a new table. Raise ValueError for settings that are not valid."""
     if CONTENTS in settings:
       ItemSchema(settings[CONTENTS])  # raises before anything is made
     self.by_name[name] = ServedTable(
@@ -86,7 +86,7 @@ class ServedTables:
     self.by_name[name].apply_schema()
 
   def restore(self, path: Path, settings: dict[str, dict[str, Any]]) -> None:
-    """Restores the tables of a checkpoint, which were saved with these settings by name.
+    """Restore the tables of a checkpoint, which were saved with these settings by name.
 
     Raises:
       CheckpointError: it is damaged, or a table exists already with other settings.
@@ -110,13 +110,13 @@ class ServedTables:
       served.apply_schema()
 
   def sizes(self) -> dict[str, int]:
-    """Returns items by table, for clients that sample from shards in proportion."""
+    """Return items by table, for clients that sample from shards in proportion."""
     return {t.name: len(t.table) for t in itertools.islice(self.by_name.values(), SIZES)}
 
   # --- requests of clients: a ValueError is the answer
 
   def open(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns a table's settings and largest priority. Makes the table if it does not exist."""
+    """Return a table's settings and largest priority. Make the table if it does not exist."""
     if name not in self.by_name and settings:
       if len(self.by_name) >= TABLES or not 0 < len(name) <= 200:
         raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
@@ -138,7 +138,7 @@ class ServedTables:
     return dict(settings=served.settings, most=min(contents.sampler.most, contents.remover.most))
 
   def _encode_settings(self, name: str, settings: dict[str, Any]) -> str:
-    """Returns a client's settings as JSON; raises ValueError if all settings become too large."""
+    """Return a client's settings as JSON; raise ValueError if all settings become too large."""
     # Values that JSON lacks are refused by name when the table is made.
     text = json.dumps(settings, default=repr)
     if self._settings_bytes + len(text) > SETTINGS_BYTES:
@@ -155,20 +155,20 @@ class ServedTables:
     return self.by_name[name]
 
   def update_priorities(self, name: str, keys: memoryview, priorities: memoryview) -> int:
-    """Sets priorities by key; returns how many keys were in the table."""
+    """Set priorities by key; return how many keys were in the table."""
     known = _read_keys(keys)
     self._listener.counts['updated'] += len(known)
     values = replay_messages.read_records(priorities, '<f8')
     return self._find(name).table.update_priorities(known, values)
 
   def delete(self, name: str, keys: memoryview) -> int:
-    """Removes items by key; returns how many keys were in the table."""
+    """Remove items by key; return how many keys were in the table."""
     served = self._find(name)
     self.touched.add(served)
     return served.table.delete(_read_keys(keys))
 
   def info(self, name: str) -> dict[str, Any]:
-    """Returns the statistics of a table, and why its samples and inserts wait."""
+    """Return the statistics of a table, and why its samples and inserts wait."""
     table = self._find(name).table
     return dict(
       dataclasses.asdict(table.info()),

@@ -133,7 +133,7 @@ class ReplayServer(Handler):
       self.listener.log(f'restored {path}: {len(self.tables)} tables, {items:,} items')
 
   def _snapshot(self) -> checkpoint.Snapshot:
-    """Takes the tables and streams of one moment."""
+    """Take the tables and streams of one moment."""
     settings = {name: served.settings for name, served in self.served.by_name.items()}
     extra = dict(tables=settings, **self.inserting.snapshot())
     return checkpoint.snapshot(self.store, json.loads(json.dumps(extra)))
@@ -149,7 +149,7 @@ class ReplayServer(Handler):
     return self._serving.failure
 
   def start(self) -> None:
-    """Starts to listen."""
+    """Start to listen."""
     self._or_unlock(self._serving.start)
 
   def _or_unlock(self, do: Callable[[], None]) -> None:
@@ -167,7 +167,7 @@ class ReplayServer(Handler):
     self.stop()
 
   def stop(self) -> None:
-    """Ends the thread after a last checkpoint."""
+    """End the thread after a last checkpoint."""
     self._serving.stop()
     self.saving.unlock()
 
@@ -182,13 +182,13 @@ class ReplayServer(Handler):
     )
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
-    """Raises WireError for a client without a number."""
+    """Raise WireError for a client without a number."""
     if not details['client']:
       raise WireError('a hello of client 0, which none is')
     return []
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
-    """Begins a session, and returns the details of WELCOME."""
+    """Begin a session, and return the details of WELCOME."""
     stream = self.inserting.join(peer)
     peer.state = ClientState(stream, SampleWindow())
     self.listener.log(f'{peer.name} joins')
@@ -203,12 +203,12 @@ class ReplayServer(Handler):
     )
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
-    """Ends a session."""
+    """End a session."""
     self.sampling.left(peer)
     self.inserting.left(peer)
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    """Takes a message of a client."""
+    """Take a message of a client."""
     if kind is replay_messages.INSERT:
       self.inserting.insert(peer, fields[0], arrays)
     elif kind is replay_messages.SAMPLE:
@@ -223,7 +223,7 @@ class ReplayServer(Handler):
   def _request(
     self, peer: Peer, kind: Kind, number: int, args: Sequence[Any], arrays: list[memoryview]
   ) -> None:
-    """Answers a request with a value, or with an error that the client raises.
+    """Answer a request with a value, or with an error that the client raises.
 
     SAVE is answered when the checkpoint is written.
     """
@@ -243,7 +243,7 @@ class ReplayServer(Handler):
     self.listener.send(peer, replay_messages.ANSWER, number, accepted, answer)
 
   def ping(self, peer: Peer, said: Any) -> dict[str, int]:
-    """Takes the number of samples that a client has received, and returns the sizes of tables."""
+    """Take the number of samples that a client has received, and return the sizes of tables."""
     if said is not None:  # a client that never samples may leave it out
       if type(said) is not int or said < 0:
         raise WireError('a PING without the number of samples that have come')
@@ -251,7 +251,7 @@ class ReplayServer(Handler):
     return self.served.sizes()
 
   def turned(self) -> None:
-    """Serves the requests and items that can go on."""
+    """Serve the requests and items that can go on."""
     touched = self.served.touched
     touched |= self.sampling.take_unfinished()
     while touched:
@@ -262,7 +262,7 @@ class ReplayServer(Handler):
     self.saving.turned()
 
   def report(self) -> dict[str, Any]:
-    """Returns the details of REPORT."""
+    """Return the details of REPORT."""
     shown = itertools.islice(self.tables.values(), REPORTED)
     return dict(
       self.listener.report(_client_report),
@@ -289,7 +289,7 @@ def _client_report(peer: Peer) -> dict[str, Any]:
 
 
 def parse_tables(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-  """Returns settings by name from the values of `--table`. Raises ValueError."""
+  """Return settings by name from the values of `--table`. Raise ValueError."""
   parsed: dict[str, dict[str, Any]] = {}
   for text in texts:
     try:
@@ -339,7 +339,7 @@ def _parse_limiter(text: str) -> tables.RateLimiter:
 
 
 def run(address: str, **options: Any) -> int:
-  """Serves until a signal, and returns the exit code of `podrace replay`."""
+  """Serve until a signal, and return the exit code of `podrace replay`."""
   received = 0
 
   def on_signal(signum: int, frame: Any) -> None:

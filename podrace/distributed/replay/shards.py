@@ -38,15 +38,15 @@ class Shards:
     self._older: dict[int, ReplayConnection] = {}
 
   def size_at(self, connection: ReplayConnection) -> int:
-    """Returns the latest known number of items at a server, without waiting."""
+    """Return the latest known number of items at a server, without waiting."""
     return connection.sizes.get(self.name, 0)
 
   def live(self) -> list[ReplayConnection]:
-    """Returns the connections that have a session, or all if none has."""
+    """Return the connections that have a session, or all if none has."""
     return [c for c in self.connections if not c.away] or list(self.connections)
 
   def divide(self, n: int) -> list[tuple[ReplayConnection, int, float]]:
-    """Divides n items at random among the live servers, in proportion to their sizes.
+    """Divide n items at random among the live servers, in proportion to their sizes.
 
     Returns:
       (connection, items, share of all items) of each server that gets any.
@@ -59,13 +59,13 @@ class Shards:
     return [part for part in parts if part[1]]
 
   def remember(self, keys: np.ndarray, home: ReplayConnection) -> None:
-    """Records the server of keys, and forgets keys that were sampled long ago."""
+    """Record the server of keys, and forget keys that were sampled long ago."""
     if len(self._homes) > REMEMBERED:
       self._older, self._homes = self._homes, {}
     self._homes.update(zip(keys.tolist(), itertools.repeat(home)))
 
   def index_of(self, key: int) -> int:
-    """Returns the number of the server from which a key was sampled.
+    """Return the number of the server from which a key was sampled.
 
     Raises:
       KeyError: there is more than one server, and the key was sampled too long ago.
@@ -76,7 +76,7 @@ class Shards:
     return list(self.connections).index(home)
 
   def split(self, keys: np.ndarray) -> Iterator[tuple[ReplayConnection, Any]]:
-    """Yields (connection, index of the keys that may be at its server); all if unknown."""
+    """Yield (connection, index of the keys that may be at its server); all if unknown."""
     if len(self.connections) == 1:
       yield self.connections[0], slice(None)
       return
@@ -88,7 +88,7 @@ class Shards:
         yield connection, chosen
 
   def wait_for(self, calls: list[ServiceCall], deadline: float = math.inf) -> list[Any]:
-    """Waits for calls and returns their values.
+    """Wait for calls and return their values.
 
     A single server is waited for until the deadline. Of more, a server that goes away is left out.
     """
@@ -104,7 +104,7 @@ class Shards:
     return values
 
   def why_no_sample(self) -> str:
-    """Returns why a sampler waits, as each server answers within a second."""
+    """Return why a sampler waits, as each server answers within a second."""
     reasons = []
     for connection in self.connections:
       if connection.away:

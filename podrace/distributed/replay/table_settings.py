@@ -20,7 +20,7 @@ _SELECTORS = 'uniform', 'fifo', 'lifo', 'min_heap', 'max_heap', 'prioritized'
 
 
 def parse_selector(text: str) -> Selector:
-  """Returns the selector of a name such as fifo, prioritized:0.6 or prioritized(0.6).
+  """Return the selector of a name such as fifo, prioritized:0.6 or prioritized(0.6).
 
   Raises:
     ValueError: there is no such selector.
@@ -45,7 +45,7 @@ def pack_settings(
   run: str = '',
   contents: list[Any] | None = None,
 ) -> dict[str, Any]:
-  """Returns settings by name. `run` and `contents` are left out if they are empty."""
+  """Return settings by name. `run` and `contents` are left out if they are empty."""
   details = dict(
     sampler=sampler.name,
     remover=remover.name,
@@ -58,7 +58,7 @@ def pack_settings(
 
 
 def make_table(name: str, store: ChunkStore, details: Any) -> tables.Table:
-  """Makes a table with the settings of `pack_settings`; raises ValueError if they are not valid."""
+  """Make a table with the settings of `pack_settings`; raise ValueError if they are not valid."""
   try:
     limiter = _read_limiter(*details['rate_limiter'])
     sampler, remover = parse_selector(details['sampler']), parse_selector(details['remover'])
@@ -76,7 +76,7 @@ def make_table(name: str, store: ChunkStore, details: Any) -> tables.Table:
 
 
 def _read_limiter(name: Any, spi: Any, least: Any, low: Any, high: Any) -> RateLimiter:
-  """Returns a rate limiter; raises ValueError for numbers with which it could overflow."""
+  """Return a rate limiter; raise ValueError for numbers with which it could overflow."""
   if type(name) is not str or len(name) > 200:
     raise ValueError('a rate limiter without a name of at most 200 characters')
   if any(type(x) not in (int, float) for x in (spi, least, low, high)):
@@ -96,7 +96,7 @@ def _read_limiter(name: Any, spi: Any, least: Any, low: Any, high: Any) -> RateL
 def describe_differences(
   name: str, current: dict[str, Any], requested: dict[str, Any]
 ) -> list[str]:
-  """Returns a line for each setting that differs, or one line if the table is of another run."""
+  """Return a line for each setting that differs, or one line if the table is of another run."""
   if RUN in requested and requested[RUN] != current.get(RUN):
     return [
       f'table {name!r} is of {_name_run(current.get(RUN))}, {_name_run(requested[RUN])} asks for '
@@ -116,5 +116,5 @@ def _name_run(name: Any) -> str:
 
 
 def _comparable(setting: str, value: Any) -> Any:
-  """Returns the part of a setting that must be equal. The name of a limiter is for display only."""
+  """Return the part of a setting that must be equal. The name of a limiter is for display only."""
   return value[1:] if setting == 'rate_limiter' and isinstance(value, list) else value

@@ -43,13 +43,13 @@ class Session(Protocol):
     """Whether an item would be sent at once."""
 
   def wake(self) -> None:
-    """Wakes the connection's thread."""
+    """Wake the connection's thread."""
 
   def check_open(self) -> None:
-    """Raises Closed, or the error that ended the connection."""
+    """Raise Closed, or the error that ended the connection."""
 
   def why_not_inserted(self) -> str:
-    """Returns the reason why the newest items are not in their tables."""
+    """Return the reason why the newest items are not in their tables."""
 
 
 class WriterTarget(Protocol):
@@ -127,25 +127,25 @@ class WriterStore(ChunkStore):
   # --- for the writer
 
   def chunk(self, array: np.ndarray, length: int) -> Chunk:
-    """Makes a chunk."""
+    """Make a chunk."""
     return SentChunk(next(self._chunk_keys), array, length, self)
 
   def seal(self, chunk: Chunk, differences: bool) -> None:
-    """Cuts and packs the rest of a full chunk."""
+    """Cut and pack the rest of a full chunk."""
     assert isinstance(chunk, SentChunk)
     self.cut(chunk, differences)
     with self.lock:
       self._resize(chunk, sum(len(piece.data) for piece in chunk.pieces))
 
   def drop(self, chunk: Chunk, account: Account) -> None:
-    """Drops a chunk, and releases it at the service if no account holds it."""
+    """Drop a chunk, and release it at the service if no account holds it."""
     super().drop(chunk, account)
     if not chunk.holders:
       assert isinstance(chunk, SentChunk)
       self.session.released.append(chunk)
 
   def read(self, chunk: Chunk) -> np.ndarray:
-    """Returns the rows of a chunk."""
+    """Return the rows of a chunk."""
     array = chunk.array
     if array is not None:
       return array
@@ -163,7 +163,7 @@ class WriterStore(ChunkStore):
     return np.concatenate(pieces)
 
   def submit(self, table: WriterTarget, item: Item, writer: InFlight) -> Sending:
-    """Queues an item, which is sent when its chunks are full, or after `delay` seconds."""
+    """Queue an item, which is sent when its chunks are full, or after `delay` seconds."""
     self.session.check_open()
     if item.key == NEW:
       item.key = self._new_key()
@@ -180,14 +180,14 @@ class WriterStore(ChunkStore):
     return sending
 
   def _new_key(self) -> int:
-    """Returns a key that no other writer draws: 42 random bits, new after 2^KEY_BITS items."""
+    """Return a key that no other writer draws: 42 random bits, new after 2^KEY_BITS items."""
     if (self._key + 1) % 2**replay_messages.KEY_BITS == 0:
       self._key = int.from_bytes(os.urandom(8), 'little') >> 22 << replay_messages.KEY_BITS
     self._key += 1
     return self._key
 
   def wait_for(self, pending: Sending, most: int, wait: Wait) -> None:
-    """Waits until an item is in its table, at most `most` wait, or one has been refused."""
+    """Wait until an item is in its table, at most `most` wait, or one has been refused."""
     if not pending.number:
       self.flushing = True
       self.session.wake()
@@ -201,7 +201,7 @@ class WriterStore(ChunkStore):
   # --- for the connection's thread
 
   def cut(self, chunk: SentChunk, differences: bool = False) -> None:
-    """Makes a piece of the rows that are in no piece yet."""
+    """Make a piece of the rows that are in no piece yet."""
     with self._cutting:
       upto = chunk.length
       if upto > chunk.through:
@@ -222,7 +222,7 @@ class WriterStore(ChunkStore):
         chunk.array = None
 
   def is_ready(self, item: Item) -> bool:
-    """Returns whether all rows of an item are in pieces."""
+    """Return whether all rows of an item are in pieces."""
     for chunks, offset, rows in item.parts:
       if len(chunks) > 1:
         offset -= sum([chunk.length for chunk in chunks[:-1]])
@@ -231,13 +231,13 @@ class WriterStore(ChunkStore):
     return True
 
   def complete(self, item: Item) -> None:
-    """Makes pieces of all rows of an item."""
+    """Make pieces of all rows of an item."""
     if not self.is_ready(item):
       for part in item.parts:
         self.cut(part[0][-1])  # type: ignore[arg-type]
 
   def take(self, most: int, size: int, now: float) -> list[Sending]:
-    """Takes at most `most` items to send next, and stops after about `size` bytes."""
+    """Take at most `most` items to send next, and stop after about `size` bytes."""
     queue, taken = self.queue, list[Sending]()
     while queue and len(taken) < most and size > 0:
       head = queue[0]
@@ -250,7 +250,7 @@ class WriterStore(ChunkStore):
     return taken
 
   def finish(self, done: list[Sending], refusal: str | None = None) -> None:
-    """Finishes items that were inserted or refused, and wakes the calls that wait."""
+    """Finish items that were inserted or refused, and wake the calls that wait."""
     with self.lock:
       for sending in done:
         if sending.done:
@@ -265,7 +265,7 @@ class WriterStore(ChunkStore):
 
 
 def pieces_of(part: Any) -> tuple[list[ChunkPiece], int]:
-  """Returns the pieces that a part of an item needs, and its first row in the first of them."""
+  """Return the pieces that a part of an item needs, and its first row in the first of them."""
   chunks, offset, rows = part
   if len(chunks) == 1 and len(chunks[0].pieces) == 1:
     return chunks[0].pieces, offset
