@@ -56,7 +56,7 @@ class HeldItems:
 
 
 class Inserting:
-  """Takes the items of all clients.
+  """The part of a replay service that takes the items of all clients.
 
   Args:
     served: the tables.

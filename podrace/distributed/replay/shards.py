@@ -21,7 +21,7 @@ log = logging.getLogger('podrace.distributed.replay')
 
 
 class Shards:
-  """The connections to the servers of one table. Safe for any thread.
+  """The connections to the servers of one table.
 
   Attributes:
     name: of the table.
